@@ -11,7 +11,7 @@ from torch import Tensor
 
 import graphattn as ga
 from graphattn.ops.attention.structured import plan_call
-from graphattn.ops.backends import BACKENDS
+from graphattn.ops.backends import BACKEND_NAMES
 from graphattn.ops.support import OPERATIONS
 
 GRAPHS = {
@@ -60,7 +60,7 @@ def by_graph() -> str:
                 for b, why in found.items()
             ]
             rows.append([f"`{op}`, {name}", *cells])
-    return _table(["operation, graph", *BACKENDS], rows) + ("\n" + NOTE if STAR else "")
+    return _table(["operation, graph", *BACKEND_NAMES], rows) + ("\n" + NOTE if STAR else "")
 
 
 def _how(graph: ga.TokenGraph) -> str:
@@ -151,9 +151,10 @@ FEATURES: dict[str, Callable[[str], object]] = {
 def by_feature() -> str:
     """Attention's dtypes and options on every backend, each of them run."""
     rows = [
-        [name, *(_answer(run, backend) for backend in BACKENDS)] for name, run in FEATURES.items()
+        [name, *(_answer(run, backend) for backend in BACKEND_NAMES)]
+        for name, run in FEATURES.items()
     ]
-    return _table(["attention", *BACKENDS], rows)
+    return _table(["attention", *BACKEND_NAMES], rows)
 
 
 def _answer(run: Callable[[str], object], backend: str) -> str:

@@ -85,16 +85,17 @@ def read_antibodies(path: Path) -> list[Antibody]:
         parts = record.header.split("|")
         if len(parts) != 4 or parts[1] not in ("VH", "VL"):
             raise ValueError(
-                f"a header of {path} must be name|VH or VL|kind|source, got {record.header!r}"
+                f"headers of {path} must have the form name|VH or VL|kind|source, got "
+                f"{record.header!r}"
             )
         name, domain, _, source = parts
         found = domains.setdefault(name, {})
         if domain in found:
-            raise ValueError(f"{path} must hold {domain} of {name} once, got it twice")
+            raise ValueError(f"{path} must contain {domain} of {name} only once, got it twice")
         found[domain] = (record.sequence, source)
     for name, found in domains.items():
         if len(found) < 2:
-            raise ValueError(f"{path} must hold VH and VL of {name}, got {list(found)}")
+            raise ValueError(f"{path} must contain VH and VL of {name}, got {list(found)}")
     return [
         Antibody(name, found["VH"][1], found["VH"][0], found["VL"][0])
         for name, found in domains.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphattn.plot.style import COLOURS, INK, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

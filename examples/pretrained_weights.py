@@ -51,7 +51,7 @@ def package_folder(package: str, requirement: str) -> Path:
     """
     spec = util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"{package} is not installed: pip install {requirement}")
+        raise ImportError(f"{package} is not installed: install it with pip install {requirement}")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -131,7 +131,7 @@ def load_minilm() -> SentenceModel:
     asked = {name for name, wanted in pooling.items() if wanted is True}
     if modules != ["Transformer", "Pooling", "Normalize"] or asked != {"pooling_mode_mean_tokens"}:
         raise RuntimeError(
-            f"{folder} must ask for the normalised mean over tokens, got {modules} and {asked}"
+            f"{folder} must specify the normalised mean over tokens, got {modules} and {asked}"
         )
     model, found = BertModel.from_pretrained(
         folder, attn_implementation="eager", local_files_only=True, output_loading_info=True
@@ -149,8 +149,8 @@ def expect_all(found: dict, *, unused: set[str]) -> None:
     unexpected = {k for k in found["unexpected_keys"] if not k.endswith(".position_ids")} - unused
     if missing or mismatched or unexpected:
         raise RuntimeError(
-            f"weights do not fit the model: missing {sorted(missing)}, of another shape "
-            f"{sorted(mismatched)}, unexpected {sorted(unexpected)}"
+            f"weights must fit the model, got missing weights {sorted(missing)}, wrong shapes "
+            f"{sorted(mismatched)}, and unexpected weights {sorted(unexpected)}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -19,23 +20,33 @@ PAGE = (ROOT / "docs" / "find-it.md").read_text()
 needs_native = pytest.mark.skipif(library.library() is None, reason=str(library.why_not()))
 
 
+@functools.cache  # interpreted kernels make very many calls
+def name_of(file: str) -> str | None:
+    """A file of the library as the page names it; None for any other file."""
+    path = Path(file)
+    if not path.is_relative_to(ROOT) or "site-packages" in file:
+        return None
+    name = str(path.relative_to(ROOT))
+    return name if name.startswith(("graphattn/", "kernels/")) else None
+
+
 def files_of(call: Callable[[], object]) -> list[str]:
     """Files of the project as a call enters them, one entry per change of file."""
     seen: list[str] = []
 
     def look(frame, event: str, _: object) -> None:
-        file = frame.f_code.co_filename
-        if event != "call" or not file.startswith(str(ROOT)) or "site-packages" in file:
+        if event != "call":
             return
-        name = str(Path(file).relative_to(ROOT))
-        if name.startswith(("graphattn/", "kernels/")) and (not seen or seen[-1] != name):
+        name = name_of(frame.f_code.co_filename)
+        if name is not None and (not seen or seen[-1] != name):
             seen.append(name)
 
-    sys.setprofile(look)
+    before = sys.gettrace()
+    sys.settrace(look)  # which returns None, so only calls are traced and not what they do
     try:
         call()
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
     return seen
 
 
@@ -64,18 +75,18 @@ WINDOW, LISTED = "windows and blocks", "other graphs"
 
 def qkv() -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    shape = 1, 32, 2, 16
+    shape = 1, 16, 1, 16
     return tuple(torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
 
 
 def call_of(mechanism: str, backend: str) -> Callable[[], Tensor]:
     """A call of the kind that a row speaks of."""
     q, k, v = qkv()
-    window = ga.causal_window_graph(32, 8)
-    listed = ga.knn_graph(torch.randn(32, 3, generator=torch.Generator().manual_seed(1)), 4)
+    window = ga.causal_window_graph(16, 4)
+    listed = ga.knn_graph(torch.randn(16, 3, generator=torch.Generator().manual_seed(1)), 4)
     graph = listed if LISTED in mechanism else window
     if mechanism == "consensus":
-        shapes = [(2, 16), (2,), (2, 16), (2,), (2, 4, 16, 16), (2, 4, 16)]
+        shapes = [(1, 16), (1,), (1, 16), (1,), (1, 4, 16, 16), (1, 4, 16)]
         network = ga.EdgeNetworkParameters(*(torch.randn(s).requires_grad_() for s in shapes))
         return lambda: ga.consensus_update(
             q, q, k, v, network, window, 0.1, update="target", backend=backend
@@ -84,7 +95,7 @@ def call_of(mechanism: str, backend: str) -> Callable[[], Tensor]:
         return lambda: ga.linear_attention(q.exp(), k.exp(), v, window, backend=backend)
     if mechanism.startswith("in layers"):
         layer = ga.nn.KrauseAttention(32, heads=2, top_k=3, backend=backend)
-        x = torch.randn(1, 32, 32)
+        x = torch.randn(1, 16, 32)
         return lambda: layer(x, window)
     return lambda: ga.rbf_attention(q, k, v, graph, 1.0, backend=backend)
 
@@ -122,7 +133,7 @@ def test_a_written_score_is_where_the_page_says() -> None:
     for backend in ("reference", "structured"):
         names = [row for row in ROWS if "score of your own" in row[0] and row[1] == backend]
         ((_, _, forward, _),) = names
-        graph = ga.causal_window_graph(32, 8)
+        graph = ga.causal_window_graph(16, 8)
 
         def call(graph: ga.TokenGraph = graph, backend: str = backend) -> None:
             ga.score_attention(q, k, v, graph, Own(), backend=backend)

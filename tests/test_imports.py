@@ -1,6 +1,7 @@
 """`import graphattn` is cheap, parts load on first use, and imports point in one direction."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -35,17 +36,44 @@ import graphattn
 seconds = time.process_time() - start
 print(seconds, *sorted(set(sys.modules) - before))
 """
+PARTS = """
+import graphattn as ga
+for part in (
+    "nn", "data", "models", "spectral", "dynamics", "diagnostics", "train", "plot"
+):
+    name = "graphattn." + part
+    assert name not in sys.modules, name
+    assert getattr(ga, part) is sys.modules[name]
+    assert getattr(ga, part) is getattr(ga, part)
+assert ga.nn.SelfConsensus(8, 2, edge_hidden=4).dim == 8
+assert "torch_geometric" in sys.modules
+assert "biotite" not in sys.modules, "biotite"  # it loads when a structure is read
+print("parts load")
+"""
 
 
 @pytest.fixture(scope="module")
-def first_import() -> tuple[float, set[str]]:
-    """Seconds and modules that `import graphattn` adds to `import torch`; best of three."""
-    runs = [in_fresh_interpreter(MEASURE).split() for _ in range(3)]
-    return min(float(run[0]) for run in runs), set(runs[0][1:])
+def first_import() -> list[str]:
+    """What one new Python prints, because starting torch is what takes time.
+
+    The first line has the seconds and the modules that `import graphattn` adds to `import torch`.
+    The second says what became of PARTS, which run afterwards.
+    """
+    last = f"try:\n    exec({PARTS!r})\nexcept Exception as error:\n    print(repr(error))"
+    return in_fresh_interpreter(MEASURE + last).splitlines()
+
+
+@pytest.fixture(scope="module")
+def added_modules(first_import) -> set[str]:
+    return set(first_import[0].split()[1:])
 
 
 def test_importing_graphattn_adds_under_half_a_second_to_importing_torch(first_import):
-    assert first_import[0] < 0.5
+    """The best of three, of which one is enough where it is under half a second."""
+    found = [float(first_import[0].split()[0])]
+    while min(found) >= 0.5 and len(found) < 3:
+        found.append(float(in_fresh_interpreter(MEASURE).split()[0]))
+    assert min(found) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -62,33 +90,20 @@ def test_importing_graphattn_adds_under_half_a_second_to_importing_torch(first_i
         "huggingface_hub",
     ],
 )
-def test_importing_graphattn_pulls_in_nothing_heavy_that_torch_does_not(first_import, heavy):
-    added = {name for name in first_import[1] if name.split(".")[0] == heavy}
+def test_importing_graphattn_pulls_in_nothing_heavy_that_torch_does_not(added_modules, heavy):
+    added = {name for name in added_modules if name.split(".")[0] == heavy}
     assert not added
 
 
-def test_importing_graphattn_adds_its_own_modules_and_the_standard_library_only(first_import):
-    added = {name.split(".")[0] for name in first_import[1]}
+def test_importing_graphattn_adds_its_own_modules_and_the_standard_library_only(added_modules):
+    added = {name.split(".")[0] for name in added_modules}
     allowed = set(sys.stdlib_module_names) | {"graphattn", "numpy"}
     finders = {name for name in added if name.startswith("__editable__")}
     assert added - finders <= allowed
 
 
-def test_parts_load_on_first_use():
-    code = """
-import sys
-import graphattn as ga
-for part in (
-    "nn", "data", "models", "spectral", "dynamics", "diagnostics", "train", "plot"
-):
-    name = "graphattn." + part
-    assert name not in sys.modules, name
-    assert getattr(ga, part) is sys.modules[name]
-    assert getattr(ga, part) is getattr(ga, part)
-assert ga.nn.SelfConsensus(8, 2, edge_hidden=4).dim == 8
-assert "torch_geometric" in sys.modules
-"""
-    in_fresh_interpreter(code)
+def test_parts_load_on_first_use(first_import):
+    assert first_import[1:] == ["parts load"]
 
 
 def test_star_import_gives_everything_public():
@@ -164,17 +179,23 @@ def for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def imported_modules(name: str) -> set[str]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imported_modules(name: str) -> frozenset[str]:
     """Dotted names of the graphattn modules that a module imports, anywhere in its text.
 
     graphattn itself names for type checkers what loads on first use: that imports nothing.
     """
     path, found = MODULES[name], set()
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    tree = ast.parse(path.read_text())
+    body = tree_of(path).body
     if name == "graphattn":
-        tree.body = [node for node in tree.body if not for_type_checkers(node)]
-    for node in ast.walk(tree):
+        body = [node for node in body if not for_type_checkers(node)]
+    for node in ast.walk(ast.Module(body, [])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -185,7 +206,7 @@ def imported_modules(name: str) -> set[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             named = node.args[0]  # an import all the same, where the name stands there
             found |= {named.value} if isinstance(named, ast.Constant) else set()
-    return {name for name in found if name.split(".")[0] == "graphattn"}
+    return frozenset(name for name in found if name.split(".")[0] == "graphattn")
 
 
 def folder_of(name: str) -> str:
@@ -220,9 +241,10 @@ def test_imports_point_downward_only(name):
     assert reached <= allowed
 
 
-@pytest.mark.parametrize("name", sorted(n for n in MODULES if folder_of(n) != "cli"))
-def test_nothing_imports_the_command_line(name):
-    assert not {other for other in imported_modules(name) if folder_of(other) == "cli"}
+def test_nothing_imports_the_command_line():
+    for name in MODULES:
+        if folder_of(name) != "cli":
+            assert "cli" not in set(map(folder_of, imported_modules(name))), name
 
 
 def files_in_circles(arrows: dict[str, set[str]]) -> set[str]:
@@ -267,7 +289,7 @@ def test_a_folder_has_at_most_ten_files():
 
 def test_every_folder_says_what_it_is_for():
     for path in {path.parent for path in MODULES.values()}:
-        first = ast.get_docstring(ast.parse((path / "__init__.py").read_text()))
+        first = ast.get_docstring(tree_of(path / "__init__.py"))
         assert first, path
 
 
@@ -305,7 +327,7 @@ def test_graphs_and_operations_import_no_heavy_package_at_the_top(name):
     """Inside a function, or under TYPE_CHECKING, they may."""
     heavy = {*OPTIONAL, "torch_geometric", "scipy", "networkx"}
     top = set()
-    for node in ast.parse(MODULES[name].read_text()).body:
+    for node in tree_of(MODULES[name]).body:
         if isinstance(node, ast.Import):
             top |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -345,7 +367,7 @@ def room_of(name: str) -> str:
 
 def imported_while_running(name: str) -> set[str]:
     """Files of kernels/ that a file imports, in functions too; not what only type checkers read."""
-    tree = ast.parse(MODULES[name].read_text())
+    tree = tree_of(MODULES[name])
     skipped = {
         id(inner)
         for node in ast.walk(tree)
@@ -407,7 +429,7 @@ def test_no_two_classes_or_kernels_have_one_name():
     """A report or a traceback gives a name alone, and that must be enough to find the code."""
     names: Counter[str] = Counter()
     for path in kernel_modules().values():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             is_kernel = isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
             if is_kernel or isinstance(node, ast.ClassDef):
                 names[node.name] += 1
@@ -419,7 +441,7 @@ def test_no_class_name_stands_for_two_things():
     """Private ones count, too: what a traceback or a search shows is the name alone."""
     homes: dict[str, list[str]] = {}
     for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert len(homes) > 300

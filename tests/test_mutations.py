@@ -165,8 +165,8 @@ MUTATIONS = [
     Mutation(
         "gradients come from products, in which distances cancel",
         "graphattn/ops/attention/structured/squares.py",
-        "    if sure is True:\n        return _drawn",
-        "    if True:\n        return _drawn",
+        "    if sure is True:\n        return _gradients",
+        "    if True:\n        return _gradients",
         (f"{UNSEEN}::test_two_crowds_far_from_zero_and_from_each_other_keep_their_gradients",),
     ),
     Mutation(
@@ -308,8 +308,8 @@ MUTATIONS = [
     Mutation(
         "the log-sum-exp includes eps",
         "graphattn/ops/attention/api.py",
-        "out = _beside_eps(out, lse, eps, logits)",
-        "out = _beside_eps(out, lse, eps, logits)\n"
+        "out = _with_extra_mass(out, lse, eps, sink_logits)",
+        "out = _with_extra_mass(out, lse, eps, sink_logits)\n"
         "        lse = torch.logaddexp(lse, torch.full_like(lse, eps).log())",
         (f"{ATTENTION}::test_eps_adds_to_the_normaliser",),
     ),
@@ -654,7 +654,7 @@ MUTATIONS = [
         "    before, _recorded = _recorded, []",
         "    from graphattn.kernels.shared import row_dots  # noqa: F401\n\n"
         "    before, _recorded = _recorded, []",
-        ("tests/test_imports.py::test_no_file_of_the_kernels_imports_itself_by_way_of_others",),
+        ("tests/test_imports.py::test_no_file_imports_itself_by_way_of_others",),
     ),
     Mutation(
         "a key that is not valid is read",
@@ -743,8 +743,8 @@ MUTATIONS = [
     Mutation(
         "rows that nobody asks for send back what they saw",
         "graphattn/ops/attention/structured/chunked.py",
-        "quiet = None if finite else silent(d_out, d_lse)",
-        "quiet = None",
+        "unused = None if finite else unused_rows(d_out, d_lse)",
+        "unused = None",
         (f"{HOLDS}::test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients",),
     ),
     Mutation(
@@ -771,8 +771,8 @@ MUTATIONS = [
     Mutation(
         "eps hands NaN back to rows that nobody asks for",
         "graphattn/ops/attention/api.py",
-        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink)",
-        "share_beside_eps(lse, eps, sink)",
+        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink_logits)",
+        "share_beside_eps(lse, eps, sink_logits)",
         (f"{LAYERS_UNSEEN}::test_what_a_token_does_not_see_changes_no_bit_of_a_layer",),
     ),
     Mutation(
@@ -862,8 +862,8 @@ MUTATIONS = [
     Mutation(
         "consensus reads twice what it has written gradients into",
         "graphattn/ops/consensus/structured/sums.py",
-        "kept, ctx.chunks = ctx.chunks, None",
-        "kept = ctx.chunks",
+        "stored, ctx.chunks = ctx.chunks, None",
+        "stored = ctx.chunks",
         (
             f"{FIXED_COSTS}::test_few_edges_kept_for_the_backward_give_what_they_give_computed_again",
         ),
@@ -892,7 +892,7 @@ MUTATIONS = [
     Mutation(
         "steps ignore what a subclass makes of the end of a step",
         "graphattn/nn/base/overrides.py",
-        '"step_hidden", "project_back", "turn_back",',
+        '"step_hidden", "project_back", "rotate_back",',
         '"step_hidden",',
         (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
@@ -1007,7 +1007,7 @@ MUTATIONS = [
     Mutation(
         "padding is certified too",
         "graphattn/spectral/certificates/modules.py",
-        "            if kept is not None and not bool(kept[here].all()):\n",
+        "            if own_valid is not None and not bool(own_valid[here].all()):\n",
         "            if False:\n",
         (f"{MODELS}::test_padding_is_no_part_of_a_sequence_and_positions_are_those_given",),
     ),
@@ -1047,7 +1047,7 @@ MUTATIONS = [
     Mutation(
         "edges that two parts of a graph share are counted twice",
         "graphattn/plot/drawing/cells.py",
-        "self.add_edges(target[both] + t0, source[both] + s0, -sign)",
+        "self.add_edges(target[in_both] + t0, source[in_both] + s0, -sign)",
         "pass",
         (f"{PIXELS}::test_edges_per_cell_are_those_of_the_sparse_matrix",),
     ),
@@ -1312,8 +1312,8 @@ MUTATIONS = [
     Mutation(
         "tiles drop edges of their own first targets everywhere",
         "graphattn/ops/attention/structured/chunks.py",
-        "rows = taken(dropout.rows[..., None]",
-        "rows = taken(dropout.rows[:, :1].expand_as(dropout.rows)[..., None]",
+        "rows = gathered(dropout.rows[..., None]",
+        "rows = gathered(dropout.rows[:, :1].expand_as(dropout.rows)[..., None]",
         (f"{DROPOUT}::test_the_edges_of_the_definition_are_dropped_after_the_softmax",),
     ),
     Mutation(
@@ -1326,9 +1326,8 @@ MUTATIONS = [
     Mutation(
         "the value of a dropped edge is read",
         "graphattn/ops/attention/structured/chunks.py",
-        "            weights, keep = self.kept.weights(weights), self.kept.among(keep)\n"
+        "            keep = self.kept_by_dropout.among(keep)\n        return product",
         "        return product",
-        "            weights = self.kept.weights(weights)\n        return product",
         (f"{DROPOUT}::test_the_value_of_a_dropped_edge_is_not_read",),
     ),
     Mutation(
@@ -1356,7 +1355,7 @@ MUTATIONS = [
     ),
     Mutation(
         "steps of generation drop weights",
-        "graphattn/nn/attention.py",
+        "graphattn/nn/attention_steps.py",
         "layer = self.without_dropout()",
         "layer = self",
         (f"{OPTIONS}::test_steps_drop_nothing_in_training_mode_either",),
@@ -1698,8 +1697,8 @@ MUTATIONS = [
     Mutation(
         "a mask function that asks for a truth is read as a band",
         "graphattn/integrations/transformers/masks/bands.py",
-        "`and`, `not`, `if` and `a < b < c` ask for it\n        raise NoBandError",
-        "`and`, `not`, `if` and `a < b < c` ask for it\n        return True",
+        "`and`, `not`, `if` and `a < b < c` call it, as for a tensor\n        raise NoBandError",
+        "`and`, `not`, `if` and `a < b < c` call it, as for a tensor\n        return True",
         ("tests/integrations/test_integrations_masks.py::test_what_is_no_band_is_not_read_as_one",),
     ),
     Mutation(
@@ -1750,7 +1749,7 @@ MUTATIONS = [
     Mutation(
         "adapters freeze bandwidths and gates",
         "graphattn/integrations/transformers/shortcut/add.py",
-        "for name in names for kept in KEPT]",
+        "for name in names for kept in TRAINED_DIRECTLY]",
         "for name in names for kept in ()]",
         (
             "tests/integrations/test_integrations_shortcut_training.py::test_adapters_leave_the_model_as_it_is_and_train_both_branches",

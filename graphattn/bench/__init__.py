@@ -1,6 +1,6 @@
-"""Benchmarks: every operation beside its peers, on the same inputs, in one process.
+"""Benchmarks: every operation compared with its peers, on the same inputs, in one process.
 
-`cases/` says what is measured, `contenders/` are ours and others' ways to compute it, `models/` are
-whole models, `measuring/` checks, times and weighs them, and `reporting/` keeps, prints and draws
-what was found. The command is `graphattn bench`.
+`cases/` defines what is measured, `contenders/` are implementations by us and by others, `models/`
+are whole models, `measuring/` checks results and measures time and memory, and `reporting/` stores,
+prints and draws the results. The command is `graphattn bench`.
 """

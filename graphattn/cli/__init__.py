@@ -2,7 +2,7 @@
 
 
 def main() -> None:
-    """Entry point of the installed script."""
+    """Run the installed script `graphattn`."""
     from graphattn.cli.app import app
 
     app()

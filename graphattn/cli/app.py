@@ -1,4 +1,4 @@
-"""Commands, their options, and how they end: 0 when done, 2 with one line for bad input."""
+"""Commands and their options; the exit status is 0, or 2 with one line for bad input."""
 
 from __future__ import annotations
 
@@ -40,31 +40,34 @@ def demo(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="Text, FASTA, PDB or mmCIF, also gzipped, or a folder of structures. Default: the "
-            "text of Python's manual."
+            help="A text, FASTA, PDB or mmCIF file, also gzipped, or a folder of structures. "
+            "Default: the text of Python's manual."
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=2048, help="Use at most so many; 2048 take a minute.")
+        int, typer.Option(min=1, max=2048, help="Maximal number of tokens; 2048 take a minute.")
     ] = 512,
     seed: Annotated[
         int,
         typer.Option(min=0, max=2**63 - 1, help="Seed of the random weights and of the training."),
     ] = 0,
     steps: Annotated[
-        int, typer.Option(min=0, help="Training steps of both models; 0 for no training.")
+        int, typer.Option(min=0, help="Number of training steps of both models; 0 for no training.")
     ] = 300,
     out: Annotated[
         Path,
         typer.Option(
-            file_okay=False, help="Folder for the figures and the report, which replace older ones."
+            file_okay=False, help="Folder for the figures and the report; older ones are replaced."
         ),
     ] = Path("graphattn-demo"),
     max_bytes: Annotated[
-        int, typer.Option(min=1, help="Refuse files that hold more, counted after unpacking.")
+        int,
+        typer.Option(
+            min=1, help="Stop with an error if a file has more bytes than this, after unpacking."
+        ),
     ] = 2**26,
 ) -> None:
-    """Send real tokens through every graph and layer, train two tiny models, write a report."""
+    """Run every graph and layer on real tokens, train two tiny models, and write a report."""
     from graphattn.cli.demo import run_demo
 
     try:
@@ -94,32 +97,40 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda (not yet run on one).")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda (cuda has not been tested on a GPU yet).")
+    ] = "cpu",
     size: Annotated[
         str,
         typer.Option(
-            help="small (minutes), paper (about an hour, on a GPU minutes: what the targets "
-            "are stated for), or long."
+            help="small (takes minutes), paper (an hour, or minutes on a GPU; the size for "
+            "which the targets are stated), or long."
         ),
     ] = "small",
     json: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this file.")
+        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
     ] = None,
     compare: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Compare with an older --json file."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Compare with the file that an earlier run wrote with --json.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Draw the run into this file: .png, .svg or .pdf."),
+        typer.Option(
+            dir_okay=False, help="Draw a figure of the run into this file: .png, .svg or .pdf."
+        ),
     ] = None,
 ) -> None:
-    """Time every operation beside its peers, on the same inputs, if its result is right.
+    """Time every operation and its peers on the same inputs, if the results are right.
 
-    Contenders take turns: a busy machine slows all of them, and ratios hold.
+    Contenders take turns, so other load slows all of them and hardly changes the ratios.
     Results are checked against float64 before they are timed.
-    Memory is the peak of a process of its own, beyond the inputs.
-    The targets of the project stand beside what was measured.
+    Memory is the peak of a separate process, without the inputs.
+    The output shows the targets of the project next to the measurements.
     """
     from graphattn.cli.bench import run_bench
 
@@ -132,46 +143,56 @@ def bench(
 
 @app.command()
 def embed(
-    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped; - for a pipe.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="A FASTA, PDB or mmCIF file, also gzipped; - reads standard input."),
+    ],
     model: Annotated[
         Path | None,
         typer.Option(
             file_okay=False,
-            help="Folder of a saved model: a ProteinModel, or a SequenceEncoder of proteins.",
+            help="Folder of a saved model, which is a ProteinModel or a SequenceEncoder of "
+            "proteins.",
             show_default=False,
         ),
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option(
-            help="In place of --model: a preset, protein-structure-1m for instance, with random "
-            "weights.",
+            help="Instead of --model: a preset with random weights, for instance "
+            "protein-structure-1m.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="A file .npz or .pt, or a folder for one .npz per protein. Default: the name of "
-            "FILE with -embeddings.npz, here.",
+            help="A .npz or .pt file, or a folder for one .npz file per protein. Default: the "
+            "name of FILE with -embeddings.npz, in the current folder.",
             show_default=False,
         ),
     ] = None,
     chains: Annotated[
         str | None,
         typer.Option(
-            help="Of a structure: names separated by commas. Default: all.", show_default=False
+            help="Names of the chains of a structure, separated by commas. Default: all chains.",
+            show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random weights of a preset.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Records computed at once.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights of --preset.")] = 0,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Number of records that are computed together.")
+    ] = 8,
     max_bytes: Annotated[
-        int, typer.Option(min=1, help="Refuse files that hold more, counted after unpacking.")
+        int,
+        typer.Option(
+            min=1, help="Stop with an error if a file has more bytes than this, after unpacking."
+        ),
     ] = 2**28,
 ) -> None:
-    """Write what a model makes of proteins: features per residue, and their means.
+    """Write the features that a model computes for proteins: per residue, and their means.
 
-    A record of FASTA is a protein; so is a structure, all its chains together.
+    Each record of a FASTA file is a protein; a structure with all its chains is one protein.
     """
     from graphattn.cli.embed import run_embed
 
@@ -188,66 +209,77 @@ def clusters(
     pattern: Annotated[
         str,
         typer.Option(
-            help="Who sees whom: global, block:128, window:128 or longformer:512 (sizes in tokens; "
-            "longformer:512 is 256 on each side, and one global token)."
+            help="Which tokens see which: global, block:128, window:128 or longformer:512. "
+            "Sizes are in tokens; longformer:512 is 256 tokens on each side, and one "
+            "global token."
         ),
     ] = "global",
     scaling: Annotated[
         str,
-        typer.Option(help="sdp, sq (the same operator) or sq_inplace (what the paper measured)."),
+        typer.Option(
+            help="Scaling: sdp, sq (the same operator), or sq_inplace (the one measured in the "
+            "paper)."
+        ),
     ] = "sdp",
-    steps: Annotated[int, typer.Option(min=1, help="How often attention is applied.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Number of times that attention is applied.")
+    ] = 20,
     mask: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="An image of the same size: the true foreground, or a trimap (0/1/255, or "
-            "Oxford-IIIT Pet's 1/2/3). Of a palette, its indices count.",
+            help="An image of the same size with the true foreground, or a trimap (0/1/255, or "
+            "1/2/3 as in Oxford-IIIT Pet). In an image with a palette, the indices are the "
+            "classes.",
         ),
     ] = None,
     labels: Annotated[
         str | None,
-        typer.Option(help="Column of the true classes: its name, or its number (-1: the last)."),
+        typer.Option(help="Column of the true classes: its name or its number (-1 is the last)."),
     ] = None,
     columns: Annotated[
         str | None,
         typer.Option(
-            help="Columns of a table that are features: names or numbers, separated by commas. "
-            "Default: all columns of numbers.",
+            help="Columns of the features of a table: names or numbers, separated by commas. "
+            "Default: all numeric columns.",
             show_default=False,
         ),
     ] = None,
     per_class: Annotated[
         int | None,
         typer.Option(
-            help="Draw so many rows of every class of --labels at random. Default: all rows.",
+            help="Number of rows per class of --labels, drawn at random. Default: all rows.",
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for drawing the rows of --per-class.")] = 0,
     size: Annotated[
         int | None,
         typer.Option(
-            help="Longest side of an image in tokens; larger images are averaged over blocks of "
-            "pixels. Default: 64.",
+            help="Maximal side length of an image in tokens; larger images are averaged over "
+            "blocks of pixels. Default: 64.",
             show_default=False,
         ),
     ] = None,
     global_tokens: Annotated[
         str | None,
         typer.Option(
-            help="Of longformer: token numbers or first, middle, last, separated by commas (-1 is "
-            "the last). Default: the middle of an image, the first row of a table.",
+            help="Global tokens of longformer: numbers or first, middle, last, separated by "
+            "commas (-1 is the last). Default: the middle of an image, the first row of a "
+            "table.",
             show_default=False,
         ),
     ] = None,
     max_pixels: Annotated[
-        int, typer.Option(help="Refuse images with more pixels, before they are unpacked.")
+        int,
+        typer.Option(
+            help="Stop with an error if an image has more pixels; this is checked before unpacking."
+        ),
     ] = 50_000_000,
     out: Annotated[
         Path,
         typer.Option(
-            file_okay=False, help="Folder for the figures and the report, which replace older ones."
+            file_okay=False, help="Folder for the figures and the report; older ones are replaced."
         ),
     ] = Path("graphattn-clusters"),
 ) -> None:
@@ -281,9 +313,9 @@ def graph(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help="window-path, window-cycle, causal-window, causal, complete, block-window, "
-            "dilated-window, longformer, bigbird, grid-window, grid-block, volume-window. Without "
-            "one: a list of them all, with their options.",
+            help="Kind of graph: window-path, window-cycle, causal-window, causal, complete, "
+            "block-window, dilated-window, longformer, bigbird, grid-window, grid-block or "
+            "volume-window. Without it, the command lists all kinds with their options.",
             show_default=False,
         ),
     ] = None,
@@ -292,76 +324,101 @@ def graph(
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(help="Tokens on each side; of a causal window, keys.", show_default=False),
+        typer.Option(
+            help="Number of tokens on each side; for causal-window, the number of keys.",
+            show_default=False,
+        ),
     ] = None,
     self_loops: Annotated[
         bool | None, typer.Option(help="Whether a token sees itself.", show_default=False)
     ] = None,
     block_size: Annotated[
         int | None,
-        typer.Option(help="Tokens per block, on a grid along each axis.", show_default=False),
+        typer.Option(
+            help="Number of tokens per block; on a grid, along each axis.", show_default=False
+        ),
     ] = None,
     shift: Annotated[
-        int | None, typer.Option(help="Of the borders of the blocks.", show_default=False)
+        int | None,
+        typer.Option(help="Shift of the borders of the blocks, in tokens.", show_default=False),
     ] = None,
     dilation: Annotated[
-        int | None, typer.Option(help="Tokens from one hop to the next.", show_default=False)
+        int | None,
+        typer.Option(help="Distance between neighbouring hops, in tokens.", show_default=False),
     ] = None,
     global_tokens: Annotated[
         int | None,
-        typer.Option(help="How many see, and are seen by, all.", show_default=False),
+        typer.Option(
+            help="Number of tokens that see all tokens and are seen by all.", show_default=False
+        ),
     ] = None,
     random: Annotated[
-        int | None, typer.Option(help="Random sources of every token.", show_default=False)
+        int | None,
+        typer.Option(help="Number of random sources of every token.", show_default=False),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the random ones.", show_default=False)
+        int | None, typer.Option(help="Seed of the random sources.", show_default=False)
     ] = None,
     height: Annotated[
-        int | None, typer.Option(help="Of the image, in tokens.", show_default=False)
+        int | None,
+        typer.Option(help="Height of the image or volume, in tokens.", show_default=False),
     ] = None,
     width: Annotated[
-        int | None, typer.Option(help="Of the image, in tokens.", show_default=False)
+        int | None,
+        typer.Option(help="Width of the image or volume, in tokens.", show_default=False),
     ] = None,
     radius: Annotated[
-        int | None, typer.Option(help="Reach on the image.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Radius of the window on the image or volume, in tokens.", show_default=False
+        ),
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="chebyshev or manhattan.", show_default=False)
+        str | None,
+        typer.Option(help="Distance on the grid: chebyshev or manhattan.", show_default=False),
     ] = None,
     class_token: Annotated[
         bool | None,
-        typer.Option(help="Put a token that sees all before the image.", show_default=False),
+        typer.Option(
+            help="Add a token before the image that sees all and is seen by all.",
+            show_default=False,
+        ),
     ] = None,
     depth: Annotated[
-        int | None, typer.Option(help="Of the volume, in tokens.", show_default=False)
+        int | None, typer.Option(help="Depth of the volume, in tokens.", show_default=False)
     ] = None,
     causal: Annotated[
         bool | None,
-        typer.Option(help="Nobody looks ahead along any axis of a grid.", show_default=False),
+        typer.Option(
+            help="On a grid: no token sees later tokens along any axis.", show_default=False
+        ),
     ] = None,
     border: Annotated[
         str | None,
-        typer.Option(help="Of a grid: cut windows there, or shift them.", show_default=False),
+        typer.Option(
+            help="At the border of a grid: cut windows, or shift them inside.", show_default=False
+        ),
     ] = None,
     step_size: Annotated[
         float | None,
         typer.Option(
-            help="Of consensus. Default: the largest that changes no sign.", show_default=False
+            help="Step size of consensus. Default: the largest with which no mode changes sign.",
+            show_default=False,
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Draw it into this file: .png, .svg or .pdf."),
+        typer.Option(dir_okay=False, help="Draw the graph into this file: .png, .svg or .pdf."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a report with pictures.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Write a report with figures into this HTML file."),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this file.")
+        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
     ] = None,
 ) -> None:
-    """Print facts about a token graph: sizes, reach, spectrum, memory, and a picture."""
+    """Print facts about a token graph (sizes, reach, spectrum, memory), and draw it."""
     from graphattn.cli.graph import run_graph
 
     sizes = {
@@ -395,7 +452,7 @@ def models(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="One of the list: shows its arguments, and what every layer sees.",
+            help="Name of a model in the list; shows its arguments, and what every layer sees.",
             show_default=False,
         ),
     ] = None,
@@ -403,12 +460,13 @@ def models(
         int | None,
         typer.Option(
             min=1,
-            help="Length of a sequence for which layers are shown. Default: 512.",
+            help="Length of the sequence for which the graphs of the layers are shown. Default: "
+            "512.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """List the models that have a name, with their sizes, or show what one is made of."""
+    """List the presets of models with their sizes, or show the layers of one of them."""
     from graphattn.cli.models import run_models
 
     try:
@@ -420,17 +478,20 @@ def models(
 
 @app.command()
 def verify(
-    size: Annotated[str, typer.Option(help="small (a minute) or full (some minutes).")] = "small",
+    size: Annotated[
+        str, typer.Option(help="small (takes a minute) or full (takes several minutes).")
+    ] = "small",
     json: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this file.")
+        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a report with pictures.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Write a report with figures into this HTML file."),
     ] = None,
 ) -> None:
-    """Try every theorem on many cases, and show every erratum on a counterexample.
+    """Check every theorem on many cases, and show a counterexample for every erratum.
 
-    Ends with 1 if anything fails.
+    The exit status is 1 if a check fails.
     """
     from graphattn.cli.verify import run_verify
 

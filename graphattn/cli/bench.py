@@ -1,4 +1,4 @@
-"""`graphattn bench`: every operation beside its peers, on the same inputs, in one process."""
+"""`graphattn bench`: compare every operation with its peers, on the same inputs, in one process."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ def run_bench(
     plot: Path | None,
     console: Console,
 ) -> None:
-    """Measure the named cases (all if none); write, draw and compare what was found."""
+    """Measure the named cases (all if none), and write, draw and compare the results."""
     cases = chosen(names)
     as_choice("size", size, tuple(SECONDS))
     as_choice("device", device, ("cpu", "cuda"))
     older = None if compare is None else record.read(compare)
     for option, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{option}: there is no folder {path.parent}")
+            raise ValueError(
+                f"{option} must be a file in an existing folder, but there is no folder "
+                f"{path.parent}"
+            )
     if plot is not None:
         as_choice("--plot: the ending", plot.suffix, (".png", ".svg", ".pdf"))
         from graphattn.bench.reporting import figure
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU")
+        raise ValueError("--device must be cpu, because torch sees no GPU, got cuda")
 
     found = Record(record.provenance(where, size))
     runner = Runner(where, size, found, console)
@@ -66,18 +69,18 @@ def run_bench(
 
 
 def measure_all(cases: list[BenchmarkCase], runner: Runner, json: Path | None) -> None:
-    """One case after the other; what is found is written after each, and kept when interrupted."""
+    """Measure all cases, and write the results after each, so that an interruption keeps them."""
     found, device = runner.record, runner.device.type
     for case in cases:
         if device not in case.devices:
-            runner.note(f"{case.name}: it is no work for {device}")
+            runner.note(f"{case.name}: it cannot run on {device}")
             continue
         try:
             rows = runner.measure(case)
         except KeyboardInterrupt:
-            runner.note(f"{case.name} and what follows it: interrupted")
+            runner.note(f"{case.name} and all later cases: interrupted")
             return
-        except Exception as failure:  # the next case may well run
+        except Exception as failure:  # other cases can still run
             runner.note(f"{case.name}: {reason_of(failure)}")
             continue
         finally:
@@ -90,10 +93,10 @@ def measure_all(cases: list[BenchmarkCase], runner: Runner, json: Path | None) -
 
 
 def chosen(names: list[str]) -> list[BenchmarkCase]:
-    """The cases of these names, all for none.
+    """Return the cases with these names, or all for none.
 
-    "irregular", "models", "mixers" (or those of one length, "mixers-2048"), "transformers",
-    "small-layers" and "scaling" are several.
+    The names "irregular", "models", "mixers" (or "mixers-2048" for one length), "transformers",
+    "small-layers" and "scaling" stand for several cases.
     """
     known = {case.name: [case] for case in CASES}
     irregular = {"knn", *(case.name for case in OVER_EDGES)}
@@ -108,5 +111,5 @@ def chosen(names: list[str]) -> list[BenchmarkCase]:
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:
         if name not in known:
-            raise ValueError(f"case must be one of {', '.join(known)}, got {name!r}")
+            raise ValueError(f"CASE must be one of {', '.join(known)}, got {name!r}")
     return [case for name in names for case in known[name]] if names else CASES

@@ -1,4 +1,5 @@
-"""`graphattn embed`: a file of proteins, what a model makes of every residue, and the means."""
+"""`graphattn embed`: compute the features of every residue of a file of proteins, and their
+means."""
 
 from __future__ import annotations
 
@@ -33,18 +34,20 @@ from graphattn.data import (
 from graphattn.plain_tables import plain_table
 
 LETTERS = ProteinTokenizer().vocab_size
-MOST_OTHER_TOKENS = 12  # of a model of proteins: ESM's alphabet has 33 tokens
+MOST_OTHER_TOKENS = (
+    12  # tokens of a protein model besides the letters; ESM's alphabet has 33 tokens
+)
 SHOWN = 10  # rows of the table
 
 
 @dataclass(frozen=True)
 class Protein:
-    """A protein of a file, and what is written of its residues beside their features."""
+    """A protein of a file, with the chain and insertion code of every residue."""
 
     name: str
     content: str | Structure
     sequence: str
-    chains: list[str]  # of every residue; "" in FASTA
+    chains: list[str]  # chain of every residue; "" in FASTA
     numbers: list[int]
     codes: list[str]  # insertion codes; "" in FASTA
 
@@ -60,14 +63,14 @@ def run_embed(
     max_bytes: int,
     console: Console,
 ) -> None:
-    """Read, compute, write; the path of what was written is the last line printed."""
+    """Read, compute and write; the last line printed is the path of the output."""
     if str(file) == "-":
         file = Path("/dev/stdin")
     target = Path(f"{name_of(file)}-embeddings.npz") if out is None else out
     if target.suffix and not target.is_dir():
         check_output("--out", target, (".npz", ".pt"))
     elif inner := next((own for own in (target, *target.parents) if own.is_file()), None):
-        raise ValueError(f"--out: {inner} is a file, and no folder")
+        raise ValueError(f"--out must not be inside a file, but {inner} is a file")
     with rereadable(file, max_bytes) as copy:
         proteins = read_proteins(copy, chains, max_bytes)
     model = model_of(model_folder, preset, seed)
@@ -91,13 +94,13 @@ def run_embed(
 
 
 def name_of(file: Path) -> str:
-    """The name of a file without its ending."""
+    """Return the name of a file without its ending."""
     return file.name.removesuffix(".gz").rpartition(".")[0] or file.name
 
 
 @contextmanager
 def rereadable(file: Path, max_bytes: int) -> Iterator[Path]:
-    """The file, or a copy of what a pipe holds: that can be read once, and is looked at twice."""
+    """Yield the file, or a copy of the contents of a pipe, which could be read only once."""
     if not file.is_fifo():
         yield file
         return
@@ -111,19 +114,20 @@ def rereadable(file: Path, max_bytes: int) -> Iterator[Path]:
 
 
 def read_proteins(file: Path, chains: str | None, max_bytes: int) -> list[Protein]:
-    """The proteins of a file: records of FASTA, or one structure.
+    """Read the proteins of a file: records of FASTA, or one structure.
 
-    Raises:
-        FileFormatError: the file is neither, or is malformed.
-        ValueError: chains of FASTA, or chains that are not there.
+    Raises: FileFormatError: if the file is neither, or is malformed. ValueError: if chains are
+        given for FASTA, or do not exist.
     """
     kind = sniff_format(file, read_text(file, max_bytes=max_bytes))
     if kind == "fasta":
         if chains is not None:
-            raise ValueError("--chains is for structures, and this file is FASTA")
+            raise ValueError("--chains can only be used with a structure, got a FASTA file")
         return _of_fasta(file, max_bytes)
     if kind not in ("pdb", "mmcif"):
-        raise FileFormatError(file, "is neither FASTA, PDB nor mmCIF, by its name and its content")
+        raise FileFormatError(
+            file, "must be a FASTA, PDB or mmCIF file, but neither its name nor its content says so"
+        )
     wanted: Any = "all" if chains is None else [name.strip() for name in chains.split(",")]
     structure = read_structure(file, chains=wanted, max_bytes=max_bytes)
     owners = [structure.chain_ids[chain] for chain in structure.chain_index.tolist()]
@@ -143,16 +147,16 @@ def _of_fasta(file: Path, max_bytes: int) -> list[Protein]:
         else:
             empty += 1
     if not found:
-        raise FileFormatError(file, "all its sequences are gaps")
+        raise FileFormatError(file, "all its sequences contain only gaps")
     if empty:
         typer.echo(
-            f"graphattn: warning: {empty:,} of {len(found) + empty:,} records are nothing but "
-            "gaps, and are left out",
+            f"graphattn: warning: {empty:,} of {len(found) + empty:,} records contain only gaps "
+            "and are omitted",
             err=True,
         )
     if nucleic:
         typer.echo(
-            f"graphattn: warning: {nucleic:,} of {len(found):,} records look like DNA or RNA, and "
+            f"graphattn: warning: {nucleic:,} of {len(found):,} records look like DNA or RNA, but "
             "are read as proteins",
             err=True,
         )
@@ -160,15 +164,14 @@ def _of_fasta(file: Path, max_bytes: int) -> list[Protein]:
 
 
 def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
-    """The model of a folder, or one of a preset with random weights and a warning.
+    """Load the model of a folder, or make that of a preset with random weights, with a warning.
 
-    Raises:
-        ValueError: neither is given, or both, or the model is none of proteins.
+    Raises: ValueError: if neither is given, or both, or the model is not one of proteins.
     """
     if (folder is None) == (preset is None):
         raise ValueError(
-            "give --model FOLDER (a saved model) or --preset NAME (a model with random weights)"
-            + ("" if folder is None else ", not both")
+            "give either --model FOLDER (a saved model) or --preset NAME (a model with random "
+            "weights)" + ("" if folder is None else ", not both")
         )
     if folder is not None:
         model = ga.load(folder)
@@ -182,8 +185,8 @@ def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
         if preset not in known:
             raise ValueError(f"--preset must be one of {', '.join(known)}, got {preset!r}")
         typer.echo(
-            f"graphattn: warning: the weights of --preset {preset} are random (seed {seed}): what "
-            "is written says nothing about proteins",
+            f"graphattn: warning: the weights of --preset {preset} are random (seed {seed}), so "
+            "the features have no biological meaning",
             err=True,
         )
         torch.manual_seed(seed)
@@ -196,16 +199,16 @@ def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
         or not LETTERS <= vocab_size <= LETTERS + MOST_OTHER_TOKENS
     ):
         raise ValueError(
-            f"the model must be a ProteinModel, or a SequenceEncoder of {LETTERS} to "
-            f"{LETTERS + MOST_OTHER_TOKENS} tokens, the first {LETTERS} those of "
-            f"ga.data.ProteinTokenizer; got a {type(model).__name__}"
+            f"--model must be a ProteinModel, or a SequenceEncoder with {LETTERS} to "
+            f"{LETTERS + MOST_OTHER_TOKENS} tokens, of which the first {LETTERS} are those of "
+            f"ga.data.ProteinTokenizer, got a {type(model).__name__}"
             + (f" of {vocab_size} tokens" if vocab_size else "")
         )
     return model.eval()
 
 
 def features_of(model: Any, proteins: list[Protein], batch_size: int) -> list[Tensor]:
-    """Return the features of every protein's residues, float32 [N, dim]."""
+    """Return the features of the residues of every protein, float32 [N, dim]."""
     if isinstance(model, ga.models.ProteinModel):
         found = model.embed([own.content for own in proteins], batch_size=batch_size)
         return [own.float().cpu() for own in found]
@@ -214,18 +217,18 @@ def features_of(model: Any, proteins: list[Protein], batch_size: int) -> list[Te
 
 @torch.no_grad()
 def _by_chains(model: Any, protein: Protein) -> Tensor:
-    """A model of sequences reads the chains of a structure one by one."""
+    """Compute the features of the chains of a structure separately, for a model of sequences."""
     content = protein.content
     parts = content.split() if isinstance(content, Structure) else [protein]
     encode: Callable[[str], Tensor] = ProteinTokenizer().encode
     return torch.cat([model.encode(encode(own.sequence)) for own in parts]).float()
 
 
-# What is written.
+# Output.
 
 
 def arrays_of(proteins: list[Protein], residues: list[Tensor]) -> dict[str, Any]:
-    """All proteins one after the other, as `docs/protein_models.md` describes the file."""
+    """Join the arrays of all proteins, in the format of `docs/protein_models.md`."""
     return {
         "names": [own.name for own in proteins],
         "lengths": torch.tensor([len(own) for own in residues]),
@@ -239,7 +242,7 @@ def arrays_of(proteins: list[Protein], residues: list[Tensor]) -> dict[str, Any]
 
 
 def write_file(path: Path, proteins: list[Protein], residues: list[Tensor]) -> None:
-    """One file: numpy's .npz, or torch's .pt."""
+    """Write one file: numpy's .npz or torch's .pt."""
     arrays = arrays_of(proteins, residues)
     if path.suffix == ".pt":
         torch.save(arrays, path)
@@ -251,7 +254,7 @@ def write_file(path: Path, proteins: list[Protein], residues: list[Tensor]) -> N
 
 
 def write_folder(folder: Path, proteins: list[Protein], residues: list[Tensor]) -> None:
-    """A file .npz per protein, called as the protein is, as far as a file can be."""
+    """Write one .npz file per protein, with the name of the protein as far as possible."""
     folder.mkdir(parents=True, exist_ok=True)
     taken: set[str] = set()
     for protein, own in zip(proteins, residues, strict=True):

@@ -1,4 +1,5 @@
-"""`graphattn models`: the models that have a name, their sizes, and what every layer sees."""
+"""`graphattn models`: list the presets of models with their sizes, and show what every layer
+sees."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from graphattn.graphs.arguments import as_choice
 from graphattn.models.overview import layer_rows, neighborhood, takes_num_tokens
 from graphattn.plain_tables import plain_table
 
-TOKENS = 512  # of a text, where nothing else is said
+TOKENS = 512  # default length of a sequence
 
 
 def run_models(name: str | None, tokens: int | None, console: Console) -> None:
-    """Print the list of all presets, or what one of them is made of."""
+    """Print the list of all presets, or the arguments and layers of one."""
     if name is None:
         if tokens is not None:
-            raise ValueError("--tokens goes with the name of a model")
+            raise ValueError("--tokens needs the name of a model: graphattn models NAME --tokens N")
         console.print(presets_table())
         return
     presets = ga.models.presets()
@@ -37,28 +38,34 @@ def run_models(name: str | None, tokens: int | None, console: Console) -> None:
     console.print(arguments_table(model, preset.arguments))
     console.print(layers_table(model, graphs))
     if known := neighborhood(model):
-        console.print(f"This is without a structure; with one: {known}.", highlight=False)
+        console.print(
+            f"Shown without a structure. With one, each sees: {known}.",
+            highlight=False,
+        )
 
 
 def on_meta(name: str) -> Any:
-    """The model of a preset without its numbers: made at once, whatever its size."""
+    """Make the model of a preset on the meta device, which is fast for every size."""
     preset = ga.models.presets()[name]
     with torch.device("meta"):
         return getattr(ga.models, preset.model).from_preset(name)
 
 
 def graphs_of(name: str, model: Any, tokens: int | None) -> list[ga.TokenGraph]:
-    """The graph of every layer, for so many tokens."""
+    """Return the graph of every layer for this number of tokens."""
     if takes_num_tokens(model):
         return list(model.graphs(TOKENS if tokens is None else tokens))
     if tokens is not None:
-        raise ValueError(f"--tokens is for models of sequences: {name} has the tokens of an image")
+        raise ValueError(
+            f"--tokens can only be used with models of sequences, got {name}, whose image "
+            "determines the number of tokens"
+        )
     return list(model.graphs())
 
 
 def presets_table() -> Table:
-    """A line per preset, below the name of its class."""
-    table = plain_table("Models by name, with random weights: ga.models.CLASS.from_preset(NAME)")
+    """Make the table of presets, grouped by class."""
+    table = plain_table("Presets of models, with random weights: ga.models.CLASS.from_preset(NAME)")
     table.add_column("NAME", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("what it is")
@@ -69,12 +76,12 @@ def presets_table() -> Table:
             if preset.model == model:
                 count = on_meta(name).num_parameters()
                 table.add_row(f" {name}", f"{count:,}", escape(preset.about))
-    table.caption = "graphattn models NAME shows what one is made of."
+    table.caption = "graphattn models NAME shows the arguments and the layers of one."
     return table
 
 
 def arguments_table(model: Any, given: dict[str, Any]) -> Table:
-    """Table of the constructor's arguments; what the preset leaves as it is comes last."""
+    """Make the table of the constructor's arguments; defaults come last."""
     table = plain_table("Arguments")
     table.add_column("argument", no_wrap=True)
     table.add_column("value")
@@ -88,7 +95,7 @@ def arguments_table(model: Any, given: dict[str, Any]) -> Table:
 
 
 def layers_table(model: nn.Module, graphs: list[ga.TokenGraph]) -> Table:
-    """A line for all layers that are alike."""
+    """Make the table of layers, with one line for equal layers."""
     rows = layer_rows(model, graphs)
     table = plain_table("What every layer sees")
     table.add_column("layers", no_wrap=True)

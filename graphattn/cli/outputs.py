@@ -1,4 +1,4 @@
-"""The files a command is asked to write: refused before the work, not after it."""
+"""Checks of the output files of a command, before the work starts, and JSON output."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from graphattn.graphs.arguments import as_choice
 
 
 def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
-    """ValueError where there is no folder for `path`, or its ending is none of `endings`."""
+    """Raise a ValueError if the folder of `path` does not exist, or its ending is not allowed."""
     if path is None:
         return
     if not path.parent.is_dir():
-        raise ValueError(f"{option}: there is no folder {path.parent}")
+        raise ValueError(
+            f"{option} must be a file in an existing folder, but there is no folder {path.parent}"
+        )
     if endings:
         as_choice(f"{option}: the ending", path.suffix, endings)
 
 
 def check_figures_can_be_drawn() -> None:
-    """ImportError that names the extra, where matplotlib is missing."""
+    """Raise an ImportError that names the extra if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("figures need matplotlib: pip install 'graphattn[plots]'") from None
+        raise ImportError(
+            "figures need matplotlib: install it with pip install 'graphattn[plots]'"
+        ) from None
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """`record` as indented JSON; what JSON has no number for (infinity, NaN) becomes null."""
+    """Write `record` as indented JSON; infinity and NaN become null."""
     path.write_text(as_json(record), encoding="utf-8")
 
 

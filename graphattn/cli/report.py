@@ -1,4 +1,4 @@
-"""One HTML page with figures and tables, which needs no other file: the report of a command."""
+"""Write the report of a command: one HTML page with figures and tables, and no other file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphattn.plain_tables import Cells
 if TYPE_CHECKING:
     from matplotlib import figure
 
-CSS_PIXELS = 96  # of an inch
+CSS_PIXELS = 96  # pixels per inch
 
 
 class Figure(NamedTuple):
@@ -31,11 +31,11 @@ class Figure(NamedTuple):
     title: str
     caption: str
     figure: figure.Figure | Path
-    alt: str = ""  # what it shows, for who cannot see it; the title where this is empty
+    alt: str = ""  # description for readers who cannot see it; the title if this is empty
 
 
 class ReportSample(NamedTuple):
-    """Text as it came, line by line."""
+    """Text that is shown unchanged, line by line."""
 
     title: str
     text: str
@@ -43,13 +43,13 @@ class ReportSample(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """Lines that must not be overlooked."""
+    """Lines that are highlighted."""
 
     lines: Sequence[str]
 
 
 class ReportSection(NamedTuple):
-    """Parts under a heading of their own; strings are paragraphs, and what is folded opens."""
+    """Parts under a heading; strings are paragraphs, and a `folded` section can be opened."""
 
     title: str
     parts: Sequence[str | Notes | Figure | ReportSample | Cells | ReportSection]
@@ -68,10 +68,10 @@ def write_report(
 ) -> Path:
     """Write the page and return its path.
 
-    Pictures are part of the page; everything else is text, whatever characters it holds. It follows
-    the reader's light or dark mode, with the pictures on white. Sections come with a list of
-    contents where there are several; small figures stand side by side in them. The footer says what
-    made it: versions, then `facts`, then the date.
+    Figures are part of the page; everything else is escaped text. The page follows the reader's
+    light or dark mode, with figures on white. If there are several sections, there is a table of
+    contents; small figures are side by side. The footer contains versions, then `facts`, then the
+    date.
     """
     made_by = {
         "graphattn": graphattn.__version__,
@@ -94,7 +94,7 @@ def write_report(
         sections=[_section(section) for section in sections],
         facts=made_by,
     )
-    # Names of files, and JSON, may hold halves of characters, which no encoding has.
+    # Names of files and JSON can contain lone surrogates, which cannot be encoded.
     path.write_text(html, encoding="utf-8", errors="replace")
     return path
 
@@ -119,7 +119,7 @@ def _parts(parts: Iterable[Any]) -> Iterable[tuple[str, Any]]:
 
 def _picture(drawn: Figure) -> dict[str, Any]:
     png = _png(drawn.figure)
-    # The header of a PNG: its width and height stand at a fixed place.
+    # In the header of a PNG, width and height are at a fixed position.
     width, height = (int.from_bytes(png[k : k + 4], "big") for k in (16, 20))
     if not isinstance(drawn.figure, Path):
         ratio = height / width

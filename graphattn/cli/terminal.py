@@ -1,4 +1,4 @@
-"""The terminal that commands write to."""
+"""The terminal to which commands write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 
 def terminal() -> Console:
-    """The terminal, at least 80 columns of it; what its encoding lacks becomes a question mark."""
+    """Return a console with at least 80 columns; characters it cannot encode become "?"."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
     console = Console(emoji=False)

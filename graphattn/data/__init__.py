@@ -1,11 +1,12 @@
-"""Readers and tokenisers: from a file on disk to the tokens of a graph.
+"""Readers and tokenizers, which turn files into tokens.
 
-Text becomes characters, FASTA becomes residues or bases, a PDB or mmCIF file becomes residues
-in space. A file that cannot be read raises :class:`FileFormatError`, whose text is one line
-naming the file, the line where one is to blame, and the reason. Every reader refuses a file of more
-than ``max_bytes`` bytes, decompressed: a gzip file can unpack to a thousand times its size.
+Text becomes characters or bytes, FASTA and GenBank become residues or bases, and a PDB or mmCIF
+file becomes residues with coordinates. A file that cannot be read raises :class:`FileFormatError`.
+Its message is one line with the name of the file, the number of the wrong line if one line is
+wrong, and the reason. The functions with an argument ``max_bytes`` refuse a file that is larger
+after decompression, because a gzip file can be a thousand times larger after it.
 
-FASTA and structures are parsed by biotite, an optional dependency:
+FASTA, GenBank and structures are parsed by biotite, an optional dependency:
 ``pip install 'graphattn[bio]'``.
 """
 

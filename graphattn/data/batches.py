@@ -1,4 +1,4 @@
-"""Batches by their number of tokens: which examples a model sees together, and when."""
+"""Batches of examples with a limited number of tokens."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from torch.utils.data import Sampler
 
 from graphattn.graphs.arguments import as_int
 
-_EPOCH = 1_000_003  # a prime: seeds of an epoch are far apart
-_SHORTEST = 0.9  # of the longest: examples that are drawn into the same batches
+_EPOCH = 1_000_003  # a prime, so that different seeds and epochs rarely give the same sum
+_SHORTEST = 0.9  # examples of one bin have at least this share of the longest one's length
 
 
 class TokenBatches(Sampler[list[int]]):
     """Batches of at most `max_tokens` tokens, as lists of indices: a DataLoader's `batch_sampler`.
 
-    Padded to the longest, a batch is no larger than `max_tokens`. Examples of similar length come
-    together: where there are enough, none is more than a tenth shorter than the longest. Which ones
-    come together, and the order of the batches, is random, and follows from `seed` and the epoch
-    alone. Every epoch has every example once, and as many batches as any other.
+    A batch has at most `max_tokens` tokens after padding to its longest example. Examples of
+    similar length are in the same batch. If there are enough examples, none is more than a tenth
+    shorter than the longest one of its batch. The choice of examples for each batch and the order
+    of batches are random, and depend only on `seed` and the epoch. Every epoch has each example
+    once, and the same number of batches.
 
-    With ``packed=True`` batches are meant to be joined without padding (:func:`graphattn.collate`):
-    `max_tokens` bounds the sum of their lengths, and examples of all lengths come together. The
-    number of batches then differs a little from epoch to epoch.
+    Use ``packed=True`` if batches are joined without padding (:func:`graphattn.collate`). Then
+    `max_tokens` limits the sum of the lengths, and examples of different lengths are in the same
+    batch. The number of batches may differ a little from epoch to epoch.
 
     Args:
-        lengths: integers >= 1, one per example (``windows.lengths``; of images, how many tokens the
-            model makes of one). None may be larger than `max_tokens`.
-        max_tokens: of a batch.
-        seed: of the order, >= 0.
-        shuffle: whether the order is random. If not, it is the same in all epochs: the longest
-            first, so that what does not fit into memory fails at once (`packed`: as they come).
+        lengths: integers >= 1, one per example, such as ``windows.lengths``; for images, the number
+            of tokens that the model makes of one. None may be larger than `max_tokens`.
+        max_tokens: the largest number of tokens of a batch.
+        seed: seed of the random order, >= 0.
+        shuffle: whether the order is random. Otherwise it is the same in all epochs: the longest
+            examples come first, so that a lack of memory shows at once (with `packed`: examples in
+            their order).
         packed: whether batches are joined without padding.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; an example that is longer
-            than `max_tokens` is named.
+        ValueError: if an argument is outside its range, or an example is longer than `max_tokens`.
 
     Example:
         >>> import graphattn as ga
@@ -55,7 +56,7 @@ class TokenBatches(Sampler[list[int]]):
         False
     """
 
-    batch_size = None  # they differ: what accelerate asks for
+    batch_size = None  # Batches have different sizes. (accelerate reads this attribute.)
     drop_last = False
 
     def __init__(
@@ -73,7 +74,7 @@ class TokenBatches(Sampler[list[int]]):
         self.lengths = _checked(lengths, self.max_tokens)
         self.epoch = self._start = 0
         self._cached: tuple[int, Tensor, Tensor, Tensor] | None = None
-        if not self.packed:  # equal in all epochs
+        if not self.packed:  # The sizes of batches are the same in all epochs.
             longest_first = self.lengths.sort(descending=True).values
             self._cuts, self._bins = _cut_padded(longest_first, self.max_tokens)
 
@@ -84,27 +85,29 @@ class TokenBatches(Sampler[list[int]]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; another one than before starts at its first batch."""
+        """Set the epoch, which determines the order; a new epoch starts at its first batch."""
         epoch = as_int("epoch", epoch, 0)
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
 
     def start_at(self, batch: int) -> None:
-        """Let the next iteration begin at a batch of the epoch; those after it are whole again.
+        """Start the next iteration at a given batch; later iterations start at the first one.
 
         Args:
             batch: 0 .. ``len(self)``; at ``len(self)``, the next iteration is empty.
 
         Raises:
-            ValueError: the epoch has fewer batches.
+            ValueError: if the epoch has fewer batches.
         """
         batch = as_int("batch", batch, 0)
         if batch > len(self):
-            raise ValueError(f"batch must be at most {len(self)}, those of an epoch, got {batch}")
+            raise ValueError(
+                f"batch must be at most {len(self)}, the number of batches of an epoch, got {batch}"
+            )
         self._start = batch
 
     def __len__(self) -> int:
-        """Batches of the whole epoch, wherever the next iteration begins."""
+        """The number of batches of a whole epoch, even if the next iteration starts later."""
         return len(self._epoch()[1])
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -114,7 +117,7 @@ class TokenBatches(Sampler[list[int]]):
         return (order[first:last].tolist() for first, last in bounds)
 
     def _epoch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Examples in order, and where in it every batch begins and ends."""
+        """Return the examples in order, and the first and last place of every batch in it."""
         if self._cached is None or self._cached[0] != self.epoch:
             self._cached = (self.epoch, *self._draw())
         return self._cached[1:]
@@ -143,10 +146,13 @@ def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         found = None
     if found is not None and found.shape == (0,):
-        raise ValueError("lengths must hold those of at least one example, got none")
+        raise ValueError("lengths must hold the length of at least one example, got none")
     is_number = found is not None and found.dtype != torch.bool and not found.is_complex()
     if found is None or found.dim() != 1 or found.is_floating_point() or not is_number:
-        raise ValueError("lengths must be integers, one per example")
+        raise ValueError(
+            "lengths must be a list or tensor of integers, one per example, got "
+            + (type(lengths).__name__ if found is None else f"{found.dtype} {list(found.shape)}")
+        )
     found = found.to(torch.int64)
     if int(found.min()) < 1:
         at = int(found.argmin())
@@ -154,20 +160,21 @@ def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
     if int(found.max()) > max_tokens:
         at = int(found.argmax())
         raise ValueError(
-            f"max_tokens must be at least the length of every example, {int(found[at])} for "
-            f"example {at}, got {max_tokens}: ask for larger batches or for shorter windows"
+            f"max_tokens must be at least the length of the longest example, {int(found[at])} for "
+            f"example {at}, got {max_tokens}: use larger batches or shorter windows"
         )
     return found
 
 
 def _cut_padded(longest_first: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return where batches of examples in descending order of length begin, and bins of examples.
+    """Divide examples in descending order of length into batches, and batches into bins.
 
-    A bin is a whole number of batches of one size, the one that its longest example allows for, so
-    that its examples may be exchanged. Only the last batch of all may be smaller than its bin's.
+    All batches of a bin have the size that its longest example allows, so examples of a bin can be
+    exchanged. Only the last batch of all may be smaller.
 
     Returns:
-        LongTensor [batches + 1], with the end of the last; LongTensor [examples], the bins.
+        LongTensor [batches + 1], the first example of every batch, and the end of the last one;
+        LongTensor [examples], the bin of every example.
     """
     lengths = longest_first.numpy()
     count, ascending = len(lengths), -lengths
@@ -186,7 +193,7 @@ def _cut_padded(longest_first: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]
 
 
 def _cut_packed(lengths: Tensor, max_tokens: int) -> Tensor:
-    """Return where batches begin, each with as many examples as fit: LongTensor [batches + 1]."""
+    """Return the first example of every batch, if each has as many as fit; [batches + 1]."""
     ends = lengths.cumsum(0).numpy()
     cuts = [0]
     while cuts[-1] < len(ends):

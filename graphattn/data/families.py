@@ -1,4 +1,4 @@
-"""Families of similar sequences: copies, fragments and close relatives."""
+"""Families of similar sequences, which are copies, fragments or close relatives."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SHARED_WORDS = 0.05  # of a sequence's words: about 55 % identity where a word has 5 letters
-_MOST_OWNERS = 64  # of a word that are compared: more have it in low complexity
+# The share of words that two sequences of a family have in common. With words of 5 letters, it is
+# about 55 % identity.
+SHARED_WORDS = 0.05
+# A word is compared among at most this many sequences. Words of more are of low complexity.
+_MOST_OWNERS = 64
 
 
 def word_length(vocab_size: int) -> int:
-    """Letters of a word that two unrelated sequences seldom share: 5 of proteins, 10 of DNA."""
+    """Return how many letters a word needs to be rare: 5 for proteins, 10 for DNA."""
     return max(1, math.ceil(math.log(4e6) / math.log(max(vocab_size, 2))))
 
 
 def families(sequences: Sequence[Tensor], vocab_size: int) -> list[list[int]]:
-    """Numbers of sequences that belong together, the earliest first.
+    """Group similar sequences; return the numbers of the sequences of every family.
 
-    Two belong together when they are equal or share 5 % of the shorter one's words. That finds
-    copies, fragments and close relatives, and misses distant ones: it is no search for homologs.
+    Two sequences are in one family if they are equal, or if 5 % of the words of the shorter one
+    are in the other, too. This finds copies, fragments and close relatives. It does not find
+    distant homologs.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""FASTA files, and tokens for proteins and nucleic acids."""
+"""FASTA files, and tokenizers for proteins and nucleic acids."""
 
 import io
 import os
@@ -20,8 +20,8 @@ class FastaRecord:
     """One entry of a FASTA file.
 
     Attributes:
-        header: the line after ``>``, without the spaces around it.
-        sequence: upper-case letters, ``*`` (stop) and ``-`` (gap), all lines joined.
+        header: the text after ``>``, without the spaces around it.
+        sequence: upper-case letters, ``*`` (stop) and ``-`` (gap), joined from all lines.
 
     Example:
         >>> import graphattn as ga
@@ -37,19 +37,20 @@ class FastaRecord:
 def read_fasta(
     path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES
 ) -> list[FastaRecord]:
-    """The records of a FASTA file (gzipped or not), in their order; equal headers are all kept.
+    """Read all records of a FASTA file (gzipped or not), in the order of the file.
 
-    Blank lines and ``;`` comments are skipped. Lower case (soft masking) becomes upper case.
+    Records with equal headers are all returned. Blank lines and ``;`` comments are skipped. Lower
+    case (soft masking) becomes upper case.
 
     Args:
         path: the file.
-        max_bytes: as in :func:`~graphattn.data.read_bytes`.
+        max_bytes: the largest size that is read, as in :func:`~graphattn.data.read_bytes`.
 
     Raises:
-        FileFormatError: the file cannot be read (see :func:`~graphattn.data.read_text`) or is
-            malformed: sequence before the first ``>``, an empty header, a header without sequence,
-            a character that is not a letter, ``*`` or ``-``. It names the line.
-        ImportError: biotite is not installed.
+        FileFormatError: if the file cannot be read (see :func:`~graphattn.data.read_text`) or is
+            malformed: a sequence before the first ``>``, an empty header, a header without a
+            sequence, a character that is not a letter, ``*`` or ``-``. The message gives the line.
+        ImportError: if biotite is not installed.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -68,7 +69,7 @@ def read_fasta(
 
     text = read_text(path, max_bytes=max_bytes)
     _check_fasta(path, text)
-    # `FastaFile.read` is a dictionary by header: of two equal headers it keeps the last record.
+    # `FastaFile.read` returns a dictionary by header, which has only the last of equal headers.
     return [
         FastaRecord(header.strip(), sequence.upper())
         for header, sequence in FastaFile.read_iter(io.StringIO(text))
@@ -76,7 +77,7 @@ def read_fasta(
 
 
 def _check_fasta(path: str | os.PathLike[str], text: str) -> None:
-    """Raise for the first malformed line: biotite reads on over most of what can be wrong."""
+    """Raise for the first malformed line, because biotite ignores most errors."""
     header_line: int | None = None
     has_sequence = True
     for number, raw_line in enumerate(text.split("\n"), start=1):
@@ -104,11 +105,11 @@ def _check_fasta(path: str | os.PathLike[str], text: str) -> None:
 
 
 class _SequenceTokenizer:
-    """Base of the two tokenizers below: a fixed vocabulary and the letters that map to it."""
+    """Base class of the two tokenizers below, which have a fixed vocabulary."""
 
     vocabulary: ClassVar[str]
     _kind: ClassVar[str]
-    _letter_of: ClassVar[dict[str, str]]  # every upper-case letter allowed -> its vocabulary letter
+    _letter_of: ClassVar[dict[str, str]]  # the vocabulary's letter for every allowed capital letter
 
     def __init__(self) -> None:
         self._characters = CharacterTokenizer(self.vocabulary)
@@ -122,10 +123,10 @@ class _SequenceTokenizer:
         return len(self.vocabulary)
 
     def encode(self, sequence: str) -> Tensor:
-        """The tokens of `sequence`: a LongTensor [N], N = the letters that are not ``-``.
+        """Return the tokens of `sequence`, a LongTensor [N]; N is the number of letters but ``-``.
 
         Raises:
-            ValueError: `sequence` holds a character this tokenizer does not know.
+            ValueError: if `sequence` contains a character that this tokenizer does not know.
         """
         unknown = self._unknown.search(sequence)
         if unknown is not None:
@@ -136,10 +137,11 @@ class _SequenceTokenizer:
         return self._characters.encode(sequence.translate(self._spelling))
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
-        """The letters of `tokens`: integers [N] in ``0..vocab_size - 1``.
+        """Return the letters of `tokens`, which are integers [N] in ``0..vocab_size - 1``.
 
         Raises:
-            ValueError: as :meth:`CharacterTokenizer.decode <graphattn.data.CharacterTokenizer>`.
+            ValueError: in the same cases as
+                :meth:`CharacterTokenizer.decode <graphattn.data.CharacterTokenizer>`.
         """
         return self._characters.decode(tokens)
 
@@ -154,11 +156,11 @@ class _SequenceTokenizer:
 
 
 class ProteinTokenizer(_SequenceTokenizer):
-    """One token per residue: the 20 amino acids in alphabetical order, then X for any other.
+    """A tokenizer with one token per residue: 20 amino acids in alphabetical order, and X.
 
-    Lower case counts as upper case. The other letters (B, Z, J: ambiguous; U, O: selenocysteine and
-    pyrrolysine) and the stop ``*`` become X. A gap ``-`` is dropped: it belongs to an alignment,
-    not to the molecule, so N counts residues.
+    Lower case counts as upper case. The other letters (B, Z and J, which are ambiguous; U and O,
+    which are selenocysteine and pyrrolysine) and the stop ``*`` become X. A gap ``-`` gives no
+    token, because it belongs to an alignment and not to the molecule.
 
     Example:
         >>> import graphattn as ga
@@ -177,11 +179,11 @@ class ProteinTokenizer(_SequenceTokenizer):
 
 
 class NucleotideTokenizer(_SequenceTokenizer):
-    """One token per base: A, C, G, T, and N for an ambiguous one.
+    """A tokenizer with one token per base: A, C, G, T, and N for an ambiguous base.
 
-    Lower case counts as upper case and U as T, so DNA and RNA share their tokens. The other IUPAC
-    codes (R, Y, S, W, K, M, B, D, H, V) and X (masked) become N. A gap ``-`` is dropped, as in
-    :class:`ProteinTokenizer`. A letter that codes no base (E, F, I, ...) raises.
+    Lower case counts as upper case, and U as T, so DNA and RNA have the same tokens. The other
+    IUPAC codes (R, Y, S, W, K, M, B, D, H, V) and X (masked) become N. A gap ``-`` gives no token,
+    as in :class:`ProteinTokenizer`. Any other letter (E, F, I, ...) raises ValueError.
 
     Example:
         >>> import graphattn as ga
@@ -201,22 +203,22 @@ class NucleotideTokenizer(_SequenceTokenizer):
     )
 
 
-_MIN_BASE_SHARE = 0.95  # leaves room for a few ambiguity codes, as assemblies have them
+_MIN_BASE_SHARE = 0.95  # allows a few ambiguity codes, which assembled genomes have
 
 
 def tokenizer_for_sequence(sequence: str) -> ProteinTokenizer | NucleotideTokenizer:
-    """The tokenizer for a sequence of unknown kind; one that can encode it.
+    """Choose the tokenizer for a sequence that may be a protein or a nucleic acid.
 
-    It is taken as nucleotides when at least 95 % of its letters (gaps do not count) are A, C, G, T,
-    U or N and all others are ambiguity codes, and else as protein. Below 20 letters that means: no
-    ambiguity code at all.
+    The sequence counts as nucleotides if at least 95 % of its letters (without gaps) are A, C, G,
+    T, U or N, and all others are ambiguity codes. Otherwise it counts as a protein. So with fewer
+    than 20 letters, nucleotides must have no ambiguity codes.
 
-    A, C, G, T and N are amino acids too and make up about a quarter of an average protein, so a
-    protein of n residues is mistaken with a chance near 0.26^n: one in 700 thousand at 10
-    residues, but one in 200 at 4. For peptides, name the tokenizer yourself.
+    A, C, G, T and N also stand for amino acids, which are about a quarter of an average protein. So
+    a protein of n residues is mistaken for nucleotides with a probability of about 0.26^n: 1 in
+    700,000 for 10 residues, but 1 in 200 for 4. For peptides, choose the tokenizer yourself.
 
     Raises:
-        ValueError: `sequence` holds no letter, or a character that is in neither alphabet.
+        ValueError: if `sequence` has no letter, or a character that is in neither alphabet.
 
     Example:
         >>> import graphattn as ga
@@ -232,5 +234,5 @@ def tokenizer_for_sequence(sequence: str) -> ProteinTokenizer | NucleotideTokeni
     bases = sum(letters.count(base) for base in "ACGTUN")
     if bases >= _MIN_BASE_SHARE * len(letters) and nucleotide._unknown.search(sequence) is None:
         return nucleotide
-    protein.encode(sequence)  # raises for what is no sequence at all
+    protein.encode(sequence)  # raises ValueError if it is no sequence
     return protein

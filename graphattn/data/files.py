@@ -1,4 +1,4 @@
-"""Read a file, or say in one line what is wrong with it."""
+"""Reading files, with errors of one line that say what is wrong with a file."""
 
 import gzip
 import io
@@ -10,12 +10,12 @@ from typing import BinaryIO, Literal
 
 FileFormat = Literal["text", "fasta", "pdb", "mmcif"]
 
-MAX_BYTES = 2**28  # 256 MiB: any chromosome of man; a gzip file of 1 MB can unpack to 1 GB
-_PIECE = 2**20  # read at a time, so that too much is met before it fills the memory
+# 256 MiB: enough for any human chromosome. A limit is needed, because a gzip file of 1 MB can
+# decompress to 1 GB.
+MAX_BYTES = 2**28
+_PIECE = 2**20  # bytes that are read at a time, so that reading can stop before the memory is full
 
-_GZIP_MAGIC = (
-    b"\x1f\x8b"  # never the start of UTF-8 text, so content may decide as well as the name
-)
+_GZIP_MAGIC = b"\x1f\x8b"  # UTF-8 text never begins with these bytes, so they identify a gzip file
 
 _FORMAT_OF_EXTENSION: dict[str, FileFormat] = {
     ".fa": "fasta",
@@ -28,11 +28,11 @@ _FORMAT_OF_EXTENSION: dict[str, FileFormat] = {
     ".mmcif": "mmcif",
 }
 
-# The first line that is neither blank nor a comment.
+# These match the first line that is neither blank nor a comment.
 _FASTA_OPENING = re.compile(r"(?:[^\S\n]*(?:;.*)?\n)*[^\S\n]*>")
 _MMCIF_OPENING = re.compile(r"(?:[^\S\n]*(?:#.*)?\n)*data_")
 
-# Records a PDB file may open with, padded to their six columns: prose seldom has "TITLE ".
+# Records with which a PDB file may begin, padded to six columns, because text rarely has "TITLE ".
 _PDB_OPENING = (
     *("HEADER", "OBSLTE", "TITLE ", "SPLIT ", "CAVEAT", "COMPND", "SOURCE", "KEYWDS", "EXPDTA"),
     *("AUTHOR", "REVDAT", "REMARK", "DBREF ", "SEQRES", "HELIX ", "SHEET ", "CRYST1", "ORIGX1"),
@@ -42,12 +42,12 @@ _PDB_ATOM = re.compile(r"^(?:ATOM  |HETATM)", re.MULTILINE)
 
 
 class FileFormatError(ValueError):
-    """A file cannot be read as what it should be. Its text is one line, whatever the file holds.
+    """A file cannot be read, or has the wrong format. The message is always a single line.
 
     Args:
         path: the file.
         reason: what is wrong with it.
-        line: the number of the faulty line, counted from 1, where one line is to blame.
+        line: the number of the wrong line, counted from 1; None if it is not one line.
 
     Example:
         >>> import graphattn as ga
@@ -58,7 +58,7 @@ class FileFormatError(ValueError):
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, line: int | None = None) -> None:
-        super().__init__(path, reason, line)  # all three: an exception is unpickled from its args
+        super().__init__(path, reason, line)  # An exception is unpickled from these arguments.
         self.path = os.fspath(path)
         self.reason = reason
         self.line = line
@@ -69,7 +69,7 @@ class FileFormatError(ValueError):
 
 
 def _one_line(text: str) -> str:
-    """`text` with line breaks, control characters and lone surrogates spelled as escapes."""
+    """Escape line breaks, control characters and lone surrogates in a text."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in text
@@ -77,17 +77,18 @@ def _one_line(text: str) -> str:
 
 
 def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> bytes:
-    """The bytes of a file, decompressed when it is gzipped (by its name or by its content).
+    """Read the bytes of a file; a gzipped file (by its name or its content) is decompressed.
 
     Args:
         path: the file.
-        max_bytes: refuse a file that holds more, counted after decompression; None reads any. It
-            is unpacked piece by piece, and no further than this.
+        max_bytes: the largest size of the file, before and after decompression; None for no limit.
+            Decompression stops at this size.
 
     Raises:
-        FileFormatError: the file is missing, a directory or a device, cannot be read, is empty
-            (or holds only whitespace), is a damaged gzip file, or is larger than `max_bytes`.
-        ValueError: `max_bytes` is not a positive integer or None.
+        FileFormatError: if the file does not exist, is a directory or a device, cannot be read, is
+            empty (or contains only whitespace), is a damaged gzip file, or is larger than
+            `max_bytes`.
+        ValueError: if `max_bytes` is not a positive integer or None.
 
     Example:
         >>> import graphattn as ga
@@ -105,7 +106,8 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTE
         if stat.S_ISDIR(mode):
             raise FileFormatError(name, "is a directory, not a file")
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            # /dev/zero never ends; a pipe, as in `<(zcat genes.fa.gz)`, does.
+            # Devices are refused because /dev/zero never ends. A pipe, as in `<(zcat genes.fa.gz)`,
+            # ends.
             raise FileFormatError(name, "is a device, not a file")
         if max_bytes is not None and status.st_size > max_bytes:
             raise _too_large(name, f"holds {status.st_size:,} bytes", max_bytes)
@@ -117,7 +119,7 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTE
         raise FileFormatError(name, f"cannot be read: {error.strerror or error}") from error
     except FileFormatError:
         raise
-    except ValueError as error:  # a NUL or a lone surrogate: no file can have such a name
+    except ValueError as error:  # The name has a NUL or a lone surrogate, so no file can have it.
         raise FileFormatError(name, "no such file") from error
 
     if data and (name.lower().endswith(".gz") or data.startswith(_GZIP_MAGIC)):
@@ -132,7 +134,7 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTE
 
 
 def _read(file: BinaryIO | gzip.GzipFile, name: str, holds: str, max_bytes: int | None) -> bytes:
-    """All of an open file, or an error as soon as it turns out to be too much."""
+    """Read an open file; raise as soon as it is larger than `max_bytes`."""
     pieces: list[bytes] = []
     size = 0
     while piece := file.read(_PIECE):
@@ -145,19 +147,21 @@ def _read(file: BinaryIO | gzip.GzipFile, name: str, holds: str, max_bytes: int 
 
 def _too_large(name: str, what: str, max_bytes: int) -> FileFormatError:
     return FileFormatError(
-        name, f"{what}, and max_bytes = {max_bytes:,} is the limit (a larger one or None lifts it)"
+        name,
+        f"{what}, and max_bytes = {max_bytes:,} is the limit (pass a larger one, or None)",
     )
 
 
 def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> str:
-    r"""The text of a UTF-8 file, gzipped or not. Every line end becomes ``"\n"``.
+    r"""Read the text of a UTF-8 file, gzipped or not; all line ends become ``"\n"``.
 
     Args:
         path: the file.
-        max_bytes: as in :func:`read_bytes`.
+        max_bytes: the largest size that is read, as in :func:`read_bytes`.
 
     Raises:
-        FileFormatError: as :func:`read_bytes`, and for binary files (a NUL byte, not UTF-8).
+        FileFormatError: in the same cases as :func:`read_bytes`, and for binary files (which have a
+            NUL byte, or are not UTF-8).
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -171,7 +175,7 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES
     if b"\0" in data:
         raise FileFormatError(path, "is binary (it holds a NUL byte), not text")
     try:
-        text = data.decode("utf-8-sig")  # a byte-order mark is no part of the text
+        text = data.decode("utf-8-sig")  # This skips a byte-order mark, which is not text.
     except UnicodeDecodeError as error:
         before = data[: error.start].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         reason = f"byte 0x{data[error.start]:02x} is not UTF-8 text (a binary file?)"
@@ -183,16 +187,16 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES
 
 
 def sniff_format(path: str | os.PathLike[str], text: str) -> FileFormat:
-    """Return the format of a file: by its extension (with or without ``.gz``), else by its content.
+    """Find the format of a file from its extension (with or without ``.gz``), or from its content.
 
     Args:
-        path: the file's name; it need not exist.
-        text: its content, as :func:`read_text` gives it.
+        path: the file's name; the file need not exist.
+        text: its content, as from :func:`read_text`.
 
     Returns:
         ``"fasta"`` (.fa .fasta .faa .fna, or the first line starts with ``>``), ``"pdb"`` (.pdb
         .ent, or PDB records), ``"mmcif"`` (.cif .mmcif, or a ``data_`` block with ``_atom_site``),
-        else ``"text"``.
+        or else ``"text"``.
 
     Example:
         >>> import graphattn as ga

@@ -1,4 +1,4 @@
-"""GenBank files: sequences, and what is known of every base."""
+"""GenBank files: sequences, and labels of their bases."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class GenBankRecord:
     """One entry of a GenBank file.
 
     Attributes:
-        name: the version (or accession, or locus) and the definition, as a FASTA header has them.
-        organism: as the file names it; "" where it does not.
+        name: the version (or accession, or locus) and the definition, as in a FASTA header.
+        organism: the name of the organism; "" if the file does not give it.
         sequence: upper-case letters.
-        labels: LongTensor [N], 1 where a base lies in a feature of the kind that was asked for;
-            None where none was.
+        labels: LongTensor [N], 1 for a base that is in a feature with the requested key, and 0 for
+            others; None if no key was requested.
 
     Example:
         >>> import graphattn as ga
@@ -50,18 +50,19 @@ def read_genbank(
     feature: str | None = None,
     max_bytes: int | None = MAX_BYTES,
 ) -> list[GenBankRecord]:
-    """The records of a GenBank file (gzipped or not), in their order.
+    """Read all records of a GenBank file (gzipped or not), in the order of the file.
 
     Args:
         path: the file.
-        feature: a feature key, such as ``"CDS"``: labels say which bases lie in one, on either
-            strand; of spliced ones the exons.
-        max_bytes: as in :func:`~graphattn.data.read_bytes`.
+        feature: a feature key, such as ``"CDS"``. Labels then say which bases are in such a
+            feature, on either strand; of a spliced feature, only the exons count. None for no
+            labels.
+        max_bytes: the largest size that is read, as in :func:`~graphattn.data.read_bytes`.
 
     Raises:
-        FileFormatError: the file cannot be read (see :func:`~graphattn.data.read_text`), is
-            malformed, or has a record without sequence; it names the line where it can.
-        ImportError: biotite is not installed.
+        FileFormatError: if the file cannot be read (see :func:`~graphattn.data.read_text`), is
+            malformed, or has a record without a sequence. If possible, the message gives the line.
+        ImportError: if biotite is not installed.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -97,7 +98,7 @@ def read_genbank(
 
 
 def _entries(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[str]]]:
-    """Every entry's lines, with the number of its first."""
+    """Split a file into entries; return the lines of each with the number of its first line."""
     entries: list[tuple[int, list[str]]] = []
     begin, lines = 0, text.split("\n")
     for place, line in enumerate(lines):
@@ -120,14 +121,14 @@ def _entries(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[st
 def _record(
     path: str | os.PathLike[str], lines: list[str], begin: int, feature: str | None
 ) -> GenBankRecord:
-    """One entry as biotite reads it."""
+    """Parse one entry with biotite."""
     from biotite.sequence.io.genbank import GenBankFile, get_raw_sequence
 
     _check_letters(path, lines, begin)
     with biotite_at_work(path):
         file = GenBankFile.read(io.StringIO("\n".join(lines)))
         sequence = get_raw_sequence(file).upper() if _field(file, "ORIGIN") else ""
-        # Not by get_locus: it wants columns that many programs do not keep to.
+        # biotite's get_locus needs fixed columns, which many programs do not write.
         locus = lines[0].split()[1] if len(lines[0].split()) > 1 else ""
         version = _field(file, "VERSION") or _field(file, "ACCESSION") or [locus]
         definition = " ".join(part.strip() for part in _field(file, "DEFINITION"))
@@ -148,9 +149,7 @@ def _check_letters(path: str | os.PathLike[str], lines: list[str], begin: int) -
             letters = _ORIGIN_NUMBERS.sub("", line)
             first = _FIRST_BASE.match(line)
             if first is not None and letters and int(first[1]) != size + 1:
-                reason = (
-                    f"this line begins with base {first[1]}, after {size:,} bases: some are missing"
-                )
+                reason = f"this line begins with base {first[1]}, but {size:,} bases come before it"
                 raise FileFormatError(path, reason, line=number)
             size += len(letters)
             wrong = next((c for c in letters if not (c.isascii() and c.isalpha())), None)
@@ -158,18 +157,18 @@ def _check_letters(path: str | os.PathLike[str], lines: list[str], begin: int) -
                 raise FileFormatError(path, f"{wrong!a} in a sequence is not a letter", line=number)
     told = _LOCUS_LENGTH.search(lines[0])
     if told is not None and size and int(told[1]) != size:
-        reason = f"LOCUS tells of {told[1]} {told[2]}, and this entry has {size}: some are missing"
+        reason = f"LOCUS says {told[1]} {told[2]}, but this entry has {size}"
         raise FileFormatError(path, reason, line=begin)
 
 
 def _field(file: Any, name: str) -> list[str]:
-    """The lines of a field, none where there is no such field."""
+    """Return the lines of a field; an empty list if there is no such field."""
     fields = file.get_fields(name)
     return list(fields[0][0]) if fields else []
 
 
 def _organism(file: Any) -> str:
-    """The organism's name: of SOURCE's subfield, whose further lines are its lineage."""
+    """Return the name of the organism, the first line of the subfield ORGANISM of SOURCE."""
     fields = file.get_fields("SOURCE")
     if not fields:
         return ""
@@ -179,7 +178,7 @@ def _organism(file: Any) -> str:
 
 
 def _labels(path: str | os.PathLike[str], file: Any, N: int, feature: str) -> Tensor:
-    """Mark the bases that lie in a feature of that key by 1."""
+    """Label the bases that are in a feature with a given key by 1, and all others by 0."""
     from biotite.sequence.io.genbank import get_annotation
 
     labels = torch.zeros(N, dtype=torch.long)
@@ -188,18 +187,19 @@ def _labels(path: str | os.PathLike[str], file: Any, N: int, feature: str) -> Te
     with biotite_at_work(path), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         annotation = get_annotation(file, include_only=[feature])
-    # biotite leaves out, with a warning, a feature whose place it cannot read.
+    # biotite leaves out a feature whose location it cannot parse, and warns.
     for warning in heard:
         if "unsupported location" in str(warning.message):
             place = str(warning.message).partition(" is an unsupported")[0]
-            raise FileFormatError(path, f"a {feature} lies at {place}, which cannot be read")
+            raise FileFormatError(path, f"a {feature} is at {place}, a location that is not known")
     for found in annotation:
         for place in found.locs:
-            if place.defect & place.Defect.BETWEEN:  # a place between two bases covers neither
+            if place.defect & place.Defect.BETWEEN:  # A location between two bases has no base.
                 continue
             if place.first < 1 or place.last > N:
                 raise FileFormatError(
-                    path, f"a {feature} lies at {place.first}..{place.last} of {N} bases"
+                    path,
+                    f"a {feature} is at {place.first}..{place.last}, but there are only {N} bases",
                 )
             labels[place.first - 1 : place.last] = 1
     return labels

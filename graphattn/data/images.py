@@ -1,4 +1,4 @@
-"""Images as tensors: idx files, as MNIST has them, and PNG."""
+"""Reading images as tensors: idx files, such as MNIST, and PNG or JPEG files."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _IDX_TYPES = {
 }
 
 
-_PIECE = 2**20  # bytes that are read at once
+_PIECE = 2**20  # bytes that are read at a time
 
 
 def read_idx(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> Tensor:
-    """The array of an idx file (gzipped or not): MNIST's images [N, 28, 28] or labels [N].
+    """Read the array of an idx file (gzipped or not), such as MNIST's images [N, 28, 28].
 
     Args:
         path: the file.
-        max_bytes: as in :func:`~graphattn.data.read_bytes`.
+        max_bytes: the largest size that is read, as in :func:`~graphattn.data.read_bytes`.
 
     Raises:
-        FileFormatError: the file cannot be read, is no idx file, or holds more or less than its
-            header says.
+        FileFormatError: if the file cannot be read, is not an idx file, or is longer or shorter
+            than its header says.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -56,25 +56,27 @@ def read_idx(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES)
 
 
 def idx_header(path: str | os.PathLike[str], head: bytes) -> tuple[Any, tuple[int, ...], int]:
-    """Type, shape and size in bytes of an idx file's header."""
+    """Return the dtype and shape that an idx header gives, and the size of the header in bytes."""
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or head[3] == 0:
-        raise FileFormatError(path, "is no idx file: it begins with another magic number")
+        raise FileFormatError(path, "is no idx file: it does not begin with idx's magic number")
     header = 4 + 4 * head[3]
     if len(head) < header:
-        raise FileFormatError(path, f"is cut off: an idx header of {header} bytes is not whole")
+        raise FileFormatError(
+            path, f"is cut off: an idx header of {header} bytes is not complete, got {len(head)}"
+        )
     shape = numpy.frombuffer(head[4:header], ">u4").tolist()
     return _IDX_TYPES[head[2]], tuple(shape), header
 
 
 def idx_images(path: str | os.PathLike[str], stream: BinaryIO) -> Iterator[Any]:
-    """The images of an open idx file, one after another: uint8 [C, H, W]."""
+    """Yield the images of an open idx file, uint8 [C, H, W]."""
     head = stream.read(4)
     head += stream.read(4 * head[3]) if len(head) == 4 else b""
     dtype, shape, _ = idx_header(path, head)
     if len(shape) not in (3, 4) or dtype.itemsize != 1 or dtype.kind != "u":
         raise FileFormatError(
             path,
-            "holds no images: they are unsigned bytes [N, H, W] or [N, H, W, C], and these are "
+            "holds no images: they must be unsigned bytes [N, H, W] or [N, H, W, C], but these are "
             f"{dtype.newbyteorder('=')} {list(shape)}",
         )
     size = math.prod(shape[1:])
@@ -92,7 +94,10 @@ def idx_images(path: str | os.PathLike[str], stream: BinaryIO) -> Iterator[Any]:
 
 
 def _read_at_most(stream: BinaryIO, size: int) -> bytes:
-    """`size` bytes, or what there is: a header may say more than a memory holds."""
+    """Read `size` bytes, or fewer at the end of the file.
+
+    Reading in pieces avoids allocating the size that a header gives, which may be wrong.
+    """
     pieces: list[bytes] = []
     while size and (piece := stream.read(min(size, _PIECE))):
         pieces.append(piece)
@@ -108,7 +113,10 @@ def _wrong_size(
 
 
 def labels_beside(path: Path) -> Path | None:
-    """The idx file with the labels of one with images: ``images-idx3`` named ``labels-idx1``."""
+    """Find the idx file with the labels for one with images; None if there is none.
+
+    ``images-idx3`` in the name is replaced by ``labels-idx1``.
+    """
     name = path.name.removesuffix(".gz")
     beside = name.replace("images", "labels").replace("idx3", "idx1").replace("idx4", "idx1")
     if beside == name:
@@ -117,12 +125,12 @@ def labels_beside(path: Path) -> Path | None:
     return next((own for own in found if own.is_file()), None)
 
 
-# What a picture's pixels are here, by the mode that Pillow names: channels follow from it.
+# The Pillow mode to which an image of every supported mode is converted.
 _MODES = {"1": "L", "L": "L", "LA": "LA", "RGB": "RGB", "RGBA": "RGBA"}
 
 
 def read_image(path: str | os.PathLike[str]) -> Any:
-    """The pixels of a picture: uint8 [C, H, W] with its own channels; palettes become RGB(A)."""
+    """Read the pixels of an image file, uint8 [C, H, W]; palettes become RGB or RGBA."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -134,7 +142,7 @@ def read_image(path: str | os.PathLike[str]) -> Any:
             if picture.mode in ("P", "PA"):
                 mode = "RGBA" if picture.has_transparency_data else "RGB"
             if mode is None:
-                reason = f"has pixels of mode {picture.mode}; 8-bit gray and colour are read"
+                reason = f"has pixels of mode {picture.mode}, but must have 8-bit gray or colour"
                 raise FileFormatError(path, reason)
             pixels = numpy.asarray(picture.convert(mode), dtype=numpy.uint8)
     except FileFormatError:
@@ -142,7 +150,7 @@ def read_image(path: str | os.PathLike[str]) -> Any:
     except FileNotFoundError as error:
         raise FileFormatError(path, "no such file") from error
     except UnidentifiedImageError as error:
-        raise FileFormatError(path, "is no image that Pillow reads") from error
-    except Exception as error:  # a decoder fed with a broken file raises anything
+        raise FileFormatError(path, "is not an image that Pillow can read") from error
+    except Exception as error:  # For a broken file, a decoder may raise any exception.
         raise FileFormatError(path, f"is a damaged image: {error}") from error
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)

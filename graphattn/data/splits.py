@@ -1,4 +1,4 @@
-"""Splits of a corpus into parts for training and for tests: by position, record or group."""
+"""Splits of a corpus into training, validation and test parts, by position, record or group."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
 By = Literal["auto", "position", "record", "group"]
 
 _NAMES = ("train", "validation", "test")
-_NEAR = 0.01  # of a share: a draw that misses by no more is taken at once
+_NEAR = 0.01  # the relative error of a share at which no more draws are made
 _MOST_DRAWS = 1000
-_MOST_COMPARED = 10**7  # residues: comparing them takes about 5 s, and 64 MB a million
-_AT_A_BORDER = 0.1  # of the smallest share: so far a cut moves to the border of a record
+# The most residues that are compared. It takes about 5 s, and 64 MB of memory per million residues.
+_MOST_COMPARED = 10**7
+# A cut is shifted to the border of a record by at most this fraction of the smallest share.
+_AT_A_BORDER = 0.1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Part:
-    """A part of a corpus, such as what a model is tested on. :func:`split_corpus` makes it.
+    """A part of a corpus, such as the test part; :func:`split_corpus` makes it.
 
     Attributes:
         corpus: the whole :class:`Corpus`.
-        spans: LongTensor [n, 3]: the record, its first token, and the one after the last, of every
-            stretch that belongs to the part; none is empty and no two overlap.
+        spans: LongTensor [n, 3], the stretches of tokens in this part: the number of the record,
+            the first token, and the one after the last. None is empty, and no two overlap.
 
     Example:
         >>> import torch, graphattn as ga
@@ -54,7 +56,7 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all spans; of images, how many there are."""
+        """The number of tokens of all spans; an image counts as 1."""
         return int((self.spans[:, 2] - self.spans[:, 1]).sum())
 
 
@@ -67,39 +69,42 @@ def split_corpus(
     group: str = "",
     seed: int = 0,
 ) -> dict[str, Part]:
-    r"""The parts of a corpus to learn from, to choose by and to test on: no token is in two.
+    r"""Split a corpus into parts for training, validation and test; no token is in two parts.
 
-    - **position**: the corpus in its order, first "train", then "validation", then "test", whose
-      last token is the last of the corpus. A cut lies between two records where that changes no
-      part by more than a tenth of the smallest share, and inside a record elsewhere.
-    - **record**: whole records, drawn by `seed`. Those that are equal stay in one part, and of
-      proteins and structures also those that share 5 % of their words of five letters: copies,
-      fragments and close relatives. For distant ones, and in a corpus of more than 10 million
-      residues (a warning says so), give a `group`, such as a chain's family.
-    - **group**: whole groups, drawn by `seed`. Every record must have one. Equal records of two
-      groups may stand in two parts.
+    The argument `by` says how:
 
-    Of whole records or groups, up to 1,000 draws are compared and the nearest to the shares is
-    taken; validation and test hold at most twice what was asked for.
+    - **position**: the tokens in their order are first "train", then "validation", then "test". A
+      cut is between two records if that changes no part by more than a tenth of the smallest share.
+      Otherwise it is inside a record.
+    - **record**: whole records, drawn at random. Equal records stay in the same part. Proteins and
+      structures that share 5 % of their words of five letters also stay in the same part; these are
+      copies, fragments and close relatives. To separate distant relatives, give a `group`, such as
+      a chain's family. Give it also for more than 10 million residues, for which only equal records
+      are found, and there is a warning.
+    - **group**: whole groups, drawn at random. Every record must have a group. Equal records of
+      different groups may be in different parts.
+
+    For whole records or groups, up to 1,000 random draws are compared, and the one that is nearest
+    to the shares is used. Validation and test then have at most twice their share.
 
     Args:
         corpus: from :func:`load_corpus`.
-        validation, test: shares of all tokens, >= 0, together below 1; 0 leaves a part empty.
-        by: "position", "record" or "group". "auto" is "group" where `group` is given, "position"
-            of text and of a single record, and "record" of all else; of nucleotides it is
-            "position" also where no choice of whole records comes near the shares.
-        group: a regular expression that is searched in the names of all records: what its
-            parentheses match (of several, the first that match something; without any, the whole
-            match) is the group. Without it, by="group"
-            takes the groups of the corpus, such as organisms.
-        seed: of the draw, >= 0.
+        validation, test: shares of all tokens, >= 0, with a sum below 1. With 0, the part is empty.
+        by: "position", "record", "group" or "auto". "auto" means "group" if `group` is given,
+            otherwise "position" for text or a single record, and "record" for all else. For
+            nucleotides, it also means "position" if no choice of whole records is near the shares.
+        group: a regular expression that is searched in the names of all records. The group is the
+            text that its parentheses match: of several pairs, the first that matches something;
+            without parentheses, the whole match. Without `group`, ``by="group"`` uses the groups of
+            the corpus, such as organisms.
+        seed: seed of the random draws, >= 0.
 
     Returns:
-        "train", "validation" and "test".
+        A dict of the parts "train", "validation" and "test".
 
     Raises:
-        ValueError: names the argument that is outside its range, a record without a group, or the
-            shares that leave a part empty although they are above 0.
+        ValueError: if an argument is outside its range, a record has no group, or a part with a
+            share above 0 would be empty or have more than twice its share.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -116,7 +121,7 @@ def split_corpus(
               as_float("test", test, positive=False))  # fmt: skip
     if sum(shares) >= 1:
         raise ValueError(
-            "validation and test must leave something to learn from: their sum must be below 1, "
+            "validation and test must have a sum below 1, so that tokens are left for training, "
             f"got {validation} + {test}"
         )
     as_choice("by", by, ("auto", "position", "record", "group"))
@@ -124,7 +129,9 @@ def split_corpus(
     if not isinstance(group, str):
         raise ValueError(f"group must be a regular expression, got {group!r}")
     if group and by not in ("auto", "group"):
-        raise ValueError(f"group needs by='group' (or 'auto'), got by={by!r} and group={group!r}")
+        raise ValueError(
+            f"by must be 'group' or 'auto' if group is given, got by={by!r} and group={group!r}"
+        )
     if int(corpus.lengths.sum()) == 0:
         raise ValueError("corpus must hold at least one token, got none")
     if by == "position" or (by == "auto" and not group and _is_one_text(corpus)):
@@ -163,14 +170,15 @@ def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]
     for name, share, first, last in zip(_NAMES, wanted, cuts, cuts[1:], strict=False):
         if share > 0 and first >= last:
             raise ValueError(
-                f"{name} must hold at least one token: of {total} tokens, validation={shares[0]} "
-                f"and test={shares[1]} leave it none"
+                f"{name} must have at least one token, but with {total} tokens, "
+                f"validation={shares[0]} and test={shares[1]} it has none: choose other shares"
             )
         begins = ends - corpus.lengths
         starts = (first - begins).clamp(min=0)
         stops = torch.minimum(last - begins, corpus.lengths)
-        kept = (stops > starts).nonzero()[:, 0]
-        parts[name] = Part(corpus, torch.stack([kept, starts[kept], stops[kept]], dim=1))
+        records = (stops > starts).nonzero()[:, 0]
+        spans = torch.stack([records, starts[records], stops[records]], dim=1)
+        parts[name] = Part(corpus, spans)
     return parts
 
 
@@ -178,13 +186,14 @@ def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]
 
 
 def _relatives(corpus: Corpus) -> Tensor:
-    """LongTensor [records]: the first record that a record stays with, often itself."""
+    """Find the family of every record, as its first record; LongTensor [records]."""
     if corpus.kind not in ("protein", "structures") or corpus.tokenizer is None:
         return _equal_records(corpus)
     if int(corpus.lengths.sum()) > _MOST_COMPARED:
         warnings.warn(
-            f"by='record' compares at most {_MOST_COMPARED:,} residues: relatives may stand in "
-            "two parts unless they are equal; group='...' keeps families together",
+            f"by='record' compares at most {_MOST_COMPARED:,} residues, and this corpus has more: "
+            "similar records that are not equal may be in different parts; give group='...' to "
+            "keep families together",
             stacklevel=3,
         )
         return _equal_records(corpus)
@@ -196,9 +205,9 @@ def _relatives(corpus: Corpus) -> Tensor:
 
 
 def _equal_records(corpus: Corpus) -> Tensor:
-    """LongTensor [records]: the first record that a record is equal to, often itself.
+    """Find the first record that is equal to each record, often itself; LongTensor [records].
 
-    Only those are read that have the length of another one.
+    Only records that have the same length as another one are read.
     """
     first = torch.arange(len(corpus))
     _, place, count = corpus.lengths.unique(return_inverse=True, return_counts=True)
@@ -211,10 +220,10 @@ def _equal_records(corpus: Corpus) -> Tensor:
 
 
 def _groups(corpus: Corpus, pattern: str) -> Tensor:
-    """LongTensor [records]: the number of a record's group.
+    """Number the groups; LongTensor [records], the group of every record.
 
     Raises:
-        ValueError: the pattern is no regular expression, or a record has no group.
+        ValueError: if the pattern is no regular expression, or a record has no group.
     """
     if pattern:
         try:
@@ -231,10 +240,10 @@ def _groups(corpus: Corpus, pattern: str) -> Tensor:
     if missing:
         where = f"group={pattern!r} finds none in" if pattern else "the corpus has none for"
         advice = (
-            r"a second choice, as '|^(\S+)' at the end of one that begins with '^', makes each of "
-            "the others a group of its own"
+            r"add an alternative at the end of the pattern, such as '|^(\S+)', which makes each of "
+            "the other records a group"
             if pattern
-            else "group is a regular expression that finds it in the name"
+            else "give group=, a regular expression that finds it in the name"
         )
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ValueError(
@@ -252,17 +261,17 @@ def _by_sets(
     part = _draw(sizes, shares, seed, what)[own]
     parts = {}
     for number, name in enumerate(_NAMES):
-        kept = ((part == number) & (corpus.lengths > 0)).nonzero()[:, 0]
-        spans = torch.stack([kept, torch.zeros_like(kept), corpus.lengths[kept]], dim=1)
+        records = ((part == number) & (corpus.lengths > 0)).nonzero()[:, 0]
+        spans = torch.stack([records, torch.zeros_like(records), corpus.lengths[records]], dim=1)
         parts[name] = Part(corpus, spans)
     return parts
 
 
 def _draw(sizes: Tensor, shares: tuple[float, float], seed: int, what: str) -> Tensor:
-    """LongTensor [sets]: 0, 1 or 2 for the part of every set.
+    """Choose a part for every set of records; LongTensor [sets] of 0, 1 and 2.
 
-    In every draw the first sets, in random order, are the test part, the next the validation part:
-    as many as come nearest to the share.
+    A draw puts the sets in random order. The first sets are the test part and the next ones the
+    validation part, each with as many sets as come nearest to its share.
     """
     total, count = int(sizes.sum()), len(sizes)
     generator = torch.Generator().manual_seed(seed)
@@ -291,12 +300,12 @@ def _draw(sizes: Tensor, shares: tuple[float, float], seed: int, what: str) -> T
             break
     if best is None:
         largest = sizes.sort(descending=True).values[:3]
-        held = ", ".join(f"{100 * int(size) / total:.3g} %" for size in largest)
-        sets = {"record": "records or families of them", "group": "groups"}[what]
+        percent = ", ".join(f"{100 * int(size) / total:.3g} %" for size in largest)
+        sets = {"record": "records or families of records", "group": "groups"}[what]
         raise ValueError(
             f"validation={shares[0]} and test={shares[1]} leave a part empty, or with more than "
-            f"twice its share, because {sets} stay whole: there are {count:,}, and the largest "
-            f"hold {held} of the tokens; ask for other shares, or for by='position'"
+            f"twice its share, because {sets} are not divided: there are {count:,}, and the "
+            f"largest hold {percent} of the tokens; choose other shares, or by='position'"
         )
     drawn, first, last = best
     part = torch.zeros(count, dtype=torch.int64)

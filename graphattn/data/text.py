@@ -1,4 +1,4 @@
-"""Text as tokens: one token per character."""
+"""A tokenizer for text with one token per character."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CharacterTokenizer:
-    """One token per character; token t stands for ``vocabulary[t]``.
+    """A tokenizer with one token per character: token t is the character ``vocabulary[t]``.
 
-    A character is a Unicode code point: nothing is normalised, so decoding gives back exactly the
+    A character is a Unicode code point. Text is not normalised, so decoding returns exactly the
     text that was encoded.
 
     Args:
-        vocabulary: the characters, each once. :meth:`from_text` sorts them by code point; keep this
-            string beside a model's weights to read its tokens later.
+        vocabulary: the characters, each once. :meth:`from_text` sorts them by code point. Save this
+            string with the weights of a model, so that its tokens can be decoded later.
 
     Raises:
-        ValueError: `vocabulary` is empty, or holds a character twice or half of one (a lone
-            surrogate, which no file can keep).
+        ValueError: if `vocabulary` is empty, or contains a character twice, or a lone surrogate
+            (which is half of a character and cannot be written to a file).
 
     Example:
         >>> import graphattn as ga
@@ -44,13 +44,15 @@ class CharacterTokenizer:
             twice = next(c for c in self.vocabulary if self.vocabulary.count(c) > 1)
             raise ValueError(f"vocabulary must hold every character once, got {twice!a} twice")
         half = next((c for c in self.vocabulary if "\ud800" <= c <= "\udfff"), None)
-        if half is not None:  # two of them would be read again as one character
-            raise ValueError(f"vocabulary must hold characters, got {half!a}, half of one")
+        if half is not None:  # Two of them would be read back as one character.
+            raise ValueError(
+                f"vocabulary must have whole characters, got the lone surrogate {half!a}"
+            )
         object.__setattr__(self, "_token_of", token_of)
 
     @classmethod
     def from_text(cls, text: str) -> "CharacterTokenizer":
-        """The tokenizer of the distinct characters of `text`, sorted by code point."""
+        """Make a tokenizer of the distinct characters of `text`, sorted by code point."""
         return cls("".join(sorted(set(text))))
 
     @property
@@ -59,33 +61,33 @@ class CharacterTokenizer:
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of `text`: a LongTensor [N], N = ``len(text)``.
+        """Return the tokens of `text`, a LongTensor [N] with N = ``len(text)``.
 
         Raises:
-            ValueError: a character of `text` is not in the vocabulary.
+            ValueError: if a character of `text` is not in the vocabulary.
         """
         try:
             return torch.tensor([self._token_of[char] for char in text], dtype=torch.long)
         except KeyError as error:
             char = error.args[0]
             raise ValueError(
-                f"text must keep to the vocabulary of {self.vocab_size} characters, got "
+                f"text must have only the {self.vocab_size} characters of the vocabulary, got "
                 f"{char!a} (U+{ord(char):04X}) at position {text.index(char)}"
             ) from None
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
-        """The text of `tokens`: integers [N] in ``0..vocab_size - 1``.
+        """Return the text of `tokens`, which are integers [N] in ``0..vocab_size - 1``.
 
         Raises:
-            ValueError: `tokens` has another number of dimensions, is not of an integer type, or
-                holds a token out of range.
+            ValueError: if `tokens` has another number of dimensions, is not of an integer dtype, or
+                has a token that is out of range.
         """
         if isinstance(tokens, Tensor):
             if tokens.dim() != 1:
                 raise ValueError(f"tokens must have shape [N], got {list(tokens.shape)}")
             tokens = tokens.tolist()
         for token in tokens:
-            # `vocabulary[token]` by itself takes -1 for the last character and True for the second.
+            # Without this check, `vocabulary[token]` would accept -1 and True as tokens.
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"tokens must be integers from 0 to {self.vocab_size - 1}, got {token!r}"

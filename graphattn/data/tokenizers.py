@@ -1,4 +1,4 @@
-"""Tokens of bytes, tokens as a file of the `tokenizers` library says, and tokenizers as files."""
+"""Tokenizers of bytes and from files of the `tokenizers` library; saving of tokenizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphattn.data.text import CharacterTokenizer
 
 
 class Tokenizer(Protocol):
-    """Interface of every tokenizer here: text to a LongTensor [N] and back.
+    """The interface of all tokenizers here, which convert text to a LongTensor [N] and back.
 
     Example:
         >>> import graphattn as ga
@@ -32,14 +32,14 @@ class Tokenizer(Protocol):
         """The number of tokens."""
 
     def encode(self, text: str, /) -> Tensor:
-        """The tokens of `text`: a LongTensor [N]."""
+        """Return the tokens of `text`, a LongTensor [N]."""
 
     def decode(self, tokens: Tensor | Sequence[int], /) -> str:
-        """The text of `tokens`: integers [N] in ``0..vocab_size - 1``."""
+        """Return the text of `tokens`, which are integers [N] in ``0..vocab_size - 1``."""
 
 
 class ByteTokenizer:
-    """One token per byte of a text's UTF-8 form: 256 tokens, and no text that it does not know.
+    """A tokenizer with one token per byte of UTF-8: 256 tokens, for any text.
 
     The loss of a language model per token is then its loss per byte.
 
@@ -55,26 +55,27 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of `text`: a LongTensor [N], N = its bytes in UTF-8.
+        """Return the tokens of `text`, a LongTensor [N]; N is the number of bytes in UTF-8.
 
         Raises:
-            ValueError: `text` holds half of a character (a lone surrogate), which UTF-8 has not.
+            ValueError: if `text` has a lone surrogate (half of a character), which UTF-8 cannot
+                encode.
         """
         try:
             return torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"text must hold characters that UTF-8 has, got {text[error.start]!a} at position "
-                f"{error.start}"
+                "text must have only characters that UTF-8 can encode, got the lone surrogate "
+                f"{text[error.start]!a} at position {error.start}"
             ) from None
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
-        """The text of `tokens`: integers [N] in 0..255.
+        """Return the text of `tokens`, which are integers [N] in 0..255.
 
-        Bytes that are no UTF-8, as where a character was cut in two, become U+FFFD.
+        Bytes that are not UTF-8 become U+FFFD, for example if a character was cut in two.
 
         Raises:
-            ValueError: `tokens` is not one-dimensional, or holds something else.
+            ValueError: if `tokens` is not one-dimensional, or has other values.
         """
         return bytes(_as_tokens(tokens, self.vocab_size)).decode("utf-8", errors="replace")
 
@@ -89,17 +90,18 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer that a file of the `tokenizers` library describes (``tokenizer.json``).
+    """A tokenizer from a file of the `tokenizers` library (``tokenizer.json``).
 
-    Byte pairs, WordPiece, unigrams: whatever the file says, also of letters that it has no token
-    for: they become its unknown token, or nothing. No special tokens are added.
+    The file may use byte pairs, WordPiece, unigrams or any other method. It also says what becomes
+    of letters without a token: they give its unknown token, or no token. No special tokens are
+    added.
 
     Args:
-        path: the file; :func:`save_tokenizer` keeps its content.
+        path: the file; :func:`save_tokenizer` saves a copy of its content.
 
     Raises:
-        FileFormatError: the file cannot be read, or is no such file.
-        ImportError: `tokenizers` is not installed.
+        FileFormatError: if the file cannot be read, or is no such file.
+        ImportError: if `tokenizers` is not installed.
 
     Example:
         >>> import pathlib, tempfile, tokenizers, graphattn as ga
@@ -121,7 +123,7 @@ class FileTokenizer:
 
     @classmethod
     def _of_json(cls, path: str | os.PathLike[str], text: str) -> FileTokenizer:
-        """The tokenizer of a file's content; `path` is where errors say it stood."""
+        """Make a tokenizer from a file's content; error messages give `path` as the file."""
         tokenizer = cls.__new__(cls)
         tokenizer._read(path, text)
         return tokenizer
@@ -137,28 +139,28 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise FileFormatError(path, f"is no file of the tokenizers library: {error}") from error
-        # A file may ask for windows of one length; here all of a text becomes tokens.
+        # A file may specify truncation and padding, but here a whole text becomes tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         tokens = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(tokens, default=-1) + 1  # a file may leave numbers out
+        self.vocab_size = max(tokens, default=-1) + 1  # the numbers of tokens may have gaps
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of `text`: a LongTensor [N]."""
+        """Return the tokens of `text`, a LongTensor [N]."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return torch.tensor(found.ids, dtype=torch.long)
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
-        """The text of `tokens`: integers [N] in ``0..vocab_size - 1``.
+        """Return the text of `tokens`, which are integers [N] in ``0..vocab_size - 1``.
 
         Raises:
-            ValueError: `tokens` is not one-dimensional, or holds something else.
+            ValueError: if `tokens` is not one-dimensional, or has other values.
         """
         own = _as_tokens(tokens, self.vocab_size)
         return self._tokenizer.decode(own, skip_special_tokens=False)
 
     def to_json(self) -> str:
-        """The content of a file that describes this tokenizer."""
+        """Return the content of a file that describes this tokenizer."""
         return self._tokenizer.to_str()
 
     def __repr__(self) -> str:
@@ -172,7 +174,7 @@ class FileTokenizer:
 
 
 def _as_tokens(tokens: Tensor | Sequence[int], vocab_size: int) -> list[int]:
-    """`tokens` as a list of integers below `vocab_size`."""
+    """Convert `tokens` to a list, after checking that they are integers below `vocab_size`."""
     if isinstance(tokens, Tensor):
         if tokens.dim() != 1:
             raise ValueError(f"tokens must have shape [N], got {list(tokens.shape)}")
@@ -192,7 +194,7 @@ _WITHOUT_OPTIONS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
-    """Return the JSON form of a tokenizer."""
+    """Convert a tokenizer to a dict that can be written as JSON."""
     name = type(tokenizer).__name__
     if isinstance(tokenizer, CharacterTokenizer):
         return {"type": name, "vocabulary": tokenizer.vocabulary}
@@ -205,7 +207,7 @@ def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
 
 
 def tokenizer_from_dict(found: Any, path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer that :func:`tokenizer_as_dict` took apart; `path` is where errors say it is."""
+    """Restore a tokenizer from :func:`tokenizer_as_dict`; `path` is the file in error messages."""
     name = found.get("type") if isinstance(found, dict) else None
     if name in _WITHOUT_OPTIONS:
         return _WITHOUT_OPTIONS[name]()
@@ -218,21 +220,21 @@ def tokenizer_from_dict(found: Any, path: str | os.PathLike[str]) -> Tokenizer:
         return FileTokenizer._of_json(path, json.dumps(found["file"]))
     hint = ""
     if isinstance(found, dict) and "model" in found:
-        hint = "; FileTokenizer(path) reads a file of the tokenizers library"
-    raise FileFormatError(path, f"is no tokenizer that save_tokenizer wrote{hint}")
+        hint = "; use FileTokenizer(path) to read a file of the tokenizers library"
+    raise FileFormatError(path, f"is not a tokenizer that save_tokenizer wrote{hint}")
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
-    """Write a tokenizer as JSON, whole: a :class:`FileTokenizer` with the content of its file.
+    """Write a tokenizer to a JSON file, which contains everything that is needed to restore it.
 
-    The file is written under another name first, so that none is ever half there.
+    The content is written under a temporary name first, so that there is never an incomplete file.
 
     Args:
-        tokenizer: one of the five of this module.
+        tokenizer: one of the five tokenizers of :mod:`graphattn.data`.
         path: the file.
 
     Raises:
-        ValueError: `tokenizer` is another object.
+        ValueError: if `tokenizer` is another object.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -244,12 +246,12 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
     """
     text = json.dumps(tokenizer_as_dict(tokenizer), indent=1)
     target = Path(path)
-    aside = target.with_name(f"{target.name}.part-{os.getpid()}")
+    partial = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
-        aside.write_text(text + "\n", encoding="utf-8")
-        os.replace(aside, target)
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, target)
     finally:
-        aside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -259,8 +261,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         path: the file.
 
     Raises:
-        FileFormatError: the file cannot be read, or holds no such tokenizer.
-        ImportError: it is a :class:`FileTokenizer`, and `tokenizers` is not installed.
+        FileFormatError: if the file cannot be read, or has no such tokenizer.
+        ImportError: if it is a :class:`FileTokenizer`, and `tokenizers` is not installed.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga

@@ -1,4 +1,4 @@
-"""Windows of a part of a corpus: the examples that a model sees."""
+"""Windows of a part of a corpus, which are the examples for a model."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from graphattn.graphs.arguments import as_int
 
 
 class Windows(Dataset[dict[str, Any]]):
-    """Stretches of at most `length` tokens, none across the border of a record or of a part.
+    """A dataset of windows of at most `length` tokens of a corpus, for a ``DataLoader``.
 
-    A dataset for ``torch.utils.data.DataLoader``: ``windows[i]`` is the example that
-    ``corpus.example(record, start, stop)`` gives, whose tokens, labels and structure are cut alike.
-    Every token of the part is in a window: the last one of a stretch is as short as what is left.
-    An image is one window.
-
-    Nothing is read before it is asked for, and nothing is kept but a few numbers per stretch.
+    No window crosses the border of a record or of a part. ``windows[i]`` is
+    ``corpus.example(record, start, stop)``, in which tokens, labels and structure are cut to the
+    window. Every token of the part is in a window; the last window of a span may be shorter. An
+    image is one window. A window is read from the corpus when it is accessed, and only a few
+    numbers per span are in memory.
 
     Args:
         part: from :func:`split_corpus`.
-        length: the most tokens of a window, >= 1.
-        stride: from the start of a window to the next, 1 .. `length`; `length` if None, so that no
-            token is in two windows.
+        length: the largest number of tokens of a window, >= 1.
+        stride: the distance from the start of a window to the next, 1 .. `length`; with None it is
+            `length`, so that no token is in two windows.
 
     Attributes:
-        lengths: LongTensor [windows], what :class:`TokenBatches` needs. Of images 1 each: times the
-            tokens that a model makes of one, they are its lengths.
+        lengths: LongTensor [windows], which :class:`TokenBatches` needs. For images they are 1, and
+            must be multiplied by the number of tokens that a model makes of an image.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is outside its range.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -54,14 +53,14 @@ class Windows(Dataset[dict[str, Any]]):
     def __init__(self, part: Part, length: int, *, stride: int | None = None) -> None:
         if not isinstance(part, Part):
             raise ValueError(
-                f"part must be a Part, as split_corpus makes it, got {type(part).__name__}"
+                f"part must be a Part, which split_corpus makes, got {type(part).__name__}"
             )
         self.part, self.length = part, as_int("length", length, 1)
         self.stride = self.length if stride is None else as_int("stride", stride, 1)
         if self.stride > self.length:
             raise ValueError(
-                f"stride must be at most length={self.length}, or tokens between two windows "
-                f"would be lost, got {stride}"
+                f"stride must be at most length={self.length}, because tokens between two windows "
+                f"would be lost otherwise, got {stride}"
             )
         sizes = part.spans[:, 2] - part.spans[:, 1]
         self._counts = 1 + ((sizes - self.length).clamp(min=0) + self.stride - 1) // self.stride
@@ -76,27 +75,31 @@ class Windows(Dataset[dict[str, Any]]):
         return f"Windows({len(self)}, length={self.length}, stride={self.stride})"
 
     def spans_of(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return where windows lie: the record, the first token and the one after the last.
+        """Return the spans of windows.
 
         Args:
-            indices: numbers of windows; negative ones count from the end.
+            indices: numbers of windows; negative numbers count from the end.
 
         Returns:
-            LongTensor [n, 3].
+            LongTensor [n, 3]: the number of the record, the first token, and the one after the
+            last.
 
         Raises:
-            IndexError: there is no such window.
+            IndexError: if there is no such window.
         """
         given = numpy.asarray(indices)
         if given.size and given.dtype.kind not in "iu":
-            raise IndexError(f"window must be an integer, got {indices!r:.80}")
+            raise IndexError(f"the number of a window must be an integer, got {indices!r:.80}")
         index = given.astype(numpy.int64).reshape(-1)
         outside = index[(index < -self._size) | (index >= self._size)]
         if len(outside):
-            raise IndexError(f"window must be from 0 to {self._size - 1}, got {outside[0]}")
+            raise IndexError(
+                f"the number of a window must be from {-self._size} to {self._size - 1}, got "
+                f"{outside[0]}"
+            )
         index = index % max(self._size, 1)
         place = numpy.searchsorted(self._firsts, index, side="right") - 1
-        found = self.part.spans.numpy()[place]  # a copy
+        found = self.part.spans.numpy()[place]  # Indexing copies, so the part does not change.
         found[:, 1] += (index - self._firsts[place]) * self.stride
         found[:, 2] = numpy.minimum(found[:, 2], found[:, 1] + self.length)
         return torch.from_numpy(found)
@@ -110,6 +113,6 @@ class Windows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The examples of a batch, as a DataLoader asks for them."""
+        """Read the examples of a batch; a DataLoader calls this method."""
         example = self.part.corpus.example
         return [example(*span) for span in self.spans_of(indices).tolist()]

@@ -1,17 +1,17 @@
-"""Looking into a model: where it attends, how its layers differ, what step it bears, what it costs.
+"""Measurements of models: attention, hidden states, stable learning rates and costs.
 
 ::
 
-    with ga.diagnostics.record_attention(model) as layers:  # weights of every layer
+    with ga.diagnostics.record_attention(model) as layers:  # weights of graphattn's layers
         model(tokens)
-    with ga.diagnostics.record(model) as recording:         # the same of anybody's model
+    with ga.diagnostics.record(model) as recording:         # attention of any model
         model(tokens)
     recording.sinks(), recording.rollout()
     ga.diagnostics.hidden_spectra(model, tokens)            # eigenvalues of the hidden states
     ga.diagnostics.sink_share(layers[0].weights, layers[0].graph)  # attention on token 0
     ga.diagnostics.bandwidths(model)                               # learned sigma per head
     ga.diagnostics.max_stable_lr(model, loss_fn, optimizer, batches)
-    ga.diagnostics.flops(model, tokens)                            # operations of a forward pass
+    ga.diagnostics.flops(model, tokens)                            # operations per forward pass
 """
 
 from graphattn.diagnostics.attention.record import (

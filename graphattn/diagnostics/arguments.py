@@ -1,4 +1,4 @@
-"""Checks shared by the diagnostics."""
+"""Checks of arguments that the diagnostics share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from graphattn.ops.inputs import compute_dtype
 
 
 def as_graph(graph: Any) -> TokenGraph:
-    """`graph` if it is a TokenGraph."""
+    """Check that `graph` is a TokenGraph."""
     if not isinstance(graph, TokenGraph):
         hint = (
-            ": graphattn.from_edge_index(edge_index, num_tokens) makes one"
+            ": make one by graphattn.from_edge_index(edge_index, num_tokens)"
             if isinstance(graph, Tensor)
             else ""
         )
@@ -23,7 +23,7 @@ def as_graph(graph: Any) -> TokenGraph:
 
 
 def as_edge_weights(weights: Any, graph: TokenGraph) -> Tensor:
-    """`weights` [*, E, H] of finite numbers >= 0, on the graph's device; float32 at least."""
+    """Check weights [*, E, H], and convert them to the graph's device and at least float32."""
     expected = f"[*, {graph.num_edges}, heads] (one row per edge of the graph)"
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
@@ -32,12 +32,13 @@ def as_edge_weights(weights: Any, graph: TokenGraph) -> Tensor:
         raise ValueError(f"weights must have shape {expected}, got {list(weights.shape)}")
     weights = weights.detach().to(graph.device, compute_dtype(weights.dtype))
     if not (weights.isfinite() & (weights >= 0)).all():
-        raise ValueError("weights must be finite and >= 0, as attention weights are")
+        wrong = weights[~(weights.isfinite() & (weights >= 0))][0]
+        raise ValueError(f"weights must be finite and >= 0, got {wrong.item()}")
     return weights
 
 
 def as_model(model: Any) -> nn.Module:
-    """`model` if it is a torch module."""
+    """Check that `model` is a torch module."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return model

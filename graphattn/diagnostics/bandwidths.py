@@ -1,4 +1,4 @@
-"""The learned bandwidths of attention by distance."""
+"""The learned bandwidths of attention layers that use distances."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from graphattn.ops.inputs import compute_dtype
 
 
 def bandwidths(model: nn.Module) -> PerLayer:
-    """The bandwidth sigma of every head of every layer that learns one.
+    """Return the bandwidth sigma of every head, for all layers that learn one.
 
-    sigma is in the units of the features whose distance it divides: the larger, the broader a
-    head's attention (Projection-Free Transformers, Section 7.3, which draws this table).
+    sigma is in the units of the features whose distance it divides. A larger sigma means broader
+    attention. Projection-Free Transformers, Section 7.3, shows such a table.
 
     Args:
-        model: any module with :class:`~graphattn.nn.GaussianKernelAttention` or
+        model: a module with :class:`~graphattn.nn.GaussianKernelAttention` or
             :class:`~graphattn.nn.KrauseAttention` layers.
 
     Returns:
-        (values [layers, heads], names): sigma = exp(log_sigma); one that is shared by the heads of
-        a layer is repeated, NaN stands where a layer has fewer heads than the others.
+        (values [layers, heads], names): sigma = exp(log_sigma). If the heads of a layer share a
+        sigma, it is repeated. If a layer has fewer heads than others, the rest is NaN.
 
     Raises:
         ValueError: if no layer has bandwidths.
@@ -47,7 +47,7 @@ def bandwidths(model: nn.Module) -> PerLayer:
             rows.append((name or type(layer).__name__, sigma.expand(heads)))
     if not rows:
         raise ValueError(
-            "model must hold layers with a log_sigma (GaussianKernelAttention, KrauseAttention), "
-            f"got a {type(model).__name__} with none"
+            "model must have layers with a log_sigma (GaussianKernelAttention, KrauseAttention), "
+            f"got a {type(model).__name__} without any"
         )
     return per_layer(rows)

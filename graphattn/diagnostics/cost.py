@@ -1,4 +1,4 @@
-"""Costs of a model: operations, and the memory that waits for its backward pass."""
+"""Costs of a model: operations, and the memory of activations for the backward pass."""
 
 from __future__ import annotations
 
@@ -17,37 +17,43 @@ from graphattn.ops.counting import uncounted_calls
 
 
 def flops(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
-    r"""Operations of one forward pass, two per multiply-add, exact from the edges of the graphs.
+    r"""Count the operations of one forward pass, two per multiply-add.
 
-    Counted are matrix products, convolutions and attention, as in torch's ``FlopCounterMode``,
-    which this is made of; not what is done element by element (norms, GELU, softmax). With D
-    features per head, attention over E edges costs :math:`2 E (D + D_v)` per head, whether it
-    weighs products or distances; with `top_k` values are averaged over the kept edges alone. A
-    consensus step costs :math:`2 E (\xi (r D + 2) + 2 r D)` per head behind the edge network's
-    first layer (Stabilizing Transformer Training Through Consensus, Table 1, with constants).
-    Linear attention costs :math:`2 (N + M) D (D_v + 1)` per head for N targets and M sources on
-    complete and causal graphs and parts of such, numerator and denominator together, and
-    :math:`2 E (D + D_v + 1)` on windows and all others (with ``rope=True``, 2 E D more). The
-    numbers are those of the mathematics, the same on every backend; padding counts like a token.
+    The count is exact for the edges of the graphs. Matrix products, convolutions and attention
+    count, as in torch's ``FlopCounterMode``, which is used here. Elementwise operations (norms,
+    GELU, softmax) do not count. With D features per head:
 
-    Under ``torch.utils.flop_counter.FlopCounterMode`` layers count themselves too, by module,
-    forward and backward (but for ``backend="reference"``, which works element by element; here its
-    layers run as "structured"). The backward pass of attention is 2.5 times its forward pass:
-    logits are formed again.
+    - Attention over E edges costs :math:`2 E (D + D_v)` per head, with products or distances. With
+      `top_k`, values are averaged only over the selected edges.
+    - A consensus step costs :math:`2 E (\xi (r D + 2) + 2 r D)` per head after the first layer of
+      the edge network (Stabilizing Transformer Training Through Consensus, Table 1, with
+      constants).
+    - Linear attention costs :math:`2 (N + M) D (D_v + 1)` per head, for N targets and M sources, on
+      complete and causal graphs and parts of them. This includes numerator and denominator. On
+      windows and other graphs it costs :math:`2 E (D + D_v + 1)`, and with ``rope=True`` 2 E D
+      more.
+
+    The numbers are those of the formulas, and are the same for all backends. Padding counts like
+    other tokens.
+
+    Layers also count themselves under ``torch.utils.flop_counter.FlopCounterMode``, per module,
+    forward and backward. The exception is ``backend="reference"``, which works elementwise; in this
+    function, such layers run as "structured". The backward pass of attention costs 2.5 times its
+    forward pass, because logits are computed again.
 
     Args:
-        model: any module; torch's own SDPA and FlexAttention are counted, on a CPU as well.
-        inputs, kwargs: what the model is called with. A model and inputs on the device "meta" are
-            counted without computing anything.
+        model: any module. torch's own SDPA and FlexAttention are counted, also on a CPU.
+        inputs, kwargs: the arguments of the call. If the model and the inputs are on the device
+            "meta", nothing is computed.
 
     Returns:
-        The number of operations of that call, in the mode the model is in.
+        The number of operations of this call, in the current mode of the model.
 
     Raises:
-        ValueError: if `model` is no module.
+        ValueError: if `model` is not a module.
 
     Warns:
-        UserWarning: where a layer cannot be counted because it has its own ``message()``, or an
+        UserWarning: if a layer cannot be counted because it has its own ``message()``, or an
             operation was called with ``backend="reference"``.
 
     Example:
@@ -71,27 +77,27 @@ def flops(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
         model(*inputs, **kwargs)
     if uncounted:
         warnings.warn(
-            f"not counted, since it works element by element: {', '.join(uncounted)}",
+            "flops() has not counted these calls, because they work elementwise: "
+            f"{', '.join(uncounted)}",
             stacklevel=2,
         )
     return counter.get_total_flops()
 
 
 def activation_memory(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
-    """Bytes that autograd keeps between a forward pass and its backward pass.
+    """Count the bytes that autograd saves between a forward pass and its backward pass.
 
-    Every tensor that some operation saves counts once, however many operations save it or a part of
-    it; parameters, buffers and the inputs themselves, which are there anyway, do not. What lives
-    only while a pass is running (the peak of a chunk, say) is not part of it. Activation
-    checkpointing shows up as what it saves.
+    Every saved tensor counts once, even if several operations save it or a part of it. Parameters,
+    buffers and the inputs do not count. Memory that is used only during a pass (such as the peak of
+    a chunk) does not count. With activation checkpointing, the result is smaller.
 
     Args:
         model: any module.
-        inputs, kwargs: what the model is called with; gradients must be wanted of something, so
-            leave ``requires_grad`` as in training. The device "meta" works too.
+        inputs, kwargs: the arguments of the call. Some tensor must require gradients, as in
+            training. The device "meta" works, too.
 
     Raises:
-        ValueError: if `model` is no module.
+        ValueError: if `model` is not a module.
 
     Example:
         >>> import torch, graphattn as ga
@@ -113,7 +119,7 @@ def activation_memory(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
     def remember(x: Tensor) -> Tensor:
         key = x.untyped_storage()._cdata
         if key not in known:
-            saved.setdefault(key, x)  # kept, so that no other storage gets its address
+            saved.setdefault(key, x)  # A reference, so that no other storage gets its address.
         return x
 
     with (
@@ -129,7 +135,7 @@ def activation_memory(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
 
 @contextmanager
 def _countable(model: nn.Module) -> Iterator[None]:
-    """Layers that work element by element run as operators do, torch's encoder step by step."""
+    """Let layers with backend "reference" run with "auto", and disable torch's fused encoder."""
     layers: list[Any] = [m for m in model.modules() if getattr(m, "backend", None) == "reference"]
     layers = [layer for layer in layers if hasattr(layer, "uses_propagate")]
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -146,7 +152,7 @@ def _countable(model: nn.Module) -> Iterator[None]:
 
 
 def _of_cpu_attention() -> dict[Any, Callable[..., int]]:
-    """SDPA on a CPU, of which FlopCounterMode does not know."""
+    """Return the formula for SDPA on a CPU, which FlopCounterMode does not have."""
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def operations(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

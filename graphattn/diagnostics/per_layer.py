@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class PerLayer(NamedTuple):
-    """Numbers of every layer, and what the layers are called in the model.
+    """One row of numbers per layer, and the names of the layers in the model.
 
     Example:
         >>> import graphattn as ga
@@ -23,7 +23,7 @@ class PerLayer(NamedTuple):
 
 
 def per_layer(rows: Sequence[tuple[str, Tensor]]) -> PerLayer:
-    """(name, [heads]) of every layer as one table; NaN where a layer has fewer heads."""
+    """Stack the (name, [heads]) of every layer; rows of layers with fewer heads end in NaN."""
     widest = max(len(row) for _, row in rows)
     values = rows[0][1].new_full((len(rows), widest), torch.nan)
     for i, (_, row) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Cost of training a language model per token: by the usual formula, and exactly."""
+"""Number of operations of training a language model: by the usual formula, and exact."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TrainingOperations(NamedTuple):
     """Operations per token of a forward and a backward pass, two per multiply-add.
 
     Attributes:
-        by_formula: every window is taken for full.
-        exact: every edge of the graphs counts, and no other.
+        by_formula: counted as if every window were full.
+        exact: only the edges of the graphs are counted.
 
     Example:
         >>> import graphattn as ga
@@ -32,21 +32,24 @@ class TrainingOperations(NamedTuple):
 
 
 def training_operations(model: Any, num_tokens: int) -> TrainingOperations:
-    r"""Operations of training a language model, per token of texts of that length.
+    r"""Operations of training a language model, per token of texts with `num_tokens` tokens.
 
-    The formula is nanochat's, with which the GKA paper (Table 8) counts: six per weight of the
-    linear maps, the head included and the embedding not, and :math:`12 \, \mathrm{dim} \sum_l W_l`
-    for the windows W_l of all layers, each as if it were full. At the beginning of a text windows
-    are not: the exact number is three forward passes (:func:`graphattn.diagnostics.flops`) over
-    graphs whose edges are counted.
+    The formula is nanochat's, which the GKA paper (Table 8) uses: six operations per weight of the
+    linear maps, including the head but not the embedding, and
+    :math:`12 \, \mathrm{dim} \sum_l W_l` for the windows W_l of all layers, as if every window were
+    full. At the beginning of a text windows are not full, so the exact number is lower: it is three
+    times the operations of a forward pass (:func:`graphattn.diagnostics.flops`), which counts the
+    edges of the graphs.
 
     Args:
-        model: a :class:`~graphattn.models.CausalLM`; on the device "meta" nothing is computed, and
-            nothing is held in memory.
-        num_tokens: N, the length of a text; windows that are longer, or None, count N keys.
+        model: a :class:`~graphattn.models.CausalLM`. On the device "meta" nothing is computed and
+            no memory is used for its weights.
+        num_tokens: N, the length of a text. A window that is longer than N, or None, counts as N
+            keys.
 
     Raises:
-        ValueError: for a model with consensus layers, for which the formula has no term.
+        ValueError: if the model has consensus layers (the formula has no term for them), or if it
+            is not a :class:`~graphattn.models.CausalLM`.
 
     Source:
         *Projection-Free Transformers via Gaussian Kernel Attention*, Table 8: 2.4143e9 for
@@ -64,7 +67,10 @@ def training_operations(model: Any, num_tokens: int) -> TrainingOperations:
     if not isinstance(getattr(model, "windows", None), list):
         raise ValueError(f"model must be a CausalLM, got {type(model).__name__}")
     if any(hasattr(part, "edge_net") for part in model.modules()):
-        raise ValueError("model must have no consensus layers, for which the formula has no term")
+        raise ValueError(
+            "model must have no consensus layers: the formula has no term for them; use "
+            "graphattn.diagnostics.flops to count a forward pass"
+        )
     num_tokens = as_int("num_tokens", num_tokens, 1)
     device = model.embedding.weight.device
     weights = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))

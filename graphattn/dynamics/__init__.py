@@ -1,14 +1,14 @@
-"""Dynamics of attention without any weights: iterate it, and look at the clusters.
+"""Dynamics of attention without weights: iterate attention, and study the clusters of tokens.
 
-No layer is trained, none is even made. A cloud of tokens moves along a token graph::
+There are no layers and no training. Attention over a token graph updates the tokens repeatedly::
 
     x = ga.dynamics.standardize(features)                  # [tokens, features]
-    trajectory = ga.dynamics.simulate(x, graph, steps=20)  # every state on the way
-    labels = ga.dynamics.cluster(trajectory.updates[-1])   # which tokens merged
-    print(ga.dynamics.preview(x, graph))                   # a pattern against global attention
+    trajectory = ga.dynamics.simulate(x, graph, steps=20)  # the tokens after every step
+    labels = ga.dynamics.cluster(trajectory.updates[-1])   # the cluster of every token
+    print(ga.dynamics.preview(x, graph))                   # compare with global attention
 
 Sources: Attention Clusters (the iteration, its scores, the preview) and Krause Synchronization
-Transformers (:func:`krause_flow` against :func:`consensus_flow`).
+Transformers (:func:`krause_flow` and :func:`consensus_flow`).
 """
 
 from graphattn.dynamics.clusters import cluster, cluster_counts

@@ -1,4 +1,4 @@
-"""Checks shared by the functions of dynamics."""
+"""Checks of arguments that the functions of dynamics share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphattn.graphs.arguments import as_points
 
 
 def as_tokens(name: str, x: Any) -> Tensor:
-    """`x` as finite floating-point tokens [N, C], N and C >= 1; half precision as float32."""
+    """Check that `x` is finite and floating-point, [N, C] with N, C >= 1; convert to >= float32."""
     x = as_points(name, x)
     if 0 in x.shape:
         raise ValueError(
@@ -25,13 +25,13 @@ def as_tokens(name: str, x: Any) -> Tensor:
 
 
 def as_labels(name: str, labels: Any, num_tokens: int | None = None) -> Tensor:
-    """`labels` as consecutive whole numbers [N] on the CPU, in order of the given values."""
+    """Check labels, and renumber them 0, 1, ... in the order of their values; [N] on the CPU."""
     if not isinstance(labels, Tensor):
         try:
             labels = torch.as_tensor(labels)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
-                f"{name} must be a tensor of one integer per token, got {type(labels).__name__}"
+                f"{name} must be a tensor with one integer per token, got {type(labels).__name__}"
             ) from None
     if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
         raise ValueError(
@@ -39,20 +39,20 @@ def as_labels(name: str, labels: Any, num_tokens: int | None = None) -> Tensor:
             f"got {labels.dtype} of shape {list(labels.shape)}"
         )
     if len(labels) == 0 or (num_tokens is not None and len(labels) != num_tokens):
-        allowed = "at least one token" if num_tokens is None else f"{num_tokens} tokens"
-        raise ValueError(f"{name} must have {allowed}, got {len(labels)}")
+        allowed = "at least one entry" if num_tokens is None else f"{num_tokens} entries"
+        raise ValueError(f"{name} must have {allowed}, one per token, got {len(labels)}")
     return labels.detach().cpu().unique(return_inverse=True)[1]
 
 
 def contingency(rows: Tensor, columns: Tensor) -> Tensor:
-    """How many tokens have each pair of (row, column) labels, int64 [rows, columns]."""
+    """Count the tokens with each pair of (row, column) labels, int64 [rows, columns]."""
     num_rows, num_columns = int(rows.max()) + 1, int(columns.max()) + 1
     pair = rows * num_columns + columns
     return torch.bincount(pair, minlength=num_rows * num_columns).view(num_rows, num_columns)
 
 
 def need_scikit_learn() -> None:
-    """An ImportError that says what to install, where scikit-learn is missing."""
+    """Raise an ImportError that says what to install if scikit-learn is missing."""
     try:
         import sklearn  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""Clusters: tokens that have come together."""
+"""Clusters of tokens, by distance or by KMeans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphattn.dynamics.arguments import as_tokens, need_scikit_learn
 from graphattn.dynamics.simulate import Trajectory
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 
-SILHOUETTE_SAMPLE = 2000  # points whose silhouette chooses k: all distances between them
+SILHOUETTE_SAMPLE = 2000  # the most points for the silhouette, which needs all their distances
 
 
 def cluster(
@@ -25,36 +25,37 @@ def cluster(
     num_clusters: int | None = None,
     spread: float | None = None,
 ) -> Tensor:
-    """Clusters of points: those that merged, or those that KMeans sees.
+    """Find clusters of points, by merging near points or by KMeans.
 
-    ``"merge"``: points within ``tolerance * spread`` of each other are one cluster, and so is what
-    a chain of such points connects (the connected components of that graph; single linkage). The
-    number of clusters follows from the tolerance, and nothing is drawn at random. Neither pairs nor
-    edges are stored: what lies within half the distance of one point is merged at once.
+    With ``"merge"``, points within ``tolerance * spread`` of each other are in the same cluster,
+    and also points that a chain of such points connects (single linkage). The number of clusters
+    follows from the tolerance, and nothing is random. Pairs of points are not stored.
 
-    ``"kmeans"``: scikit-learn's KMeans (10 starts, seed 0) with the k of 2 .. max_clusters whose
-    silhouette is largest (of at most 2,000 of the points). It finds clusters in anything.
+    With ``"kmeans"``, scikit-learn's KMeans (10 starts, seed 0) is run with k = 2 .. max_clusters,
+    and the k with the largest silhouette is chosen (computed for at most 2,000 points). It finds
+    clusters in any data, even in noise.
 
-    On a trajectory, cluster ``trajectory.updates[t]``: the standardised update is where tokens that
-    attend alike meet, while X still carries where they came from.
+    For a trajectory, cluster ``trajectory.updates[t]``. Tokens that attend alike have the same
+    standardised update, while their states X still differ by where they began.
 
     Args:
-        points: [N, C].
+        points: points, [N, C].
         method: "merge" or "kmeans".
-        tolerance: of "merge", > 0, in units of `spread`.
-        max_clusters: of "kmeans", >= 2: the largest k that is tried.
-        num_clusters: of "kmeans", >= 1: use this k and try no other.
-        spread: the unit of `tolerance`; if None the root-mean-square distance of the points from
-            their mean. Give it where the whole cloud may have collapsed, as in
+        tolerance: for "merge", > 0: the largest distance of points that are merged, in units of
+            `spread`.
+        max_clusters: for "kmeans", >= 2: the largest k that is tried.
+        num_clusters: for "kmeans", >= 1: the only k that is tried.
+        spread: the unit of `tolerance`; if None, the root-mean-square distance of the points from
+            their mean. Give it if all points may have collapsed to one, as in
             :meth:`ParticleFlow.num_clusters`.
 
     Returns:
-        Labels [N] (int64, on the CPU) from 0, the largest cluster first; of equally large ones the
-        one with the first token.
+        Labels [N] (int64, on the CPU), numbered from 0 in the order of decreasing size; of clusters
+        with equal size, the one with the first token comes first.
 
     Raises:
         ValueError: if `points` is empty or not finite, or an option is out of its range.
-        ImportError: if "kmeans" finds no scikit-learn.
+        ImportError: if scikit-learn is missing with "kmeans".
 
     Example:
         >>> import torch, graphattn as ga
@@ -71,14 +72,14 @@ def cluster(
     unit = spread_of(points) if spread is None else as_float("spread", spread, positive=False)
     centred = (points - points.mean(dim=0)).numpy()
     if method == "merge":
-        # Points that differ by rounding alone are one, whatever the spread says.
+        # Points that differ only by rounding are always merged, even if the spread is tiny.
         rounding = 8 * torch.finfo(torch.float64).eps * float(points.abs().max())
         return largest_first(_merged(centred, max(tolerance * unit, rounding)))
     return largest_first(_kmeans(centred, max_clusters, num_clusters))
 
 
 def cluster_counts(trajectory: Trajectory, *, tolerance: float = 0.1) -> Tensor:
-    """Number of merged clusters of every update, [T]; see :func:`cluster`.
+    """Count the clusters of every update of a trajectory, [T], by merging (:func:`cluster`).
 
     Raises:
         ValueError: if `tolerance` is not > 0.
@@ -94,12 +95,12 @@ def cluster_counts(trajectory: Trajectory, *, tolerance: float = 0.1) -> Tensor:
 
 
 def spread_of(points: Tensor) -> float:
-    """Root-mean-square distance of points [N, C] from their mean."""
+    """Compute the root-mean-square distance of points [N, C] from their mean."""
     return float((points - points.mean(dim=0)).square().sum(dim=1).mean().sqrt())
 
 
 def largest_first(labels: NDArray[np.int64]) -> Tensor:
-    """Labels renamed 0, 1, ...: by falling size, then by first token."""
+    """Renumber labels 0, 1, ... by decreasing size, then by first token."""
     _, first, name, size = np.unique(
         labels, return_index=True, return_inverse=True, return_counts=True
     )
@@ -109,14 +110,14 @@ def largest_first(labels: NDArray[np.int64]) -> Tensor:
 
 
 def _merged(points: NDArray[np.float64], distance: float) -> NDArray[np.int64]:
-    """Connected components of the graph of points within `distance`; distance 0 joins equals.
+    """Find the connected components of the graph of points within `distance`; [N].
 
-    Points within distance / 2 of one seed are within `distance` of each other: they form a group,
-    and only groups are compared, where their seeds are within 2 distances.
+    Points within distance / 2 of a seed are within `distance` of each other, and form a group. Only
+    groups whose seeds are within 2 * distance are compared. With distance 0, equal points merge.
     """
     from scipy.spatial import cKDTree
 
-    # Unbalanced trees stay fast where many points are equal.
+    # Balanced trees would be slow if many points are equal.
     tree = cKDTree(points, balanced_tree=False)
     group = np.full(len(points), -1)
     seeds: list[int] = []
@@ -124,7 +125,7 @@ def _merged(points: NDArray[np.float64], distance: float) -> NDArray[np.int64]:
         if group[i] < 0:
             near = np.asarray(tree.query_ball_point(points[i], distance / 2))
             group[near[group[near] < 0]] = len(seeds)
-            group[i] = len(seeds)  # rounding must not leave a seed without a group
+            group[i] = len(seeds)  # Because of rounding, the seed may not be near itself.
             seeds.append(i)
     order = np.argsort(group, kind="stable")
     members = np.split(order, np.cumsum(np.bincount(group))[:-1])
@@ -151,7 +152,7 @@ def _merged(points: NDArray[np.float64], distance: float) -> NDArray[np.int64]:
 def _kmeans(
     points: NDArray[np.float64], max_clusters: int, num_clusters: int | None
 ) -> NDArray[np.int64]:
-    """The k of largest silhouette, or the k asked for; one cluster if all points are equal."""
+    """Run KMeans with the k of largest silhouette or a given k; one cluster for equal points."""
     need_scikit_learn()
     from sklearn.cluster import KMeans
     from sklearn.metrics import silhouette_score
@@ -169,7 +170,7 @@ def _kmeans(
         if 2 <= found < len(sample):
             score = silhouette_score(points[sample], labels[sample])
         else:
-            score = -1.0  # no silhouette: every point alone, or a sample from one cluster
+            score = -1.0  # There is no silhouette for one cluster, or for one point per cluster.
         if score > best:
             best, chosen = score, labels
     return chosen

@@ -1,4 +1,4 @@
-"""Tokens as particles: one consensus, or several."""
+"""Flows of tokens as particles, which end in one consensus or in several clusters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from graphattn.ops import dot_product_attention, rbf_attention
 
 @dataclass(frozen=True, eq=False)
 class ParticleFlow:
-    """Result of the particle flows.
+    """The result of :func:`consensus_flow` and :func:`krause_flow`.
 
     Attributes:
-        states: the particles at every step, the first one included, [T + 1, N, C].
+        states: the particles before the first step and after every step, [T + 1, N, C].
     """
 
     states: Tensor
@@ -34,8 +34,11 @@ class ParticleFlow:
         return centred.square().sum(dim=2).mean(dim=1).sqrt()
 
     def num_clusters(self, step: int = -1, *, tolerance: float = 0.01) -> int:
-        """Number of clusters: particles within `tolerance` of each other, in units of the first
-        spread (so that a collapsed cloud is one cluster)."""
+        """Count the clusters after a step, by merging near particles (:func:`cluster`).
+
+        `tolerance` is in units of the spread at the start, so that collapsed particles are one
+        cluster.
+        """
         spread = spread_of(self.states[0])
         return int(cluster(self.states[step], tolerance=tolerance, spread=spread).max()) + 1
 
@@ -47,26 +50,28 @@ class ParticleFlow:
 def consensus_flow(
     x: Tensor, graph: TokenGraph | Tensor, *, steps: int, step_size: float = 0.5
 ) -> ParticleFlow:
-    r"""Softmax attention as a flow: every particle moves towards the average it attends to.
+    r"""Simulate softmax attention as a flow, in which particles move to the average they attend to.
 
     .. math:: z_i \leftarrow z_i + h \sum_j a_{ij} (z_j - z_i), \qquad
               a_i = \mathrm{softmax}_j(z_i \cdot z_j / \sqrt C)
 
-    the explicit Euler step of :math:`\dot z_i = \sum_j a_{ij} (z_j - z_i)` (Krause Synchronization
-    Transformers writes :math:`\dot z_i = \sum_j a_{ij} V z_j`; with V the identity and the drift
-    of the whole cloud removed that is the same flow). Every step is an average, so the particles
-    stay in their convex hull; on a complete graph all weights are positive and the hull shrinks to
-    one point: the collapse to a single consensus that :func:`krause_flow` avoids. It may take long
-    where particles are far apart: weights of exp(-20) are positive, too.
+    It is the explicit Euler step of :math:`\dot z_i = \sum_j a_{ij} (z_j - z_i)`. (Krause
+    Synchronization Transformers writes :math:`\dot z_i = \sum_j a_{ij} V z_j`. If V is the
+    identity, and the common drift of all particles is removed, it is the same flow.) Every step is
+    an average, so the particles stay in their convex hull. On a complete graph, all weights are
+    positive, and the hull shrinks to one point. This is the collapse to a single consensus, which
+    :func:`krause_flow` avoids. It takes long if particles are far apart, because weights such as
+    exp(-20) are small.
 
     Args:
         x: particles, [N, C].
-        graph: who sees whom, N tokens; a particle without sources stays.
+        graph: the graph of N tokens that says which particles see which; a particle without sources
+            does not move.
         steps: T >= 0.
-        step_size: h, 0 < h <= 1; with 1 a particle jumps to its average.
+        step_size: h, 0 < h <= 1; with h = 1, a particle moves to its average in one step.
 
     Raises:
-        ValueError: if sizes disagree or an option is out of its range.
+        ValueError: if shapes do not fit or an option is out of its range.
 
     Example:
         >>> import torch, graphattn as ga
@@ -89,41 +94,42 @@ def krause_flow(
     steps: int,
     step_size: float = 0.5,
 ) -> ParticleFlow:
-    r"""Bounded confidence: every particle moves towards those near it, and no others.
+    r"""Simulate bounded confidence, in which particles move only to the average of near particles.
 
     .. math:: z_i \leftarrow z_i + h \sum_{j \in S(i)} a_{ij} (z_j - z_i), \qquad
               a_{ij} \propto e^{-\lVert z_i - z_j \rVert^2 / 2 \sigma^2}
 
     Source: Krause Synchronization Transformers ("Distance-RBF", "Local Window + Top-k",
-    "Multi-Cluster Synchronization"). S(i) is found anew at every step:
+    "Multi-Cluster Synchronization"). S(i) is computed again in every step:
 
-    - with `radius`: all j with ||z_i - z_j|| <= radius, equal weights if `sigma` is None: the
-      model of Krause, and of Hegselmann and Krause (2002). Groups whose convex hulls are farther
-      apart than `radius` never meet, because every step stays inside the hull of each. (That their
-      tokens are is not enough: a ring around a group closes in on it.)
-    - with `top_k`: the k nearest of the sources of i in `graph`, itself counted. Groups never meet
-      if every token sees k tokens of its own group or more in `graph` (on the complete graph: if
-      the group holds k), and if the convex hulls are farther apart than the widest group's
-      diameter d (the largest distance in a group): the k nearest are then of the own group, hulls
-      only shrink, and so it stays. Smallest distances between tokens of different groups larger
-      than sqrt(2) d make the hulls that far apart; larger than d alone does not, nor do k tokens in
-      a group where a narrow window shows fewer.
+    - With `radius`, it contains all j with ||z_i - z_j|| <= radius. Without `sigma`, their weights
+      are equal, which is the model of Krause, and of Hegselmann and Krause (2002). Two groups never
+      merge if their convex hulls are farther apart than `radius`, because every step stays inside
+      the hull of its group. (It is not enough that the tokens are farther apart: a ring around a
+      group contracts to it.)
+    - With `top_k`, it contains the k nearest sources of i in `graph`, including i. Groups never
+      merge under two conditions. First, every token sees at least k tokens of its own group in
+      `graph` (on the complete graph: every group has at least k tokens). Second, the convex hulls
+      are farther apart than the diameter d of the widest group (the largest distance in a group).
+      Then the k nearest are always in the own group, and the hulls only shrink. The second
+      condition holds if tokens of different groups are farther apart than sqrt(2) d; more than d is
+      not enough.
 
-    With `sigma` alone the tails of the kernel couple everybody, and the cloud collapses in the
-    end, slowly.
+    With only `sigma`, all particles attract each other a little, and in the end, after a long time,
+    they collapse to one point.
 
     Args:
         x: particles, [N, C].
-        graph: the local window, N tokens; complete if None. Not with `radius`.
-        radius: confidence, > 0, in units of `x`.
-        sigma: bandwidth > 0 of the kernel; needed without `radius`.
-        top_k: sources kept, >= 1. Not with `radius`.
+        graph: the graph of N tokens; complete if None. It must be None with `radius`.
+        radius: the largest distance of particles that see each other, > 0, in units of `x`.
+        sigma: bandwidth > 0 of the kernel; it must be given without `radius`.
+        top_k: the number of nearest sources, >= 1. It must be None with `radius`.
         steps: T >= 0.
         step_size: h, 0 < h <= 1.
 
     Raises:
-        ValueError: if neither `radius` nor `sigma` is given, or `radius` stands beside `graph` or
-            `top_k`, or sizes disagree, or an option is out of its range.
+        ValueError: if neither `radius` nor `sigma` is given, `radius` is given together with
+            `graph` or `top_k`, shapes do not fit, or an option is out of its range.
 
     Example:
         >>> import torch, graphattn as ga
@@ -135,16 +141,19 @@ def krause_flow(
     """
     x = as_tokens("x", x)
     if radius is None and sigma is None:
-        raise ValueError("radius or sigma must be given, got neither")
+        raise ValueError("radius or sigma must be given, got None for both")
     if sigma is not None:
         sigma = as_float("sigma", sigma, positive=True)
     if radius is not None:
         if graph is not None or top_k is not None:
-            raise ValueError("radius says who sees whom: it goes with neither graph nor top_k")
+            raise ValueError(
+                "graph and top_k must be None if radius is given, because radius determines which "
+                f"particles see which, got graph={graph!r} and top_k={top_k!r}"
+            )
         reach = as_float("radius", radius, positive=True)
 
         def near(z: Tensor) -> Tensor:
-            # Logits of 0 are equal weights.
+            # With scale 0, all logits are 0, so the weights are equal.
             seen = radius_graph(z, reach, self_loops=True)
             return _average(z, seen, scale=0.0) if sigma is None else _average(z, seen, sigma)
 
@@ -162,7 +171,7 @@ def _average(
     top_k: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the average that every particle jumps to, [N, C]: itself, where it sees nobody."""
+    """Compute the average that every particle moves to, [N, C]; its own state without sources."""
     q = z[:, None]
     if sigma is None:
         average = dot_product_attention(q, q, q, graph, scale=scale)[:, 0]
@@ -176,7 +185,9 @@ def _flow(
 ) -> ParticleFlow:
     steps, h = as_int("steps", steps, 0), as_float("step_size", step_size, positive=True)
     if h > 1:
-        raise ValueError(f"step_size must be <= 1 (a particle stays in the hull), got {h}")
+        raise ValueError(
+            f"step_size must be <= 1, so that particles stay in their convex hull, got {h}"
+        )
     states = [x]
     for _ in range(steps):
         states.append(states[-1] + h * (average(states[-1]) - states[-1]))

@@ -1,4 +1,4 @@
-"""A proposed attention pattern against global attention, before anything is trained."""
+"""Comparison of an attention pattern with global attention, without training."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class PatternScores:
     """Scores of one pattern after the last step.
 
     Attributes:
-        num_edges: edges of the graph, what the pattern costs.
-        num_clusters: merged clusters of the standardised update.
-        silhouette: of those clusters; NaN for one cluster.
-        clusters_per_label: mean number of clusters that a label falls into; the labels are those
-            given, or else the clusters of global attention.
-        largest_share: mean share of a label's tokens in its largest cluster.
-        leading_share: share of the variance of X along its leading direction.
-        accuracy: of the best map from clusters to the given labels; None without.
+        num_edges: the number of edges of the graph, which is the cost of the pattern.
+        num_clusters: the number of clusters of the standardised update.
+        silhouette: the silhouette of these clusters; NaN for one cluster.
+        clusters_per_label: the number of clusters in which tokens of a label are, the mean over
+            labels. Without given labels, the clusters of global attention are the labels.
+        largest_share: the share of a label's tokens in its largest cluster, the mean over labels.
+        leading_share: the share of the variance of X along its leading direction.
+        accuracy: the accuracy of the best map from clusters to the given labels; None without
+            labels.
     """
 
     num_edges: int
@@ -41,14 +42,15 @@ class PatternScores:
 
 @dataclass(frozen=True)
 class Preview:
-    """Result of :func:`preview`; print it.
+    """The result of :func:`preview`, which ``print`` shows as a table.
 
     Attributes:
-        pattern: scores of the proposed pattern.
+        pattern: scores of the given pattern.
         baseline: scores of global attention.
-        agreement: adjusted Rand index of their clusters: 1 for the same ones, about 0 for chance.
-        steps: number of steps simulated.
-        from_labels: whether fragmentation is that of given labels.
+        agreement: the adjusted Rand index of both clusterings: 1 if they are equal, and about 0 if
+            they agree by chance.
+        steps: the number of steps.
+        from_labels: whether `clusters_per_label` and `largest_share` are those of given labels.
     """
 
     pattern: PatternScores
@@ -89,33 +91,33 @@ def preview(
     labels: Tensor | None = None,
     progress: bool = False,
 ) -> Preview:
-    """A proposed attention pattern against global attention, without training either.
+    """Compare an attention pattern with global attention, without training.
+
+    The tokens are standardised, and :func:`simulate` runs `steps` steps of dot-product attention,
+    once over `graph`, and once over the complete graph with the same `scaling`. In both, the tokens
+    of the last update are clustered by merging (:func:`cluster`). The result has the number,
+    silhouette and fragmentation of the clusters, the leading eigenvalue's share of the variance,
+    and the accuracy of the best map from clusters to `labels`. The adjusted Rand index says how
+    similar the two clusterings are.
+
+    This describes attention without weights. It does not predict which pattern trains better: that
+    patterns similar to global attention do is a conjecture of the paper, which has no experiment.
 
     Source: Attention Clusters, Appendix B: "compare the resulting clusters and metrics (e.g.,
-    silhouette score, fragmentation) directly against a global attention baseline". What is
-    compared, exactly: the same standardised tokens go through :func:`simulate` for `steps` steps
-    of dot-product attention, once over `graph`, once over the complete graph with the same
-    `scaling`; in both the tokens of the last update that merged within `tolerance` are clusters
-    (:func:`cluster`). Their number, silhouette and fragmentation, the leading eigenvalue's share
-    of X and the accuracy of the best map to `labels` stand side by side, and the adjusted Rand
-    index tells how far the two sets of clusters are the same.
-
-    It is a description of what attention without weights does, not a forecast: that patterns
-    nearer to the global one train better is the paper's conjecture, and it reports no experiment
-    for it.
+    silhouette score, fragmentation) directly against a global attention baseline".
 
     Args:
         x: tokens, [N, C]; they are standardised first (:func:`standardize`).
-        graph: the pattern, N tokens.
+        graph: the graph of the pattern, N tokens.
         steps: T >= 1.
-        scaling: "sdp", "sq" or "sq_inplace".
-        tolerance: of the merging, > 0.
-        labels: true label of every token, integers [N], if there are any.
-        progress: show progress bars.
+        scaling: "sdp", "sq" or "sq_inplace", as in :func:`simulate`.
+        tolerance: the argument of :func:`cluster`, > 0.
+        labels: the true label of every token, integers [N], if there are any.
+        progress: whether progress bars are shown.
 
     Raises:
-        ValueError: as in :func:`simulate` and :func:`cluster`.
-        ImportError: if scikit-learn, which computes silhouettes, is missing.
+        ValueError: in the same cases as :func:`simulate` and :func:`cluster`.
+        ImportError: if scikit-learn is missing, which computes silhouettes.
 
     Example:
         >>> import torch, graphattn as ga
@@ -158,7 +160,7 @@ def preview(
 
 
 def adjusted_rand_index(a: Tensor, b: Tensor) -> float:
-    """Pairs of tokens that two clusterings treat alike, corrected for chance (Hubert, Arabie)."""
+    """Compute the adjusted Rand index of two clusterings (Hubert and Arabie, 1985)."""
     counts = contingency(a, b).double()
 
     def pairs(n: Tensor) -> float:

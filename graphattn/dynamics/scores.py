@@ -1,4 +1,4 @@
-"""How good clusters are: by their shape, and by labels and masks the method never saw."""
+"""Scores of clusters, by their shape, or compared with labels and masks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from graphattn.graphs.arguments import as_int
 
 
 def silhouette(points: Tensor, labels: Tensor) -> float:
-    """Mean silhouette coefficient: 1 for compact clusters far apart, about 0 for none.
+    """Compute the mean silhouette coefficient, which is 1 for compact clusters far apart.
 
-    Source: Attention Clusters, Eq. 4-6 (Rousseeuw, 1987); a token alone in its cluster, for which
-    Eq. 5 has no value, counts 0. Computed by scikit-learn, in chunks.
+    It is about 0 if there are no clusters. A token alone in its cluster counts as 0, because Eq. 5
+    is not defined for it. scikit-learn computes it in chunks.
+
+    Source: Attention Clusters, Eq. 4-6 (Rousseeuw, 1987).
 
     Args:
-        points: [N, C].
-        labels: cluster of every token, integers [N].
+        points: points, [N, C].
+        labels: the cluster of every token, integers [N].
 
     Returns:
-        A number in [-1, 1]; NaN where it has no meaning: one cluster, or every token its own.
+        A number in [-1, 1]; NaN if there is one cluster, or every token is a cluster.
 
     Raises:
-        ValueError: if shapes disagree.
+        ValueError: if shapes do not fit.
         ImportError: if scikit-learn is missing.
 
     Example:
@@ -45,14 +47,19 @@ def silhouette(points: Tensor, labels: Tensor) -> float:
 
 
 class Fragmentation(NamedTuple):
-    """Number of clusters that the tokens of every label fall into, labels in ascending order."""
+    """The fragmentation of every label, in ascending order of labels.
 
-    clusters: Tensor  # number of clusters that hold some token of the label, int64 [L]
-    largest_share: Tensor  # share of its tokens in the cluster that holds most, float64 [L]
+    Attributes:
+        clusters: the number of clusters that have a token of the label, int64 [L].
+        largest_share: the largest share of the label's tokens in one cluster, float64 [L].
+    """
+
+    clusters: Tensor
+    largest_share: Tensor
 
     @property
     def mean_clusters(self) -> float:
-        """Clusters per label, the mean over labels; 1 is no fragmentation."""
+        """Clusters per label, the mean over labels; 1 means no fragmentation."""
         return float(self.clusters.double().mean())
 
     @property
@@ -62,17 +69,17 @@ class Fragmentation(NamedTuple):
 
 
 def fragmentation(labels: Tensor, truth: Tensor | None = None) -> Fragmentation:
-    """Clusters per label and largest-cluster share: what Attention Clusters calls fragmentation.
+    """Measure fragmentation: the clusters per label, and the share of the largest cluster.
 
-    The paper (Sections 3.1-3.3) compares fragmentation by eye; these are its two numbers here. They
-    say nothing of labels that share a cluster: see :func:`label_accuracy` for that.
+    Attention Clusters (Sections 3.1-3.3) compares fragmentation by eye, and these two numbers
+    measure it. They do not say whether labels share a cluster; :func:`label_accuracy` does.
 
     Args:
-        labels: cluster of every token, integers [N].
-        truth: label of every token, integers [N]; one label for all if None.
+        labels: the cluster of every token, integers [N].
+        truth: the label of every token, integers [N]; with None, all have the same label.
 
     Raises:
-        ValueError: if shapes disagree.
+        ValueError: if shapes do not fit.
 
     Example:
         >>> import torch, graphattn as ga
@@ -90,18 +97,19 @@ def fragmentation(labels: Tensor, truth: Tensor | None = None) -> Fragmentation:
 
 
 def label_accuracy(labels: Tensor, truth: Tensor) -> float:
-    """Accuracy of the best map from clusters to labels: every cluster says what most of it is.
+    """Compute the accuracy of the best map from clusters to labels.
 
-    Source: Attention Clusters, Section 2.1, "semantic alignment". There the map is chosen by domain
-    knowledge; here it is the best one, which is an upper bound, and grows with the number of
-    clusters (one token each: 1). Read it beside that number, and beside KMeans on the raw data.
+    The best map gives every cluster the label that most of its tokens have. In Attention Clusters,
+    Section 2.1 ("semantic alignment"), the map is chosen by domain knowledge, so this is an upper
+    bound. It increases with the number of clusters (with one token each, it is 1). So compare it
+    for equal numbers of clusters, and with KMeans of the raw data.
 
     Args:
-        labels: cluster of every token, integers [N].
-        truth: label of every token, integers [N].
+        labels: the cluster of every token, integers [N].
+        truth: the label of every token, integers [N].
 
     Raises:
-        ValueError: if shapes disagree.
+        ValueError: if shapes do not fit.
 
     Example:
         >>> import torch, graphattn as ga
@@ -114,21 +122,23 @@ def label_accuracy(labels: Tensor, truth: Tensor) -> float:
 
 
 def dice(labels: Tensor, mask: Tensor, *, ignore: int | None = None) -> float:
-    """Dice coefficient ``2 |A and M| / (|A| + |M|)`` of a mask M and the best union A of clusters.
+    """Compute the Dice coefficient of a mask and the union of clusters that fits it best.
 
-    Source: Attention Clusters, Section 3.1 (two clusters, one painted white). Here every cluster is
-    assigned to foreground or background so that the result is largest: sorted by the share of
-    foreground in them, the best choice is a beginning of the list. Like :func:`label_accuracy`, an
-    upper bound that grows with the number of clusters.
+    The coefficient of mask M and union A is ``2 |A and M| / (|A| + |M|)``. Every cluster is
+    assigned to foreground or background such that the result is largest. (If the clusters are
+    sorted by their share of foreground, the best choice is a beginning of the list.) Like
+    :func:`label_accuracy`, it is an upper bound that increases with the number of clusters.
+
+    Source: Attention Clusters, Section 3.1, where there are two clusters.
 
     Args:
-        labels: cluster of every token, integers [N].
-        mask: foreground where not 0, integers or bool, [N] or an image [H, W] of N pixels.
-        ignore: tokens where the mask has this value are left out (the boundary of a trimap);
-            if None they count as foreground like everything that is not 0.
+        labels: the cluster of every token, integers [N].
+        mask: integers or bool, [N] or an image [H, W] of N pixels; foreground is where it is not 0.
+        ignore: tokens with this value of the mask are left out, such as the boundary of a trimap;
+            with None, they count as foreground like all other values except 0.
 
     Raises:
-        ValueError: if shapes disagree, or there is no foreground.
+        ValueError: if shapes do not fit, or there is no foreground.
 
     Example:
         >>> import torch, graphattn as ga
@@ -157,23 +167,23 @@ def dice(labels: Tensor, mask: Tensor, *, ignore: int | None = None) -> float:
         )
     size = torch.bincount(labels).double()
     hits = torch.bincount(labels, weights=foreground.double(), minlength=len(size))
-    # 2 hits / (size + |M|) >= d where 2 hits - d size >= d |M|: a cluster helps if its share of
-    # foreground is at least d / 2.
+    # 2 hits / (size + |M|) >= d means 2 hits - d size >= d |M|. So adding a cluster increases the
+    # result if its share of foreground is at least d / 2.
     order = (hits / size.clamp(min=1)).argsort(descending=True)
     sizes, found = size[order].cumsum(0), hits[order].cumsum(0)
     return float((2 * found / (sizes + foreground.sum())).max())
 
 
 def participation_ratio(eigenvalues: Tensor) -> Tensor:
-    """Effective number of dimensions: (sum of eigenvalues)^2 / sum of squares.
+    """Compute the effective number of dimensions, (sum of eigenvalues)^2 / sum of squares.
 
-    Between 1 (all variance in one direction) and C (the same in all).
+    It is between 1 (all variance is in one direction) and C (all directions have the same).
 
     Args:
-        eigenvalues: of a covariance, >= 0, [*, C].
+        eigenvalues: eigenvalues of a covariance, >= 0, [*, C].
 
     Returns:
-        [*]; NaN where all eigenvalues are 0.
+        A tensor [*]; NaN if all eigenvalues are 0.
 
     Raises:
         ValueError: if `eigenvalues` is no floating-point tensor, or has a negative entry.
@@ -188,6 +198,6 @@ def participation_ratio(eigenvalues: Tensor) -> Tensor:
         raise ValueError(f"eigenvalues must be a floating-point tensor [*, C], got {got}")
     if (eigenvalues < 0).any():
         raise ValueError(f"eigenvalues must be >= 0, got {float(eigenvalues.min())}")
-    # Scaled first, so that squares neither overflow nor vanish.
+    # The eigenvalues are scaled first, so that squares neither overflow nor underflow.
     share = eigenvalues / eigenvalues.sum(dim=-1, keepdim=True)
     return 1 / share.square().sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Attention without weights, iterated: where do the tokens go?"""
+"""Simulation of attention without weights, iterated over the same tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Scaling = Literal["sdp", "sq", "sq_inplace"]
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Attention rule that is iterated; the arguments of :func:`simulate`."""
+    """The attention that :func:`simulate` iterates, with its arguments."""
 
     score: Score = "dot"
     scaling: Scaling = "sdp"
@@ -33,7 +33,7 @@ class AttentionRule:
     top_k: int | None = None
 
     def operands(self, x: Tensor, graph: TokenGraph) -> tuple[Tensor, Tensor, float]:
-        """Query and key [N, C], and the scale of their product (1 / sigma^2 for "rbf")."""
+        """Return query and key [N, C], and the scale of their product (1 / sigma^2 for "rbf")."""
         root = math.sqrt(x.shape[1])
         if self.score == "rbf":
             assert self.sigma is not None
@@ -43,17 +43,17 @@ class AttentionRule:
         scaled = x / root
         if self.scaling == "sq":
             return scaled, x, 1.0
-        # One tensor is query, key, value and residual at once, so all of them were scaled; what
-        # global tokens ask with is scaled once more.
+        # Query, key, value and residual are one tensor, so scaling in place scales all of them. The
+        # queries of global tokens are scaled a second time.
         twice = global_rows(graph.structure, graph.num_targets, x.device)
         return torch.where(twice[:, None], scaled / root, scaled), scaled, 1.0
 
-    def kept(self, x: Tensor) -> Tensor:
-        """State that the update is added to: X, or X / sqrt(C) where it was scaled in place."""
+    def residual(self, x: Tensor) -> Tensor:
+        """Return the state to which the update is added: X, or X / sqrt(C) if scaled in place."""
         return x / math.sqrt(x.shape[1]) if self.scaling == "sq_inplace" else x
 
     def attend(self, x: Tensor, value: Tensor, graph: TokenGraph) -> Tensor:
-        """The averages of `value` [N, Cv] by the attention among `x` [N, C]."""
+        """Average `value` [N, Cv] by the attention among `x` [N, C]."""
         query, key, scale = self.operands(x, graph)
         q, k, v = query[:, None], key[:, None], value[:, None]
         if self.score == "rbf":
@@ -64,14 +64,15 @@ class AttentionRule:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """Result of :func:`simulate`: T steps of N tokens with C features.
+    """The result of :func:`simulate`: T steps of N tokens with C features.
 
     Attributes:
-        states: X of every step, the first one included, [T + 1, N, C].
-        updates: the standardised update Zhat that every step added, [T, N, C].
-        spectra: eigenvalues of the population covariance of X, largest first, float64 [T + 1, C].
+        states: X before the first step and after every step, [T + 1, N, C].
+        updates: the standardised update Zhat of every step, [T, N, C].
+        spectra: eigenvalues of the population covariance of X, in descending order, float64
+            [T + 1, C].
         graph: the token graph.
-        rule: the attention that was iterated (score, scaling, sigma, top_k).
+        rule: the attention that was iterated, with score, scaling, sigma and top_k.
     """
 
     states: Tensor
@@ -82,17 +83,17 @@ class Trajectory:
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """T, the number of steps."""
         return len(self.updates)
 
     @property
     def leading_share(self) -> Tensor:
-        """Share of the variance along the leading direction, [T + 1]; NaN without variance."""
+        """The share of the variance along the leading direction, [T + 1]; NaN without variance."""
         return self.spectra[:, 0] / self.spectra.sum(dim=1)
 
     @property
     def participation_ratio(self) -> Tensor:
-        """Effective number of dimensions, [T + 1] (:func:`participation_ratio`)."""
+        """The effective number of dimensions, [T + 1] (:func:`participation_ratio`)."""
         return participation_ratio(self.spectra)
 
     @property
@@ -119,48 +120,50 @@ def simulate(
     top_k: int | None = None,
     progress: bool = False,
 ) -> Trajectory:
-    r"""Parameter-free attention, iterated over any token graph.
+    r"""Simulate attention without parameters, iterated over any token graph.
 
     .. math::
         Z = A(X), \qquad \hat Z = (Z - \mu) / s, \qquad X \leftarrow X + \hat Z
 
-    with A one head of attention whose queries, keys and values are X itself, and mu, s mean and
-    standard deviation of every feature over the tokens (ddof 0; a feature with s = 0 gets 0).
+    Here A is one head of attention whose queries, keys and values are all X, and mu and s are the
+    mean and the standard deviation of every feature over the tokens (ddof 0; a feature with s = 0
+    becomes 0).
 
-    Source: Attention Clusters, Eq. 1-3, with an **erratum**. The paper attributes a widening
-    spectral gap to scaling the queries instead of the product. But (q / sqrt(C)) . k is
-    (q . k) / sqrt(C): the two are one operator. What it measured is a reference implementation that
-    scales the queries in place; without projections queries, keys, values and the residual are one
-    tensor, so everything shrinks. Hence three choices of `scaling`:
+    Source: Attention Clusters, Eq. 1-3, with an **erratum**. The paper says that scaling the
+    queries instead of the product widens the spectral gap. But (q / sqrt(C)) . k is
+    (q . k) / sqrt(C), so both are the same operator. The paper measured an implementation that
+    scales the queries in place. Without projections, queries, keys, values and the residual are the
+    same tensor, so all of them are scaled. There are three choices of `scaling`:
 
-    - ``"sdp"``: softmax(X X^T / sqrt(C)) X (scaled dot product);
-    - ``"sq"``: softmax((X / sqrt(C)) X^T) X (scaled query; equal to "sdp" up to rounding);
-    - ``"sq_inplace"``: softmax(X X^T / C) on the values X / sqrt(C), and X <- X / sqrt(C) + Zhat,
-      which keeps X bounded for C > 1; global tokens of the graph (Longformer's, or the class token
-      of a grid) see their query scaled twice: their logits are x_0 . x_j / C^1.5.
+    - ``"sdp"`` (scaled dot product): softmax(X X^T / sqrt(C)) X;
+    - ``"sq"`` (scaled query): softmax((X / sqrt(C)) X^T) X, which is equal to "sdp" up to rounding;
+    - ``"sq_inplace"``: softmax(X X^T / C) applied to the values X / sqrt(C), and
+      X <- X / sqrt(C) + Zhat. X stays bounded for C > 1. The query of a global token (in
+      Longformer, or the class token of a grid) is scaled twice: its logits are
+      x_0 . x_j / C^1.5.
 
-    Nothing of size N x N is formed where the graph is structured (complete, windows, blocks,
-    Longformer, grids); plain edge lists take memory by edge.
+    If the graph is structured (complete, windows, blocks, Longformer, grids), nothing of size N x N
+    is stored. For a list of edges, the memory is proportional to the number of edges.
 
     Args:
-        x: the tokens at step 0, [N, C]; see :func:`standardize`. float64 is computed in float64,
-            half precision in float32.
-        graph: one sequence of N tokens, or a raw edge_index [2, E].
+        x: the tokens before the first step, [N, C], usually from :func:`standardize`. float64 is
+            computed in float64, half precision in float32.
+        graph: a graph of one sequence with N tokens, or an edge_index [2, E].
         steps: T >= 0.
-        score: "dot", or "rbf": logits -||x_i - x_j||^2 / (2 sigma^2), see
+        score: "dot", or "rbf" for the logits -||x_i - x_j||^2 / (2 sigma^2) of
             :func:`~graphattn.rbf_attention`.
-        scaling: as above; for score "dot" only.
-        sigma: bandwidth of "rbf", sqrt(C) if None.
-        top_k: sources kept per token; all if None.
-        progress: show a progress bar.
+        scaling: one of the choices above; only for score "dot".
+        sigma: the bandwidth of "rbf"; sqrt(C) if None.
+        top_k: the number of sources with the largest logits that a token attends to; all if None.
+        progress: whether a progress bar is shown.
 
     Returns:
         A :class:`Trajectory`.
 
     Raises:
-        ValueError: if `x` is empty or not finite, the sizes disagree, the graph is a batch (mean
-            and deviation are those of one sequence), a choice is unknown or does not go with
-            the score, or the tokens leave the range of their dtype.
+        ValueError: if `x` is empty or not finite, shapes do not fit, the graph is a batch (mean and
+            standard deviation are those of one sequence), an option is unknown or not possible with
+            the score, or the tokens overflow their dtype.
 
     Example:
         >>> import torch, graphattn as ga
@@ -175,30 +178,33 @@ def simulate(
     graph = as_token_graph(graph, len(x), len(x))
     if not graph.has_same_tokens:
         raise ValueError(
-            "graph must have the same tokens as sources and targets, got sequences of "
-            f"{graph.sizes} (targets, sources) from positions {graph.starts} on"
+            "graph must have the same tokens as sources and targets, got sequences with (targets, "
+            f"sources) {graph.sizes} and first positions {graph.starts}"
         )
     if len(graph.sizes) > 1:
         raise ValueError(
-            f"graph must be one sequence, got a batch of {len(graph.sizes)}: the update is "
-            "standardised over the tokens of a sequence, so simulate them one by one"
+            f"graph must be one sequence, got a batch of {len(graph.sizes)} sequences: the update "
+            "is standardised over the tokens of one sequence, so simulate each one separately"
         )
     rule = as_rule(x, score, scaling, sigma, top_k)
     steps = as_int("steps", steps, 0)
-    lonely = graph.in_degree() == 0
+    without_sources = graph.in_degree() == 0
     states, updates = [x], []
     for step in _counted(steps, progress):
-        # Attention averages, so it may average differences from one token: what all tokens share
-        # (an offset, a constant feature) then cancels exactly. The rule for tokens that see nobody
-        # is Z = 0.
+        # Attention is an average, so it can be applied to differences from one token. Then an
+        # offset of all tokens, or a constant feature, cancels exactly. Tokens without sources have
+        # Z = 0.
         centre = x[0]
         z = rule.attend(x, x - centre, graph)
-        if lonely.any():
-            z = torch.where(lonely[:, None], -centre, z)
+        if without_sources.any():
+            z = torch.where(without_sources[:, None], -centre, z)
         update = standardize(z)
-        x = rule.kept(x) + update
+        x = rule.residual(x) + update
         if not x.isfinite().all():
-            raise ValueError(f"x left the range of {x.dtype} at step {step + 1}: scale it down")
+            raise ValueError(
+                f"x must be so small that {x.dtype} does not overflow, but it overflowed in step "
+                f"{step + 1}: scale x down"
+            )
         states.append(x)
         updates.append(update)
     trajectory = torch.stack(states)
@@ -212,13 +218,14 @@ def simulate(
 
 
 def standardize(x: Tensor) -> Tensor:
-    """Every feature with mean 0 and variance 1 over the tokens; a constant feature becomes 0.
+    """Standardise every feature to mean 0 and variance 1 over the tokens.
 
-    Population statistics (ddof 0), Eq. 2 of Attention Clusters. A feature counts as constant when
-    its deviation is no more than rounding: blowing that up to variance 1 would make noise of it.
+    The statistics are those of the population (ddof 0), as in Eq. 2 of Attention Clusters. A
+    constant feature becomes 0. A feature counts as constant if its deviation is at most a few
+    roundings, because only noise would be scaled up otherwise.
 
     Args:
-        x: [N, C], finite.
+        x: tokens, [N, C], finite.
 
     Raises:
         ValueError: if `x` is empty or not finite.
@@ -238,7 +245,7 @@ def standardize(x: Tensor) -> Tensor:
 
 
 def covariance_spectrum(x: Tensor) -> Tensor:
-    """Eigenvalues of the population covariance of x [N, C], largest first, float64 [C]."""
+    """Compute the eigenvalues of the covariance of x [N, C], in descending order, float64 [C]."""
     centred = x.double() - x.double().mean(dim=0)
     return torch.linalg.eigvalsh(centred.T @ centred / len(x)).flip(0).clamp_min(0).cpu()
 
@@ -246,14 +253,16 @@ def covariance_spectrum(x: Tensor) -> Tensor:
 def as_rule(
     x: Tensor, score: Score, scaling: Scaling, sigma: float | None, top_k: int | None
 ) -> AttentionRule:
-    """The checked arguments of an attention among the tokens x [N, C]."""
+    """Check the arguments of attention among the tokens x [N, C]."""
     as_choice("score", score, ("dot", "rbf"))
     as_choice("scaling", scaling, ("sdp", "sq", "sq_inplace"))
     if score == "dot" and sigma is not None:
-        raise ValueError(f"sigma goes with score='rbf', got sigma={sigma} with score='dot'")
+        raise ValueError(f"sigma must be None unless score='rbf', got {sigma} with score='dot'")
     if score == "rbf":
         if scaling != "sdp":
-            raise ValueError(f"scaling={scaling!r} goes with score='dot'; 'rbf' scales by sigma")
+            raise ValueError(
+                f"scaling must be 'sdp' with score='rbf', whose scale is sigma, got {scaling!r}"
+            )
         sigma = math.sqrt(x.shape[1]) if sigma is None else as_float("sigma", sigma, positive=True)
     return AttentionRule(
         score, scaling, sigma, None if top_k is None else as_int("top_k", top_k, 1)
@@ -263,7 +272,7 @@ def as_rule(
 def global_rows(
     structure: GraphStructure | None, num_tokens: int, device: torch.device | None = None
 ) -> Tensor:
-    """Bool [N]: the tokens that a structure lists as seeing, and seen by, all of its sequence."""
+    """Return a bool [N] that says which tokens are global tokens of a structure."""
     rows = torch.zeros(num_tokens, dtype=torch.bool, device=device)
     match structure:
         case GlobalTokens(tokens=tokens):

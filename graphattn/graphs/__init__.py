@@ -1,6 +1,4 @@
-"""Graphs of tokens, which say who attends to whom: the token graph, what is known of its structure,
-and its builders.
-"""
+"""Token graphs, which say which token attends to which: the graph, its structure, its builders."""
 
 from graphattn.graphs.batches.collate import collate
 from graphattn.graphs.batches.token_batch import TokenBatch

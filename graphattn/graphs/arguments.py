@@ -1,4 +1,4 @@
-"""Checks of arguments: every message names the argument, its value and what is allowed."""
+"""Checks of arguments: every error message names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def as_int(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`; booleans and floats are refused.
+    """Return `value` as an int of at least `minimum`; booleans and floats raise ValueError.
 
-    A length that torch.compile or torch.export has left open (a SymInt) stays open.
+    A symbolic length of torch.compile or torch.export (a SymInt) is returned unchanged.
     """
     if type(value) is not int and not isinstance(value, torch.SymInt):
         value = _index(name, value, minimum)
@@ -26,7 +26,7 @@ def as_int(name: str, value: Any, minimum: int) -> int:
 
 
 def _index(name: str, value: Any, minimum: int) -> int:
-    """An integer of another type (numpy's, a tensor's) as an int."""
+    """Convert an integer of another type (of numpy, or a tensor with one element) to an int."""
     try:
         if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError
@@ -36,7 +36,7 @@ def _index(name: str, value: Any, minimum: int) -> int:
 
 
 def as_float(name: str, value: Any, *, positive: bool) -> float:
-    """`value` as a finite float, > 0 or >= 0."""
+    """Return `value` as a finite float that is > 0 (with `positive`) or >= 0."""
     allowed = "a finite number > 0" if positive else "a finite number >= 0"
     try:
         if isinstance(value, bool | str):
@@ -50,7 +50,7 @@ def as_float(name: str, value: Any, *, positive: bool) -> float:
 
 
 def as_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    """`value` if it is one of `allowed`."""
+    """Return `value` if it is one of `allowed`; otherwise raise ValueError."""
     if value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
         raise ValueError(
@@ -60,12 +60,12 @@ def as_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def did_you_mean(value: Any, allowed: Iterable[Any], also: Mapping[str, str] | None = None) -> str:
-    """The end of a message about a word that is not among `allowed`: the nearest one, if any is.
+    """Return the end of an error message: the allowed word that is nearest to `value`, if any is.
 
     Args:
-        value: what was given.
-        allowed: what may be.
-        also: other words that people use -> which of `allowed` they mean.
+        value: the argument's value, which is not among `allowed`.
+        allowed: the allowed values.
+        also: other words that people use, each with the word of `allowed` that they mean.
     """
     if not isinstance(value, str):
         return ""
@@ -80,7 +80,7 @@ def _letters(word: str) -> str:
 
 
 def as_edge_type(edge_type: Any) -> tuple[str, str, str]:
-    """`edge_type` as PyG's (source node type, relation, target node type)."""
+    """Check that `edge_type` is PyG's (source node type, relation, target node type)."""
     if (
         not isinstance(edge_type, tuple)
         or len(edge_type) != 3
@@ -94,7 +94,7 @@ def as_edge_type(edge_type: Any) -> tuple[str, str, str]:
 
 
 def as_points(name: str, x: Any) -> Tensor:
-    """`x` as a floating-point matrix [N, C]."""
+    """Check that `x` is a floating-point tensor [N, C]."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor of shape [N, C], got {type(x).__name__}")
     if x.dim() != 2 or not x.is_floating_point():
@@ -106,12 +106,12 @@ def as_points(name: str, x: Any) -> Tensor:
 
 
 def as_edge_index(edge_index: Any) -> Tensor:
-    """A plain int64 tensor [2, E] from a tensor or PyG EdgeIndex."""
+    """Convert a tensor or a PyG EdgeIndex to a plain int64 tensor [2, E]."""
     return as_plain_edge_index(edge_index).long()
 
 
 def as_plain_edge_index(edge_index: Any) -> Tensor:
-    """A plain tensor [2, E] of integers as wide as they are given, from a tensor or EdgeIndex."""
+    """Convert a tensor or a PyG EdgeIndex to a plain tensor [2, E] of the same integer dtype."""
     if not isinstance(edge_index, Tensor):
         raise ValueError(
             f"edge_index must be a tensor of shape [2, E], got {type(edge_index).__name__}"

@@ -1,7 +1,7 @@
-"""A graph as a tensor of numbers, so that it can be an input of an operator like any other tensor.
+"""Encoding of a graph as a tensor of numbers, so that a custom operator can take it.
 
-torch.compile specialises on Python objects but not on what tensors hold: an operator that gets its
-graph this way is compiled once for all windows and lengths.
+torch.compile compiles again for every new Python object, but not for new values in a tensor. So an
+operator that takes its graph as a tensor is compiled once for all windows and lengths.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from graphattn.graphs.token_graph import TokenGraph
 
 
 def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> TokenGraph:
-    """The graph that :func:`encode` saw, with its ``graph.listed`` where it has no structure.
+    """Return the graph that :func:`encode` encoded.
 
     Args:
-        code: what :func:`encode` gave, ``graph.code``.
-        edge_index: ``graph.listed``: a list of edges [2, E] or a table of neighbours [N, k], as the
-            code says, in int32 or int64; None with a structure.
-        device: where the edges of a structured graph shall lie.
+        code: the result of :func:`encode`, which is ``graph.code``.
+        edge_index: ``graph.listed``, a list of edges [2, E] or a table of neighbours [N, k], as the
+            code says, in int32 or int64; None for a structured graph.
+        device: the device of the edges of a structured graph.
 
     Example:
         >>> import torch, graphattn as ga
@@ -50,7 +50,7 @@ def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> Tok
 
 @lru_cache(maxsize=64)
 def _structured(code: tuple[int, ...], device: torch.device) -> TokenGraph:
-    """Kept, because some graphs list their edges once and keep them."""
+    """Make a structured graph; the cache avoids listing its edges more than once."""
     facts = facts_of(list(code))
     own = structure_of(iter(code[SIZES + PER_SEQUENCE * code[SIZES - 1] :]))
     return TokenGraph(structure=own, sizes=facts["sizes"], starts=facts["starts"], device=device)

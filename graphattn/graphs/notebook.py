@@ -1,17 +1,20 @@
-"""How a token graph looks in a notebook: a small table, and a picture where it is small."""
+"""Display of a token graph in a notebook: a table of facts, and a picture of a small graph."""
 
 from __future__ import annotations
 
 from html import escape
 
-from graphattn.graphs.edges.storage import HeldGraph
+from graphattn.graphs.edges.storage import StoredGraph
 
-DRAWN = 64  # tokens on either side up to which the matrix is drawn, cell by cell
-PIXELS = 192  # width of the picture
+DRAWN = 64  # the most targets, or sources, of a graph whose matrix is drawn
+PIXELS = 192  # the longer side of the picture
 
 
-def graph_html(graph: HeldGraph) -> str:
-    """A table of what is known of the graph, and its matrix if it is small; lists no edge else."""
+def graph_html(graph: StoredGraph) -> str:
+    """Return HTML with a table of facts, and the matrix of a small graph.
+
+    The edges of a large graph are not listed.
+    """
     targets, sources, edges = graph.num_targets, graph.num_sources, graph.num_edges
     if targets == sources:
         rows = [("tokens", f"{targets:,}")]
@@ -35,14 +38,14 @@ def graph_html(graph: HeldGraph) -> str:
     return f"<div><strong>TokenGraph</strong><table>{table}</table>{_picture(graph)}</div>"
 
 
-def _structure(graph: HeldGraph) -> str:
+def _structure(graph: StoredGraph) -> str:
     if graph.structure is not None:
         return type(graph.structure).__name__
     return "table of neighbours" if graph.is_table else "list of edges"
 
 
-def _picture(graph: HeldGraph) -> str:
-    """The matrix as SVG: target i in row i, the source it looks at in column j."""
+def _picture(graph: StoredGraph) -> str:
+    """Draw the matrix as SVG: the edge of target i and source j is in row i, column j."""
     targets, sources = graph.num_targets, graph.num_sources
     if not 0 < max(targets, sources) <= DRAWN or min(targets, sources) == 0:
         return ""

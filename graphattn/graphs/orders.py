@@ -1,4 +1,4 @@
-"""Orders of tokens in which those that are near each other get near numbers."""
+"""Orders of tokens in which neighbouring tokens have numbers that differ little."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_points
-from graphattn.graphs.edges.storage import G, HeldGraph
+from graphattn.graphs.edges.storage import G, StoredGraph
 from graphattn.graphs.permutations import items_of, permuted
 
-MOST_AXES = 8  # coordinates that place a point on the curve
-MOST_BITS = 52  # of a coordinate: what float64 tells apart
-KEY_BITS = 62  # of a place on the curve, an int64 of which one more value says "nowhere"
+MOST_AXES = 8  # coordinates that are used to find the place of a point on the curve
+MOST_BITS = 52  # bits per coordinate: the precision of float64
+KEY_BITS = 62  # bits of a place on the curve, so that the largest int64 can mean "not finite"
 
 
 def reordered(graph: G, points: Any) -> tuple[G, Tensor]:
-    """:meth:`graphattn.TokenGraph.reorder`, which has the description."""
+    """Implement :meth:`graphattn.TokenGraph.reorder`, which has the description."""
     if not graph.has_same_tokens:
         raise ValueError(
-            "reorder() numbers one set of tokens, got a graph of "
+            "reorder() needs a graph whose targets and sources are the same tokens, got one of "
             f"{graph.num_targets} targets and {graph.num_sources} sources that are different "
-            "tokens: order each side and use graph.permute((of_targets, of_sources))"
+            "tokens: choose an order for each and use graph.permute((of_targets, of_sources))"
         )
     if points is not None:
         order = order_along_curve(graph, points)
@@ -33,8 +33,11 @@ def reordered(graph: G, points: Any) -> tuple[G, Tensor]:
     return permuted(graph, order)[0], order
 
 
-def order_of_small_bandwidth(graph: HeldGraph) -> Tensor:
-    """Reverse Cuthill-McKee order of every part, of edges in either direction: new -> old."""
+def order_of_small_bandwidth(graph: StoredGraph) -> Tensor:
+    """Return the reverse Cuthill-McKee order of every sequence: the old number of every new one.
+
+    Every edge counts in both directions.
+    """
     import numpy
     from scipy import sparse
 
@@ -44,7 +47,8 @@ def order_of_small_bandwidth(graph: HeldGraph) -> Tensor:
     ones = numpy.ones(pairs.shape[1], dtype=bool)
     both = sparse.coo_array((ones, (pairs[0], pairs[1])), shape=(N, N)).tocsr()
     order, first = [numpy.empty(0, dtype=numpy.int64)], 0
-    for size, _ in graph.sizes:  # each by itself: an order depends on nothing else in the batch
+    # Every sequence is ordered separately, so its order does not depend on the rest of the batch.
+    for size, _ in graph.sizes:
         if size:
             rows = both.indptr[first : first + size + 1]
             seen = both.indices[rows[0] : rows[-1]] - first
@@ -55,13 +59,13 @@ def order_of_small_bandwidth(graph: HeldGraph) -> Tensor:
     return torch.from_numpy(numpy.concatenate(order)).to(graph.device)
 
 
-def order_along_curve(graph: HeldGraph, points: Any) -> Tensor:
-    """The order in which a Hilbert curve through the cube around every part meets its points."""
+def order_along_curve(graph: StoredGraph, points: Any) -> Tensor:
+    """Return the order of the points along a Hilbert curve, separately for every sequence."""
     points = as_points("points", points).detach()
     if len(points) != graph.num_tokens or not points.shape[1]:
         raise ValueError(
-            f"points must have shape [{graph.num_tokens}, C], one for every token and C >= 1, got "
-            f"{list(points.shape)}"
+            f"points must have shape [{graph.num_tokens}, C], one point for every token, with C >= "
+            f"1, got {list(points.shape)}"
         )
     item = items_of(graph).to(points.device)
     place = places_on_curve(points[:, :MOST_AXES], item, len(graph.sizes))
@@ -70,13 +74,14 @@ def order_along_curve(graph: HeldGraph, points: Any) -> Tensor:
 
 
 def places_on_curve(points: Tensor, item: Tensor, num_items: int) -> Tensor:
-    """How far along the curve every point [N, C] stands, int64 [N]; last of all where not finite.
+    """Return the place of every point [N, C] along the curve, int64 [N].
 
-    All coordinates of an item are measured in one unit, so that near stays near.
+    A point that is not finite gets the largest int64. All coordinates of an item are scaled by the
+    same factor, so that distances along all axes count equally.
     """
     C = points.shape[1]
     found = points.isfinite().all(dim=1)
-    halves = points[found].double() / 2  # their differences are finite
+    halves = points[found].double() / 2  # differences of half coordinates do not overflow
     item = item[found]
     column = item[:, None].expand_as(halves)
     lowest = halves.new_zeros(num_items, C).scatter_reduce(
@@ -93,10 +98,11 @@ def places_on_curve(points: Tensor, item: Tensor, num_items: int) -> Tensor:
 
 
 def hilbert_index(cell: Tensor, bits: int) -> Tensor:
-    """The number of every cell [N, C] along a Hilbert curve of ``2 ** bits`` cells per axis, [N].
+    """Number every cell [N, C] along a Hilbert curve with ``2 ** bits`` cells per axis; [N].
 
-    Skilling (2004), "Programming the Hilbert curve", AIP Conference Proceedings 707, 381-387: the
-    inverse of the turns of every subcube from the largest to the smallest, then a Gray code.
+    The algorithm is that of Skilling (2004), "Programming the Hilbert curve", AIP Conference
+    Proceedings 707, 381-387: it undoes the rotations of every subcube, from the largest to the
+    smallest, and then applies a Gray code.
 
     Example:
         >>> import torch
@@ -113,7 +119,7 @@ def hilbert_index(cell: Tensor, bits: int) -> Tensor:
         below = (1 << bit) - 1
         for a in range(len(axes)):
             flip = ((axes[a] >> bit) & 1) * below
-            # Where the bit is set, the first axis is mirrored; otherwise the two change places.
+            # If the bit is set, the first axis is mirrored; otherwise the two axes are swapped.
             swap = (axes[0] ^ axes[a]) & (below - flip)
             axes[0] = axes[0] ^ flip ^ swap
             if a:

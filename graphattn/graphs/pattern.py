@@ -21,14 +21,16 @@ from graphattn.graphs.token_graph import TokenGraph
 
 
 def pattern_of(graph: TokenGraph) -> str:
-    """Say in a few words who sees whom: by structure, or how the edges are kept.
+    """Describe in a few words which tokens see which; no edge is listed.
 
     Args:
-        graph: any graph; no edge is listed.
+        graph: any graph.
 
     Returns:
-        Such as "all tokens", "window 2" (tokens on each side), "causal window 128" (keys, itself
-        included, as in :func:`~graphattn.causal_window_graph`) or "a list of edges".
+        A description of its structure, such as "all tokens", "window 2" (tokens on each side) or
+        "causal window 128" (keys including the token itself, as in
+        :func:`~graphattn.causal_window_graph`). For a graph without a structure, it says how the
+        edges are stored, such as "a list of edges".
 
     Example:
         >>> import graphattn as ga
@@ -59,8 +61,8 @@ def _of_structure(structure: GraphStructure) -> str:
             found = f"radius {structure.radius} on {structure.height} × {structure.width}"
             return found + ", class token" * structure.class_token
         case GridBlocks(height=height, width=width, block=block, shift=shift):
-            moved = f", shifted by {_product(shift)}" if any(shift) else ""
-            return f"blocks of {_product(block)} on {height} × {width}{moved}"
+            shifted = f", shifted by {_product(shift)}" if any(shift) else ""
+            return f"blocks of {_product(block)} on {height} × {width}{shifted}"
         case GridWindows():
             return _of_windows(structure)
         case GlobalTokens(tokens=tokens):
@@ -71,7 +73,7 @@ def _of_structure(structure: GraphStructure) -> str:
             return " + ".join(map(_of_structure, parts))
         case Parts(parts=parts):
             seeing = [part for part in parts if part.num_edges()]
-            if len(seeing) == 1 < len(parts):  # such as a class token that consensus leaves out
+            if len(seeing) == 1 < len(parts):  # for example, consensus leaves out a class token
                 alone = sum(part.num_targets for part in parts) - seeing[0].num_targets
                 return f"{_of_structure(seeing[0])}, {_counted(alone, 'token')} apart"
             kinds = list(dict.fromkeys(map(_of_structure, parts)))

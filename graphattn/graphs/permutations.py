@@ -1,4 +1,4 @@
-"""A graph whose tokens are numbered in another order."""
+"""Numbering the tokens of a graph in another order."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.edges.lists import sorted_edge_list
-from graphattn.graphs.edges.storage import G, HeldGraph
+from graphattn.graphs.edges.storage import G, StoredGraph
 
 Permutations = Tensor | tuple[Tensor, Tensor]
 
 
 def permuted(graph: G, permutation: Permutations) -> tuple[G, Tensor | None]:
-    """:meth:`graphattn.TokenGraph.permute`, which has the description.
+    """Implement :meth:`graphattn.TokenGraph.permute`, which has the description.
 
-    The second result is the permutation of edges where it was needed anyway, for lists.
+    The second result is the permutation of edges, or None if it was not needed (for tables).
     """
     of_targets, of_sources = checked_pair(graph, permutation)
     same = of_targets is of_sources
@@ -32,37 +32,37 @@ def permuted(graph: G, permutation: Permutations) -> tuple[G, Tensor | None]:
         source_positions = positions
     else:
         source_positions = graph.source_positions[of_sources]
-    moved = type(graph)(
+    renumbered = type(graph)(
         edge_index=edge_index,
         neighbors=neighbors,
         num_targets=graph.num_targets,
         num_sources=graph.num_sources,
         sizes=graph.sizes,
         starts=graph.starts,
-        # Who saw only the past still does, so what would leak the future still would.
+        # Every token still sees the same tokens, so an operation that leaks the future still does.
         has_causal_part=graph.has_causal_part,
         positions=(positions, source_positions),
     )
-    return moved, edges
+    return renumbered, edges
 
 
-def order_of_edges(graph: HeldGraph, permutation: Permutations) -> Tensor:
-    """LongTensor [E]: edge e of the permuted graph is edge ``order[e]`` of this one."""
+def order_of_edges(graph: StoredGraph, permutation: Permutations) -> Tensor:
+    """Return a LongTensor [E]: edge e of the permuted graph is edge ``order[e]`` of this one."""
     of_targets, of_sources = checked_pair(graph, permutation)
     return _renumbered_edges(graph, inverse(of_targets), inverse(of_sources))[1]
 
 
 def inverse(permutation: Tensor) -> Tensor:
-    """The new number of every token, from the token at every new number."""
+    """Return the new number of every token, given the token at every new number."""
     number = torch.empty_like(permutation)
     number[permutation] = torch.arange(len(permutation), device=permutation.device)
     return number
 
 
 def _renumbered_edges(
-    graph: HeldGraph, target_number: Tensor, source_number: Tensor
+    graph: StoredGraph, target_number: Tensor, source_number: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The edges between the new numbers, sorted, and the edge of this graph that each was."""
+    """Return the sorted edges between new numbers, and the edge of this graph that each one was."""
     source, target = graph.compact_edges
     source_number, target_number = (x.to(source.dtype) for x in (source_number, target_number))
     renumbered = torch.stack([source_number[source], target_number[target]])
@@ -70,19 +70,19 @@ def _renumbered_edges(
 
 
 def _renumbered_table(rows: Tensor, number: Tensor) -> Tensor:
-    """Ascending again; -1 stays none, and first."""
+    """Renumber the sources of a table and sort every row again; -1 stays at the front."""
     if not len(number):
         return rows
     return number[rows.clamp(min=0)].where(rows >= 0, -1).sort(dim=1).values
 
 
-def checked_pair(graph: HeldGraph, permutation: Any) -> tuple[Tensor, Tensor]:
-    """Permutations of targets and of sources: one tensor where one was given for both."""
+def checked_pair(graph: StoredGraph, permutation: Any) -> tuple[Tensor, Tensor]:
+    """Check permutations of targets and sources; the same tensor twice if one is for both."""
     if isinstance(permutation, tuple):
         if len(permutation) != 2:
             raise ValueError(
-                f"permutation must be a tensor or a pair (targets, sources) of them, got "
-                f"{len(permutation)} of them"
+                "permutation must be a tensor or a pair (targets, sources) of tensors, got "
+                f"{len(permutation)} entries"
             )
         of_targets, of_sources = (
             _checked(f"permutation[{side}]", own, graph, side)
@@ -91,7 +91,7 @@ def checked_pair(graph: HeldGraph, permutation: Any) -> tuple[Tensor, Tensor]:
         return of_targets, of_sources
     if isinstance(permutation, Tensor) and not graph.has_same_tokens:
         raise ValueError(
-            "permutation must be a pair (targets, sources) where these are different tokens, got "
+            "permutation must be a pair (targets, sources) if these are different tokens, got "
             f"one tensor for a graph of {graph.num_targets} targets and {graph.num_sources} "
             "sources"
         )
@@ -99,9 +99,10 @@ def checked_pair(graph: HeldGraph, permutation: Any) -> tuple[Tensor, Tensor]:
     return permutation, permutation
 
 
-def _checked(name: str, permutation: Any, graph: HeldGraph, side: int) -> Tensor:
-    """Return a permutation in int64 on the graph's device; every token once, and within its part of
-    a batch.
+def _checked(name: str, permutation: Any, graph: StoredGraph, side: int) -> Tensor:
+    """Check a permutation, and return it in int64 on the graph's device.
+
+    It must hold every token once, and must not move a token to another sequence of a batch.
     """
     count = graph.num_sources if side else graph.num_targets
     allowed = f"must hold every token 0 .. {count - 1} once" if count else "must be empty"
@@ -131,13 +132,13 @@ def _checked(name: str, permutation: Any, graph: HeldGraph, side: int) -> Tensor
         i = int(crossing[0])
         raise ValueError(
             f"{name} must leave every token in its own part of the batch, got {name}[{i}] = "
-            f"{int(permutation[i])}: place {i} is of part {int(item[i])}, token "
-            f"{int(permutation[i])} of part {int(item[permutation[i]])}"
+            f"{int(permutation[i])}: place {i} belongs to part {int(item[i])}, but token "
+            f"{int(permutation[i])} belongs to part {int(item[permutation[i]])}"
         )
     return permutation
 
 
-def items_of(graph: HeldGraph, side: int = 0) -> Tensor:
-    """The part of a batch that every target (0) or source (1) belongs to."""
+def items_of(graph: StoredGraph, side: int = 0) -> Tensor:
+    """Return the part of a batch to which every target (side 0) or source (side 1) belongs."""
     sizes = torch.tensor([size[side] for size in graph.sizes], device=graph.device)
     return torch.arange(len(sizes), device=graph.device).repeat_interleave(sizes)

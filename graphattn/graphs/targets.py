@@ -1,4 +1,4 @@
-"""Some targets of a graph as a graph of their own, with the run of sources that they see."""
+"""A run of targets of a graph as a new graph, with the run of sources that they see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
-from graphattn.graphs.edges.storage import G, HeldGraph
+from graphattn.graphs.edges.storage import G, StoredGraph
 from graphattn.graphs.structures.composites import Parts, Union, union_of
 from graphattn.graphs.structures.sections import Section, edges_of_rows
 from graphattn.graphs.structures.structure import (
@@ -22,11 +22,11 @@ from graphattn.graphs.structures.structure import (
     Grid,
 )
 
-Run = tuple[int, int]  # from, and up to but not including
+Run = tuple[int, int]  # the first token, and the one after the last
 
 
 def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
-    """:meth:`graphattn.TokenGraph.targets`, which has the description."""
+    """Implement :meth:`graphattn.TokenGraph.targets`, which has the description."""
     start, stop = _checked(graph, start, stop)
     structure = edge_index = neighbors = None
     if graph.structure is not None:
@@ -61,7 +61,7 @@ def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
     return part, range(first, last)
 
 
-def _checked(graph: HeldGraph, start: Any, stop: Any) -> Run:
+def _checked(graph: StoredGraph, start: Any, stop: Any) -> Run:
     start, stop = as_int("start", start, 0), as_int("stop", stop, 0)
     if stop > graph.num_targets:
         raise ValueError(f"stop must be <= num_targets = {graph.num_targets}, got {stop}")
@@ -76,7 +76,7 @@ def _hull(sources: Tensor) -> Run:
     return int(sources.min()), int(sources.max()) + 1
 
 
-def _cut_positions(graph: HeldGraph, targets: Run, sources: Run) -> tuple[Tensor, Tensor] | None:
+def _cut_positions(graph: StoredGraph, targets: Run, sources: Run) -> tuple[Tensor, Tensor] | None:
     if graph.own_positions is None:
         return None
     of_targets, of_sources = graph.own_positions
@@ -87,11 +87,9 @@ def _cut_positions(graph: HeldGraph, targets: Run, sources: Run) -> tuple[Tensor
 
 
 def _cut_sequences(
-    graph: HeldGraph, targets: Run, sources: Run
+    graph: StoredGraph, targets: Run, sources: Run
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Cut the sequences of a batch to some targets: their sizes, and where they begin in
-    themselves.
-    """
+    """Return sizes and first positions of the sequences of a batch within the two runs."""
     sizes, starts, t0, s0 = [], [], 0, 0
     for (n, m), (target, source) in zip(graph.sizes, graph.starts, strict=True):
         own, seen = _overlap(targets, (t0, t0 + n)), _overlap(sources, (s0, s0 + m))
@@ -103,7 +101,7 @@ def _cut_sequences(
 
 
 def _overlap(a: Run, b: Run) -> Run:
-    """Intersect two runs; where that is nothing, an empty run within b."""
+    """Intersect two runs; if they do not overlap, return an empty run within b."""
     first = min(max(a[0], b[0]), b[1])
     return first, max(min(a[1], b[1]), first)
 
@@ -119,9 +117,9 @@ def section_of(
         case Section():
             t, s = whole.start, whole.source_start
             return section_of(whole.whole, start + t, stop + t, source_start + s, source_stop + s)
-        case Complete(targets, sources) if targets != sources:  # no table of offsets is lost
+        case Complete(targets, sources) if targets != sources:  # it has no table of offsets
             return Complete(stop - start, source_stop - source_start)
-        case Cycle(N, w) if w <= start < stop <= N - w:  # nothing goes round
+        case Cycle(N, w) if w <= start < stop <= N - w:  # no window wraps around
             return Section(Band(N, w, w, 1, self_loops=False), *cut)
         case Union(parts):
             return union_of([section_of(part, *cut) for part in parts])
@@ -131,22 +129,23 @@ def section_of(
 
 
 def _section_of_parts(whole: Parts, targets: Run, sources: Run) -> GraphStructure:
-    """Parts of which the outer ones are sections; one that is left alone stands for itself."""
-    kept = []
+    """Cut a batch to two runs; if only one part is left, return it without a batch."""
+    selected = []
     for part, t0, s0 in zip(whole.parts, whole.target_ptr, whole.source_ptr, strict=False):
         t = _overlap(targets, (t0, t0 + part.num_targets))
         s = _overlap(sources, (s0, s0 + part.num_sources))
         if t[0] < t[1] or s[0] < s[1]:
-            kept.append(section_of(part, t[0] - t0, t[1] - t0, s[0] - s0, s[1] - s0))
-    if not kept:
+            selected.append(section_of(part, t[0] - t0, t[1] - t0, s[0] - s0, s[1] - s0))
+    if not selected:
         return section_of(whole.parts[0], 0, 0, 0, 0)
-    return kept[0] if len(kept) == 1 else Parts(tuple(kept))
+    return selected[0] if len(selected) == 1 else Parts(tuple(selected))
 
 
 def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None:
-    """The shortest run that holds every source of targets start .. stop - 1; None: they see none.
+    """Find the shortest run that contains all sources of targets start .. stop - 1.
 
-    Without listing edges wherever a structure says enough.
+    The result is None if they see no sources. Edges are listed only for structures that give the
+    run in no other way.
 
     Example:
         >>> import graphattn as ga
@@ -182,7 +181,7 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
             return _joined(sources_seen(part, start, stop) for part in parts)
         case Parts():
             return _joined(
-                _moved(sources_seen(part, *_within(part, start - t0, stop - t0)), s0)
+                _shifted(sources_seen(part, *_within(part, start - t0, stop - t0)), s0)
                 for part, t0, s0 in zip(
                     structure.parts, structure.target_ptr, structure.source_ptr, strict=False
                 )
@@ -196,7 +195,7 @@ def _joined(runs: Iterable[Run | None]) -> Run | None:
     return (min(a for a, _ in found), max(b for _, b in found)) if found else None
 
 
-def _moved(run: Run | None, by: int) -> Run | None:
+def _shifted(run: Run | None, by: int) -> Run | None:
     return None if run is None else (run[0] + by, run[1] + by)
 
 
@@ -209,10 +208,11 @@ def _between(low: int | None, high: int | None) -> Run | None:
 
 
 def _lowest(band: Band, start: int, stop: int) -> int | None:
-    """The first source that some of these targets see.
+    """Find the first source that any of these targets sees; None if there is none.
 
-    Targets that have equally many hops before them are a run of `dilation`, of which the first sees
-    furthest back; and of two such runs the earlier, unless it sees nobody before it at all.
+    Targets with equally many hops before them form a run of `dilation` tokens, and the first of a
+    run sees the earliest source. The first two runs are enough: the first one sees the earliest
+    source, unless it has no hops before it.
     """
     step = band._stride
     before, after = band._reach(band.before), band._reach(band.after)
@@ -225,11 +225,11 @@ def _lowest(band: Band, start: int, stop: int) -> int | None:
             found.append(i - hops * step)
         elif after and i + step < band.num_tokens:
             found.append(i + step)
-    return min(found) if found else None  # torch.compile knows no default=
+    return min(found) if found else None  # torch.compile does not support min(default=)
 
 
 def _highest(band: Band, start: int, stop: int) -> int | None:
-    """The last one: the first in the mirror."""
+    """Find the last source that any of these targets sees: the first one of the reversed band."""
     N = band.num_tokens
     low = _lowest(band.transpose(), N - stop, N - start)
     return None if low is None else N - 1 - low
@@ -242,9 +242,11 @@ def _lowest_of_cycle(i: int, N: int, w: int) -> int:
 
 
 def _seen_in_section(section: Section, start: int, stop: int) -> tuple[Run | None] | None:
-    """The run in brackets; None where the section cuts it, so that its end may be seen by nobody.
+    """Return a tuple with the run of sources of a section; None if it is not known.
 
-    What the targets of an undilated band with self-loops see has no holes: it can be cut.
+    The run of the whole is cut to the section. If the cut changes it, the end of the run may be a
+    source that no target sees, and the result is None. This cannot happen in a complete graph, or
+    in an undilated band with self-loops, because their runs have no holes.
     """
     found = sources_seen(section.whole, start + section.start, stop + section.start)
     if found is None:
@@ -261,8 +263,9 @@ def _seen_in_section(section: Section, start: int, stop: int) -> tuple[Run | Non
 
 
 def _seen_on_grid(grid: Grid, start: int, stop: int) -> Run | None:
-    """Bound the cells that the windows of the first and the last few cells see: others see less
-    far.
+    """Find the run of cells that windows on a grid see.
+
+    Only the first and the last few targets are evaluated, because others do not see farther.
     """
     first, *others = [abs(dy) * grid.width + abs(dx) for dy, dx in grid._moves()]
     reach = max(first, *others, 0) + 1

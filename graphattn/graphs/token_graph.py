@@ -1,4 +1,4 @@
-"""TokenGraph: who talks to whom. The one data structure that passes between the parts."""
+"""TokenGraph, which says which tokens see which: the data structure that all parts share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.conversions.to_libraries import networkx_of, pyg_of, scipy_of
-from graphattn.graphs.edges.keeping import kept_for_training as kept_for_training
-from graphattn.graphs.edges.keeping import makes_fakes as makes_fakes
 from graphattn.graphs.edges.lists import sorted_edge_list
-from graphattn.graphs.edges.storage import HeldGraph
+from graphattn.graphs.edges.storage import StoredGraph
+from graphattn.graphs.edges.stored_values import kept_for_training as kept_for_training
+from graphattn.graphs.edges.stored_values import makes_fakes as makes_fakes
 from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.orders import reordered
 from graphattn.graphs.permutations import order_of_edges, permuted
@@ -24,23 +24,25 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data, HeteroData
 
 
-class TokenGraph(HeldGraph):
-    """Directed edges from source tokens j to target tokens i: target i looks at source j.
+class TokenGraph(StoredGraph):
+    """Directed edges from source tokens j to target tokens i; an edge means that i sees j.
 
-    Made by the builders (:func:`~graphattn.window_path_graph`, :func:`~graphattn.from_edge_index`,
-    ...), never by hand. Papers write an edge as a pair (i, j), the token that updates first; here
-    that pair is the column ``(j, i)`` of :attr:`edge_index`, PyG's ``source_to_target``.
+    Graphs are made by the builders (:func:`~graphattn.window_path_graph`,
+    :func:`~graphattn.from_edge_index`, ...), never by the constructor. Papers write an edge as a
+    pair (i, j), with the target first. Here it is the column ``(j, i)`` of :attr:`edge_index`,
+    which is PyG's ``source_to_target``.
 
-    A graph is held in one of three ways: by what is known of it in closed form
-    (:attr:`structure`), which costs O(1) to build; by a table of neighbours (:attr:`neighbors`); or
-    by its list of edges. In the first two the edges are listed when somebody first asks for them,
-    and kept. Edges are a set, sorted by target, then source; every per-edge value follows that
-    order. Graphs are immutable, pickle, copy and compare (``==``: the same sizes, edges and
-    positions).
+    A graph is stored in one of three ways: as a structure in closed form (:attr:`structure`), which
+    costs O(1) to build; as a table of neighbours (:attr:`neighbors`); or as a list of edges. In the
+    first two cases, the edges are listed at the first access to them, and then stored. Every edge
+    exists once, and edges are sorted by target, then source. All values per edge are in this order.
+    Graphs are immutable, and can be pickled, copied and compared: two graphs are equal (``==``) if
+    they have the same sizes, edges and positions.
 
-    On a CPU lists are held in 32 bits while there are less than 2^31 tokens and edges, and what
-    properties and methods return is int64, widened when it is asked for. Code that reads large
-    lists often takes :attr:`compact_edges` and the others of that name as they are held.
+    On a CPU, lists are stored as int32 if there are fewer than 2^31 tokens and edges. Properties
+    and methods return int64, which is converted at each access. Code that often reads large lists
+    can read :attr:`compact_edges`, :attr:`compact_rowptr`, :attr:`compact_neighbors` and
+    :meth:`compact_csr`, which are not converted.
 
     Example:
         >>> import graphattn as ga
@@ -53,26 +55,26 @@ class TokenGraph(HeldGraph):
     """
 
     def targets(self, start: int, stop: int) -> tuple[TokenGraph, range]:
-        """The rows start .. stop - 1 as a graph of their own, and the range of sources they see.
+        """Return the rows start .. stop - 1 as a new graph, and the range of sources they see.
 
-        For computation by rows: prefill in chunks, a halo of a shard, checkpointing of a few rows
-        at a time. Targets are numbered from 0 again, and so are sources, from the first of the
-        shortest run that holds all that these targets see. Positions stay those of this graph
-        (they restart in every sequence of a :func:`~graphattn.batch`, as before), and a structured
-        graph stays structured: no edge is listed for windows, blocks, causal and complete graphs,
-        grids, batches and unions of them. ``layer(x[start:stop], part, context=x[seen.start :
-        seen.stop])`` is rows start .. stop - 1 of ``layer(x, graph)``.
+        Use it to compute a few rows at a time: for a prompt in chunks, for a shard with its halo,
+        or for checkpointing. ``layer(x[start:stop], part, context=x[seen.start : seen.stop])`` are
+        the rows start .. stop - 1 of ``layer(x, graph)``. The sources of the new graph are the
+        shortest run that contains all sources that these targets see. Targets and sources are
+        numbered from 0 again, but have the same positions as in this graph. If this graph is
+        structured, so is the new one. For windows, blocks, causal and complete graphs, grids, and
+        batches and unions of these, no edge is listed.
 
         Args:
             start: the first target.
             stop: the target after the last one, start <= stop <= num_targets, as in ``range``.
 
         Returns:
-            The graph, with stop - start targets and len(seen) sources, and `seen`, a range of the
-            sources of this graph (``range(0, 0)`` where nobody is seen).
+            The graph `part`, with stop - start targets and len(seen) sources, and `seen`, a range
+            of the sources of this graph (``range(0, 0)`` if these targets see no source).
 
         Raises:
-            ValueError: for arguments out of range.
+            ValueError: if `start` or `stop` is out of range.
 
         Example:
             >>> import torch, graphattn as ga
@@ -117,61 +119,66 @@ class TokenGraph(HeldGraph):
     ) -> TokenGraph | tuple[TokenGraph, Tensor]:
         """Return this graph with its tokens numbered in another order.
 
-        Token ``permutation[i]`` of this graph is token i of the new one, so ``x[...,
-        permutation, :]`` are the tokens in the new order, and ``graph.permute(p).permute(
-        p.argsort())`` is this graph again. Positions travel with their tokens: the new
-        :attr:`positions` are ``graph.positions[permutation]``, and layers with ``rope=True`` or an
-        :class:`~graphattn.nn.OffsetBias` give what they gave. A layer that keeps the ``top_k`` of
-        what a token sees prefers the smaller index among equals, which is then another token.
+        Token ``permutation[i]`` of this graph is token i of the new one. So
+        ``x[..., permutation, :]`` are the tokens in the new order, and
+        ``graph.permute(p).permute(p.argsort())`` has the edges of this graph again. Every token
+        has the same position as before: the new :attr:`positions` are
+        ``graph.positions[permutation]``. So layers with ``rope=True`` or an
+        :class:`~graphattn.nn.OffsetBias` give the same results. The only exception is ``top_k``: of
+        sources with equal logits, it selects the one with the smaller index, which may now be
+        another token.
 
-        A table of neighbours stays one; any other graph becomes a list of edges, also one whose
-        structure was known. It is not :attr:`is_causal`, since a token's number no longer says when
-        it came; but :attr:`has_causal_part` stays, and ``update="energy"`` is refused as before.
+        If this graph stores a table of neighbours, so does the new one. Any other graph becomes a
+        list of edges, even if it was structured. :attr:`is_causal` is False in the new graph,
+        because a token's number is no longer its place in time. :attr:`has_causal_part` does not
+        change, so ``update="energy"`` raises an error for a causal graph, as before.
 
         Args:
-            permutation: integers [N], every token once and within its own part of a
-                :func:`~graphattn.batch`; a pair for targets [N] and sources [M] where these are
-                different tokens. (Layers then take both, as `x` and as `context`.)
-            return_edge_permutation: also return a LongTensor [E]: edge e of the new graph is edge
-                ``edges[e]`` of this one. Values of edges follow as ``edge_weight[edges]`` or
-                ``edge_bias[..., edges, :]``.
+            permutation: integers [N] with every token once; in a :func:`~graphattn.batch`, tokens
+                must stay within their part. If targets and sources are different tokens, it is a
+                pair for targets [N] and sources [M]. (Then permute both `x` and `context` of a
+                layer.)
+            return_edge_permutation: whether a LongTensor `edges` [E] is returned as well: edge e of
+                the new graph is edge ``edges[e]`` of this one. The values per edge of the new graph
+                are then ``edge_weight[edges]`` or ``edge_bias[..., edges, :]``.
 
         Raises:
-            ValueError: if it is not a permutation, or moves a token to another part of a batch.
+            ValueError: if `permutation` is not a permutation, or moves a token to another part of a
+                batch.
 
         Example:
             >>> import torch, graphattn as ga
             >>> graph = ga.from_edge_index(torch.tensor([[2, 0, 1], [0, 1, 2]]), num_targets=3)
-            >>> moved, edges = graph.permute(torch.tensor([2, 0, 1]), return_edge_permutation=True)
-            >>> moved.edge_index
+            >>> other, edges = graph.permute(torch.tensor([2, 0, 1]), return_edge_permutation=True)
+            >>> other.edge_index
             tensor([[2, 0, 1],
                     [0, 1, 2]])
-            >>> edges, moved.positions
+            >>> edges, other.positions
             (tensor([2, 0, 1]), tensor([2, 0, 1]))
         """
-        moved, edges = permuted(self, permutation)
+        graph, edges = permuted(self, permutation)
         if not return_edge_permutation:
-            return moved
-        return moved, order_of_edges(self, permutation) if edges is None else edges
+            return graph
+        return graph, order_of_edges(self, permutation) if edges is None else edges
 
     def reorder(self, points: Tensor | None = None) -> tuple[TokenGraph, Tensor]:
-        """The graph with its tokens in an order in which neighbours lie near in memory.
+        """Return this graph with its tokens in an order in which neighbours are near in memory.
 
-        Attention over a list of edges or a table of neighbours reads tokens where they lie, and is
-        faster when those that are read together lie together. What it computes does not change:
-        see :meth:`permute`, also for the values of edges.
+        Attention over a list of edges or a table of neighbours is faster if tokens that are read
+        together are near each other in memory. The order does not change what it computes;
+        :meth:`permute` says this in detail, and what to do with values per edge.
 
-        Without points it is the reverse Cuthill-McKee order of the edges, taken in both
-        directions, found on the host by scipy. A graph whose structure is known
-        (:attr:`structure`) is in good order already and comes back as it is. With points it is the
-        order in which a Hilbert curve meets them, faster to find and on the device of the points;
-        a structured graph becomes a list of edges then. Tokens stay in their own part of a
-        :func:`~graphattn.batch`, and their order depends on that part alone.
+        Without `points`, it is the reverse Cuthill-McKee order, for which every edge counts in both
+        directions. It is computed on the host by scipy. A structured graph (see :attr:`structure`)
+        is in a good order already, and is returned unchanged. With `points`, it is their order
+        along a Hilbert curve, which is faster to compute, on the device of the points. A structured
+        graph then becomes a list of edges. In a :func:`~graphattn.batch`, every part is ordered
+        separately.
 
         Args:
-            points: where the tokens are, floating-point [N, C] with C >= 1, all coordinates in one
-                unit. The first 8 coordinates count. Points in one place keep their order; those
-                holding NaN or infinity come last in their part.
+            points: coordinates of the tokens, floating-point [N, C] with C >= 1, all in the same
+                unit. Only the first 8 coordinates are used. Tokens at equal points stay in their
+                order; points with NaN or infinity are last in their part.
 
         Returns:
             The permuted graph, and the permutation, a LongTensor [N]: token ``order[i]`` of this
@@ -179,7 +186,7 @@ class TokenGraph(HeldGraph):
 
         Raises:
             ValueError: if targets and sources are different tokens (use :meth:`permute` with a pair
-                of orders); if there is not one point for every token.
+                of orders); if there is not exactly one point for every token.
 
         References:
             A. George, J. W. H. Liu (1981), Computer Solution of Large Sparse Positive Definite
@@ -200,10 +207,10 @@ class TokenGraph(HeldGraph):
     def _repr_html_(self) -> str:
         return graph_html(self)
 
-    # The ecosystem's own types.
+    # Conversions to the types of other libraries.
 
     def to_mask(self) -> Tensor:
-        """Bool tensor [N, M], True where target i sees source j (SDPA's ``attn_mask``)."""
+        """Return a bool tensor [N, M], True where target i sees source j (SDPA's ``attn_mask``)."""
         mask = torch.zeros(
             (self._num_targets, self._num_sources), dtype=torch.bool, device=self._device
         )
@@ -240,16 +247,16 @@ class TokenGraph(HeldGraph):
         edge_attr: Tensor | None = None,
         edge_weight: Tensor | None = None,
     ) -> Tensor | Data | HeteroData:
-        """PyG's ``EdgeIndex``, or its ``Data`` or ``HeteroData`` where there is more to hold.
+        """Convert to PyG's ``EdgeIndex``, or to a ``Data`` or ``HeteroData`` with more content.
 
-        The EdgeIndex has ``sort_order="col"``; any PyG layer takes it as `edge_index`. It holds
-        edges and sizes only: the borders of a :func:`~graphattn.batch`, and with them positions
-        that restart, are in :attr:`sizes` alone, and positions after :meth:`permute` in
-        :attr:`positions`. With values of edges comes a Data; with an edge
-        type a HeteroData of two kinds of nodes. Those of a batch are a PyG ``Batch`` of them, with
-        its borders and ``to_data_list()``. :func:`~graphattn.from_pyg` leads back to the same
-        edges and values, and from a ``Batch`` to the same borders; what is known of their structure
-        and causality stays behind.
+        Without arguments, the result is an EdgeIndex with ``sort_order="col"``, which any PyG layer
+        takes as `edge_index`. It has only the edges and the numbers of tokens. It does not have
+        :attr:`positions`, or the sizes of the parts of a :func:`~graphattn.batch`. With
+        `edge_attr` or `edge_weight`, the result is a Data. With `edge_type`, it is a HeteroData. If
+        the graph is a batch, it is then a PyG ``Batch``, which has the sizes of the parts and
+        ``to_data_list()``. :func:`~graphattn.from_pyg` converts back to a graph with the same
+        edges and values, and from a ``Batch`` with the same parts; but structure and causality are
+        lost.
 
         Args:
             edge_type: (source node type, relation, target node type).
@@ -257,9 +264,9 @@ class TokenGraph(HeldGraph):
             edge_weight: tensor [E] in that order.
 
         Raises:
-            ValueError: if `edge_type` is not three strings, or names one node type for sources and
-                targets that are not equally many; if `edge_attr` or `edge_weight` is not one entry
-                per edge; if a Data is asked for targets and sources that are not equally many.
+            ValueError: if `edge_type` is not three strings; if `edge_attr` or `edge_weight` does
+                not have one entry per edge; if targets and sources are not equally many, and
+                `edge_type` names only one node type, or is None although a Data is needed.
 
         Example:
             >>> import torch, graphattn as ga
@@ -273,14 +280,14 @@ class TokenGraph(HeldGraph):
         return pyg_of(self, edge_type, edge_attr, edge_weight)
 
     def to_networkx(self, edge_weight: Tensor | None = None) -> networkx.DiGraph:
-        """A networkx ``DiGraph`` with an edge j -> i for every source j of target i.
+        """Convert to a networkx ``DiGraph`` with an edge j -> i for every source j of target i.
 
-        The tokens of a square graph are nodes 0 .. N-1. A bipartite graph (N != M) has nodes
-        ``("target", i)`` and ``("source", j)`` instead.
+        If N = M, the tokens are nodes 0 .. N - 1. Otherwise, the nodes are ``("target", i)`` and
+        ``("source", j)``.
 
         Args:
-            edge_weight: tensor [E] in the order of :attr:`edge_index`, the edges' attribute
-                "weight", as networkx calls it.
+            edge_weight: tensor [E] in the order of :attr:`edge_index`; it becomes the attribute
+                "weight" of the edges.
 
         Example:
             >>> import torch, graphattn as ga
@@ -294,21 +301,24 @@ class TokenGraph(HeldGraph):
         return networkx_of(self, edge_weight)
 
     def to_scipy(self, edge_weight: Tensor | None = None) -> scipy.sparse.csr_array:
-        """Sparse ``A[source, target]`` [M, N] of ones, or of `edge_weight` [E]."""
+        """Convert to a sparse ``A[source, target]`` [M, N] with ones, or with `edge_weight` [E]."""
         return scipy_of(self, edge_weight)
 
 
-# A saved graph is numbers and tensors: `torch.load(path, weights_only=True)` may read it.
+# A saved graph has only numbers and tensors, so `torch.load(path, weights_only=True)` may read it.
 torch.serialization.add_safe_globals([TokenGraph, *KINDS])
 
 
 def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph:
-    """`graph` itself, or a TokenGraph of a raw edge_index / PyG EdgeIndex; sizes must agree."""
+    """Return `graph` as a TokenGraph, if it fits these numbers of tokens.
+
+    A tensor edge_index or a PyG EdgeIndex is converted.
+    """
     if isinstance(graph, TokenGraph):
         if (graph.num_targets, graph.num_sources) != (num_targets, num_sources):
             raise ValueError(
                 f"graph has {graph.num_targets} targets and {graph.num_sources} sources, "
-                f"but the tensors have {num_targets} and {num_sources}"
+                f"but the tensors have {num_targets} targets and {num_sources} sources"
             )
         return graph
     if isinstance(graph, Tensor):

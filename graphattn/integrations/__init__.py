@@ -1,7 +1,7 @@
-"""Plug-ins: token graphs inside other people's models.
+"""Plug-ins: token graphs inside models of other libraries.
 
 `graphattn.integrations.transformers` for Hugging Face's models, `graphattn.integrations.torch` for
-PyTorch's own attention modules. Each loads on first use, with what it plugs into.
+PyTorch's own attention modules. Each is imported on first use, together with that library.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["torch", "transformers"]
 
 
-if not TYPE_CHECKING:  # a type checker would believe that every name is there
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         if name in __all__:

@@ -1,4 +1,4 @@
-"""Checks of the arguments that all plug-ins have: `layers` and `graph`."""
+"""Checks of the arguments `layers` and `graph`, which all plug-ins have."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from graphattn.graphs.arguments import as_int
 
 
 def numbers_of_layers(layers: Any) -> set[int]:
-    """The numbers in `layers`, a number or several; whether a model has them is not asked here.
+    """Return the layer numbers in `layers`, without checking that the model has these layers.
 
-    Raises:
-        ValueError: for names and what else is no number.
+    Raises: ValueError: if one of them is not a number.
     """
     several = isinstance(layers, Iterable) and not isinstance(layers, str)
     try:
         return {as_int("layers", n, -(2**63)) for n in (layers if several else [layers])}
     except (ValueError, TypeError):
         raise ValueError(
-            f"layers must be numbers (a list or range) or None for all, got {layers!r}"
+            "layers must be a number, a list or range of numbers, or None for all layers, got "
+            f"{layers!r}"
         ) from None
 
 
 def check_takes_two(graph: Any) -> None:
-    """A function for `graph` must take (num_targets, num_sources).
+    """Check that a function for `graph` takes (num_targets, num_sources).
 
-    Raises:
-        ValueError: if its signature says that it does not; functions without one are believed.
+    Raises: ValueError: if its signature does not allow that. A function without a signature passes.
     """
     try:
         signature = inspect.signature(graph)

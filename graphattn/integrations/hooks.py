@@ -1,4 +1,4 @@
-"""Hooks of a module that another one takes the place of."""
+"""Move the hooks of a module to the module that replaces it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOOKS = (
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give the hooks of one module to another, with how they are to be called."""
+    """Move the hooks of one module to another, with their options."""
     for name in HOOKS:
         if name in vars(old):
             getattr(new, name).update(getattr(old, name))

@@ -1,4 +1,4 @@
-"""Whole models made of the layers."""
+"""Whole models, built from the layers of graphattn.nn."""
 
 from graphattn.models.encoder import SequenceEncoder
 from graphattn.models.language.causal_lm import CausalLM

@@ -17,28 +17,33 @@ from graphattn.nn import NoiseEmbedding, PreNormBlock
 from graphattn.nn.blocks.block import Activation, Norm, make_norm, zero_linear
 from graphattn.ops.dropout import as_share
 
-CONSENSUS = ("rank", "edge_hidden", "step_size", "edge_features")  # options of the model itself
+CONSENSUS = (
+    "rank",
+    "edge_hidden",
+    "step_size",
+    "edge_features",
+)  # arguments of the model, not of mixer_options
 
 
 class SequenceEncoder(TokenModel):
-    r"""Tokens in, logits per token out: embedding, pre-norm blocks, norm, linear head.
+    r"""An encoder from tokens to logits: embedding, pre-norm blocks, norm, linear head.
 
-    An encoder with the mixers that *Stabilizing Transformer Training Through Consensus* compares
-    (Section 5.1, Appendix E.1): ``mixer="dot"`` is its SA (all attention), "consensus" its SC, and
-    "mix" its MIX: the first half of the layers attention, the second half consensus.
+    It has the mixers that *Stabilizing Transformer Training Through Consensus* compares (Section
+    5.1, Appendix E.1): ``mixer="dot"`` is called SA there (attention in all layers), "consensus" is
+    SC, and "mix" is MIX (attention in the first half of the layers, consensus in the second half).
     Sliding-window attention (SW) is "dot-window".
 
-    With ``noise_dim=128, zero_head=True`` it is that paper's backbone for text and DNA, the one of
-    SEDD (Lou et al., 2024): an embedded noise level sets shift, scale and gate of both parts of
-    every block, and shift and scale before the head, all of which start at 0; and so does the head.
-    The parameter counts of Table 10 are not met, and cannot follow from its shapes: "What the
-    papers count" in the documentation has the arithmetic. The shapes are presets
+    With ``noise_dim=128, zero_head=True`` it is the backbone of that paper for text and DNA, which
+    is the one of SEDD (Lou et al., 2024). An embedded noise level sets shift, scale and gate of
+    both parts of every block, and shift and scale before the head. All of these start at 0, and so
+    does the head. The parameter counts differ from those of Table 10, which cannot follow from the
+    shapes given there: see "What the papers count" in the documentation. The shapes are presets
     (:func:`~graphattn.models.presets`), such as "consensus-text-54m".
 
-    Without a graph, layers work on the graphs that their mixers' names stand for, over the tokens
-    of each call: "dot", "vlt", "linear" and "gka" on the complete graph; "dot-window" and "krause"
-    on `window` tokens on each side and the token itself; "consensus" on the window-path graph of
-    `window` tokens on each side. ("krause" cuts nothing of that without
+    If a call gives no graph, the name of each mixer decides the graph over the tokens of the call:
+    "dot", "vlt", "linear" and "gka" on the complete graph; "dot-window" and "krause" on `window`
+    tokens on each side and the token itself; "consensus" on the window-path graph of `window`
+    tokens on each side. ("krause" averages all of these tokens unless you set
     ``mixer_options={"top_k": k}``.)
 
     Args:
@@ -51,48 +56,51 @@ class SequenceEncoder(TokenModel):
             "gka-consensus" or "krause-consensus"; or one entry per block: one of the first seven,
             or a layer of width `dim`, of :mod:`graphattn.nn` or your own (see
             :class:`~graphattn.nn.PreNormBlock`).
-        window: tokens on each side, in the layers' own graphs that have a window (paper: 2).
-        rank: of the consensus layers (paper: 4).
-        edge_hidden: of the consensus layers (paper: 256).
-        step_size: of the consensus layers, as in :class:`~graphattn.nn.SelfConsensus`; "auto" needs
-            ``rope=False`` or "isometric".
-        rope: rotary positions in all named layers; "isometric" where consensus layers should keep
+        window: tokens on each side, for the mixers with a window, if a call gives no graph (2 in
+            the paper).
+        rank: rank of the consensus layers (4 in the paper).
+        edge_hidden: hidden width of the edge networks of consensus layers (256 in the paper).
+        step_size: step size of the consensus layers, as in :class:`~graphattn.nn.SelfConsensus`;
+            "auto" needs ``rope=False`` or "isometric".
+        rope: whether all named layers use rotary positions; with "isometric", consensus layers keep
             their guarantees (other layers then use the usual rotation).
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
-        dropout: share of features zeroed after every layer and perceptron, in training.
-        edge_features: of the consensus layers: features of an edge that their networks see.
-        mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
-            takes those that it has, and one that no layer has is refused. A list holds one value
-            per block, as :func:`top_k_schedule` makes it.
-        noise_dim: width of the embedded noise level (SEDD: 128); None for a model without one.
-        zero_head: whether the head starts at 0, so that all tokens start as equally likely.
-        drop_path: share of sequences for which a part of the last block is left out, in training
-            (stochastic depth); it grows evenly from 0 in the first block.
+        dropout: share of the features that training sets to zero after every layer and perceptron.
+        edge_features: number of features of an edge that the networks of consensus layers read.
+        mixer_options: further options of the named layers, such as ``{"top_k": 8}``. Every layer
+            takes the options that it has; an option that no layer has is an error. A list contains
+            one value per block, as :func:`top_k_schedule` makes it.
+        noise_dim: width of the embedded noise level (128 in SEDD); None for a model without noise
+            levels.
+        zero_head: whether the head starts at 0, so that at first all tokens are equally likely.
+        drop_path: share of the sequences for which training leaves out a part of the last block
+            (stochastic depth). The share grows evenly from 0 in the first block.
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
-        activation: of the perceptrons: "gelu", or "relu2", the square of ReLU.
-        bias: whether perceptrons, norms and the head have biases, and the named layers, unless
-            `mixer_options` has a "bias" for those. The maps of the noise level always have some.
+        activation: activation of the perceptrons: "gelu", or "relu2", the square of ReLU.
+        bias: whether perceptrons, norms and the head have biases. It also holds for the named
+            layers, unless `mixer_options` contains "bias". The maps of the noise level always have
+            biases.
 
     Shapes:
         - **tokens**: integers [*, N]
-        - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); packed
-          sequences come as a :func:`~graphattn.batch`. Without one, the tokens of a call are one
-          sequence, packed ones too, and see each other
+        - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); for
+          packed sequences use :func:`~graphattn.batch`. Without a graph, all tokens of a row are
+          one sequence, even if you have packed several into it
         - **noise_level**: floating-point [*], numbers >= 0, one per sequence, or [*, N], one per
-          token, as packed sequences need it; required by a model with `noise_dim`, and by no other
-          (keyword)
+          token, which packed sequences need. Required if the model has `noise_dim`, not allowed
+          otherwise (keyword)
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
         - **edge_features**: [E, F] or [*, E, F] for all consensus layers that take them, in the
-          order of their graph's ``edge_index``; or one entry per block, None where a block takes
-          none (keyword)
-        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
-          [*, E, heads] over their graph, or a table [offsets, heads]; or one per block (a sequence
-          of `depth`), None where a block has none (keyword)
+          order of ``edge_index`` of their graph; or one entry per block, None for a block without
+          edge features (keyword)
+        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or [*,
+          E, heads] over their graph, or a table [offsets, heads]; or one entry per block (a
+          sequence of `depth`), None for a block without a bias (keyword)
         - **output**: [*, N, vocab_size]
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -148,7 +156,8 @@ class SequenceEncoder(TokenModel):
         options = as_options(mixer_options)
         if own := [name for name in CONSENSUS if name in options]:
             raise ValueError(
-                f"mixer_options must not hold {own[0]!r}, which is an argument of the model itself"
+                f"mixer_options must not contain {own[0]!r}: it is an argument of the model "
+                f"itself, {own[0]}="
             )
         entries = one_per_block(mixer, depth)
         if "consensus" in entries:
@@ -160,8 +169,9 @@ class SequenceEncoder(TokenModel):
             )
         elif as_int("edge_features", edge_features, 0):
             raise ValueError(
-                f"edge_features must be 0 in a model without consensus layers of its own making, "
-                f"got {edge_features}: a layer that comes as a module says how many it has"
+                "edge_features must be 0 in a model without consensus layers given by name, got "
+                f"{edge_features}: make a layer that you pass as a module with its own "
+                "edge_features="
             )
         if not bias and any("bias" in KINDS[e].options for e in entries if isinstance(e, str)):
             options.setdefault("bias", False)
@@ -198,14 +208,14 @@ class SequenceEncoder(TokenModel):
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` without `window` where no layer can ask for it."""
+        """Return `config` without `window` if no layer uses it."""
         mixer = config.get("mixer")
         entries = mixer if isinstance(mixer, list) else [mixer]
         never = [name for name, kind in KINDS.items() if kind.reach == "all"]
         return {**config, "window": None} if all(e in never for e in entries) else config
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         for part in (*self.blocks, self.norm, self.head):
             part.reset_parameters()
@@ -216,7 +226,7 @@ class SequenceEncoder(TokenModel):
             _set_to_zero(self.head_modulation)
 
     def graphs(self, num_tokens: int) -> list[TokenGraph]:
-        """The graph of every block where `forward` is given none.
+        """Return the graphs, one per block, that `forward` uses if no graph is given.
 
         Example:
             >>> import graphattn as ga
@@ -242,7 +252,7 @@ class SequenceEncoder(TokenModel):
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """The features before the head, [*, N, dim]."""
+        """Return the features before the head, [*, N, dim]."""
         tokens = self._readable(tokens, valid)
         condition = self._condition(noise_level, tokens, valid)
         x = self.run_blocks(
@@ -272,25 +282,27 @@ class SequenceEncoder(TokenModel):
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """Logits over the vocabulary for every token, [*, N, vocab_size]."""
+        """Return logits over the vocabulary for every token, [*, N, vocab_size]."""
         rare = {
             "noise_level": noise_level,
             "edge_bias": edge_bias,
             "edge_features": edge_features,
         }
-        # (An encode of somebody's subclass need not know what is not given.)
+        # A subclass may have an `encode` without these arguments, so pass only those that are
+        # given.
         given: dict[str, Any] = {name: x for name, x in rare.items() if x is not None}
         return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
 
     def _condition(
         self, noise_level: Tensor | None, tokens: Tensor, valid: Tensor | None
     ) -> Tensor | None:
-        """The embedded noise level, [*, noise_dim] or [*, N, noise_dim]; what padding has is 0."""
+        """Embed the noise level, [*, noise_dim] or [*, N, noise_dim]; that of padding is read as
+        0."""
         if self.noise is None:
             if noise_level is not None:
                 raise ValueError(
-                    "noise_level must be None in a model without noise_dim, "
-                    f"got {type(noise_level).__name__}"
+                    "noise_level must be None in a model made without noise_dim, got "
+                    f"{type(noise_level).__name__}"
                 )
             return None
         per_token = tokens.shape
@@ -318,20 +330,21 @@ class SequenceEncoder(TokenModel):
     def _check_steps(self) -> None:
         if self.noise_dim is not None:
             raise ValueError(
-                f"a model with noise_dim={self.noise_dim} cannot go token by token: the noise "
-                "level steers whole sequences. Call it with noise_level="
+                f"a model with noise_dim={self.noise_dim} cannot generate token by token, because "
+                "its noise level applies to whole sequences: call the model itself, with "
+                "noise_level="
             )
         super()._check_steps()
 
 
 def _check_noise(noise_level: Tensor) -> None:
-    """Values are read where that costs nothing: not on a GPU, in torch.func, or while tracing."""
+    """Check the values only where reading them is cheap: not on a GPU, in torch.func or tracing."""
     traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
     if noise_level.device.type == "cpu" and noise_level.numel() > 0 and not traced:
         wrong = ~((noise_level >= 0) & (noise_level < float("inf")))
         if wrong.any():
             raise ValueError(
-                "noise_level must be finite numbers >= 0 where tokens are real, got "
+                "noise_level must contain finite numbers >= 0 where tokens are real, got "
                 f"{noise_level[wrong][0].item()}"
             )
 

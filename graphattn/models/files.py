@@ -1,4 +1,4 @@
-"""Models and layers to files and back."""
+"""Save models and layers to files, and load them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from graphattn.nn.files import pretrained
 
 
 def save(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Write a model or layer into a folder, from which :func:`load` makes it again.
+    """Write a model or layer into a folder, from which :func:`load` can make it again.
 
-    Two files: ``model.safetensors``, the numbers, and ``config.json``, the class and the arguments
-    of its constructor. Weights that are one tensor under two names stay one. Also as the method
-    ``model.save_pretrained(directory)``.
+    It writes two files: ``model.safetensors`` contains the weights, ``config.json`` the class and
+        the arguments of its constructor. One tensor with two names stays one tensor. The method
+        ``model.save_pretrained(directory)`` does the same.
 
     Args:
         model: a layer of :mod:`graphattn.nn` or a model of :mod:`graphattn.models`.
-        directory: the folder; made if it is not there, and its two files replaced if they are.
+        directory: the folder. It is made if it does not exist; if it contains the two files, they
+            are replaced.
 
     Raises:
-        ValueError: for a `directory` that is a file, or would be called like one (``model.pt``).
-        ValueError: for a model that files alone cannot make again: another class, one that holds
-            modules of other classes, and one that has been rebuilt since its constructor made it.
+        ValueError: if `directory` is a file, or has the name of one (``model.pt``).
+        ValueError: if the model cannot be made again from files alone: it is not of graphattn, it
+            contains modules of other classes, or it has been changed since its constructor made it.
 
     Example:
         >>> import tempfile, torch, graphattn as ga
@@ -41,20 +42,21 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
 
 def load(directory: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Any:
-    """Make the model or layer that :func:`save` wrote, from its files alone.
+    """Make a model or layer from the files that :func:`save` wrote.
 
-    It comes with the dtype it was saved in, ready for inference (``model.eval()``). Only classes of
-    graphattn are made: nothing that a file says is executed, and nothing is downloaded. Also as the
-    class method ``ga.models.SequenceEncoder.from_pretrained(directory)``, which refuses files of
-    another class, and which a subclass of your own has too.
+    It has the dtype with which it was saved, and is in evaluation mode. Only classes of graphattn
+    are made: nothing in a file is executed, and nothing is downloaded. The class method
+    ``ga.models.SequenceEncoder.from_pretrained(directory)`` does the same, but raises an error if
+    the files are those of another class. A subclass of your own has this method, too.
 
     Args:
         directory: the folder.
-        device: where its parameters go.
+        device: device of the parameters.
 
     Raises:
-        FileNotFoundError: the folder or one of the files is not there.
-        ValueError: a file is broken, names no class of graphattn, or does not fit the other.
+        FileNotFoundError: if the folder or one of the files does not exist.
+        ValueError: if a file is broken, names no class of graphattn, or does not fit the other
+            file.
 
     Example:
         >>> import tempfile, graphattn as ga

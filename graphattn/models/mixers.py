@@ -1,8 +1,8 @@
-"""Layers by name: what mixes the tokens in every block of a model.
+"""Mixers by name: the layers that mix the tokens in the blocks of a model.
 
 A name stands for a layer of :mod:`graphattn.nn` with the width and heads of the model. Its further
-options come from one dict for the whole model, `mixer_options`: every layer takes those that its
-constructor has, and an option that no layer takes is refused.
+options come from `mixer_options`, one dict for the whole model. Every layer takes the options that
+its constructor has; an option that no layer takes is an error.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Kind:
 
     Attributes:
         layer: the class.
-        reach: which tokens are seen where nothing else is said: "all", those in a `window`, or the
-            few "near" ones of consensus.
-        fixed: arguments that the name stands for.
+        reach: which tokens are seen if no graph is given: "all", those in a `window`, or the few
+            "near" ones of consensus.
+        fixed: arguments of the layer that the name fixes.
     """
 
     layer: type[nn.Module]
@@ -48,7 +48,7 @@ class Kind:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The arguments of the layer that `mixer_options` may set."""
+        """Return the arguments of the layer that `mixer_options` may set."""
         names = inspect.signature(self.layer.__init__).parameters
         taken = {"self", "dim", "heads", "rope", "context_dim", "value_projection"}
         return tuple(name for name in names if name not in taken | {*dict(self.fixed)})
@@ -82,7 +82,7 @@ _ALSO_CALLED = {
 
 
 class Mixing(NamedTuple):
-    """The layer of a block, and which tokens it sees where nothing else is said."""
+    """The layer of a block, and which tokens it sees if no graph is given."""
 
     layer: nn.Module
     reach: Reach
@@ -98,26 +98,28 @@ def mixers(
     options: Mapping[str, Any] | None = None,
     causal: bool = False,
 ) -> Iterator[Mixing]:
-    """The layers of a model, one per block, made one after the other as they are taken.
+    """Yield the layers of a model, one per block; each is made when it is needed.
 
     Args:
         mixer: a name, or one entry per block: a name or a layer of width `dim`.
-        depth, dim, heads: of the model; a list or tuple of widths or heads holds one per block.
-        rope: of all named layers; "isometric" is for consensus, others then rotate as usual.
-        options: further arguments of the layers; a list or tuple holds one value per block.
-        causal: whether tokens see earlier ones alone; consensus then moves its targets alone.
+        depth, dim, heads: those of the model; a list or tuple of widths or heads contains one per
+            block.
+        rope: rotary positions of all named layers; "isometric" applies to consensus, other layers
+            then rotate as usual.
+        options: further arguments of the layers; a list or tuple contains one value per block.
+        causal: whether tokens see only earlier tokens; consensus then moves only targets.
 
     Raises:
-        ValueError: for an unknown name, layers that do not fit or come twice, and for an option
-            that no layer of the model takes.
+        ValueError: if a name is unknown, a layer does not fit or comes twice, or no layer of the
+            model takes an option.
     """
     entries = one_per_block(mixer, depth)
     options = as_options(options)
     if causal and "consensus" in entries:
         if options.get("update", "target") != "target":
             raise ValueError(
-                f"update must be 'target' in a causal model, got {options['update']!r}: 'energy' "
-                "moves earlier tokens by later ones"
+                f"update must be 'target' in a causal model, got {options['update']!r}, which lets "
+                "later tokens change earlier ones"
             )
         options["update"] = "target"
     _check_options(options, entries)
@@ -131,7 +133,7 @@ def mixers(
 
 
 def as_options(options: Any) -> dict[str, Any]:
-    """`mixer_options` as a dict of one's own."""
+    """Return a copy of `mixer_options` as a dict."""
     if options is None:
         return {}
     if not isinstance(options, Mapping):
@@ -143,7 +145,7 @@ def as_options(options: Any) -> dict[str, Any]:
 
 
 def _numbers(name: str, given: Any, depth: int) -> list[int]:
-    """One number per block, from one for all or as many as there are blocks."""
+    """Return one number per block, from one for all blocks or a list with one per block."""
     if not isinstance(given, list | tuple):
         return [as_int(name, given, 1)] * depth
     if len(given) != depth:
@@ -159,7 +161,7 @@ def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[st
 
 
 def one_per_block(mixer: Any, depth: int) -> list[Any]:
-    """The mixer of every block, from its short form."""
+    """Return the mixer of every block, from the short form of `mixer`."""
     if not isinstance(mixer, list | tuple | nn.ModuleList):
         if isinstance(mixer, str) and mixer in HALVES:
             first, second = HALVES[mixer]
@@ -167,17 +169,21 @@ def one_per_block(mixer: Any, depth: int) -> list[Any]:
         _check_entry(mixer, NAMES)
         if isinstance(mixer, nn.Module) and depth > 1:
             raise ValueError(
-                f"mixer must hold one layer per block ({depth}), got one "
-                f"{type(mixer).__name__}: blocks would share its weights"
+                f"mixer must be a list with one layer per block ({depth}), got one "
+                f"{type(mixer).__name__}, whose weights all blocks would share: give a list of "
+                f"{depth} layers"
             )
         return [mixer] * depth
     if len(mixer) != depth:
-        raise ValueError(f"mixer must hold one entry per block ({depth}), got {len(mixer)}")
+        raise ValueError(f"mixer must have one entry per block ({depth}), got {len(mixer)}")
     for entry in mixer:
         _check_entry(entry, tuple(KINDS))
     layers = [entry for entry in mixer if isinstance(entry, nn.Module)]
     if len(set(map(id, layers))) < len(layers):
-        raise ValueError("mixer must hold every layer once: blocks would share its weights")
+        raise ValueError(
+            "mixer must not contain the same layer twice, because blocks would share its weights: "
+            "make one layer per block"
+        )
     return list(mixer)
 
 
@@ -188,15 +194,15 @@ def _check_entry(entry: Any, names: tuple[str, ...]) -> None:
         got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
         near = did_you_mean(entry, names, {k: v for k, v in _ALSO_CALLED.items() if v in names})
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, names))}, or a list of layers, one per "
-            f"block, each called with one sequence, got {got}{near}{_of_class(entry)}"
+            f"mixer must be one of {', '.join(map(repr, names))}, or a list with one layer per "
+            f"block, each for one sequence, got {got}{near}{_of_class(entry)}"
         )
 
 
 def _of_class(entry: Any) -> str:
     if not isinstance(entry, type):
         return ""
-    return f"; of a class of yours, give layers: [{entry.__name__}(...) for _ in range(depth)]"
+    return f"; for your own class, give its layers: [{entry.__name__}(...) for _ in range(depth)]"
 
 
 def _check_options(options: dict[str, Any], entries: list[Any]) -> None:
@@ -205,7 +211,7 @@ def _check_options(options: dict[str, Any], entries: list[Any]) -> None:
         if not isinstance(option, str) or not any(option in KINDS[n].options for n in named):
             takes = "; ".join(f"{name!r} takes {', '.join(KINDS[name].options)}" for name in named)
             raise ValueError(
-                f"mixer_options must hold options of the model's mixers, got {option!r}: "
+                f"mixer_options must contain options of the model's mixers, got {option!r}: "
                 f"{takes or 'layers that were given as modules take none'}"
             )
 
@@ -233,14 +239,14 @@ def _layer(
         width = getattr(entry, "dim", dim)
         if width != dim:
             raise ValueError(
-                f"mixer must hold layers of width dim = {dim}, got a {type(entry).__name__} of "
+                f"mixer must contain layers of width dim = {dim}, got a {type(entry).__name__} of "
                 f"width {width}"
             )
         context = getattr(entry, "context_dim", dim)
         if context not in (dim, None):
             raise ValueError(
-                f"mixer must hold layers on one track, got a {type(entry).__name__} that looks at "
-                f"a context of width {context} (dim is {dim})"
+                f"mixer must contain layers that read one sequence, got a {type(entry).__name__} "
+                f"that reads a context of width {context} (dim is {dim})"
             )
         found: nn.Module = entry
         return found
@@ -269,7 +275,7 @@ def _of_block(name: str, value: Any, place: int, depth: int) -> Any:
 def top_k_schedule(first: int, last: int, depth: int) -> list[int]:
     """Numbers of neighbours that grow or shrink evenly over the blocks of a model.
 
-    ``round(linspace(first, last, depth))``, as vision models of Krause attention have it (Krause
+    ``round(linspace(first, last, depth))``, as in the vision models of Krause attention (Krause
     Synchronization Transformers: from 2 to 4, or from 8 to 16).
 
     Args:
@@ -278,7 +284,7 @@ def top_k_schedule(first: int, last: int, depth: int) -> list[int]:
         depth: number of blocks, at least 1.
 
     Raises:
-        ValueError: for numbers below 1.
+        ValueError: if a number is below 1.
 
     Example:
         >>> import graphattn as ga

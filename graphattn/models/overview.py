@@ -16,7 +16,7 @@ from graphattn.nn.files.config import Configured
 
 
 class LayerRow(NamedTuple):
-    """Layers that are alike: the same kind of mixer over the same graph."""
+    """Layers with the same kind of mixer over the same graph."""
 
     layers: tuple[int, ...]
     mixer: str
@@ -25,7 +25,7 @@ class LayerRow(NamedTuple):
 
     @property
     def numbers(self) -> str:
-        """The numbers of the layers, from 0, runs of them shortened."""
+        """Return the numbers of the layers, from 0, with ranges such as 0-3."""
         runs: list[list[int]] = []
         for number in self.layers:
             if runs and number == runs[-1][-1] + 1:
@@ -46,10 +46,10 @@ def layer_rows(
     """List the graphs of a model's layers.
 
     Args:
-        model: with a list of blocks, `blocks`, that have a `mixer` each.
+        model: a model with a list `blocks`, each with a `mixer`.
         graphs: one per block, in their order.
-        each: whether every layer gets a row of its own, alike or not.
-        own: whether the model has made the graphs, and so knows what their edges are.
+        each: whether every layer gets its own row, even if it is equal to others.
+        own: whether the model has made the graphs, so that it can name their edges.
     """
     blocks: Any = model.blocks
     rows: list[LayerRow] = []
@@ -67,9 +67,7 @@ def layer_rows(
 
 
 def neighborhood(model: nn.Module) -> str | None:
-    """Describe the edges that a model of proteins lists where it is given a structure; None of
-    other models.
-    """
+    """Describe the edges that a protein model makes from a structure; None for other models."""
     if not isinstance(model, ProteinModel):
         return None
     parts = ((model.neighbors, "nearest"), (model.window, "along the chain"))
@@ -77,25 +75,25 @@ def neighborhood(model: nn.Module) -> str | None:
 
 
 def _are_alike(graph: TokenGraph, other: TokenGraph) -> bool:
-    """Whether two graphs have the same edges, of which none is listed where structures tell."""
+    """Return whether two graphs have the same edges, without listing them if possible."""
     if graph.structure is not None and other.structure is not None:
         return graph.structure == other.structure
     return graph is other or graph == other
 
 
 def mixer_name(layer: nn.Module) -> str:
-    """The name that `mixer` has for a layer, or its class."""
+    """Return the name of a layer in `mixer`, or its class."""
     config: Any = layer.config if isinstance(layer, Configured) else {}
     names = [
         name
         for name, kind in KINDS.items()
         if type(layer) is kind.layer and all(config.get(key) == value for key, value in kind.fixed)
     ]
-    # Of names of one class the one that says most; "dot" for "dot-window", whose graph says more.
+    # Use the most specific name of a class, but "dot" for "dot-window": the graph shows the window.
     return max(names, key=lambda name: len(KINDS[name].fixed), default=type(layer).__name__)
 
 
 def takes_num_tokens(model: nn.Module) -> bool:
-    """Whether `model.graphs` asks for a number of tokens: images have the tokens that they have."""
+    """Return whether `model.graphs` needs a number of tokens; models of images do not."""
     graphs: Any = model.graphs
     return "num_tokens" in inspect.signature(graphs).parameters

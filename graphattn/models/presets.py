@@ -1,4 +1,4 @@
-"""Models by name: the papers' shapes, and small ones for a laptop."""
+"""Model presets: the shapes of the papers, and small ones for a laptop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Preset:
 
     Attributes:
         model: name of the class, in :mod:`graphattn.models`.
-        arguments: of its constructor.
-        about: one line: what it is for, and where the shapes are from.
-        of_mixer: further arguments that a mixer comes with, by its name.
+        arguments: arguments of its constructor.
+        about: one line about its use and the source of its shape.
+        of_mixer: further arguments for a mixer, by the name of the mixer.
 
     Example:
         >>> import graphattn as ga
@@ -32,8 +32,9 @@ class Preset:
 
 
 # The language model of the GKA paper, Section 5 (nanochat's of depth 20): no biases, norms without
-# weights, head and embedding apart. Its value embeddings, a logit softcap and the norm of queries
-# and keys in the baseline are nanochat's, not the paper's, and are not here.
+# weights, separate head and embedding. Its value embeddings, a logit softcap and the norm of
+# queries # and keys in the baseline belong to nanochat, not to the paper, and are not implemented
+# here.
 _DEPTH_20: dict[str, Any] = {
     "vocab_size": 32_768,
     "dim": 1280,
@@ -57,10 +58,11 @@ _PRESETS: dict[str, Preset] = {
     "nanochat-d20": Preset(
         "CausalLM",
         {**_DEPTH_20, "mixer": "dot"},
-        "its baseline, 477.1 M parameters; the paper's has 419.4 M value embeddings more (Table 8)",
+        "baseline of the GKA paper, 477.1 M parameters; the one in Table 8 has 419.4 M more "
+        "(value embeddings)",
     ),
-    # Krause's image models. The paper does not say how many heads, nor how positions are told:
-    # heads of 32 and 64 features and rotary positions are a choice.
+    # Image models of the Krause paper. It does not give the number of heads or the positional
+    # encoding: # heads of 32 and 64 features and rotary positions are our choice.
     "krause-mnist": Preset(
         "CausalLM",
         {
@@ -166,7 +168,7 @@ _PRESETS["digits"] = Preset(
         "heads": 4,
         "mlp_ratio": 2.0,
     },
-    "a laptop's first vision model: the 8 x 8 digits of scikit-learn",
+    "small vision model for a laptop: the 8 x 8 digits of scikit-learn",
     _of_vision_mixers(radius=1, krause={"top_k": [2, 3, 4], "init_sigma": 2.5}),
 )
 
@@ -200,14 +202,14 @@ _PRESETS |= {
 }
 
 _TEXT = 50_257 + 1  # GPT-2's tokens and a mask
-_DNA = 5 + 1  # those of data.NucleotideTokenizer (A, C, G, T, N) and a mask
-_PROTEIN = 21 + 1  # those of data.ProteinTokenizer (20 amino acids, X) and a mask
+_DNA = 5 + 1  # tokens of data.NucleotideTokenizer (A, C, G, T, N) and a mask
+_PROTEIN = 21 + 1  # tokens of data.ProteinTokenizer (20 amino acids, X) and a mask
 
 
 def _table_10(
     vocab_size: int, depth: int, heads: int, dim: int, about: str, *, noise: bool
 ) -> Preset:
-    """A shape of Stabilizing Transformer Training Through Consensus, with its MIX."""
+    """Make a shape of Stabilizing Transformer Training Through Consensus, with its MIX."""
     arguments = {
         "vocab_size": vocab_size,
         "dim": dim,
@@ -226,8 +228,8 @@ def _table_10(
 
 _PRESETS |= {
     # SequenceEncoder: the text, DNA and protein models of Stabilizing Transformer Training Through
-    # Consensus, Table 10. Their names have its totals, which do not follow from its shapes
-    # (docs/counts.md).
+    # Consensus, Table 10. Their names contain its parameter counts, which do not follow from its
+    # shapes # (docs/counts.md).
     "consensus-text-54m": _table_10(
         _TEXT, 6, 6, 384,
         "text for diffusion, GPT-2's vocabulary: 51.2 / 53.0 / 52.1 M parameters with dot / "
@@ -342,12 +344,12 @@ def presets() -> dict[str, Preset]:
 
 
 def preset(name: str, model: str, mixer: Any = None) -> dict[str, Any]:
-    """The arguments of a preset of one class of models, with what a mixer comes with."""
+    """Return the arguments of a preset of one model class, with those for the mixer."""
     own = tuple(key for key, found in _PRESETS.items() if found.model == model)
     if name in _PRESETS and name not in own:
         raise ValueError(
-            f"name must be a preset of {model}, got {name!r}, which is a preset of "
-            f"{_PRESETS[name].model}; this class has {', '.join(own) or 'none'}"
+            f"name must be a preset of {model} ({', '.join(own) or 'it has none'}), got {name!r}, "
+            f"which is a preset of {_PRESETS[name].model}"
         )
     as_choice("name", name, own)
     found = _PRESETS[name]

@@ -22,11 +22,11 @@ Graphs = TokenGraph | Sequence[TokenGraph] | None
 
 
 class BlockStack(Configured, nn.Module):
-    """A model made of :class:`~graphattn.nn.PreNormBlock`, one mixer each; subclasses say of what.
+    """A model made of :class:`~graphattn.nn.PreNormBlock`, one mixer each; subclasses add the rest.
 
     Attributes:
         blocks: the blocks, an `nn.ModuleList`.
-        supports_gradient_checkpointing: True, as transformers' Trainer asks.
+        supports_gradient_checkpointing: True; transformers' Trainer reads it.
     """
 
     supports_gradient_checkpointing: ClassVar = True
@@ -34,23 +34,23 @@ class BlockStack(Configured, nn.Module):
     _checkpointing: dict[str, Any] | None = None
 
     def graphs(self, *args: Any, **kwargs: Any) -> list[TokenGraph]:
-        """The graph of every block where `forward` is given none."""
+        """Return the graphs, one per block, that `forward` uses if no graph is given."""
         raise NotImplementedError
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
-        """A new model, with random weights, of the shapes that a name stands for.
+        """Make a model with random weights and the shape of a preset.
 
         Args:
             name: one of :func:`graphattn.models.presets`.
-            changes: arguments of the constructor that replace those of the preset. A `mixer` brings
-                along what the preset holds for it, such as windows, and keeps those of its
-                `mixer_options` that it has. A `depth` has the preset's schedule of `top_k` run
-                from its first to its last number over so many blocks.
+            changes: arguments of the constructor that replace those of the preset. With `mixer`,
+                the preset's arguments for that mixer apply, such as windows, and those
+                `mixer_options` of the preset that the mixer has. With `depth`, the preset's
+                schedule of `top_k` goes from its first to its last number over that many blocks.
 
         Raises:
-            ValueError: for an unknown name, or one of another class.
-            TypeError: for an argument that the class does not have.
+            ValueError: if the name is unknown, or belongs to another class.
+            TypeError: if the class does not have an argument.
         """
         arguments = {**preset(name, cls.__name__, changes.get("mixer")), **changes}
         if "mixer" in changes and "mixer_options" in arguments and "mixer_options" not in changes:
@@ -63,7 +63,7 @@ class BlockStack(Configured, nn.Module):
 
     @classmethod
     def advice(cls, name: str) -> str | None:
-        """Advise on an argument that the model does not have: an option of mixers."""
+        """Return advice on an argument that only mixers or other models have, or None."""
         takes = [mixer for mixer, kind in KINDS.items() if name in kind.options]
         if takes and "mixer_options" in inspect.signature(cls.__init__).parameters:
             mixers = " and ".join(filter(None, (", ".join(map(repr, takes[:-1])), repr(takes[-1]))))
@@ -76,10 +76,10 @@ class BlockStack(Configured, nn.Module):
         return f"it is an argument of {' and '.join(models)}" if models else None
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """Return the number of parameters; a parameter of two names counts once.
+        """Return the number of parameters; a parameter with two names counts once.
 
         Args:
-            only_trainable: whether those without gradients are left out.
+            only_trainable: whether to count only parameters that require gradients.
         """
         wanted = (p for p in self.parameters() if p.requires_grad or not only_trainable)
         return sum(p.numel() for p in wanted)
@@ -87,16 +87,16 @@ class BlockStack(Configured, nn.Module):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Compute the blocks a second time in the backward pass, instead of keeping activations.
+        """Compute the blocks a second time in the backward pass, instead of storing activations.
 
         Args:
-            gradient_checkpointing_kwargs: for :func:`torch.utils.checkpoint.checkpoint`;
+            gradient_checkpointing_kwargs: arguments of :func:`torch.utils.checkpoint.checkpoint`;
                 ``{"use_reentrant": False}`` if None.
         """
         self._checkpointing = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep all activations for the backward pass again."""
+        """Store all activations for the backward pass again."""
         self._checkpointing = None
 
     @property
@@ -104,10 +104,11 @@ class BlockStack(Configured, nn.Module):
         """Whether blocks are computed a second time in the backward pass."""
         return self._checkpointing is not None
 
-    # What subclasses call.
+    # Methods for subclasses.
 
     def graph_of_blocks(self, graph: Graphs, *args: Any, **kwargs: Any) -> Sequence[TokenGraph]:
-        """One graph per block from what a call was given: None, one for all, or one per block."""
+        """Return one graph per block from the `graph` of a call: None, one for all, or one per
+        block."""
         if graph is None:
             return self.graphs(*args, **kwargs)
         if not isinstance(graph, list | tuple):
@@ -127,14 +128,14 @@ class BlockStack(Configured, nn.Module):
         of_edges: dict[str, Any] | None = None,
         **given: Any,
     ) -> Tensor:
-        """All blocks, one after the other.
+        """Run all blocks, one after the other.
 
         Args:
             x: [*, N, dim].
             graphs: one per block.
-            of_edges: what only some mixers take, by its name in their call: one tensor for all of
-                those, or one entry per block.
-            given: further arguments of every block; those that are None are left out.
+            of_edges: keyword arguments that only some mixers take: one tensor for all of those, or
+                one entry per block.
+            given: further arguments of every block; None values are left out.
         """
         given = {name: value for name, value in given.items() if value is not None}
         for block, own, edges in zip(
@@ -144,12 +145,13 @@ class BlockStack(Configured, nn.Module):
         return x
 
     def run_block(self, block: nn.Module, x: Tensor, graph: TokenGraph, **given: Any) -> Tensor:
-        """One block, computed again in the backward pass where that was asked for."""
+        """Run one block, with gradient checkpointing if it is enabled."""
         if self._checkpointing is None or not (self.training and torch.is_grad_enabled()):
             out: Tensor = block(x, graph, **given)
             return out
 
-        # A reentrant checkpoint gives gradients to its arguments, and only if one wants some.
+        # A reentrant checkpoint computes gradients only if one of its tensor arguments requires
+        # them.
         learned = {
             name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad
         }
@@ -163,7 +165,8 @@ class BlockStack(Configured, nn.Module):
         return found
 
     def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the edge features of every block: one for all that take it, or one per block."""
+        """Return the edge arguments of every block, from one for all that take it or one per
+        block."""
         given: list[dict[str, Any]] = [{} for _ in self.blocks]
         for name, tensors in of_edges.items():
             if tensors is None:
@@ -190,7 +193,7 @@ class BlockStack(Configured, nn.Module):
 
 
 def _over_depth(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`mixer_options` whose schedule of top_k, where there is one, is as long as the model."""
+    """Return arguments whose schedule of top_k, if there is one, has one value per block."""
     options = dict(arguments.get("mixer_options") or {})
     schedule, depth = options.get("top_k"), arguments["depth"]
     if not isinstance(schedule, list | tuple):
@@ -200,7 +203,7 @@ def _over_depth(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _takes_edge_bias(mixer: nn.Module) -> bool:
-    """Attention layers do, and modules of somebody else that have the keyword."""
+    """Return whether a mixer takes edge_bias: attention layers, and modules with that keyword."""
     if isinstance(mixer, GraphAttention):
         return True
     if isinstance(mixer, GraphLayer):
@@ -209,12 +212,12 @@ def _takes_edge_bias(mixer: nn.Module) -> bool:
 
 
 def _takes_edge_features(mixer: nn.Module) -> bool:
-    """Consensus layers do that were made for some."""
+    """Return whether a mixer takes edge_features: consensus layers made with edge_features > 0."""
     width = getattr(mixer, "edge_features", None)
     return isinstance(width, int) and width > 0
 
 
-OF_EDGES = {  # which layers take it, and what they are called
+OF_EDGES = {  # argument: (which layers take it, how messages describe them)
     "edge_bias": (_takes_edge_bias, "attention layers"),
     "edge_features": (_takes_edge_features, "consensus layers made with edge_features > 0"),
 }

@@ -28,7 +28,7 @@ class TokenModel(BlockStack):
     norm: nn.Module
     head: nn.Linear
 
-    # Token by token.
+    # Generation, token by token.
 
     def init_cache(
         self,
@@ -39,28 +39,28 @@ class TokenModel(BlockStack):
         device: torch.device | str | None = None,
         rollback: int = 0,
     ) -> ModelCache:
-        """An empty cache for :meth:`step`, with one of every block in it.
+        """Make an empty cache for :meth:`step`, with one layer cache per block.
 
         Args:
-            batch: the leading dimensions of the tokens to come; () for a single text.
+            batch: the leading dimensions of the tokens that will follow; () for a single text.
             window: how many tokens each token sees, itself included, as in
-                :func:`~graphattn.causal_window_graph`; None for all before it; or a list with one
-                of these per block.
-            dtype, device: of what is kept; the model's own if None.
-            rollback: how many of the newest tokens ``cache.truncate`` can take back at any time.
+                :func:`~graphattn.causal_window_graph`; None for all earlier tokens; or a list with
+                one of these per block.
+            dtype, device: dtype and device of the stored tensors; None takes the model's own.
+            rollback: how many of the newest tokens ``cache.truncate`` can remove at any time.
 
         Raises:
-            ValueError: names the block and its mixer that cannot go token by token and what it
-                needs, such as ``SelfConsensus(update="target")`` in the place of "consensus"; for
-                arguments out of range; and where a subclass has replaced `forward` or `encode`
-                alone.
+            ValueError: if the mixer of a block cannot generate token by token (the message says
+                what to use instead, such as ``SelfConsensus(update="target")`` for "consensus"), if
+                an argument is out of range, or if a subclass has replaced `forward` or `encode` but
+                not the steps.
         """
         self._check_steps()
         windows = window if isinstance(window, list | tuple) else [window] * len(self.blocks)
         if len(windows) != len(self.blocks):
             raise ValueError(
-                f"window must be one for all, or one per block ({len(self.blocks)}), "
-                f"got {len(windows)}"
+                "window must be one number for all blocks, or a list with one per block "
+                f"({len(self.blocks)}), got {len(windows)}"
             )
         caches = []
         for place, (block, own) in enumerate(zip(self._stack(), windows, strict=True)):
@@ -80,12 +80,12 @@ class TokenModel(BlockStack):
         valid: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token, or of the next few, which the cache then holds too.
+        """Read the next token, or the next n, into the cache, and return their logits.
 
-        T steps give what one forward over all T tokens gives in evaluation mode on the graphs
-        ``causal_window_graph(T, window)`` of the windows that the cache was made with
-        (``causal_graph(T)`` for None), to rounding. Not on the graphs that `forward` chooses by
-        itself, which see later tokens. There is no gradient: `forward` is for training.
+        T steps give the same logits as one call of `forward` over all T tokens in evaluation mode,
+        up to rounding, with the graphs ``causal_window_graph(T, window)`` for the windows of the
+        cache (``causal_graph(T)`` for None). They differ from a call without graphs, in which
+        tokens also see later ones. A step computes no gradients; use `forward` for training.
 
         Args:
             tokens: integers [*], the next of every text, or [*, n], the next n; * is the batch of
@@ -93,14 +93,15 @@ class TokenModel(BlockStack):
             cache: from this model's :meth:`init_cache`; updated in place.
             valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
                 others of its batch is padded on the left.
-            positions: [*] (or [*, n]), where tokens stand for rotary embeddings; counted from 0 by
-                the cache if None.
+            positions: [*] (or [*, n]), positions of the tokens for rotary embeddings. If None, the
+                cache counts them from 0.
 
         Returns:
             [*, vocab_size] or [*, n, vocab_size].
 
         Raises:
-            ValueError: as :meth:`init_cache`, and for what does not fit the model or the cache.
+            ValueError: for the same reasons as :meth:`init_cache`, and if an argument does not fit
+                the model or the cache.
 
         Example:
             >>> import torch, graphattn as ga
@@ -124,30 +125,30 @@ class TokenModel(BlockStack):
         valid: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The features of :meth:`step` before the head, [*, dim] or [*, n, dim].
+        """Make a step and return the features before the head, [*, dim] or [*, n, dim].
 
-        Of a prompt, the head is often wanted of the last token alone.
+        Use it for prompts: often only the last token needs the head.
         """
         self._check_steps()
         if not isinstance(cache, ModelCache) or len(cache) != len(self.blocks):
             got = f"one of {len(cache)}" if isinstance(cache, ModelCache) else type(cache).__name__
             raise ValueError(
-                f"cache must be a ModelCache of {len(self.blocks)} layers, from init_cache, "
+                f"cache must be a ModelCache with {len(self.blocks)} layers, made by init_cache, "
                 f"got {got}"
             )
-        batch, _ = cache.batch, cache.position  # both refuse a cache that was broken off
+        batch, _ = cache.batch, cache.position  # both raise an error if a step was interrupted
         single = isinstance(tokens, Tensor) and tokens.shape == batch
         if isinstance(tokens, Tensor) and not single and tokens.shape[:-1] != batch:
             raise ValueError(
-                f"tokens must have shape {list(batch)} (one of every text) or "
-                f"[{', '.join(map(str, [*batch, 'n']))}] with a cache of batch {list(batch)}, "
-                f"got {list(tokens.shape)}"
+                f"tokens must have shape {list(batch)} (one per text) or "
+                f"[{', '.join(map(str, [*batch, 'n']))}] (n per text), because the cache has batch "
+                f"{list(batch)}, got {list(tokens.shape)}"
             )
         if single:
             tokens = tokens.unsqueeze(-1)
             if isinstance(positions, Tensor):
                 positions = positions.unsqueeze(-1)
-        # All is checked before the first layer goes on, so that they stay together.
+        # Check everything before the first layer changes its cache, so that all caches stay equal.
         n = tokens.shape[-1] if isinstance(tokens, Tensor) else 0
         valid = step_mask(valid, batch, None if single else n, self.embedding.weight.device)
         tokens = self._readable(tokens, valid)
@@ -160,20 +161,20 @@ class TokenModel(BlockStack):
         return x.squeeze(-2) if single else x
 
     def _stack(self) -> Iterable[Any]:
-        """The blocks, which are PreNormBlocks or have what those have."""
+        """Return the blocks, which are PreNormBlocks or have the same methods."""
         return self.blocks
 
     def _check_steps(self) -> None:
-        """Steps run neither `forward` nor `encode`: refuse where those were replaced."""
+        """Raise an error if `forward` or `encode` was replaced, because steps run neither."""
         names = ("forward", "encode")
         if replaced := replaced_beside(self, names, ("step", "encode_step")):
             raise ValueError(
-                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
-                "not give what forward gives: override step, too"
+                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so its "
+                "outputs would differ from those of forward: override step, too"
             )
 
     def _readable(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """The tokens, checked; padding may hold any number and is set to 0."""
+        """Check the tokens, and set padding, which may contain any number, to 0."""
         if (
             not isinstance(tokens, Tensor)
             or tokens.dim() < 1
@@ -191,7 +192,8 @@ class TokenModel(BlockStack):
             N = tokens.shape[-1]
             check_valid(valid, tokens.shape[:-1], tokens.device, N, N)
             tokens = tokens.masked_fill(~valid, 0)
-        # Values are read where that costs nothing: not on a GPU, in torch.func, or while tracing.
+        # Check values only where reading them is cheap: not on a GPU, in torch.func or while
+        # tracing.
         traced = (
             torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
         )

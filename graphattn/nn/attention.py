@@ -1,4 +1,4 @@
-"""Base of the three attention layers: project, weigh the edges, average, project."""
+"""The base class of the softmax attention layers, and that of the two that use distances."""
 
 from __future__ import annotations
 
@@ -45,10 +45,14 @@ from graphattn.ops.segments import edge_softmax
 
 
 class GraphAttention(AttentionSteps):
-    """Averages over the edges of a graph; subclasses say how alike two tokens are."""
+    """Softmax attention over the edges of a graph; a subclass defines the logit of an edge.
+
+    :meth:`attend` is the forward pass. The methods that follow it stand in the order in which it
+    runs them.
+    """
 
     eps: float = 0.0
-    # What PyG's generated code passes on; the pair is (sources, targets).
+    # What PyG's generated code passes to `message()`; the pair is (sources, targets).
     propagate_type: ClassVar = {
         "query": Tensor,
         "key": Tensor,
@@ -92,7 +96,8 @@ class GraphAttention(AttentionSteps):
             if isinstance(projection, nn.Linear):
                 projection.reset_parameters()
 
-    # What a subclass states; those with projections call them query_proj, key_proj, value_proj.
+    # What a subclass defines. One without projections for queries and keys overrides
+    # `project_rotated` and `project_flat`.
 
     query_proj: nn.Linear
     key_proj: nn.Linear
@@ -100,134 +105,94 @@ class GraphAttention(AttentionSteps):
     output_proj: nn.Linear
 
     def score(self) -> Score:
-        """The score: how alike a query and a key are, stated once for every way of running.
+        """The function that gives the logit of an edge, for every backend and for steps.
 
         A layer of your own overrides this method and returns its own :class:`~graphattn.Score`.
         """
         raise NotImplementedError
 
-    # What they share.
+    # The forward pass, in the order in which it runs.
 
-    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
-        """The score of every edge, [*, E, H]; before the softcap."""
-        return edge_logits(self.score().ready(self.heads, query_i), query_i, key_j)
-
-    def fused(
+    def attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
+        x: Tensor,
+        context: Tensor,
+        context_dim: int,
+        graph: Any,
+        valid: Valid,
+        positions: Positions,
+        return_attention_weights: bool | Literal["detached"],
         *,
         edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        """The averages by the operation, [*, N, H, D]; `propagate` gives the same."""
-        out = score_attention(
-            query,
-            key,
-            value,
-            graph,
-            self.score(),
-            top_k=self.top_k,
-            eps=self.eps,
-            edge_bias=edge_bias,
-            valid=valid,
-            backend=self.backend,
-            sink=self.sink,
-            softcap=self.softcap,
-            dropout=self.current_dropout,
-        )
-        return cast(Tensor, out)
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Forward pass of every attention layer: check, project, mix, project the output.
 
-    def edge_weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
-        *,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        """The weights of the operation, [*, E, H]."""
-        return attention_weights(
-            query,
-            key,
-            graph,
-            score=self.score(),
-            top_k=self.top_k,
-            eps=self.eps,
-            edge_bias=edge_bias,
-            valid=valid,
-            sink=self.sink,
-            softcap=self.softcap,
+        1. :meth:`prepare` checks the inputs and replaces invalid tokens by zeros.
+        2. :meth:`project` makes queries [*, N, H, D], and keys and values [*, M, Hk, D].
+        3. :meth:`mix` averages, for every target, the values of its sources, [*, N, H, D].
+        4. `output_proj` takes all heads of a token together, [*, N, dim].
+
+        A plain call (only tokens and a graph) takes a shorter path to the same result
+        (`flat_call.py`).
+
+        With ``return_attention_weights=True`` the weights [*, E, H] are returned, too, and can be
+        differentiated. With "detached" they have no gradient, and nothing is stored for one: the
+        output is computed exactly as without weights. A gradient checkpoint needs this, because it
+        runs the layer a second time, without weights, and must find the same saved tensors.
+
+        Args:
+            x: [*, N, dim], the targets.
+            context: [*, M, context_dim], the sources; the tensor `x` itself in self-attention.
+            context_dim: the last size that `context` must have.
+            graph: a TokenGraph with N targets, M sources and E edges, or an edge_index [2, E].
+            valid: bool [N] or [*, N], or a pair for targets and sources; None if all are valid.
+            positions: [N] or [*, N], or a pair for targets and sources; the graph's own if None.
+            return_attention_weights: False, True or "detached".
+            edge_bias: [E, H], [*, E, H] or a table [offsets, H], added to the logits; none if None.
+        """
+        is_plain = valid is None and positions is None and edge_bias is None
+        if is_plain and context is x and return_attention_weights in (False, "detached"):
+            result = flat_call(self, x, context_dim, graph)
+            if result is not None:
+                out, projected = result
+                if not return_attention_weights:
+                    return out
+                return out, self.weights_of_flat_call(x, graph, projected)
+        needs_sorted_edges = bool(return_attention_weights) or edge_bias is not None
+        x, context, graph, valid_pair = self.prepare(
+            x, context, context_dim, graph, valid, per_edge=needs_sorted_edges
         )
+        query, key, value = self.project(x, context, graph, positions)
+        bias_argument = _bias_argument(edge_bias)
+        mixed = self.mix(query, key, value, graph, valid_pair, **bias_argument)
+        out = self.output_proj(mixed.flatten(-2))
+        if not return_attention_weights:
+            return out
+        with torch.no_grad() if return_attention_weights == "detached" else nullcontext():
+            return out, self.weights_of_edges(query, key, graph, valid_pair, **bias_argument)
 
     def project(
         self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [*, N, H, D], key and value [*, M, Hk, D]; queries and keys rotated."""
+        """Query [*, N, H, D], key and value [*, M, Hk, D], with rotated queries and keys."""
         return self.project_rotated(x, context, self.rotations(x, context, graph, positions))
 
     def project_rotated(
         self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`project` where the rotations are known."""
+        """:meth:`project` with rotations that are computed already."""
         query, key = self.query_proj(x), self.key_proj(context)
         value = context if self.value_proj is None else self.value_proj(context)
-        return self.turned(query, key, value, rotations)
+        return self.split_and_rotate(query, key, value, rotations)
 
-    def turned(
+    def split_and_rotate(
         self, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the projections [*, N, H * D] by head; queries and keys rotated."""
+        """Split the projections [*, N, H * D] into heads, and rotate queries and keys."""
         query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
         query, key = self.rotate(query, key, rotations)
         # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
         return query, key, self.split(value, self.kv_heads).to(query.dtype)
-
-    def message(
-        self,
-        query_i: Tensor,
-        key_j: Tensor,
-        value_j: Tensor,
-        valid_i: Tensor | None,
-        valid_j: Tensor | None,
-        index: Tensor,
-        rowptr: Tensor,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        """weight_ij * v_j, with weights that sum to 1 over the edges of target i."""
-        logits = capped(self.log_affinity(query_i, key_j), self.softcap)
-        weights, _, keep = edge_softmax(
-            logits if edge_bias is None else logits + edge_bias,
-            index,
-            rowptr,
-            keep=edge_mask(valid_i, valid_j),
-            top_k=self.top_k,
-            eps=self.eps,
-            sink=self.sink_logits(query_i),
-        )
-        if keep is not None:  # 0 * NaN is NaN
-            value_j = value_j.masked_fill(~keep[..., None], 0)
-        return weights[..., None] * value_j
-
-    def aggregate(
-        self,
-        inputs: Tensor,
-        index: Tensor,
-        ptr: Tensor | None = None,
-        dim_size: int | None = None,
-        kept: Tensor | None = None,
-    ) -> Tensor:
-        """The sum of the messages of every target, of the edges `kept` [*, E, H] by dropout.
-
-        Here and not in `message()`, so that one of somebody's own is dropped out, too.
-        """
-        if kept is not None:
-            inputs = Kept(self.attention_dropout, kept[..., None]).weights(inputs)
-        total: Tensor = super().aggregate(inputs, index, ptr, dim_size)
-        return total
 
     def mix(
         self,
@@ -239,9 +204,19 @@ class GraphAttention(AttentionSteps):
         *,
         edge_bias: Tensor | None = None,
     ) -> Tensor:
-        """The averages, [*, N, H, D], by `message()` or by the operation."""
+        """Average the values of every target's sources, [*, N, H, D].
+
+        The average is computed by :meth:`message`, edge by edge, or by :meth:`fused`.
+
+        Args:
+            query: [*, N, H, D].
+            key, value: [*, M, Hk, D].
+            graph: N targets, M sources, E edges.
+            valid: bool [*, N] and [*, M], or None for either.
+            edge_bias: [E, H], [*, E, H], or a table [offsets, H]; none if None.
+        """
         if not self.uses_propagate():
-            return self.fused(query, key, value, graph, valid, **_given(edge_bias))
+            return self.fused(query, key, value, graph, valid, **_bias_argument(edge_bias))
         self.check_message_masks(valid)
         if edge_bias is not None:
             self.check_message_bias()
@@ -261,8 +236,186 @@ class GraphAttention(AttentionSteps):
             )
         return averages.to(query.dtype)
 
+    def message(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        valid_i: Tensor | None,
+        valid_j: Tensor | None,
+        index: Tensor,
+        rowptr: Tensor,
+        edge_bias: Tensor | None = None,
+    ) -> Tensor:
+        """The message of every edge (i, j), weight_ij * v_j, [*, E, H, D].
+
+        The weights are the softmax of the logits over the edges of target i. They sum to 1, or to
+        less where `eps` or the sink takes a share. Edges that touch an invalid token, or that
+        top_k leaves out, have weight 0.
+
+        Args:
+            query_i: [*, E, H, D], the query of the target i of every edge.
+            key_j, value_j: [*, E, H, D], key and value of its source j.
+            valid_i, valid_j: bool [*, E, 1, 1], whether target and source are valid; all if None.
+            index: [E], the target of every edge, in rising order.
+            rowptr: [N + 1]; the edges of target i are rowptr[i] .. rowptr[i + 1] - 1.
+            edge_bias: [E, H] or [*, E, H], added to the logits; none if None.
+        """
+        logits = capped(self.log_affinity(query_i, key_j), self.softcap)
+        weights, _, keep = edge_softmax(
+            logits if edge_bias is None else logits + edge_bias,
+            index,
+            rowptr,
+            keep=edge_mask(valid_i, valid_j),
+            top_k=self.top_k,
+            eps=self.eps,
+            sink=self.sink_logits(query_i),
+        )
+        if keep is not None:  # because 0 * NaN is NaN
+            value_j = value_j.masked_fill(~keep[..., None], 0)
+        return weights[..., None] * value_j
+
+    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
+        """The logit of every edge, [*, E, H], before the softcap and the bias.
+
+        Args:
+            query_i: [*, E, H, D], the query of the target of every edge.
+            key_j: [*, E, H, D], the key of its source.
+        """
+        return edge_logits(self.score().ready(self.heads, query_i), query_i, key_j)
+
+    def aggregate(
+        self,
+        inputs: Tensor,
+        index: Tensor,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of the messages of every target, [*, N, H, D], with dropout.
+
+        Dropout is done here and not in `message()`, so that it holds for an overridden `message()`,
+        too.
+
+        Args:
+            inputs: [*, E, H, D], the messages.
+            index: [E], the target of every edge.
+            ptr, dim_size: as in PyG.
+            kept: bool [*, E, H], the edges that dropout keeps; all if None.
+        """
+        if kept is not None:
+            inputs = Kept(self.attention_dropout, kept[..., None]).weights(inputs)
+        total: Tensor = super().aggregate(inputs, index, ptr, dim_size)
+        return total
+
+    def fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
+    ) -> Tensor:
+        """:meth:`mix` as one operation on all edges; the sums of :meth:`message` are the same."""
+        out = score_attention(
+            query,
+            key,
+            value,
+            graph,
+            self.score(),
+            top_k=self.top_k,
+            eps=self.eps,
+            edge_bias=edge_bias,
+            valid=valid,
+            backend=self.backend,
+            sink=self.sink,
+            softcap=self.softcap,
+            dropout=self.current_dropout,
+        )
+        return cast(Tensor, out)
+
+    # The weights of edges.
+
+    def edge_weights(
+        self,
+        query: Tensor,
+        key: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
+    ) -> Tensor:
+        """The weights that :meth:`fused` averages with, [*, E, H]."""
+        return attention_weights(
+            query,
+            key,
+            graph,
+            score=self.score(),
+            top_k=self.top_k,
+            eps=self.eps,
+            edge_bias=edge_bias,
+            valid=valid,
+            sink=self.sink,
+            softcap=self.softcap,
+        )
+
+    def weights_of_edges(
+        self,
+        query: Tensor,
+        key: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
+    ) -> Tensor:
+        """:meth:`edge_weights`, or the weights that an overridden :meth:`log_affinity` gives."""
+        replaced = overridden_weights(self)
+        if not replaced:
+            return self.edge_weights(query, key, graph, valid, **_bias_argument(edge_bias))
+        if replaced != ("log_affinity",):
+            raise ValueError(
+                f"return_attention_weights=True: this {type(self).__name__} has its own "
+                f"{names_of(replaced)}, and what it weighs an edge by is not known. Override "
+                "edge_weights(query, key, graph, valid), too"
+            )
+        source, target = graph.edge_index
+        dtype = compute_dtype(query.dtype)
+        key = repeat_heads(key, self.heads).to(dtype)
+        bias = self.bias_of_edges(edge_bias, query, graph)
+        with full_precision(query.device):
+            logits = self.log_affinity(
+                query.to(dtype).index_select(-3, target), key.index_select(-3, source)
+            )
+            logits = capped(logits, self.softcap)
+            weights, _, _ = edge_softmax(
+                logits if bias is None else logits + bias,
+                target,
+                graph.rowptr,
+                keep=valid_edges(valid, source, target),
+                top_k=self.top_k,
+                eps=self.eps,
+                sink=self.sink_logits(key),
+            )
+        return weights.to(query.dtype)
+
+    @torch.no_grad()
+    def weights_of_flat_call(self, x: Tensor, graph: TokenGraph, projected: Projected) -> Tensor:
+        """The weights of the edges of a plain call, [*, E, H], without gradients."""
+        query, key, value = projected
+        if value is None:  # values are keys: the layer has no projections that would run twice
+            query, key, _ = self.project(x, x, graph, None)
+        else:
+            query, key, _ = self.split_and_rotate(
+                query, key, value, self.rotations(x, x, graph, None)
+            )
+        return self.weights_of_edges(query, key, graph, (None, None))
+
+    # The options of a call.
+
     def check_message_bias(self) -> None:
-        """A `message()` of somebody else must know of biases where there are some."""
+        """Refuse a bias if `message()` is overridden and takes none: it would ignore the bias."""
         if not message_takes(self, "edge_bias"):
             raise ValueError(
                 f"edge_bias cannot be used with the message() of {type(self).__name__}, which "
@@ -280,12 +433,13 @@ class GraphAttention(AttentionSteps):
 
     @property
     def current_dropout(self) -> float:
-        """The share of weights that a call drops: none but in training."""
+        """The share of weights that a call drops; 0 outside of training."""
         return self.attention_dropout if self.training else 0.0
 
     def kept_edges(self, query: Tensor, graph: TokenGraph) -> Tensor | None:
-        """Mark the edges that the dropout of a call through `propagate` leaves, [*, E, H]; None:
-        all.
+        """Mark the edges that dropout keeps in a call through `propagate`, bool [*, E, H].
+
+        None if there is no dropout.
         """
         p = self.current_dropout
         if p == 0:
@@ -301,117 +455,31 @@ class GraphAttention(AttentionSteps):
         return dropout.kept_edges(source, target, query.shape[:-3])
 
     def sink_logits(self, like: Tensor) -> Tensor | None:
-        """The sink of every head in the dtype of `like`, [heads]; None where there is none."""
+        """The sink of every head in the dtype of `like`, [heads]; None if there is none."""
         return None if self.sink is None else self.sink.to(like.dtype)
 
     def without_dropout(self) -> Self:
-        """Return this layer, or one with its weights that is not in training."""
+        """Return this layer, or a copy in eval mode that shares its weights."""
         if self.current_dropout == 0:
             return self
-        same = copy.copy(self)
-        same.training = False
-        return same
+        in_eval_mode = copy.copy(self)
+        in_eval_mode.training = False
+        return in_eval_mode
 
-    def attend(
-        self,
-        x: Tensor,
-        context: Tensor,
-        context_dim: int,
-        graph: Any,
-        valid: Valid,
-        positions: Positions,
-        return_attention_weights: bool | Literal["detached"],
-        *,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The forward pass of every attention layer.
-
-        Weights that are only looked at are "detached": the output takes the way that it takes
-        without them, and nothing is kept for their gradients. So a gradient checkpoint, which
-        repeats the call without them, finds what it expects.
-        """
-        is_plain = valid is None and positions is None and edge_bias is None
-        if is_plain and context is x and return_attention_weights in (False, "detached"):
-            found = flat_call(self, x, context_dim, graph)
-            if found is not None:
-                return (
-                    self.seen_flat_call(x, graph, *found) if return_attention_weights else found[0]
-                )
-        sorted_edges = bool(return_attention_weights) or edge_bias is not None
-        x, context, graph, pair = self.prepare(
-            x, context, context_dim, graph, valid, per_edge=sorted_edges
-        )
-        query, key, value = self.project(x, context, graph, positions)
-        given = _given(edge_bias)
-        mixed = self.mix(query, key, value, graph, pair, **given)
-        out = self.output_proj(mixed.flatten(-2))
-        if not return_attention_weights:
-            return out
-        with torch.no_grad() if return_attention_weights == "detached" else nullcontext():
-            return out, self.weights_of_edges(query, key, graph, pair, **given)
-
-    @torch.no_grad()
-    def seen_flat_call(
-        self, x: Tensor, graph: TokenGraph, out: Tensor, projected: Projected
-    ) -> tuple[Tensor, Tensor]:
-        """The output of a plain call, and the weights of its edges without gradients."""
-        query, key, value = projected
-        if value is None:  # values are keys, and no projection runs a second time
-            query, key, _ = self.project(x, x, graph, None)
-        else:
-            query, key, _ = self.turned(query, key, value, self.rotations(x, x, graph, None))
-        return out, self.weights_of_edges(query, key, graph, (None, None))
-
-    def weights_of_edges(
-        self,
-        query: Tensor,
-        key: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
-        *,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        """:meth:`edge_weights`, or those of a :meth:`log_affinity` that somebody has replaced."""
-        replaced = overridden_weights(self)
-        if not replaced:
-            return self.edge_weights(query, key, graph, valid, **_given(edge_bias))
-        if replaced != ("log_affinity",):
-            raise ValueError(
-                f"return_attention_weights=True: this {type(self).__name__} has its own "
-                f"{names_of(replaced)}, and what it weighs an edge by is not known. Override "
-                "edge_weights(query, key, graph, valid), too"
-            )
-        source, target = graph.edge_index
-        dtype = compute_dtype(query.dtype)
-        key = repeat_heads(key, self.heads).to(dtype)
-        bias = self.bias_of_edges(edge_bias, query, graph)
-        with full_precision(query.device):
-            affinity = self.log_affinity(
-                query.to(dtype).index_select(-3, target), key.index_select(-3, source)
-            )
-            logits = capped(affinity, self.softcap)
-            weights, _, _ = edge_softmax(
-                logits if bias is None else logits + bias,
-                target,
-                graph.rowptr,
-                keep=valid_edges(valid, source, target),
-                top_k=self.top_k,
-                eps=self.eps,
-                sink=self.sink_logits(key),
-            )
-        return weights.to(query.dtype)
+    # Plain calls, and steps of generation.
 
     def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return the projections of :meth:`project_step` of tokens [*, dim], not yet turned.
+        """Project tokens [*, dim] to query, key and value, before they are split and rotated.
 
-        No value where values are keys; nothing at all where turning is not the last to be done.
+        The value is None if values are the keys. The result is None if anything follows the
+        rotation.
         """
         query, key = self.query_proj(x), self.key_proj(x)
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
 
-def _given(edge_bias: Tensor | None) -> dict[str, Tensor]:
-    """The keyword where there is one: methods that somebody has replaced may not know it."""
+def _bias_argument(edge_bias: Tensor | None) -> dict[str, Tensor]:
+    """The keyword argument `edge_bias`, left out if None: overridden methods may not take it."""
     return {} if edge_bias is None else {"edge_bias": edge_bias}
 
 

@@ -1,4 +1,4 @@
-"""Steps of generation of the attention layers: a new token beside the tokens in a cache."""
+"""Steps of generation of the attention layers: a new token attends to the tokens in a cache."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from graphattn.ops.segments import share_beside_eps
 
 
 class AttentionSteps(StreamingLayer):
-    """Base of attention layers: one new token, in place of the rows of a graph.
+    """Base class of attention layers with the methods of a step.
 
-    A step gives the row that the forward pass would give. It runs as one call of compiled code
-    (:meth:`compiled_step`), as one kernel launch (:meth:`kernel_row`), or as a few operations of
-    torch (:meth:`step_row`).
+    A step computes the row of the newest token that the forward pass over all tokens would compute.
+    It is one call of C++ code (:meth:`compiled_step`), one kernel launch (:meth:`kernel_row`), or a
+    few operations of torch (:meth:`step_row`).
     """
 
     eps: float
@@ -46,16 +46,16 @@ class AttentionSteps(StreamingLayer):
     sink: nn.Parameter | None
     output_proj: nn.Linear
 
-    # What the layer itself states.
+    # Methods of the layer, in `attention.py`.
 
     def score(self) -> Score:
-        """The score of a query and a key."""
+        """The function that gives the logit of an edge."""
         raise NotImplementedError
 
     def project_rotated(
         self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [*, N, H, D], key and value [*, M, Hk, D]; queries and keys rotated."""
+        """Query [*, N, H, D], key and value [*, M, Hk, D], with rotated queries and keys."""
         raise NotImplementedError
 
     def project_flat(self, x: Tensor) -> Projected | None:
@@ -75,7 +75,7 @@ class AttentionSteps(StreamingLayer):
         raise NotImplementedError
 
     def sink_logits(self, like: Tensor) -> Tensor | None:
-        """The sink of every head in the dtype of `like`, [heads]; None where there is none."""
+        """The sink of every head in the dtype of `like`, [heads]; None if there is none."""
         raise NotImplementedError
 
     def without_dropout(self) -> Self:
@@ -135,10 +135,10 @@ class AttentionSteps(StreamingLayer):
 
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
         options = cache_dtype, window, self.top_k, self.softcap
-        found = step_kernel(self.backend, like, *options)
-        if found is None or self.uses_propagate():
+        backend = step_kernel(self.backend, like, *options)
+        if backend is None or self.uses_propagate():
             return None
-        return None if overridden_rows(self) or overridden_kernel(self) else found
+        return None if overridden_rows(self) or overridden_kernel(self) else backend
 
     def kernel_row(
         self,
@@ -154,8 +154,8 @@ class AttentionSteps(StreamingLayer):
             valid = None if valid is None else valid.contiguous()
             return self.run_step(cache, query, key, value, valid)
         cache.advance(1, masked=valid is not None)
-        held = cache.held(cache.window)
-        (first, _), *_ = cache.runs(held)
+        num_cached = cache.held(cache.window)
+        (first, _), *_ = cache.runs(num_cached)
         keys = cache.buffers["key"]
         values = keys if value is None else cache.buffers["value"]
         log_sigma, scale = self.step_scale()
@@ -168,7 +168,7 @@ class AttentionSteps(StreamingLayer):
             keys=keys,
             values=values,
             first=first,
-            held=held,
+            held=num_cached,
             window=cache.window,
             log_sigma=log_sigma,
             scale=scale,
@@ -189,13 +189,14 @@ class AttentionSteps(StreamingLayer):
         valid: Tensor | None,
         angles: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor:
-        """The row of the newest token, in the form of `query`; the cache takes it in.
+        """Compute the row of the newest token by C++ code, and add the token to the cache.
 
-        All are contiguous. `angles` are cosines and sines of some positions, and which of these it
-        has, where query and key are still to be turned.
+        All tensors are contiguous; the result has the shape of `query`. If query and key are still
+        to be rotated, `angles` are the cosines and sines of some positions, and the index of the
+        token's own.
         """
         cache.advance(1, masked=valid is not None)
-        held = cache.held(cache.window)
+        num_cached = cache.held(cache.window)
         buffers, call = cache.buffers, cache.call
         keys = buffers["key"]
         values = buffers.get("value", keys)
@@ -207,8 +208,8 @@ class AttentionSteps(StreamingLayer):
             query,
             key,
             value,
-            (cache.end - held) % cache.capacity,
-            held,
+            (cache.end - num_cached) % cache.capacity,
+            num_cached,
             log_sigma,
             scale,
             self.top_k,
@@ -223,7 +224,7 @@ class AttentionSteps(StreamingLayer):
     def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
         if type(cache) is not LayerCache or not may_repeat_step(self.backend):
             return None
-        call = cache.call  # the first step makes one, and checks what is checked here no more
+        call = cache.call  # the first step, with all checks, has stored it
         if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
             return None
         if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
@@ -250,10 +251,9 @@ class AttentionSteps(StreamingLayer):
         return out
 
     def step_scale(self) -> tuple[Tensor | None, float]:
-        """Return the scales that compiled steps are given: log(sigma) [heads] or [1], or None, and
-        a factor.
+        """The scale of the logits for C++ code: (log(sigma), 1), or (None, scale) for dot products.
 
-        None says that scores are scaled products.
+        log(sigma) is [heads] or [1].
         """
         score = self.score()
         if isinstance(score, GaussianKernel):
@@ -262,7 +262,7 @@ class AttentionSteps(StreamingLayer):
         return None, cast(float, score.scale)
 
     def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D]."""
+        """The logits [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D]."""
         score = self.score()
         if score.kernel is None:
             return score_rows(score, query, key, self.kv_heads)
@@ -271,11 +271,12 @@ class AttentionSteps(StreamingLayer):
         return pair_logits(query, key, score.kernel, scale, exact=exact, large=False)
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
-        """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
+        """The output for queries [B * Hk, g, D]; `keep`, bool [B * Hk, 1, n], marks sources."""
         top_k, need_lse = self.top_k, self.eps > 0 or self.sink is not None
-        own = type(self).row_logits is not AttentionSteps.row_logits or "row_logits" in vars(self)
+        of_class = type(self).row_logits is not AttentionSteps.row_logits
+        is_overridden = of_class or "row_logits" in vars(self)
         score = self.score()
-        if own or self.softcap is not None or score.kernel is None:
+        if is_overridden or self.softcap is not None or score.kernel is None:
             logits = capped(self.row_logits(query, key), self.softcap)
             out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
         else:
@@ -292,5 +293,5 @@ class AttentionSteps(StreamingLayer):
 
 
 def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` as compiled code reads it, which knows nothing but its address."""
+    """x in this dtype and contiguous, as C++ code reads it."""
     return x.to(dtype).contiguous().resolve_neg()

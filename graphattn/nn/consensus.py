@@ -40,10 +40,10 @@ HiddenPair = tuple[Tensor | FirstLayer, Tensor | FirstLayer]  # of targets and o
 
 
 class _Consensus(GraphLayer):
-    """Base of self- and cross-consensus; `update_rule` says which ends of an edge move."""
+    """Base of self- and cross-consensus; `update_rule` says which tokens of an edge move."""
 
     attribute_of: ClassVar = {"update": "update_rule"}
-    # What PyG's generated code passes on; pairs are (sources, targets).
+    # Types of the arguments that PyG's generated code passes on; pairs are (sources, targets).
     propagate_type: ClassVar = {
         "u": PairTensor,
         "hidden": PairTensor,
@@ -84,8 +84,9 @@ class _Consensus(GraphLayer):
         self.edge_features = as_int("edge_features", edge_features, 0)
         if edge_input == "head" and self.context_dim % self.heads:
             raise ValueError(
-                f"context_dim must be a multiple of heads = {heads} with edge_input='head' "
-                f"(each head sees its slice), got {context_dim}; or use edge_input='full'"
+                f"context_dim must be a multiple of heads = {heads} with edge_input='head' (each "
+                f"head reads its own slice), got {context_dim}: change one of them, or use "
+                "edge_input='full'"
             )
         self.source_proj = nn.Linear(self.dim, self.dim, bias=bias)
         self.edge_net = EdgeNetwork(
@@ -107,8 +108,9 @@ class _Consensus(GraphLayer):
         elif step_size == "auto":
             if self.rotary is not None and not self.isometric:
                 raise ValueError(
-                    "step_size='auto' needs rope=False or rope='isometric': with rope=True "
-                    "(Eq. 42) the update is no gradient step and no bound on R makes it safe"
+                    "step_size='auto' needs rope=False or rope='isometric': with rope=True (Eq. "
+                    "42) the update is not a gradient step, and no bound on R gives a safe step "
+                    "size. Change rope, or set step_size to a number or 'learned'"
                 )
             self.step_size = "auto"
         elif isinstance(step_size, str):
@@ -119,7 +121,7 @@ class _Consensus(GraphLayer):
             self.step_size = as_float("step_size", step_size, positive=True)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise the parameters again."""
         super().reset_parameters()
         for part in self.children():
             if isinstance(part, nn.Linear | EdgeNetwork):
@@ -128,7 +130,7 @@ class _Consensus(GraphLayer):
             self.reset_step_size()
 
     def reset_step_size(self) -> None:
-        """softplus(raw_step_size) = 0.1."""
+        """Set raw_step_size so that the step size, softplus(raw_step_size), is 0.1."""
         nn.init.constant_(self.raw_step_size, math.log(math.expm1(0.1)))
 
     def message(
@@ -141,7 +143,7 @@ class _Consensus(GraphLayer):
         valid_j: Tensor | None,
         edge_hidden: Tensor | None = None,
     ) -> Tensor:
-        """R_ij (u_i - u_j), R_ij from the edge network's vector of tokens and edge."""
+        """Return R_ij (u_i - u_j), with R_ij from the edge network."""
         R = self.edge_net.edge_matrix(hidden_i + hidden_j, edge_hidden)
         pull = R.apply(u_i - u_j)
         keep = edge_mask(valid_i, valid_j)
@@ -150,9 +152,9 @@ class _Consensus(GraphLayer):
     def checked_features(
         self, edge_features: Any, x: Tensor, graph: TokenGraph
     ) -> dict[str, Tensor]:
-        """`edge_features` of a call as a keyword of :meth:`one_step`; none where there are none."""
+        """Check `edge_features` and return it as a keyword argument of :meth:`one_step`, if any."""
         if edge_features is None and not self.edge_features:
-            return {}  # counting edges may take long, or wait for a device
+            return {}  # skip the count of the edges: it can be slow, or wait for a GPU
         found = check_edge_features(
             edge_features, self.edge_features, x, graph.num_edges, type(self).__name__
         )
@@ -170,12 +172,12 @@ class _Consensus(GraphLayer):
         positions: Positions,
         edge_features: Tensor | None = None,
     ) -> Tensor:
-        """W_o u' + b_o with u' one consensus step from the states u towards the states v."""
+        """Return W_o u' + b_o, where u' is one consensus step from the states u towards v."""
         if self.update_rule == "energy":
-            check_energy_graph(graph, stacklevel=8)  # forward's caller
+            check_energy_graph(graph, stacklevel=8)  # the line that calls forward
         rotations = self.rotations(x, context, graph, positions)
         compared = self.rotate(u, v, rotations)
-        if self.isometric:  # step in the rotated frame, and back
+        if self.isometric:  # make the step in the rotated frame; project_back rotates it back
             u = compared[0]
         hidden: HiddenPair
         if self.applies_first_layer(u):
@@ -189,7 +191,7 @@ class _Consensus(GraphLayer):
         return self.project_back(moved, rotations)
 
     def applies_first_layer(self, u: Tensor) -> bool:
-        """Whether the operation forms hidden vectors itself, and so keeps none of them."""
+        """Whether the operation computes hidden vectors itself, so that none are stored."""
         if u.device.type == "cpu" and wanted_backend(self.backend) != "triton":
             return False
         if self.uses_propagate():
@@ -207,7 +209,7 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
-        """u', [*, N, H, D], by `message()` or by the operation."""
+        """Return u', [*, N, H, D], by `message()` or by the operation."""
         of_edges = {} if edge_hidden is None else {"edge_hidden": edge_hidden}
         if self.uses_propagate():
             pair = cast(PairTensor, hidden)
@@ -215,12 +217,12 @@ class _Consensus(GraphLayer):
         return self.fused(u, compared, hidden, graph, valid, **of_edges)
 
     def project_back(self, moved: Tensor, rotations: Rotations) -> Tensor:
-        """W_o u' + b_o of u', which "isometric" has moved in the rotated frame."""
-        projected: Tensor = self.output_proj(self.turn_back(moved, rotations).flatten(-2))
+        """Return W_o u' + b_o; with rope="isometric", first rotate u' back."""
+        projected: Tensor = self.output_proj(self.rotate_back(moved, rotations).flatten(-2))
         return projected
 
-    def turn_back(self, u: Tensor, rotations: Rotations) -> Tensor:
-        """u out of the rotated frame, in which "isometric" moves it; u itself otherwise."""
+    def rotate_back(self, u: Tensor, rotations: Rotations) -> Tensor:
+        """Rotate u back if rope="isometric"; return u itself otherwise."""
         if not self.isometric:
             return u
         assert self.rotary is not None
@@ -228,7 +230,7 @@ class _Consensus(GraphLayer):
         return self.rotary.turn(u, rotations[0], back=True)
 
     def step_tensor(self) -> Any:
-        """The step size as the operation takes it."""
+        """Return the step size in the form that `consensus_update` accepts."""
         if self.step_size == "learned":
             return functional.softplus(self.raw_step_size)
         return self.step_size
@@ -242,7 +244,7 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
-        """The operation: u moved by what the pair (targets, sources) `compared` disagrees on."""
+        """Call `consensus_update`; `compared`, (targets, sources), gives the disagreement."""
         return consensus_update(
             u,
             compared[1],
@@ -267,7 +269,7 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
-        """Run messages to the target of every edge, and for "energy" to the source, too."""
+        """Send messages to the target of every edge and, for "energy", also to the source."""
         self.check_message_masks(valid)
         if edge_hidden is not None:
             self.check_message_features()
@@ -305,7 +307,7 @@ class _Consensus(GraphLayer):
         return moved if valid[0] is None else torch.where(valid[0][..., None, None], moved, u)
 
     def check_message_features(self) -> None:
-        """A `message()` of somebody else must know of features of edges where there are some."""
+        """Raise an error if there are edge features and a user's `message()` does not take them."""
         known = [("message", self._user_args)]
         if self.step_size == "auto":
             known.append(("edge_update", self._edge_user_args))
@@ -313,8 +315,9 @@ class _Consensus(GraphLayer):
             if "edge_hidden" not in arguments:
                 raise ValueError(
                     f"edge_features cannot be used with the {names_of((name,))} of "
-                    f"{type(self).__name__}, which would ignore them: let it take edge_hidden "
-                    "(F e_ij, [*, E, G, xi], or None) and add it to hidden_i + hidden_j"
+                    f"{type(self).__name__}, which would ignore them: give it an argument "
+                    "edge_hidden (F e_ij, a tensor [*, E, G, xi], or None), and add it to "
+                    "hidden_i + hidden_j"
                 )
 
     def edge_update(
@@ -325,7 +328,7 @@ class _Consensus(GraphLayer):
         valid_j: Tensor | None,
         edge_hidden: Tensor | None = None,
     ) -> Tensor:
-        """alpha + beta, an upper bound on the norm of R_ij, [*, E, H]."""
+        """Return alpha + beta, an upper bound on the norm of R_ij, [*, E, H]."""
         R = self.edge_net.edge_matrix(hidden_i + hidden_j, edge_hidden)
         keep = edge_mask(valid_i, valid_j)
         bound = R.alpha + R.beta
@@ -347,7 +350,7 @@ class _Consensus(GraphLayer):
 
 
 def clear_unread(x: Tensor, valid: ValidPair) -> Tensor:
-    """x [*, N, dim], zero where a token is real neither as a target nor as a source."""
+    """Set x [*, N, dim] to zero where a token is padding both as a target and as a source."""
     of_target, of_source = valid
     if of_target is None or of_source is None:
         return x
@@ -355,13 +358,13 @@ def clear_unread(x: Tensor, valid: ValidPair) -> Tensor:
 
 
 class SelfConsensus(_Consensus, CompiledSteps):
-    r"""Every token takes a step towards the tokens it shares an edge with.
+    r"""Every token takes a step towards the tokens that it shares an edge with.
 
     **The default step overshoots.** With ``step_size=0.1`` over a window of 2, the roughest modes
-    change sign in every step of a newly made layer: on standard normal tokens
-    1 - 2 eta lambda_max is -0.07 to -0.31 (worse on longer sequences), where a low-pass filter has
-    0 or more. The energy still falls (for that, -1 is enough). ``step_size="auto"`` never
-    oscillates; :func:`graphattn.spectral.certify` says where a given layer stands.
+    change sign in every step of a newly made layer: on standard normal tokens 1 - 2 eta lambda_max
+    is -0.07 to -0.31 (lower on longer sequences). A low-pass filter needs 0 or more. The energy
+    still falls, because it only needs more than -1. ``step_size="auto"`` never oscillates;
+    :func:`graphattn.spectral.certify` checks a given layer.
 
     .. math::
         u &= W_s y + b_s \\
@@ -369,59 +372,64 @@ class SelfConsensus(_Consensus, CompiledSteps):
              &\qquad + \sum_{k: (k,i) \in E} R_{ki} (u_i - u_k) \Big] \\
         y_i' &= W_o u_i' + b_o
 
-    with a positive definite matrix :math:`R_{ij} = \alpha I + \beta \Lambda^\top \Lambda` per edge
-    and head, made by a small network from [y_i; y_j] (Stabilizing Transformer Training Through
-    Consensus, Algorithms 1, 2 and 5). The step is an exact gradient step on the energy
+    A small network computes a positive definite matrix :math:`R_{ij} = \alpha I + \beta
+    \Lambda^\top \Lambda` per edge and head from [y_i; y_j] (Stabilizing Transformer Training
+    Through Consensus, Algorithms 1, 2 and 5). The step is an exact gradient step on the energy
     :math:`\frac12 \sum_{(i,j)} (u_i - u_j)^\top R_{ij} (u_i - u_j)`, and a low-pass filter on the
-    graph while eta <= 1 / (2 lambda_max). ``update="target"`` moves only the target of every edge;
-    a causal graph needs it, because the gradient step would also move j by what a later i knows.
+    graph while eta <= 1 / (2 lambda_max). ``update="target"`` moves only the target of every edge.
+    Causal graphs need it: the gradient step would also move the source j, so that its state would
+    depend on a later token i.
 
     Args:
         dim: width of `x` and of the output.
         heads: H, divides `dim`; D = dim / H.
-        rank: r, rows of Lambda.
-        edge_hidden: xi, hidden width of the edge network.
+        rank: r, the number of rows of Lambda.
+        edge_hidden: xi, the hidden width of the edge network.
         step_size: eta: a number > 0; "learned" (one per head, softplus, starts at 0.1); or "auto",
-            a step that is safe for certain (0.3 to 0.5 of the exact limit, typically). For
-            "energy": with d_i the sum of alpha + beta over the in- and out-edges of i (self-loops
-            exert no force and do not count), lambda_max(R_ij) <= alpha + beta and Gershgorin give
-            lambda_max(L_sym) <= max_i d_i, and eta = 1 / (2 max_i d_i) never oscillates (per head,
-            over one sequence's valid tokens; one hub with many edges makes it small for all).
-            For "target": eta_i = 1 / sum_j (alpha + beta)_ij per row. "auto" makes the layer blind
-            to the overall scale of R.
-        rope: rotate the disagreements by position: True or a :class:`RotaryEmbedding` (Eq. 42 of
-            the paper; no gradient step any more: constants move and a safe step can amplify), or
-            "isometric" (the step is rotated back: the map without RoPE in another orthogonal basis,
-            so every guarantee returns, with tokens that are equal after rotation in the place of
-            constants).
-        edge_input: "head" (each head's network sees its slice of y) or "full".
-        trunk: "shared" or "separate" first layers for alpha, beta and Lambda.
-        edge_features: F, how many features of an edge (a distance, a kind of bond) its network sees
-            beside its two tokens, ``gelu(T y_i + t + S y_j + F e_ij)``; 0 for none.
+            a step that is always safe (typically 0.3 to 0.5 of the exact limit). "auto" with
+            update="energy": let d_i be the sum of alpha + beta over the in- and out-edges of i,
+            without self-loops, which have no effect. Since lambda_max(R_ij) <= alpha + beta,
+            Gershgorin's theorem gives lambda_max(L_sym) <= max_i d_i, and eta = 1 / (2 max_i d_i)
+            never oscillates. The maximum is taken per head over the valid tokens of one sequence,
+            so one token with many edges makes the step small for all. "auto" with update="target":
+            eta_i = 1 / sum_j (alpha + beta)_ij per row. With "auto", the overall scale of R has no
+            effect.
+        rope: rotate the states by position before they are compared. True or a
+            :class:`RotaryEmbedding` is Eq. 42 of the paper. The update is then not a gradient step:
+            it changes constant states, and a step that would be safe without RoPE can amplify. With
+            "isometric" the result is also rotated back. That is the map without RoPE in another
+            orthogonal basis, so every guarantee holds again; states that are equal after the
+            rotation take the role of constant states.
+        edge_input: "head" (the network of a head reads that head's slice of y) or "full" (all of
+            y).
+        trunk: "shared" (one first layer for alpha, beta and Lambda) or "separate" (one for each).
+        edge_features: F, the number of features of an edge (such as a distance or a kind of bond)
+            that its network reads in addition to its two tokens, ``gelu(T y_i + t + S y_j + F
+            e_ij)``; 0 for none.
         update: "energy" or "target".
         bias: whether the two projections have biases (without RoPE, b_s has no effect on
-            disagreements and is absorbed by b_o).
+            disagreements, and b_o can replace it).
         backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
             PyG's `propagate`.
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: TokenGraph, square but for a `context`; or an edge_index [2, E] or PyG
-          EdgeIndex, which is read as one sequence (a :func:`~graphattn.batch` keeps its borders in
-          the TokenGraph alone)
-        - **context**: [*, M, dim], the tokens that are seen where `x` holds some rows alone, as
-          over ``causal_graph(N, past=m)`` or :meth:`graphattn.TokenGraph.targets`; `x` itself if
-          None. With update="target" only
+        - **graph**: a TokenGraph, with N sources unless there is a `context`; or an edge_index [2,
+          E] or PyG EdgeIndex, which is read as one sequence (only a TokenGraph says where the
+          sequences of a :func:`~graphattn.batch` end)
+        - **context**: [*, M, dim], all tokens that are seen, if `x` contains only some rows of the
+          sequence, for example with ``causal_graph(N, past=m)`` or
+          :meth:`graphattn.TokenGraph.targets`; `x` itself if None. It needs update="target"
         - **valid**: bool [N] or [*, N], True where a token is real (keyword), or a pair for `x` and
-          `context`; others are not read, and their own output means nothing
+          `context`; padding is not read, and its output has no meaning
         - **positions**: [N] or [*, N], or a pair for `x` and `context` (keyword)
         - **edge_features**: [E, F], or [*, E, F], in the order of ``graph.edge_index`` (keyword);
-          an edge_index must then be sorted. Edges (i, j) and (j, i) have each their own
+          an edge_index must then be sorted. The edges (i, j) and (j, i) have separate features
         - **output**: [*, N, dim]
 
     Raises:
-        ValueError: for update="energy" on a causal graph or with a context, for arguments out of
-            range, and where features of edges are missing or not expected.
+        ValueError: if update="energy" is used on a causal graph or with a context, if an argument
+            is out of range, or if `edge_features` is missing or not expected.
 
     Example:
         >>> import torch, graphattn as ga
@@ -478,10 +486,10 @@ class SelfConsensus(_Consensus, CompiledSteps):
         positions: Positions = None,
         edge_features: Tensor | None = None,
     ) -> Tensor:
-        """One consensus step of the tokens of `x` among themselves, or towards those of `context`.
+        """Make one consensus step of the tokens of `x` towards each other, or towards `context`.
 
-        The rows of `context` are tokens of the same track: what they are compared with is what `x`
-        would be, by the same projection. None of them moves.
+        The rows of `context` are tokens of the same sequence, with the same projection as `x`. They
+        do not move.
         """
         if (
             valid is None
@@ -510,11 +518,11 @@ class SelfConsensus(_Consensus, CompiledSteps):
         positions: Positions,
         edge_features: Tensor | None,
     ) -> Tensor:
-        """The rows of `x` among the tokens of `context`."""
+        """Make one consensus step of the rows `x` towards the tokens of `context`."""
         if self.update_rule == "energy":
             raise ValueError(
-                "context must be None with update='energy', which moves both ends of an edge, "
-                "those in the context too: use update='target'"
+                "context must be None with update='energy', which moves both tokens of an edge, "
+                f"also those in the context, got {type(context).__name__}: use update='target'"
             )
         x, context, graph, pair = self.prepare(
             x, context, self.dim, graph, valid, per_edge=edge_features is not None
@@ -523,20 +531,22 @@ class SelfConsensus(_Consensus, CompiledSteps):
         of_edges = self.checked_features(edge_features, x, graph)
         return self.one_step(x, context, u, v, graph, pair, positions, **of_edges)
 
-    # Token by token.
+    # Generation, token by token.
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
         if self.update_rule == "energy":
             raise ValueError(
-                f"{type(self).__name__} goes token by token with update='target', got "
-                "update='energy', which moves both ends of an edge: every new token would move the "
-                "ones before it again. A model takes such layers in its list of mixers, "
-                "mixer=['dot', SelfConsensus(dim, heads, update='target')]"
+                f"{type(self).__name__} can generate token by token only with update='target', got "
+                "update='energy', which moves both tokens of an edge: every new token would move "
+                "the earlier ones again. Make the layer with update='target'. A model takes such "
+                "a layer in its list of mixers: mixer=['dot', SelfConsensus(dim, heads, "
+                "update='target')]"
             )
         if self.edge_features:
             raise ValueError(
-                f"init_cache needs edge_features=0, got edge_features={self.edge_features}: a step "
-                "knows no features of the edges that a new token brings"
+                "init_cache needs a layer made with edge_features=0, got "
+                f"edge_features={self.edge_features}: a step has no features for the edges of a "
+                "new token. Call the layer on the whole sequence"
             )
         first = self.edge_net.source
         return {
@@ -576,7 +586,7 @@ class SelfConsensus(_Consensus, CompiledSteps):
         R = self.edge_net.edge_matrix(hidden_i + hidden_j)
         pull, bound = R.apply(u_i - u_j), R.alpha + R.beta
         if keep is not None:
-            keep = (keep & keep[..., -1:])[..., None]  # padding sees nothing
+            keep = (keep & keep[..., -1:])[..., None]  # a padded target sees no token
             pull = pull.masked_fill(~keep[..., None], 0)
             bound = bound.masked_fill(~keep, 0)
         eta = self.step_tensor()
@@ -603,30 +613,30 @@ class CrossConsensus(_Consensus):
         u_i' = u_i - \eta \sum_{j: (i,j) \in E_+} R_{ij} (u_i - v_j), \qquad
         y_i' = W_o u_i' + b_o
 
-    on the edges from one track to the other, R_ij from [y_i; c_j] (Algorithms 3, 4 and 6 of the
-    consensus paper, whose b_Lambda has r d entries). The context does not move, so the update is
-    always "target".
+    over the edges E_+ between the two tracks, with R_ij from [y_i; c_j] (Algorithms 3, 4 and 6 of
+    the consensus paper, whose b_Lambda has r d entries). The context does not move, so the update
+    is always "target".
 
     Args:
-        context_dim: width of `context`; `dim` if None. With ``edge_input="head"`` it is sliced
-            into context_dim / heads.
+        context_dim: width of `context`; `dim` if None. With ``edge_input="head"``, each head reads
+            a slice of width context_dim / heads.
         dim, heads, rank, edge_hidden, step_size, rope, edge_input, trunk, bias, backend: as in
             :class:`SelfConsensus`.
-        edge_features: likewise.
-        update: "target".
+        edge_features: as in :class:`SelfConsensus`.
+        update: must be "target".
 
     Shapes:
         - **x**: [*, N, dim]
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
         - **context**: [*, M, context_dim]
-        - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
-          mask serves both tracks where they are equally long
+        - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one mask
+          serves both tracks if they have the same length
         - **positions**: [N] or [*, N], or a pair (keyword)
         - **edge_features**: [E, F] or [*, E, F], in the order of ``graph.edge_index`` (keyword)
         - **output**: [*, N, dim]
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is out of range, or `edge_features` is missing or not expected.
 
     Example:
         >>> import torch, graphattn as ga
@@ -681,7 +691,7 @@ class CrossConsensus(_Consensus):
         positions: Positions = None,
         edge_features: Tensor | None = None,
     ) -> Tensor:
-        """One consensus step of the tokens of `x` towards those of `context`."""
+        """Make one consensus step of the tokens of `x` towards those of `context`."""
         x, context, graph, pair = self.prepare(
             x, context, self.context_dim, graph, valid, per_edge=edge_features is not None
         )

@@ -1,4 +1,4 @@
-"""Steps of generation of consensus by compiled code: one call for the row of a new token."""
+"""Generation steps of consensus layers in compiled code: one call for the row of a new token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from graphattn.ops.consensus.step import step_kernel
 
 
 class CompiledSteps(StreamingLayer):
-    """Base of consensus layers whose steps compiled code can run.
+    """Base of consensus layers whose generation steps can run in compiled code.
 
-    The layer says in operations of torch what a step is; here is the same, for one token, by one
-    call. What somebody put into a layer, a projection or a first layer, runs as it is.
+    The layer itself defines a step by torch operations. This class computes the same step, for one
+    token, by one call of compiled code. If a user has overridden a method, or replaced a projection
+    or a first layer, that code still runs.
     """
 
     edge_net: EdgeNetwork
@@ -30,7 +31,7 @@ class CompiledSteps(StreamingLayer):
     trunk: str
 
     def step_tensor(self) -> Any:
-        """The step size as the operation takes it."""
+        """Return the step size in the form that `consensus_update` accepts."""
         raise NotImplementedError
 
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
@@ -55,7 +56,7 @@ class CompiledSteps(StreamingLayer):
         return self.run_step(cache, u, compared, sources["state"], pair, step, valid)
 
     def step_of_heads(self) -> Any:
-        """The step size where it is a number, "auto", or one number for every head; else None."""
+        """Return the step size if it is a number, "auto", or one number per head; else None."""
         step = self.step_tensor()
         if isinstance(step, Tensor) and step.shape != (self.heads,):
             return None
@@ -64,7 +65,7 @@ class CompiledSteps(StreamingLayer):
     def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
         if type(cache) is not LayerCache or not may_repeat_step(self.backend):
             return None
-        call = cache.call  # the first step makes one, and checks what is checked here no more
+        call = cache.call  # made by the first step, which has checked the remaining conditions
         if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
             return None
         if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
@@ -98,7 +99,7 @@ class CompiledSteps(StreamingLayer):
         step: Any,
         valid: Tensor | None,
     ) -> Tensor:
-        """u' of the newest token, in the form of `u`; the cache takes it in."""
+        """Return u' of the newest token, shaped like `u`, and add the token to the cache."""
         cache.advance(1, masked=valid is not None)
         held = cache.held(cache.window)
         buffers, call = cache.buffers, cache.call
@@ -127,7 +128,8 @@ class CompiledSteps(StreamingLayer):
         )
 
     def step_hidden(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden vectors of tokens [*, n, dim]; of a single one with the bits of compiled steps."""
+        """Return hidden vectors of tokens [*, n, dim]; for n = 1, bit for bit as compiled steps
+        do."""
         if x.shape[-2] != 1 or step_kernel(self.backend, u, u.dtype) is None:
             return self.edge_net.target_hidden(x), self.edge_net.source_hidden(x)
         of_target, of_source = self.first_step_layers(x)
@@ -136,7 +138,7 @@ class CompiledSteps(StreamingLayer):
         return of_target, of_source
 
     def first_step_layers(self, x: Tensor) -> tuple[Any, Any]:
-        """First layers of tokens [*, 1, dim] for compiled code, or both results where it cannot."""
+        """Return the first layers for compiled code or, if it cannot apply them, their outputs."""
         layers = self.edge_net.first_layers(x, x)
         if applies(layers[0], x.dtype) and applies(layers[1], x.dtype):
             return layers

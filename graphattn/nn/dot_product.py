@@ -41,7 +41,7 @@ class DotProductAttention(GraphAttention):
             PyG's `propagate`.
         attention_dropout: share of the attention weights set to 0 in training, in [0, 1), the
             others divided by 1 - attention_dropout. Never in :meth:`step`, nor in the weights of
-            ``return_attention_weights=True``, which are those of no draw.
+            ``return_attention_weights=True``, which are computed without dropout.
         sink: whether every head learns a logit that joins the normaliser, the parameter `sink`
             [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
             (transformers draws it from N(0, 0.02^2)); -inf is none.
@@ -52,7 +52,7 @@ class DotProductAttention(GraphAttention):
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
         - **context**: [*, M, context_dim]; `x` itself if None
         - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
-          mask serves both tracks where they are equally long
+          mask serves both targets and sources if there are equally many
         - **positions**: [N] or [*, N], or a pair (keyword)
         - **edge_bias**: added to the logits: [E, heads], [*, E, heads], or a table [offsets, heads]
           where the graph has one (keyword); see :class:`OffsetBias`, :class:`DistanceBias`,
@@ -153,9 +153,9 @@ class DotProductAttention(GraphAttention):
     def cache_fields(self) -> dict[str, tuple[int, int]]:
         if self.context_dim != self.dim:
             raise ValueError(
-                f"{type(self).__name__} goes token by token where keys come from the tokens "
-                f"themselves, but context_dim = {self.context_dim} (dim is {self.dim}) says that "
-                "they come from a context, which is there from the start: call the layer"
+                f"{type(self).__name__} cannot generate token by token when its keys come from a "
+                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
+                "context is known from the start, so call the layer itself"
             )
         return super().cache_fields()
 

@@ -44,7 +44,7 @@ class GaussianKernelAttention(DistanceAttention):
             PyG's `propagate`.
         attention_dropout: share of the attention weights set to 0 in training, in [0, 1), the
             others divided by 1 - attention_dropout. Never in :meth:`step`, nor in the weights of
-            ``return_attention_weights=True``, which are those of no draw.
+            ``return_attention_weights=True``, which are computed without dropout.
         sink: whether every head learns a logit that joins the normaliser, the parameter `sink`
             [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
             (transformers draws it from N(0, 0.02^2)); -inf is none.
@@ -137,16 +137,17 @@ class GaussianKernelAttention(DistanceAttention):
         self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
         query = self.split(x, self.heads)
-        key = query if context is x else self.split(context, self.heads)  # masks may differ
+        key = query if context is x else self.split(context, self.heads)
         query, key = self.rotate(query, key, rotations)
         if self.normalize:
-            one_tensor, shape = key is query, (self.head_dim,)  # operations make use of it
+            shape = (self.head_dim,)
+            one_tensor = key is query  # it must stay one: backends recognise it and do less work
             query = functional.rms_norm(query, shape)
             key = query if one_tensor else functional.rms_norm(key, shape)
         return query, key, key
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
-        return {"key": (self.heads, self.head_dim)}  # the value too
+        return {"key": (self.heads, self.head_dim)}  # values are the keys
 
     def project_step(
         self, x: Tensor, rotations: Rotations
@@ -158,7 +159,7 @@ class GaussianKernelAttention(DistanceAttention):
         if not self.normalize:
             return x, x, None
         if self.rotary is not None:
-            return None  # turned first, then normalized
+            return None  # the norm follows the rotation
         by_head = functional.rms_norm(self.split(x, self.heads), (self.head_dim,))
         return by_head, by_head, None
 

@@ -41,7 +41,7 @@ class KrauseAttention(DistanceAttention):
             PyG's `propagate`.
         attention_dropout: share of the attention weights set to 0 in training, in [0, 1), the
             others divided by 1 - attention_dropout. Never in :meth:`step`, nor in the weights of
-            ``return_attention_weights=True``, which are those of no draw.
+            ``return_attention_weights=True``, which are computed without dropout.
         sink: whether every head learns a logit that joins the normaliser, the parameter `sink`
             [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
             (transformers draws it from N(0, 0.02^2)); -inf is none.

@@ -45,7 +45,7 @@ from graphattn.ops.segments import segment_sum
 
 
 class LinearAttention(StreamingLayer):
-    r"""Attention by products of positive features, in time linear in the tokens.
+    r"""Attention by products of positive features, in time linear in the number of tokens.
 
     .. math::
         y_i = W_O \, \Big\Vert_h
@@ -53,15 +53,15 @@ class LinearAttention(StreamingLayer):
                    {\varepsilon + \sum_{j \in N(i)} \phi(q_i^h) \cdot \phi(k_j^h)}, \qquad
         \phi(z) = \operatorname{elu}(z) + 1
 
-    (Katharopoulos et al., Transformers are RNNs, 2020, Eq. 4-7): since :math:`\phi(q_i)` stands
-    before the sum, a complete graph takes one matrix per head and a causal one running sums of it:
-    O(N D^2) operations, no N x N matrix, and steps of generation in constant memory. It is the fast
-    baseline that Krause attention is compared with (Krause Synchronization Transformers). Other
-    graphs are exact too: windows by blocks, the rest edge by edge.
+    (Katharopoulos et al., Transformers are RNNs, 2020, Eq. 4-7). Because :math:`\phi(q_i)` can be
+    taken out of the sum, a complete graph needs one matrix per head, and a causal graph needs
+    running sums of this matrix: O(N D^2) operations, no N x N matrix, and generation in constant
+    memory. The Krause paper uses it as a fast baseline (Krause Synchronization Transformers). Other
+    graphs are computed exactly, too: windows in blocks, the rest edge by edge.
 
     ``rope=True`` rotates :math:`\phi(q_i)` and :math:`\phi(k_j)` in the numerator only, as RoFormer
-    does (Su et al., Eq. 19): rotated features are not positive any more, and the denominator must
-    be. Weights then can be negative and do not sum to 1.
+    does (Su et al., Eq. 19): rotated features can be negative, and the denominator must be
+    positive. The weights can then be negative, and they do not sum to 1.
 
     Args:
         dim: width of `x` and of the output.
@@ -69,7 +69,8 @@ class LinearAttention(StreamingLayer):
         kv_heads: key and value heads, divides `heads` (grouped-query attention); `heads` if None.
         context_dim: width of `context` in cross-attention; `dim` if None.
         rope: rotate the features by their positions: True, or a :class:`RotaryEmbedding`.
-        eps: >= 0, added to the denominator (the authors' code: 1e-6). With 0 the weights sum to 1.
+        eps: a number >= 0 that is added to the denominator (1e-6 in the authors' code). With 0 the
+            weights sum to 1.
         bias: whether the projections have biases.
         backend: "auto", "reference" or "structured"; "reference" runs `message()` through PyG's
             `propagate`.
@@ -78,15 +79,15 @@ class LinearAttention(StreamingLayer):
         - **x**: [*, N, dim]
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
         - **context**: [*, M, context_dim]; `x` itself if None
-        - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
-          mask serves both tracks where they are equally long
+        - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one mask
+          serves both tracks if they have the same length
         - **positions**: [N] or [*, N], or a pair (keyword)
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
           weights [*, E, heads], in the order of ``graph.edge_index``
 
     Raises:
-        ValueError: names the argument, its value and what is allowed. With
-            ``return_attention_weights=True`` also for a raw edge_index that is not sorted.
+        ValueError: if an argument is out of range; with ``return_attention_weights=True`` also if a
+            raw edge_index is not sorted.
 
     Example:
         >>> import torch, graphattn as ga
@@ -99,7 +100,7 @@ class LinearAttention(StreamingLayer):
         torch.Size([2, 10, 16])
     """
 
-    # What PyG's generated code passes on; the pair is (sources, targets).
+    # Types of the arguments that PyG's generated code passes on; the pair is (sources, targets).
     propagate_type: ClassVar = {
         "query": Tensor,
         "key": Tensor,
@@ -124,8 +125,8 @@ class LinearAttention(StreamingLayer):
         super().__init__(dim, heads, rope=rope, backend=backend)
         if backend == "triton":
             raise ValueError(
-                "backend must be 'auto', 'reference' or 'structured' in LinearAttention, which has "
-                "no kernels of its own, got 'triton'"
+                "backend must be 'auto', 'reference' or 'structured' in LinearAttention, which "
+                "has no Triton kernels, got 'triton'"
             )
         self.kv_heads = self.heads if kv_heads is None else as_int("kv_heads", kv_heads, 1)
         if self.heads % self.kv_heads:
@@ -141,7 +142,7 @@ class LinearAttention(StreamingLayer):
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw every projection anew."""
+        """Initialise every projection again."""
         super().reset_parameters()
         for projection in self.children():
             if isinstance(projection, nn.Linear):
@@ -167,7 +168,7 @@ class LinearAttention(StreamingLayer):
                 out, projected = found
                 if not detached:
                     return out
-                assert isinstance(graph, TokenGraph)  # other graphs go the long way
+                assert isinstance(graph, TokenGraph)  # ensured by the check above
                 with torch.no_grad():
                     features = self.features_of(*projected, None)
                     return out, self.weights_of_edges(features, graph, (None, None))
@@ -183,14 +184,14 @@ class LinearAttention(StreamingLayer):
             return out, self.weights_of_edges(features, graph, pair)
 
     def project_features(self, x: Tensor, context: Tensor, rotations: Rotations) -> Features:
-        """Features of queries [*, N, H, D], of keys [*, M, Hk, D], and values; all in float32."""
+        """Return the features of queries [*, N, H, D] and keys [*, M, Hk, D], and the values."""
         projected = self.query_proj(x), self.key_proj(context), self.value_proj(context)
         return self.features_of(*projected, rotations)
 
     def features_of(
         self, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
     ) -> Features:
-        """Features of what projections gave, [*, N, H * D]."""
+        """Return the features of the outputs of the projections, [*, N, H * D]."""
         query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
         value = self.split(value, self.kv_heads)
         dtype = compute_dtype(query.dtype)
@@ -209,7 +210,7 @@ class LinearAttention(StreamingLayer):
         index: Tensor,
         size_i: int,
     ) -> Tensor:
-        """weight_ij * v_j, the weights being shares of the sum over the edges of target i."""
+        """Return weight_ij * v_j; weights are divided by their sum over the edges of target i."""
         above = (turned_query_i * turned_key_j).sum(-1, keepdim=True)
         below = (query_i * key_j).sum(-1, keepdim=True)
         keep = edge_mask(valid_i, valid_j)
@@ -220,7 +221,7 @@ class LinearAttention(StreamingLayer):
         return above / total.masked_fill(total == 0, 1).index_select(-3, index) * value_j
 
     def mix(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
-        """The averages, [*, N, H, D], by `message()` or by the operation."""
+        """Return the averages, [*, N, H, D], by `message()` or by the operation."""
         if not self.uses_propagate():
             return self.fused(features, graph, valid)
         self.check_message_masks(valid)
@@ -239,14 +240,14 @@ class LinearAttention(StreamingLayer):
         return averages.to(self.mixed_dtype(query))
 
     def mixed_dtype(self, like: Tensor) -> torch.dtype:
-        """Return the dtype that the output projection reads: its own dtype, or autocast's."""
+        """Return the dtype that the output projection reads: its own, or that of autocast."""
         device = like.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
         return self.output_proj.weight.dtype
 
     def fused(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
-        """The operation that gives the same as `propagate`, [*, N, H, D]."""
+        """Call the operation, which computes the same as `propagate`, [*, N, H, D]."""
         query, key, value, *turned = features
         out = linear_attention(
             query,
@@ -261,7 +262,7 @@ class LinearAttention(StreamingLayer):
         return out.to(self.mixed_dtype(query))
 
     def edge_weights(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
-        """The weights of the operation, [*, E, H]."""
+        """Return the weights of the operation, [*, E, H]."""
         query, key, _, *turned = features
         rotated = None if self.rotary is None else (turned[0], turned[1])
         weights = linear_attention_weights(
@@ -270,23 +271,23 @@ class LinearAttention(StreamingLayer):
         return weights.to(self.mixed_dtype(query))
 
     def weights_of_edges(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
-        """:meth:`edge_weights`, unless somebody has a `message()` of another kind."""
+        """Return :meth:`edge_weights`, or raise a ValueError if a user has replaced `message()`."""
         if replaced := overridden_weights(self):
             raise ValueError(
-                f"return_attention_weights=True: this {type(self).__name__} has its own "
-                f"{names_of(replaced)}, and what it weighs an edge by is not known. Override "
+                f"return_attention_weights=True cannot be used with this {type(self).__name__}: it "
+                f"has its own {names_of(replaced)}, so its weights are not known. Override "
                 "edge_weights(features, graph, valid), too"
             )
         return self.edge_weights(features, graph, valid)
 
-    # Token by token.
+    # Generation, token by token.
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
         if self.context_dim != self.dim:
             raise ValueError(
-                f"{type(self).__name__} goes token by token where keys come from the tokens "
-                f"themselves, but context_dim = {self.context_dim} (dim is {self.dim}) says that "
-                "they come from a context, which is there from the start: call the layer"
+                f"{type(self).__name__} cannot generate token by token when its keys come from a "
+                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
+                "context is known from the start, so call the layer itself"
             )
         heads = self.kv_heads, self.head_dim
         turned = {} if self.rotary is None else {"turned_key": heads}
@@ -301,19 +302,21 @@ class LinearAttention(StreamingLayer):
         device: torch.device | str | None = None,
         rollback: int = 0,
     ) -> LayerCache:
-        """An empty cache for :meth:`step`.
+        """Make an empty cache for :meth:`step`.
 
         Args:
-            batch: the leading dimensions of the tokens to come; () for a single text.
-            window: how many tokens each token sees, itself included; those are kept. None: all
-                before it. Then what is kept are sums, a :class:`RunningCache` of constant size
-                (where somebody has replaced `message()`, the tokens themselves).
-            dtype, device: of what is kept; the layer's own if None. Sums are float32 at least.
-            rollback: how many of the newest tokens :meth:`LayerCache.truncate` can take back at
-                any time; so many more are kept, without a window too.
+            batch: the leading dimensions of the tokens that will follow; () for a single text.
+            window: how many tokens each token sees, itself included; the cache stores those. With
+                None, a token sees all earlier ones, and the cache stores only sums: a
+                :class:`RunningCache` of constant size (or all tokens, if a user has replaced
+                `message()`).
+            dtype, device: dtype and device of the stored tensors; None takes the layer's own. Sums
+                are at least float32.
+            rollback: how many of the newest tokens :meth:`LayerCache.truncate` can remove at any
+                time. The cache stores that many more tokens, also without a window.
 
         Raises:
-            ValueError: for arguments out of range, and for a layer that looks at a context.
+            ValueError: if an argument is out of range, or if the layer attends to a context.
         """
         cache = super().init_cache(batch, window, dtype=dtype, device=device, rollback=rollback)
         if window is not None or overridden_edges(self) or overridden_rows(self):
@@ -350,7 +353,7 @@ class LinearAttention(StreamingLayer):
         graph: TokenGraph,
         valid: ValidPair,
     ) -> Tensor:
-        """The weights of :meth:`step_rows`, [*, E, H]."""
+        """Return the weights of :meth:`step_rows`, [*, E, H]."""
         return self.weights_of_edges(_features(targets, sources), graph, valid)
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
@@ -360,7 +363,7 @@ class LinearAttention(StreamingLayer):
         n = cache.held(cache.window)
         keep = cache.valid(n)
         if keep is not None:
-            keep = keep & keep[..., -1:]  # padding sees nothing
+            keep = keep & keep[..., -1:]  # a padded target sees no token
             keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n).reshape(-1, 1, n)
         above, below = self._of_tokens(targets, cache, n, keep)
         out = average(above, below, self.eps)
@@ -369,7 +372,8 @@ class LinearAttention(StreamingLayer):
     def _of_tokens(
         self, targets: tuple[Tensor, ...], cache: LayerCache, n: int, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Numerators [B * Hk, g, D] and denominators of one token and the newest n of the cache."""
+        """Return numerators [B * Hk, g, D] and denominators of one token over the newest n
+        tokens."""
         query, turned_query = (self._by_key_head(x) for x in targets)
         key, value = (cache.rows(name, n).to(query.dtype) for name in ("key", "value"))
         below = query @ key.transpose(1, 2)
@@ -382,10 +386,10 @@ class LinearAttention(StreamingLayer):
         return above @ value, below.sum(-1, keepdim=True)
 
     def _by_key_head(self, x: Tensor) -> Tensor:
-        """One token [*, 1, H, D] as [B * Hk, g, D]."""
+        """Reshape one token [*, 1, H, D] to [B * Hk, g, D]."""
         return x.reshape(-1, self.heads // self.kv_heads, self.head_dim)
 
-    # Token by token, by running sums.
+    # Generation with running sums.
 
     def _mix_step(
         self,
@@ -398,8 +402,9 @@ class LinearAttention(StreamingLayer):
             return super()._mix_step(targets, sources, mask, cache)
         if replaced := (*overridden_edges(self), *overridden_rows(self)):
             raise ValueError(
-                f"cache must be made anew: it holds sums that the {names_of(replaced)} of this "
-                f"{type(self).__name__}, replaced since, know nothing of"
+                "cache must be a new one from init_cache: it contains sums, which the "
+                f"{names_of(replaced)} of this {type(self).__name__}, replaced since it was made, "
+                "cannot use"
             )
         query = targets[0]
         state, total = cache.sums["state"], cache.sums["total"]
@@ -424,7 +429,7 @@ class LinearAttention(StreamingLayer):
         mask: Tensor | None,
         cache: RunningCache,
     ) -> Tensor:
-        """New tokens as targets, of themselves, what stands beside the sums, and the sums."""
+        """Mix new tokens with each other, with the tokens outside the sums, and with the sums."""
         n, held = targets[0].shape[-3], cache.held(None)
         dtype = targets[0].dtype
         cleared = {name: clear_invalid(x, mask) for name, x in sources.items()}

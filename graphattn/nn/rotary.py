@@ -7,25 +7,26 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.nn.files.config import Configured
-from graphattn.ops.rotary import can_turn, turn, turned_by_torch
+from graphattn.ops.rotary import can_rotate, rotate, rotate_by_torch
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]
 
 
 class RotaryEmbedding(Configured, nn.Module):
-    r"""Rotates every head's features by angles that grow with the token's position.
+    r"""Rotates the features of every head by angles proportional to the position of the token.
 
     .. math::
         \tilde u = u \odot \cos\theta(p) + (P u) \odot \sin\theta(p), \qquad
         \theta(p)_k = p \, B^{-2k / D}
 
-    in the half-split convention: feature k turns with feature k + D / 2, and P swaps the halves
-    and flips the sign of the first (RoFormer; Eq. 41-42 of the consensus paper; the layout of
-    Llama and GPT-NeoX). A rotation, so norms and distances at equal positions stay. No parameters.
+    in the half-split convention: feature k is rotated together with feature k + D / 2, and P swaps
+    the two halves and changes the sign of the new first half (RoFormer; Eq. 41-42 of the consensus
+    paper; the layout of Llama and GPT-NeoX). A rotation changes neither norms nor distances between
+    tokens at equal positions. There are no parameters.
 
     Args:
-        dim: D, features per head; even.
-        base: B > 0.
+        dim: D, the number of features per head; it must be even.
+        base: B, a number > 0.
 
     Shapes:
         - **x**: [*, N, H, D]
@@ -33,7 +34,7 @@ class RotaryEmbedding(Configured, nn.Module):
         - **output**: [*, N, H, D]
 
     Raises:
-        ValueError: for an odd or too small `dim`, `base` <= 0, and shapes that do not fit.
+        ValueError: if `dim` is odd or too small, if `base` <= 0, or if shapes do not fit.
 
     Example:
         >>> import torch, graphattn as ga
@@ -73,9 +74,9 @@ class RotaryEmbedding(Configured, nn.Module):
     def turn(self, x: Tensor, rotation: Rotation, *, back: bool = False) -> Tensor:
         """`x` [*, N, H, D] rotated as :meth:`rotation` says, or rotated back."""
         cos, sin = rotation
-        if can_turn(x, cos, sin):
-            return turn(x, cos, sin, back=back)
-        return turned_by_torch(x, cos, -sin if back else sin)
+        if can_rotate(x, cos, sin):
+            return rotate(x, cos, sin, back=back)
+        return rotate_by_torch(x, cos, -sin if back else sin)
 
     def is_plain(self) -> bool:
         """Whether :meth:`turn` and :meth:`rotation` are what is written here."""
@@ -88,7 +89,7 @@ class RotaryEmbedding(Configured, nn.Module):
 
 
 def check_positions(positions: object, shape: torch.Size) -> None:
-    """Positions of tokens [*, N]: a tensor of that shape, or [N]."""
+    """Check the positions of tokens [*, N]: a tensor of that shape, or [N]."""
     if not isinstance(positions, Tensor):
         raise ValueError(f"positions must be a tensor, got {positions!r}")
     if positions.shape not in (shape[-1:], shape):
@@ -99,7 +100,7 @@ def check_positions(positions: object, shape: torch.Size) -> None:
 
 
 def as_rotary(rope: object, head_dim: int) -> RotaryEmbedding | None:
-    """The layer option `rope`: False, True, or a RotaryEmbedding of the head dimension."""
+    """Make the rotary embedding that the layer option `rope` asks for, or None."""
     if isinstance(rope, RotaryEmbedding):
         if rope.dim != head_dim:
             raise ValueError(f"rope must rotate {head_dim} features per head, got {rope!r}")

@@ -1,4 +1,17 @@
-"""The choice of a backend: one table per engine, asked once per call."""
+"""The choice of a backend: one table per engine, asked once per call.
+
+Three functions ask whether compiled code or an operator may run in place of single operations of
+torch. They differ in what they look for:
+
+- :func:`~graphattn.kernels.shared.launch.is_transformed`: torch.func or forward-mode
+  differentiation is active. These differentiate or batch every operation by themselves, so
+  compiled code, whose operations they cannot see, is excluded.
+- :func:`is_followed`: the above, or a dispatch mode of torch or torch.jit.trace, which look at
+  every operation. Compiled code outside of an operator must not run.
+- :func:`~graphattn.ops.counting.is_watched`: a dispatch mode, torch.jit.trace or torch.compile is
+  active, or tensors have no values ("meta"). The call then runs as one operator of torch.library,
+  which they can see.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +26,8 @@ from torch.autograd import forward_ad
 from graphattn.graphs.arguments import as_choice
 from graphattn.kernels.shared.launch import is_transformed
 
-BACKENDS = ("reference", "structured", "native", "triton")
-NAMES = ("auto", *BACKENDS)
+BACKEND_NAMES = ("reference", "structured", "native", "triton")
+NAMES = ("auto", *BACKEND_NAMES)  # what an argument `backend` may be
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 # The same for torch.compile, which guards global variables and cannot read context variables.
@@ -58,19 +71,19 @@ def wanted_backend(backend: str) -> str:
 
 
 def nothing_against(_: Any) -> None:
-    """No reason why a backend could not run a call."""
+    """Return no reason: a backend with this `why_not` can run every call."""
 
 
 def always(_: Any) -> bool:
-    """Whether "auto" may take a backend: any time."""
+    """Return True: "auto" may take a backend with this `is_default` for every call."""
     return True
 
 
 def is_followed() -> bool:
-    """Whether a mode of torch, a trace or torch.func wants to see every operation.
+    """Whether a dispatch mode of torch, torch.jit.trace or torch.func must see every operation.
 
-    The last is :func:`~graphattn.kernels.shared.launch.is_transformed`, written out: every call of
-    a layer asks.
+    The last two lines are :func:`~graphattn.kernels.shared.launch.is_transformed`, written out to
+    save a function call: every call of a layer asks.
     """
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
@@ -84,13 +97,13 @@ def is_followed() -> bool:
 
 
 class Backend(NamedTuple):
-    """One way to run an engine's calls: a row of the engine's table, fastest first.
+    """One way to run an engine's calls: a row of the engine's table.
 
     Attributes:
-        name: one of :data:`BACKENDS`.
-        why_not: the reason why it cannot run a checked call; None where it can.
-        run: runs the call. None in tables of who takes a call that the caller itself runs.
-        is_default: whether "auto" may take it for a call that it can run.
+        name: one of :data:`BACKEND_NAMES`.
+        why_not: returns the reason why the backend cannot run a checked call, or None if it can.
+        run: runs the call. None in the table of steps, where the caller runs the call.
+        is_default: whether "auto" may take the backend for a call that it can run.
     """
 
     name: str
@@ -104,44 +117,55 @@ class Backend(NamedTuple):
         return self.run(call)
 
 
-Table = tuple[Backend, ...]
+Table = tuple[Backend, ...]  # fastest first
 
 
 def choose(table: Table, call: Any, backend: str) -> Backend:
-    """The row of a table that runs a call: the one asked for, or the first that can.
+    """The row of a table that runs a call: the one of this name, or for "auto" the first that can.
 
-    "auto" keeps to "reference" inside torch.func and under forward-mode differentiation, which
-    follow the steps of an operation.
+    Inside torch.func and under forward-mode differentiation, "auto" takes "reference", because
+    these must see every operation.
 
     Raises:
-        ValueError: the backend was asked for by name, and cannot.
+        ValueError: a backend was asked for by name and cannot run the call.
     """
     wanted = wanted_backend(backend)
-    followed = is_transformed()
+    return _first_that_can(table, call) if wanted == "auto" else _by_name(table, call, wanted)
+
+
+def _first_that_can(table: Table, call: Any) -> Backend:
+    """The first row of a table that "auto" may take and that can run a call."""
+    transformed = is_transformed()
     for entry in table:
-        if wanted == "auto":
-            if entry.name == "reference" or (
-                not followed and entry.is_default(call) and entry.why_not(call) is None
-            ):
-                return entry
-        elif entry.name == wanted:
-            if (reason := entry.why_not(call)) is not None:
-                raise refusal(wanted, reason)
-            if followed and wanted in ("native", "triton"):
-                raise ValueError(
-                    f"backend {wanted!r} cannot run inside torch.func or under forward-mode "
-                    "differentiation, which look into the steps of an operation: use "
-                    'backend="reference"'
-                )
+        if entry.name == "reference":  # the last row, which runs every call
             return entry
-    raise refusal(wanted, "this operation does not have it")
+        if not transformed and entry.is_default(call) and entry.why_not(call) is None:
+            return entry
+    raise refusal("auto", "this operation has no reference")
+
+
+def _by_name(table: Table, call: Any, name: str) -> Backend:
+    """The row of a table with this name; a ValueError if it cannot run the call."""
+    for entry in table:
+        if entry.name != name:
+            continue
+        if (reason := entry.why_not(call)) is not None:
+            raise refusal(name, reason)
+        if name in ("native", "triton") and is_transformed():
+            raise ValueError(
+                f"backend {name!r} cannot run inside torch.func or under forward-mode "
+                "differentiation, which must see every operation of a call: use "
+                'backend="reference"'
+            )
+        return entry
+    raise refusal(name, "this operation does not have it")
 
 
 def support(table: Table, call: Any) -> dict[str, str | None]:
-    """Backend -> None where it can run a call, otherwise the reason why not."""
+    """Say for every backend why it cannot run a call; None if it can."""
     return {entry.name: entry.why_not(call) for entry in reversed(table)}
 
 
 def refusal(backend: str, reason: str) -> ValueError:
-    """The error of a backend that was asked for by name."""
+    """The error for a backend that was asked for by name and cannot run a call."""
     return ValueError(f"backend {backend!r} cannot run this case: {reason}")

@@ -1,10 +1,10 @@
 """Operations per call, for torch's FlopCounterMode: from the edges of the graph, and exact.
 
-A multiply-add is two operations. Elementwise work (exponentials, GELU, sums at the ends of edges)
-is not counted, as nowhere in FlopCounterMode. Distances cost what products cost: |q - k|^2 is a
-product and two norms. A backward pass has two products for every one of the forward, and forms
-again what is not kept: the logits of attention, and all of an edge's matrix but what it is applied
-to. Padding counts, as it does for torch's own operations: it is what the shapes say.
+A multiply-add is two operations. As everywhere in FlopCounterMode, elementwise work (exponentials,
+GELU, sums at the ends of edges) is not counted. A distance costs as much as a product, because
+|q - k|^2 is a product and two norms. A backward pass has two products for every product of the
+forward pass. It also computes again what the forward pass does not store: the logits of attention,
+and the matrix of an edge. Padding counts, as in torch's own operations, since shapes include it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.linear_attention.intervals import runs_of
 
 Formula = Callable[..., int]
-COUNTER = "torch.utils.flop_counter"  # imported by those who count: it imports triton
+COUNTER = "torch.utils.flop_counter"  # imported only by users that count, because it imports triton
 
 _uncounted: ContextVar[dict[str, None] | None] = ContextVar("graphattn_uncounted", default=None)
 
 
 def is_watched(like: Tensor) -> bool:
-    """Whether a call must be a single operator: compiled, traced, counted, or without numbers.
+    """Whether a call must run as one operator of torch.library.
 
-    Modes of torch's dispatcher (FlopCounterMode, selective checkpointing) see operators, never what
-    happens inside of them.
+    It must under torch.compile and torch.jit.trace, under modes of torch's dispatcher
+    (FlopCounterMode, selective checkpointing), which see operators and nothing inside them, and for
+    tensors without values (device "meta"). `graphattn/ops/backends.py` compares this with
+    `is_followed`.
     """
     if torch.compiler.is_compiling():
         return True
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees operators alone, too
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees only operators, too
         return True
     if torch._C._len_torch_dispatch_stack() == 0:
         return like.device.type == "meta"
@@ -47,7 +49,7 @@ def is_watched(like: Tensor) -> bool:
 
 @contextmanager
 def uncounted_calls() -> Iterator[dict[str, None]]:
-    """List within the block the names of elementwise operations, which nobody counts."""
+    """Collect, within the block, the names of calls that FlopCounterMode does not count."""
     seen: dict[str, None] = {}
     token = _uncounted.set(seen)
     try:
@@ -81,12 +83,12 @@ def attention_operations(
         6400
     """
     scored = graph.num_edges
-    kept = scored if top_k is None else int(graph.in_degree().clamp(max=top_k).sum())
+    selected = scored if top_k is None else int(graph.in_degree().clamp(max=top_k).sum())
     both = features + value_features
     if backward:
-        products = scored * features + 2 * kept * both
+        products = scored * features + 2 * selected * both
     else:
-        products = scored * features + kept * value_features
+        products = scored * features + selected * value_features
     return 2 * entries * heads * products
 
 
@@ -122,11 +124,12 @@ def consensus_operations(
 def linear_sum_operations(
     graph: TokenGraph, entries: int, heads: int, features: int, value_features: int
 ) -> int:
-    """Count the sums of linear attention, numerator or denominator, or both in one.
+    """Count the operations of the sums of linear attention: numerator, denominator, or both.
 
-    On a complete or causal graph, or parts of such, a source adds the matrix k v^T and a target is
-    multiplied by a sum of them: 2 (N + M) D Dv per head, in whatever chunks that is done. Windows
-    and other graphs are counted by their edges, 2 E (D + Dv). The backward pass is three such sums.
+    On a complete or causal graph, and on batches of them, every source adds the matrix k v^T and
+    every target is multiplied by a sum of these: 2 (N + M) D Dv per head, whatever the chunks.
+    Windows and other graphs are counted by their edges, 2 E (D + Dv). The backward pass is three
+    such sums.
 
     Example:
         >>> import graphattn as ga
@@ -151,7 +154,7 @@ def linear_sum_operations(
     return 2 * entries * heads * products
 
 
-# What the operators are given, and so FlopCounterMode.
+# Formulas with the arguments of the operators, as FlopCounterMode calls them.
 
 
 def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +236,7 @@ def _formulas() -> dict[Any, Formula]:
 
 
 def _register() -> None:
-    """Give the formulas to whoever counts: to modes to come, and to those that count already."""
+    """Register the formulas for FlopCounterModes to come and for those that are active."""
     module = sys.modules.get(COUNTER)
     if module is None:
         return

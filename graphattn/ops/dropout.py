@@ -1,9 +1,9 @@
 """Dropout of edges: a hash of seed, batch entry, head, target and source.
 
-A hash in the place of a stream of random numbers, because backends go over edges in different
-orders, twice where a backward computes its weights again, and must drop the same ones. It is
-whole-number arithmetic that C++ and kernels can repeat to the bit. Numbers are unsigned, products
-and sums are taken modulo 2^64 or 2^32, and ``>>`` brings in zeros:
+A hash replaces a stream of random numbers. Backends visit edges in different orders, and a backward
+pass that computes weights again visits them twice, yet all must drop the same edges. The hash uses
+integer arithmetic, which C++ and kernels can repeat to the bit. Numbers are unsigned, products and
+sums are taken modulo 2^64 or 2^32, and ``>>`` shifts in zeros:
 
 .. code-block:: text
 
@@ -19,12 +19,12 @@ and sums are taken modulo 2^64 or 2^32, and ``>>`` brings in zeros:
     x           (x ^ (x >> 15)) * ((high word of row) | 1)
     dropped     x, read as a signed number, < min(floor(p * 2^32), 2^32 - 1) - 2^31
 
-where b counts the entries of the leading dimensions (one after another, the last dimension
-fastest), h is the query head, and i and j are target and source in the graph of the call. Rows and
-columns are mixed well, and once per token; what is left for every edge are two products of 32
-bits. The first breaks the pattern of ``row ^ column`` (four edges between two targets and two
-sources would decide one another); the second has a factor of the row's own, so that two rows whose
-low words are equal, as some are among a million, still drop different sources.
+where b is the number of the entry in the leading dimensions (the last dimension is fastest), h is
+the query head, and i and j are target and source in the graph of the call. Rows and columns are
+mixed well, but only once per token; an edge needs just two products of 32 bits. The first product
+breaks the pattern of ``row ^ column``, in which three of the four edges between two targets and two
+sources decide the fourth. The second has a factor of the row's own: among a million rows some have
+equal low words, and they still drop different sources.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 
-EDGE_FACTOR = 0x85EBCA6B - (1 << 32)  # as the int32 of the same bits
+EDGE_FACTOR = 0x85EBCA6B - (1 << 32)  # the int32 with the same bits
 SEEDS = 1 << 62
 
 
@@ -52,13 +52,14 @@ class Dropout(NamedTuple):
     columns: Tensor
 
     def some(self, targets: Any, sources: Any) -> Dropout:
-        """Restrict dropout to some targets and sources: slices, or tensors of their numbers."""
+        """Restrict dropout to some targets and sources, given as slices or index tensors."""
         return Dropout(self.p, self.rows[:, targets], self.columns[sources])
 
     def kept_edges(self, source: Tensor, target: Tensor, batch: torch.Size) -> Tensor:
-        """Bool [*, E, H]: edges that are not dropped."""
+        """Mark the edges that are not dropped, bool [*, E, H]."""
         rows, columns = self.rows.index_select(1, target), self.columns[source][:, None]
-        if torch.compiler.is_compiling():  # Inductor's own code for it (torch 2.11) breaks the heap
+        # An operator, because the code that Inductor (torch 2.11) makes of it corrupts the heap.
+        if torch.compiler.is_compiling():
             kept: Tensor = torch.ops.graphattn.dropout_keeps(rows, columns, self.p)
         else:
             kept = keeps(self.p, rows, columns)
@@ -66,19 +67,22 @@ class Dropout(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Edges that are not dropped, bool in the shape of the weights, and the share that is."""
+    """Edges that dropout keeps.
+
+    Attributes:
+        p: the share of edges that is dropped.
+        edges: bool in the shape of the weights, True where an edge is kept.
+    """
 
     p: float
     edges: Tensor
 
     def weights(self, weights: Tensor) -> Tensor:
-        """Drop weights to 0, and divide the others by 1 - p: the mean over
-        draws stays.
-        """
+        """Set dropped weights to 0 and divide the others by 1 - p, so that their mean stays."""
         return weights.masked_fill(~self.edges, 0) / (1 - self.p)
 
     def among(self, keep: Tensor | None) -> Tensor:
-        """Return those of `keep` that are not dropped."""
+        """The edges of the mask `keep` that are not dropped; of all edges if None."""
         return self.edges if keep is None else self.edges & keep
 
 
@@ -140,14 +144,14 @@ def dropout_of_call(p: float, seed: Tensor, query: Tensor, graph: TokenGraph) ->
 
 
 def keeps(p: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """Bool, whether edges are kept, from hashes of targets and sources that broadcast."""
+    """Whether edges are kept, bool, from hashes of targets and sources that broadcast."""
     x = (rows.to(torch.int32) ^ columns) * EDGE_FACTOR
     x = (x ^ _shifted(x, 15, 32)) * ((rows >> 32).to(torch.int32) | 1)
     return x >= min(int(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
 def _next(state: Tensor, number: Tensor) -> Tensor:
-    """A hash of a hash and another number, int64."""
+    """Combine a hash and a number to a new hash, int64."""
     z = state + (number + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -155,16 +159,16 @@ def _next(state: Tensor, number: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The int64 of the same bits."""
+    """The int64 with the same bits as an unsigned number."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _shifted(x: Tensor, by: int, bits: int = 64) -> Tensor:
-    """x >> by of unsigned numbers: torch's copies the sign."""
+    """x >> by for unsigned numbers; torch's own shift copies the sign bit."""
     return (x >> by) & ((1 << (bits - by)) - 1)
 
 
-# For functions that are compiled.
+# Operators for torch.compile.
 
 
 @torch.library.custom_op("graphattn::dropout_hashes", mutates_args=())

@@ -1,9 +1,9 @@
-"""Checks and preparations that every operation shares."""
+"""Checks, preparations and second derivatives that every operation shares."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,8 +49,8 @@ def check_graph(
 ) -> TokenGraph:
     """`graph` as a TokenGraph of these sizes on the device of `like`.
 
-    With `per_edge` the caller holds, or will get, one value per edge; a raw edge_index must then
-    stand in sorted order already, because per-edge values follow that order.
+    With `per_edge`, the caller passes or gets one value per edge. These values follow the sorted
+    order of edges, so a raw edge_index must be sorted already.
     """
     given = graph
     graph = as_token_graph(given, num_targets, num_sources)
@@ -96,7 +96,7 @@ def check_valid(
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"valid ({side}) must be a bool tensor, got {got}")
         shape = (count,) if mask.dim() == 1 else (*batch, count)
-        # size by size: inside torch.compile two symbols of one size are not the same object
+        # Compared size by size: torch.compile has several symbols for one size.
         if mask.dim() != len(shape) or any(a != b for a, b in zip(mask.shape, shape, strict=True)):
             raise ValueError(
                 f"valid ({side}) must have shape {[*batch, count]} or [{count}], "
@@ -108,7 +108,7 @@ def check_valid(
 
 
 def flat_masks(valid: ValidPair, batch: torch.Size) -> ValidPair:
-    """Masks [B, tokens] with one batch dimension; one tensor stays one."""
+    """Masks [B, tokens] with one batch dimension; if both are one tensor, so are the results."""
     of_target, of_source = (
         None if mask is None else mask.expand(*batch, -1).reshape(math.prod(batch), mask.shape[-1])
         for mask in valid
@@ -117,17 +117,17 @@ def flat_masks(valid: ValidPair, batch: torch.Size) -> ValidPair:
 
 
 def clear_invalid(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Zeros in place of invalid tokens of x [*, N, H, D]: what they hold, NaN too, is not read."""
+    """x [*, N, H, D] with zeros in place of invalid tokens, even of those that are NaN."""
     return x if valid is None else x.masked_fill(~valid[..., None, None], 0)
 
 
 def clear_invalid_edges(x: Tensor, keep: Tensor | None) -> Tensor:
-    """Zeros in place of edges of x [*, E, G, features] outside `keep` [*, E, 1]: not read."""
+    """x [*, E, G, features] with zeros in place of edges outside `keep`, bool [*, E, 1]."""
     return x if keep is None else x.masked_fill(~keep[..., None], 0)
 
 
 def valid_edges(valid: ValidPair, source: Tensor, target: Tensor) -> Tensor | None:
-    """Bool [*, E, 1]: edges between valid tokens; None where all are."""
+    """Mark the edges between valid tokens, bool [*, E, 1]; None if all tokens are valid."""
     of_target, of_source = valid
     keep = None if of_target is None else of_target[..., target]
     if of_source is not None:
@@ -147,14 +147,62 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def may_be_differentiated(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether somebody may ask for gradients; torch.func looks into what it differentiates."""
+    """Whether gradients may be asked for; under torch.func they always may."""
     if is_transformed():
         return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def gradients_by_autograd(
+    function: Callable[..., Sequence[Tensor | None]],
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+    *,
+    zeros: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Compute gradients that can be differentiated again, for ``create_graph=True``.
+
+    The backward passes of this library are written by hand and have no derivatives. If a backward
+    pass runs with gradients enabled, its own result is to be differentiated. Then the forward pass
+    is computed again by `function`, and autograd differentiates that.
+
+    Args:
+        function: the forward pass, in operations of torch; from `tensors` to results, or None in
+            the place of a result that the call does not have.
+        tensors: inputs of the forward pass; None for an input that the call does not have.
+        needed: for every tensor, whether its gradient is needed.
+        upstream: the gradient of every result; None for a result that was not used.
+        zeros: whether a tensor that the results do not depend on gets zeros; None otherwise.
+
+    Returns:
+        One gradient per tensor, or None.
+    """
+    # An alias of every tensor, so that one that is passed twice gets a gradient for each place.
+    aliases = [None if x is None else x.view_as(x) for x in tensors]
+    pairs = [
+        (result, d_result.to(result.dtype))
+        for result, d_result in zip(function(*aliases), upstream, strict=True)
+        if result is not None and d_result is not None and result.requires_grad
+    ]
+    gradients = iter(
+        torch.autograd.grad(
+            [result for result, _ in pairs],
+            [x for x, need in zip(aliases, needed, strict=True) if need and x is not None],
+            [d_result for _, d_result in pairs],
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=zeros,
+        )
+    )
+    return tuple(
+        next(gradients) if need and x is not None else None
+        for x, need in zip(aliases, needed, strict=True)
+    )
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast switched off: an operation computes in :func:`compute_dtype` wherever it runs."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()  # there is none to switch off
+        return nullcontext()  # there is no autocast to switch off
     return torch.autocast(device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""Features turned by positions in one pass of compiled code, `kernels/cpu/rotary.cpp`."""
+"""Rotary positions (RoPE) in one pass of compiled code, `kernels/cpu/rotary.cpp`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphattn.ops.backends import is_followed
 from graphattn.ops.compiled_code import is_here
 
 
-class TurnCall(ctypes.Structure):
+class RotateCall(ctypes.Structure):
     """One call; the fields are those of ``kernels/cpu/rotary.h``, in their order."""
 
     _fields_ = (
@@ -29,12 +29,15 @@ class TurnCall(ctypes.Structure):
     )
 
 
-TURN = packer(TurnCall)
-WHOLE = (torch.float32, torch.float64)  # dtypes that angles have, too
+ROTATE = packer(RotateCall)
+ANGLE_DTYPES = (torch.float32, torch.float64)  # cosines and sines have one of these
 
 
-def can_turn(x: Tensor, cosines: Tensor, sines: Tensor) -> bool:
-    """Whether compiled code turns features [*, N, H, D], and nobody looks into how it does."""
+def can_rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> bool:
+    """Whether compiled code can rotate features x [*, N, H, D] in this call.
+
+    It cannot where torch must see every operation (:func:`~graphattn.ops.backends.is_followed`).
+    """
     if torch.compiler.is_compiling() or is_followed() or not is_here():
         return False
     lead = cosines.shape[:-3]
@@ -43,8 +46,8 @@ def can_turn(x: Tensor, cosines: Tensor, sines: Tensor) -> bool:
         and x.is_cpu
         and cosines.is_cpu
         and x.layout is torch.strided
-        and cosines.dtype is (x.dtype if x.dtype in WHOLE else torch.float32)
-        and (x.dtype in WHOLE or x.dtype in KINDS)
+        and cosines.dtype is (x.dtype if x.dtype in ANGLE_DTYPES else torch.float32)
+        and (x.dtype in ANGLE_DTYPES or x.dtype in KINDS)
         and cosines.shape == sines.shape
         and cosines.dtype is sines.dtype
         and cosines.shape[-3:] == (*x.shape[-3:-2], 1, x.shape[-1] / 2)
@@ -53,54 +56,56 @@ def can_turn(x: Tensor, cosines: Tensor, sines: Tensor) -> bool:
     )
 
 
-def turn(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
-    """Features [*, N, H, D] turned, or turned back, by compiled code; :func:`can_turn` is asked.
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
+    """Rotate features [*, N, H, D] by compiled code, or rotate them back.
+
+    The caller has asked :func:`can_rotate`.
 
     Args:
         x: in float32, float64 or half precision.
         cosines, sines: [N, 1, D / 2] or [*, N, 1, D / 2], in float32 for half precision.
-        back: whether to turn the other way round.
+        back: whether to rotate in the opposite direction.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        found: Tensor = _Turned.apply(x, cosines, sines, back)
+        found: Tensor = _Rotated.apply(x, cosines, sines, back)
         return found
-    return _turned(x, cosines, sines, back)
+    return _rotated(x, cosines, sines, back)
 
 
-class _Turned(torch.autograd.Function):
+class _Rotated(torch.autograd.Function):
     """Rotation whose gradient is the rotation back, which can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
         ctx.back = back
         ctx.save_for_backward(cosines, sines)
-        return _turned(x, cosines, sines, back)
+        return _rotated(x, cosines, sines, back)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
-        # Gradients of many directions at once (is_grads_batched=True) have no memory of their own.
+        # With is_grads_batched=True, d_out is a batched tensor, whose memory cannot be read.
         if is_followed() or torch._C._functorch.is_legacy_batchedtensor(d_out):
-            return turned_by_torch(d_out, cosines, sines if ctx.back else -sines), None, None, None
-        return turn(d_out, cosines, sines, back=not ctx.back), None, None, None
+            return rotate_by_torch(d_out, cosines, sines if ctx.back else -sines), None, None, None
+        return rotate(d_out, cosines, sines, back=not ctx.back), None, None, None
 
 
-def turned_by_torch(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Features turned by operations of torch, with the same bits."""
-    first, second = x.to(cosines.dtype).chunk(2, dim=-1)
-    # Products that are not fused with sums: steps by compiled code have the same bits.
-    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-    return turned.to(x.dtype)
+def rotate_by_torch(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate features [*, N, H, D] by operations of torch, with the same bits as compiled code."""
+    a, b = x.to(cosines.dtype).chunk(2, dim=-1)
+    # Products are not fused with sums, so that compiled code gives the same bits.
+    rotated = torch.cat([a * cosines - b * sines, b * cosines + a * sines], dim=-1)
+    return rotated.to(x.dtype)
 
 
-def _turned(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     N, H, D = x.shape[-3:]
     by_batch = featurewise(x.reshape(-1, N, H, D) if x.numel() else x.new_empty(0, N, H, D))
-    # Resized in place: a view could not be changed in place by those who get it.
+    # Resized in place, not viewed: callers may change the result in place.
     out = x.new_empty(by_batch.shape)
     cosines, sines = cosines.contiguous(), sines.contiguous()
     angles = N * (D // 2) if cosines.dim() > 3 else 0, D // 2
-    call = TurnCall(
+    call = RotateCall(
         *by_batch.shape,
         view(by_batch),
         view(out),
@@ -119,8 +124,8 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     return out.resize_(x.shape)
 
 
-class KnownTurn:
-    """Turns of contiguous queries and keys of sizes that were seen before, at the same positions.
+class KnownRotation:
+    """Rotation of contiguous queries and keys, of known sizes and at known positions.
 
     Args:
         query, key: shapes [B, N, H, D] and [B, N, Hk, D].
@@ -138,13 +143,13 @@ class KnownTurn:
         self.is_double = self.cosines.dtype == torch.float64
 
     def __call__(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """New tensors of the shapes of both; no key, no result for it."""
-        turned = torch.empty_like(query), None if key is None else torch.empty_like(key)
-        self._run(query, key, *turned, is_back=False)
-        return turned
+        """Return the rotated query and key as new tensors; None for a key that is None."""
+        rotated = torch.empty_like(query), None if key is None else torch.empty_like(key)
+        self._run(query, key, *rotated, is_back=False)
+        return rotated
 
     def back(self, query: Tensor, key: Tensor | None) -> None:
-        """Turn both tensors back in place."""
+        """Rotate both tensors back, in place."""
         self._run(query, key, query, key, is_back=True)
 
     def _run(
@@ -159,7 +164,7 @@ class KnownTurn:
         from_key, to_key, kv_heads = 0, 0, 0
         if key is not None and other is not None:
             from_key, to_key, kv_heads = key.data_ptr(), other.data_ptr(), self.kv_heads
-        call = TURN.pack(
+        call = ROTATE.pack(
             *self.sizes,
             query.data_ptr(), *self.of_query,
             out.data_ptr(), *self.of_query,

@@ -32,10 +32,11 @@ def segment_softmax(
 
 
 def segment_top_k(logits: Tensor, target: Tensor, rowptr: Tensor, k: int) -> Tensor:
-    """Marks the `k` largest logits among the edges of every target, [*, E, H] bool.
+    """Mark the `k` largest logits among the edges of every target, bool [*, E, H].
 
-    Edges stand in the order of edge_index; of equal logits the earlier edge (the smaller source)
-    is kept. torch.topk promises no order, so this sorts twice, stably: by logit, then by target.
+    Edges are in the order of edge_index. Of equal logits, the earlier edge (the smaller source) is
+    marked. torch.topk promises no such order, so this sorts twice, stably: by logit, then by
+    target.
     """
     order = logits.detach().argsort(dim=-2, descending=True, stable=True)
     order = order.gather(-2, target[order].argsort(dim=-2, stable=True))
@@ -56,8 +57,8 @@ def edge_softmax(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weights [*, E, H], log-sums [*, N, H], and the edges that count (None: all).
 
-    Log-sums are those without eps and sink. Edges are those of `keep` (broadcastable to the
-    logits), and of them the `top_k` largest of every target.
+    The softmax is over the edges of `keep` (broadcastable to the logits), and of these over the
+    `top_k` largest of every target. Log-sums do not include eps and the sink.
     """
     if keep is not None:
         keep = keep.expand_as(logits)
@@ -72,9 +73,9 @@ def edge_softmax(
 
 
 def share_beside_eps(lse: Tensor, eps: float, sink: Tensor | None = None) -> Tensor:
-    """sum / (eps + exp(sink) + sum) from log(sum), in the form whose gradient cannot overflow.
+    """Compute sum / (eps + exp(sink) + sum) from log(sum), so that no gradient overflows.
 
-    `lse` is [*, H] and `sink` [H]; a sink of -inf is none, and gets no gradient.
+    `lse` is [*, H] and `sink` [H]. A sink of -inf counts as none and gets no gradient.
     """
     if sink is None:
         return torch.sigmoid(lse - math.log(eps))

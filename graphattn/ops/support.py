@@ -35,17 +35,17 @@ def backends(
     Args:
         op: "rbf_attention", "dot_product_attention", "linear_attention" or "consensus_update".
         graph: the TokenGraph (or edge_index) of the call.
-        query: its query, or the state of a consensus update, [*, N, H, D]: shape, dtype and device
-            count, not what it holds.
-        softcap, dropout: those of the call, which not every backend has; of attention alone.
+        query: its query, or the state of a consensus update, [*, N, H, D]. Its shape, dtype and
+            device count, not its values.
+        softcap, dropout: those of the call, for attention only; not every backend has them.
 
     Returns:
-        Backend -> None where it can run, otherwise the reason why it cannot. An operation that is
-        asked for such a backend by name raises with that reason; ``backend="auto"`` takes the
-        fastest of the others.
+        For every backend, None if it can run, otherwise the reason why it cannot. An operation that
+        is asked for such a backend by name raises a ValueError with that reason;
+        ``backend="auto"`` takes the fastest of the others.
 
     Raises:
-        ValueError: for an unknown operation or an option that it does not have, or tensors that do
+        ValueError: for an unknown operation, an option that it does not have, or a tensor that does
             not fit the graph.
 
     Example:
@@ -68,7 +68,7 @@ def backends(
         raise ValueError(f"query must be a floating-point tensor [*, N, H, D], got {got}")
     N = query.shape[-3]
     if not isinstance(graph, TokenGraph):
-        # A list of edges does not tell how many sources there are beyond the last it names.
+        # A list of edges does not say whether there are more sources than those in it.
         edges = torch.as_tensor(graph) if isinstance(graph, Tensor) else graph
         sources = int(edges[0].max()) + 1 if isinstance(edges, Tensor) and edges.numel() else N
         graph = as_token_graph(edges, N, sources)
@@ -77,6 +77,13 @@ def backends(
         return support(CONSENSUS_BACKENDS, ConsensusKind(query))
     if op == "linear_attention":
         return support(LINEAR_BACKENDS, None)
-    score = DotProduct()
-    call = AttentionCall(query, query, query, graph, score, softcap=softcap, dropout=dropout)
+    call = AttentionCall(
+        query=query,
+        key=query,
+        value=query,
+        graph=graph,
+        score=DotProduct(),
+        softcap=softcap,
+        dropout=dropout,
+    )
     return support(ATTENTION_BACKENDS, call)

@@ -1,7 +1,7 @@
 """Figures of graphs, weights, spectra, clusters, training; needs matplotlib (extra `plots`).
 
-Every function draws on the matplotlib axes `ax`, or on new ones, and returns them: titles, limits
-and files stay in the caller's hands.
+Every function draws on the matplotlib axes `ax`, or on new axes, and returns the axes (a list of
+them for :func:`model_graphs`). You can then set titles and limits and save the figure.
 """
 
 from graphattn.plot.ablation import attention_ablation

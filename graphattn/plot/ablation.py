@@ -1,4 +1,4 @@
-"""Contribution of each block's attention to a model's hidden states."""
+"""Figure of the contribution of each block's attention to a model's hidden states."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def attention_ablation(
     measure: Literal["participation_ratio", "leading_share"] = "participation_ratio",
     ax: Axes | None = None,
 ) -> Axes:
-    """Map the change of the hidden states where one block's attention is disabled.
+    """Draw how the hidden states change when the attention of one block is disabled.
 
-    One row per disabled block, one column per state: the difference from the model with all its
-    attention. Left of the diagonal nothing can change.
+    The heat map has one row per disabled block and one column per state. A cell shows the
+    difference from the model with all its attention. On the left of the diagonal the difference is
+    always 0, because a block cannot change the states before it.
 
     Args:
-        spectra: of :func:`graphattn.diagnostics.spectra_without_attention`.
-        measure: "participation_ratio", the effective number of dimensions, or "leading_share".
-        ax: where to draw; new axes if None. A colour bar is put beside them.
+        spectra: the result of :func:`graphattn.diagnostics.spectra_without_attention`.
+        measure: "participation_ratio" (the effective number of dimensions) or "leading_share".
+        ax: where to draw; new axes if None. A colour bar is drawn next to them.
 
     Returns:
         The matplotlib axes.
@@ -51,14 +52,14 @@ def attention_ablation(
     blocks = [name for name in spectra if name != "none"]
     if "none" not in spectra or not blocks:
         raise ValueError(
-            f'spectra must hold "none" and at least one block, got the keys {list(spectra)}'
+            f'spectra must have the key "none" and at least one block, got the keys {list(spectra)}'
         )
     whole = getattr(spectra["none"], measure)
     change = torch.stack([getattr(spectra[name], measure) - whole for name in blocks])
     ax = axes_or_new(ax, 1.8 + 0.4 * change.shape[1], 1.2 + 0.3 * len(blocks))
-    reach = float(change.abs().nan_to_num().max()) or 1.0
+    limit = float(change.abs().nan_to_num().max()) or 1.0
     image = ax.imshow(
-        change.numpy(), cmap="RdBu_r", vmin=-reach, vmax=reach, interpolation="nearest"
+        change.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest"
     )
     label = "dimensions" if measure == "participation_ratio" else "leading share"
     colour_bar(image, f"change of {label}")

@@ -1,6 +1,4 @@
-"""Figures of records of `graphattn bench`: ratios to graphattn, and growth with the number of
-tokens.
-"""
+"""Figures of the results of `graphattn bench`: ratios to graphattn, and growth with N tokens."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ MARKER = {"forward": "o", "forward + backward": "D"}
 
 
 def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
-    """How many times longer than graphattn each contender took, case by case.
+    """Draw the time of each contender divided by the time of graphattn, for each case.
 
-    A point right of the line at 1 is slower than graphattn, one left of it faster. The numbers
-    stand on the right.
+    A point on the right of the line at 1 is slower than graphattn, a point on the left is faster.
+    The ratios are written at the right edge.
 
     Args:
-        rows: the "rows" of a file that `graphattn bench --json` has written; those without a ratio
+        rows: the "rows" of a file that `graphattn bench --json` has written; rows without a ratio
             are left out.
-        ax: where to draw; new axes, as high as the rows need, if None.
+        ax: where to draw; new axes if None, whose height fits the number of rows.
 
     Returns:
         The matplotlib axes.
@@ -50,7 +48,7 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
             case = ratios.setdefault(row["case"], {})
             case.setdefault(row["contender"], {})[row["passes"]] = row["ratio"]
     if not ratios:
-        raise ValueError("rows must hold at least one ratio to graphattn, got none")
+        raise ValueError("rows must have at least one ratio to graphattn, got none")
 
     labels = [line for case, found in ratios.items() for line in (case, *found)]
     ax = axes_or_new(ax, 7.2, 0.6 + 0.21 * len(labels))
@@ -99,22 +97,22 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
 
 
 def benchmark_scaling(rows: Rows, *, quantity: str = "time", ax: Axes | None = None) -> Axes:
-    """Time or peak memory against the number of tokens, on two logarithmic axes.
+    """Draw time or peak memory against the number of tokens, on two logarithmic axes.
 
     A straight line of slope p means growth as N^p; the legend gives the p of a least-squares fit
-    over all lengths. Linear cost has p = 1, all pairs have p = 2.
+    over all lengths. A linear cost has p = 1; attention over all pairs of tokens has p = 2.
 
     Args:
-        rows: the "rows" of a file that `graphattn bench scaling --json` has written; cases
-            with fewer than two lengths are left out.
-        quantity: "time" (median, in ms) or "memory" (peak beyond the inputs, in MB).
+        rows: the "rows" of a file that `graphattn bench scaling --json` has written; a case with
+            fewer than two lengths is left out.
+        quantity: "time" (median, in ms) or "memory" (peak without the inputs, in MB).
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: for another quantity, or if no case has two lengths.
+        ValueError: if `quantity` is unknown, or no case has two lengths.
 
     Example:
         >>> import graphattn as ga
@@ -138,7 +136,7 @@ def benchmark_scaling(rows: Rows, *, quantity: str = "time", ax: Axes | None = N
             )
     lines = {key: sorted(set(p)) for key, p in lines.items() if len({n for n, _ in p}) > 1}
     if not lines:
-        raise ValueError("rows must hold a case of at least two lengths, got none")
+        raise ValueError("rows must have at least one case with two lengths or more, got none")
     ax = axes_or_new(ax, 4.6, 3.6)
     cases = list(dict.fromkeys(case for case, _ in lines))
     for (case, passes), points in lines.items():

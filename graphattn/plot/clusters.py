@@ -1,4 +1,4 @@
-"""Figures of tokens under attention without weights: clusters, spectra, and how many are left."""
+"""Figures of tokens under attention without weights: clusters, their number, and spectra."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from graphattn.plot.drawing.style import COLOURS, axes_or_new, style_axes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SMALL = "#bbbbbb"  # all clusters after the six largest
-MOST_LINES = 32  # of the hundreds of eigenvalues of a model
+SMALL = "#bbbbbb"  # the colour of all clusters except the six largest
+MOST_LINES = 32  # A model has hundreds of eigenvalues; only the largest are drawn.
 
 
 def cluster_scatter(
@@ -30,13 +30,15 @@ def cluster_scatter(
     leaders: Tensor | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Points in the plane of two features, coloured by cluster: the six largest, others grey.
+    """Draw points in the plane of two features, coloured by cluster.
+
+    The six largest clusters have a colour each, all others are grey.
 
     Args:
-        points: [N, C], such as ``trajectory.updates[-1]``; with C = 1 the second axis is 0.
-        labels: cluster of every point, integers [N], as :func:`graphattn.dynamics.cluster` gives
-            them: 0 is the largest.
-        features: which two.
+        points: [N, C], such as ``trajectory.updates[-1]``; if C = 1, the second coordinate is 0.
+        labels: number of the cluster of every point, integers [N], as
+            :func:`graphattn.dynamics.cluster` returns them; cluster 0 is the largest.
+        features: the numbers of the two features on the horizontal and the vertical axis.
         leaders: tokens to mark with a star, as in Figure 8 of Attention Clusters, integers [K].
         ax: where to draw; new axes if None.
 
@@ -44,7 +46,7 @@ def cluster_scatter(
         The matplotlib axes.
 
     Raises:
-        ValueError: if shapes disagree, or there is no such feature or token.
+        ValueError: if the shapes do not fit together, or a feature or token does not exist.
 
     Example:
         >>> import torch, graphattn as ga
@@ -58,29 +60,36 @@ def cluster_scatter(
     num_features = points.shape[1]
     across, up = (as_int("features", feature, 0) for feature in features)
     if num_features > 1 and max(across, up) >= num_features:
-        raise ValueError(f"features must be two of 0 .. {num_features - 1}, got {features}")
+        raise ValueError(
+            f"features must be two numbers from 0 to {num_features - 1}, got {features}"
+        )
     if num_features == 1:
         points, across, up = torch.cat([points, torch.zeros_like(points)], dim=1), 0, 1
     ax = axes_or_new(ax, 4.2, 4)
     size = 14 if len(points) <= 2000 else 5
     shown = labels.clamp(max=len(COLOURS))
-    for cluster in range(int(shown.max()), -1, -1):  # the largest on top
-        own = points[shown == cluster]
+    for cluster in range(int(shown.max()), -1, -1):  # The largest cluster is drawn last, on top.
+        members = points[shown == cluster]
         ax.scatter(
-            own[:, across], own[:, up], s=size, color=_colour(cluster), alpha=0.6, linewidths=0
+            members[:, across],
+            members[:, up],
+            s=size,
+            color=_colour(cluster),
+            alpha=0.6,
+            linewidths=0,
         )
     if leaders is not None:
         chosen = torch.as_tensor(leaders).reshape(-1).tolist()
         for token in chosen:
             if as_int("leaders", token, 0) >= len(points):
-                raise ValueError(f"leaders must be among 0 .. {len(points) - 1}, got {token}")
+                raise ValueError(f"leaders must be tokens from 0 to {len(points) - 1}, got {token}")
         marked = points[chosen]
         ax.scatter(
             marked[:, across],
             marked[:, up],
             s=160,
             marker="*",
-            facecolors="none",  # its colour stays to be seen
+            facecolors="none",  # The colour of the point remains visible.
             edgecolors="#d62728",
             linewidths=1.4,
             zorder=3,
@@ -92,19 +101,22 @@ def cluster_scatter(
 
 
 def cluster_image(labels: Tensor, height: int, width: int, *, ax: Axes | None = None) -> Axes:
-    """Pixels of an image painted by cluster: the six largest, all others grey.
+    """Draw an image whose pixels have the colour of their cluster.
+
+    The six largest clusters have a colour each, all others are grey.
 
     Args:
-        labels: cluster of every pixel, row by row, integers [height * width]; 0 is the largest.
-        height: rows.
-        width: columns.
+        labels: number of the cluster of every pixel, row by row, integers [height * width];
+            cluster 0 is the largest.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if the sizes disagree.
+        ValueError: if there is not one label per pixel.
 
     Example:
         >>> import torch, graphattn as ga
@@ -124,14 +136,16 @@ def cluster_image(labels: Tensor, height: int, width: int, *, ax: Axes | None = 
 
 
 def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | None = None) -> Axes:
-    """Share of the variance along every eigenvector of the covariance, by step or by layer.
+    """Draw the share of the variance along every eigenvector of the covariance, by step or layer.
 
-    Figures 9 and 12-15 of Attention Clusters; there the eigenvalues themselves, here their share of
-    the sum, because X grows with every step. The six largest are coloured.
+    These are Figures 9 and 12-15 of Attention Clusters. The paper draws the eigenvalues; this
+    function divides them by their sum, because X grows with every step. The six largest have a
+    colour each.
 
     Args:
-        trajectory: of :func:`graphattn.dynamics.simulate`, or the hidden states of a model:
-            :func:`graphattn.diagnostics.hidden_spectra`, of which the 32 largest are drawn.
+        trajectory: the result of :func:`graphattn.dynamics.simulate`, or that of
+            :func:`graphattn.diagnostics.hidden_spectra` for the hidden states of a model, of which
+            only the 32 largest eigenvalues are drawn.
         ax: where to draw; new axes if None.
 
     Returns:
@@ -161,7 +175,7 @@ def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | Non
     ax.set(
         xlabel="layer" if is_model else "step", ylabel="share of the variance", ylim=(-0.02, 1.02)
     )
-    _whole_steps(ax)
+    _integer_steps(ax)
     handles, names = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=8)
     style_axes(ax)
@@ -171,11 +185,12 @@ def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | Non
 def cluster_counts(
     trajectories: Mapping[str, Trajectory], *, tolerance: float = 0.1, ax: Axes | None = None
 ) -> Axes:
-    """Number of merged clusters after every step, one line per trajectory, on a log scale.
+    """Draw the number of merged clusters after every step, one line per trajectory, on a log scale.
 
     Args:
-        trajectories: name -> trajectory, with at least one step.
-        tolerance: of the merging, see :func:`graphattn.dynamics.cluster`.
+        trajectories: a trajectory with at least one step for each name.
+        tolerance: the distance up to which clusters are merged, see
+            :func:`graphattn.dynamics.cluster`.
         ax: where to draw; new axes if None.
 
     Returns:
@@ -192,12 +207,12 @@ def cluster_counts(
         ['global']
     """
     if not trajectories:
-        raise ValueError("trajectories must hold at least one trajectory, got none")
+        raise ValueError("trajectories must have at least one trajectory, got none")
     tolerance = as_float("tolerance", tolerance, positive=True)
     ax = axes_or_new(ax, 5, 3.2)
     for i, (name, trajectory) in enumerate(trajectories.items()):
         if _checked(f"trajectories[{name!r}]", trajectory).num_steps == 0:
-            raise ValueError(f"trajectories must have steps, got none for {name!r}")
+            raise ValueError(f"each of trajectories must have steps, got none for {name!r}")
         counts = merged_counts(trajectory, tolerance=tolerance)
         ax.plot(
             range(1, len(counts) + 1),
@@ -210,29 +225,29 @@ def cluster_counts(
         )
     ax.set_yscale("log")
     ax.set(xlabel="step", ylabel="merged clusters")
-    _whole_steps(ax)
-    _whole_counts(ax)
+    _integer_steps(ax)
+    _integer_counts(ax)
     legend = ax.legend(
         ax.lines[-len(trajectories) :], list(trajectories), frameon=False, fontsize=8
     )
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a "$" in a name is no mathematics
+        text.set_parse_math(False)  # A "$" in a name does not begin a formula.
     style_axes(ax)
     return ax
 
 
-def _whole_steps(ax: Axes) -> None:
+def _integer_steps(ax: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _whole_counts(ax: Axes) -> None:
+def _integer_counts(ax: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    from graphattn.plot.drawing.ticks import WholeNumbers
+    from graphattn.plot.drawing.ticks import IntegerTicks
 
-    ax.yaxis.set_major_locator(WholeNumbers())
+    ax.yaxis.set_major_locator(IntegerTicks())
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
 

@@ -1,4 +1,4 @@
-"""Figures of diagnostics: bandwidths, sinks and ranks per layer, attention on an image."""
+"""Figures of diagnostics: bandwidths, sinks and ranks per layer, and attention on an image."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ BANDWIDTH = "bandwidth σ (units of the features)"
 
 
 def bandwidth_map(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
-    """Learned bandwidths as a heat map: layers across, heads down (GKA paper, Section 7.3).
+    """Draw learned bandwidths as a heat map with a column per layer and a row per head.
+
+    This is the figure of Section 7.3 of the GKA paper.
 
     Args:
-        sigma: [layers, heads], the values of :func:`graphattn.diagnostics.bandwidths`; NaN, where a
-            layer has fewer heads, is grey.
-        ax: where to draw; new axes if None. A colour bar is put beside them.
+        sigma: [layers, heads], the values of :func:`graphattn.diagnostics.bandwidths`; NaN is drawn
+            grey (it stands for a head that a layer does not have).
+        ax: where to draw; new axes if None. A colour bar is drawn next to them.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if `sigma` is no matrix of numbers > 0.
+        ValueError: if `sigma` is not a matrix of numbers > 0.
 
     Example:
         >>> import torch, graphattn as ga
@@ -46,13 +48,13 @@ def bandwidth_map(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
     ax = axes_or_new(ax, 0.8 + 0.35 * len(sigma), 1.4 + 0.25 * sigma.shape[1])
     _image(ax, sigma.T, BANDWIDTH, vmin=None)
     ax.set(xlabel="layer", ylabel="head", aspect="auto")
-    _whole_ticks(ax)
+    _integer_ticks(ax)
     style_axes(ax, frame=True)
     return ax
 
 
 def bandwidth_lines(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
-    """Learned bandwidths over depth, one line per head (GKA paper, Section 7.3).
+    """Draw learned bandwidths over the layers, one line per head (GKA paper, Section 7.3).
 
     Args:
         sigma: [layers, heads], the values of :func:`graphattn.diagnostics.bandwidths`.
@@ -62,7 +64,7 @@ def bandwidth_lines(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
         The matplotlib axes.
 
     Raises:
-        ValueError: if `sigma` is no matrix of numbers > 0.
+        ValueError: if `sigma` is not a matrix of numbers > 0.
 
     Example:
         >>> import torch, graphattn as ga
@@ -74,17 +76,18 @@ def bandwidth_lines(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
 
 
 def sink_shares(values: Tensor, *, ax: Axes | None = None) -> Axes:
-    """Attention on one token over depth, one line per head and a thick one for their mean.
+    """Draw the attention on one token over the layers: a line per head, a thick one for their mean.
 
     Args:
-        values: [layers, heads] in 0 .. 1, of :func:`graphattn.diagnostics.sinks_per_layer`.
+        values: [layers, heads] from 0 to 1, as :func:`graphattn.diagnostics.sinks_per_layer`
+            returns them.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if `values` is no matrix of numbers in 0 .. 1.
+        ValueError: if `values` is not a matrix of numbers from 0 to 1.
 
     Example:
         >>> import torch, graphattn as ga
@@ -94,7 +97,7 @@ def sink_shares(values: Tensor, *, ax: Axes | None = None) -> Axes:
     """
     values = _per_head("values", values, least=0.0)
     if (values > 1 + 1e-4).any():
-        raise ValueError(f"values must be shares in 0 .. 1, got {values.nan_to_num().max():.3g}")
+        raise ValueError(f"values must be shares from 0 to 1, got {values.nan_to_num().max():.3g}")
     ax = _lines_per_head(values, "share of the attention on the token", ax)
     mean = values.nanmean(dim=1)
     ax.plot(range(len(mean)), mean, color=INK, linewidth=2.4, label="mean")
@@ -106,10 +109,10 @@ def sink_shares(values: Tensor, *, ax: Axes | None = None) -> Axes:
 def effective_ranks(
     curves: Mapping[str, Tensor | Sequence[float]], *, ax: Axes | None = None
 ) -> Axes:
-    """Effective rank over depth, one line per model or setting, named in the legend.
+    """Draw the effective rank over the layers, one line per model or setting.
 
     Args:
-        curves: name -> [layers], the values of
+        curves: for each name (shown in the legend) the values [layers] of
             :func:`graphattn.diagnostics.effective_rank_per_layer`.
         ax: where to draw; new axes if None.
 
@@ -126,20 +129,22 @@ def effective_ranks(
         ['trained', 'weights disabled']
     """
     if not curves:
-        raise ValueError("curves must hold at least one curve, got none")
+        raise ValueError("curves must have at least one curve, got none")
     ax = axes_or_new(ax, 5, 3.2)
     for i, (name, values) in enumerate(curves.items()):
         ranks = torch.as_tensor(values).detach().cpu()
         if ranks.dim() != 1 or len(ranks) == 0:
-            raise ValueError(f"curves must be [layers] each, got {list(ranks.shape)} for {name!r}")
+            raise ValueError(
+                f"each of curves must have shape [layers], got {list(ranks.shape)} for {name!r}"
+            )
         colour = COLOURS[i % len(COLOURS)]
         ax.plot(range(len(ranks)), ranks, "o-", color=colour, markersize=3, linewidth=1.6)
     ax.set(xlabel="layer", ylabel="effective rank (dimensions)")
     ax.set_ylim(bottom=0)
-    _whole_ticks(ax, y=False)
+    _integer_ticks(ax, y=False)
     legend = ax.legend(ax.lines[-len(curves) :], list(curves), frameon=False, fontsize=8)
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a "$" in a name is no mathematics
+        text.set_parse_math(False)  # A "$" in a name does not begin a formula.
     style_axes(ax)
     return ax
 
@@ -152,21 +157,22 @@ def class_token_attention(
     vmax: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """How the class token, token 0, divides its attention over an image (GKA paper, Eq. 14).
+    """Draw how the class token (token 0) divides its attention over an image (GKA paper, Eq. 14).
 
     Args:
-        weights: [E], in the order of ``graph.edge_index``: one head, or the mean over heads.
-        graph: a :func:`~graphattn.grid_window_graph` with a class token; or any graph of
-            1 + height * width tokens, with `grid`.
-        grid: (height, width) of the image in patches, where the graph does not know them.
-        vmax: the weight that gets the darkest colour; the largest drawn if None.
-        ax: where to draw; new axes if None. A colour bar is put beside them.
+        weights: [E], in the order of ``graph.edge_index``, of one head or the mean over heads.
+        graph: a :func:`~graphattn.grid_window_graph` with a class token, or any graph of
+            1 + height * width tokens if `grid` is given.
+        grid: (height, width) of the image in patches; needed if the graph is not one over a grid.
+        vmax: the weight that gets the darkest colour; the largest weight that is drawn if None.
+        ax: where to draw; new axes if None. A colour bar is drawn next to them.
 
     Returns:
-        The matplotlib axes; patches the class token has no edge to are grey.
+        The matplotlib axes; patches that the class token does not see are grey.
 
     Raises:
-        ValueError: if the graph is no image with a class token or `weights` do not fit it.
+        ValueError: if the graph is not one over an image with a class token, or `weights` do not
+            fit it.
 
     Example:
         >>> import torch, graphattn as ga
@@ -179,7 +185,9 @@ def class_token_attention(
     """
     height, width, lead = _grid(graph, grid)
     if lead != 1:
-        raise ValueError("graph must have a class token before the image, got one without")
+        raise ValueError(
+            "graph must have a class token before the patches of the image, got a graph without one"
+        )
     return _row_on_image(weights, graph, 0, (height, width, lead), vmax, ax)
 
 
@@ -192,24 +200,28 @@ def patch_attention(
     vmax: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """How one patch of an image, framed, divides its attention over it (GKA paper, Eq. 15).
+    """Draw how one patch of an image divides its attention over the image (GKA paper, Eq. 15).
+
+    A frame marks the patch.
 
     Args:
-        weights: [E], in the order of ``graph.edge_index``: one head, or ``weights.mean(-1)`` over
-            heads as in the paper.
-        graph: a :func:`~graphattn.grid_window_graph`; or any graph with a token per patch, with or
-            without a class token before them, with `grid`.
-        patch: (row, column) of the patch. (The paper shows four: at a quarter, half and three
-            quarters of the diagonal, and a quarter down, three quarters across.)
-        grid: (height, width) of the image in patches, where the graph does not know them.
-        vmax: the weight that gets the darkest colour; the largest drawn if None.
-        ax: where to draw; new axes if None. A colour bar is put beside them.
+        weights: [E], in the order of ``graph.edge_index``, of one head or, as in the paper, the
+            mean over heads (``weights.mean(-1)``).
+        graph: a :func:`~graphattn.grid_window_graph`, or, if `grid` is given, any graph with a
+            token per patch and possibly a class token before the patches.
+        patch: (row, column) of the patch. (The paper shows four patches: at a quarter, a half and
+            three quarters of the diagonal, and at a quarter of the height and three quarters of the
+            width.)
+        grid: (height, width) of the image in patches; needed if the graph is not one over a grid.
+        vmax: the weight that gets the darkest colour; the largest weight that is drawn if None.
+        ax: where to draw; new axes if None. A colour bar is drawn next to them.
 
     Returns:
         The matplotlib axes; patches without an edge are grey.
 
     Raises:
-        ValueError: if the graph is no image, `patch` lies outside or `weights` do not fit.
+        ValueError: if the graph is not one over an image, `patch` lies outside the image, or
+            `weights` do not fit the graph.
 
     Example:
         >>> import torch, graphattn as ga
@@ -225,7 +237,9 @@ def patch_attention(
         raise ValueError(f"patch must be (row, column), got {patch!r}")
     row, column = (as_int("patch", at, 0) for at in patch)
     if row >= height or column >= width:
-        raise ValueError(f"patch must lie in the {height} x {width} image, got {tuple(patch)}")
+        raise ValueError(
+            f"patch must lie in the image of {height} x {width} patches, got {tuple(patch)}"
+        )
     query = lead + row * width + column
     ax = _row_on_image(weights, graph, query, (height, width, lead), vmax, ax)
     frame = Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, color=COLOURS[1], linewidth=2)
@@ -241,23 +255,25 @@ def off_diagonal_attention(
     colorbar: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """Attention weights without what tokens give to themselves (GKA paper, Section 7.7).
+    """Draw attention weights without those that tokens give to themselves (GKA paper, Section 7.7).
 
-    Where a token's own weight dominates, the others are all pale beside it; here they have the
-    shades for themselves. The diagonal is grey, like all that is no edge.
+    If the weights that tokens give to themselves are much larger than the others, the others can
+    hardly be told apart in :func:`attention_weights`. Here the colours are scaled to the others.
+    The diagonal is grey, like every cell without an edge.
 
     Args:
-        weights: [E], in the order of ``graph.edge_index``: one head of one sequence.
-        graph: the graph they belong to, square.
-        most_tokens: more tokens than these are thinned out evenly, as in the paper.
-        colorbar: whether to put a colour bar beside the axes.
+        weights: [E], in the order of ``graph.edge_index``, of one head of one sequence.
+        graph: the graph whose edges have these weights, with as many targets as sources.
+        most_tokens: if the graph has more tokens than this number, only so many, at equal
+            distances, are drawn, as in the paper.
+        colorbar: whether to draw a colour bar next to the axes.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if `weights` do not fit the graph, or there is nothing off the diagonal.
+        ValueError: if `weights` do not fit the graph, or no edge off the diagonal is drawn.
 
     Example:
         >>> import torch, graphattn as ga
@@ -277,12 +293,15 @@ def off_diagonal_attention(
     N = graph.num_tokens
     shown = min(N, as_int("most_tokens", most_tokens, 2))
     tokens = torch.linspace(0, N - 1, shown, dtype=torch.float64).round().long()
-    place = torch.full((N,), -1)
-    place[tokens] = torch.arange(shown)
-    edges = place[graph.edge_index.cpu()]
+    position = torch.full((N,), -1)
+    position[tokens] = torch.arange(shown)
+    edges = position[graph.edge_index.cpu()]
     drawn = (edges >= 0).all(dim=0) & (edges[0] != edges[1])
     if not drawn.any():
-        raise ValueError("graph must have edges between the tokens drawn, got none")
+        raise ValueError(
+            "graph must have edges between different tokens that are drawn, got none (a larger "
+            "most_tokens draws more tokens)"
+        )
     part = from_edge_index(edges[:, drawn], shown)
     ax = attention_weights(weights[drawn], part, colorbar=colorbar, ax=ax)
     if shown < N:
@@ -293,7 +312,7 @@ def off_diagonal_attention(
 
 
 def _per_head(name: str, values: Any, least: float | None = None) -> Tensor:
-    """[layers, heads] of numbers > 0 (or >= `least`); NaN stands for no head."""
+    """Check values [layers, heads]: numbers > 0 (or >= `least`), or NaN for a missing head."""
     if not isinstance(values, Tensor) or values.dim() != 2 or values.numel() == 0:
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"{name} must be a tensor [layers, heads], got {got}")
@@ -301,7 +320,9 @@ def _per_head(name: str, values: Any, least: float | None = None) -> Tensor:
     low = values < least if least is not None else values <= 0
     if (low | values.isinf()).any() or values.isnan().all():
         allowed = "> 0" if least is None else f">= {least:g}"
-        raise ValueError(f"{name} must hold finite numbers {allowed}")
+        raise ValueError(
+            f"{name} must be finite numbers {allowed} (NaN only where a layer has fewer heads)"
+        )
     return values
 
 
@@ -315,19 +336,19 @@ def _lines_per_head(values: Tensor, label: str, ax: Axes | None) -> Axes:
             marker="o", markersize=2.5, label=f"head {head}",
         )  # fmt: skip
     ax.set(xlabel="layer", ylabel=label)
-    _whole_ticks(ax, y=False)
+    _integer_ticks(ax, y=False)
     _legend(ax, values.shape[1])
     style_axes(ax)
     return ax
 
 
 def _legend(ax: Axes, entries: int) -> None:
-    if entries <= 13:  # more hide the lines
+    if entries <= 13:  # A legend with more entries would cover the lines.
         ax.legend(frameon=False, fontsize=7, ncols=1 + (entries - 1) // 7)
 
 
 def _image(ax: Axes, cells: Tensor, label: str, *, vmin: float | None, vmax: Any = None) -> None:
-    """A heat map with a colour bar; NaN is grey."""
+    """Draw a heat map with a colour bar; NaN is grey."""
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("shades", SHADES).with_extremes(bad="#e4e4e4")
@@ -335,7 +356,7 @@ def _image(ax: Axes, cells: Tensor, label: str, *, vmin: float | None, vmax: Any
     colour_bar(image, label)
 
 
-def _whole_ticks(ax: Axes, *, y: bool = True) -> None:
+def _integer_ticks(ax: Axes, *, y: bool = True) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for axis in (ax.xaxis, ax.yaxis) if y else (ax.xaxis,):
@@ -343,14 +364,14 @@ def _whole_ticks(ax: Axes, *, y: bool = True) -> None:
 
 
 def _one_per_edge(weights: Any, graph: Any) -> Tensor:
-    """`weights` [E], one finite number >= 0 per edge."""
+    """Check that `weights` [E] has one finite number >= 0 per edge."""
     if not isinstance(graph, TokenGraph):
         raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
     if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
         got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(
-            f"weights must be a tensor of shape [{graph.num_edges}] (one per edge: pick a head, or "
-            f"take the mean over heads), got {got}"
+            f"weights must be a tensor of shape [{graph.num_edges}], one number per edge (choose "
+            f"one head, or take the mean over heads), got {got}"
         )
     weights = weights.detach().cpu().float()
     if not (weights.isfinite() & (weights >= 0)).all():
@@ -371,8 +392,8 @@ def _grid(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int, int]:
             case GridBlocks(height, width):
                 return height, width, 0
         raise ValueError(
-            "grid must be given as (height, width): only a graph over a grid knows its image, "
-            f"got {graph}"
+            "grid must be given as (height, width) for a graph that is not one over a grid, "
+            f"got grid = None and {graph}"
         )
     if not isinstance(grid, tuple | list) or len(grid) != 2:
         raise ValueError(f"grid must be (height, width), got {grid!r}")
@@ -380,8 +401,8 @@ def _grid(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int, int]:
     lead = graph.num_sources - height * width
     if lead not in (0, 1) or graph.num_targets != graph.num_sources:
         raise ValueError(
-            f"grid must have a patch per token, with or without a class token before them, got "
-            f"{height} x {width} patches for {graph}"
+            f"grid must have one patch per token (a class token before the patches is not "
+            f"counted), got {height} x {width} patches for {graph}"
         )
     return height, width, lead
 
@@ -394,7 +415,7 @@ def _row_on_image(
     vmax: float | None,
     ax: Axes | None,
 ) -> Axes:
-    """The weights of one query over the patches."""
+    """Draw the weights of one query over the patches."""
     weights = _one_per_edge(weights, graph)
     if vmax is not None:
         vmax = as_float("vmax", vmax, positive=True)
@@ -405,6 +426,6 @@ def _row_on_image(
     ax = axes_or_new(ax, 3.6, 3, square=True)
     _image(ax, row[lead:].view(height, width), "attention weight", vmin=0, vmax=vmax)
     ax.set(xlabel="column (patches)", ylabel="row (patches)")
-    _whole_ticks(ax)
+    _integer_ticks(ax)
     style_axes(ax, frame=True)
     return ax

@@ -1,4 +1,4 @@
-"""Figures of the frequencies of a graph under repeated consensus steps."""
+"""Figure of what repeated consensus steps leave of every frequency of a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphattn.spectral import laplacian, max_eigenvalue
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_EIGENVALUES = 1024  # a dense spectrum is drawn up to so many tokens
+MOST_EIGENVALUES = 1024  # Up to this number of tokens, a dense spectrum is computed and drawn.
 
 
 def filter_response(
@@ -27,17 +27,18 @@ def filter_response(
     edge_weight: Tensor | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    r"""Plot the rest of a mode of eigenvalue lambda after n consensus steps.
+    r"""Draw the factor by which n consensus steps multiply a mode, over its eigenvalue lambda.
 
-    One step is :math:`H = I - 2 \eta L_{sym}` (consensus paper, Eq. 7 and 9), so a mode keeps
-    the share :math:`(1 - 2 \eta \lambda)^n`. Dots are the eigenvalues the graph has (up to 1,024
-    tokens). The constant mode, lambda = 0, stays; with a safe step nothing falls below 0.
+    One step is :math:`H = I - 2 \eta L_{sym}` (consensus paper, Eq. 7 and 9), so n steps multiply a
+    mode by :math:`(1 - 2 \eta \lambda)^n`. Dots mark the eigenvalues of the graph (if it has at
+    most 1,024 tokens). The constant mode, lambda = 0, is not changed. With a step size up to
+    :func:`graphattn.spectral.max_step_size` no factor is negative.
 
     Args:
-        graph: square.
-        step_size: eta; the largest that changes no sign, :func:`graphattn.spectral.max_step_size`,
-            if None.
-        steps: numbers of steps n, one curve each.
+        graph: a graph with as many targets as sources.
+        step_size: eta; if None, :func:`graphattn.spectral.max_step_size`, the largest step size
+            that changes the sign of no mode.
+        steps: numbers of steps n, one curve for each.
         edge_weight: [E], one positive number per edge; all 1 if None.
         ax: where to draw; new axes if None.
 
@@ -45,8 +46,8 @@ def filter_response(
         The matplotlib axes.
 
     Raises:
-        ValueError: for a step size <= 0, steps < 1, or weights that
-            :func:`graphattn.spectral.laplacian` refuses.
+        ValueError: if the step size is <= 0, a number of steps is < 1, or
+            :func:`graphattn.spectral.laplacian` does not accept the weights.
 
     Example:
         >>> import graphattn as ga
@@ -55,27 +56,28 @@ def filter_response(
         ['1 step', '8 steps']
     """
     if not isinstance(steps, Sequence) or len(steps) == 0:
-        raise ValueError(f"steps must be a sequence of numbers of steps, got {steps!r}")
+        raise ValueError(f"steps must be a non-empty sequence of integers >= 1, got {steps!r}")
     counts = [as_int("steps", n, 1) for n in steps]
     if edge_weight is not None:
         edge_weight = edge_weight.detach()
     top = max_eigenvalue(graph, edge_weight)
     if step_size is None:
-        eta = 1 / (2 * top) if top > 0 else 1.0  # without edges every step is safe
+        eta = 1 / (2 * top) if top > 0 else 1.0  # Without edges every step size is safe.
     else:
         eta = as_float("step_size", step_size, positive=True)
     ax = axes_or_new(ax, 5, 3.2)
-    at = torch.linspace(0, top, 400, dtype=torch.float64)
-    own = None
+    grid = torch.linspace(0, top, 400, dtype=torch.float64)
+    eigenvalues = None
     if graph.num_tokens <= MOST_EIGENVALUES:
         dense = laplacian(graph, edge_weight, layout="dense").cpu().double()
-        own = torch.linalg.eigvalsh(dense).clamp_min(0)
+        eigenvalues = torch.linalg.eigvalsh(dense).clamp_min(0)
     for i, n in enumerate(counts):
         colour = COLOURS[i % len(COLOURS)]
         label = "1 step" if n == 1 else f"{n:,} steps"
-        ax.plot(at, (1 - 2 * eta * at) ** n, color=colour, linewidth=1.6, label=label)
-        if own is not None:
-            ax.plot(own, (1 - 2 * eta * own) ** n, ".", color=colour, markersize=6, alpha=0.7)
+        ax.plot(grid, (1 - 2 * eta * grid) ** n, color=colour, linewidth=1.6, label=label)
+        if eigenvalues is not None:
+            factors = (1 - 2 * eta * eigenvalues) ** n
+            ax.plot(eigenvalues, factors, ".", color=colour, markersize=6, alpha=0.7)
     ax.axhline(0, color="#999999", linewidth=0.6)
     ax.set_xlabel("eigenvalue λ (smooth → rough)")
     ax.set_ylabel("share that is left")

@@ -1,4 +1,4 @@
-"""A graph, or one number per edge of it, as a matrix: targets down, sources across."""
+"""Figures of a graph, or of one number per edge, as a matrix with a row per target."""
 
 from __future__ import annotations
 
@@ -20,36 +20,38 @@ if TYPE_CHECKING:
     from matplotlib.colorbar import Colorbar
     from numpy.typing import NDArray
 
-MOST_TOKENS = 2048  # of a picture of weights, which are held as a matrix
-EXTREME = 16  # beyond this ratio of the sides, cells are no squares: one side would be a hair
-EMPTY = "#e4e4e4"  # no edge, where white is an edge of weight 0
-# From the palest shade that is still plain on white to the darkest.
+MOST_TOKENS = 2048  # A figure of weights needs memory for a dense matrix.
+EXTREME = 16  # If one side is more than this times the other, cells are not drawn as squares.
+EMPTY = "#e4e4e4"  # a cell without an edge; an edge of weight 0 is white
+# The first colour is the palest that can still be seen well on white.
 DENSITIES = ("#4f9bcf", COLOURS[0], "#00253d")
 
 
 def adjacency(graph: TokenGraph, *, colorbar: bool = True, ax: Axes | None = None) -> Axes:
-    """Plot the adjacency matrix of a graph: row i is what target i sees.
+    """Draw the adjacency matrix of a graph: row i shows which sources target i sees.
 
-    Where targets and sources are equally many, cells on the diagonal are darker: in one track those
-    are tokens that see themselves.
+    If there are as many targets as sources, edges on the diagonal are darker; in a graph with one
+    sequence of tokens, these are the tokens that see themselves.
 
-    Where there are more tokens than the axes have points (of 1/72 inch) to draw them, a cell stands
-    for a square of pairs of tokens, and its shade for the share of them that are edges. A single
-    edge is enough to colour a cell, so that no line is lost, and a colour bar tells the scale and
-    the tokens per cell. They suit the size and the part that is drawn: zoomed in
-    (``ax.set_xlim``), cells stand for fewer tokens.
+    If there are more tokens than the axes have points (1/72 inch), a cell stands for a rectangle of
+    pairs of tokens, and its colour for the share of these pairs that are edges. One edge is enough
+    to colour a cell, so that no line of edges disappears; a colour bar shows the scale and the
+    number of pairs per cell. The cells are chosen for the size of the axes and the visible part: if
+    you zoom in (``ax.set_xlim``), cells stand for fewer tokens.
 
     Args:
-        graph: the graph to draw, of any size; no edge is listed where it has a
-            :attr:`~graphattn.TokenGraph.structure`.
-        colorbar: whether to put a colour bar beside the axes where cells stand for several tokens.
+        graph: the graph to draw, of any size. For a large graph with a
+            :attr:`~graphattn.TokenGraph.structure`, the cells are counted without a list of all
+            edges.
+        colorbar: whether to draw a colour bar next to the axes if cells stand for several pairs.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if `graph` is none, or has no targets or sources.
+        ValueError: if `graph` is not a :class:`~graphattn.TokenGraph`, or has no targets or
+            sources.
 
     Example:
         >>> import graphattn as ga
@@ -85,21 +87,21 @@ def adjacency(graph: TokenGraph, *, colorbar: bool = True, ax: Axes | None = Non
         image.set_clim(0, 2)
         ax.add_image(image)
     else:
-        # Of one edge in a cell, and of all there can be: shares differ by orders of magnitude.
+        # The shares of cells differ by orders of magnitude, so the scale is logarithmic.
         shades = LinearSegmentedColormap.from_list("density", DENSITIES).with_extremes(bad="white")
         image = CellImage(ax, (N, M), shares, cmap=shades, norm=LogNorm(1e-6, 1))
         ax.add_image(image)
         bar = colour_bar(image, "") if colorbar else None
 
-        def tell(rows: int, columns: int) -> None:
+        def update_scale(rows: int, columns: int) -> None:
             least = least_share(rows, columns)
             image.set_clim(least, 1)
             if bar is not None:
                 bar.set_label(f"share of edges\n(cells of {rows:,} × {columns:,} pairs)")
                 set_shares(bar, least)
 
-        tell(*image.sizes)
-        image.on_new_cells = tell
+        update_scale(*image.sizes)
+        image.on_new_cells = update_scale
     _label(ax)
     return ax
 
@@ -114,34 +116,36 @@ def attention_weights(
     colorbar: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """Weights per edge as a heat map: row i is how target i divides its attention.
+    """Draw one weight per edge as a heat map: row i shows how target i divides its attention.
 
-    Cells without an edge are grey, edges of weight 0 white; shades follow the square root of the
-    weight, so that small ones are seen beside a 1. Where there are more tokens than the axes have
-    points (of 1/72 inch), a cell stands for several of them, as the colour bar says, and shows the
-    largest weight.
+    Cells without an edge are grey, edges of weight 0 are white. Colours follow the square root of
+    the weight, so that small weights can be seen next to a weight of 1. If there are more tokens
+    than the axes have points (1/72 inch), a cell stands for several of them, as the colour bar
+    says, and shows the largest weight.
 
     Args:
-        weights: [E], in the order of ``graph.edge_index``: one head of one sequence of
-            :func:`graphattn.attention_weights` or of a layer's ``return_attention_weights=True``.
-        graph: the graph they belong to.
-        tokens: (first, last + 1) of the part to draw, the same for targets and sources; all if
-            None.
-        labels: one text per token drawn, for both sides; words are written upwards below the
-            matrix. New axes are made large enough for up to about a hundred; where there is no room
-            for all, every second one is left out, or more.
-        vmax: the weight that gets the darkest colour, to compare figures; the largest drawn if
-            None.
-        colorbar: whether to put a colour bar beside the axes; without one, several axes may share
-            that of ``ax.images[0]``.
+        weights: [E], in the order of ``graph.edge_index``, of one head of one sequence, as
+            :func:`graphattn.attention_weights` or a layer called with
+            ``return_attention_weights=True`` returns them.
+        graph: the graph whose edges have these weights.
+        tokens: (first, last + 1) of the part to draw, the same for targets and sources; all tokens
+            if None.
+        labels: one text per token that is drawn, written at both sides of the matrix; labels of
+            more than one character are rotated by 90 degrees below it. New axes are made large
+            enough for up to about a hundred labels; if there is no room for all, only every second
+            one (or fewer) is written.
+        vmax: the weight that gets the darkest colour; give the same value to compare figures. The
+            largest weight that is drawn if None.
+        colorbar: whether to draw a colour bar next to the axes; with False you can make one for
+            several axes from ``ax.images[0]``.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if `weights` is not one finite number >= 0 per edge, `tokens` is no range of
-            tokens or more than 2,048 of them, or `labels` are not one per token drawn.
+        ValueError: if `weights` is not one finite number >= 0 per edge, `tokens` is not a range of
+            at most 2,048 tokens, or `labels` is not one text per token that is drawn.
 
     Example:
         >>> import torch, graphattn as ga
@@ -160,8 +164,8 @@ def attention_weights(
     if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
         got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(
-            f"weights must be a tensor of shape [{graph.num_edges}] (one per edge: pick a head "
-            f"and a sequence), got {got}"
+            f"weights must be a tensor of shape [{graph.num_edges}], one number per edge (choose "
+            f"one head and one sequence), got {got}"
         )
     if weights.is_complex() or not (weights.isfinite() & (weights >= 0)).all():
         raise ValueError("weights must be finite numbers >= 0")
@@ -175,20 +179,24 @@ def attention_weights(
     else:
         raise ValueError(f"tokens must be (first, last + 1), got {tokens!r}")
     if not first < end <= shown and tokens is not None:
-        raise ValueError(f"tokens must be (first, last + 1) within 0 .. {shown}, got {tokens}")
+        raise ValueError(
+            f"tokens must be (first, last + 1) with 0 <= first < last + 1 <= {shown}, got {tokens}"
+        )
     if end - first > MOST_TOKENS:
         raise ValueError(
-            f"tokens must be at most {MOST_TOKENS:,} to be told apart, got {end - first:,}: "
-            "choose a part by tokens=(first, last + 1)"
+            f"tokens must be at most {MOST_TOKENS:,} tokens, got {end - first:,}: choose a part "
+            "with tokens=(first, last + 1)"
         )
     if labels is not None and len(labels) != end - first:
-        raise ValueError(f"labels must be {end - first}, one per token drawn, got {len(labels)}")
+        raise ValueError(
+            f"labels must be {end - first} texts, one per token that is drawn, got {len(labels)}"
+        )
     source, target = graph.edge_index.cpu()
     inside = (source >= first) & (source < end) & (target >= first) & (target < end)
     rows, columns = (max(min(end, n) - first, 0) for n in (graph.num_targets, graph.num_sources))
     if not rows or not columns:
         raise ValueError(
-            f"tokens must hold targets and sources, got {tokens} of {graph.num_targets} targets "
+            f"tokens must contain targets and sources, got {tokens} of {graph.num_targets} targets "
             f"and {graph.num_sources} sources"
         )
     cells = torch.full((rows, columns), torch.nan)
@@ -209,13 +217,13 @@ def attention_weights(
     if colorbar:
         bar = colour_bar(image, "attention weight")
 
-        def tell(rows: int, columns: int) -> None:
+        def update_label(rows: int, columns: int) -> None:
             several = rows * columns > 1
             of = f"\n(largest of {rows} × {columns})" if several else ""
             bar.set_label(f"attention weight{of}")
 
-        tell(*image.sizes)
-        image.on_new_cells = tell
+        update_label(*image.sizes)
+        image.on_new_cells = update_label
     _label(ax)
     if labels is not None:
         _name_tokens(ax, [str(text) for text in labels], (rows, columns), first)
@@ -223,12 +231,12 @@ def attention_weights(
 
 
 def least_share(rows: int, columns: int) -> float:
-    """Return the share of one edge in a cell of so many rows and columns."""
-    return 1 / max(2, (rows + 1) * (columns + 1))  # some cells have one token more
+    """Return the share that one edge is in the largest cell, given the rows and columns of most."""
+    return 1 / max(2, (rows + 1) * (columns + 1))  # Some cells have one row and column more.
 
 
 def set_shares(bar: Colorbar, least: float) -> None:
-    """Ticks of a logarithmic colour bar of shares."""
+    """Set the ticks of a logarithmic colour bar of shares, from `least` to 1."""
     ticks = [10.0**k for k in range(math.ceil(math.log10(least)), 1)]
     if len(ticks) < 3:
         ticks = [least, *ticks]
@@ -244,7 +252,7 @@ def _check_graph(graph: object) -> None:
 
 
 def _limits(ax: Axes, shape: tuple[int, int], first: int = 0) -> None:
-    """Rows down, columns across, in squares; the frame below, where it covers no cell."""
+    """Set the limits of the axes, square cells, and the frame below the cells, not over them."""
     rows, columns = shape
     ax.set_xlim(first - 0.5, first + columns - 0.5)
     ax.set_ylim(first + rows - 0.5, first - 0.5)
@@ -265,14 +273,14 @@ def _label(ax: Axes) -> None:
 
 
 def _name_tokens(ax: Axes, labels: list[str], shape: tuple[int, int], first: int) -> None:
-    """A label per token, as small as the cells need, and every second or third where they must."""
+    """Write a label for each token, or for every second or third one if cells are too small."""
     upright = max(map(len, labels)) == 1
     origin, one = ax.transData.transform([(0, 0), (1, 1)])
     down, across = abs(one - origin)[::-1] * 72 / ax.figure.dpi  # points per cell
     for axis, count, points in ((ax.yaxis, shape[0], down), (ax.xaxis, shape[1], across)):
         size = min(7.0, max(4.5, 0.87 * points))
         step = max(1, math.ceil(0.95 * size / points))
-        # A token may be a blank or a "$": neither is TeX to matplotlib.
+        # A token may be a "$", which matplotlib would otherwise read as the start of a formula.
         axis.set_ticks(
             range(first, first + count, step),
             labels[:count:step],

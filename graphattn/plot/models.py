@@ -1,4 +1,4 @@
-"""Figures of the graphs of a model's layers: all graphs of a model on one page."""
+"""Figure of the graphs of all layers of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PANEL = 2.1  # inches
 COLUMNS = 4
-WIDEST_LINE = 38  # letters of a title above a panel
+WIDEST_LINE = 38  # characters that fit into a line of the title above a panel
 
 
 def model_graphs(
@@ -32,27 +32,29 @@ def model_graphs(
     figure: Figure | SubFigure | None = None,
     **named_sizes: Any,
 ) -> list[Axes]:
-    """Plot the graph of every layer: the graphs of all layers of a model as matrices, side by side.
+    """Draw the graphs of all layers of a model as matrices, next to each other.
 
-    Layers of one kind over one graph share a panel, whose title lists them, then what mixes the
-    tokens, what each token sees, and the number of edges. Panels are drawn as by
-    :func:`adjacency`; where cells stand for several tokens, all have one colour bar.
+    Layers of the same kind with the same graph share a panel. Its title has the numbers of the
+    layers, the mixer, which tokens each token sees, and the number of edges. Panels are drawn by
+    :func:`adjacency`; panels whose cells stand for several tokens share one colour bar.
 
     Args:
         model: a model of :mod:`graphattn.models`.
-        sizes, named_sizes: what its ``graphs`` takes, such as the number of tokens.
-        graphs: the graphs that it will be called with in place of its own, one per block.
+        sizes, named_sizes: the arguments of ``model.graphs``, such as the number of tokens.
+        graphs: one graph per block, if the model will be called with these graphs instead of its
+            own.
         each: whether every layer has its own panel.
-        columns: panels in a row; by default up to 4, as evenly filled as can be.
-        figure: where to draw, an empty one; a new one if None.
+        columns: number of panels in a row; by default at most 4, chosen so that the rows are filled
+            as evenly as possible.
+        figure: an empty figure to draw in; a new one if None.
 
     Returns:
-        The matplotlib axes, one per panel; their ``figure`` is the page, as in
+        The matplotlib axes, one per panel; their ``figure`` is the whole figure, as in
         ``model_graphs(model)[0].figure.savefig("layers.png")``.
 
     Raises:
-        ValueError: if `model` has no ``blocks`` and ``graphs``, or there are not as many graphs as
-            blocks.
+        ValueError: if `model` does not have ``blocks`` and ``graphs``, or the number of graphs is
+            not the number of blocks.
 
     Example:
         >>> import graphattn as ga
@@ -96,24 +98,24 @@ def _graphs(
     named_sizes: dict[str, Any],
     graphs: Sequence[TokenGraph] | None,
 ) -> list[TokenGraph]:
-    """One graph per block."""
+    """Return one graph per block: the given ones, or the model's own."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList) or not hasattr(
         model, "graphs"
     ):
         raise ValueError(
-            f"model must be one of graphattn.models, with blocks and graphs, got a "
+            f"model must be a model of graphattn.models, which has blocks and graphs, got a "
             f"{type(model).__name__}"
         )
     found = list(model.graphs(*sizes, **named_sizes) if graphs is None else graphs)
     if len(found) != len(model.blocks):
         raise ValueError(
-            f"graphs must hold one graph per block ({len(model.blocks)}), got {len(found)}"
+            f"graphs must have one graph per block ({len(model.blocks)}), got {len(found)}"
         )
     return found
 
 
 def _columns(panels: int) -> int:
-    """Return the number of columns that fills the last row as well as can be."""
+    """Return the number of columns, at most 4, that leaves the fewest gaps in the last row."""
     rows = math.ceil(panels / COLUMNS)
     return math.ceil(panels / rows)
 
@@ -126,7 +128,7 @@ def _title(row: LayerRow) -> str:
 
 
 def _share_shades(axes: list[Axes]) -> None:
-    """One scale and one colour bar for all panels whose cells stand for several tokens."""
+    """Give one scale and one colour bar to all panels whose cells stand for several tokens."""
     images: list[Any] = [ax.images[0] for ax in axes]
     coarse = [image for image in images if image.on_new_cells is not None]
     if not coarse:
@@ -136,12 +138,12 @@ def _share_shades(axes: list[Axes]) -> None:
     bar.ax.tick_params(colors=INK, labelsize=7, width=0.6, length=3)
     bar.outline.set(color="#999999", linewidth=0.6)
 
-    def tell(*_: int) -> None:
+    def update_scale(*_: int) -> None:
         least = min(least_share(*image.sizes) for image in coarse)
         for image in coarse:
             image.set_clim(least, 1)
         set_shares(bar, least)
 
     for image in coarse:
-        image.on_new_cells = tell
-    tell()
+        image.on_new_cells = update_scale
+    update_scale()

@@ -1,4 +1,4 @@
-"""Spectra of token graphs, and how much room theorems leave around measured values."""
+"""Figures of the spectra of token graphs, and of how closely measured values meet theorems."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def laplacian_spectrum(
     edge_weight: Tensor | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    r"""All eigenvalues of the Laplacian, smallest first, and what one consensus step leaves.
+    r"""Draw all eigenvalues of the Laplacian, smallest first, and the effect of a consensus step.
 
-    The scale on the right is the one on the left read as a filter (consensus paper, Eq. 10): a
-    mode of eigenvalue lambda is multiplied by :math:`\omega = 1 - 2 \eta \lambda`. Modes below
-    0 there change sign at every step.
+    One step multiplies a mode of eigenvalue lambda by :math:`\omega = 1 - 2 \eta \lambda`
+    (consensus paper, Eq. 10). The left scale shows lambda and the right scale omega for the same
+    points. A mode with a negative omega changes its sign at every step.
 
     Args:
-        graph: square, 1 to 1,024 tokens.
-        step_size: eta; the largest that changes no sign,
-            :func:`graphattn.spectral.max_step_size`, if None.
-        edge_weight: [E], weights >= 0; ones if None.
+        graph: a graph with as many targets as sources, 1 to 1,024 tokens.
+        step_size: eta; if None, :func:`graphattn.spectral.max_step_size`, the largest step size
+            that changes the sign of no mode.
+        edge_weight: [E], weights >= 0; all 1 if None.
         ax: where to draw; new axes if None.
 
     Returns:
-        The matplotlib axes; its line holds the eigenvalues.
+        The matplotlib axes; the values of its first line are the eigenvalues.
 
     Raises:
-        ValueError: for a step size <= 0, no or too many tokens, or weights that
-            :func:`graphattn.spectral.laplacian` refuses.
+        ValueError: if the step size is <= 0, there are no tokens or too many, or
+            :func:`graphattn.spectral.laplacian` does not accept the weights.
 
     Example:
         >>> import graphattn as ga
@@ -59,25 +59,26 @@ def laplacian_spectrum(
     values = numpy.linalg.eigvalsh(L.toarray()).clip(min=0)
     top = values[-1]
     if step_size is None:
-        eta = 1 / (2 * top) if top > 0 else 1.0  # without edges every step is safe
+        eta = 1 / (2 * top) if top > 0 else 1.0  # Without edges every step size is safe.
     else:
         eta = as_float("step_size", step_size, positive=True)
     ax = axes_or_new(ax, 5, 3.2)
     dots = 4.0 if len(values) <= 128 else 2.0
     ax.plot(numpy.arange(len(values)), values, ".", color=COLOURS[0], markersize=dots)
 
-    def left(value: Any) -> Any:
-        return 1 - 2 * eta * value
+    def omega(eigenvalue: Any) -> Any:
+        return 1 - 2 * eta * eigenvalue
 
-    def eigenvalue(share: Any) -> Any:
-        return (1 - share) / (2 * eta)
+    def eigenvalue_of(factor: Any) -> Any:
+        return (1 - factor) / (2 * eta)
 
-    right = ax.secondary_yaxis("right", functions=(left, eigenvalue))
+    right = ax.secondary_yaxis("right", functions=(omega, eigenvalue_of))
     right.set_ylabel(f"left by one step, η = {eta:.3g}", color=INK, fontsize=9)
     right.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
     right.spines["right"].set(color="#999999", linewidth=0.6)
     if 2 * eta * top > 1 + 1e-9:
-        ax.axhline(1 / (2 * eta), color="#999999", linewidth=0.6)  # beyond, modes change sign
+        # Modes above this line change their sign at every step.
+        ax.axhline(1 / (2 * eta), color="#999999", linewidth=0.6)
     ax.set_xlabel("mode k (smooth → rough)")
     ax.set_ylabel("eigenvalue λ")
     style_axes(ax)
@@ -87,23 +88,24 @@ def laplacian_spectrum(
 def path_fiedler_values(
     num_tokens: int | Sequence[int], window: int | Sequence[int], *, ax: Axes | None = None
 ) -> Axes:
-    r"""The Fiedler value of window paths, between the bounds that theory gives.
+    r"""Draw the Fiedler value of window paths, between the bounds that theory gives.
 
-    Against the window, or against the number of tokens: one of them is a sequence. Both axes are
-    logarithmic; the band is :math:`2 S \le \lambda_1 \le 4 S` (Remark 4.2 of the consensus paper,
-    see :func:`graphattn.spectral.path_fiedler_bounds`), so lambda_1 grows as w^3 / N^2.
+    The horizontal axis shows the windows or the numbers of tokens, whichever is given as a
+    sequence. Both axes are logarithmic. The coloured band is :math:`2 S \le \lambda_1 \le 4 S`
+    (Remark 4.2 of the consensus paper, see :func:`graphattn.spectral.path_fiedler_bounds`), so
+    lambda_1 grows as w^3 / N^2.
 
     Args:
-        num_tokens: N, or several.
-        window: w, or several; every w < N / 2.
+        num_tokens: N, one number or a sequence of numbers.
+        window: w, one number or a sequence of numbers; every w < N / 2.
         ax: where to draw; new axes if None.
 
     Returns:
-        The matplotlib axes; its first line holds the measured values.
+        The matplotlib axes; its first line has the measured values.
 
     Raises:
-        ValueError: unless exactly one of the two is a sequence, of at least one number, and every
-            w < N / 2.
+        ValueError: unless exactly one of the two is a sequence, this sequence is not empty, and
+            every w < N / 2.
 
     Example:
         >>> import graphattn as ga
@@ -119,7 +121,8 @@ def path_fiedler_values(
         )
     along: Any = window if over_windows else num_tokens
     if len(along) == 0:
-        raise ValueError(f"{'window' if over_windows else 'num_tokens'} must hold a number")
+        name = "window" if over_windows else "num_tokens"
+        raise ValueError(f"{name} must have at least one number, got {along!r}")
     x = sorted(as_int("window" if over_windows else "num_tokens", at, 1) for at in along)
     pairs: list[tuple[Any, Any]] = [(num_tokens, w) if over_windows else (w, window) for w in x]
     bounds = [path_fiedler_bounds(N, w) for N, w in pairs]
@@ -147,23 +150,25 @@ def theorem_margins(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """How near sweeps of cases came to violating what was claimed of them.
+    """Draw how closely a number of cases meet the inequalities and equations claimed of them.
 
-    One row per claim, on a logarithmic axis. Of an inequality: the room left in every case,
-    relative to the quantity (blue; nearer the left is nearer to a violation, and a case that
-    violates is a red cross at the left edge). Of an equation: the relative error of every case
-    (green), which must stay left of the tick that says what is allowed.
+    Every claim has one row on a logarithmic axis. For an inequality, the row shows the margin of
+    every case, relative to the quantity, in blue: a smaller margin is closer to a violation, and a
+    red cross at the left edge means that a case violates the inequality. For an equation, the row
+    shows the relative error of every case in green, and a black tick the largest error allowed: the
+    errors must lie on the left of the tick.
 
     Args:
-        inequalities: claim -> room left, one number per case; < 0 where it is violated.
-        equations: claim -> (errors >= 0, one per case, and the error allowed, >= 0).
-        ax: where to draw; new axes, as high as the rows need, if None.
+        inequalities: for each claim the margins, one number per case; a violation is < 0.
+        equations: for each claim a pair: the errors >= 0, one per case, and the largest error
+            allowed, >= 0.
+        ax: where to draw; new axes if None, whose height fits the number of claims.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there is no claim, or one without cases.
+        ValueError: if there is no claim, or a claim has no cases.
 
     Example:
         >>> import graphattn as ga
@@ -172,31 +177,33 @@ def theorem_margins(
         ['Remark 4.2', 'mean']
     """
     equations = equations or {}
-    room = {name: numpy.asarray(list(cases), dtype=float) for name, cases in inequalities.items()}
+    margins = {
+        name: numpy.asarray(list(cases), dtype=float) for name, cases in inequalities.items()
+    }
     errors = {
         name: (numpy.asarray(list(cases), dtype=float), as_float(name, allowed, positive=False))
         for name, (cases, allowed) in equations.items()
     }
-    names = [*room, *errors]
+    names = [*margins, *errors]
     if not names:
-        raise ValueError("inequalities and equations must hold at least one claim, got none")
+        raise ValueError("inequalities and equations must have at least one claim, got none")
     for name in names:
-        if not len(room[name] if name in room else errors[name][0]):
-            raise ValueError(f"claims must have cases, got none for {name!r}")
+        if not len(margins[name] if name in margins else errors[name][0]):
+            raise ValueError(f"each claim must have at least one case, got none for {name!r}")
     ax = axes_or_new(ax, 7.2, 0.8 + 0.26 * len(names))
-    smallest = 1e-17  # rounding: what is less, or 0, stands here
+    smallest = 1e-17  # Smaller numbers, among them 0, are only rounding and are drawn here.
     draw: dict[str, Any] = {"linestyle": "", "markersize": 6, "alpha": 0.35}
     for y, name in enumerate(names):
         ax.axhline(y, color="#eeeeee", linewidth=0.8, zorder=0)
-        if name in room:
-            held = room[name][room[name] >= 0].clip(min=smallest)
-            ax.plot(held, numpy.full(len(held), y), marker="|", color=COLOURS[0], **draw)
-            if len(held) < len(room[name]):
+        if name in margins:
+            met = margins[name][margins[name] >= 0].clip(min=smallest)
+            ax.plot(met, numpy.full(len(met), y), marker="|", color=COLOURS[0], **draw)
+            if len(met) < len(margins[name]):
                 ax.plot(smallest, y, marker="x", color="#cc0000", markersize=6)
         else:
             error, allowed = errors[name]
-            at = error.clip(min=smallest)
-            ax.plot(at, numpy.full(len(at), y), marker="|", color=COLOURS[2], **draw)
+            error = error.clip(min=smallest)
+            ax.plot(error, numpy.full(len(error), y), marker="|", color=COLOURS[2], **draw)
             if allowed > 0:
                 ax.plot(allowed, y, marker="|", color=INK, markersize=12, markeredgewidth=1.5)
     ax.set_xscale("log")

@@ -1,16 +1,16 @@
-"""The spectrum of a token graph: how fast consensus mixes, and how large a step it bears.
+"""The spectrum of a token graph: how fast consensus mixes, and how large its step may be.
 
-Everything here is about the Laplacian of the symmetrised weights, which gives the energy of a
+All functions use the Laplacian of the symmetrised weights, because it gives the energy of a
 directed graph exactly (see :func:`laplacian`)::
 
-    ga.spectral.fiedler_value(graph)    # lambda_1: the rate of mixing; 0 when disconnected
-    ga.spectral.max_step_size(graph)    # 1 / (2 lambda_max): the largest non-oscillating step
-    ga.spectral.energy(graph, signal)   # what consensus descends
-    ga.spectral.certify(graph)          # all of that, and which theorems apply
+    ga.spectral.fiedler_value(graph)    # lambda_1: the rate of mixing; 0 if disconnected
+    ga.spectral.max_step_size(graph)    # 1 / (2 lambda_max): the largest step without oscillation
+    ga.spectral.energy(graph, signal)   # the energy that consensus reduces
+    ga.spectral.certify(graph)          # all of these, and which theorems hold
     ga.spectral.steps_until_consensus(graph, step_size)
     ga.spectral.cheeger_bounds(graph)   # bottlenecks
-    ga.spectral.closed_classes(graph)   # groups that attention never leaves
-    ga.spectral.window_for_mixing(num_tokens, depth, tolerance)  # the smallest window that will do
+    ga.spectral.closed_classes(graph)   # groups of tokens that see no tokens outside
+    ga.spectral.window_for_mixing(num_tokens, depth, tolerance)  # the smallest sufficient window
 """
 
 from graphattn.spectral.bounds import cycle_fiedler_value, path_fiedler_bounds

@@ -1,4 +1,4 @@
-"""Checks shared by the spectral functions."""
+"""Checks of arguments that the spectral functions share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from graphattn.graphs import TokenGraph
 
 
 def as_square_graph(graph: Any) -> TokenGraph:
-    """`graph` if it is a TokenGraph whose sources and targets are the same tokens."""
+    """Check that `graph` is a TokenGraph whose sources and targets are the same tokens."""
     if not isinstance(graph, TokenGraph):
         hint = (
-            ": an edge list does not tell how many tokens there are, "
-            "graphattn.from_edge_index(edge_index, num_tokens) does"
+            ": an edge list does not say how many tokens there are, so make a graph by "
+            "graphattn.from_edge_index(edge_index, num_tokens)"
             if isinstance(graph, Tensor)
             else ""
         )
@@ -27,14 +27,14 @@ def as_square_graph(graph: Any) -> TokenGraph:
         )
     if not graph.has_same_tokens:
         raise ValueError(
-            "graph must have the same tokens as sources and targets, got sequences of "
-            f"{graph.sizes} (targets, sources) from positions {graph.starts} on"
+            "graph must have the same tokens as sources and targets, got sequences with (targets, "
+            f"sources) {graph.sizes} and first positions {graph.starts}"
         )
     return graph
 
 
 def as_edge_weight(edge_weight: Any, num_edges: int) -> Tensor:
-    """`edge_weight` as a real tensor [E] of finite numbers >= 0."""
+    """Check that `edge_weight` is a real tensor [E] of finite numbers >= 0."""
     if not isinstance(edge_weight, Tensor):
         raise ValueError(
             f"edge_weight must be a tensor of shape [{num_edges}] (one weight per edge), "
@@ -57,15 +57,15 @@ def as_edge_weight(edge_weight: Any, num_edges: int) -> Tensor:
 
 
 def has_blocks(edge_weight: Any) -> bool:
-    """Whether `edge_weight` is meant as one matrix per edge, [E, C, C]."""
+    """Whether `edge_weight` has the dimensions of one matrix per edge, [E, C, C]."""
     return isinstance(edge_weight, Tensor) and edge_weight.dim() == 3
 
 
 def as_edge_blocks(edge_weight: Any, num_edges: int) -> Tensor:
-    """`edge_weight` as symmetric positive semidefinite matrices [E, C, C], one per edge.
+    """Check that `edge_weight` has a symmetric positive semidefinite matrix per edge, [E, C, C].
 
-    What a matrix may lack of symmetry, and its smallest eigenvalue of 0, are a few roundings of its
-    dtype. The matrices returned are symmetric to the last bit.
+    Errors of a few roundings are allowed, in the symmetry and in the smallest eigenvalue. The
+    matrices that are returned are exactly symmetric.
     """
     if not has_blocks(edge_weight):
         got = (
@@ -97,20 +97,20 @@ def as_edge_blocks(edge_weight: Any, num_edges: int) -> Tensor:
         e = int((gap > rounding).nonzero()[0])
         raise ValueError(
             "edge_weight must hold symmetric matrices, got edge_weight"
-            f"[{e}] that differs from its transpose by {gap[e].item():.3g}"
+            f"[{e}], which differs from its transpose by {gap[e].item():.3g}"
         )
     least = torch.linalg.eigvalsh((checked + checked.mT) / 2)[:, 0]
     if (least < -rounding).any():
         e = int((least < -rounding).nonzero()[0])
         raise ValueError(
             "edge_weight must hold positive semidefinite matrices, got edge_weight"
-            f"[{e}] with the eigenvalue {least[e].item():.3g}"
+            f"[{e}], which has the eigenvalue {least[e].item():.3g}"
         )
     return (edge_weight + edge_weight.mT) / 2
 
 
 def check_finite(x: Tensor) -> None:
-    """Refuse tokens of which nothing could be said."""
+    """Raise ValueError if a number in `x` is not finite."""
     wrong = ~x.isfinite()
     if wrong.any():
         place = [int(i) for i in wrong.nonzero()[0]]

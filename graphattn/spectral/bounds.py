@@ -8,11 +8,11 @@ from graphattn.graphs.arguments import as_int
 
 
 def cycle_fiedler_value(num_tokens: int, window: int) -> float:
-    r"""The Fiedler value of :func:`~graphattn.window_cycle_graph`, in closed form.
+    r"""Compute the Fiedler value of :func:`~graphattn.window_cycle_graph` in closed form.
 
     .. math:: \lambda_1(C_N^w) = 4 \sum_{j=1}^{w} \sin^2\!\left(\frac{\pi j}{N}\right)
 
-    It grows with the window: about 4 pi^2 w^3 / (3 N^2) while w is much smaller than N.
+    It increases with the window. It is about 4 pi^2 w^3 / (3 N^2) if w is much smaller than N.
 
     Source: Stabilizing Transformer Training Through Consensus, Remark 4.1 (Eq. 15).
 
@@ -21,7 +21,7 @@ def cycle_fiedler_value(num_tokens: int, window: int) -> float:
         window: tokens on each side, 1 <= window < num_tokens / 2.
 
     Raises:
-        ValueError: unless 1 <= `window` < `num_tokens` / 2 (beyond, the two sides meet).
+        ValueError: unless 1 <= `window` < `num_tokens` / 2. (Larger windows overlap themselves.)
 
     Example:
         >>> import graphattn as ga
@@ -33,14 +33,14 @@ def cycle_fiedler_value(num_tokens: int, window: int) -> float:
 
 
 def path_fiedler_bounds(num_tokens: int, window: int) -> tuple[float, float]:
-    r"""Bounds on the Fiedler value of :func:`~graphattn.window_path_graph`.
+    r"""Compute bounds of the Fiedler value of :func:`~graphattn.window_path_graph`.
 
     .. math:: 2 S \le \lambda_1(P_N^w) \le 4 S, \qquad
         S = \sum_{j=1}^{w} \sin^2\!\left(\frac{\pi j}{2 N}\right)
 
-    so lambda_1 is of the order w^3 / N^2. The upper bound is the better estimate: lambda_1 / S
-    tends to 4 for small w / N and is about 3.4 at w = N / 2. At w = 1 the upper bound is the
-    Fiedler value itself.
+    So lambda_1 is of the order w^3 / N^2. The upper bound is the better estimate: lambda_1 / S
+    tends to 4 for small w / N, and is about 3.4 for w = N / 2. For w = 1, the upper bound is equal
+    to the Fiedler value.
 
     Source: Stabilizing Transformer Training Through Consensus, Remark 4.2 (Eq. 16).
 

@@ -1,4 +1,4 @@
-"""Bottlenecks: how little weight separates tokens, between bounds from an eigenvalue."""
+"""Bottlenecks of a graph: conductance, and Cheeger's bounds of the smallest conductance."""
 
 from __future__ import annotations
 
@@ -27,11 +27,17 @@ from graphattn.spectral.laplacians.operators import component_of, half_edges
 
 Array = NDArray[np.float64]
 
-DENSE = 1000  # tokens up to which all modes are computed
+DENSE = 1000  # tokens up to which a dense solver computes all modes
 
 
 class CheegerBounds(NamedTuple):
-    """Bounds on how little separates the tokens, see :func:`cheeger_bounds`.
+    """Bounds of the smallest conductance of a graph, from :func:`cheeger_bounds`.
+
+    Attributes:
+        lower: the lower bound.
+        upper: the upper bound.
+        sweep_cut: bool [N], a group of tokens with a small conductance.
+        conductance: the conductance of `sweep_cut`.
 
     Example:
         >>> import graphattn as ga
@@ -47,28 +53,28 @@ class CheegerBounds(NamedTuple):
 
 
 def conductance(graph: TokenGraph, members: Tensor, edge_weight: Tensor | None = None) -> float:
-    r"""The share of a group's weight that leaves it.
+    r"""Compute the share of a group's weight that is on edges to other tokens.
 
     .. math:: \phi(S) = \frac{\sum_{i \in S, \, j \notin S} W_{ij}}
         {\min(\operatorname{vol} S, \operatorname{vol} \bar S)}, \qquad
         \operatorname{vol} S = \sum_{i \in S} \sum_j W_{ij}
 
-    with the symmetrised weights W of :func:`laplacian`, without self-loops: 0 for a group without
-    links outside, 1 for one that has no links inside.
+    Here W are the symmetrised weights of :func:`laplacian`, without self-loops. The conductance is
+    0 for a group without edges to other tokens, and 1 for a group without edges inside.
 
     Source: Chung, Spectral Graph Theory, Section 2.1.
 
     Args:
         graph: N tokens; direction does not matter.
-        members: bool, [N]: True for the tokens of the group S; neither all of them nor none.
+        members: bool [N], True for the tokens of the group S; neither all tokens nor none.
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
 
     Returns:
-        Between 0 and 1. Also 0.0 where one side has tokens but no weight at all.
+        A number between 0 and 1. It is also 0.0 if the tokens on one side have no weight at all.
 
     Raises:
-        ValueError: if `members` is not a bool tensor [N] that holds True and False, `graph` is
-            not a TokenGraph or is bipartite, or `edge_weight` is not as in :func:`laplacian`.
+        ValueError: if `members` is not a bool tensor [N] with both True and False, `graph` is not a
+            TokenGraph or is bipartite, or `edge_weight` is not as in :func:`laplacian`.
 
     Example:
         >>> import torch, graphattn as ga
@@ -81,7 +87,7 @@ def conductance(graph: TokenGraph, members: Tensor, edge_weight: Tensor | None =
         edge_weight = as_edge_weight(edge_weight, graph.num_edges)
     inside = _as_members(members, graph.num_targets)
     source, target, half = half_edges(graph, edge_weight)
-    # Scaled, so that sums of tiny or huge weights stay within what float64 can hold.
+    # The weights are scaled so that sums of tiny or huge weights do not underflow or overflow.
     half = half / half.max(initial=0.0) if half.any() else half
     cut = half[inside[source] != inside[target]].sum()
     own, others = (
@@ -91,15 +97,16 @@ def conductance(graph: TokenGraph, members: Tensor, edge_weight: Tensor | None =
 
 
 def cheeger_bounds(graph: TokenGraph, edge_weight: Tensor | None = None) -> CheegerBounds:
-    r"""Bounds on the least conductance of any group of tokens, and a group that lies between them.
+    r"""Compute bounds of the smallest conductance of any group, and a group between the bounds.
 
     .. math:: \frac{\lambda}{2} \le h = \min_S \phi(S) \le \phi(\text{sweep cut})
         \le \sqrt{2 \lambda}
 
-    with lambda the second-smallest eigenvalue of the symmetric normalised Laplacian (Cheeger's
-    inequality). A small h is a bottleneck: attention moves hardly anything across it, whatever the
-    layer learns. Finding the least one is NP-hard; the sweep cut, the best of the N - 1 groups
-    that hold the tokens with the smallest entries of the Fiedler vector, is found and certified.
+    Here lambda is the second-smallest eigenvalue of the symmetric normalised Laplacian (Cheeger's
+    inequality). A small h is a bottleneck, across which tokens exchange little. Finding the group
+    with the smallest conductance is NP-hard. The sweep cut is the best of N - 1 groups, where group
+    k has the k tokens with the smallest entries of the Fiedler vector. Its conductance is proven to
+    be between the bounds.
 
     Source: Chung, Spectral Graph Theory, Theorem 2.2 and Section 2.2 (the sweep); Alon & Milman
     (1985).
@@ -110,11 +117,12 @@ def cheeger_bounds(graph: TokenGraph, edge_weight: Tensor | None = None) -> Chee
 
     Returns:
         ``(lower, upper, sweep_cut, conductance)``: lambda / 2, sqrt(2 lambda), the group as a bool
-        tensor [N] on the graph's device (the side with less weight), and its conductance. On a
-        disconnected graph all numbers are 0.0, and the group is the part that token 0 belongs to.
+        tensor [N] on the graph's device (the side with less weight), and its conductance. For a
+        disconnected graph, all numbers are 0.0, and the group is the connected part of token 0.
 
     Raises:
-        ValueError: if there are fewer than two tokens, or as :func:`fiedler_value`.
+        ValueError: if there are fewer than two tokens, and in the same cases as
+            :func:`fiedler_value`.
 
     Example:
         >>> import graphattn as ga
@@ -137,7 +145,8 @@ def cheeger_bounds(graph: TokenGraph, edge_weight: Tensor | None = None) -> Chee
     degree = np.asarray(adjacency.sum(axis=1)).ravel()
     height = _slowest_normalised_vector(adjacency, degree) / np.sqrt(degree)
     height -= (degree @ height) / degree.sum()
-    # Its sign is arbitrary: of two equal sides, the one of token 0 is given.
+    # The sign of an eigenvector is arbitrary. This choice puts token 0 into the group if the two
+    # sides are equal.
     height *= -np.sign(height[np.argmax(np.abs(height) > 1e-6 * np.abs(height).max())])
     pairs = scipy.sparse.triu(adjacency, k=1, format="coo")
     gap = height[pairs.row] - height[pairs.col]
@@ -156,14 +165,14 @@ def _as_members(members: Any, num_tokens: int) -> NDArray[np.bool_]:
     inside = members.cpu().numpy()
     if inside.all() or not inside.any():
         raise ValueError(
-            "members must hold some tokens and leave out others, "
-            f"got {int(inside.sum())} of {num_tokens}"
+            "members must be True for some tokens and False for others, "
+            f"got True for {int(inside.sum())} of {num_tokens} tokens"
         )
     return inside
 
 
 def _slowest_normalised_vector(adjacency: scipy.sparse.csr_array, degree: Array) -> Array:
-    """The second eigenvector of the symmetric normalised Laplacian of a connected graph, [N]."""
+    """Compute the second eigenvector of a connected graph's symmetric normalised Laplacian, [N]."""
     num_tokens = len(degree)
     root = np.sqrt(degree)
     kernel = root / np.linalg.norm(root)
@@ -189,19 +198,22 @@ def _slowest_normalised_vector(adjacency: scipy.sparse.csr_array, degree: Array)
 
     found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
     if found is None:
-        raise RuntimeError("the second eigenvalue of the normalised Laplacian has not converged")
+        raise RuntimeError(
+            "the Lanczos iteration for the second eigenvalue of the normalised Laplacian has not "
+            "converged: use a graph whose weights are more even"
+        )
     return polished(pseudo_inverse, found[1])
 
 
 def _sweep(height: Array, degree: Array, pairs: scipy.sparse.coo_array) -> NDArray[np.bool_]:
-    """The group of least conductance among those of all tokens below some height, [N]."""
+    """Find the group of smallest conductance among the first k tokens by `height`; bool [N]."""
     num_tokens = len(height)
     order = np.argsort(height, kind="stable")
     place = np.empty(num_tokens, dtype=np.intp)
     place[order] = np.arange(num_tokens)
     start = np.minimum(place[pairs.row], place[pairs.col])
     stop = np.maximum(place[pairs.row], place[pairs.col])
-    # A link is cut by every group that holds one end and not yet the other.
+    # A group cuts a pair if it contains one of its tokens and not the other.
     change = np.bincount(start, pairs.data, num_tokens) - np.bincount(stop, pairs.data, num_tokens)
     below = np.cumsum(degree[order])[:-1]
     above = np.cumsum(degree[order][::-1])[::-1][1:]

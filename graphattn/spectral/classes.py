@@ -1,4 +1,4 @@
-"""Groups of tokens that attention never leaves: closed classes, and the eigenvalue 1."""
+"""Closed classes: groups of tokens that see no token outside, and the eigenvalue 1."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from graphattn.graphs import TokenGraph
 from graphattn.spectral.arguments import as_edge_weight, as_square_graph
 from graphattn.spectral.laplacians.operators import connections
 
-ROUNDING = 1e-6  # by which the weights of a row may miss the sum 1
+ROUNDING = 1e-6  # the largest difference between the sum of a row and 1
 
 
 def closed_classes(graph: TokenGraph, edge_weight: Tensor | None = None) -> list[Tensor]:
-    r"""The closed communicating classes: groups of tokens that look at nobody outside.
+    r"""Find the closed classes of a graph: groups of tokens that see no token outside the group.
 
-    Read attention as a Markov chain in which target i moves to source j where it gives j a positive
-    weight. Tokens that reach each other form a class; a class is closed if no token in it sees one
-    outside. However often attention is repeated, what a closed class holds depends on itself alone,
-    and all other tokens end up as mixtures of the closed classes: one class is consensus, several
-    are the clusters of Krause's model. A causal graph has one closed class, token 0, the sink.
+    The term is from Markov chains. Attention is such a chain, in which target i moves to source j
+    if the weight of j is positive. Tokens that reach each other form a class. A class is closed if
+    no token in it sees a token outside. However often attention is repeated, the tokens of a closed
+    class depend only on each other. All other tokens become mixtures of the closed classes. With
+    one closed class, all tokens agree in the end; several are the clusters of Krause's model. A
+    causal graph has one closed class, token 0, which is the sink.
 
-    Zeros are structural: a weight of exactly 0 is no edge, and any other is one, however small. So
-    weights that underflowed to 0 count as missing; leave `edge_weight` out to take every edge.
-    A token without an edge stays where it is: it is a closed class of its own.
+    A weight of exactly 0 is no edge, and any other weight is an edge, however small. So a weight
+    that underflowed to 0 is no edge; without `edge_weight`, all edges count. A token without edges
+    does not change, and is a closed class with one token.
 
     Source: Krause Synchronization Transformers, multi-cluster synchronization (a reducible,
     block-diagonal attention matrix); Seneta, Non-negative Matrices and Markov Chains, Section 1.2.
 
     Args:
         graph: N tokens.
-        edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None. One head.
+        edge_weight: weights >= 0 of one head, in the order of ``graph.edge_index``, [E]; ones if
+            None.
 
     Returns:
-        For each closed class its tokens, LongTensors in ascending order, on the graph's device; the
-        classes in order of their first token.
+        A list with the tokens of every closed class, as LongTensors in ascending order on the
+        graph's device. The classes are in the order of their first tokens.
 
     Raises:
         ValueError: if `graph` is not a TokenGraph or is bipartite (N != M), or `edge_weight` is not
@@ -64,15 +66,17 @@ def closed_classes(graph: TokenGraph, edge_weight: Tensor | None = None) -> list
 
 
 def eigenvalue_one_multiplicity(graph: TokenGraph, edge_weight: Tensor) -> int:
-    r"""How often the attention matrix has the eigenvalue 1: in how many ways tokens can settle.
+    r"""Count how often the attention matrix has the eigenvalue 1.
 
-    For a matrix of non-negative rows that sum to 1 this is the number of its closed classes (see
-    :func:`closed_classes`), counted on the graph of positive weights, so it is exact where a
-    numerical eigenvalue is a matter of tolerance. Tokens in m groups out of each other's reach give
-    at least m; with top-k a group can break into more.
+    For a matrix whose rows are non-negative and sum to 1, this is the number of closed classes (see
+    :func:`closed_classes`). It is counted on the graph of positive weights, so it is exact, while a
+    numerical count of eigenvalues would depend on a tolerance. If tokens form m groups without
+    edges between them, the result is at least m. With top-k, it may be larger, because a group can
+    split.
 
-    Zeros are structural: exactly 0 is no edge (not kept by top-k, masked), everything else is one.
-    Weights that underflowed count as 0: compute them in float64, or with a larger sigma.
+    A weight of exactly 0 is no edge (it is masked, or not selected by top-k), and any other weight
+    is an edge. Weights that underflowed count as 0: to avoid this, compute them in float64 or with
+    a larger sigma.
 
     Source: Krause Synchronization Transformers, multi-cluster synchronization (multiplicity >= m;
     here it is exact); Seneta, Non-negative Matrices and Markov Chains, Theorem 1.7 and Section 4.1.
@@ -81,11 +85,11 @@ def eigenvalue_one_multiplicity(graph: TokenGraph, edge_weight: Tensor) -> int:
         graph: N tokens.
         edge_weight: the attention weights of one head in the order of ``graph.edge_index``, [E],
             such as ``ga.attention_weights(query, key, graph, sigma=1.0, top_k=8)[:, 0]``. Every row
-            sums to 1, to within 1e-6, or holds no positive weight at all: attention returns 0 for
-            such a token, its row of the matrix is zero, and it adds nothing here.
+            must sum to 1, to within 1e-6, or have no positive weight. In the second case, attention
+            returns 0 for the token, its row of the matrix is zero, and it does not count here.
 
     Raises:
-        ValueError: as :func:`closed_classes`, and if a row sums to something else.
+        ValueError: in the same cases as :func:`closed_classes`, and if a row has another sum.
 
     Example:
         >>> import torch, graphattn as ga
@@ -110,12 +114,12 @@ def eigenvalue_one_multiplicity(graph: TokenGraph, edge_weight: Tensor) -> int:
             f"{ROUNDING:g}), or be 0 for all of them, got {row_sum[i].item():.9g} for target {i}"
         )
     label = _closed_label(graph, weight)
-    label[row_sum.cpu().numpy() == 0] = -1  # closed, but with a row of zeros
+    label[row_sum.cpu().numpy() == 0] = -1  # These classes are closed, but their row is zero.
     return len(np.unique(label[label >= 0]))
 
 
 def _closed_label(graph: TokenGraph, edge_weight: Tensor | None) -> NDArray[np.int64]:
-    """The class of every token in a closed class, -1 elsewhere, [N]."""
+    """Number the closed classes; [N], the class of every token, or -1 if it is in none."""
     if graph.num_targets == 0:
         return np.empty(0, dtype=np.int64)
     links = connections(graph, edge_weight)

@@ -1,4 +1,4 @@
-"""Choosing a graph: the window that mixes fast enough, the top-k that keeps enough weight."""
+"""Choosing a window that mixes fast enough, or a top-k that covers enough weight."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from graphattn.graphs.token_graph import as_token_graph
 from graphattn.spectral.eigenvalues import fiedler_value, max_eigenvalue
 from graphattn.spectral.filters import as_share
 
-ACCURACY = 1e-9  # of a computed eigenvalue, relative; a target counts as met within it
-EDGES = 1 << 18  # whose queries and keys are compared at a time
+ACCURACY = 1e-9  # relative accuracy of eigenvalues; a target counts as reached within it
+EDGES = 1 << 18  # edges whose queries and keys are compared at a time
 
 
 def window_for_fiedler(num_tokens: int, target: float) -> int:
-    r"""The smallest window of :func:`~graphattn.window_path_graph` whose tokens mix fast enough.
+    r"""Find the smallest window of :func:`~graphattn.window_path_graph` that mixes fast enough.
 
-    The smallest w with lambda_1(P_N^w) >= `target` (met within 1e-9 of it). Remark 4.2 brackets
-    w, because lambda_1 lies between 2 S and 4 S, and bisection on the computed value finds it, with
-    guesses from lambda_1 / S, which hardly changes: more edges never slow mixing. About
-    w = (3 N^2 target / pi^2)^(1/3) while w is much smaller than N. The time is that of two or three
-    Fiedler values at about this window.
+    It is the smallest w with lambda_1(P_N^w) >= `target`, to a relative accuracy of 1e-9. lambda_1
+    increases with w, so w is found by a search on the computed value. By Remark 4.2, lambda_1 is
+    between 2 S and 4 S, which limits the search. The next guess assumes that lambda_1 / S, which
+    changes slowly, stays the same. If w is much smaller than N, it is about
+    (3 N^2 target / pi^2)^(1/3). The search takes as long as two or three Fiedler values for this
+    window.
 
     Source: Stabilizing Transformer Training Through Consensus, Remark 4.2 (Eq. 16).
 
     Args:
         num_tokens: N >= 1.
-        target: the Fiedler value wanted, > 0; the complete graph reaches N.
+        target: the Fiedler value to reach, > 0; that of the complete graph is N.
 
     Returns:
         w, 1 <= w <= N - 1.
 
     Raises:
-        ValueError: if a number is out of range, or even the complete graph stays below `target`.
+        ValueError: if a number is out of range, or the Fiedler value of the complete graph is
+            smaller than `target`.
 
     Example:
         >>> import graphattn as ga
@@ -71,32 +73,33 @@ def window_for_fiedler(num_tokens: int, target: float) -> int:
 def window_for_mixing(
     num_tokens: int, depth: int, tolerance: float, *, step_size: float | str = "auto"
 ) -> int:
-    r"""The smallest window in which `depth` filter steps bring all tokens together.
+    r"""Find the smallest window in which `depth` filter steps bring all tokens close together.
 
-    The smallest w such that after `depth` steps of H = I - 2 eta L on the window path P_N^w no mode
-    but the mean keeps more than `tolerance` of itself: :math:`\rho(w)^{depth} \le` `tolerance`
-    (see :func:`smoothing_rate`). With ``"auto"`` every window takes its own largest step that does
-    not oscillate, eta = 1 / (2 lambda_max), so rho = 1 - lambda_1 / lambda_max, and w is found by
-    bisection, which takes it that this ratio grows with w (it does, for every window up to
-    N = 120). A fixed step makes rho fall while lambda_1 grows and rise again once lambda_max
-    oscillates: then the smallest window that is fast enough is also the best chance to be calm.
+    It is the smallest w for which `depth` steps of H = I - 2 eta L on the window path P_N^w reduce
+    every mode except the mean to at most `tolerance` of its size: :math:`\rho(w)^{depth} \le`
+    `tolerance` (see :func:`smoothing_rate`). With ``"auto"``, every window uses its largest step
+    without oscillation, eta = 1 / (2 lambda_max), so rho = 1 - lambda_1 / lambda_max. The search
+    assumes that lambda_1 / lambda_max increases with w. (This was checked for all windows up to
+    N = 120.) With a fixed step, rho first falls with w, because lambda_1 increases, and then rises,
+    because the mode of lambda_max oscillates. So only the smallest window that is fast enough for
+    lambda_1 has to be tested for lambda_max.
 
-    Weights are numbers here, R = I; what a layer learns moves its eigenvalues by the bounds of
-    :func:`matrix_fiedler_bounds`.
+    The edges have no matrices here, R = I. The bounds of :func:`matrix_fiedler_bounds` say how much
+    the matrices of a layer change the eigenvalues.
 
     Source: Stabilizing Transformer Training Through Consensus, Eq. 13 and Remark 4.2.
 
     Args:
         num_tokens: N >= 1.
-        depth: steps, >= 1.
-        tolerance: between 0 and 1, exclusive.
+        depth: the number of steps, >= 1.
+        tolerance: the share of a mode that may be left, between 0 and 1 (exclusive).
         step_size: ``"auto"``, or eta > 0.
 
     Returns:
-        w, 1 <= w <= N - 1 (1 where a single token has nothing to mix).
+        w, 1 <= w <= N - 1 (1 for a single token).
 
     Raises:
-        ValueError: if an argument is out of range, or no window does with this fixed step.
+        ValueError: if an argument is out of range, or no window is sufficient with this fixed step.
 
     Example:
         >>> import graphattn as ga
@@ -106,7 +109,8 @@ def window_for_mixing(
         47
     """
     num_tokens, depth = as_int("num_tokens", num_tokens, 1), as_int("depth", depth, 1)
-    kept = as_share("tolerance", tolerance) ** (1 / depth)  # of a mode, per step
+    # The factor per step by which a mode has to shrink at least.
+    factor = as_share("tolerance", tolerance) ** (1 / depth)
     if isinstance(step_size, str):
         if step_size != "auto":
             raise ValueError(f'step_size must be "auto" or a finite number > 0, got {step_size!r}')
@@ -116,20 +120,20 @@ def window_for_mixing(
     if num_tokens == 1:
         return 1
     if eta is not None:
-        return _window_for_fixed_step(num_tokens, depth, kept, eta)
-    # lambda_max lies between the largest degree + 1 and the smaller of twice that degree and N.
-    lost = (1 - kept) * (1 - ACCURACY)
+        return _window_for_fixed_step(num_tokens, depth, factor, eta)
+    # lambda_max is at least the largest degree + 1, and at most twice that degree and at most N.
+    ratio = (1 - factor) * (1 - ACCURACY)  # the smallest sufficient lambda_1 / lambda_max
     S = _sine_sums(num_tokens, (num_tokens - 1) // 2)
     w = np.arange(1, len(S) + 1)
-    first = _first(lost * (2 * w + 1) <= 4 * S)
-    last = _first(lost * np.minimum(4 * w, num_tokens) <= 2 * S, beyond=num_tokens - 1)
+    first = _first(ratio * (2 * w + 1) <= 4 * S)
+    last = _first(ratio * np.minimum(4 * w, num_tokens) <= 2 * S, beyond=num_tokens - 1)
 
     def value_at(window: int) -> float:
         graph = window_path_graph(num_tokens, window)
         return fiedler_value(graph) / max_eigenvalue(graph)
 
     model = _sine_sums(num_tokens, num_tokens - 1) / np.arange(1, num_tokens)
-    return _smallest_window(value_at, lost, model, first, last)
+    return _smallest_window(value_at, ratio, model, first, last)
 
 
 def suggest_top_k(
@@ -141,30 +145,30 @@ def suggest_top_k(
     mass: float = 0.9,
     quantile: float = 0.95,
 ) -> int:
-    r"""A top-k for RBF (Krause) attention on your data.
+    r"""Suggest a top-k for RBF (Krause) attention on your data.
 
-    The criterion: the smallest k such that at least a share `quantile` of the rows keep at least
-    `mass` of their RBF weight when only their k nearest sources stay. A row is one target in one
-    head and batch entry, its weight that of :func:`~graphattn.rbf_attention` without top-k; targets
-    without a source are no rows.
+    It is the smallest k for which the k nearest sources have at least the share `mass` of a row's
+    weight, for at least the share `quantile` of all rows. A row is one target in one head and batch
+    entry. Its weights are those of :func:`~graphattn.rbf_attention` without top-k. Targets without
+    sources do not count.
 
-    The Krause paper sets top-k by hand per task (2 to 16 of windows of 4 to 25, 192 of 256) and
-    names the missing rule as a limitation; this is one, not theirs.
+    The Krause paper chooses top-k by hand for each task (2 to 16 in windows of 4 to 25, and 192 of
+    256), and says that a rule is missing. This rule is not from the paper.
 
     Args:
         query: [*, N, H, D], or [N, D] for one head.
         key: [*, M, Hk, D] with Hk a divisor of H, or [M, D].
-        graph: N targets, M sources; or an edge_index [2, E].
+        graph: a TokenGraph with N targets and M sources, or an edge_index [2, E].
         sigma: bandwidth > 0; a number or a tensor broadcastable to [H].
-        mass: between 0 and 1, exclusive.
-        quantile: of the rows, > 0 and <= 1.
+        mass: the share of a row's weight, between 0 and 1 (exclusive).
+        quantile: the share of rows, > 0 and <= 1.
 
     Returns:
         k >= 1.
 
     Raises:
-        ValueError: if an argument is out of range, sizes disagree, a query or key of an edge is not
-            finite, or no target has a source.
+        ValueError: if an argument is out of range, shapes do not fit, a query or key of an edge is
+            not finite, or no target has a source.
 
     Example:
         >>> import torch, graphattn as ga
@@ -183,11 +187,14 @@ def suggest_top_k(
     heads = query.shape[-2]
     if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
-            "key must have the batch and features of query "
-            f"({list(query.shape)}), got {list(key.shape)}"
+            "key must have the same batch dimensions and features as query, whose shape is "
+            f"{list(query.shape)}, got {list(key.shape)}"
         )
     if key.shape[-2] == 0 or heads % key.shape[-2]:
-        raise ValueError(f"key heads must divide query heads ({heads}), got {key.shape[-2]}")
+        raise ValueError(
+            f"key must have a number of heads that divides the {heads} heads of query, got "
+            f"{key.shape[-2]}"
+        )
     bandwidth = _as_bandwidth(sigma, heads)
     checked = as_token_graph(graph, query.shape[-3], key.shape[-3])
     source, target = checked.edge_index.to(query.device)
@@ -199,28 +206,32 @@ def suggest_top_k(
             needed.append(_needed(squared / (2 * bandwidth[h] ** 2), target, mass))
     rows = torch.cat(needed).sort().values if needed else torch.empty(0)
     if len(rows) == 0:
-        raise ValueError("graph must have a target with a source (and query a batch), got none")
-    # A share of rows is a count: quantile 0.95 of 20 rows is 19, not 19.000000000000004.
+        raise ValueError(
+            "graph must have at least one edge, and query at least one batch entry, got "
+            f"{len(target)} edges and {len(query.flatten(0, -4))} batch entries"
+        )
+    # A small factor corrects rounding: 0.95 of 20 rows is 19, not 19.000000000000004.
     return int(rows[math.ceil(quantile * len(rows) * (1 - 1e-12)) - 1])
 
 
-def _window_for_fixed_step(num_tokens: int, depth: int, kept: float, eta: float) -> int:
-    target = (1 - kept) / (2 * eta)
-    limit = (1 + kept) / (2 * eta)
+def _window_for_fixed_step(num_tokens: int, depth: int, factor: float, eta: float) -> int:
+    target = (1 - factor) / (2 * eta)
+    limit = (1 + factor) / (2 * eta)
     if target <= _complete_fiedler(num_tokens):
         window = window_for_fiedler(num_tokens, target)
         largest = max_eigenvalue(window_path_graph(num_tokens, window))
         if largest <= limit * (1 + ACCURACY):
             return window
         reason = (
-            f"window {window} is the first that is fast enough, and its largest eigenvalue "
-            f"{largest:g} oscillates: at most {limit:g} is allowed; take a smaller step"
+            f"window {window} is the first that is fast enough, but the mode of its largest "
+            f"eigenvalue {largest:g} oscillates, and at most {limit:g} is allowed; choose a "
+            "smaller step"
         )
     else:
-        reason = "even the complete graph is too slow; take a larger step"
+        reason = "even the complete graph is too slow; choose a larger step"
     raise ValueError(
-        f"step_size must let some window mix {num_tokens} tokens in {depth} steps, got {eta:g}: "
-        + reason
+        f"step_size must be such that some window mixes {num_tokens} tokens in {depth} steps, got "
+        f"{eta:g}: {reason}"
     )
 
 
@@ -229,13 +240,13 @@ def _complete_fiedler(num_tokens: int) -> float:
 
 
 def _sine_sums(num_tokens: int, last: int) -> NDArray[np.float64]:
-    """S of Remark 4.2 for the windows 1, ..., last; it bounds lambda_1 below N / 2."""
+    """Compute S of Remark 4.2 for the windows 1, ..., last; it bounds lambda_1 if w < N / 2."""
     w = np.arange(1, last + 1)
     return np.cumsum(np.sin(np.pi * w / (2 * num_tokens)) ** 2)
 
 
 def _first(enough: NDArray[np.bool_], beyond: int | None = None) -> int:
-    """The first window < N / 2 that is enough; `beyond`, or the next one, where none is."""
+    """Return the first window < N / 2 that is enough; otherwise `beyond` or the next window."""
     if enough.any():
         return int(enough.argmax()) + 1
     return len(enough) + 1 if beyond is None else beyond
@@ -248,11 +259,15 @@ def _smallest_window(
     first: int,
     last: int,
 ) -> int:
-    """The smallest window in [first, last] whose value reaches `wanted`, as the last one's does.
+    """Find the smallest window in [first, last] whose value is at least `wanted`.
 
     Args:
-        value_at: grows with the window.
-        model: for every window 1, 2, ..., roughly in proportion to the value: where to look next.
+        value_at: computes the value of a window; it increases with the window.
+        wanted: the value to reach, which the last window reaches.
+        model: numbers for the windows 1, 2, ..., roughly proportional to the value, from which the
+            next guess is computed.
+        first: the smallest window that is possible.
+        last: the largest window that is possible.
     """
     guess, tries = first, 0
     while first < last:
@@ -261,7 +276,7 @@ def _smallest_window(
             last = guess
         else:
             first = guess + 1
-        if tries % 3:  # every third time bisect, lest the model creeps
+        if tries % 3:  # Every third try is bisection, in case that the model converges slowly.
             guess = 1 + int(np.searchsorted(model, wanted * model[guess - 1] / value))
         else:
             guess = (first + last) // 2
@@ -296,9 +311,7 @@ def _as_bandwidth(sigma: Any, heads: int) -> list[float]:
 
 
 def _squared_distances(q: Tensor, k: Tensor, target: Tensor, source: Tensor) -> Tensor:
-    """Compute the squared distance of every edge, float64, [E]; from differences, so a common
-    offset costs nothing.
-    """
+    """Compute the squared distance of every edge from coordinate differences; float64 [E]."""
     squared = torch.empty(len(target), dtype=torch.float64, device=q.device)
     for e in range(0, len(target), EDGES):
         edges = slice(e, e + EDGES)
@@ -307,27 +320,27 @@ def _squared_distances(q: Tensor, k: Tensor, target: Tensor, source: Tensor) -> 
     if not squared.isfinite().all():
         e = int(squared.isfinite().logical_not().nonzero()[0])
         raise ValueError(
-            "query and key must be finite wherever there is an edge, got the squared distance "
+            "query and key must be finite for all tokens with edges, got the squared distance "
             f"{squared[e].item()} from target {int(target[e])} to source {int(source[e])}"
         )
     return squared
 
 
 def _needed(exponent: Tensor, target: Tensor, mass: float) -> Tensor:
-    """How many of its nearest sources each row needs to keep `mass` of exp(-exponent), [rows]."""
+    """Count the nearest sources whose weights exp(-exponent) sum to `mass` of a row; [rows]."""
     order = exponent.argsort(stable=True)
-    order = order[target[order].argsort(stable=True)]  # by row, then by distance
+    order = order[target[order].argsort(stable=True)]  # sorted by row, then by distance
     _, row, count = target.unique_consecutive(return_inverse=True, return_counts=True)
     start = count.cumsum(0) - count
     exponent = exponent[order]
-    weight = (exponent[start][row] - exponent).exp()  # the nearest weighs 1
+    weight = (exponent[start][row] - exponent).exp()  # relative to the weight of the nearest
     wanted = mass * (1 - 1e-12) * weight.new_zeros(len(count)).index_add(0, row, weight)
-    needed, kept = count.clone(), torch.zeros_like(wanted)
+    needed, total = count.clone(), torch.zeros_like(wanted)
     waiting, k = torch.arange(len(count), device=count.device), 0
     while len(waiting):
-        kept[waiting] += weight[start[waiting] + k]
+        total[waiting] += weight[start[waiting] + k]
         k += 1
-        done = (kept[waiting] >= wanted[waiting]) | (count[waiting] == k)
+        done = (total[waiting] >= wanted[waiting]) | (count[waiting] == k)
         needed[waiting[done]] = k
         waiting = waiting[~done]
     return needed

@@ -1,4 +1,4 @@
-"""The two ends of a Laplacian's spectrum: the Fiedler pair and the largest eigenvalue."""
+"""The smallest and the largest eigenvalues of a Laplacian: the Fiedler pair and lambda_max."""
 
 from __future__ import annotations
 
@@ -30,21 +30,26 @@ from graphattn.spectral.laplacians.operators import by_pairs
 
 Array = NDArray[np.float64]
 
-# Tokens up to which a dense eigensolver is used: the one for all eigenvalues. LAPACK's for a few
-# of them fails ("Internal Error") on spectra as degenerate as those of blocks and complete graphs.
+# Tokens up to which a dense solver computes all eigenvalues. LAPACK's solver for a few eigenvalues
+# fails ("Internal Error") if many are equal, as for blocks and complete graphs.
 DENSE = 200
-WIDE = 2e10  # multiplications from which a graph is called wide: elimination takes many seconds
-REFINEMENTS = 4  # of a banded Fiedler vector, beyond what the value needs
-TOLERANCE = 1e-9  # of a Lanczos residual; the eigenvalue itself is then usually good to 1e-14
+WIDE = 2e10  # multiplications above which a graph is wide, and elimination takes many seconds
+REFINEMENTS = 4  # iterations for the Fiedler vector after the value is accurate
+TOLERANCE = 1e-9  # relative residual of Lanczos; the eigenvalue is usually accurate to 1e-14 then
 
-# Lanczos attempts: (basis size, restarts). Most graphs are done with the first; hubs crowd the
-# spectrum of the inverse, which takes a larger basis.
+# Attempts of Lanczos: (basis size, restarts). The first one is enough for most graphs. Graphs with
+# hubs need a larger basis, because many eigenvalues of the inverse are close together.
 THOROUGHLY = ((20, 2), (80, 1000))
 BRIEFLY = (80, 8)
 
 
 class FiedlerPair(NamedTuple):
-    """The slowest mode of a graph, see :func:`fiedler_pair`.
+    """The slowest mode of a graph, from :func:`fiedler_pair`.
+
+    Attributes:
+        value: the Fiedler value.
+        vector: its eigenvector, float64 [N], with norm 1.
+        residual: the norm of L u - value u, where u is the vector.
 
     Example:
         >>> import graphattn as ga
@@ -59,18 +64,18 @@ class FiedlerPair(NamedTuple):
 
 
 def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float:
-    r"""The second-smallest eigenvalue of the Laplacian, the algebraic connectivity.
+    r"""Compute the second-smallest eigenvalue of the Laplacian, the algebraic connectivity.
 
-    It is the rate of mixing: the slowest mode of the low-pass filter I - 2 eta L shrinks by
-    omega_1 = 1 - 2 eta lambda_1 per step (Eq. 13).
+    It is the rate of mixing: every step of the low-pass filter I - 2 eta L multiplies the slowest
+    mode by omega_1 = 1 - 2 eta lambda_1 (Eq. 13).
 
-    Computed in float64 on the CPU. The *relative* error is 1e-9 at worst and 1e-13 as a rule,
-    however small the value and however uneven the weights: two groups of tokens that hang together
-    by a weight of 1e-40 have a Fiedler value of that order, not of the order of rounding. Window
-    graphs take inverse iteration with a banded factor, half a second per 100,000 tokens; where
-    weights are very uneven, elimination that never subtracts
-    (``spectral/laplacians/elimination.py``), some seconds; wide graphs, such as random ones, mix
-    fast and take Lanczos.
+    It is computed in float64 on the CPU. The *relative* error is at most 1e-9, and usually 1e-13,
+    however small the value is, and however uneven the weights are. For example, if two groups of
+    tokens are connected only by a weight of 1e-40, the result is of this order. For window graphs,
+    it is computed by inverse iteration with a banded factor, which takes half a second per 100,000
+    tokens. If weights are very uneven, it is computed by elimination without subtractions
+    (``spectral/laplacians/elimination.py``), which takes some seconds. For wide graphs, such as
+    random ones, it is computed by Lanczos, which converges fast because they mix fast.
 
     Source: Stabilizing Transformer Training Through Consensus, Sections 2.3 and 4.
 
@@ -79,12 +84,13 @@ def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
 
     Returns:
-        lambda_1 > 0; exactly 0.0 if the edges of positive weight leave the graph disconnected, or
+        lambda_1 > 0; exactly 0.0 if the graph of edges with positive weight is disconnected, or
         N < 2.
 
     Raises:
         ValueError: if `graph` is not a TokenGraph or is bipartite (N != M), or `edge_weight` is not
-            a tensor [E] of finite numbers >= 0, or spans more magnitudes than float64 has.
+            a tensor [E] of finite numbers >= 0, or the ratio of its largest and smallest weight is
+            too large for float64.
 
     Example:
         >>> import graphattn as ga
@@ -101,13 +107,10 @@ def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
 
 
 def fiedler_pair(graph: TokenGraph, edge_weight: Tensor | None = None) -> FiedlerPair:
-    r"""The Fiedler value and its eigenvector: the signal that consensus forgets last.
+    r"""Compute the Fiedler value and its eigenvector, the signal that consensus smooths last.
 
-    The signs of the vector split the tokens into two groups that exchange least; it is what a
-    window graph carries slowest from one end of a sequence to the other.
-
-    Computed on the CPU by the routes of :func:`fiedler_value`: all modes of a small graph, inverse
-    iteration with a banded factor for windows, elimination or Lanczos otherwise.
+    The signs of the vector divide the tokens into two groups that exchange little. It is computed
+    on the CPU by the methods of :func:`fiedler_value`.
 
     Source: Stabilizing Transformer Training Through Consensus, Section 2.3, footnote 2.
 
@@ -116,15 +119,16 @@ def fiedler_pair(graph: TokenGraph, edge_weight: Tensor | None = None) -> Fiedle
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
 
     Returns:
-        ``(value, vector, residual)``: :func:`fiedler_value`; the vector u [N], float64, on the
-        graph's device, of norm 1 and mean 0, its first entry that is not nearly zero positive; and
-        ||L u - value u||, with L u from differences u_i - u_j. Where the value is a multiple
-        eigenvalue, u is one of its vectors. Of a disconnected graph, the value and the residual are
-        0.0, and u is one number on the tokens connected with token 0 and another on the rest.
-        A graph of fewer than two tokens has no such mode: value 0.0, a vector of zeros.
+        ``(value, vector, residual)``. The value is that of :func:`fiedler_value`. The vector u is
+        float64 [N] on the graph's device, with norm 1 and mean 0; its first entry that is not
+        nearly zero is positive. If the eigenvalue is multiple, u is one of its eigenvectors. The
+        residual is ||L u - value u||, where L u is computed from differences u_i - u_j. For a
+        disconnected graph, the value and the residual are 0.0, and u has one value for all tokens
+        that are connected with token 0, and another value for the rest. For fewer than two tokens,
+        the value is 0.0 and the vector is zero.
 
     Raises:
-        ValueError: as :func:`fiedler_value`.
+        ValueError: in the same cases as :func:`fiedler_value`.
 
     Example:
         >>> import graphattn as ga
@@ -150,17 +154,18 @@ def fiedler_pair(graph: TokenGraph, edge_weight: Tensor | None = None) -> Fiedle
     u /= np.linalg.norm(u)
     u *= np.sign(u[np.argmax(np.abs(u) > 1e-6 * np.abs(u).max())])
     pairs = scipy.sparse.triu(adjacency, k=1, format="coo")
-    moved = by_pairs(pairs.row, pairs.col, pairs.data, num_tokens)(u)
-    residual = float(np.linalg.norm(moved - value * u))
+    L_u = by_pairs(pairs.row, pairs.col, pairs.data, num_tokens)(u)
+    residual = float(np.linalg.norm(L_u - value * u))
     return FiedlerPair(value * scale, torch.from_numpy(u).to(graph.device), residual * scale)
 
 
 def max_eigenvalue(graph: TokenGraph, edge_weight: Tensor | None = None) -> float:
-    """The largest eigenvalue of the Laplacian; 0.0 without edges.
+    """Compute the largest eigenvalue of the Laplacian; 0.0 without edges.
 
-    Computed in float64 on the CPU, to a relative accuracy of 1e-9 or better. The top of a large
-    window graph's spectrum is too crowded for Lanczos; there the value is an upper bound that
-    exceeds the eigenvalue by 1e-10 of it at most, so that a step that is safe for it is safe.
+    It is computed in float64 on the CPU, to a relative accuracy of 1e-9 or better. For large window
+    graphs, so many eigenvalues are near the largest one that Lanczos does not converge. Then the
+    result is an upper bound that is larger than the eigenvalue by at most 1e-10 of it, so a step
+    size computed from it is safe.
 
     Source: Stabilizing Transformer Training Through Consensus, Section 2.2.
 
@@ -169,7 +174,7 @@ def max_eigenvalue(graph: TokenGraph, edge_weight: Tensor | None = None) -> floa
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
 
     Raises:
-        ValueError: as :func:`fiedler_value`.
+        ValueError: in the same cases as :func:`fiedler_value`.
 
     Example:
         >>> import graphattn as ga
@@ -190,12 +195,12 @@ def max_eigenvalue(graph: TokenGraph, edge_weight: Tensor | None = None) -> floa
 
 
 def max_step_size(graph: TokenGraph, edge_weight: Tensor | None = None) -> float:
-    r"""The largest non-oscillating step, eta = 1 / (2 lambda_max); infinity without edges.
+    r"""Compute the largest step without oscillation, eta = 1 / (2 lambda_max).
 
-    Up to this step no mode of the low-pass filter I - 2 eta L changes sign. The energy still falls
-    up to twice the step, but modes near lambda_max then flip sign while they shrink. Weights are
-    numbers here (R = I without any): what a layer's learned matrices allow is
-    ``SelfConsensus(step_size="auto")``.
+    It is infinity without edges. With this step or a smaller one, no mode of the low-pass filter
+    I - 2 eta L changes sign. With up to twice this step, the energy still falls, but modes near
+    lambda_max change sign in every step while they shrink. The edges have numbers as weights here.
+    For the learned matrices of a layer, use ``SelfConsensus(step_size="auto")``.
 
     Source: Stabilizing Transformer Training Through Consensus, Section 2.2.
 
@@ -204,7 +209,7 @@ def max_step_size(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
 
     Raises:
-        ValueError: as :func:`fiedler_value`.
+        ValueError: in the same cases as :func:`fiedler_value`.
 
     Example:
         >>> import graphattn as ga
@@ -218,7 +223,7 @@ def max_step_size(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
 def _scaled_adjacency(
     graph: TokenGraph, edge_weight: Tensor | None
 ) -> tuple[scipy.sparse.csr_array, float]:
-    """W_sym divided by a power of two that brings its largest weight near 1, and that power."""
+    """Return W_sym divided by a power of two, so that its largest weight is near 1; and this."""
     graph = as_square_graph(graph)
     if edge_weight is not None:
         edge_weight = as_edge_weight(edge_weight, graph.num_edges)
@@ -232,24 +237,24 @@ def _scaled_adjacency(
 def connected_adjacencies(
     graph: TokenGraph, edge_weight: Tensor | None
 ) -> tuple[list[scipy.sparse.csr_array], float]:
-    """The adjacency matrix of every connected part, each scaled, and the one scale."""
+    """Return the scaled adjacency matrices of all connected parts, and their common scale."""
     adjacency, scale = _scaled_adjacency(graph, edge_weight)
     if adjacency.shape[0] < 2:
         return [adjacency], scale
     component = connected_components(adjacency, directed=False)[1]
     order = np.argsort(component, kind="stable")
     ends = np.cumsum(np.bincount(component)).tolist()
-    side_by_side = adjacency[order][:, order]
+    by_component = adjacency[order][:, order]
     parts = zip([0, *ends[:-1]], ends, strict=True)
-    return [side_by_side[start:end, start:end] for start, end in parts], scale
+    return [by_component[start:end, start:end] for start, end in parts], scale
 
 
 def slowest_pair(adjacency: scipy.sparse.csr_array, refinements: int = 0) -> tuple[float, Array]:
-    """The Fiedler value and vector of a connected graph of two tokens or more.
+    """Compute the Fiedler value and vector of a connected graph with at least two tokens.
 
     Args:
-        adjacency: its weights, the largest near 1, symmetric, without loops.
-        refinements: see :func:`slowest_mode`.
+        adjacency: its weights, symmetric, without self-loops, the largest of them near 1.
+        refinements: the argument of :func:`slowest_mode`.
     """
     if adjacency.shape[0] > DENSE:
         mode = slowest_mode(laplacian_of(adjacency), adjacency, refinements)
@@ -263,7 +268,7 @@ def slowest_pair(adjacency: scipy.sparse.csr_array, refinements: int = 0) -> tup
 def _slowest_pair_by_elimination(
     adjacency: scipy.sparse.csr_array, order: EliminationOrder
 ) -> tuple[float, Array]:
-    """1 / the largest eigenvalue of the pseudo-inverse of the Laplacian of a connected graph."""
+    """Compute the Fiedler pair from the largest eigenvalue of the Laplacian's pseudo-inverse."""
     num_tokens = adjacency.shape[0]
     try:
         with np.errstate(divide="raise", over="raise", invalid="raise"):
@@ -275,7 +280,7 @@ def _slowest_pair_by_elimination(
                 size = np.abs(grounded.solve(start)).max()
     except FloatingPointError as error:
         raise ValueError(
-            "edge_weight spans more magnitudes than float64 can hold, got weights from "
+            "edge_weight must have weights whose ratios float64 can represent, got weights from "
             f"{adjacency.data.min():.1e} to 1 (relative to the largest)"
         ) from error
     if num_tokens <= DENSE:
@@ -283,12 +288,15 @@ def _slowest_pair_by_elimination(
         return float(1 / values[-1]), vectors[:, -1]
 
     def pseudo_inverse(u: Array) -> Array:
-        # Scaled to the order of 1, because Lanczos squares what it gets.
+        # The result is scaled to the order of 1, because Lanczos squares it.
         return _centred(grounded.solve(_centred(u)) / size)
 
     found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
     if found is None:
-        raise RuntimeError("the Fiedler value has not converged")
+        raise RuntimeError(
+            "the Lanczos iteration for the Fiedler value has not converged: use a graph whose "
+            "weights are more even"
+        )
     largest, u = found
     return float(1 / (largest * size)), polished(pseudo_inverse, u)
 
@@ -296,54 +304,55 @@ def _slowest_pair_by_elimination(
 def _slowest_pair_of_wide_graph(
     adjacency: scipy.sparse.csr_array,
 ) -> tuple[float, Array] | None:
-    """The Fiedler pair without elimination by blocks; None where rounding would drown it."""
+    """Compute the Fiedler pair without elimination; None if rounding errors would be too large."""
     num_tokens = adjacency.shape[0]
     L = laplacian_of(adjacency)
-    bound = 2 * L.diagonal().max()  # on the largest eigenvalue
+    bound = 2 * L.diagonal().max()  # an upper bound of the largest eigenvalue
 
-    def constants_moved_up(u: Array) -> Array:
+    def with_shifted_constants(u: Array) -> Array:
+        # The eigenvalue 0 of constants becomes `bound`, so that the Fiedler value is the smallest.
         return L @ u + bound * u.mean()
 
-    found = lanczos_pair(constants_moved_up, num_tokens, "SA", (BRIEFLY,))
+    found = lanczos_pair(with_shifted_constants, num_tokens, "SA", (BRIEFLY,))
     if found is None:
-        # Not an expander, then: a fill-reducing factorisation has a chance, as on large grids.
+        # The graph is no expander. A fill-reducing factorisation may be fast, as for large grids.
         ground = int(L.diagonal().argmax())
-        kept = np.delete(np.arange(num_tokens), ground)
-        solve = positive_definite_solver(scipy.sparse.csc_matrix(L[kept][:, kept]))
+        others = np.delete(np.arange(num_tokens), ground)
+        solve = positive_definite_solver(scipy.sparse.csc_matrix(L[others][:, others]))
         if solve is None:
             return None
 
         def pseudo_inverse(u: Array) -> Array:
             solution = np.zeros(num_tokens)
-            solution[kept] = solve(_centred(u)[kept])
+            solution[others] = solve(_centred(u)[others])
             return _centred(solution)
 
         inverse = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
         if inverse is None:
             return None
         found = 1 / inverse[0], polished(pseudo_inverse, inverse[1])
-    # Both ways make errors of the order of rounding next to `bound`.
+    # Both methods have absolute errors of about one rounding of `bound`.
     return (float(found[0]), found[1]) if found[0] > 1e-6 * bound else None
 
 
 def polished(pseudo_inverse: Callable[[Array], Array], u: Array) -> Array:
-    """Remove the rest of fast modes from a Lanczos vector by two steps of inverse iteration."""
+    """Remove fast modes that are left in a Lanczos vector, by two steps of inverse iteration."""
     for _ in range(2):
         u = pseudo_inverse(u / np.linalg.norm(u))
     return u / np.linalg.norm(u)
 
 
 def _max_eigenvalue_from_above(L: scipy.sparse.csr_array) -> float:
-    """An upper bound within 1e-10, by factorising shift * I - L for ever smaller shifts.
+    """Compute an upper bound within 1e-10, by factorising shift * I - L for decreasing shifts.
 
-    Windows have so many eigenvalues near the largest one that Lanczos on L itself would take as
-    many steps as there are tokens. A factorisation without pivoting tells by the signs of its
-    pivots whether the shift is still above all eigenvalues.
+    Windows have so many eigenvalues near the largest one that Lanczos with L would take as many
+    steps as there are tokens. The signs of the pivots of a factorisation without pivoting say
+    whether the shift is larger than all eigenvalues.
     """
     degree = L.diagonal().max()
-    upper = 2.001 * degree  # twice the largest degree is never less than the eigenvalue ...
+    upper = 2.001 * degree  # The eigenvalue is at most twice the largest degree,
     roughly = lanczos_pair(lambda u: L @ u, L.shape[0], "LA", ((20, 20),), tolerance=1e-2)
-    lower = degree if roughly is None else roughly[0]  # ... and a Rayleigh quotient never more
+    lower = degree if roughly is None else roughly[0]  # and at least any Rayleigh quotient.
     shift = min(1.01 * lower, upper)
     inverse_of = _shifted_solvers(scipy.sparse.csr_array(-L))
     while upper - lower > 1e-10 * upper:
@@ -362,7 +371,11 @@ def _max_eigenvalue_from_above(L: scipy.sparse.csr_array) -> float:
 def _shifted_solvers(
     matrix: scipy.sparse.csr_array,
 ) -> Callable[[float], Callable[[Array], Array] | None]:
-    """shift -> (u -> (shift I + matrix)^-1 u), or None unless that is positive definite."""
+    """Return a function of a shift that makes a solver for (shift I + matrix).
+
+    The function returns u -> (shift I + matrix)^-1 u, or None unless the matrix is positive
+    definite.
+    """
     bands = BandedMatrix(matrix)
     if bands.stored <= STORED:
         return bands.solver
@@ -374,7 +387,7 @@ def _shifted_solvers(
 def positive_definite_solver(
     matrix: scipy.sparse.csc_matrix,
 ) -> Callable[[Array], Array] | None:
-    """u -> matrix^-1 u, or None unless the symmetric `matrix` is positive definite."""
+    """Return u -> matrix^-1 u, or None unless the symmetric `matrix` is positive definite."""
     try:
         factor = splu(
             matrix,
@@ -382,7 +395,7 @@ def positive_definite_solver(
             diag_pivot_thresh=0.0,
             options={"SymmetricMode": True},
         )
-    except RuntimeError:  # exactly singular
+    except RuntimeError:  # The matrix is exactly singular.
         return None
     on_diagonal = np.array_equal(factor.perm_r, factor.perm_c)
     return factor.solve if on_diagonal and (factor.U.diagonal() > 0).all() else None
@@ -395,7 +408,15 @@ def lanczos_pair(
     attempts: tuple[tuple[int, int], ...],
     tolerance: float = TOLERANCE,
 ) -> tuple[float, Array] | None:
-    """An extreme eigenpair; `attempts` are (basis size, restarts); None if none converges."""
+    """Compute an extreme eigenpair by Lanczos; None if no attempt converges.
+
+    Args:
+        apply: multiplies a vector by the matrix.
+        num_tokens: the size of the matrix.
+        which: "LA" for the largest eigenvalue, "SA" for the smallest.
+        attempts: pairs (basis size, restarts).
+        tolerance: the relative residual to reach.
+    """
     operator = LinearOperator(
         (num_tokens, num_tokens), matvec=lambda u: apply(u.ravel()), dtype=np.float64
     )

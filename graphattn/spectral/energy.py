@@ -1,4 +1,4 @@
-"""The energy of a signal on a token graph: how much neighbours disagree."""
+"""The energy of a signal on a token graph, which measures how much neighbours differ."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from graphattn.spectral.arguments import as_edge_weight
 
 
 def energy(graph: TokenGraph | Tensor, signal: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-    r"""The energy of a graph signal, the quantity that consensus descends.
+    r"""Compute the energy of a graph signal, which consensus reduces.
 
     .. math:: E(u) = \tfrac12 \sum_{(i, j)} W_{ij} \, (u_i - u_j)^2
 
-    over all directed edges (target i, source j): exact for any directed graph, where u^T L u with
-    the paper's L is not (see :func:`laplacian`). Its gradient in `signal` is 2 L u (Eq. 6).
+    The sum is over all directed edges (target i, source j). It is exact for any directed graph,
+    while u^T L u with the paper's L is not (see :func:`laplacian`). Its gradient with respect to
+    `signal` is 2 L u (Eq. 6).
 
     Source: Stabilizing Transformer Training Through Consensus, Eq. 5.
 
     Args:
-        graph: N tokens, or a raw edge_index [2, E].
-        signal: u, floating point, [N] or [N, C].
-        edge_weight: weights >= 0, one per edge in edge_index order, [E]; ones if None. With a raw
-            edge_index, the order is that of its columns.
+        graph: a graph of N tokens, or a tensor edge_index [2, E].
+        signal: u, floating-point, [N] or [N, C].
+        edge_weight: weights >= 0 in the order of ``graph.edge_index``, or of the columns of a
+            tensor edge_index, [E]; ones if None.
 
     Returns:
-        A scalar, summed over the columns of `signal`; differentiable in `signal` and
-        `edge_weight`. Half precision is accumulated, and returned, in float32.
+        A scalar, summed over the columns of `signal`; differentiable with respect to `signal` and
+        `edge_weight`. For half precision, the sum and the result are float32.
 
     Raises:
-        ValueError: if sizes disagree, or `edge_weight` holds anything but finite numbers >= 0.
+        ValueError: if shapes do not fit, or `edge_weight` has a number that is negative or not
+            finite.
 
     Example:
         >>> import torch, graphattn as ga
@@ -54,7 +56,7 @@ def energy(graph: TokenGraph | Tensor, signal: Tensor, edge_weight: Tensor | Non
 
 
 def as_signal(signal: Any) -> Tensor:
-    """`signal` as a floating-point tensor [N] or [N, C] of single precision at least."""
+    """Check that `signal` is a floating-point tensor [N] or [N, C]; convert it to >= float32."""
     if not isinstance(signal, Tensor) or not signal.is_floating_point():
         got = signal.dtype if isinstance(signal, Tensor) else type(signal).__name__
         raise ValueError(f"signal must be a floating-point tensor [N] or [N, C], got {got}")
@@ -64,9 +66,9 @@ def as_signal(signal: Any) -> Tensor:
 
 
 def edges_of(graph: Any, signal: Tensor) -> Tensor:
-    """The edges [2, E] of a graph, or of a raw edge_index, over the tokens of `signal`."""
+    """Return the edges [2, E] of a graph or a tensor edge_index, if it fits `signal`."""
     num_tokens = signal.shape[0]
     checked = as_token_graph(graph, num_tokens, num_tokens)
-    # A raw edge_index is only checked, not sorted, so that the caller's weights still fit.
+    # A tensor edge_index is checked but not sorted, so that the caller's weights still fit.
     edge_index = checked.edge_index if checked is graph else as_edge_index(graph)
     return edge_index.to(signal.device)

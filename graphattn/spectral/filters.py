@@ -1,4 +1,4 @@
-"""Consensus as a low-pass filter: what a step keeps of every mode, and how soon tokens agree."""
+"""Consensus as a low-pass filter: the factor of every mode, and the steps until tokens agree."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from graphattn.spectral.energy import as_signal, edges_of
 
 
 def filter_response(eigenvalues: Tensor, step_size: float) -> Tensor:
-    r"""Compute the factor of one step on modes of these eigenvalues, :math:`1 - 2 \eta \lambda`.
+    r"""Compute the factor by which one step multiplies a mode, :math:`1 - 2 \eta \lambda`.
 
-    A consensus step is the filter H = I - 2 eta L, so n steps keep the n-th power of this. Below 0
-    a mode changes sign with every step; below -1 it grows. Drawn by
-    :func:`graphattn.plot.filter_response`.
+    A consensus step is the filter H = I - 2 eta L, so n steps multiply a mode by the n-th power of
+    this factor. If it is below 0, the mode changes sign in every step; if it is below -1, the mode
+    grows. :func:`graphattn.plot.filter_response` draws it.
 
     Source: Stabilizing Transformer Training Through Consensus, Eq. 9-10.
 
     Args:
-        eigenvalues: of a Laplacian, such as :func:`spectrum` returns, any shape, floating point.
+        eigenvalues: eigenvalues of a Laplacian, such as from :func:`spectrum`; a floating-point
+            tensor of any shape.
         step_size: eta > 0.
 
     Returns:
-        The shares, of the shape and dtype of `eigenvalues`; differentiable.
+        The factors, with the shape and dtype of `eigenvalues`; differentiable.
 
     Raises:
         ValueError: if `eigenvalues` is not a floating-point tensor or `step_size` is not a finite
@@ -48,19 +49,20 @@ def filter_response(eigenvalues: Tensor, step_size: float) -> Tensor:
 
 
 def smoothing_rate(graph: TokenGraph, step_size: float, edge_weight: Tensor | None = None) -> float:
-    r"""The share of the most persistent mode that is left after one step.
+    r"""Compute the factor per step of the mode that shrinks slowest.
 
     .. math:: \rho = \max_{\lambda > 0} \, \lvert 1 - 2 \eta \lambda \rvert
 
-    over all modes that are not constant on the connected parts of the graph, which is the larger of
-    the two ends, at lambda_1 and at lambda_max. After n steps what tokens disagree in has at most
-    rho^n of its norm (Eq. 13), and some signal keeps exactly that. Up to :func:`max_step_size` it
-    is omega_1 = 1 - 2 eta lambda_1 of the paper; from 1 on, signals do not settle.
+    The maximum is over all modes that are not constant on the connected parts of the graph. It is
+    reached at lambda_1 or at lambda_max. After n steps, the distance of a signal from its mean is
+    at most rho^n of what it was (Eq. 13), and for some signals exactly that. For steps up to
+    :func:`max_step_size`, rho is omega_1 = 1 - 2 eta lambda_1 of the paper. If rho >= 1, signals do
+    not converge.
 
-    On a **disconnected** graph the rate speaks of each part for itself: tokens settle at the mean
-    of their own part, at the pace of the slowest part, and different parts never agree (so
-    :func:`steps_until_consensus` is infinite, whatever this rate). lambda_1 is then the smallest
-    positive eigenvalue. Without any edge between two tokens there is nothing to smooth: 0.0.
+    For a **disconnected** graph, tokens converge to the mean of their own connected part, and rho
+    is the rate of the slowest part. Different parts never agree, so :func:`steps_until_consensus`
+    is infinite for any rho. lambda_1 is then the smallest positive eigenvalue. Without an edge
+    between two tokens, rho is 0.0.
 
     Source: Stabilizing Transformer Training Through Consensus, Section 2.3 (Eq. 10-13).
 
@@ -70,7 +72,8 @@ def smoothing_rate(graph: TokenGraph, step_size: float, edge_weight: Tensor | No
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
 
     Raises:
-        ValueError: if `step_size` is not a finite number > 0, or as :func:`fiedler_value`.
+        ValueError: if `step_size` is not a finite number > 0, and in the same cases as
+            :func:`fiedler_value`.
 
     Example:
         >>> import graphattn as ga
@@ -92,29 +95,29 @@ def steps_until_consensus(
     tolerance: float = 1e-3,
     edge_weight: Tensor | None = None,
 ) -> int | float:
-    r"""Steps after which no signal is farther from its mean than `tolerance` times the start.
+    r"""Count the steps until all signals are near their means.
 
-    The smallest n with :math:`\lVert H^n u - \bar u \mathbf 1 \rVert \le \text{tolerance} \cdot
-    \lVert u - \bar u \mathbf 1 \rVert` for **every** signal u, that is
-    :math:`\rho^n \le \text{tolerance}` with the rate of :func:`smoothing_rate`. The mean itself is
-    where H^n leads: **erratum** to Eq. 12, whose last form must read (1/N) 1 1^T u (an outer
-    product; 1^T 1 is the number N, and would lead nowhere).
+    It is the smallest n with :math:`\lVert H^n u - \bar u \mathbf 1 \rVert \le \text{tolerance}
+    \cdot \lVert u - \bar u \mathbf 1 \rVert` for **every** signal u. This means
+    :math:`\rho^n \le \text{tolerance}` with the rate of :func:`smoothing_rate`. (**Erratum**: the
+    limit of H^n u is the mean, so the last form of Eq. 12 must be (1/N) 1 1^T u with an outer
+    product. The paper writes 1^T 1, which is the number N.)
 
     Source: Stabilizing Transformer Training Through Consensus, Eq. 11-13.
 
     Args:
         graph: N tokens; direction does not matter, see :func:`laplacian`.
         step_size: eta > 0.
-        tolerance: between 0 and 1, exclusive.
+        tolerance: the distance from the mean, relative to the start, between 0 and 1 (exclusive).
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
 
     Returns:
-        An int; ``math.inf`` if tokens never agree, because the graph is disconnected or a mode
-        does not shrink (turns around and shrinks by less than 4e-9, the accuracy of an eigenvalue);
-        0 if there is one token or none.
+        An int; ``math.inf`` if tokens never agree, because the graph is disconnected or a mode does
+        not shrink (or shrinks by less than 4e-9, the accuracy of an eigenvalue, while it changes
+        sign); 0 if there are fewer than two tokens.
 
     Raises:
-        ValueError: if a number is out of range, or as :func:`fiedler_value`.
+        ValueError: if a number is out of range, and in the same cases as :func:`fiedler_value`.
 
     Example:
         >>> import graphattn as ga
@@ -135,37 +138,38 @@ def steps_until_consensus(
 
 
 def steps_of_rates(ends: tuple[float, ...], eta: float, tolerance: float) -> int | float:
-    """:func:`steps_until_consensus` from the smallest and largest positive eigenvalue."""
+    """Count the steps until consensus from the smallest and the largest positive eigenvalue."""
     log_rate = max(_log_share(2 * eta * end) for end in ends)
     if log_rate >= 0:
         return math.inf
-    # A power that meets the tolerance exactly must not take one step more for a rounding.
+    # The small factor avoids one step too many because of rounding.
     return max(1, math.ceil(math.log(tolerance) / log_rate * (1 - 1e-12)))
 
 
 def energy_gradient(
     graph: TokenGraph | Tensor, signal: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor:
-    r"""The gradient of the energy, 2 L u, edge by edge: the direction of a consensus step.
+    r"""Compute the gradient of the energy, 2 L u.
 
     .. math:: \nabla E(u)_i = \sum_j (W_{ij} + W_{ji}) (u_i - u_j)
 
-    A step of update "energy" with R = I is ``signal - step_size * energy_gradient(graph, signal)``.
+    A consensus step with update "energy" and R = I is
+    ``signal - step_size * energy_gradient(graph, signal)``.
 
     Source: Stabilizing Transformer Training Through Consensus, Eq. 6-7.
 
     Args:
-        graph: N tokens, or a raw edge_index [2, E].
-        signal: u, floating point, [N] or [N, C].
-        edge_weight: weights >= 0, one per edge in edge_index order, [E]; ones if None. With a raw
-            edge_index, the order is that of its columns.
+        graph: a graph of N tokens, or a tensor edge_index [2, E].
+        signal: u, floating-point, [N] or [N, C].
+        edge_weight: weights >= 0 in the order of ``graph.edge_index``, or of the columns of a
+            tensor edge_index, [E]; ones if None.
 
     Returns:
-        Of the shape of `signal`; differentiable in `signal` and `edge_weight`. Half precision is
-        accumulated, and returned, in float32.
+        A tensor with the shape of `signal`; differentiable with respect to `signal` and
+        `edge_weight`. For half precision, the sums and the result are float32.
 
     Raises:
-        ValueError: as :func:`energy`.
+        ValueError: in the same cases as :func:`energy`.
 
     Example:
         >>> import torch, graphattn as ga
@@ -184,7 +188,7 @@ def energy_gradient(
 
 
 def as_share(name: str, value: float) -> float:
-    """`value` as a float between 0 and 1, exclusive."""
+    """Check that `value` is a number between 0 and 1 (exclusive), and convert it to a float."""
     number = as_float(name, value, positive=True)
     if number >= 1:
         raise ValueError(f"{name} must be between 0 and 1 (exclusive), got {number}")
@@ -194,9 +198,9 @@ def as_share(name: str, value: float) -> float:
 def positive_eigenvalues(
     graph: TokenGraph, edge_weight: Tensor | None, *, connected: bool = False
 ) -> tuple[float, ...]:
-    """The smallest and the largest eigenvalue of modes not constant on connected parts.
+    """Compute the smallest and the largest eigenvalue of modes not constant on connected parts.
 
-    Empty if there are none, or if the graph must be `connected` and is not.
+    The result is empty if there are none, or with `connected` if the graph is not connected.
     """
     parts, scale = connected_adjacencies(graph, edge_weight)
     if connected and len(parts) != 1:
@@ -206,7 +210,7 @@ def positive_eigenvalues(
 
 
 def _log_share(x: float) -> float:
-    """log |1 - x|, exact for tiny x; 0 from where x is 2 within the accuracy of an eigenvalue."""
+    """Compute log |1 - x|, exactly for tiny x; 0 if x is at least 2, within the accuracy."""
     if x == 1:
         return -math.inf
     if x < 1:

@@ -1,4 +1,4 @@
-"""All eigenvalues of a Laplacian at once."""
+"""All eigenvalues of a Laplacian by a dense solver."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from graphattn.spectral.arguments import as_square_graph, has_blocks
 from graphattn.spectral.laplacians.laplacian import laplacian
 from graphattn.spectral.laplacians.operators import component_of
 
-LARGEST = 5_000  # rows of a matrix that is solved: 200 megabytes, and about half a minute
+LARGEST = 5_000  # the most rows of the matrix, which then takes 200 MB and about half a minute
 
 
 def spectrum(graph: TokenGraph, edge_weight: Tensor | None = None) -> Tensor:
-    r"""All eigenvalues of the Laplacian, ascending, by a dense solver.
+    r"""Compute all eigenvalues of the Laplacian, in ascending order, by a dense solver.
 
-    Absolute errors are roundings of the largest eigenvalue; :func:`fiedler_value` is as exact for
-    small values. The zeros that belong to the connected parts of the graph are exactly 0.0: one
-    each, or C each where `edge_weight` holds matrices (Appendix A).
+    The absolute errors are a few roundings of the largest eigenvalue. (:func:`fiedler_value` has
+    small relative errors, even for a small value.) Every connected part of the graph has an
+    eigenvalue that is exactly 0.0, or C such eigenvalues if `edge_weight` has matrices
+    (Appendix A).
 
     Source: Stabilizing Transformer Training Through Consensus, Section 2.2 and Appendix A.
 
@@ -29,10 +30,11 @@ def spectrum(graph: TokenGraph, edge_weight: Tensor | None = None) -> Tensor:
             semidefinite matrices, [E, C, C]; ones if None.
 
     Returns:
-        [N] or [N C], float64, on the graph's device.
+        A float64 tensor [N] or [N C] on the graph's device.
 
     Raises:
-        ValueError: as :func:`laplacian`, and above 5,000 tokens (N C > 5,000 with matrices).
+        ValueError: in the same cases as :func:`laplacian`, and if there are more than 5,000 tokens
+            (N C > 5,000 with matrices).
 
     Example:
         >>> import graphattn as ga
@@ -47,8 +49,8 @@ def spectrum(graph: TokenGraph, edge_weight: Tensor | None = None) -> Tensor:
     if size > LARGEST:
         raise ValueError(
             f"graph must have at most {LARGEST // channels} tokens for all its eigenvalues"
-            + (f" (matrices of {channels} rows)" if channels > 1 else "")
-            + f", got {graph.num_targets}; fiedler_value and max_eigenvalue take larger ones"
+            + (f" (with matrices of {channels} rows)" if channels > 1 else "")
+            + f", got {graph.num_targets}: for larger graphs, use fiedler_value and max_eigenvalue"
         )
     L = laplacian(graph, edge_weight).toarray()
     values = np.maximum(np.linalg.eigvalsh(L), 0.0)

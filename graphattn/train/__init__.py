@@ -1,4 +1,4 @@
-"""Training: objectives, the engine that runs them, and the folders that runs leave behind.
+"""Training: objectives, the engine that runs them, and the folders that runs write.
 
 ::
 
@@ -101,10 +101,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would believe that every name is there
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        if name == "GraphTrainer":  # a subclass of transformers' Trainer, which costs seconds
+        if name == "GraphTrainer":  # it imports transformers' Trainer, which takes seconds
             from graphattn.train.trainer import GraphTrainer
 
             return GraphTrainer

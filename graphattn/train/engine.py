@@ -1,4 +1,4 @@
-"""Training runs: begun, gone on with, and brought to an end, with transformers' Trainer."""
+"""Start, continue and finish training runs with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graphattn.train.runs.records import keep_rows
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer
 
-SEVERAL_PROCESSES = "5.23"  # the transformers with which they are tested
+SEVERAL_PROCESSES = "5.23"  # oldest version of transformers that is tested with several processes
 
 
 def fit(
@@ -39,37 +39,41 @@ def fit(
     tokenizer: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> Run:
-    """Train a model, or go on with the training that the folder ``config.out`` holds.
+    """Train a model, or continue the training run in the folder ``config.out``.
 
     transformers' Trainer does the work, in as many processes as ``torchrun`` started. The folder
-    gets ``config.yaml``, ``run.json`` (commit, versions, status), ``log.jsonl``, checkpoints, and
-    at the end ``model/``: the model with the lowest validation loss, or the last one where there
-    is no validation, for :func:`graphattn.load`.
+    contains ``config.yaml``, ``run.json`` (commit, versions, status), ``log.jsonl``, checkpoints,
+    and at the end ``model/``, which :func:`graphattn.load` reads: the model with the lowest
+    validation loss, or the last one if there is no validation.
 
-    A run whose folder is there goes on from its newest checkpoint, and on a CPU every number comes
-    out as if it had never stopped. Checkpoints are complete or absent, so a process can be killed
-    at any moment. Control-C finishes the step, saves, and returns. A run whose loss is no longer
-    finite, or stays above ten times its first for a hundred steps, ends as "diverged", which is a
-    result; one that is over is returned as it is.
+    If the folder exists, the run continues from its newest checkpoint. On a CPU, every number is
+    then the same as without the interruption. A checkpoint is never incomplete, so a process can be
+    killed at any moment. Control-C finishes the step, saves, and returns. If the loss is no longer
+    finite, or stays above ten times its first value for a hundred steps, the run ends with the
+    status "diverged", which is a valid result. A run that has already ended is returned without
+    training.
 
     Args:
-        model: made with ``config.seed``; it is trained in place. A model of graphattn is saved as
-            :func:`graphattn.save` does, another module as its numbers alone.
-        objective: what it learns from.
-        config: resolved: nothing in it is "auto" that training depends on; ``out`` is needed.
-        train: examples by index; with an attribute ``lengths`` they are not read to be measured.
-        validation: examples that the model is judged on every ``evaluate_every`` steps.
-        tokenizer: written beside the model, by :func:`graphattn.data.save_tokenizer`.
+        model: the model, made with ``config.seed``; it is trained in place. A model of graphattn is
+            saved by :func:`graphattn.save`; of another module only the weights are saved.
+        objective: the objective of the training.
+        config: the config of the run, with ``out`` set and no value "auto" that training depends
+            on.
+        train: a sequence of examples. If it has an attribute ``lengths``, examples are not read to
+            find their lengths.
+        validation: examples on which the model is evaluated every ``evaluate_every`` steps.
+        tokenizer: saved together with the model, by :func:`graphattn.data.save_tokenizer`.
         callbacks: of transformers (``TrainerCallback``).
 
     Returns:
-        The :class:`Run`: status, config, and all rows of the log.
+        The :class:`Run`: its status, its config, and all rows of its log.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed: the folder holds a run of
-            another config, or another process trains in it.
-        OSError: a checkpoint could not be written, as on a full disk; the last one is still there.
-        ImportError: transformers or accelerate is missing.
+        ValueError: if an argument is not allowed, if the folder contains a run with another config,
+            or if another process is training in it.
+        OSError: if a checkpoint cannot be written, for instance on a full disk; the last one
+            remains.
+        ImportError: if transformers or accelerate is not installed.
 
     Example:
         >>> import tempfile, torch, graphattn as ga
@@ -114,16 +118,16 @@ def fit(
 def resume(
     folder: str | os.PathLike[str], *, steps: int | None = None, callbacks: Sequence[Any] = ()
 ) -> Run:
-    """Go on with the training run in a folder, from its config alone.
+    """Continue the training run in a folder, using only its config.
 
     Args:
-        folder: that of the run. It may have been moved.
-        steps: a new, larger number of steps; as before if None.
+        folder: folder of the run; it may have been moved.
+        steps: a new number of steps, at least the old one; None for the old one.
         callbacks: of transformers (``TrainerCallback``).
 
     Raises:
-        FileNotFoundError: it is no folder of a run, or its data is gone.
-        ValueError: `steps` is smaller than before.
+        FileNotFoundError: if it is not the folder of a run, or its data does not exist any more.
+        ValueError: if `steps` is smaller than before.
 
     Example:
         >>> import graphattn as ga
@@ -134,7 +138,8 @@ def resume(
     if steps is not None:
         if steps < config.steps:
             raise ValueError(
-                f"steps must be at least those of the run, {config.steps}, got {steps}"
+                f"steps must be at least the number of steps of the run, {config.steps}, got "
+                f"{steps}"
             )
         config = config.replace(steps=steps)
     from graphattn.train.runs.setup import prepare
@@ -151,7 +156,7 @@ def resume(
     )
 
 
-# Before a run.
+# Checks and preparation.
 
 
 def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any) -> None:
@@ -162,7 +167,7 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
     if not isinstance(config, RunConfig):
         raise ValueError(f"config must be a RunConfig, got {type(config).__name__}")
     if not config.out:
-        raise ValueError("out must be the folder of the run, got ''")
+        raise ValueError("out must be the path of the folder of the run, got ''")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model must have parameters that require gradients, got none")
     for name, examples in (("train", train), ("validation", validation)):
@@ -170,16 +175,17 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
             continue
         if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
             raise ValueError(
-                f"{name} must be examples by index, such as a list, got {type(examples).__name__}"
+                f"{name} must be a sequence of examples with a length and an index, such as a "
+                f"list, got {type(examples).__name__}"
             )
         if len(examples) == 0:
-            raise ValueError(f"{name} must hold examples, got none")
+            raise ValueError(f"{name} must contain at least one example, got none")
     if config.precision == "float16" and not torch.cuda.is_available():
         raise ValueError("precision must be 'float32' or 'bfloat16' on a CPU, got 'float16'")
     if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(
             f"gradient_checkpointing must be False for a {type(model).__name__}, which has no "
-            "gradient_checkpointing_enable, got True"
+            "method gradient_checkpointing_enable, got True"
         )
 
 
@@ -188,7 +194,8 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
         from graphattn.train.trainer import training_arguments
     except ImportError as error:
         raise ImportError(
-            "training needs transformers and accelerate: pip install 'graphattn[train]'"
+            "training needs transformers and accelerate: install them with pip install "
+            "'graphattn[train]'"
         ) from error
     on_cpu = not torch.accelerator.is_available()
     args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
@@ -196,20 +203,21 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
         import transformers
         from packaging.version import Version
 
-        # Trainers before divide the gradient of several processes otherwise; 5.4 was seen to.
+        # Older Trainers divide the gradient of several processes differently (seen with 5.4).
         if Version(transformers.__version__) < Version(SEVERAL_PROCESSES):
             raise ImportError(
                 f"training in several processes needs transformers {SEVERAL_PROCESSES} or newer, "
-                f"found {transformers.__version__}"
+                f"found {transformers.__version__}: install a newer version, or train in one "
+                "process"
             )
     if args.n_gpu > 1:
-        args._n_gpu = 1  # several GPUs are for torchrun: one process would split our batches
+        args._n_gpu = 1  # with several GPUs, one process would split our batches
     return args
 
 
 @contextmanager
 def _first_alone(args: Any) -> Iterator[None]:
-    """The first process goes through, and the others wait for it; if it fails, all do."""
+    """Run the first process alone while the others wait; if it fails, all fail."""
     failure: BaseException | None = None
     try:
         yield
@@ -221,11 +229,14 @@ def _first_alone(args: Any) -> Iterator[None]:
             told = torch.tensor([float(failure is not None)], device=args.device)
             torch.distributed.all_reduce(told)
             if bool(told) and failure is None:
-                raise ValueError("out: the first process could not open the folder of the run")
+                raise ValueError(
+                    "out must be a folder that the first process can open, which failed: see the "
+                    "error of that process"
+                )
 
 
 def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args: Any) -> None:
-    """Make the folder ready: nothing half-written, no row after the newest checkpoint."""
+    """Prepare the folder: remove half-written files and log rows after the newest checkpoint."""
     checkpoints.remove_unfinished(path)
     (path / "checkpoints").mkdir(exist_ok=True)
     checkpoints.check_newest(path)
@@ -238,8 +249,8 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
         _check_tokenizer(path / "tokenizer.json", tokenizer)
     if is_begun and data is not None and before.get("data") not in (None, data):
         raise ValueError(
-            f"data is not what the run in {str(path)!r} began with: it has changed since, or the "
-            "file is another one; choose another folder as out"
+            f"data must be the data with which the run in {str(path)!r} began, but it differs: it "
+            "has changed since, or it is another file. Choose another folder as out"
         )
     run_folder.write_state(
         path,
@@ -257,13 +268,14 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
 
 
 def _check_tokenizer(path: Path, tokenizer: Any) -> None:
-    """Refuse data whose tokens are not those that the model has learned."""
+    """Raise an error if the tokens of the data are not those that the model has learned."""
     if not path.is_file():
         return
     if tokenizer_as_dict(load_tokenizer(path)) != tokenizer_as_dict(tokenizer):
         raise ValueError(
-            f"data has other tokens than those in {str(path)!r}: it has changed since the run "
-            "began, or the file is of something else; choose another folder as out"
+            f"data must have the tokens of the run in {str(path)!r}, but they differ: it has "
+            "changed since the run began, or it is another kind of file. Choose another folder as "
+            "out"
         )
 
 
@@ -296,7 +308,7 @@ def _train(
         model, objective, config, args, train, validation, start=start, callbacks=own
     )
     trainer.remove_callback(PrinterCallback)
-    torch.manual_seed(config.seed + args.process_index)  # masks differ between processes
+    torch.manual_seed(config.seed + args.process_index)  # so that processes draw different masks
     newest = str(checkpoints.checkpoint_path(path, start)) if steps else None
     began = time.monotonic()
     status, error = "failed", None
@@ -304,7 +316,7 @@ def _train(
         with _stopping_on_signals(trainer):
             if start < config.steps:
                 trainer.train(resume_from_checkpoint=newest)
-            elif newest is not None:  # (without steps there is none)
+            elif newest is not None:  # a run without steps has no checkpoint
                 trainer._load_from_checkpoint(newest)
         status = _status(trainer, config)
         if args.process_index == 0:
@@ -317,7 +329,9 @@ def _train(
     finally:
         line.close()
         if args.process_index == 0:
-            with contextlib.suppress(OSError):  # on a full disk, what failed is told by its error
+            with contextlib.suppress(
+                OSError
+            ):  # if the disk is full, the original error is raised below
                 spent = run_folder.read_state(path)["seconds"] + time.monotonic() - began
                 run_folder.write_state(
                     path, status=status, error=error, ended=run_folder.now(), seconds=spent
@@ -342,7 +356,7 @@ def _status(trainer: GraphTrainer, config: RunConfig) -> str:
 
 
 def _write_model(trainer: GraphTrainer, path: Path) -> None:
-    """The best model, or the last, in a folder of its own."""
+    """Save the best model, or the last one, in its own folder."""
     chosen = checkpoints.best_checkpoint(path)
     if chosen is None:
         checkpoints.write_folder(
@@ -354,9 +368,10 @@ def _write_model(trainer: GraphTrainer, path: Path) -> None:
 
 @contextmanager
 def _stopping_on_signals(trainer: GraphTrainer) -> Iterator[None]:
-    """Control-C, and what schedulers send, ask for the end of the step; a second one insists."""
+    """Let Control-C and the signals of schedulers end the run after the step, a second one at
+    once."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread hears signals
+        yield  # only the main thread can handle signals
         return
 
     def ask(number: int, _: Any) -> None:

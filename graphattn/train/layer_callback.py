@@ -1,6 +1,6 @@
-"""Rows of the layers' state in the log of a run.
+"""Record the state of the layers in the log of a run.
 
-Importing this imports transformers; :func:`graphattn.train.fit` does so when it is called.
+Importing this module imports transformers; :func:`graphattn.train.fit` does so when it is called.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.folder import LOG
 from graphattn.train.runs.records import append_row
 
-BATCHES, TOKENS = 4, 256  # of the probe: enough for a curve, little beside a step
+BATCHES, TOKENS = 4, 256  # of the probe: enough for a curve, and cheap compared with a step
 
 
 class LayerRecords(TrainerCallback):
     """Write the state of all layers every ``record_every`` steps, on the same few examples.
 
     Args:
-        objective: what the model learns from.
-        config: of the run.
-        examples: some of which, drawn with the run's seed, are looked at.
+        objective: the objective of the run.
+        config: the config of the run.
+        examples: examples, from which a few are drawn with the seed of the run.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class LayerRecords(TrainerCallback):
     ) -> None:  # fmt: skip
         if state.global_step % self.config.record_every or not state.is_world_process_zero:
             return
-        model = getattr(model, "model", model)  # beside its objective
+        model = getattr(
+            model, "model", model
+        )  # the module that contains the model and its objective
         if self.probe is None:
             self.probe = [_on(batch, args.device) for batch in self._batches(model)]
         found = layer_state(

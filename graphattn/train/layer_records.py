@@ -1,4 +1,4 @@
-"""The state of every layer of a model in training: stability, sinks, rank."""
+"""Measure the layers of a model during training: stability, attention sinks, rank."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from graphattn.train.objectives.objective import Batch, Objective
 from graphattn.train.runs.records import Row
 
 LOWEST = "1 - 2 eta lambda_max"
-WITHIN = 1e-3  # relative, of eigenvalues: a curve needs no more
-EPSILON = 1e-3  # of differences of gradients, where a loss cannot be differentiated twice
+WITHIN = 1e-3  # relative accuracy of eigenvalues, enough for a curve
+EPSILON = 1e-3  # step of finite differences of gradients, if a loss cannot be differentiated twice
 
 
 def layer_state(
@@ -49,18 +49,20 @@ def layer_state(
     max_norm: float | None = None,
     seed: int = 0,
 ) -> Row:
-    r"""How stable a model in training is, and what its layers do, on a few batches.
+    r"""Measure the stability of a model during training, and its layers, on a few batches.
 
-    The model runs in evaluation mode, and is left as it was found: parameters, gradients, buffers
-    and random numbers, so that a run with records equals one without.
+    The model runs in evaluation mode. Its parameters, gradients and buffers and the state of the
+    random numbers do not change, so a run with records equals a run without.
 
     Args:
         model: any module; its layers are the attention and consensus layers that run.
-        objective: what it learns from.
-        batches: small ones; the first alone for what is no learning rate.
-        optimizer: in the midst of training; without one (or where its rate is 0), no `alpha_max`.
-        max_norm: gradients are clipped to it before the optimizer sees them; None or 0: not at all.
-        seed: of the objective's masks and noise.
+        objective: the objective of the training.
+        batches: small batches; everything except learning rates uses only the first.
+        optimizer: the optimizer during training. Without it, or with a learning rate of 0, there is
+            no `alpha_max`.
+        max_norm: norm to which gradients are clipped before the optimizer; None or 0 for no
+            clipping.
+        seed: seed of the masks and the noise of the objective.
 
     Returns:
         A dict with
@@ -68,19 +70,20 @@ def layer_state(
         - ``alpha_max``: the median over `batches` of the largest learning rate at which the
           optimizer's own next step still lowers the loss up to second order (Stabilizing
           Transformer Training Through Consensus, Eq. 17-19, as
-          :func:`graphattn.diagnostics.max_stable_lr`); infinite where steps meet no curvature
-        - ``share_stable``: of `batches`, the share whose alpha_max is above the learning rate
+          :func:`graphattn.diagnostics.max_stable_lr`); infinite if there is no positive curvature
+          along the step
+        - ``share_stable``: the share of `batches` whose alpha_max is above the learning rate
         - ``layers``: by name, a dict with
 
-          - ``alpha_max``, ``share_stable``: the same where this layer alone takes its step; None
-            where it is frozen
+          - ``alpha_max``, ``share_stable``: the same if only this layer makes its step; None if it
+            is frozen
           - ``sink_share``: the share of attention on the first token, over sequences and heads;
             None without attention weights
           - ``effective_rank``: the participation ratio of its output, over sequences
           - ``max_step_size``: of a consensus layer whose step is a gradient step, the largest step
             size that makes no mode oscillate, 1 / (2 lambda_max), over heads
-          - ``1 - 2 eta lambda_max``: likewise, of the roughest mode; 0 or more is a low-pass
-            filter. None where no theorem speaks (``update="target"``, rope=True)
+          - ``1 - 2 eta lambda_max``: the factor of the roughest mode in such a layer; 0 or more
+            means a low-pass filter. None if no theorem applies (``update="target"``, rope=True)
 
     Example:
         >>> import torch, graphattn as ga
@@ -98,7 +101,7 @@ def layer_state(
         (['blocks.0.mixer', 'blocks.1.mixer'], 1.0)
     """
     if not batches:
-        raise ValueError("batches must hold at least one batch, got none")
+        raise ValueError("batches must contain at least one batch, got none")
     with left_as_found(model, list(model.parameters())), dropout_off(model):
         layers = _seen(model, objective, batches[0], seed)
         found: Row = {"alpha_max": None, "share_stable": None, "layers": layers}
@@ -112,7 +115,7 @@ def _loss(objective: Objective, model: nn.Module, batch: Batch, seed: int) -> Te
     return objective.loss(model, batch, torch.Generator(device).manual_seed(seed)).mean
 
 
-# What a forward pass shows.
+# Measurements in a forward pass.
 
 
 def _seen(model: nn.Module, objective: Objective, batch: Batch, seed: int) -> dict[str, Row]:
@@ -120,7 +123,9 @@ def _seen(model: nn.Module, objective: Objective, batch: Batch, seed: int) -> di
     ran = False
     try:
         with torch.no_grad(), _consensus_layers(model, found), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of attention that could not be recorded
+            warnings.simplefilter(
+                "ignore"
+            )  # ignore warnings about attention that could not be recorded
             with record(model, keep="statistics") as recording:
                 _loss(objective, model, batch, seed)
                 ran = True
@@ -128,7 +133,7 @@ def _seen(model: nn.Module, objective: Objective, batch: Batch, seed: int) -> di
                     row = found.setdefault(call.name, _empty())
                     row["sink_share"] = _number(call.sinks)
                     row["effective_rank"] = _number(call.effective_rank)
-    except ValueError:  # no attention at all
+    except ValueError:  # the model has no attention
         if not ran:
             raise
     order = [name for name, _ in model.named_modules()]
@@ -151,7 +156,7 @@ def _number(values: Tensor) -> float | None:
 
 @contextmanager
 def _consensus_layers(model: nn.Module, found: dict[str, Row]) -> Iterator[None]:
-    """Add every consensus layer that runs."""
+    """Record every consensus layer that runs."""
 
     def listen(name: str, layer: SelfConsensus) -> Callable[..., None]:
         parameters = inspect.signature(type(layer).forward)
@@ -183,7 +188,7 @@ def _consensus_layers(model: nn.Module, found: dict[str, Row]) -> Iterator[None]
 
 
 def _step_sizes(layer: SelfConsensus, given: dict[str, Any]) -> tuple[float | None, float | None]:
-    """1 / (2 lambda_max) and 1 - 2 eta lambda_max over the heads, on the first sequence."""
+    """Return the least 1 / (2 lambda_max) and 1 - 2 eta lambda_max of the heads, first sequence."""
     if layer.update_rule == "target" or (layer.rotary is not None and not layer.isometric):
         return None, None
     x = given["x"].detach().cpu().double()
@@ -243,13 +248,14 @@ def _add_learning_rates(
     max_norm: float | None,
     seed: int,
 ) -> None:
-    """alpha_max and the share of stable steps, of the model and of every layer that learns."""
+    """Add alpha_max and the share of stable steps, for the model and every layer that is
+    trained."""
     first = TwinOptimizer(optimizer, max_norm or None)
     parts: list[tuple[Row, list[bool]]] = [(found, [True] * len(first.parameters))]
     for name, row in found["layers"].items():
         try:
             own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
-        except AttributeError:  # a shortcut beside a layer is no module of the model
+        except AttributeError:  # the name of a Krause shortcut is not a module of the model
             continue
         chosen = [id(parameter) in own for parameter in first.parameters]
         if any(chosen):
@@ -257,7 +263,7 @@ def _add_learning_rates(
     loss = BatchLoss(model, lambda m, b: _loss(objective, m, b, seed), first.parameters)
     values: list[list[float]] = [[] for _ in parts]
     for batch in batches:
-        # Every batch meets the optimizer as it is now.
+        # Every batch starts with the present state of the optimizer.
         twin = TwinOptimizer(optimizer, max_norm or None)
         pairs = _slopes_and_curvatures(loss, batch, twin, [chosen for _, chosen in parts])
         for own_values, pair in zip(values, pairs, strict=True):
@@ -271,7 +277,7 @@ def _add_learning_rates(
 def _slopes_and_curvatures(
     loss: BatchLoss, batch: Batch, twin: TwinOptimizer, parts: list[list[bool]]
 ) -> list[tuple[float, float]]:
-    """<g, u> and <u, H u> for u restricted to some parameters, of every part."""
+    """Return <g, u> and <u, H u> for every part, with u restricted to its parameters."""
 
     def restricted(u: list[Tensor]) -> Iterator[list[Tensor]]:
         for chosen in parts:
@@ -288,7 +294,7 @@ def _slopes_and_curvatures(
             )
             for own in restricted(u)
         ]
-    except RuntimeError:  # kernels and fused attention cannot be differentiated twice
+    except RuntimeError:  # kernels and fused attention have no second derivative
         return [
             (
                 dot(gradients, own),

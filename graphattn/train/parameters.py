@@ -20,20 +20,21 @@ _EXEMPT = (
 
 
 def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: weights of maps, which decay, and the rest, which does not.
+    """Return two groups for an optimizer: weights of maps with decay, all others without.
 
-    Decay pulls towards 0. That is a prior for the weights of linear maps and convolutions, and
-    none for biases, norms, embeddings, class tokens, step sizes (``raw_step_size``), attention
-    sinks and bandwidths (GKA paper, Section 4.1): a ``log_sigma`` of 0 would be sigma = 1, where
-    attention by distance is nearly the identity. A map is a parameter of two or more dimensions
-    that is called a weight and belongs to no embedding or norm, or to an edge network.
+    Weight decay pulls parameters towards 0. That makes sense for the weights of linear maps and
+    convolutions, but not for biases, norms, embeddings, class tokens, step sizes
+    (``raw_step_size``), attention sinks and bandwidths (GKA paper, Section 4.1). For instance, a
+    ``log_sigma`` of 0 means sigma = 1, where attention by distance is nearly the identity. A
+    parameter counts as a weight of a map if it has two or more dimensions, is named a weight, and
+    does not belong to an embedding or norm; or if it belongs to an edge network.
 
     Args:
-        model: any module; a parameter used in two places counts once.
-        weight_decay: of the first group (the consensus paper trains with AdamW's 0.01).
+        model: any module; a parameter that is used twice counts once.
+        weight_decay: weight decay of the first group (the consensus paper uses AdamW's 0.01).
 
     Returns:
-        Two dicts with "params" and "weight_decay", of the parameters that require gradients.
+        Two dicts with "params" and "weight_decay", for the parameters that require gradients.
 
     Example:
         >>> import torch, graphattn as ga

@@ -1,4 +1,4 @@
-"""A line that tells how far a run is, where somebody can see it."""
+"""Progress of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from transformers import TrainerCallback
 
 
 class ProgressLine(TrainerCallback):
-    """Steps, the loss, and the time that is left.
+    """Show the steps, the loss, and the remaining time.
 
-    Where stderr is no terminal, as in the file that a batch system keeps, a line stands there for
-    every evaluation, and one a minute while there is none.
+    If stderr is not a terminal, as in the log file of a batch system, it writes a line after every
+    evaluation, and otherwise one per minute.
 
     Args:
-        name: of the run, which the lines begin with.
+        name: name of the run, with which every line begins.
     """
 
     def __init__(self, name: str) -> None:
@@ -80,7 +80,7 @@ class ProgressLine(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal as it was, after an exception too."""
+        """Restore the terminal, also after an exception."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

@@ -1,6 +1,6 @@
 """transformers' Trainer with our objectives, parameter groups, order and checkpoints.
 
-Importing this imports transformers; :func:`graphattn.train.fit` does so when it is called.
+Importing this module imports transformers; :func:`graphattn.train.fit` does so when it is called.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def training_arguments(
         dataloader_num_workers=config.workers,
         dataloader_pin_memory=torch.cuda.is_available() and not use_cpu,
         remove_unused_columns=False,
-        ignore_data_skip=True,  # our order starts where it is told to
+        ignore_data_skip=True,  # our sampler itself starts at the right batch
         disable_tqdm=True,
         use_cpu=use_cpu,
     )
@@ -76,11 +76,10 @@ def _collated(objective: Objective, examples: Sequence[Example]) -> Batch:
 
 
 def services(log_to: str) -> list[str]:
-    """Names of what transformers can report to; all of it, and what it needs, is there.
+    """Return the services in `log_to`, after checking that transformers can report to them.
 
-    Raises:
-        ValueError: transformers knows no such service.
-        ImportError: the package of one is missing.
+    Raises: ValueError: if transformers does not know a service. ImportError: if the package of a
+        service is missing.
     """
     from transformers.integrations import integration_utils as known
 
@@ -95,18 +94,23 @@ def services(log_to: str) -> list[str]:
                 f"log_to must be 'none', 'all' or some of {allowed}, separated by commas, got "
                 f"{log_to!r}"
             )
-        if name not in (*there, "azure_ml", "flyte"):  # whose absence they tell themselves
+        if name not in (
+            *there,
+            "azure_ml",
+            "flyte",
+        ):  # these two report a missing package themselves
             raise ImportError(
-                f"log_to={name!r} needs a package that is missing: pip install {name}"
+                f"log_to={name!r} needs a package that is missing: install it with pip install "
+                f"{name}"
             )
     return names
 
 
 class Learner(nn.Module):
-    """A model and its objective as one module, whose call gives the loss.
+    """A model and its objective as one module, whose call returns the loss.
 
-    What transformers and torch put around a module (processes, half precision) is so around all
-    that happens in a step, and the objective is free to call the model as it likes.
+    Wrappers of transformers and torch (for processes or half precision) then apply to the whole
+    step, and the objective can call the model in any way.
     """
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
@@ -117,26 +121,27 @@ class Learner(nn.Module):
         found = self.objective.loss(self.model, batch)
         if not isinstance(found, Loss):
             raise ValueError(
-                f"{type(self.objective).__name__}.loss must return a graphattn.train.Loss("
-                f"total, count), the sum over all answers and how many, got {type(found).__name__}"
+                f"{type(self.objective).__name__}.loss must return a graphattn.train.Loss(total, "
+                "count), with the sum over all guesses and their number, got "
+                f"{type(found).__name__}"
             )
         return found.total, found.count
 
 
 class GraphTrainer(Trainer):
-    """transformers' Trainer, with an objective in the place of a loss.
+    """transformers' Trainer with an objective instead of a loss.
 
-    The loss of a step is the mean over all its answers: of all batches that are accumulated and of
-    all processes. Everything else is the Trainer's: precision, clipping, schedule, processes,
-    logging services, callbacks.
+    The loss of a step is the mean over all guesses of all accumulated batches and of all processes.
+    Everything else is the Trainer's: precision, clipping, schedule, processes, logging services,
+    callbacks.
 
     Args:
         model: a module that the objective can call.
-        objective: what it learns from.
-        config: resolved.
+        objective: the objective of the run.
+        config: the config without "auto".
         args: from :func:`training_arguments`.
         train, validation: sequences of examples.
-        start: the step of the checkpoint that the run goes on from.
+        start: the step of the checkpoint from which the run continues.
         callbacks: transformers' TrainerCallback.
 
     Example:
@@ -170,7 +175,7 @@ class GraphTrainer(Trainer):
             shuffle=True,
         )
         self._validation_lengths: Tensor | None = None
-        if validation is not None:  # what cannot be judged is told before the first step
+        if validation is not None:  # check the validation examples before the first step
             self._validation_lengths = lengths_of(
                 validation, model, config.batch_tokens, "validation"
             )
@@ -202,7 +207,7 @@ class GraphTrainer(Trainer):
         )
 
     def batches_of(self, dataset: Sequence[Example]) -> torch.utils.data.DataLoader:
-        """All examples once, in order, on the CPU."""
+        """Load all examples once, in order, on the CPU."""
         lengths = self._validation_lengths
         if dataset is not self.eval_dataset or lengths is None:
             lengths = lengths_of(dataset, self.learned, self.config.batch_tokens, "eval_dataset")
@@ -216,7 +221,7 @@ class GraphTrainer(Trainer):
         )
 
     def _prepare_input(self, data: Any) -> Any:
-        """Move an input to the device; graphs and structures too."""
+        """Move an input to the device, including graphs and structures."""
         if not isinstance(data, Tensor) and callable(getattr(data, "to", None)):
             return data.to(self.args.device)
         return super()._prepare_input(data)
@@ -233,11 +238,12 @@ class GraphTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """One batch forwards and backwards; after the last of a step, gradients are of the mean."""
+        """Run one batch forward and backward; after the last of a step, scale gradients to the
+        mean."""
         model.train()
         total, count = model(self._prepare_inputs(inputs))
-        # How many answers all batches have is known at the end. Until then sums are divided by
-        # about as much, the same for all: in half precision they would overflow.
+        # The number of guesses of all batches is known only at the end. Until then, sums are
+        # divided by # the same approximate number, because they would overflow in half precision.
         self.accelerator.backward(total / self.config.batch_tokens)
         self.running.add(float(total.detach()), count)
         if self.accelerator.sync_gradients:
@@ -250,7 +256,7 @@ class GraphTrainer(Trainer):
         gradients = [p.grad for p in self.learned.parameters() if p.grad is not None]
         if self.running.diverged and getattr(self.accelerator, "scaler", None) is None:
             for parameter in self.learned.parameters():
-                parameter.grad = None  # a last step would spoil the weights
+                parameter.grad = None  # this step would damage the weights
         elif gradients:
             # Processes average their gradients.
             scale = self.config.batch_tokens * self.args.world_size / max(count, 1.0)
@@ -268,14 +274,14 @@ class GraphTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the objective's report, on every process: the same numbers on each."""
+        """Return the report of the objective, with the same numbers on every process."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         batches = map(self._prepare_inputs, self.batches_of(dataset))
         with self.accelerator.autocast():
             numbers = self.objective.evaluate(self.learned, batches, seed=self.config.seed)
-        if "loss" not in numbers:  # the best checkpoint is that of the lowest
+        if "loss" not in numbers:  # the best checkpoint is the one with the lowest loss
             raise ValueError(
-                f"objective must report a 'loss', got {sorted(numbers)} of a "
+                f"objective must report a 'loss', got {sorted(numbers)} from a "
                 f"{type(self.objective).__name__}"
             )
         found = {
@@ -287,7 +293,7 @@ class GraphTrainer(Trainer):
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write a row, and tell the services."""
+        """Write a row of the log, and report it to the services."""
         self.state.epoch = (
             self.state.global_step
             * self.config.accumulate
@@ -305,12 +311,12 @@ class GraphTrainer(Trainer):
         if "split" in row and self.is_world_process_zero():
             append_row(self.folder / run_folder.LOG, row)
         super().log(logs, start_time)
-        del self.state.log_history[:-16]  # log.jsonl has them all
+        del self.state.log_history[:-16]  # log.jsonl contains all of them
 
     # Checkpoints.
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint aside, every process its part; complete, it gets its name."""
+        """Write a checkpoint, each process its part, and rename it when it is complete."""
         path = checkpoints.checkpoint_path(self.folder, self.state.global_step)
         aside = checkpoints.unfinished_path(self.folder, self.state.global_step)
 
@@ -339,7 +345,9 @@ class GraphTrainer(Trainer):
             failure: Exception | None = None
             try:
                 part()
-            except Exception as error:  # torch and safetensors tell of a full disk in several ways
+            except (
+                Exception
+            ) as error:  # torch and safetensors raise different errors if the disk is full
                 failure = error
             if self._over_processes([float(failure is not None)])[0]:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -347,11 +355,13 @@ class GraphTrainer(Trainer):
 
     def _not_saved(self, path: Path, failure: Exception | None) -> OSError:
         last = max(checkpoints.complete_checkpoints(self.folder), default=None)
-        kept = "nothing was saved before" if last is None else f"that of step {last} is kept"
+        kept = (
+            "nothing was saved before" if last is None else f"the checkpoint of step {last} remains"
+        )
         return OSError(
             f"the checkpoint of step {self.state.global_step} could not be written to "
-            f"{str(path.parent)!r}: {failure or 'another process failed'}; {kept}. Make room and "
-            "start again: the run goes on from there"
+            f"{str(path.parent)!r}: {failure or 'another process failed'}; {kept}. Free disk space "
+            "and start again: the run continues from there"
         )
 
     def _load_from_checkpoint(
@@ -386,5 +396,5 @@ class _Flow(TrainerCallback):
     ) -> Any:
         best = math.inf if state.best_metric is None else state.best_metric
         if metrics["eval_loss"] < best and self.trainer.is_in_train:
-            control.should_save = True  # the best is kept
+            control.should_save = True  # save the best model
         return control

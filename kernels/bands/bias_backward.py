@@ -1,8 +1,10 @@
-"""Gradient of a table of offsets: sums along the diagonals of a band's logit gradients.
+"""Gradient of a table of biases by offset: sums along the diagonals of a band's logit gradients.
 
-A tile's rows are turned so that every diagonal becomes a column, and columns are summed. Programs
-write to rows of their own, which are summed at the end: no atomics. A few long programs rather than
-many short ones keep that buffer small.
+A tile's rows are rotated so that every diagonal becomes a column, and columns are summed. Every
+program has a row of a buffer of its own, and these rows are added up at the end: no atomics. There
+are a few long programs instead of many short ones, because that keeps the buffer small.
+
+Names and constants are explained where :mod:`graphattn.kernels.bands.forward` says.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from graphattn.kernels.bands.math import (
     load_center,
     load_sequence,
     load_tile,
-    meeting,
+    part_borders,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import side_by_side
 from graphattn.kernels.shared.precision import product
+from graphattn.kernels.shared.programs import head_and_rest
 
 PROGRAMS = 64  # per head: rows of the buffer
 
@@ -47,10 +50,12 @@ def d_table_kernel(
     VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
     PRECISION: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """partial [PROGRAMS, H, offsets] += sums over diagonals; ROWS = COLUMNS."""
-    i_h = tl.program_id(0) % H
-    i_own = tl.program_id(0) // H
-    i_head = i_h // REPEATS
+    """partial [PROGRAMS, H, offsets] += sums over diagonals of logit gradients; ROWS = COLUMNS.
+
+    The programs of a head take the tiles of all batch entries in turn.
+    """
+    i_h, i_own = head_and_rest(H)
+    i_key_head = i_h // REPEATS
     i_scale = tl.load(p_scale + i_h)
     p_partial += (i_own * H + i_h).to(tl.int64) * num_offsets
     o_diagonal = tl.arange(0, COLUMNS)
@@ -58,13 +63,17 @@ def d_table_kernel(
         i_tile = i_work % num_tiles
         i_b = tl.cast(i_work // num_tiles, tl.int64)  # interpreted, loops count in plain int
         i_row = tl.load(p_tiles + 2 * i_tile + 1)
-        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = (
+        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole = (
             load_sequence(p_sequences + 8 * tl.load(p_tiles + 2 * i_tile))
         )
-        p_own_query = p_query + (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
-        p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
-        p_own_key = p_key + (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
-        p_own_value = p_value + (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
+        p_own_query = p_query + (i_b * N + i_first_target) * stride_qn
+        p_own_query += i_h.to(tl.int64) * stride_qh
+        p_own_d_out = p_d_out + (i_b * N + i_first_target) * stride_on
+        p_own_d_out += i_h.to(tl.int64) * stride_oh
+        p_own_key = p_key + (i_b * M + i_first_source) * stride_kn
+        p_own_key += i_key_head.to(tl.int64) * stride_kh
+        p_own_value = p_value + (i_b * M + i_first_source) * stride_vn
+        p_own_value += i_key_head.to(tl.int64) * stride_vh
         # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
         b_query = load_tile(
             p_own_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
@@ -74,37 +83,39 @@ def d_table_kernel(
         )
         o_row = i_row + tl.arange(0, ROWS)
         m_row = o_row < n_targets
-        o_number = (i_b * H + i_h) * N + i_target + o_row * i_step
+        # [ROWS]
+        o_number = (i_b * H + i_h) * N + i_first_target + o_row * i_step
         b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
         b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
         o_live = tl.where(m_row & (b_saved != float("inf")), o_row, -NOWHERE)
-        i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+        i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
         b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
         if CENTERED:
             b_query = b_query - b_center[None, :]
             b_saved = around_center(b_saved, b_query, i_scale)
-        i_begin, _, _, i_end = meeting(
+        i_begin, _, _, i_end = part_borders(
             i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 1, KEPT
         )
         for i_column in range(i_begin, i_end, COLUMNS):
-            # [ROWS, COLUMNS]
-            _b_key, b_logit = load_affinities(
+            # [ROWS, COLUMNS], also of masks, weights and gradients below
+            _b_key, b_affinity = load_affinities(
                 b_query, b_center, p_own_key, p_own_key, i_column, i_step, stride_kn, n_sources,
                 D, BLOCK_D, COLUMNS, RBF, CENTERED, False, STRIDED, True, PRECISION,
             )  # fmt: skip
             o_column = i_column + tl.arange(0, COLUMNS)
             m_edge = edges_to(
-                o_live, i_column, i_step, n_sources, n_before, n_after, i_loops,
-                p_valid_source + i_b * M + i_source, COLUMNS, VALID, HOLES, STRIDED,
+                o_live, i_column, i_step, n_sources, n_before, n_after, i_hole,
+                p_valid_source + i_b * M + i_first_source, COLUMNS, VALID, HOLES, STRIDED,
             )  # fmt: skip
             if KEPT:
                 m_edge = m_edge & is_kept(
-                    p_kept + ((i_b * H + i_h) * N + i_target) * num_words, o_row, i_column,
+                    p_kept + ((i_b * H + i_h) * N + i_first_target) * num_words, o_row, i_column,
                     i_step, n_targets, n_before, num_words, COLUMNS, 0,
                 )  # fmt: skip
             o_hop = o_column[None, :] - o_row[:, None]
             b_bias = load_bias(p_table, o_hop, m_edge, origin, H, i_h)
-            b_logit = (b_logit * i_scale + b_bias) * LOG2E - b_saved[:, None]
+            b_logit = (b_affinity * i_scale + b_bias) * LOG2E - b_saved[:, None]
+            # [COLUMNS, BLOCK_DV]
             b_value = load_tile(
                 p_own_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV,
                 STRIDED, True,
@@ -112,27 +123,33 @@ def d_table_kernel(
             b_d_weight = product(b_d_out, tl.trans(b_value), PRECISION)
             b_d_logit = weights_from(b_logit) * (b_d_weight - b_delta[:, None])
             b_d_logit = tl.where(m_edge, b_d_logit, 0.0)
-            # Row r turned left by r: column c holds diagonal c, or c - COLUMNS where it came round.
+            # Row r is rotated left by r places. Column c then holds numbers of diagonal c, and
+            # those that were rotated in at the right end, of diagonal c - COLUMNS.
             o_from = o_diagonal[None, :] + tl.arange(0, ROWS)[:, None]
-            b_turned = tl.gather(b_d_logit, o_from % COLUMNS, axis=1)
-            m_round = o_from >= COLUMNS
+            b_rotated = tl.gather(b_d_logit, o_from % COLUMNS, axis=1)
+            m_wrapped = o_from >= COLUMNS
             i_first = i_column - i_row + origin  # the offset of diagonal 0
-            b_straight = tl.sum(tl.where(m_round, 0.0, b_turned), axis=0)
-            b_round = tl.sum(tl.where(m_round, b_turned, 0.0), axis=0)
+            # [COLUMNS]
+            b_straight = tl.sum(tl.where(m_wrapped, 0.0, b_rotated), axis=0)
+            b_wrapped = tl.sum(tl.where(m_wrapped, b_rotated, 0.0), axis=0)
             o_offset = i_first + o_diagonal
             m_offset = (o_offset >= 0) & (o_offset < num_offsets)
             b_before = tl.load(p_partial + o_offset, mask=m_offset, other=0.0)
             tl.store(p_partial + o_offset, b_before + b_straight, mask=m_offset)
-            tl.debug_barrier()  # the next numbers may be read by other threads than wrote them
+            tl.debug_barrier()  # a thread may read next what another has written
             o_offset -= COLUMNS
             m_offset = (o_offset >= 0) & (o_offset < num_offsets)
             b_before = tl.load(p_partial + o_offset, mask=m_offset, other=0.0)
-            tl.store(p_partial + o_offset, b_before + b_round, mask=m_offset)
+            tl.store(p_partial + o_offset, b_before + b_wrapped, mask=m_offset)
             tl.debug_barrier()
 
 
 def d_table(inputs: BandInputs, saved: Tensor, delta: Tensor, d_out: Tensor) -> Tensor:
-    """Gradient of the table [offsets, H], from what the backward knows."""
+    """Gradient of the table [offsets, H].
+
+    `saved` [B, H, N] is from the forward, `delta` [B, H, N] from :func:`backward`, and `d_out`
+    [B, N, H, Dv] is the gradient of the output.
+    """
     x = inputs
     assert x.table is not None
     B, _, H, _ = x.query.shape

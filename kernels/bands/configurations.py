@@ -27,8 +27,9 @@ PRODUCTS = {
     "d_table_kernel": 2,
     "band_select_kernel": 1,
 }
-# How often a selection goes over its code (held) or its tiles (streamed): until 64 rows of normally
-# distributed tokens agree it halves 17 times, a third of the code; three tries a pass are two bits.
+# How often a selection goes over its code (if ranks are held) or over its tiles (if they are not).
+# Until all of 64 rows of normally distributed tokens are done, the interval is halved 17 times.
+# That is a third of the code; with three tries a pass, two halvings take one pass.
 TIMES_HELD, TIMES_STREAMED = 2.0, 12.0
 # Tensors of the size of the queries that a kernel reads and writes once.
 TENSORS = {
@@ -66,12 +67,12 @@ def complete(tokens: int) -> list[list[int]]:
 
 
 def window(tokens: int, before: int, after: int) -> list[list[int]]:
-    """Every token sees those from `before` back to `after` ahead."""
+    """Every token sees the tokens from `before` places before it to `after` places after it."""
     return [[0, tokens, 0, tokens, 1, before, after, 1]]
 
 
 LONG = 65536
-# Targets on an H200-class GPU: times faster than what is named, or a share of a bound.
+# Targets on an H200-class GPU: how many times faster than the named one, or a share of a bound.
 SDPA, DEIT = "1.0x SDPA", "1.15x DeiT on SDPA"
 KRAUSE = "5x masked dense, 1.5x Flex"
 WIDE, NARROW = "1.3x Flex, 0.9x flash", "2.5x Flex, 60 % of bytes"

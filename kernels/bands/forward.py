@@ -1,11 +1,17 @@
 """Attention over bands, forward: target i averages the sources from i - before to i + after.
 
 One program takes a tile of targets of one head and goes over the sources that any of them sees,
-with a running maximum (online softmax; Milakov and Gimelshein 2018, Dao et al. 2022). Tiles that
-all its targets see in full need no mask. Output and log-sums are kept, no matrix of weights.
+with a running maximum (online softmax; Milakov and Gimelshein 2018, Dao et al. 2022). Tiles of
+sources that all these targets see in full need no mask. Output and log-sums are stored, and no
+matrix of weights.
 
-Logits are scale * a, with a = q . k, or for RBF attention a = q . k - ||k||^2 / 2: what is missing
-there, -||q||^2 / 2, is the same for a whole row and put right in its log-sum.
+Logits are scale * a, plus a bias if there is a table of biases. The affinity a is q . k, or for RBF
+attention q . k - ||k||^2 / 2. RBF logits also have the term -||q||^2 / 2. It is the same for a
+whole row, so it changes no weight, and is added to the log-sum at the end.
+
+The constants of the kernel (REPEATS, RBF, CENTERED, TABLE, ...) are explained at
+:meth:`graphattn.kernels.bands.inputs.BandInputs.common`, and the beginnings of names (``b_`` for
+tiles, ``p_`` for pointers, ...) in :mod:`graphattn.kernels`.
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ from graphattn.kernels.bands.math import (
     load_center,
     load_sequence,
     load_tile,
-    meeting,
     own_tile,
+    part_borders,
     poisoned,
     store_tile,
 )
@@ -40,25 +46,32 @@ from graphattn.kernels.shared.row_dots import row_dots
 
 @triton.jit
 def attend_tile(
-    b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table, p_kept,
+    b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half_square, p_table, p_kept,
     p_valid, i_row, i_column, i_h, H, i_origin, i_step, stride_kn, stride_vn,
-    n_targets, n_sources, n_before, n_after, n_words, i_loops,
+    n_targets, n_sources, n_before, n_after, n_words, i_hole,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, CENTERED: tl.constexpr,
-    STORED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr, VALID: tl.constexpr,
+    SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr, VALID: tl.constexpr,
     HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sources i_column, i_column + 1, ... to the running averages of a tile."""
+    """Adds the sources i_column, i_column + 1, ... to the running sums of a tile of targets.
+
+    b_out [ROWS, BLOCK_DV] is the sum of weights times values, b_sum [ROWS] that of the weights. In
+    both a weight is exp2(i_scale * (x - b_max)), and b_max [ROWS] is the largest x so far. Without
+    TABLE, x is the affinity, so the scale must be positive. With TABLE, x is the base-2 logit, and
+    the scale in that formula is 1.
+    """
     # [ROWS, COLUMNS]
-    _, b_logit = load_affinities(
-        b_query, b_center, p_key, p_half, i_column, i_step, stride_kn, n_sources,
-        D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, STRIDED, MASKED, PRECISION,
+    _, b_affinity = load_affinities(
+        b_query, b_center, p_key, p_half_square, i_column, i_step, stride_kn, n_sources,
+        D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
+        # [ROWS, COLUMNS]
         m_edge = edges_to(
-            o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+            o_row, i_column, i_step, n_sources, n_before, n_after, i_hole, p_valid,
             COLUMNS, VALID, HOLES, STRIDED,
         )  # fmt: skip
         if KEPT:
@@ -69,13 +82,19 @@ def attend_tile(
         m_pair = m_edge if MASKED else (o_row < n_targets)[:, None]
         o_hop = o_column[None, :] - o_row[:, None]
         b_bias = load_bias(p_table, o_hop, m_pair, i_origin, H, i_h)
-        b_logit = b_logit * i_scale + b_bias * LOG2E
+        # A bias is not to be multiplied by the scale, so the scale is applied here, once. From here
+        # on b_affinity holds logits, and the scale is 1. Without a table the scale is applied
+        # below, in one multiply-add with the maximum.
+        b_affinity = b_affinity * i_scale + b_bias * LOG2E
         i_scale = 1.0
     if MASKED:
-        b_logit = tl.where(m_edge, b_logit, float("-inf"))
-    b_larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
+        b_affinity = tl.where(m_edge, b_affinity, float("-inf"))
+    # [ROWS]
+    b_larger = tl.maximum(b_max, tl.max(b_affinity, axis=1))
     b_level = level_of(b_larger) * i_scale
-    b_weight = tl.exp2(b_logit * i_scale - b_level[:, None])
+    # [ROWS, COLUMNS]
+    b_weight = tl.exp2(b_affinity * i_scale - b_level[:, None])
+    # [ROWS]: what multiplies the sums so far, because they get a new maximum
     b_fade = tl.exp2(b_max * i_scale - b_level)
     b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
     # [COLUMNS, BLOCK_DV]
@@ -84,47 +103,53 @@ def attend_tile(
     )
     if MASKED:
         b_value, m_bad = cleaned(b_value)
-        b_weight = poisoned(b_weight, b_logit, m_bad)
+        b_weight = poisoned(b_weight, b_affinity, m_bad)
+    # [ROWS, BLOCK_DV]
     b_out = add_product(b_out * b_fade[:, None], b_weight.to(b_value.dtype), b_value, PRECISION)
     return b_out, b_sum, b_larger
 
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def band_forward_kernel(
-    p_query, p_key, p_value, p_out, p_lse, p_saved, p_scale, p_half, p_center, p_table, p_kept,
-    p_valid_target, p_valid_source, p_tiles, p_sequences, N, M, H, num_tiles, origin, num_words,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    p_query, p_key, p_value, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_table,
+    p_kept, p_valid_target, p_valid_source, p_tiles, p_sequences, N, M, H, num_tiles, origin,
+    num_words, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RBF: tl.constexpr, CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr,
+    RBF: tl.constexpr, CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr,
     KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
     STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output [B, N, H, DV], log-sums [B, H, N], and base-2 log-sums as the backward wants them."""
+    """Output [B, N, H, DV], log-sums [B, H, N] and base-2 log-sums for the backward [B, H, N].
+
+    The last are +inf for empty rows. For RBF they lack the term -||q||^2 / 2, unless CENTERED.
+    """
     i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
     (
-        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole,
     ) = load_sequence(p_row)  # fmt: skip
-    i_head = i_h // REPEATS
-    p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
-    p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
-    p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
-    p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
-    p_valid_source += i_b * M + i_source
+    i_key_head = i_h // REPEATS
+    p_query += (i_b * N + i_first_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_key += (i_b * M + i_first_source) * stride_kn + i_key_head.to(tl.int64) * stride_kh
+    p_value += (i_b * M + i_first_source) * stride_vn + i_key_head.to(tl.int64) * stride_vh
+    p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + i_first_source
+    p_valid_source += i_b * M + i_first_source
     if KEPT:
-        p_kept += ((i_b * H + i_h) * N + i_target) * num_words
+        p_kept += ((i_b * H + i_h) * N + i_first_target) * num_words
 
     # [ROWS, BLOCK_D]
     b_query = load_tile(
         p_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
     )
-    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
     b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
         b_query = b_query - b_center[None, :]
     i_scale = tl.load(p_scale + i_h) * LOG2E
     if not RBF:
-        # A row's maximum is taken before the scale is applied, so the scale must be positive.
+        # The maximum of a row is taken before the scale is applied, so the scale must be positive:
+        # a negative sign is moved to the queries. A scale of 0 becomes a tiny number, because
+        # affinities of pairs that are no edges are -inf, and 0 * -inf is NaN.
         i_sign = tl.where(i_scale < 0, -1.0, 1.0)
         b_query = (b_query.to(tl.float32) * i_sign).to(b_query.dtype)
         i_scale = tl.abs(i_scale)
@@ -133,46 +158,50 @@ def band_forward_kernel(
     b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
-    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS, KEPT)
+    # Four places among the sources; part 1, the middle one of three, needs no mask.
+    i_borders = part_borders(
+        i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS, KEPT
+    )
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum, b_max = attend_tile(
-                b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table,
-                p_kept, p_valid_source, i_row, i_column, i_h, H, origin, i_step, stride_kn,
-                stride_vn, n_targets, n_sources, n_before, n_after, num_words, i_loops, D, DV,
-                BLOCK_D, BLOCK_DV, ROWS, COLUMNS, RBF, CENTERED, STORED, TABLE, KEPT, VALID, HOLES,
-                STRIDED, i_part != 1, PRECISION,
+                b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half_square,
+                p_table, p_kept, p_valid_source, i_row, i_column, i_h, H, origin, i_step, stride_kn,
+                stride_vn, n_targets, n_sources, n_before, n_after, num_words, i_hole, D, DV,
+                BLOCK_D, BLOCK_DV, ROWS, COLUMNS, RBF, CENTERED, SQUARES_STORED, TABLE, KEPT, VALID,
+                HOLES, STRIDED, i_part != 1, PRECISION,
             )  # fmt: skip
 
     o_row = i_row + tl.arange(0, ROWS)
     m_row = o_row < n_targets
-    m_empty = b_sum == 0
+    m_empty = b_sum == 0  # rows without edges
     if VALID_TARGET:
-        p_rows = p_valid_target + i_b * N + i_target + o_row * i_step
+        p_rows = p_valid_target + i_b * N + i_first_target + o_row * i_step
         m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
-    if TABLE:
+    # [ROWS]: base-2 log-sums
+    if TABLE:  # the maximum is one of logits, to which the scale has been applied
         b_saved = b_max + tl.log2(b_sum)
     else:
         b_saved = b_max * i_scale + tl.log2(b_sum)
     b_true = b_saved
     if RBF:
         b_true = b_saved - i_scale * half_square(b_query)
-        if CENTERED:  # other tiles have other centres
+        if CENTERED:  # b_saved depends on this tile's centre, and the backward has others
             b_saved = b_true
     b_out = tl.where(m_empty[:, None], 0.0, b_out / tl.where(m_empty, 1.0, b_sum)[:, None])
-    p_out += (i_b * N + i_target) * H * DV + i_h * DV
+    p_out += (i_b * N + i_first_target) * H * DV + i_h * DV
     store_tile(p_out, b_out, i_row, i_step, H * DV, n_targets, DV, ROWS, BLOCK_DV)
-    i_numbers = (i_b * H + i_h) * N + i_target
+    i_numbers = (i_b * H + i_h) * N + i_first_target
     o_number = i_numbers + o_row * i_step
     tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
-    # +inf: no weight is left when it is subtracted from a logit.
+    # The backward subtracts these from logits: +inf leaves an empty row no weight.
     tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)
 
 
 def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, N, H, Dv], log-sums [B, H, N], and log-sums for the backward [B, H, N].
+    """Output [B, N, H, Dv], log-sums [B, H, N], and base-2 log-sums for the backward [B, H, N].
 
-    `dtype` of the output: that of the inputs if None.
+    `dtype` is that of the output; None means that of the inputs. Both log-sums are in float32.
     """
     x = inputs
     B, N, H, _ = x.query.shape
@@ -188,11 +217,11 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
         p_out=out,
         p_lse=lse,
         p_saved=saved,
-        p_half=row_dots(x.key, x.key, 0.5) if stored else lse,
+        p_half_square=row_dots(x.key, x.key, 0.5) if stored else x.unread,
         p_center=x.centers("targets", tiles, choice.rows),
         p_tiles=tiles,
         num_tiles=len(tiles),
-        STORED=stored,
+        SQUARES_STORED=stored,
         ROWS=choice.rows,
         COLUMNS=choice.columns,
         PARTS=x.parts(choice.rows, choice.columns),

@@ -14,7 +14,7 @@ from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
 
-# With so many tiles of targets looking at every source, half squares are better computed once.
+# If so many tiles of targets read every key, ||k||^2 / 2 is better computed once.
 SEEN_OFTEN = 8
 
 
@@ -31,8 +31,8 @@ class BandInputs:
         rbf: logits -scale ||q - k||^2 / 2 instead of scale q . k.
         table: [offsets, H], float32, added to the logits: row ``source - target + bands.origin``.
         valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
-        kept: bits of the pairs that count, from :func:`graphattn.kernels.bands.top_k.select`; None:
-            all do.
+        kept: int32 [B, H, N, words], one bit for every pair, set if top-k keeps the pair
+            (:func:`graphattn.kernels.bands.top_k.select`); None: every pair is kept.
     """
 
     query: Tensor
@@ -71,27 +71,31 @@ class BandInputs:
         return self.rbf and self.query.dtype == torch.float32
 
     def stores_half_squares(self, rows: int) -> bool:
-        """Whether ||k||^2 / 2 is computed beforehand, not by every tile that looks at a key."""
+        """Whether ||k||^2 / 2 is computed beforehand, not by every program that reads a key."""
         return self.rbf and not self.is_centered and self.bands.window >= SEEN_OFTEN * rows
 
     def parts(self, rows: int, columns: int) -> int:
-        """Number of parts: 3 where whole tiles may be seen by all rows, and need no mask; otherwise
-        1.
+        """Number of parts of the loop over tiles of the other side, 3 or 1.
+
+        3: tiles that need a mask, tiles in which every pair is an edge and which need none, and
+        tiles that need a mask again. 1: all tiles get a mask, because no tile is sure to be whole.
+        :func:`graphattn.kernels.bands.math.part_borders` computes where the parts begin and end.
         """
         plain = self.valid_source is None and self.valid_target is None
         plain = plain and not self.bands.has_holes and self.kept is None
         return 3 if plain and self.bands.window >= rows + columns - 1 else 1
 
     def centers(self, side: Side, tiles: Tensor, rows: int) -> Tensor:
-        """Centers that the keys of every tile are measured from, [B, tiles, Hk, D]; any if not
-        centred.
+        """Centers that queries and keys of a tile are measured from, [B, tiles, Hk, D]; `unread` if
+        not centred.
 
-        A token of the tile's own slice that lies in no row's future; where that one is invalid or
-        not finite, the last good one of its sequence before it, or else the next.
+        The center of a tile is the key of a source near the tile, no later than what its targets
+        see (`BandSchedule.nearby_sources`). Where that source is invalid or not finite, it is the
+        last valid and finite one of the sequence before it, or else the next one.
         """
         B, M, Hk, D = self.key.shape
         if not self.is_centered:
-            return self.scale
+            return self.unread
         if 0 in (B, M, len(tiles)):
             return self.key.new_zeros(B, len(tiles), Hk, D)
         good = self.key.sum((-1, -2)).isfinite()
@@ -105,6 +109,11 @@ class BandInputs:
         found = self.key.gather(1, place[..., None, None].expand(-1, -1, Hk, D))
         return torch.where(found.isfinite(), found, 0.0)
 
+    @property
+    def unread(self) -> Tensor:
+        """A tensor for the pointers that a version of a kernel takes and does not read."""
+        return self.scale
+
     @cached_property
     def _common(self) -> dict[str, Any]:
         query, key, value = self.query, self.key, self.value
@@ -114,9 +123,9 @@ class BandInputs:
             "p_key": key,
             "p_value": value,
             "p_scale": self.scale,
-            "p_table": self.scale if self.table is None else self.table,
-            "p_valid_target": self.scale if self.valid_target is None else self.valid_target,
-            "p_valid_source": self.scale if self.valid_source is None else self.valid_source,
+            "p_table": self.unread if self.table is None else self.table,
+            "p_valid_target": self.unread if self.valid_target is None else self.valid_target,
+            "p_valid_source": self.unread if self.valid_source is None else self.valid_source,
             "p_sequences": self.bands.sequences,
             "N": query.shape[1],
             "M": key.shape[1],
@@ -144,10 +153,38 @@ class BandInputs:
         }
 
     def common(self) -> dict[str, Any]:
-        """The arguments that all band kernels take, whether they look at them or not."""
+        """The arguments that all band kernels take, whether they read them or not.
+
+        Names in capitals are constants (``tl.constexpr``): Triton compiles another version of the
+        kernel for every set of values. Beginnings of names, such as ``b_``, are explained in
+        :mod:`graphattn.kernels`. The constants of all calls are:
+
+        - REPEATS: query heads that share one key head, H / Hk.
+        - D, DV: features of queries and keys, and of values. BLOCK_D, BLOCK_DV: the same, rounded
+          up to the powers of 2 that tiles need.
+        - RBF: affinities are q . k - ||k||^2 / 2; otherwise q . k.
+        - CENTERED: queries and keys are measured from a center of their tile (`is_centered`).
+        - TABLE: logits have a bias, which is looked up by hop (source minus target).
+        - KEPT: only the pairs that top-k has chosen are edges; `p_kept` has their bits.
+        - VALID, VALID_TARGET: there is a mask of valid sources, of valid targets.
+        - HOLES: in some sequence one hop is left out, such as hop 0 without self-loops.
+        - STRIDED: in some sequence neighbouring tokens are more than one place apart, as in dilated
+          windows.
+        - PRECISION: how float32 tiles are multiplied (:mod:`graphattn.kernels.shared.precision`).
+
+        Each launch adds its own:
+
+        - ROWS, COLUMNS: targets and sources of a tile, in this order, also where the sources are a
+          program's own and it goes over the targets.
+        - SQUARES_STORED: ||k||^2 / 2 of every key was computed before, and is read from
+          `p_half_square` (`stores_half_squares`).
+        - PARTS: parts of the loop over tiles, 3 or 1 (`parts`).
+        - MASKED, of functions that the kernels call: some pairs of this tile may not be edges. In
+          three parts, all tiles but those of the middle part are MASKED.
+        """
         kept = self.kept
         return self._common | {
-            "p_kept": self.scale if kept is None else kept,
+            "p_kept": self.unread if kept is None else kept,
             "num_words": 0 if kept is None else kept.shape[-1],
             "KEPT": kept is not None,
         }

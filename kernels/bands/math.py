@@ -9,21 +9,25 @@ from graphattn.kernels.shared.exponentials import LOG2E
 from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.programs import heads_first
 
-NOWHERE = tl.constexpr(1 << 30)  # out of everybody's window
+NOWHERE = tl.constexpr(1 << 30)  # a place so far away that no window reaches it
 
 
 @triton.jit
 def load_sequence(p_row):
-    """A row of the table: starts and the step in 64 bits, lengths and reaches in 32."""
-    i_target = tl.load(p_row)
+    """The eight numbers of a sequence, a row of `BandSchedule.sequences`.
+
+    Tokens are i_first + 0 * i_step, i_first + 1 * i_step, ... Places of tokens and the step have
+    64 bits, numbers of tokens and the hole 32.
+    """
+    i_first_target = tl.load(p_row)
     n_targets = tl.load(p_row + 1).to(tl.int32)
-    i_source = tl.load(p_row + 2)
+    i_first_source = tl.load(p_row + 2)
     n_sources = tl.load(p_row + 3).to(tl.int32)
     i_step = tl.load(p_row + 4)
     n_before = tl.load(p_row + 5).to(tl.int32)
     n_after = tl.load(p_row + 6).to(tl.int32)
-    i_loops = tl.load(p_row + 7).to(tl.int32)
-    return i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops
+    i_hole = tl.load(p_row + 7).to(tl.int32)
+    return i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole
 
 
 @triton.jit
@@ -34,12 +38,13 @@ def load_tile(
 ):  # fmt: skip
     """Rows i_row, i_row + 1, ... of a sequence that begins at `p_first`, [BLOCK, BLOCK_WIDTH].
 
-    Zeros beyond `n_rows` (looked at if MASKED) and beyond WIDTH features. The base moves in 64
-    bits; offsets within a tile fit into 32 unless the sequence takes long steps.
+    `i_stride` is the distance of neighbouring tokens in memory. Beyond WIDTH features, and if
+    MASKED beyond `n_rows` rows, there are zeros. The pointer to the first row is computed in 64
+    bits. Offsets within a tile fit into 32 bits, except in a sequence that takes long steps.
     """
     o_row = tl.arange(0, BLOCK)
     o_feature = tl.arange(0, BLOCK_WIDTH)
-    p_base = p_first + i_row * (i_step * i_stride)  # the step is a number of 64 bits
+    p_base = p_first + i_row * (i_step * i_stride)  # in 64 bits, because i_step has 64
     if STRIDED:
         p_tile = p_base + o_row[:, None] * (i_step * i_stride) + o_feature[None, :]
     else:
@@ -62,7 +67,10 @@ def store_tile(
     p_first, b_tile, i_row, i_step, i_stride, n_rows,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The way back of :func:`load_tile`, in the dtype of the pointer."""
+    """The inverse of :func:`load_tile`: stores a tile [BLOCK, BLOCK_WIDTH], in the pointer's dtype.
+
+    Rows from `n_rows` on and features from WIDTH on are not stored.
+    """
     o_row = tl.arange(0, BLOCK)
     o_feature = tl.arange(0, BLOCK_WIDTH)
     p_row = p_first + (i_row + o_row) * (i_step * i_stride)
@@ -72,7 +80,10 @@ def store_tile(
 
 @triton.jit
 def row_pointers(p_first, i_row, i_step, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
-    """Return pointers to the numbers of rows from i_row on: one number a token, [BLOCK]."""
+    """Return pointers to numbers of the tokens i_row, i_row + 1, ..., [BLOCK].
+
+    There is one number for each token (a log-sum, a flag), and `p_first` points to the first.
+    """
     o_row = tl.arange(0, BLOCK)
     if STRIDED:
         p_rows = p_first + (i_row + o_row) * i_step
@@ -83,36 +94,38 @@ def row_pointers(p_first, i_row, i_step, BLOCK: tl.constexpr, STRIDED: tl.conste
 
 @triton.jit
 def half_square(b_x):
-    """||x||^2 / 2 of every row, [rows], in float32."""
+    """||x||^2 / 2 of every row of a tile [rows, BLOCK_D]: [rows], in float32."""
     b_wide = b_x.to(tl.float32)
     return 0.5 * tl.sum(b_wide * b_wide, axis=1)
 
 
 @triton.jit
 def half_squares(
-    b_key, p_half, i_column, i_step, n_sources,
-    COLUMNS: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr,
+    b_key, p_half_square, i_column, i_step, n_sources,
+    COLUMNS: tl.constexpr, SQUARES_STORED: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """||k||^2 / 2 of a tile of keys, [COLUMNS]: read if STORED, otherwise computed."""
-    if STORED:
+    """||k||^2 / 2 of a tile of keys, [COLUMNS]: read if SQUARES_STORED, computed otherwise."""
+    if SQUARES_STORED:
         m_column = i_column + tl.arange(0, COLUMNS) < n_sources
-        p_rows = row_pointers(p_half, i_column, i_step, COLUMNS, STRIDED)
-        b_half = tl.load(p_rows, mask=m_column, other=0.0)
+        p_rows = row_pointers(p_half_square, i_column, i_step, COLUMNS, STRIDED)
+        b_half_square = tl.load(p_rows, mask=m_column, other=0.0)
     else:
-        b_half = half_square(b_key)
-    return b_half
+        b_half_square = half_square(b_key)
+    return b_half_square
 
 
 @triton.jit
 def load_affinities(
-    b_query, b_center, p_key, p_half, i_column, i_step, stride_kn, n_sources,
+    b_query, b_center, p_key, p_half_square, i_column, i_step, stride_kn, n_sources,
     D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
-    CENTERED: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, STRIDED: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the sources i_column, i_column + 1, ... [COLUMNS, BLOCK_D], and affinities with them.
+    """Keys of the sources i_column, i_column + 1, ..., [COLUMNS, BLOCK_D], and affinities with
+    them, [ROWS, COLUMNS], of a tile of queries [ROWS, BLOCK_D].
 
-    Affinities are q . k, or if RBF q . k - ||k||^2 / 2, [rows, COLUMNS].
+    An affinity is q . k, or q . k - ||k||^2 / 2 if RBF. A logit is the scale times an affinity,
+    plus a bias: callers apply both.
     """
     b_key = load_tile(
         p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
@@ -121,25 +134,28 @@ def load_affinities(
         b_key = b_key - b_center[None, :]
     b_affinity = product(b_query, tl.trans(b_key), PRECISION)
     if RBF:
-        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
-        b_affinity = b_affinity - b_half[None, :]
+        b_half_square = half_squares(
+            b_key, p_half_square, i_column, i_step, n_sources, COLUMNS, SQUARES_STORED, STRIDED
+        )
+        b_affinity = b_affinity - b_half_square[None, :]
     return b_key, b_affinity
 
 
 @triton.jit
 def load_bias(p_table, o_hop, m_pair, i_origin, heads, i_h):
-    """Biases of pairs by their hop, source minus target; 0 where `m_pair` is not.
+    """Biases of pairs by their hop, source minus target: the shape of `o_hop`; 0 outside `m_pair`.
 
-    Without a mask of edges `m_pair` still keeps out tokens behind the end of a sequence: the last
-    tile may be longer.
+    `m_pair` is the mask of edges. Where a tile has none because all pairs are edges, it must still
+    leave out tokens after the end of the sequence, because the last tile may go beyond it.
     """
     return tl.load(p_table + (o_hop + i_origin) * heads + i_h, mask=m_pair, other=0.0)
 
 
 @triton.jit
 def load_center(p_center, i_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTERED: tl.constexpr):
-    """Load the center that a tile is measured from, [BLOCK_D]; numbers nobody reads if not
-    CENTERED.
+    """Load the center that a tile is measured from, [BLOCK_D].
+
+    If not CENTERED, the result has the right type and is not used.
     """
     o_feature = tl.arange(0, BLOCK_D)
     b_center = o_feature.to(tl.float32)
@@ -150,9 +166,10 @@ def load_center(p_center, i_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTER
 
 @triton.jit
 def cleaned(b_x):
-    """Zeros in place of NaN and infinity, and which rows held some, [rows].
+    """A tile [rows, BLOCK] with zeros in place of NaN and infinity, and which rows had some [rows].
 
-    A product touches every pair of a tile, edges or not, and 0 * NaN is NaN.
+    A matrix product multiplies every pair of a tile, also pairs that are no edges, whose weight is
+    0; and 0 * NaN is NaN.
     """
     b_wide = b_x.to(tl.float32)
     m_sound = tl.abs(b_wide) < float("inf")  # NaN is not smaller, either
@@ -162,9 +179,11 @@ def cleaned(b_x):
 
 @triton.jit
 def poisoned(b_weight, b_logit, m_bad):
-    """Weights of the rows across; NaN where an edge leads to something bad, which is rare.
+    """Weights with NaN at edges whose second end is in `m_bad`, from :func:`cleaned`.
 
-    Logits are -inf where there is no edge: asking them is cheaper than keeping the mask.
+    `b_weight` and `b_logit` are [rows, columns], `m_bad` is [columns]. Bad values are rare, so this
+    is first asked for the whole tile. A logit is -inf where there is no edge: comparing it is
+    cheaper than keeping the mask of edges until here.
     """
     if tl.max(m_bad.to(tl.int32), axis=0) > 0:
         m_seen = (b_logit != float("-inf")) & m_bad[None, :]
@@ -173,36 +192,37 @@ def poisoned(b_weight, b_logit, m_bad):
 
 
 @triton.jit
-def is_edge(o_target, o_source, n_before, n_after, i_loops, HOLES: tl.constexpr):
+def is_edge(o_target, o_source, n_before, n_after, i_hole, HOLES: tl.constexpr):
     """Whether pairs are edges; `o_target` and `o_source` broadcast against each other.
 
-    One comparison, unsigned, for both ends of the window. Tokens that take no part are at NOWHERE.
+    -before <= hop <= after is one unsigned comparison, 0 <= hop + before <= before + after, because
+    negative numbers become large ones. Callers place tokens that have no edges at NOWHERE.
     """
     o_hop = o_source - o_target
     m_edge = (o_hop + n_before).to(tl.uint32) <= (n_before + n_after).to(tl.uint32)
     if HOLES:
-        m_edge = m_edge & (2 * o_hop + i_loops != 0)  # 1: no hop is left out
+        m_edge = m_edge & (2 * o_hop + i_hole != 0)  # i_hole: -2 * hop, or 1 for none
     return m_edge
 
 
 @triton.jit
 def edges_to(
-    o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+    o_row, i_column, i_step, n_sources, n_before, n_after, i_hole, p_valid,
     COLUMNS: tl.constexpr, VALID: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Whether targets `o_row` see sources i_column, i_column + 1, ..., [rows, COLUMNS]."""
+    """Whether targets `o_row` [ROWS] see sources i_column, i_column + 1, ...: [ROWS, COLUMNS]."""
     o_column = i_column + tl.arange(0, COLUMNS)
     m_column = o_column < n_sources
     if VALID:
         p_rows = row_pointers(p_valid, i_column, i_step, COLUMNS, STRIDED)
         m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
     o_seen = tl.where(m_column, o_column, NOWHERE)
-    return is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, i_loops, HOLES)
+    return is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, i_hole, HOLES)
 
 
 @triton.jit
 def first_word(o_row, n_before):
-    """The number of the 32 sources with which the bits of targets `o_row` begin."""
+    """The first word of 32 sources for which targets `o_row` have bits: the shape of `o_row`."""
     return tl.maximum(o_row - n_before, 0) // 32
 
 
@@ -211,10 +231,11 @@ def is_kept(
     p_kept, o_row, i_column, i_step, n_targets, n_before, n_words,
     COLUMNS: tl.constexpr, ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Whether targets `o_row` keep sources i_column, i_column + 1, ...; anything if not an edge.
+    """Whether top-k has chosen sources i_column, i_column + 1, ... for targets `o_row` [ROWS].
 
-    [rows, COLUMNS], or [COLUMNS, rows] with ROW_AXIS 1. `i_column` is a multiple of 32, or of
-    COLUMNS.
+    The result is [ROWS, COLUMNS], or [COLUMNS, ROWS] with ROW_AXIS 1; for pairs that are no edges
+    it is arbitrary. `i_column` is a multiple of 32, or of COLUMNS. The bits are described at
+    :func:`graphattn.kernels.bands.top_k.select`.
     """
     o_source = tl.arange(0, COLUMNS)
     o_word = i_column // 32 - first_word(o_row, n_before)
@@ -235,15 +256,20 @@ def is_kept(
 
 @triton.jit
 def around_center(b_saved, b_query, i_scale):
-    """True base-2 log-sums as those of q . k - ||k||^2 / 2; +inf, an empty row's, stays."""
+    """Base-2 log-sums of -||q - k||^2 / 2, as log-sums of q . k - ||k||^2 / 2, [ROWS].
+
+    Those two differ by ||q||^2 / 2, which depends on the center that q [ROWS, BLOCK_D] is measured
+    from. +inf, which marks an empty row, stays.
+    """
     b_around = b_saved + i_scale * LOG2E * half_square(b_query)
     return tl.where(b_saved == float("inf"), b_saved, b_around)
 
 
 @triton.jit
 def own_tile(p_tiles, p_sequences, num_tiles, heads):
-    """Return the tile that a program takes: batch, head, tile, first row, and the row of its
-    sequence.
+    """Return the tile that a program takes: batch, head, tile, first row, pointer to its sequence.
+
+    Tiles are the rows of `BandSchedule.tiles`; the pointer is for :func:`load_sequence`.
     """
     i_b, i_h, i_tile = heads_first(num_tiles, heads)
     p_own = p_tiles + 2 * i_tile
@@ -251,22 +277,25 @@ def own_tile(p_tiles, p_sequences, num_tiles, heads):
 
 
 @triton.jit
-def meeting(
+def part_borders(
     i_row, n_own, n_other, n_before, n_after,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr = False,
 ):  # fmt: skip
-    """The tokens of the other side that a tile meets: begin, whole tiles from and to, end.
+    """Borders of the PARTS of a loop over tiles of the other side: four places, in ascending order.
 
-    With three PARTS the whole tiles in the middle are met by all rows, and need no mask; with one
-    the first part goes to the end, and if KEPT it begins with a whole word of bits.
+    The tile itself has the tokens i_row, i_row + 1, ... [ROWS] of `n_own`; those of the other side
+    come COLUMNS at a time, and `n_other` is their number. Part p goes from border p to border
+    p + 1. With three PARTS, the tiles of part 1 are whole: all rows see all their tokens, so they
+    need no mask. With one, part 0 goes to the end; if KEPT it begins where a word of bits does.
     """
     i_last = tl.minimum(i_row + ROWS, n_own) - 1
     i_begin = tl.maximum(i_row - n_before, 0)
     if KEPT:
         i_begin = i_begin // 32 * 32
     i_end = tl.minimum(i_last + n_after + 1, n_other)
-    i_full, i_full_end = i_end, i_end
+    i_full, i_full_end = i_end, i_end  # where the tiles that need no mask begin and end
     if PARTS == 3:
+        # From the first token that the last row sees, to the last that the first row sees.
         i_common = tl.maximum(i_last - n_before - i_begin, 0)
         i_full = tl.minimum(i_begin + (i_common + COLUMNS - 1) // COLUMNS * COLUMNS, i_end)
         i_common_end = tl.minimum(i_row + n_after + 1, n_other)

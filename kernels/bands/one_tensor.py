@@ -1,14 +1,17 @@
 """Gaussian kernel attention: query, key and value are one tensor, and every tile is loaded once.
 
 Log-affinities l_ij = -||x_i - x_j||^2 / (2 sigma^2) are at most 0, and 0 for a token and itself. So
-where all tokens see themselves, exp never overflows, sums are at least 1, and no running maximum is
-needed. Where, besides, two tokens see each other or not at all, one kernel gives the gradient with
-five products where a deterministic backward needs seven:
+if all tokens see themselves, exp never overflows, sums are at least 1, and no running maximum is
+needed. If the graph is symmetric, too, one kernel computes the gradient with five matrix products,
+where a deterministic backward needs seven:
 
     G_ij = [K_ij / Z_i (dy_i . x_j - delta_i) + K_ij / Z_j (dy_j . x_i - delta_j)] / sigma^2
     dx_i = sum_j G_ij (x_j - x_i) + K_ij / Z_j dy_j
 
 with K = exp(l), Z its row sums and delta_i = y_i . dy_i (minus the gradient of log Z_i).
+
+Names and constants are explained where :mod:`graphattn.kernels.bands.forward` says. `b_other` and
+the like belong to the token at the other end of a pair, x_j, and `b_own_...` to x_i.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from graphattn.kernels.bands.math import (
     load_center,
     load_sequence,
     load_tile,
-    meeting,
     own_tile,
+    part_borders,
     poisoned,
     row_pointers,
     store_tile,
@@ -47,20 +50,27 @@ WIDEST_BACKWARD = 64  # features of a head
 
 @triton.jit
 def log_affinities(
-    b_x, b_own_half, b_other, p_half, i_scale, i_row, i_column, i_step, n_sources,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr,
+    b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, i_step, n_sources,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARES_STORED: tl.constexpr, STRIDED: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """log2 K of a tile of pairs: -||x_i - x_j||^2 / 2 sigma^2, and whatever rounds, not above 0.
+    """log2 K of a tile of pairs, [ROWS, COLUMNS]: at most 0, however it is rounded.
 
-    If EXACT, a token's affinity with itself is 0, however far from the centre it is.
+    `b_x` is [ROWS, BLOCK_D] and `b_own_half_square` [ROWS], `b_other` [COLUMNS, BLOCK_D]; `i_scale`
+    is log2(e) / sigma^2. If EXACT, the logarithm of a token with itself is exactly 0, however far
+    from the centre the token is.
     """
-    b_half = half_squares(b_other, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
+    # [COLUMNS]
+    b_half_square = half_squares(
+        b_other, p_half_square, i_column, i_step, n_sources, COLUMNS, SQUARES_STORED, STRIDED
+    )
+    # [ROWS, COLUMNS]
     b_dot = product(b_x, tl.trans(b_other), PRECISION)
-    b_log = b_dot * i_scale - (b_half * i_scale)[None, :] - (b_own_half * i_scale)[:, None]
+    b_log = b_dot * i_scale - (b_half_square * i_scale)[None, :]
+    b_log = b_log - (b_own_half_square * i_scale)[:, None]
     b_log = tl.minimum(b_log, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if EXACT:  # noqa: SIM102  # one is a constant; the other says whether a tile meets itself
-        if (i_column < i_row + ROWS) & (i_row < i_column + COLUMNS):
+    if EXACT:  # noqa: SIM102  # EXACT is a constant; the inner condition is known at run time
+        if (i_column < i_row + ROWS) & (i_row < i_column + COLUMNS):  # the diagonal is in the tile
             o_row = i_row + tl.arange(0, ROWS)
             o_column = i_column + tl.arange(0, COLUMNS)
             m_self = (o_row[:, None] == o_column[None, :]) & (b_log <= 0.0)  # NaN stays NaN
@@ -70,13 +80,16 @@ def log_affinities(
 
 @triton.jit
 def shared_tile(
-    b_out, b_sum, b_x, b_own_half, b_center, i_scale, p_x, p_half, p_valid,
+    b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, p_x, p_half_square, p_valid,
     i_row, i_column, i_step, stride_xn, n_sources, n_before, n_after,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
+    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tokens i_column, i_column + 1, ... to the sums of a tile."""
+    """Adds the tokens i_column, i_column + 1, ... to the sums of a tile of ROWS tokens.
+
+    b_out [ROWS, BLOCK_D] is the sum of weights times tokens, b_sum [ROWS] that of the weights.
+    """
     # [COLUMNS, BLOCK_D]
     b_other = load_tile(
         p_x, i_column, i_step, stride_xn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
@@ -85,8 +98,8 @@ def shared_tile(
         b_other = b_other - b_center[None, :]
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half, b_other, p_half, i_scale, i_row, i_column, i_step, n_sources,
-        ROWS, COLUMNS, STORED, STRIDED, PRECISION, False,
+        b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, i_step, n_sources,
+        ROWS, COLUMNS, SQUARES_STORED, STRIDED, PRECISION, False,
     )  # fmt: skip
     if MASKED:
         o_row = i_row + tl.arange(0, ROWS)
@@ -95,7 +108,9 @@ def shared_tile(
             COLUMNS, VALID, False, STRIDED,
         )  # fmt: skip
         b_log = tl.where(m_edge, b_log, float("-inf"))
-        b_other, _ = cleaned(b_other)  # what is bad has NaN for a weight where it is seen
+        # A token that holds NaN has a weight of NaN at every edge, so its own NaN is not needed.
+        b_other, _ = cleaned(b_other)
+    # [ROWS, COLUMNS], [ROWS] and [ROWS, BLOCK_D]
     b_weight = tl.exp2(b_log)
     b_sum += tl.sum(b_weight, axis=1)
     b_out = add_product(b_out, b_weight.to(b_other.dtype), b_other, PRECISION)
@@ -104,19 +119,23 @@ def shared_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_forward_kernel(
-    p_x, p_out, p_lse, p_saved, p_scale, p_half, p_center, p_valid, p_tiles, p_sequences,
+    p_x, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_valid, p_tiles, p_sequences,
     N, H, num_tiles, stride_xn, stride_xh,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
+    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output [B, N, H, D], log Z [B, H, N], and base-2 log-sums as the backward wants them."""
+    """Output [B, N, H, D], log Z [B, H, N], and base-2 log-sums for the backward [B, H, N].
+
+    The last are those that :mod:`graphattn.kernels.bands.forward` stores: without the term
+    -||x_i||^2 / 2 unless CENTERED, and +inf for rows without edges.
+    """
     i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
-    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
-    p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
-    i_numbers = (i_b * H + i_h) * N + i_token
-    p_half += i_numbers
-    p_valid += i_b * N + i_token
+    i_first_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
+    p_x += (i_b * N + i_first_token) * stride_xn + i_h.to(tl.int64) * stride_xh
+    i_numbers = (i_b * H + i_h) * N + i_first_token
+    p_half_square += i_numbers
+    p_valid += i_b * N + i_first_token
 
     # [ROWS, BLOCK_D]
     b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
@@ -124,25 +143,28 @@ def shared_forward_kernel(
     b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
         b_x = b_x - b_center[None, :]
-    b_own_half = half_square(b_x)
+    b_own_half_square = half_square(b_x)
     i_scale = tl.load(p_scale + i_h) * LOG2E
 
     b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
-    i_borders = meeting(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
+    # Four places among the tokens; part 1, the middle one of three, needs no mask.
+    i_borders = part_borders(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum = shared_tile(
-                b_out, b_sum, b_x, b_own_half, b_center, i_scale, p_x, p_half, p_valid, i_row,
-                i_column, i_step, stride_xn, n_tokens, n_before, n_after, D, BLOCK_D, ROWS,
-                COLUMNS, CENTERED, STORED, VALID, STRIDED, i_part != 1, PRECISION,
+                b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, p_x, p_half_square,
+                p_valid, i_row, i_column, i_step, stride_xn, n_tokens, n_before, n_after, D,
+                BLOCK_D, ROWS, COLUMNS, CENTERED, SQUARES_STORED, VALID, STRIDED, i_part != 1,
+                PRECISION,
             )  # fmt: skip
 
     o_row = i_row + tl.arange(0, ROWS)
     m_row = o_row < n_tokens
-    # A token's own weight is 1: what rounding took from it, far from the centre, is given back.
+    # A token's weight with itself is 1, so the sum is at least 1. Far from the centre, rounding may
+    # make it smaller: what is missing is added, times the token itself.
     b_lost = tl.where(b_sum < 1, 1 - b_sum, 0.0)
-    if tl.max(b_lost, axis=0) > 0:  # the tile is loaded again: keeping it takes registers
+    if tl.max(b_lost, axis=0) > 0:  # the tile is loaded again, because holding it takes registers
         b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
         if CENTERED:
             b_x = b_x - b_center[None, :]
@@ -157,26 +179,30 @@ def shared_forward_kernel(
     if CENTERED:
         b_out = b_out + b_center[None, :]
     b_out = tl.where(m_empty[:, None], 0.0, b_out)
-    p_out += (i_b * N + i_token) * H * D + i_h * D
+    p_out += (i_b * N + i_first_token) * H * D + i_h * D
     store_tile(p_out, b_out, i_row, i_step, H * D, n_tokens, D, ROWS, BLOCK_D)
     b_true = tl.log2(b_sum)
     tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
     b_saved = b_true
-    if not CENTERED:  # without -||x_i||^2 / 2, as the kernels of three tensors keep it
-        b_saved = b_true + i_scale * b_own_half
+    if not CENTERED:  # without -||x_i||^2 / 2, as the kernels for three tensors store it
+        b_saved = b_true + i_scale * b_own_half_square
     tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)
 
 
 @triton.jit
 def shared_backward_tile(
-    b_d_x, b_pulled, b_d_scale, b_x, b_own_half, b_d_out, b_inverse, b_delta, b_center, i_scale,
-    p_x, p_d_out, p_half, p_lse, p_delta, p_valid, i_row, i_column, i_step, stride_xn, stride_on,
-    n_tokens, n_before, n_after,
+    b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta, b_center,
+    i_scale, p_x, p_d_out, p_half_square, p_lse, p_delta, p_valid, i_row, i_column, i_step,
+    stride_xn, stride_on, n_tokens, n_before, n_after,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
+    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the pairs with tokens i_column, i_column + 1, ... give to a tile's gradient."""
+    """Adds the share of the pairs with tokens i_column, i_column + 1, ... in a tile's gradient.
+
+    b_d_x is [ROWS, BLOCK_D], b_pulled and b_d_scale are [ROWS]. The two terms of G_ij come from the
+    row of i (b_inverse, b_delta) and from the row of j (b_other_inverse, b_other_delta).
+    """
     # [COLUMNS, BLOCK_D]
     b_other = load_tile(
         p_x, i_column, i_step, stride_xn, n_tokens, D, COLUMNS, BLOCK_D, STRIDED, MASKED
@@ -187,6 +213,7 @@ def shared_backward_tile(
     o_row = i_row + tl.arange(0, ROWS)
     o_column = i_column + tl.arange(0, COLUMNS)
     m_column = o_column < n_tokens
+    # [COLUMNS]
     p_rows = row_pointers(p_lse, i_column, i_step, COLUMNS, STRIDED)
     b_other_lse = tl.load(p_rows, mask=m_column, other=0.0)
     b_other_inverse = tl.exp2(-(b_other_lse * LOG2E))  # 1 / Z_j
@@ -198,11 +225,11 @@ def shared_backward_tile(
         b_other_delta -= tl.sum(b_d_other * b_center[None, :], axis=1)
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half, b_other, p_half, i_scale * LOG2E, i_row, i_column, i_step, n_tokens,
-        ROWS, COLUMNS, STORED, STRIDED, PRECISION, True,
+        b_x, b_own_half_square, b_other, p_half_square, i_scale * LOG2E, i_row, i_column, i_step,
+        n_tokens, ROWS, COLUMNS, SQUARES_STORED, STRIDED, PRECISION, True,
     )  # fmt: skip
-    b_there = product(b_d_out, tl.trans(b_other), PRECISION)
-    b_back = product(b_x, tl.trans(b_d_other), PRECISION)
+    b_there = product(b_d_out, tl.trans(b_other), PRECISION)  # dy_i . x_j
+    b_back = product(b_x, tl.trans(b_d_other), PRECISION)  # dy_j . x_i
     if MASKED:
         m_edge = edges_to(
             o_row, i_column, i_step, n_tokens, n_before, n_after, 1, p_valid,
@@ -212,7 +239,8 @@ def shared_backward_tile(
         b_other, _ = cleaned(b_other)
         b_d_other, m_bad = cleaned(b_d_other)
     b_kernel = tl.exp2(b_log)
-    b_weight = b_kernel * b_other_inverse[None, :]  # of token i in the row of j
+    b_weight = b_kernel * b_other_inverse[None, :]  # K_ij / Z_j
+    # sigma^2 G_ij
     b_pull = b_kernel * b_inverse[:, None] * (b_there - b_delta[:, None])
     b_pull = b_pull + b_weight * (b_back - b_other_delta[None, :])
     if MASKED:
@@ -222,6 +250,7 @@ def shared_backward_tile(
     b_d_scale += tl.sum(b_pull * b_log, axis=1)
     b_rounded = (b_pull * i_scale).to(b_other.dtype)
     b_pulled += tl.sum(b_rounded.to(tl.float32), axis=1)
+    # [ROWS, BLOCK_D]
     b_d_x = add_product(b_d_x, b_rounded, b_other, PRECISION)
     b_d_x = add_product(b_d_x, b_weight.to(b_d_other.dtype), b_d_other, PRECISION)
     return b_d_x, b_pulled, b_d_scale
@@ -229,20 +258,20 @@ def shared_backward_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_backward_kernel(
-    p_x, p_d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half, p_center, p_valid,
+    p_x, p_d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half_square, p_center, p_valid,
     p_tiles, p_sequences, N, H, num_tiles, stride_xn, stride_xh, stride_on, stride_oh,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
+    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_x [B, N, H, D], and every tile's share of d_scale [B, tiles, H]; symmetric graphs."""
     i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
-    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
-    p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
-    p_d_out += (i_b * N + i_token) * stride_on + i_h.to(tl.int64) * stride_oh
-    i_numbers = (i_b * H + i_h) * N + i_token
-    p_half += i_numbers
-    p_valid += i_b * N + i_token
+    i_first_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
+    p_x += (i_b * N + i_first_token) * stride_xn + i_h.to(tl.int64) * stride_xh
+    p_d_out += (i_b * N + i_first_token) * stride_on + i_h.to(tl.int64) * stride_oh
+    i_numbers = (i_b * H + i_h) * N + i_first_token
+    p_half_square += i_numbers
+    p_valid += i_b * N + i_first_token
 
     # [ROWS, BLOCK_D]
     b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
@@ -253,58 +282,65 @@ def shared_backward_kernel(
     b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
         b_x = b_x - b_center[None, :]
-    b_own_half = half_square(b_x)
+    b_own_half_square = half_square(b_x)
     o_row = i_row + tl.arange(0, ROWS)
     m_row = o_row < n_tokens
     if VALID:
         p_rows = p_valid + o_row * i_step
         m_row = m_row & (tl.load(p_rows, mask=m_row, other=0) != 0)
+    # [ROWS]
     o_number = i_numbers + o_row * i_step
     b_lse = tl.load(p_lse + o_number, mask=m_row, other=0.0)
     b_inverse = tl.exp2(-(b_lse * LOG2E))
     b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
-    if CENTERED:  # of values around the centre
+    if CENTERED:  # delta belongs to the tokens as they are; here they are measured from a centre
         b_delta -= tl.sum(b_d_out * b_center[None, :], axis=1)
     i_scale = tl.load(p_scale + i_h)
 
     b_d_x = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
-    i_borders = meeting(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
+    # Four places among the tokens; part 1, the middle one of three, needs no mask.
+    i_borders = part_borders(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_x, b_pulled, b_d_scale = shared_backward_tile(
-                b_d_x, b_pulled, b_d_scale, b_x, b_own_half, b_d_out, b_inverse, b_delta, b_center,
-                i_scale, p_x, p_d_out, p_half, p_lse + i_numbers, p_delta + i_numbers, p_valid,
-                i_row, i_column, i_step, stride_xn, stride_on, n_tokens, n_before, n_after, D,
-                BLOCK_D, ROWS, COLUMNS, CENTERED, STORED, VALID, STRIDED, i_part != 1, PRECISION,
+                b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta,
+                b_center, i_scale, p_x, p_d_out, p_half_square, p_lse + i_numbers,
+                p_delta + i_numbers, p_valid, i_row, i_column, i_step, stride_xn, stride_on,
+                n_tokens, n_before, n_after, D, BLOCK_D, ROWS, COLUMNS, CENTERED, SQUARES_STORED,
+                VALID, STRIDED, i_part != 1, PRECISION,
             )  # fmt: skip
 
     b_d_x = tl.where(m_row[:, None], b_d_x - b_pulled[:, None] * b_x.to(tl.float32), 0.0)
-    p_d_x += (i_b * N + i_token) * H * D + i_h * D
+    p_d_x += (i_b * N + i_first_token) * H * D + i_h * D
     store_tile(p_d_x, b_d_x, i_row, i_step, H * D, n_tokens, D, ROWS, BLOCK_D)
-    # Every pair is met from both ends, so half of it is the share of one; logs hold the scale.
+    # Both ends of a pair count it, so each takes half. b_log holds the scale, hence the division.
     i_share = tl.sum(tl.where(m_row, b_d_scale, 0.0), axis=0) * 0.5 / (i_scale * LOG2E)
     tl.store(p_d_scale + (i_b * num_tiles + i_tile) * H + i_h, i_share)
 
 
 def has_shared_forward(inputs: BandInputs, self_loops: bool) -> bool:
-    """Whether the forward of one tensor gives the same: RBF, and every token sees itself."""
+    """Whether :func:`shared_forward` computes this: RBF, no biases, every token sees itself.
+
+    The caller makes sure that query, key and value are one tensor.
+    """
     x = inputs
     same = x.query.shape == x.value.shape and x.valid_target is x.valid_source
     return x.rbf and self_loops and same and x.table is None
 
 
 def has_shared_backward(inputs: BandInputs, symmetric: bool) -> bool:
-    """Whether five products give the gradient: on symmetric graphs, and as long as they fit.
+    """Whether :func:`shared_backward` computes the gradient: on symmetric graphs, in narrow heads.
 
-    Beyond that width their accumulators spill more than two more products cost.
+    In wider heads its sums do not fit into registers, and spilling them costs more than the two
+    products that it saves.
     """
     return symmetric and inputs.width <= WIDEST_BACKWARD
 
 
 def shared_forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, N, H, D], log-sums [B, H, N], and log-sums for the backward [B, H, N]."""
+    """Output [B, N, H, D], log-sums [B, H, N], and base-2 log-sums for the backward [B, H, N]."""
     x = inputs
     B, N, H, _ = x.query.shape
     out = torch.empty_like(x.query, memory_format=torch.contiguous_format)
@@ -324,7 +360,11 @@ def shared_forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:
 def shared_backward(
     inputs: BandInputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the one tensor and of scale [H], on a symmetric graph."""
+    """Gradients of the one tensor [B, N, H, D] and of scale [H], on a symmetric graph.
+
+    `out` [B, N, H, D] and `lse` [B, H, N] are what the forward has returned, `d_out` and `d_lse`
+    their gradients; `d_lse` is [B, N, H], or None for zero.
+    """
     x = inputs
     B, _, H, _ = x.query.shape
     d_out = side_by_side(d_out)
@@ -358,13 +398,13 @@ def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
         "grid": (B * H * len(tiles),),
         "p_x": x.query,
         "p_valid": common["p_valid_source"],
-        "p_half": row_dots(x.query, x.query, 0.5) if stored else x.scale,
+        "p_half_square": row_dots(x.query, x.query, 0.5) if stored else x.unread,
         "p_center": x.centers("targets", tiles, choice.rows),
         "p_tiles": tiles,
         "num_tiles": len(tiles),
         "stride_xn": x.query.stride(1),
         "stride_xh": x.query.stride(2),
-        "STORED": stored,
+        "SQUARES_STORED": stored,
         "ROWS": choice.rows,
         "COLUMNS": choice.columns,
         "PARTS": x.parts(choice.rows, choice.columns),

@@ -15,9 +15,10 @@ class BandSchedule:
 
     Args:
         sequences: [S, 8], int64, on the CPU: first target, number of targets, first source, number
-            of sources, step, before, after, and 1. Target i of a sequence sees its sources from
-            i - before to i + after; either may be negative. In the place of the 1 stands -2 times a
-            hop that is left out, source - target: 0 where tokens do not see themselves.
+            of sources, step, before, after, and hole. Target i of a sequence sees its sources from
+            i - before to i + after; either may be negative. The hole is -2 times a hop (source
+            minus target) that is left out: 0 where tokens do not see themselves. It is 1, which is
+            odd and therefore no hop, where nothing is left out.
         device: where the kernels run; "meta" to look at launches without a device.
         origin: the row of a table of offsets that target i reads for source i.
 
@@ -41,29 +42,32 @@ class BandSchedule:
         self.sequences = copied(sequences, self.device)
         self._tiles: dict[tuple[Side, int], Tensor] = {}
         self._nearby_sources: dict[tuple[Side, int], Tensor] = {}
-        _, targets, _, sources, step, before, after, loops = sequences.unbind(1)
+        _, targets, _, sources, step, before, after, hole = sequences.unbind(1)
         self.is_strided = bool((step != 1).any())
-        self.has_holes = bool((loops != 1).any())
-        # How many tokens of one side a token of the other can meet, at most.
+        self.has_holes = bool((hole != 1).any())
+        # The most tokens of one side that a token of the other can have edges with.
         reach = torch.minimum(before + after + 1, torch.maximum(targets, sources))
         self.window = int(reach.max()) if len(reach) else 0
 
     def tiles(self, side: Side, rows: int) -> Tensor:
-        """Int32 [tiles, 2], sequence and first row: those with most to do come first."""
+        """Int32 [tiles, 2], sequence and first row; the tiles with most to do come first."""
         if (side, rows) not in self._tiles:
             tiles = self._in_order(side, rows).to(torch.int32)
             self._tiles[side, rows] = copied(tiles, self.device)
         return self._tiles[side, rows]
 
     def nearby_sources(self, side: Side, rows: int) -> Tensor:
-        """A source near every tile, and its sequence's first, [2, tiles], counted among all.
+        """A source near every tile, and the first source of its sequence, int64 [2, tiles].
 
-        That near a tile of targets is in no target's future.
+        Both are numbers of tokens among all M sources. For a tile of sources, the source is the
+        tile's first. For a tile of targets it is a source that all of them see, if the window is
+        long enough. It never comes after the last source that the tile's first target sees (if that
+        sees any), so in a causal graph the rounding of a result does not depend on later tokens.
         """
         if (side, rows) not in self._nearby_sources:
             sequence, first = self._in_order(side, rows).unbind(1)
             _, own, start, other, step, before, after, _ = self.on_cpu[sequence].unbind(1)
-            if side == "targets":  # seen by all of them, if the window is long enough
+            if side == "targets":
                 last = torch.minimum(first + rows, own) - 1
                 first = torch.minimum(torch.maximum(first, last - before), first + after)
                 first = torch.minimum(first, other - 1).clamp(min=0)
@@ -72,7 +76,7 @@ class BandSchedule:
         return self._nearby_sources[side, rows]
 
     def tile_pairs(self, rows: int, columns: int, side: Side = "targets") -> int:
-        """How many times a tile of one side meets one of the other, over all sequences."""
+        """Number of pairs of a tile of one side and a tile of the other that kernels go over."""
         _, work = self._list_tiles(side, rows)
         return int(((work + columns - 1) // columns).sum())
 
@@ -81,7 +85,7 @@ class BandSchedule:
         return table[work.argsort(descending=True, stable=True)]
 
     def _list_tiles(self, side: Side, rows: int) -> tuple[Tensor, Tensor]:
-        """Tiles, and how many tokens of the other side each one meets."""
+        """Tiles [tiles, 2], and how many tokens of the other side each has edges with [tiles]."""
         _, own, _, other, _, before, after, _ = self.on_cpu.unbind(1)
         if side == "sources":  # a source is seen from j - after to j + before
             own, other, before, after = other, own, after, before
@@ -96,5 +100,5 @@ class BandSchedule:
 
 
 def copied(table: Tensor, device: torch.device) -> Tensor:
-    """A table on a device, behind the work that is queued there, without waiting for it."""
+    """A table on a device; the copy is queued behind other work, and nothing waits for it."""
     return table.to(device, non_blocking=True)

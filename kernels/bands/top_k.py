@@ -1,11 +1,15 @@
-"""Top-k within windows: which sources of every target count, by the size of their logits.
+"""Top-k within windows: of every target, the edges to the sources with the largest logits are kept.
 
-Logits are compared as whole numbers in the same order. The k-th largest of a row lies between its
-smallest and its largest; that interval is halved, counting how many reach its middle, until as many
-as wanted do, or nothing lies between its ends. Of sources that equal the k-th the first are kept.
+Logits are compared as integers in the same order, called *ranks* here
+(:mod:`graphattn.kernels.shared.ordered_integers`). The k-th largest rank of a row lies between its
+smallest and its largest. That interval is halved, by counting how many ranks reach its middle,
+until exactly k do or nothing lies between its ends. Of sources that equal the k-th, the first are
+kept.
 
-The choice is a mask of bits that forward and backward read: they may add features in another order,
-and would then choose otherwise near a tie.
+The result is a mask of bits that forward and backward read. They do not choose themselves, because
+they may add features in another order, and would then choose differently near a tie.
+
+Names and constants are explained where :mod:`graphattn.kernels.bands.forward` says.
 """
 
 from __future__ import annotations
@@ -34,32 +38,34 @@ from graphattn.kernels.shared.row_dots import row_dots
 
 WORD = 32  # sources whose bits share one number
 WARP = 32  # threads
-# Logits that a thread may hold, and of heads how wide: other products take its registers. Where
-# rows see more sources, or heads are wider, tiles are computed again and again.
+# If a tile's rows see few sources, all their ranks are held in registers: at most HELD a thread, in
+# heads of at most WIDEST_HELD features (0 in other dtypes), because the matrix product takes
+# registers, too. Otherwise the ranks are computed again for every try.
 HELD = 192
 WIDEST_HELD = {torch.float16: 64, torch.bfloat16: 64}
 
 
 @triton.jit
 def rank_tile(
-    b_query, b_center, i_scale, p_key, p_half, p_table, p_valid, o_live, i_column, i_h, H,
-    i_origin, i_step, stride_kn, n_sources, n_before, n_after, i_loops,
+    b_query, b_center, i_scale, p_key, p_half_square, p_table, p_valid, o_live, i_column, i_h, H,
+    i_origin, i_step, stride_kn, n_sources, n_before, n_after, i_hole,
     D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
-    CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr, VALID: tl.constexpr,
+    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr, VALID: tl.constexpr,
     HOLES: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits of the sources i_column, i_column + 1, ... as whole numbers in the same order.
+    """Ranks of the sources i_column, i_column + 1, ... of a tile of targets, [ROWS, COLUMNS].
 
-    NaN is the largest, as in torch, and NO_EDGE the smallest. [ROWS, COLUMNS].
+    NaN has the largest rank, as in torch; NO_EDGE is the smallest. `o_live` [ROWS] has the targets'
+    places, and -NOWHERE for rows after the end.
     """
-    # [ROWS, COLUMNS]
-    _, b_logit = load_affinities(
-        b_query, b_center, p_key, p_half, i_column, i_step, stride_kn, n_sources,
-        D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, STRIDED, True, PRECISION,
+    # [ROWS, COLUMNS], here and below
+    _, b_affinity = load_affinities(
+        b_query, b_center, p_key, p_half_square, i_column, i_step, stride_kn, n_sources,
+        D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED, STRIDED, True, PRECISION,
     )  # fmt: skip
-    b_logit = b_logit * i_scale
+    b_logit = b_affinity * i_scale
     m_edge = edges_to(
-        o_live, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+        o_live, i_column, i_step, n_sources, n_before, n_after, i_hole, p_valid,
         COLUMNS, VALID, HOLES, STRIDED,
     )  # fmt: skip
     if TABLE:
@@ -70,21 +76,29 @@ def rank_tile(
 
 @triton.jit
 def counted(b_counts, m_pair):
-    """One more where true: two instructions, since additions of floats can be predicated."""
+    """Counts [ROWS, COLUMNS], one more where `m_pair` is true.
+
+    Counts are floats because that takes two instructions: additions of floats can be predicated.
+    """
     return tl.where(m_pair, b_counts + 1.0, b_counts)
 
 
 @triton.jit
 def widened(b_low, b_most, b_rank):
-    """The smallest and the largest rank of every row's edges, a tile more, [ROWS] each."""
+    """The smallest and the largest rank of every row's edges [ROWS], including those of a tile.
+
+    `b_low` and `b_most` are those of the tiles before, `b_rank` [ROWS, COLUMNS] is this tile's.
+    """
     b_least = tl.min(tl.where(b_rank == NO_EDGE, LARGEST, b_rank), axis=1)
     return tl.minimum(b_low, b_least), tl.maximum(b_most, tl.max(b_rank, axis=1))
 
 
 @triton.jit
 def turns(b_rank, b_low, i_column, COLUMNS: tl.constexpr):
-    """Return the order in which sources are taken: -1 above `low`, their column if equal, never if
-    below.
+    """Return when the sources of a tile are taken, [ROWS, COLUMNS]: the smaller, the earlier.
+
+    Sources with a rank above `b_low` [ROWS] have -1, those that equal it their column, and those
+    below LARGEST, which is never.
     """
     o_column = i_column + tl.arange(0, COLUMNS)
     b_turn = tl.where(b_rank == b_low[:, None], o_column[None, :], LARGEST)
@@ -93,9 +107,10 @@ def turns(b_rank, b_low, i_column, COLUMNS: tl.constexpr):
 
 @triton.jit
 def narrowed(b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k):
-    """The interval in which the k-th largest rank lies, and how many reach its ends, after a try.
+    """The interval in which the k-th largest rank lies, after a try; all arguments are [ROWS].
 
-    At least `top_k` reach `low` (if there are so many), and fewer reach `high`.
+    `b_reach` ranks are at least `b_try`. At least `top_k` ranks reach `b_low` (if the row has so
+    many), namely `b_of_low`; fewer than `top_k` reach `b_high`, namely `b_of_high`.
     """
     m_up = (b_reach >= top_k) & (b_try > b_low)
     m_down = (b_reach < top_k) & (b_try < b_high)
@@ -106,14 +121,20 @@ def narrowed(b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k):
 
 @triton.jit
 def halved(b_end, b_start, b_try, b_reach, top_k):
-    """Bisect for the last source that is kept: before `end`, not before `start`; after a try."""
+    """Bisect for the last source that is kept: the interval after a try, [ROWS] each.
+
+    Taking all sources before `b_end` gives `top_k` or more, all before `b_start` gives fewer;
+    `b_reach` sources come before `b_try`.
+    """
     m_enough = b_reach >= top_k
     return tl.where(m_enough, b_try, b_end), tl.where(m_enough, b_start, b_try)
 
 
 @triton.jit
 def is_open(b_low, b_high, b_of_low, top_k):
-    """Whether some row needs another try."""
+    """Whether some row needs another try: more than `top_k` ranks reach `b_low`, and some rank lies
+    between `b_low` and `b_high`.
+    """
     m_open = (b_of_low > top_k) & (b_high - 1 > b_low)
     return tl.max(m_open.to(tl.int32), axis=0) > 0
 
@@ -123,7 +144,7 @@ def store_kept(
     p_kept, m_kept, o_row, n_targets, i_column, i_step, n_before, n_words,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile as bits."""
+    """Writes the mask `m_kept` [ROWS, COLUMNS] as bits, in words of 32 sources (see `select`)."""
     b_bit = tl.full([COLUMNS], 1, tl.int32) << (tl.arange(0, COLUMNS) % 32)
     b_bits = tl.where(m_kept, b_bit[None, :], 0)
     # [ROWS, COLUMNS / 32]
@@ -136,36 +157,37 @@ def store_kept(
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words", "top_k"])
 def band_select_kernel(
-    p_query, p_key, p_value, p_scale, p_half, p_center, p_table, p_kept,
+    p_query, p_key, p_value, p_scale, p_half_square, p_center, p_table, p_kept,
     p_valid_target, p_valid_source, p_tiles, p_sequences,
     N, M, H, num_tiles, origin, top_k, num_words,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RBF: tl.constexpr, CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr,
+    RBF: tl.constexpr, CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr,
     KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
     STRIDED: tl.constexpr, PRECISION: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """kept [B, H, N, words]: bits of the `top_k` sources of every row with the largest logits.
 
-    Rows that see no more than CHUNKS tiles are held; if that is 0 they are computed again for
-    every try, always by the same instructions, so that ranks never differ.
+    With CHUNKS > 0, rows see at most so many tiles, whose ranks are held in registers. With CHUNKS
+    0, ranks are computed again for every try, always by the same instructions, so that they never
+    differ.
     """
     i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
     (
-        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole,
     ) = load_sequence(p_row)  # fmt: skip
-    i_head = i_h // REPEATS
-    p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
-    p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
-    p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
-    p_valid_source += i_b * M + i_source
-    p_kept += ((i_b * H + i_h) * N + i_target) * num_words
+    i_key_head = i_h // REPEATS
+    p_query += (i_b * N + i_first_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_key += (i_b * M + i_first_source) * stride_kn + i_key_head.to(tl.int64) * stride_kh
+    p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + i_first_source
+    p_valid_source += i_b * M + i_first_source
+    p_kept += ((i_b * H + i_h) * N + i_first_target) * num_words
     # [ROWS, BLOCK_D]
     b_query = load_tile(
         p_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
     )
-    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
     b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
         b_query = b_query - b_center[None, :]
@@ -175,8 +197,8 @@ def band_select_kernel(
     i_begin = tl.maximum(i_row - n_before, 0) // 32 * 32
     i_end = tl.minimum(tl.minimum(i_row + ROWS, n_targets) + n_after, n_sources)
 
-    # No row has more edges than its window has sources. Where it has fewer, as next to padding, it
-    # takes more tries to find that all are kept.
+    # At first b_of_low is a bound: no row has more edges than its window has sources. A row with
+    # fewer, as next to padding, takes more tries until it is found that all its edges are kept.
     o_first, o_past = tl.maximum(o_row - n_before, 0), tl.minimum(o_row + n_after + 1, n_sources)
     b_of_low = tl.where(o_row < n_targets, (o_past - o_first).to(tl.float32), 0.0)
     b_of_high = tl.zeros([ROWS], tl.float32)
@@ -187,10 +209,10 @@ def band_select_kernel(
         held = ()
         for i_chunk in tl.static_range(CHUNKS):
             b_rank = rank_tile(
-                b_query, b_center, i_scale, p_key, p_half, p_table, p_valid_source, o_live,
+                b_query, b_center, i_scale, p_key, p_half_square, p_table, p_valid_source, o_live,
                 i_begin + i_chunk * COLUMNS, i_h, H, origin, i_step, stride_kn, n_sources,
-                n_before, n_after, i_loops, D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, TABLE,
-                VALID, HOLES, STRIDED, PRECISION,
+                n_before, n_after, i_hole, D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED,
+                TABLE, VALID, HOLES, STRIDED, PRECISION,
             )  # fmt: skip
             held = held + (b_rank,)  # type: ignore[assignment]  # noqa: RUF005
             b_low, b_most = widened(b_low, b_most, b_rank)
@@ -223,10 +245,12 @@ def band_select_kernel(
             )  # fmt: skip
     else:
         b_high, b_start = b_most, b_end
-        # 0: the range of ranks, 1: the k-th rank, 2: the last of its equals, 3: writing
+        # Phases: 0 finds the range of ranks, 1 the k-th rank, 2 the last kept source that equals
+        # it, and 3 writes the bits. Each pass over all tiles is one try.
         i_phase = 0
         while i_phase < 4:
-            # To compute a tile costs more than to compare it with three numbers.
+            # Computing a tile costs more than comparing it with three numbers, so phase 1 tries the
+            # middle of the interval and the middles of both halves in one pass.
             b_try, b_upto = middle(b_low, b_high), (b_start + b_end) // 2
             b_below, b_above = middle(b_low, b_try), middle(b_try, b_high)
             b_counts = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -234,10 +258,10 @@ def band_select_kernel(
             b_counts_above = tl.zeros([ROWS, COLUMNS], tl.float32)
             for i_column in range(i_begin, i_end, COLUMNS):
                 b_rank = rank_tile(
-                    b_query, b_center, i_scale, p_key, p_half, p_table, p_valid_source, o_live,
-                    i_column, i_h, H, origin, i_step, stride_kn, n_sources, n_before, n_after,
-                    i_loops, D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, TABLE, VALID, HOLES,
-                    STRIDED, PRECISION,
+                    b_query, b_center, i_scale, p_key, p_half_square, p_table, p_valid_source,
+                    o_live, i_column, i_h, H, origin, i_step, stride_kn, n_sources, n_before,
+                    n_after, i_hole, D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED, TABLE,
+                    VALID, HOLES, STRIDED, PRECISION,
                 )  # fmt: skip
                 if i_phase == 0:
                     b_low, b_most = widened(b_low, b_most, b_rank)
@@ -281,11 +305,11 @@ def band_select_kernel(
 
 
 def select(inputs: BandInputs, top_k: int) -> Tensor:
-    """Int32 [B, H, N, words]: bits of the `top_k` sources of every target and head that count.
+    """Int32 [B, H, N, words]: a bit for every pair, set for the `top_k` edges that are kept.
 
-    Those with the largest logits; of equal ones the smaller sources. Bit c % 32 of word c // 32 -
-    max(i - before, 0) // 32 of target i is that of source c; both are counted within their
-    sequence. Bits of pairs that are no edges may be anything.
+    These are the edges of a target and head with the largest logits; of equal logits, those of the
+    smaller sources. Source c of target i has bit c % 32 of word c // 32 - max(i - before, 0) // 32,
+    where i and c are places within the sequence. Bits of pairs that are no edges are arbitrary.
     """
     x = inputs
     B, N, H, _ = x.query.shape
@@ -301,12 +325,12 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     launch(
         band_select_kernel,
         (B * H * len(tiles),),
-        p_half=row_dots(x.key, x.key, 0.5) if stored else x.scale,
+        p_half_square=row_dots(x.key, x.key, 0.5) if stored else x.unread,
         p_center=x.centers("targets", tiles, rows),
         p_tiles=tiles,
         num_tiles=len(tiles),
         top_k=min(top_k, x.bands.window),
-        STORED=stored,
+        SQUARES_STORED=stored,
         ROWS=rows,
         COLUMNS=columns,
         CHUNKS=chunks if is_held else 0,
@@ -319,7 +343,7 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
 
 
 def _span(sequences: Tensor, rows: int) -> int:
-    """How many sources the tiles of `rows` targets reach over, from the last whole word on."""
+    """The most sources that a tile of `rows` targets goes over, beginning with a whole word."""
     _, targets, _, sources, _, before, after, _ = sequences.unbind(1)
     step = min(rows, WORD)
     # Tiles begin at multiples of their rows, so this is how far their first source is in its word.

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=["sm_90"])
     parser.add_argument("--all", action="store_true", help="every architecture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every number, for programs")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, to be kept")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as a file")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print(

@@ -1,4 +1,4 @@
-"""Kernels compiled without a device, and what the machine code says about them.
+"""Kernels compiled without a device, and facts about them from their machine code.
 
 Triton compiles for any architecture on any machine; registers, spills, shared memory, matrix
 instructions and the length of the main loop can be read from the result. What this never shows:
@@ -41,7 +41,7 @@ ARCHITECTURES = {
     "sm_100": Architecture("cuda", 100, 32, 227 * KIB, r"UTC\w*MMA", "tcgen05 (UTCHMMA)"),
     "gfx942": Architecture("hip", "gfx942", 64, 64 * KIB, r"v_mfma", "mfma (v_mfma)"),
 }
-UNNOTICED = 100  # instructions of the main loop for each spill that does not matter
+UNNOTICED = 100  # a spill does not matter if the main loop has so many instructions for each
 TENSOR_MEMORY_LIMIT = 512  # columns of tensor memory on sm_100
 
 _DTYPES = {
@@ -66,9 +66,9 @@ class Compiled(NamedTuple):
     most matrix instructions, the shorter of equals (the interior tiles, which need no mask). A
     kernel whose matrix instructions are in no loop is itself one pass.
 
-    `loops` are the instructions and special functions of every innermost loop with matrix
-    instructions, in the order of the code, and `outside` those in none of them: for kernels that
-    have much to do before, between or after.
+    `loops` has the numbers of instructions and special functions of every innermost loop with
+    matrix instructions, in the order of the code. `outside` has those of the code in none of these
+    loops, which matters in kernels that do much before, between or after them.
     """
 
     arch: str
@@ -87,17 +87,17 @@ class Compiled(NamedTuple):
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:
-    """Compiles the kernel of a launch as that launch would, for a device that is not there.
+    """Compiles the kernel of a launch as that launch would, for a device that need not be there.
 
     Args:
         launch: the kernel and its arguments, from
-            :func:`graphattn.kernels.shared.launch.recording`. Tensors may lie on "meta"; they are
-            taken to start at a multiple of 16 bytes plus their storage offset, as PyTorch allocates
-            them.
+            :func:`graphattn.kernels.shared.launch.recording`. Tensors may be on "meta". As PyTorch
+            allocates memory, they are taken to start at a multiple of 16 bytes plus their storage
+            offset.
         arch: "sm_80", "sm_90", "sm_100" or "gfx942".
 
     Raises:
-        ValueError: unknown `arch`, or arguments no kernel can be started with.
+        ValueError: unknown `arch`, or arguments that no kernel takes.
         RuntimeError: the kernel is interpreted (``TRITON_INTERPRET=1``), or a tool is missing.
 
     Example::
@@ -207,14 +207,14 @@ def _fits_buffer_instructions(value: Any) -> bool:
 
 
 def problems(compiled: Compiled, *, main: bool = True) -> list[str]:
-    """List the reasons why a kernel does not run as meant, one sentence each; nothing if all is
-    well.
+    """List the reasons why a kernel does not run as intended, one sentence each; empty if there are
+    none.
 
     Args:
         compiled: from :func:`compile_launch`.
         main: whether the kernel must use the matrix instruction of its architecture and spill
             nothing; other kernels may spill a little outside their main loop. In a loop of
-            thousands of instructions one in a hundred may be a spill: nobody can tell.
+            thousands of instructions one in a hundred may be a spill, which is not noticeable.
 
     >>> compiled = Compiled("sm_90", 255, 8, 2, 240 * 1024, 0, {"HMMA.16816.F32": 4}, 90, 4, 1, 8)
     >>> for problem in problems(compiled):
@@ -257,7 +257,7 @@ def matrix_families(compiled: Compiled) -> dict[str, int]:
 
 
 def _read_nvidia(arch: str, kernel: Any) -> Compiled:
-    # metadata.n_regs and n_spills are filled by the driver when it loads a kernel: not here.
+    # metadata.n_regs and n_spills are set by the driver when it loads a kernel, which is not done.
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
@@ -268,7 +268,7 @@ def _read_nvidia(arch: str, kernel: Any) -> Compiled:
         arch,
         registers=resources["REG"],
         stack=resources["STACK"] + resources["LOCAL"],
-        # The stack of a Triton kernel is where registers are spilled; count how often.
+        # Triton kernels use their stack only for spilled registers, so these are spills.
         spills=sum(1 for instruction in code if LOCAL.match(instruction.name)),
         shared=kernel.metadata.shared,
         tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
@@ -286,7 +286,7 @@ def _cuobjdump(option: str, path: str) -> str:
             "cuobjdump is missing: it comes with Triton's Linux wheels (triton/backends/nvidia/bin)"
             " and with the CUDA toolkit; TRITON_CUOBJDUMP_PATH may name one"
         ) from error
-    # cuobjdump starts nvdisasm, which lies next to it.
+    # cuobjdump starts nvdisasm, which is in the same folder.
     run = subprocess.run(
         [tool, option, path],
         capture_output=True,
@@ -308,10 +308,10 @@ def _read_amd(arch: str, kernel: Any) -> Compiled:
         arch,
         registers=resources["vgpr_count"],
         stack=resources["private_segment_fixed_size"],
-        # Scalar registers are spilled to lanes of vector registers, which is cheap; where they
-        # reach memory they show in the stack.
+        # Scalar registers are spilled to lanes of vector registers, which is cheap. If they are
+        # spilled to memory, the stack shows it.
         spills=resources["vgpr_spill_count"],
-        # Triton's shared memory is given at launch; what is fixed in the kernel comes on top.
+        # Triton's shared memory is passed at launch; the kernel may have a fixed amount besides.
         shared=kernel.metadata.shared + resources["group_segment_fixed_size"],
         tensor_memory=0,
         **counts(read_amdgcn(text)),

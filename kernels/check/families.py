@@ -1,4 +1,4 @@
-"""The launches of every family of kernels that are looked at without a device."""
+"""The launches of every family of kernels that are compiled and judged without a device."""
 
 from __future__ import annotations
 

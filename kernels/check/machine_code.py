@@ -124,7 +124,8 @@ def _main_of(working: list[set[int]], code: list[Instruction]) -> set[int]:
 
 
 def _product(code: list[Instruction]) -> re.Pattern[str]:
-    """The instructions that do the work: matrix instructions, or where there are none the fused."""
+    """The instructions that do the work: matrix instructions, or fused multiply-adds if there are
+    none."""
     return _MATRIX if any(_MATRIX.match(i.name) for i in code) else _FUSED
 
 

@@ -1,7 +1,7 @@
 """How long a launch would take on an H200 if one unit were the only limit: predictions.
 
-No launch is faster than the largest of these; how much slower it is, only a measurement says.
-Latencies, the start of a launch, the last wave of programs and cache misses are not in them.
+No launch is faster than the largest of these. How much slower it is, only a measurement can say:
+latencies, the start of a launch, the last wave of programs and cache misses are not included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP32_PER_SECOND = 2 * FP32_LANES * MULTIPROCESSORS * CLOCK
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds of one launch on an H200, by what would limit it.
+    """Predicted seconds of one launch on an H200, for each unit that may limit it.
 
     >>> prediction = Prediction(2e-6, 1e-6, matrix_s=3e-6, issue_s=5e-6, special_s=1e-6)
     >>> prediction.seconds, prediction.limit
@@ -36,14 +36,14 @@ class Prediction(NamedTuple):
     """
 
     bytes_s: float  # device memory
-    cache_s: float  # what is gathered, at best from the L2 cache
+    cache_s: float  # gathered rows of features, at best from the L2 cache
     matrix_s: float  # matrix products
     issue_s: float  # issue slots: instructions of all warps
     special_s: float  # exp2, log2, 1 / x, ...
 
     @property
     def seconds(self) -> float:
-        """The largest: the prediction."""
+        """The largest of them, which is the prediction."""
         return max(self)
 
     @property
@@ -76,7 +76,7 @@ def predict(configuration: Configuration, compiled: Compiled) -> Prediction:
 
 
 def _issued(configuration: Configuration, compiled: Compiled) -> tuple[float, float]:
-    """Instructions and special functions of all warps: every warp takes part in every pass."""
+    """Numbers of instructions and special functions of all warps; each warp does every pass."""
     warps = configuration.launch.num_warps
     if not configuration.passes:
         passes = configuration.iterations * warps

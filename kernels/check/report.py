@@ -1,4 +1,4 @@
-"""Configurations compiled, judged and set in tables."""
+"""Compiles and judges all configurations, and makes the tables."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[Re
 
 
 def check_one(job: tuple[str, int, str]) -> ReportRow:
-    """One configuration on one architecture; what the compiler refuses is a problem, too."""
+    """Check one configuration on one architecture; a compiler error is a problem, too."""
     module, i, arch = job
     with tuning.compiling_for(arch):
         configuration = importlib.import_module(module).all_configurations()[i]
     name, target = configuration.name, configuration.target
     try:
         compiled = compile_launch(configuration.launch, arch)
-    except Exception as error:  # of the compiler, the assembler, the linker: any is a finding
+    except Exception as error:  # compiler, assembler, linker: any error is a finding
         refused = f"does not compile: {last_words(error)}"
         return ReportRow(name, arch, target, None, None, [refused])
     prediction = predict(configuration, compiled) if arch == "sm_90" else None
@@ -66,7 +66,7 @@ def check_one(job: tuple[str, int, str]) -> ReportRow:
 
 
 def last_words(error: BaseException) -> str:
-    """The line that says why: Triton shows the source first, and wraps what its parts raise."""
+    """The line that says why: Triton shows the source first, and wraps errors of its parts."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
@@ -118,7 +118,7 @@ def markdown(rows: Sequence[ReportRow]) -> str:
 
 
 def compiled_cells(row: ReportRow) -> tuple[str, ...]:
-    """A row under `COMPILED`."""
+    """The cells of a row of the table whose header is `COMPILED`."""
     if row.compiled is None:
         return (row.name, "does not compile", "", "", "", "")
     compiled = row.compiled
@@ -134,7 +134,7 @@ def compiled_cells(row: ReportRow) -> tuple[str, ...]:
 
 
 def predicted_cells(row: ReportRow) -> tuple[str, ...]:
-    """A row under `PREDICTED`."""
+    """The cells of a row of the table whose header is `PREDICTED`."""
     prediction = row.prediction
     assert prediction is not None
     parts = tuple(microseconds(seconds) for seconds in prediction)
@@ -149,7 +149,7 @@ def microseconds(seconds: float) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table, columns aligned so that it reads as plain text, too."""
+    """Lines of a Markdown table; columns are aligned, so that it can be read as plain text, too."""
     cells = [header, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = [
@@ -160,7 +160,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def as_json(rows: Iterable[ReportRow]) -> str:
-    """Every number of every row."""
+    """JSON text with every number of every row."""
     records = []
     for row in rows:
         record = row._asdict()

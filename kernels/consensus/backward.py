@@ -1,13 +1,17 @@
-"""Gradients of the sums of a consensus step: every edge's matrix is formed again.
+"""Gradients of the sums of a consensus step: every edge's matrix R is computed again.
 
-R is symmetric, so the gradient of a difference is R itself applied to e, what comes back to both
-ends of the edge. Only the edge network needs derivatives of its own. With the raw rows l_k,
+R is symmetric. So the gradient of the difference d of an edge is R e, where e is the gradient that
+comes back to the message of the edge (for energy, from both ends). Only the edge network needs
+derivatives of its own. With the raw rows l_k,
 
     d l_k = (beta / r) [(l_k . e) d + (l_k . d) e - 2 (l_k . d) (l_k . e) l_k / |l_k|^2] / |l_k|^2,
 
-a second product brings them back to the hidden vector. Its gradient at both ends is a sum of
-messages again (`sum_messages`). Gradients of weights are products of all edges' d l_k and hidden
-vectors: those are written, a piece of the edges at a time, and multiplied by the vendor's library.
+and a second matrix product gives the gradient of the hidden vector. The gradients of
+target_hidden and source_hidden are sums of these over edges (`sum_messages`). Gradients of weights
+are products of d l_k and hidden vectors, summed over all edges: both factors are written, a piece
+of the edges at a time, and multiplied by torch.
+
+Names and constants are explained where :mod:`graphattn.kernels.consensus.math` says.
 """
 
 from __future__ import annotations
@@ -49,10 +53,11 @@ def row_gradients(
 ):  # fmt: skip
     """Compute the gradient of e . R d with respect to the raw rows l, [ROWS, RANKS, BLOCK_D].
 
-    The formula above for m = s l, then times s: `b_along_d` and `b_along_e` are m . d and m . e,
-    `b_inverse` is 1 / |m|^2 and `b_share` beta / (r |m|^2). `b_rows` is l, hence the first scale.
+    This is the formula above for m = s l, times s. `b_along_d` and `b_along_e` are m . d and m . e,
+    `b_inverse` is 1 / |m|^2, `b_share` is beta / (r |m|^2) and `b_scale` is s, [ROWS, RANKS] each;
+    `b_rows` is l [ROWS, RANKS, BLOCK_D], and `b_d` and `b_e` are [ROWS, BLOCK_D].
     """
-    if D == 1:  # a unit row has nowhere to turn to; rounding would
+    if D == 1:  # the direction of a row of one feature cannot change, so its gradient is exactly 0
         b_d_rows = tl.zeros_like(b_rows)
     else:
         b_back = -2.0 * b_share * b_along_d * b_along_e * b_inverse * b_scale
@@ -81,25 +86,29 @@ def consensus_backward_kernel(
     HALF: tl.constexpr, PRECISION: tl.constexpr, ENERGY: tl.constexpr, DEGREES: tl.constexpr,
     NETWORK: tl.constexpr,
 ):  # fmt: skip
-    """R e of every edge [H, B, places, D], and if NETWORK: gradients of raw rows, then of both
-    logits [H, B, places, columns + EXTRA]; hidden vectors, then a one [H, B, places, BLOCK_XI +
-    EXTRA]; gradients of what they are the GELU of [H, B, places, XI]."""
+    """R e of every edge, [H, B, places, D]. And if NETWORK, of every edge:
+
+    - p_d_rows: gradients of raw rows, then of both logits, [H, B, places, columns + EXTRA];
+    - p_hidden: its hidden vector, then a one, [H, B, places, BLOCK_XI + EXTRA];
+    - p_d_hidden: the gradient of the hidden vector before GELU, [H, B, places, XI].
+    """
     i_b, i_h, i_tile = tiles_first(B, num_tiles * num_steps)
     i_tile, i_step = i_tile // num_steps, i_tile % num_steps
     COLUMNS: tl.constexpr = RANKS * BLOCK_D
-    i_head = i_h.to(tl.int64)
-    p_target_hidden += i_b * stride_tb + i_head * stride_th
-    p_source_hidden += i_b * stride_sb + i_head * stride_sh
-    p_u += i_b * stride_ub + i_head * stride_uh
-    p_v += i_b * stride_vb + i_head * stride_vh
-    p_d_gradient += i_b * stride_gb + i_head * stride_gh
+    i_h64 = i_h.to(tl.int64)
+    p_target_hidden += i_b * stride_tb + i_h64 * stride_th
+    p_source_hidden += i_b * stride_sb + i_h64 * stride_sh
+    p_u += i_b * stride_ub + i_h64 * stride_uh
+    p_v += i_b * stride_vb + i_h64 * stride_vh
+    p_d_gradient += i_b * stride_gb + i_h64 * stride_gh
     p_d_degree += i_b * N * H + i_h
-    p_shear += i_head * (GROUPS * COLUMNS * BLOCK_XI)
-    p_shear_bias += i_head * (GROUPS * COLUMNS)
-    p_logits += i_head * (LOGITS * BLOCK_XI)
-    o_first = (i_head * B + i_b) * num_places
+    p_shear += i_h64 * (GROUPS * COLUMNS * BLOCK_XI)
+    p_shear_bias += i_h64 * (GROUPS * COLUMNS)
+    p_logits += i_h64 * (LOGITS * BLOCK_XI)
+    o_first = (i_h64 * B + i_b) * num_places
     o_feature = tl.arange(0, BLOCK_D)
     o_column = tl.arange(0, COLUMNS)
+    # [ROWS]
     b_place, b_target, b_source, m_edge = load_edges(
         p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
         ROWS, LISTED, SEQUENCES,
@@ -129,7 +138,7 @@ def consensus_backward_kernel(
     b_d_alpha = tl.zeros([ROWS], tl.float32)
     b_d_beta = tl.zeros([ROWS], tl.float32)
     for i_group in range(GROUPS):
-        if GROUPS > 1:  # what the group before has written is read below
+        if GROUPS > 1:  # what other threads have written for the group before is read below
             tl.debug_barrier()
         # [ROWS, RANKS, BLOCK_D], [ROWS, LOGITS]
         b_rows, b_logits = edge_network(
@@ -144,6 +153,7 @@ def consensus_backward_kernel(
         b_along_d = b_scale * along(b_rows, b_d)
         b_along_e = b_scale * along(b_rows, b_e)
         b_share = b_inverse * (b_beta / RANK)[:, None]
+        # [ROWS, BLOCK_D]
         b_pull += combine(b_rows, b_share * b_along_e * b_scale)
         if NETWORK:
             b_d_beta += tl.sum(b_along_d * b_along_e * b_inverse, axis=1) / RANK
@@ -173,9 +183,9 @@ def consensus_backward_kernel(
                 m_tile = m_place[:, None] & (o_x < XI)[None, :]
                 # [COLUMNS, WIDE], then [ROWS, WIDE]
                 b_shear = tl.load(p_weight + o_column[:, None] * BLOCK_XI + o_x[None, :])
-                b_d_x = product(b_d_rows, b_shear, PRECISION)
+                b_d_x = product(b_d_rows, b_shear, PRECISION)  # d hidden, later d (hidden_sum)
                 p_d_x = p_d_hidden + o_message[:, None] * XI + o_x[None, :]
-                if GROUPS > 1:  # what is there so far, not yet times the slope
+                if GROUPS > 1:  # add the groups before, whose sum is not yet times the slope
                     m_before = m_tile & (i_group > 0)
                     b_d_x += tl.load(p_d_x, mask=m_before, other=0.0).to(tl.float32)
                 if i_group == GROUPS - 1:
@@ -209,8 +219,8 @@ def consensus_backward_kernel(
 class Gradients(NamedTuple):
     """Gradients of the tensors of :class:`~graphattn.kernels.consensus.inputs.ConsensusInputs`.
 
-    Those of the network (float32) and of hidden vectors are None where they were not asked for. If
-    u and v are one tensor, `u` is the whole gradient and `v` None.
+    Each has the shape of its tensor. Those of the network (float32) and of hidden vectors are None
+    if they were not asked for. If u and v are one tensor, `u` is the whole gradient and `v` None.
     """
 
     target_hidden: Tensor | None
@@ -227,9 +237,9 @@ def backward(
     *,
     network: bool,
 ) -> Gradients:
-    """Compute gradients from those of g [B, N, H, D] and of the degrees [B, N, H].
+    """Compute gradients from those of g [B, N, H, D] and of the degrees [B, N, H] (None: zero).
 
-    `network`: whether those of the edge network and of its hidden vectors are wanted, too.
+    `network` says whether those of the edge network and of its hidden vectors are wanted, too.
     """
     x = inputs
     B, N, H, D = x.u.shape
@@ -237,7 +247,8 @@ def backward(
     width, hidden_width = x.columns + EXTRA, x.block_xi + EXTRA
     pieces = x.pieces((D + network * (width + hidden_width + x.xi)) * size)
     d_gradient = d_gradient if d_gradient.stride(-1) == 1 else d_gradient.contiguous()
-    # u's share is R e at the target, v's is -R e at the source: of one tensor both.
+    # The gradient of u_i sums R e at the target, that of v_j sums -R e at the source. If u and v
+    # are one tensor, its gradient is both.
     dtype, tokens = x.u.dtype, (B, N, H, D)
     d_u = Sum(x.u, tokens, dtype, (1, -1 if x.shared else 0), pieces)
     d_v = None if x.shared else Sum(x.u, (B, M, H, D), dtype, (0, -1), pieces)
@@ -247,7 +258,7 @@ def backward(
     total = x.u.new_zeros((H, width, hidden_width), dtype=torch.float32)
     for piece in pieces:
         messages = x.u.new_empty(H, B, piece.places, D)
-        d_rows = hidden = d_hidden = messages
+        d_rows = hidden = d_hidden = unread = messages
         if network:
             d_rows = x.u.new_empty(H, B, piece.places, width)
             hidden = x.u.new_empty(H, B, piece.places, hidden_width)
@@ -258,7 +269,7 @@ def backward(
             piece,
             steps_each=True,
             p_d_gradient=d_gradient,
-            p_d_degree=messages if d_degree is None else d_degree,
+            p_d_degree=unread if d_degree is None else d_degree,
             p_messages=messages,
             p_d_rows=d_rows,
             p_hidden=hidden,

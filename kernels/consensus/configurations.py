@@ -35,7 +35,7 @@ class ConsensusCase(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     degrees: bool = False  # step_size="auto"
     valid: bool = False
-    sums: bool = False  # look at the sums at both ends of edges, too
+    sums: bool = False  # whether the sums at both ends of edges are looked at, too
 
 
 FAST = "5x gather/scatter, 2x compiled"
@@ -141,7 +141,7 @@ def _describe(case: ConsensusCase, x: ConsensusInputs, launch: Launch, part: str
         passes: tuple[float, ...] = (tiles * chunks, wide)
     else:  # one loop over everything if weights are held
         passes = (tiles if arguments["HELD"] else tiles * chunks,)
-    # Weights come in once a program, or once a tile; hidden vectors and states for every edge.
+    # Weights are read once a program or once a tile, hidden vectors and states for every edge.
     times = float(launch.grid[0]) if not is_backward and arguments["HELD"] else tiles
     weights = times * width * xi * size * (2 if is_backward else 1)
     return Configuration(

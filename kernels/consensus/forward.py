@@ -1,12 +1,16 @@
-"""Consensus, forward: what every edge pulls with, and its sums at both ends.
+"""Consensus, forward: the message of every edge, and the sums of messages at both ends of edges.
 
-A tile of edges of one head is one matrix product with something before and after it. Before: hidden
-vectors gelu(target_hidden_i + source_hidden_j), formed on the way from two tokens. The product with
-W_Lambda gives the raw rows l_k of Lambda, which stay in registers. After:
-R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2 for d = u_i - v_j (Stabilizing Transformer
-Training Through Consensus, Eq. 14 and 36, Algorithm 2). Nothing of an edge is written but that, a
-message R d for a bounded number of edges at a time (`sum_messages` sums them up), and alpha + beta
-where the step size wants it.
+For a tile of edges of one head, a program does this:
+
+1. It computes hidden vectors gelu(target_hidden_i + source_hidden_j) from the two tokens.
+2. Their matrix product with W_Lambda gives the raw rows l_k of Lambda, which stay in registers.
+3. It computes the message R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2 for
+   d = u_i - v_j (Stabilizing Transformer Training Through Consensus, Eq. 14 and 36, Algorithm 2).
+
+Of an edge, only the message is written, and alpha + beta if degrees are wanted. That is done for a
+bounded number of edges at a time; `sum_messages` adds the messages up.
+
+Names and constants are explained where :mod:`graphattn.kernels.consensus.math` says.
 """
 
 from __future__ import annotations
@@ -59,22 +63,23 @@ def consensus_kernel(
     VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr, HELD: tl.constexpr, STRENGTH: tl.constexpr,
 ):  # fmt: skip
-    """R d of every edge, [H, B, places, D], and alpha + beta, [H, B, places]."""
+    """R d of every edge, [H, B, places, D], and if STRENGTH alpha + beta, [H, B, places]."""
     i_b, i_h, i_tile = tiles_first(B, num_tiles)
     COLUMNS: tl.constexpr = RANKS * BLOCK_D
-    i_head = i_h.to(tl.int64)
-    p_target_hidden += i_b * stride_tb + i_head * stride_th
-    p_source_hidden += i_b * stride_sb + i_head * stride_sh
-    p_u += i_b * stride_ub + i_head * stride_uh
-    p_v += i_b * stride_vb + i_head * stride_vh
-    p_shear += i_head * (GROUPS * COLUMNS * BLOCK_XI)
-    p_shear_bias += i_head * (GROUPS * COLUMNS)
-    p_logits += i_head * (LOGITS * BLOCK_XI)
-    o_first = (i_head * B + i_b) * num_places
+    i_h64 = i_h.to(tl.int64)
+    p_target_hidden += i_b * stride_tb + i_h64 * stride_th
+    p_source_hidden += i_b * stride_sb + i_h64 * stride_sh
+    p_u += i_b * stride_ub + i_h64 * stride_uh
+    p_v += i_b * stride_vb + i_h64 * stride_vh
+    p_shear += i_h64 * (GROUPS * COLUMNS * BLOCK_XI)
+    p_shear_bias += i_h64 * (GROUPS * COLUMNS)
+    p_logits += i_h64 * (LOGITS * BLOCK_XI)
+    o_first = (i_h64 * B + i_b) * num_places
     held_shear = hold_weights(p_shear, HELD, BLOCK_XI, CHUNK, COLUMNS)
     held_logits = hold_weights(p_logits, HELD, BLOCK_XI, CHUNK, LOGITS)
     o_feature = tl.arange(0, BLOCK_D)
     for i_step in range(num_steps):
+        # [ROWS]
         b_place, b_target, b_source, m_edge = load_edges(
             p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
             ROWS, LISTED, SEQUENCES,
@@ -97,9 +102,10 @@ def consensus_kernel(
             )  # fmt: skip
             b_alpha, b_beta, _, _ = strengths(b_logits, p_logit_bias + 2 * i_h)
             b_inverse, b_scale = inverse_squares(b_rows, RANK - i_group * RANKS, RANKS)
-            # [ROWS, BLOCK_D], read now: there is no room for it beside the sums of the product
+            # [ROWS, BLOCK_D], read only now: during the product there are no registers left for it
             b_d = load_features(row_of(p_u, b_target, stride_un), m_edge, D, BLOCK_D)
             b_d -= load_features(row_of(p_v, b_source, stride_vn), m_edge, D, BLOCK_D)
+            # [ROWS, RANKS], then [ROWS, BLOCK_D]
             b_share = b_scale * along(b_rows, b_d) * b_inverse * (b_beta / RANK)[:, None] * b_scale
             b_message += combine(b_rows, b_share)
             if i_group == 0:
@@ -125,7 +131,8 @@ def forward(inputs: ConsensusInputs) -> tuple[Tensor, Tensor | None]:
         degree = Sum(x.u, (B, N, H, 1), torch.float32, (1, 1 if x.energy else 0), pieces)
     for piece in pieces:
         messages = x.u.new_empty(H, B, piece.places, D)
-        strength = messages
+        unread = messages
+        strength = unread
         if degree is not None:
             strength = x.u.new_empty((H, B, piece.places, 1), dtype=torch.float32)
         x.launch_over(

@@ -21,18 +21,18 @@ from graphattn.kernels.shared.tuning import Choice
 
 WORKSPACE = 1 << 28  # bytes for the messages of a piece of the edges
 STEPS = 4  # tiles of a list of edges that one program takes
-HELD_BYTES = 1 << 17  # of weights that stay in shared memory; AMD's has 64 KiB in all
-MOST_CHUNKS = 8  # tiles of weights: code is written out for each
-EXTRA = 8  # columns behind those of Lambda and of hidden vectors, so that lines stay aligned
+HELD_BYTES = 1 << 17  # the most weights that stay in shared memory; AMD's has 64 KiB in all
+MOST_CHUNKS = 8  # the most tiles of such weights, because the loop over them is unrolled
+EXTRA = 8  # columns after those of Lambda and of hidden vectors; 8, so that rows stay aligned
 
 
 class Weights(NamedTuple):
-    """The second layer of the edge network, [H, ...] each, zero where nothing belongs.
+    """The second layer of the edge network, [H, ...] each, padded with zeros.
 
     Attributes:
         shear: [H, groups * RANKS * BLOCK_D, BLOCK_XI] in the dtype of the products.
         shear_bias: [H, groups * RANKS * BLOCK_D], float32.
-        logits: [H, LOGITS, BLOCK_XI]: alpha's row, then beta's.
+        logits: [H, LOGITS, BLOCK_XI]: the weights of alpha, those of beta, then zeros.
         logit_bias: [H, 2], float32.
     """
 
@@ -49,15 +49,15 @@ class ConsensusInputs:
     Args:
         target_hidden: [B, N, H, xi], float32, float16 or bfloat16; one dtype for all four.
         source_hidden: [B, M, H, xi].
-        u: what targets are in the differences, [B, N, H, D].
-        v: what sources are, [B, M, H, D].
+        u: vectors of the targets, [B, N, H, D]. The difference of an edge is u_i - v_j.
+        v: vectors of the sources, [B, M, H, D].
         network: alpha [H, xi], alpha_bias [H], beta, beta_bias likewise, shear [H, r, D, xi] and
             shear_bias [H, r, D].
         edges: of the graph, without self-loops if `energy`.
-        energy: both ends of an edge move.
-        degrees: the sums of alpha + beta over the edges of every token are wanted too.
+        energy: an edge adds to the results of both its ends, not of its target only.
+        degrees: whether the sums of alpha + beta over the edges of every token are wanted, too.
         valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
-        shared: u and v are one tensor.
+        shared: whether u and v are one tensor.
         workspace: bytes for the messages of a piece of the edges.
     """
 
@@ -93,23 +93,23 @@ class ConsensusInputs:
 
     @property
     def block_features(self) -> int:
-        """D, rounded up as tiles want it."""
+        """D, rounded up to a power of 2 of 16 or more, as tiles need."""
         return max(triton.next_power_of_2(self.u.shape[-1]), 16)
 
     @property
     def ranks(self) -> int:
-        """Rows of Lambda that are formed at a time."""
+        """Rows of Lambda that are computed at a time: a group."""
         fitting = max(1, tuning.most_columns(self.u.dtype) // self.block_features)
         return min(triton.next_power_of_2(self.rank), fitting)
 
     @property
     def groups(self) -> int:
-        """How many times that is."""
+        """Number of groups of rows of Lambda."""
         return triton.cdiv(self.rank, self.ranks)
 
     @property
     def columns(self) -> int:
-        """Rows of the packed weights of Lambda."""
+        """Rows of the packed weights of Lambda, all groups together."""
         return self.groups * self.ranks * self.block_features
 
     @property
@@ -145,8 +145,34 @@ class ConsensusInputs:
         return found._replace(columns=min(found.columns, self.block_xi))
 
     def common(self, piece: Piece) -> dict[str, Any]:
-        """The arguments that both kernels take, whether they look at them or not."""
-        none = self.weights.logit_bias
+        """The arguments that both kernels take, whether they read them or not.
+
+        Names in capitals are constants (``tl.constexpr``): Triton compiles another version of the
+        kernel for every set of values. Beginnings of names, such as ``b_``, are explained in
+        :mod:`graphattn.kernels`. Strides are named by a letter for the tensor (t: target_hidden, s:
+        source_hidden, u, v) and one for the dimension (b: batch, n: tokens, h: heads).
+        The constants of both calls are:
+
+        - RANK: rows of Lambda, r. They are computed in GROUPS groups of RANKS rows.
+        - D, XI: features of u and v, and of hidden vectors. BLOCK_D, BLOCK_XI: the same, rounded up
+          as tiles need.
+        - LISTED: edges come from a list; otherwise from `moves`, the same for all targets.
+        - SEQUENCES: the tokens are several sequences side by side, and no edge leaves its own.
+        - VALID_TARGET, VALID_SOURCE: there is a mask of valid targets, of valid sources.
+        - HALF: tensors are float16 or bfloat16.
+        - PRECISION: how float32 tiles are multiplied (:mod:`graphattn.kernels.shared.precision`).
+
+        :meth:`launch_over` adds:
+
+        - ROWS: edges of a tile.
+        - CHUNK: hidden features that are computed and multiplied at a time.
+
+        The forward adds HELD (`holds_weights`) and STRENGTH (alpha + beta is stored). The backward
+        adds WIDE (hidden features whose gradients are computed at a time), EXTRA (columns that are
+        appended), ENERGY (both ends of an edge have gradients), DEGREES (degrees have gradients)
+        and NETWORK (gradients of the edge network are wanted).
+        """
+        unread = self.weights.logit_bias  # for pointers that a version of a kernel does not read
         sequence, D = self.edges.sequence, self.u.shape[-1]
         listed = piece.targets is not None
         strides = {
@@ -167,12 +193,12 @@ class ConsensusInputs:
             "p_shear_bias": self.weights.shear_bias,
             "p_logits": self.weights.logits,
             "p_logit_bias": self.weights.logit_bias,
-            "p_targets": piece.targets if listed else none,
-            "p_sources": piece.sources if listed else none,
-            "p_moves": none if listed else piece.moves,
-            "p_sequence": none if sequence is None else sequence,
-            "p_valid_target": none if self.valid_target is None else self.valid_target,
-            "p_valid_source": none if self.valid_source is None else self.valid_source,
+            "p_targets": piece.targets if listed else unread,
+            "p_sources": piece.sources if listed else unread,
+            "p_moves": unread if listed else piece.moves,
+            "p_sequence": unread if sequence is None else sequence,
+            "p_valid_target": unread if self.valid_target is None else self.valid_target,
+            "p_valid_source": unread if self.valid_source is None else self.valid_source,
             "B": self.u.shape[0],
             "N": self.u.shape[1],
             "M": self.v.shape[1],
@@ -200,7 +226,8 @@ class ConsensusInputs:
     ) -> None:
         """Starts a kernel on the edges of a piece, for all heads and entries of the batch.
 
-        `steps_each`: every step is a program; otherwise programs take their steps in turn.
+        `name` is that of the kernel in `tuning`. With `steps_each` every step is a program of its
+        own; otherwise a program takes all steps of its tile, one after another.
         """
         B, _, H, _ = self.u.shape
         choice = self.choice(name)

@@ -1,7 +1,11 @@
 """Arithmetic of the consensus kernels on a tile of edges, and nothing else.
 
-A tile is ROWS edges of one head: `b_rows` holds the raw rows of Lambda, [ROWS, RANKS, BLOCK_D], as
-many of an edge's rows as fit into registers at a time.
+A tile is ROWS edges of one head. `b_rows` holds raw rows of Lambda, [ROWS, RANKS, BLOCK_D]: for
+each edge as many of its rows as fit into registers at a time.
+
+The constants (RANKS, CHUNK, LISTED, ...) are explained at
+:meth:`graphattn.kernels.consensus.inputs.ConsensusInputs.common`, and the beginnings of names
+(``b_`` for tiles, ``p_`` for pointers, ...) in :mod:`graphattn.kernels`.
 """
 
 from __future__ import annotations
@@ -12,14 +16,15 @@ import triton.language as tl
 from graphattn.kernels.shared.exponentials import LN2, LOG2E
 from graphattn.kernels.shared.precision import add_product
 
-LOGITS = tl.constexpr(16)  # the least number of columns of a product; two are used
-SMALLEST_SQUARE = tl.constexpr(2.0**-40)  # squares of rows between these are in range
+LOGITS = tl.constexpr(16)  # columns of a product, at least 16: alpha's and beta's, then zeros
+SMALLEST_SQUARE = tl.constexpr(2.0**-40)  # squares of rows from this to the next are in range
 LARGEST_SQUARE = tl.constexpr(2.0**40)
-# x * sigmoid(1.594696 x + 0.074391 x^3 - 0.000766 x^5) for |x| <= 5 is the GELU to 5e-5, far below
-# what half precision can tell, in a third of the instructions of erf: a fit. Here for a power of 2:
-A = tl.constexpr(-1.594696 * 1.4426950408889634)
-B = tl.constexpr(-0.074391 * 1.4426950408889634)
-C = tl.constexpr(0.000766 * 1.4426950408889634)
+# In half precision GELU is a fit, x * sigmoid(1.594696 x + 0.074391 x^3 - 0.000766 x^5), for
+# |x| <= BORDER. It differs by 5e-5, far less than half precision can tell, and takes a third of the
+# instructions of erf. A, B and C are minus these coefficients, for a power of 2 instead of e.
+A = tl.constexpr(-1.594696 * LOG2E.value)
+B = tl.constexpr(-0.074391 * LOG2E.value)
+C = tl.constexpr(0.000766 * LOG2E.value)
 BORDER = tl.constexpr(5.0)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -30,12 +35,12 @@ def load_edges(
     p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
     ROWS: tl.constexpr, LISTED: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """The edges of a step of a program, [ROWS] each: the place in messages (-1: none), target,
+    """The edges of a step of a program, [ROWS] each: the place of the message (-1: none), target,
     source, and whether there is such an edge.
 
-    LISTED: steps of a program are consecutive tiles of a list of `count` edges. Otherwise `i_tile`
-    is a tile of the targets first .. first + count - 1, which all steps share, and step `i_step`
-    takes the edges from source = target + moves[i_step]; their places are i_step * count, ...
+    If LISTED, the steps of a program are consecutive tiles of a list of `count` edges. Otherwise
+    all steps share the tile `i_tile` of the targets first .. first + count - 1. Step `i_step` takes
+    the edges to source = target + moves[i_step], whose places begin at i_step * count.
     """
     if LISTED:
         i_tile = i_tile * num_steps + i_step
@@ -45,7 +50,7 @@ def load_edges(
         b_place = tl.where(m_edge, o_place, -1)
         b_target = tl.load(p_targets + o_place, mask=m_edge, other=0).to(tl.int32)
         b_source = tl.load(p_sources + o_place, mask=m_edge, other=-1).to(tl.int32)
-        m_edge = b_source >= 0  # tables have empty entries
+        m_edge = b_source >= 0  # a table of neighbours has empty entries
     else:
         b_place = tl.where(m_edge, i_step * count + o_place, -1)
         b_target = first + o_place
@@ -59,7 +64,7 @@ def load_edges(
 
 @triton.jit
 def row_of(p_first, b_token, i_stride):
-    """Return where the features of tokens begin, [ROWS]."""
+    """Return pointers to the first feature of tokens `b_token` [ROWS], [ROWS]."""
     return p_first + b_token.to(tl.int64) * i_stride
 
 
@@ -68,7 +73,7 @@ def both_valid(
     m_edge, b_target, b_source, p_valid_target, p_valid_source,
     VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """Mark the edges that join two valid tokens."""
+    """Mark the edges that join two valid tokens, [ROWS]."""
     if VALID_TARGET:
         m_edge = m_edge & (tl.load(p_valid_target + b_target, mask=m_edge, other=0) != 0)
     if VALID_SOURCE:
@@ -96,8 +101,9 @@ def hidden_sum(p_target, p_source, m_edge, i_x, XI: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit
 def gelu_parts(b_x):
-    """x cut below -BORDER, x cut on both sides, its square, and rsqrt(1 + e^-p): the square root of
-    the sigmoid, because a root costs one instruction where 1 / x costs five."""
+    """x clipped at -BORDER, x clipped on both sides, the square of that, and rsqrt(1 + e^-p), where
+    p is the polynomial above. The last is the square root of the sigmoid: a root takes one
+    instruction, a division five."""
     b_x = tl.maximum(b_x, -BORDER, propagate_nan=tl.PropagateNan.ALL)
     b_inner = tl.minimum(b_x, BORDER)
     b_square = b_inner * b_inner
@@ -107,7 +113,7 @@ def gelu_parts(b_x):
 
 @triton.jit
 def gelu(b_x, HALF: tl.constexpr):
-    """GELU: exact in float32, to 5e-5 where HALF."""
+    """GELU of a tile of any shape: exact in float32, to 5e-5 if HALF."""
     if HALF:
         b_x, _, _, b_root = gelu_parts(b_x)
         b_gelu = b_x * b_root * b_root
@@ -118,7 +124,7 @@ def gelu(b_x, HALF: tl.constexpr):
 
 @triton.jit
 def gelu_slope(b_x, HALF: tl.constexpr):
-    """Return the derivative of GELU."""
+    """Return the derivative of GELU, of a tile of any shape."""
     if HALF:
         b_x, b_inner, b_square, b_root = gelu_parts(b_x)
         b_share = b_root * b_root
@@ -133,7 +139,7 @@ def gelu_slope(b_x, HALF: tl.constexpr):
 
 @triton.jit
 def softplus(b_x):
-    """log(1 + e^x), with all its digits also where that is small."""
+    """log(1 + e^x), with all digits also where the result is small."""
     b_power = tl.exp2(-tl.abs(b_x) * LOG2E)
     b_series = b_power * (
         1 - b_power * (1 / 2 - b_power * (1 / 3 - b_power * (1 / 4 - b_power / 5)))
@@ -153,7 +159,10 @@ def hold_weights(
     p_weight, HELD: tl.constexpr, BLOCK_XI: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Weights [COLUMNS, BLOCK_XI] as tiles [CHUNK, COLUMNS], which stay on chip if HELD."""
+    """Weights [COLUMNS, BLOCK_XI] as a tuple of tiles [CHUNK, COLUMNS] if HELD; otherwise ().
+
+    The tiles stay on chip, in registers or shared memory.
+    """
     held = ()
     if HELD:
         o_column = tl.arange(0, COLUMNS)
@@ -171,10 +180,11 @@ def edge_network(
     RANKS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Raw rows of Lambda [ROWS, RANKS, BLOCK_D], and [ROWS, LOGITS]: alpha's and beta's first.
+    """Raw rows of Lambda [ROWS, RANKS, BLOCK_D], and logits [ROWS, LOGITS]: alpha's, beta's, zeros.
 
-    One product, CHUNK hidden features at a time, which are formed from both tokens on the way.
-    Weights [RANKS * BLOCK_D, BLOCK_XI] and [LOGITS, BLOCK_XI], zero where nothing belongs.
+    Both are products of the edges' hidden vectors with weights, CHUNK hidden features at a time.
+    Hidden features are computed from both tokens when they are needed. `p_shear` points to weights
+    [RANKS * BLOCK_D, BLOCK_XI] and `p_logits` to weights [LOGITS, BLOCK_XI], padded with zeros.
     """
     o_column = tl.arange(0, RANKS * BLOCK_D)
     o_logit = tl.arange(0, LOGITS)
@@ -182,6 +192,7 @@ def edge_network(
     b_logits = tl.zeros([ROWS, LOGITS], tl.float32)
     if HELD:
         for i_chunk in tl.static_range(BLOCK_XI // CHUNK):
+            # [ROWS, CHUNK]
             b_hidden = gelu(
                 hidden_sum(p_target, p_source, m_edge, i_chunk * CHUNK, XI, CHUNK), HALF
             )
@@ -191,6 +202,7 @@ def edge_network(
     else:
         for i_x in range(0, BLOCK_XI, CHUNK):
             o_x = i_x + tl.arange(0, CHUNK)
+            # [ROWS, CHUNK]
             b_hidden = gelu(hidden_sum(p_target, p_source, m_edge, i_x, XI, CHUNK), HALF)
             b_hidden = b_hidden.to(p_shear.dtype.element_ty)
             # [CHUNK, RANKS * BLOCK_D], then [CHUNK, LOGITS]
@@ -204,7 +216,7 @@ def edge_network(
 
 @triton.jit
 def strengths(b_logits, p_logit_bias):
-    """alpha, beta, and what they are the softplus of, [ROWS] each."""
+    """alpha, beta, and their logits, of which they are the softplus; [ROWS] each."""
     o_logit = tl.arange(0, LOGITS)[None, :]
     b_alpha_logit = tl.sum(tl.where(o_logit == 0, b_logits, 0.0), axis=1) + tl.load(p_logit_bias)
     b_beta_logit = tl.sum(tl.where(o_logit == 1, b_logits, 0.0), axis=1) + tl.load(p_logit_bias + 1)
@@ -213,11 +225,12 @@ def strengths(b_logits, p_logit_bias):
 
 @triton.jit
 def inverse_squares(b_rows, n_rows, RANKS: tl.constexpr):
-    """1 / |s l|^2 of every raw row l (0 for a zero row), and s, [ROWS, RANKS].
+    """1 / |s l|^2 of every raw row l (0 for a zero row), and s, [ROWS, RANKS] each.
 
     The projection of d on l is s l (s l . d) / |s l|^2 for any s, so callers multiply by s twice.
-    It is 1, but for rows whose squares would leave the range: rare, and decided row by row, so that
-    no edge changes the rounding of another. Rows from `n_rows` on are padding.
+    s is 1, except for rows whose squares would overflow or underflow. These are rare. s is chosen
+    for each row alone, so that no edge changes the rounding of another. Rows from `n_rows` on are
+    padding.
     """
     b_square = tl.sum(b_rows * b_rows, axis=2)
     b_scale = tl.full(b_square.shape, 1.0, tl.float32)
@@ -233,11 +246,11 @@ def inverse_squares(b_rows, n_rows, RANKS: tl.constexpr):
 
 @triton.jit
 def along(b_rows, b_d):
-    """row . d for every row, [ROWS, RANKS]."""
+    """l . d for all rows l of `b_rows` [ROWS, RANKS, BLOCK_D], d [ROWS, BLOCK_D]: [ROWS, RANKS]."""
     return tl.sum(b_rows * b_d[:, None, :], axis=2)
 
 
 @triton.jit
 def combine(b_rows, b_share):
-    """The sum of rows times their shares [ROWS, RANKS]: [ROWS, BLOCK_D]."""
+    """The sum over RANKS of rows times their shares [ROWS, RANKS]: [ROWS, BLOCK_D]."""
     return tl.sum(b_rows * b_share[:, :, None], axis=1)

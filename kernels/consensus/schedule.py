@@ -1,8 +1,9 @@
 """The edges of a graph as the consensus kernels go over them: a bounded piece at a time.
 
-Every edge has a place in the messages of its piece. On windows the places are runs: one run of
-targets for every number of tokens between target and source, so both ends are contiguous and
-nothing is listed. Elsewhere they are stretches of the list of edges.
+Every edge has a message, and a place among the messages of its piece. In a window all targets have
+the same moves (source minus target). The messages of one move are a run: its targets are
+consecutive, and so are its sources, and no edge has to be listed. In other graphs a piece is a
+stretch of the list of edges.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from graphattn.kernels.edges.schedule import EdgeSchedule
 
 @dataclass
 class Piece:
-    """Some edges: `runs` runs of `count` places each.
+    """Some edges of a graph: `runs` runs of `count` places each.
 
-    Without a list these are targets first .. first + count - 1, once for each of `moves`.
+    Without a list, each run has the targets first .. first + count - 1 and one of the `moves`.
 
     Attributes:
         targets, sources: int64 [count], the ends of listed edges (a source of -1 is no edge).
         moves: int64 [runs], source minus target, on the device.
-        reach: (least, largest) of the moves.
-        schedule: the rows of the list, for sums at both ends.
+        reach: the least and the largest of the moves.
+        schedule: the listed edges by target and by source, for the sums at both ends.
     """
 
     count: int
@@ -40,7 +41,7 @@ class Piece:
 
     @property
     def places(self) -> int:
-        """How many messages the piece has."""
+        """Number of messages of the piece."""
         return self.count * self.runs
 
 
@@ -52,7 +53,7 @@ class ConsensusSchedule:
         num_targets, num_sources: N and M.
         moves: source minus target of the edges of every token, in ascending order.
         sequence: int32 [N], the sequence of a batch that each token is in; None: all are in one.
-        edge_index: [2, E], int64: sources and targets, sorted by target; a source of -1 is none.
+        edge_index: [2, E], int64: sources and targets, sorted by target; -1 is no source.
         device: where the kernels run.
 
     Example:
@@ -72,14 +73,15 @@ class ConsensusSchedule:
 
     @property
     def places(self) -> int:
-        """How many messages all edges have."""
+        """Number of messages of all edges."""
         if self.edge_index is not None:
             return self.edge_index.shape[1]
         return len(self.moves) * self.num_targets
 
     def pieces(self, places: int) -> list[Piece]:
         """All edges, in pieces of at most `places` messages if they can be cut so small."""
-        # Of all that fit there is one cut; of others few, whatever batches and dtypes come along.
+        # Pieces are stored by their size, which is that of the whole graph or a power of 2. So few
+        # sizes are stored, whatever batches and dtypes the graph is used with.
         fits = places >= self.places
         places = self.places if fits else 1 << (max(places, 1).bit_length() - 1)
         if places not in self._pieces:
@@ -95,7 +97,7 @@ class ConsensusSchedule:
             return
         if not self.moves:
             return
-        for few in _runs(len(self.moves), places):  # more moves than places: some at a time
+        for few in _runs(len(self.moves), places):  # some moves at a time if there are too many
             moves = self.moves[slice(*few)]
             on_device = torch.tensor(moves).to(self.device, non_blocking=True)
             for start, stop in _runs(self.num_targets, max(1, places // len(moves))):
@@ -109,7 +111,7 @@ class ConsensusSchedule:
 
 
 def _runs(length: int, most: int) -> Iterator[tuple[int, int]]:
-    """0 .. length in runs of at most so many, about equally long."""
+    """Borders of runs of at most `most` numbers, about equally long, that make up 0 .. length."""
     count = -(-length // most)
     for i in range(count):
         yield length * i // count, length * (i + 1) // count

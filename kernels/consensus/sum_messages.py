@@ -1,7 +1,8 @@
 """Sums of messages at the ends of edges: in a fixed order, without atomics.
 
-A kernel that went over edges has left one message for each of them, [H, B, places, width]. Here
-every token adds up those of its own edges: where it is target, where it is source, or both.
+Another kernel has written one message for every edge, [H, B, places, width]. Here every token adds
+up the messages of its own edges: those to it, those from it, or both. `sum_runs_kernel` does this
+for windows, whose messages are runs, and `sum_rows_kernel` for lists of edges.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import store_rows
 from graphattn.kernels.shared.programs import heads_first
 
-NUMBERS = 1024  # of a tile of a window
+NUMBERS = 1024  # elements of a tile of `sum_runs_kernel`
 
 
 @triton.jit(
@@ -34,8 +35,12 @@ def sum_runs_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     AT_TARGET: tl.constexpr, AT_SOURCE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """found[b, n, h] (+)= AT_TARGET * messages to n, + AT_SOURCE * those from n, of every run; for
-    tokens low .. high - 1."""
+    """found[b, n, h] = AT_TARGET * messages to n + AT_SOURCE * messages from n, for n = low ..
+    high - 1.
+
+    found is [B, N, H, WIDTH]; with ADD, the sum is added to what it holds. A message from n belongs
+    to an edge whose source is n. The signs AT_TARGET and AT_SOURCE are 1, -1 or 0.
+    """
     i_b, i_h, i_tile = heads_first(num_tiles, H)
     o_token = low + i_tile * TOKENS + tl.arange(0, TOKENS)
     o_feature = tl.arange(0, BLOCK)
@@ -71,9 +76,10 @@ def sum_rows_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     SIGN: tl.constexpr, ADD: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """found[b, n, h] (+)= SIGN * the messages of row n; parts of split rows [B, parts, H, WIDTH].
+    """found[b, n, h] = SIGN * the sum of the messages of row n; with ADD, plus what it holds.
 
-    PLACES: where a row's messages lie is listed; otherwise they lie side by side.
+    found is [B, N, H, WIDTH]; sums of parts of split rows are [B, parts, H, WIDTH]. If PLACES, the
+    places of a row's messages are listed in `p_places`; otherwise they are consecutive.
     """
     i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
         p_segments, num_segments, num_groups, H, ROWS
@@ -86,6 +92,7 @@ def sum_rows_kernel(
         b_found = tl.zeros([ROWS, BLOCK], tl.float32)
         for i_slot in range(0, i_most, SLOTS):
             o_slot = i_slot + tl.arange(0, SLOTS)
+            # [ROWS, SLOTS]
             m_edge = o_slot[None, :] < b_count[:, None]
             b_place = b_first[:, None] + o_slot[None, :]
             if PLACES:
@@ -93,6 +100,7 @@ def sum_rows_kernel(
             # [ROWS, SLOTS, BLOCK]
             p_tile = p_messages + (b_place * WIDTH)[:, :, None] + o_feature[None, None, :]
             m_tile = m_edge[:, :, None] & m_feature[None, None, :]
+            # [ROWS, BLOCK]
             b_found += tl.sum(tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32), axis=1)
         b_found = SIGN * b_found
         m_row = b_row >= 0
@@ -110,11 +118,15 @@ def sum_rows_kernel(
 class Sum:
     """A sum over the edges of every token, [B, N, H, width], piece by piece.
 
-    One piece is written in `dtype` at once; several are added up in float32 first.
+    A single piece is written in `dtype` at once. Several are added up in float32 first.
 
     Args:
-        tokens: N, those of the side that is summed up; both sides if `at` has two numbers.
-        at: the sign of a message at its target, and at its source; 0 where it does not count.
+        like: a tensor on the same device.
+        sizes: those of the result, [B, N, H, width]. N counts the tokens at which messages are
+            summed up.
+        dtype: that of the result.
+        at: the sign of a message at its target, and at its source; 0 if it is not added there.
+        pieces: all pieces whose messages will be added.
     """
 
     def __init__(
@@ -126,14 +138,14 @@ class Sum:
         pieces: list[Piece],
     ) -> None:
         self.at, self.dtype = at, dtype
-        # One launch writes every token: nothing to clear, nothing to add to. A list takes one for
-        # each side.
+        # If one launch writes every token, the result need not begin with zeros. A list of edges
+        # takes one launch for each side.
         self.is_whole = len(pieces) == 1 and not (pieces[0].schedule is not None and all(at))
         new = like.new_empty if self.is_whole else like.new_zeros
         self.found = new(sizes, dtype=dtype if self.is_whole else torch.float32)
 
     def add(self, piece: Piece, messages: Tensor) -> None:
-        """Messages [H, B, places, width] of a piece."""
+        """Add the messages [H, B, places, width] of a piece."""
         schedule = piece.schedule
         if schedule is None:
             self._add_runs(piece, messages)
@@ -145,7 +157,7 @@ class Sum:
                 self._add_rows(rows(), messages, sign)
 
     def result(self) -> Tensor:
-        """The sums in their dtype."""
+        """The sums [B, N, H, width], in their dtype."""
         return self.found.to(self.dtype)
 
     def _add_runs(self, piece: Piece, messages: Tensor) -> None:

@@ -1,10 +1,13 @@
 """Gradients of attention over any edges: weights are computed again from logits and log-sums.
 
 With P the weights and delta_i = out_i . d_out_i - d_lse_i, the logits' gradients are
-ds_ij = P_ij (d_out_i . v_j - delta_i). One kernel goes over the edges of every target: d_query, and
-ds itself where edges have biases. Another goes over the edges of every source (the transposed
-rows): d_key and d_value. No atomics: the sums of split rows are added up in order. That is the
-backward of FlashAttention-2 (Dao 2023), edge by edge.
+ds_ij = P_ij (d_out_i . v_j - delta_i). One kernel goes over the edges of every target and computes
+d_query, and ds itself if edges have biases. Another goes over the edges of every source (the rows
+of the transposed graph) and computes d_key and d_value. There are no atomics: the sums of the parts
+of a split row are added up in order. This is the backward of FlashAttention-2 (Dao 2023), edge by
+edge.
+
+Names and constants are explained where :mod:`graphattn.kernels.edges.forward` says.
 """
 
 from __future__ import annotations
@@ -45,32 +48,35 @@ def edges_d_query_kernel(
     VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr,
     SCALE_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """d_query [B, N, H, D], its parts [B, parts, H, D], d_bias [B, E, H], and every program's
-    share of d_scale [B, groups, H]."""
+    """d_query [B, N, H, D] and the sums of parts of split rows [B, parts, H, D]. If BIAS_GRADIENT,
+    d_bias [B, E, H]; if SCALE_GRADIENT, every program's share of d_scale [B, groups, H]."""
     i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
         p_segments, num_segments, num_groups, H, ROWS
     )
     m_row = b_row >= 0
     b_count = without_invalid(b_count, b_row, p_valid_target + i_b * N, VALID_TARGET)
-    i_head = i_h // REPEATS
+    i_key_head = i_h // REPEATS
     p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
     p_d_out += i_b * N * stride_on + i_h.to(tl.int64) * stride_oh
-    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
-    p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    p_key += i_b * M * stride_kn + i_key_head.to(tl.int64) * stride_kh
+    p_value += i_b * M * stride_vn + i_key_head.to(tl.int64) * stride_vh
     if BIAS == 2:
         p_bias += i_b * E * H
-    # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
+    # [ROWS, BLOCK_D]
     b_query = load_rows(p_query, b_row, m_row, stride_qn, D, BLOCK_D)
+    # [ROWS]
     o_number = (i_b * H + i_h) * N + b_row
     b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
-    m_row_alive = m_row & (b_saved != float("inf"))  # what comes in for empty rows is not read
+    m_row_alive = m_row & (b_saved != float("inf"))  # for rows without edges nothing is read
     b_delta = tl.load(p_delta + o_number, mask=m_row_alive, other=0.0)
+    # [ROWS, BLOCK_DV]
     b_d_out = load_rows(p_d_out, b_row, m_row_alive, stride_on, DV, BLOCK_DV)
     i_scale = tl.load(p_scale + i_h)
 
     b_d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
     for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
+        # [ROWS, SLOTS]
         b_source, m_edge, b_edge = load_edges(
             p_others, p_edge_ids, p_valid_source + i_b * M, p_kept + i_b * E * H, b_first, b_count,
             i_slot, H, i_h, SLOTS, VALID, KEPT, EDGE_IDS,
@@ -85,6 +91,7 @@ def edges_d_query_kernel(
         b_weight = weights_from(b_logit)
         # [ROWS, SLOTS, BLOCK_DV]
         b_value = gather(p_value, b_source, m_edge, stride_vn, DV, BLOCK_DV)
+        # [ROWS, SLOTS]
         b_d_weight = tl.sum(b_value * b_d_out[:, None, :], axis=2)
         b_d_logit = tl.where(m_edge, b_weight * (b_d_weight - b_delta[:, None]), 0.0)
         if BIAS_GRADIENT:
@@ -92,6 +99,7 @@ def edges_d_query_kernel(
         if SCALE_GRADIENT:
             b_d_scale += tl.sum(tl.where(m_edge, b_d_logit * b_affinity, 0.0), axis=1)
         b_pull = tl.where(m_edge[:, :, None], b_pull, 0.0)
+        # [ROWS, BLOCK_D]
         b_d_query += tl.sum(b_d_logit[:, :, None] * b_pull, axis=1)
 
     b_d_query = b_d_query * i_scale
@@ -117,38 +125,38 @@ def edges_d_source_kernel(
     VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """d_key [B, M, Hk, D] and d_value [B, M, Hk, DV], summed over the query heads of a key head;
-    parts of split rows in float32."""
+    and the sums of parts of split rows, [B, parts, Hk, D] and [B, parts, Hk, DV] in float32."""
     Hk = H // REPEATS
-    i_b, i_head, b_row, b_first, b_count, b_part = own_segments(
+    i_b, i_key_head, b_row, b_first, b_count, b_part = own_segments(
         p_segments, num_segments, num_groups, Hk, ROWS
     )
     m_row = b_row >= 0
     b_count = without_invalid(b_count, b_row, p_valid_source + i_b * M, VALID)
     p_query += i_b * N * stride_qn
     p_d_out += i_b * N * stride_on
-    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
-    p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    p_key += i_b * M * stride_kn + i_key_head.to(tl.int64) * stride_kh
+    p_value += i_b * M * stride_vn + i_key_head.to(tl.int64) * stride_vh
     if BIAS == 2:
         p_bias += i_b * E * H
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
-    m_seen = m_row & (b_count > 0)  # what nobody sees is not read
+    m_seen = m_row & (b_count > 0)  # sources that no target sees are not read
     b_key = load_rows(p_key, b_row, m_seen, stride_kn, D, BLOCK_D)
     b_value = load_rows(p_value, b_row, m_seen, stride_vn, DV, BLOCK_DV)
 
     b_d_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_d_value = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for i_repeat in range(REPEATS):
-        i_h = i_head * REPEATS + i_repeat
+        i_h = i_key_head * REPEATS + i_repeat
         i_scale = tl.load(p_scale + i_h)
         p_own_query = p_query + i_h.to(tl.int64) * stride_qh
         p_own_d_out = p_d_out + i_h.to(tl.int64) * stride_oh
         i_numbers = (i_b * H + i_h) * N
         for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
+            # [ROWS, SLOTS]
             b_target, m_edge, b_edge = load_edges(
                 p_others, p_edge_ids, p_valid_target + i_b * N, p_kept + i_b * E * H, b_first,
                 b_count, i_slot, H, i_h, SLOTS, VALID_TARGET, KEPT, EDGE_IDS,
             )  # fmt: skip
-            # [ROWS, SLOTS]
             o_number = i_numbers + b_target
             b_saved = tl.load(p_saved + o_number, mask=m_edge, other=float("inf"))
             m_edge = m_edge & (b_saved != float("inf"))
@@ -163,21 +171,23 @@ def edges_d_source_kernel(
             b_weight = tl.where(m_edge, weights_from(b_logit), 0.0)
             # [ROWS, SLOTS, BLOCK_DV]
             b_d_out = gather(p_own_d_out, b_target, m_edge, stride_on, DV, BLOCK_DV)
+            # [ROWS, SLOTS]
             b_d_weight = tl.sum(b_d_out * b_value[:, None, :], axis=2)
             b_d_logit = tl.where(m_edge, b_weight * (b_d_weight - b_delta) * i_scale, 0.0)
+            # [ROWS, BLOCK_DV] and [ROWS, BLOCK_D]
             b_d_value += tl.sum(b_weight[:, :, None] * b_d_out, axis=1)
             b_pull = tl.where(m_edge[:, :, None], b_pull, 0.0)
             b_d_key += tl.sum(b_d_logit[:, :, None] * b_pull, axis=1)
 
     m_whole = m_row & (b_part < 0)
-    p_d_key += (i_b * M * Hk + i_head) * D
-    p_d_value += (i_b * M * Hk + i_head) * DV
+    p_d_key += (i_b * M * Hk + i_key_head) * D
+    p_d_value += (i_b * M * Hk + i_key_head) * DV
     store_rows(p_d_key, b_d_key, b_row, m_whole, Hk * D, D, BLOCK_D)
     store_rows(p_d_value, b_d_value, b_row, m_whole, Hk * DV, DV, BLOCK_DV)
     if SPLIT:
         m_part = m_row & (b_part >= 0)
-        p_part_key += (i_b * num_parts * Hk + i_head) * D
-        p_part_value += (i_b * num_parts * Hk + i_head) * DV
+        p_part_key += (i_b * num_parts * Hk + i_key_head) * D
+        p_part_value += (i_b * num_parts * Hk + i_key_head) * DV
         store_rows(p_part_key, b_d_key, b_part, m_part, Hk * D, D, BLOCK_D)
         store_rows(p_part_value, b_d_value, b_part, m_part, Hk * DV, DV, BLOCK_DV)
 
@@ -192,11 +202,11 @@ def backward(
     scale_gradient: bool,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value, scale [H] and bias, the last two where asked for.
+    """Gradients of query, key, value, scale [H] and bias; the last two None if not asked for.
 
-    `out` and `d_out` are [B, N, H, Dv], `saved` [B, H, N], `d_lse` [B, N, H]. `saved` is what
-    the forward kept, or base-2 log-sums (+inf for empty rows) over these and other edges together;
-    then `out` is the average over all of them, too.
+    `out` and `d_out` are [B, N, H, Dv], `saved` [B, H, N], `d_lse` [B, N, H]. `out` and `saved` are
+    from the forward. Where these edges are only some of a graph, `out` is the average over all of
+    them, and `saved` are the base-2 log-sums over all of them (+inf for empty rows).
     """
     x = inputs
     B, _, H, D = x.query.shape
@@ -227,8 +237,8 @@ def backward(
         **upstream,
         p_d_query=d_query,
         p_part=part,
-        p_d_scale=saved if d_scale is None else d_scale,
-        p_d_bias=saved if d_bias is None else d_bias,
+        p_d_scale=x.unread if d_scale is None else d_scale,
+        p_d_bias=x.unread if d_bias is None else d_bias,
         SCALE_GRADIENT=scale_gradient,
         BIAS_GRADIENT=bias_gradient,
     )

@@ -47,7 +47,7 @@ CASES = (
     EdgeCase("kNN graph, k 16", FAST, LONG, 16, listed=False),
     EdgeCase("bipartite, degree 32, dot", "", 16384, 32, rbf=False),
     EdgeCase("grid 64 x 64 with class token, radius 2", "", 4097, 27, batch=16),
-    # Beside the band: every target sees 4 global sources, and 4 rows see all tokens.
+    # The edges that are not in the band: every target sees 4 global sources, 4 rows see all tokens.
     EdgeCase("longformer, 4 global tokens", "", LONG, 8, rbf=False),
     EdgeCase("kNN graph, k 16, top 8", "", LONG, 16, listed=False, top_k=8),
     EdgeCase("kNN graph, k 16, bias, padded", "", LONG, 16, listed=False, bias=True, valid=True),
@@ -64,7 +64,7 @@ def configurations() -> list[Configuration]:
 
 
 def configurations_of(case: EdgeCase) -> list[Configuration]:
-    """The launches of one case, in their order, but for those that add up what was split."""
+    """The launches of one case, in their order, except those that add up parts of split rows."""
     B, N, H, D = case.batch, case.tokens, case.heads, case.features
     if case.listed:
         edges_of = {"edge_index": torch.empty(2, N * case.degree, dtype=torch.int64, device="meta")}
@@ -106,7 +106,7 @@ def _describe(case: EdgeCase, launch: Launch) -> Configuration:
         launch,
         main=False,
         flops=0.0,
-        # What is gathered must come in once at least, and the list itself, four bytes an edge.
+        # Tensors are read at least once, and so is the list of edges, four bytes an edge.
         bytes=(gathered + own) * tokens * row + 4.0 * case.tokens * case.degree,
         iterations=passes * (2 if kernel == "edges_select_kernel" else 1),  # held, and written
         target=case.target,

@@ -2,11 +2,15 @@
 
 One program takes a few rows of one head, gathers the keys and values at the other ends of their
 edges, and keeps a running maximum (online softmax; Milakov and Gimelshein 2018). There is no matrix
-product: two targets rarely see the same run of sources, so gathered keys serve one row each. RBF
-logits come from differences, exact whatever offset the tokens share.
+product: two targets rarely see the same sources, so a gathered key is used for one row only. RBF
+logits are computed from differences q - k, and so do not lose digits if all tokens share an offset.
 
-Rows with more than `schedule.LONGEST_SEGMENT` edges (a class token, hubs) are split: their parts
-are averages of their own, which a second kernel merges by their log-sums, always in one order.
+Rows with more than `schedule.LONGEST_SEGMENT` edges (a class token, hubs) are split. Each part
+gives an average of its own. A second kernel merges these by their log-sums, always in one order.
+
+The constants of the kernel (REPEATS, RBF, BIAS, KEPT, ...) are explained at
+:meth:`graphattn.kernels.edges.inputs.EdgeInputs.common`, and the beginnings of names (``b_`` for
+tiles, ``p_`` for pointers, ...) in :mod:`graphattn.kernels`.
 """
 
 from __future__ import annotations
@@ -46,25 +50,26 @@ def edges_forward_kernel(
 ):  # fmt: skip
     """Output [B, N, H, DV], log-sums [B, H, N], and base-2 log-sums for the backward.
 
-    Parts of split rows: outputs [B, parts, H, DV] and base-2 log-sums [B, parts, H]. With START
-    other edges of the same rows have been averaged before, and are carried on with.
+    Parts of split rows: outputs [B, parts, H, DV] and base-2 log-sums [B, parts, H]. With START,
+    `p_start_out` and `p_start_lse` have the average and log-sums over other edges of the same rows,
+    and the edges here are added to those.
     """
     i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
         p_segments, num_segments, num_groups, H, ROWS
     )
     m_row = b_row >= 0
     b_count = without_invalid(b_count, b_row, p_valid_target + i_b * N, VALID_TARGET)
-    i_head = i_h // REPEATS
+    i_key_head = i_h // REPEATS
     p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
-    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
-    p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    p_key += i_b * M * stride_kn + i_key_head.to(tl.int64) * stride_kh
+    p_value += i_b * M * stride_vn + i_key_head.to(tl.int64) * stride_vh
     if BIAS == 2:
         p_bias += i_b * E * H
     # [ROWS, BLOCK_D]
     b_query = load_rows(p_query, b_row, m_row, stride_qn, D, BLOCK_D)
     i_scale = tl.load(p_scale + i_h) * LOG2E
     o_number = (i_b * H + i_h) * N + b_row
-    m_whole = m_row & (b_part < 0)
+    m_whole = m_row & (b_part < 0)  # rows that are not split
 
     b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
@@ -75,11 +80,11 @@ def edges_forward_kernel(
         p_start = p_start_out + (i_b * N * H + i_h) * DV
         b_out = load_rows(p_start, b_row, m_whole, H * DV, DV, BLOCK_DV)
     for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
+        # [ROWS, SLOTS]
         b_source, m_edge, b_edge = load_edges(
             p_others, p_edge_ids, p_valid_source + i_b * M, p_kept + i_b * E * H, b_first, b_count,
             i_slot, H, i_h, SLOTS, VALID, KEPT, EDGE_IDS,
         )  # fmt: skip
-        # [ROWS, SLOTS]
         b_affinity, _ = gather_affinities(
             b_query, p_key, b_source, m_edge, stride_kn, D, BLOCK_D, RBF
         )
@@ -87,13 +92,17 @@ def edges_forward_kernel(
         if BIAS:
             b_logit += load_bias(p_bias, b_edge, m_edge, H, i_h) * LOG2E
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
+        # [ROWS]
         b_larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
         b_level = level_of(b_larger)
+        # [ROWS, SLOTS]
         b_weight = tl.exp2(b_logit - b_level[:, None])
+        # [ROWS]: what multiplies the sums so far, because they get a new maximum
         b_fade = tl.exp2(b_max - b_level)
         b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
         # [ROWS, SLOTS, BLOCK_DV]
         b_value = gather(p_value, b_source, m_edge, stride_vn, DV, BLOCK_DV)
+        # [ROWS, BLOCK_DV]
         b_out = b_out * b_fade[:, None] + tl.sum(b_weight[:, :, None] * b_value, axis=1)
         b_max = b_larger
 
@@ -103,7 +112,7 @@ def edges_forward_kernel(
     p_out += (i_b * N * H + i_h) * DV
     store_rows(p_out, b_out, b_row, m_whole, H * DV, DV, BLOCK_DV)
     tl.store(p_lse + o_number, b_lse * LN2, mask=m_whole)
-    # +inf: no weight is left when it is subtracted from a logit.
+    # The backward subtracts these from logits: +inf leaves an empty row no weight.
     tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_lse), mask=m_whole)
     if SPLIT:
         m_part = m_row & (b_part >= 0)
@@ -117,7 +126,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, N, H, Dv], log-sums [B, H, N], and base-2 log-sums for the backward [B, H, N].
 
-    `start`: output and log-sums of the same targets over other edges, which these are added to.
+    `start`: output [B, N, H, Dv] and log-sums [B, H, N] of the same targets over other edges, to
+    which the edges here are added; None: there are no others.
     """
     x = inputs
     B, N, H, _ = x.query.shape
@@ -129,8 +139,8 @@ def forward(
     tensors: dict[str, Any] = {
         "p_part_out": lse.new_empty(B, rows.num_parts, H, DV),
         "p_part_lse": lse.new_empty(B, rows.num_parts, H),
-        "p_start_out": out if start is None else start[0],
-        "p_start_lse": lse if start is None else start[1],
+        "p_start_out": x.unread if start is None else start[0],
+        "p_start_lse": x.unread if start is None else start[1],
         "p_out": out,
         "p_lse": lse,
         "p_saved": saved,

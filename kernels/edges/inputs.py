@@ -28,7 +28,8 @@ class EdgeInputs:
         rbf: logits -scale ||q - k||^2 / 2 instead of scale q . k.
         bias: [E, H], or [B, E, H] where every sample has its own; float32, added to the logits.
         valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
-        kept: uint8 [B, E, H], the edges that count; None: all do.
+        kept: uint8 [B, E, H], 1 for the edges that top-k has chosen
+            (:func:`graphattn.kernels.edges.top_k.select`); None: every edge counts.
     """
 
     query: Tensor
@@ -56,22 +57,48 @@ class EdgeInputs:
 
     @property
     def num_edges(self) -> int:
-        """E: values per edge. Where nobody has some, a table's empty entries are counted, too."""
+        """E, the number of edges. Without biases it includes the empty entries of a table, because
+        then nothing is stored per edge.
+        """
         return self.schedule.num_edges if self.bias is None else self.bias.shape[-2]
 
+    @property
+    def unread(self) -> Tensor:
+        """A tensor for the pointers that a version of a kernel takes and does not read."""
+        return self.scale
+
     def common(self) -> dict[str, Any]:
-        """The arguments that all edge kernels take, whether they look at them or not."""
-        query, key, value, none = self.query, self.key, self.value, self.scale
+        """The arguments that all edge kernels take, whether they read them or not.
+
+        Names in capitals are constants (``tl.constexpr``): Triton compiles another version of the
+        kernel for every set of values. Beginnings of names, such as ``b_``, are explained in
+        :mod:`graphattn.kernels`. The constants of all calls are:
+
+        - REPEATS: query heads that share one key head, H / Hk.
+        - D, DV: features of queries and keys, and of values. BLOCK_D, BLOCK_DV: the same, rounded
+          up to powers of 2, as tiles need.
+        - RBF: affinities are -||q - k||^2 / 2; otherwise q . k.
+        - BIAS: 0 without biases, 1 with biases [E, H], 2 with biases [B, E, H].
+        - KEPT: only the edges that top-k has chosen count; `p_kept` marks them.
+        - VALID, VALID_TARGET: there is a mask of valid sources, of valid targets.
+
+        :func:`launch_over` adds:
+
+        - ROWS, SLOTS: segments of a program, and edges of each that it takes at a time.
+        - EDGE_IDS: numbers of edges are listed in `p_edge_ids`; otherwise they are their places.
+        - SPLIT: some rows are split, so some results are those of parts.
+        """
+        query, key, value, unread = self.query, self.key, self.value, self.unread
         D, DV, H, Hk = query.shape[-1], value.shape[-1], query.shape[-2], key.shape[-2]
         return {
             "p_query": query,
             "p_key": key,
             "p_value": value,
             "p_scale": self.scale,
-            "p_bias": none if self.bias is None else self.bias,
-            "p_kept": none if self.kept is None else self.kept,
-            "p_valid_target": none if self.valid_target is None else self.valid_target,
-            "p_valid_source": none if self.valid_source is None else self.valid_source,
+            "p_bias": unread if self.bias is None else self.bias,
+            "p_kept": unread if self.kept is None else self.kept,
+            "p_valid_target": unread if self.valid_target is None else self.valid_target,
+            "p_valid_source": unread if self.valid_source is None else self.valid_source,
             "N": query.shape[1],
             "M": key.shape[1],
             "E": self.num_edges,
@@ -105,9 +132,10 @@ def launch_over(
     per_edge: bool = False,
     **arguments: Any,
 ) -> None:
-    """Starts a kernel on all segments of `rows` and that many heads; choice.columns: slots.
+    """Starts a kernel on all segments of `rows`, for all batch entries and `heads` heads.
 
-    `per_edge`: it writes something for every edge.
+    `choice.rows` are the segments of a program, `choice.columns` its SLOTS. `per_edge` says that
+    the kernel writes something for every edge, and so needs the numbers of the edges.
     """
     x = inputs
     per_edge = per_edge or x.bias is not None or x.kept is not None
@@ -119,7 +147,7 @@ def launch_over(
         **x.common(),
         p_segments=rows.segments,
         p_others=rows.others,
-        p_edge_ids=rows.others if rows.edge_ids is None else rows.edge_ids,
+        p_edge_ids=x.unread if rows.edge_ids is None else rows.edge_ids,
         num_segments=len(rows.segments),
         num_groups=groups,
         num_parts=rows.num_parts,

@@ -14,9 +14,11 @@ from graphattn.kernels.shared.programs import heads_first
 
 @triton.jit
 def own_segments(p_segments, num_segments, num_groups, heads, ROWS: tl.constexpr):
-    """Return the segments that a program takes: batch, head, and of its rows [ROWS] each: the
-    token, its first edge, how many, and its part. Rows that do not exist are -1, those that are not
-    split have part -1.
+    """Return the segments that a program takes (rows of `Rows.segments`).
+
+    These are batch, head, and of every segment [ROWS]: its row, which is the number of a token, its
+    first edge, the number of its edges, and the number of its part. The row is -1 if there is no
+    such segment. The part is -1 if the row is not split.
     """
     i_b, i_h, i_group = heads_first(num_groups, heads)
     o_segment = i_group * ROWS + tl.arange(0, ROWS)
@@ -31,7 +33,7 @@ def own_segments(p_segments, num_segments, num_groups, heads, ROWS: tl.constexpr
 
 @triton.jit
 def without_invalid(b_count, b_row, p_valid, VALID: tl.constexpr):
-    """How many edges, 0 for tokens that are not valid."""
+    """Numbers of edges [ROWS], made 0 for tokens that are not valid if VALID."""
     if VALID:
         b_valid = tl.load(p_valid + b_row, mask=b_row >= 0, other=0)
         b_count = tl.where(b_valid != 0, b_count, 0)
@@ -43,8 +45,12 @@ def load_edges(
     p_others, p_edge_ids, p_valid, p_kept, b_first, b_count, i_slot, heads, i_h,
     SLOTS: tl.constexpr, VALID: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
 ):  # fmt: skip
-    """The next SLOTS edges of every row: the token at the other end, whether there is an edge, and
-    its id in the graph: its place, or if EDGE_IDS what `p_edge_ids` says. [ROWS, SLOTS] each."""
+    """The next SLOTS edges of every row, from edge `i_slot` of the row on; [ROWS, SLOTS] each.
+
+    These are the token at the other end, whether there is an edge, and the number of the edge in
+    the graph. That is its place among all rows' edges, or if EDGE_IDS what `p_edge_ids` has there.
+    If VALID, edges to invalid tokens are no edges here; if KEPT, those that top-k has not chosen.
+    """
     o_slot = i_slot + tl.arange(0, SLOTS)
     m_edge = o_slot[None, :] < b_count[:, None]
     o_place = b_first[:, None] + o_slot[None, :]
@@ -64,9 +70,10 @@ def load_edges(
 def gather(
     p_first, b_token, m_pair, i_stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Features of tokens [ROWS, SLOTS]: [ROWS, SLOTS, BLOCK_WIDTH] in float32.
+    """Features of tokens `b_token` [ROWS, SLOTS]: [ROWS, SLOTS, BLOCK_WIDTH] in float32.
 
-    Where there is no pair nothing is read, so what such tokens hold, NaN too, does not matter.
+    Tokens outside the mask `m_pair` are not read and become zeros, so it does not matter if they
+    hold NaN.
     """
     o_feature = tl.arange(0, BLOCK_WIDTH)
     p_tile = p_first + (b_token * i_stride)[:, :, None] + o_feature[None, None, :]
@@ -79,10 +86,10 @@ def gather_affinities(
     b_own, p_first, b_token, m_pair, i_stride, D: tl.constexpr, BLOCK_D: tl.constexpr,
     RBF: tl.constexpr,
 ):  # fmt: skip
-    """own . other, or -||own - other||^2 / 2, with the tokens [ROWS, SLOTS] at the other ends.
+    """Affinities of the rows' own tokens `b_own` [ROWS, BLOCK_D] with those at the other ends.
 
-    And what its derivative by `own` is, without RBF `other`, with it other - own,
-    [ROWS, SLOTS, BLOCK_D].
+    Returns the affinities [ROWS, SLOTS]: own . other, or -||own - other||^2 / 2 if RBF; and their
+    derivatives with respect to `own` [ROWS, SLOTS, BLOCK_D]: other, or other - own if RBF.
     """
     b_other = gather(p_first, b_token, m_pair, i_stride, D, BLOCK_D)
     if RBF:
@@ -95,5 +102,5 @@ def gather_affinities(
 
 @triton.jit
 def load_bias(p_bias, b_edge, m_edge, heads, i_h):
-    """Biases of edges, [ROWS, SLOTS]; 0 where there is none."""
+    """Biases of edges, [ROWS, SLOTS]; 0 where there is no edge."""
     return tl.load(p_bias + b_edge * heads + i_h, mask=m_edge, other=0.0)

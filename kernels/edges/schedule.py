@@ -1,7 +1,7 @@
 """Schedule of the edges that programs of an edge kernel take: index arrays, made on the device.
 
-Nothing here waits for the device: sizes follow from shapes, or are bounded by them (there are at
-most E // LONGEST_SEGMENT segments more than rows), and what is left over is marked -1.
+Nothing here waits for the device. Sizes follow from shapes, or are bounded by them: there are at
+most E // LONGEST_SEGMENT more segments than rows, and rows of a table that are not needed are -1.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class EdgeSchedule:
 
     @cached_property
     def by_target(self) -> Rows:
-        """Row i is what target i sees."""
+        """The edges by target: row i has the sources that target i sees."""
         N, device = self.num_targets, self._sources.device
         if self.neighbors is not None:
             k = self.neighbors.shape[1]
@@ -106,7 +106,7 @@ class EdgeSchedule:
 
     @cached_property
     def by_source(self) -> Rows:
-        """Row j is who sees source j."""
+        """The edges by source: row j has the targets that see source j."""
         sources = self._sources
         if self.neighbors is not None:
             k = max(self.neighbors.shape[1], 1)
@@ -114,7 +114,7 @@ class EdgeSchedule:
         else:
             assert self.edge_index is not None
             targets = self.edge_index[1]
-        sources, order = sources.sort(stable=True)  # empty entries come first, in nobody's row
+        sources, order = sources.sort(stable=True)  # empty entries (-1) come first, in no row
         first = torch.searchsorted(
             sources, torch.arange(self.num_sources + 1, device=sources.device)
         )
@@ -126,7 +126,10 @@ class EdgeSchedule:
 def _rows(
     others: Tensor, edges: Tensor | None, first: Tensor, count: Tensor, *, longest: int
 ) -> Rows:
-    """`longest`: no row has more edges."""
+    """Rows from others [E], edge ids [E], and every row's first edge and number of edges [rows].
+
+    No row has more than `longest` edges.
+    """
     rows, E = len(count), len(others)
     order = count.argsort(descending=True, stable=True)
     first, count = first[order], count[order]
@@ -136,9 +139,8 @@ def _rows(
         segments, split = _split(
             order, first, count, rows + E // LONGEST_SEGMENT, E // LONGEST_SEGMENT
         )
-        num_parts = 2 * (
-            E // LONGEST_SEGMENT
-        )  # a row of a full part or more has at most one beside
+        # A split row has at least one full part, and at most one that is not full.
+        num_parts = 2 * (E // LONGEST_SEGMENT)
     mean = E / rows if rows else 0.0
     return Rows(others.to(torch.int32), edges, whole, segments, split, num_parts, mean)
 
@@ -153,8 +155,8 @@ def _split(
     place = torch.searchsorted(end, segment, right=True)
     beyond, place = place >= len(row), place.clamp(max=len(row) - 1)
     done = (segment - (end - parts)[place]) * LONGEST_SEGMENT
-    # Rows come longest first, so the segments of split rows come first: a segment's own number
-    # numbers its part.
+    # Rows come longest first, so the segments of split rows come first, and the number of such a
+    # segment can be the number of its part.
     segments = torch.stack(
         [
             torch.where(beyond, -1, row[place]),

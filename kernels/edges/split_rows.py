@@ -1,4 +1,8 @@
-"""Rows of edges that were cut into parts: what puts their parts together, always in one order."""
+"""Kernels that put the parts of split rows together, always in one order.
+
+`graphattn.kernels.edges.schedule` says which rows are split. Names are explained in
+:mod:`graphattn.kernels`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,10 @@ PARTS = 16  # of a split row, read at a time
 
 @triton.jit
 def own_split(p_split, num_split, heads):
-    """Return the split row that a merging program takes: batch, head, the row (-1: none), its first
-    part, how many.
+    """Return the split row that a program takes (a row of `Rows.split`).
+
+    These are batch, head, the number of the row (-1: there is none), the number of its first part,
+    and the number of its parts.
     """
     i_b, i_h, i_split = heads_first(num_split, heads)
     p_row = p_split + 3 * i_split
@@ -32,7 +38,11 @@ def merge_averages_kernel(
     N, H, num_split, num_parts,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
-    """Split rows, from the averages and base-2 log-sums of their parts."""
+    """Output [B, N, H, D], log-sums and base-2 log-sums [B, H, N] of split rows, from their parts.
+
+    Parts have averages [B, parts, H, D] and base-2 log-sums [B, parts, H]. START: as in
+    :func:`graphattn.kernels.edges.forward.edges_forward_kernel`.
+    """
     i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
     if i_row >= 0:
         o_feature = tl.arange(0, BLOCK_D)
@@ -50,13 +60,14 @@ def merge_averages_kernel(
             o_part = i_part + tl.arange(0, PARTS)
             m_part = o_part < i_count
             o_part = (i_b * num_parts + i_first + o_part) * H + i_h
+            # [PARTS]
             b_lse = tl.load(p_part_lse + o_part, mask=m_part, other=float("-inf"))
             i_larger = tl.maximum(i_max, tl.max(b_lse, axis=0))
             i_level = level_of(i_larger)
             b_weight = tl.exp2(b_lse - i_level)
             i_fade = tl.exp2(i_max - i_level)
             i_sum = i_sum * i_fade + tl.sum(b_weight, axis=0)
-            # [PARTS, BLOCK_D]
+            # [PARTS, BLOCK_D], then [BLOCK_D]
             p_tile = p_part_out + (o_part * D)[:, None] + o_feature[None, :]
             b_part = tl.load(p_tile, mask=m_part[:, None] & m_feature[None, :], other=0.0)
             b_out = b_out * i_fade + tl.sum(b_weight[:, None] * b_part, axis=0)
@@ -74,8 +85,8 @@ def add_parts_kernel(
     p_part, p_sum, p_split, N, H, num_split, num_parts,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr = False,
 ):  # fmt: skip
-    """sum [B, N, H, D] of split rows, from their parts [B, parts, H, D], always in one order; with
-    ADD to what is there."""
+    """sum [B, N, H, D] of split rows, from the sums of their parts [B, parts, H, D]. With ADD, they
+    are added to what `p_sum` holds."""
     i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
     if i_row >= 0:
         o_feature = tl.arange(0, BLOCK_D)
@@ -94,7 +105,10 @@ def add_parts_kernel(
 
 
 def launch_over_split(kernel: Any, rows: Rows, result: Tensor, **arguments: Any) -> None:
-    """Starts a kernel that puts split rows together, in `result` [B, rows, heads, D]."""
+    """Starts a kernel that puts the parts of split rows together, in `result` [B, rows, heads, D].
+
+    `arguments` are those that only this kernel takes. Without split rows nothing is started.
+    """
     B, N, H, D = result.shape
     if not rows.num_parts:
         return

@@ -1,8 +1,11 @@
-"""Top-k within rows of edges: which edges of every target count, by the size of their logits.
+"""Top-k within rows of edges: of every target, the edges with the largest logits are kept.
 
-The k-th largest logit of a row is found bit by bit, by counting (radix select); of edges that equal
-it the first are kept, which are those with the smaller sources. The choice is a mask that forward
-and backward read: they may add features in another order, and would choose otherwise near a tie.
+The k-th largest logit of a row is found bit by bit, by counting (radix select). Of edges that equal
+it, the first are kept, which are those with the smaller sources. The result is a mask that forward
+and backward read. They do not choose themselves, because they may add features in another order,
+and would then choose differently near a tie.
+
+Names and constants are explained where :mod:`graphattn.kernels.edges.forward` says.
 """
 
 from __future__ import annotations
@@ -31,15 +34,16 @@ def load_ranks(
     i_h, stride_kn, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
     RBF: tl.constexpr, BIAS: tl.constexpr, EDGE_IDS: tl.constexpr, VALID: tl.constexpr,
 ):  # fmt: skip
-    """Logits as integers in the same order, from 0 on, NaN the largest as in torch.topk.
+    """Ranks of the next SLOTS edges of every row: their logits as integers in the same order.
 
-    -1 where there is no edge. The mask that is being made is not read: `p_others` stands in for it.
+    Ranks are 0 or more, NaN has the largest as in torch.topk, and -1 is no edge. Returns the ranks,
+    the mask of edges and the numbers of edges, [ROWS, SLOTS] each.
     """
+    # [ROWS, SLOTS]; p_others again, for the pointer to a mask that is only read with KEPT
     b_source, m_edge, b_edge = load_edges(
         p_others, p_edge_ids, p_valid, p_others, b_first, b_count, i_slot, heads, i_h,
         SLOTS, VALID, False, EDGE_IDS,
     )  # fmt: skip
-    # [ROWS, SLOTS]
     b_affinity, _ = gather_affinities(b_query, p_key, b_source, m_edge, stride_kn, D, BLOCK_D, RBF)
     b_logit = b_affinity * i_scale
     if BIAS:
@@ -62,27 +66,30 @@ def edges_select_kernel(
 ):  # fmt: skip
     """chosen [B, E, H]: 1 for the `top_k` edges of every row with the largest logits.
 
-    Rows of at most SLOTS edges are held; longer ones are gathered again for every bit.
+    The ranks of the first SLOTS edges of a row are held in registers. If a row has more, their keys
+    are gathered again for every bit.
     """
     i_b, i_h, b_row, b_first, b_count, _ = own_segments(
         p_segments, num_segments, num_groups, H, ROWS
     )
     b_count = without_invalid(b_count, b_row, p_valid_target + i_b * N, VALID_TARGET)
-    i_head = i_h // REPEATS
+    i_key_head = i_h // REPEATS
     p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
-    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_key += i_b * M * stride_kn + i_key_head.to(tl.int64) * stride_kh
     p_valid_source += i_b * M
     if BIAS == 2:
         p_bias += i_b * E * H
+    # [ROWS, BLOCK_D]
     b_query = load_rows(p_query, b_row, b_row >= 0, stride_qn, D, BLOCK_D)
     i_scale = tl.load(p_scale + i_h)
     i_most = tl.max(b_count, axis=0)
 
+    # [ROWS, SLOTS]
     b_held, _, _ = load_ranks(
         b_query, i_scale, p_key, p_bias, p_valid_source, p_others, p_edge_ids, b_first, b_count, 0,
         H, i_h, stride_kn, D, BLOCK_D, SLOTS, RBF, BIAS, EDGE_IDS, VALID,
     )  # fmt: skip
-    b_kth = tl.zeros([ROWS], tl.int64)  # the largest number that top_k ranks reach
+    b_kth = tl.zeros([ROWS], tl.int64)  # the largest number that top_k ranks reach or exceed
     for i_bit in range(32):
         b_try = b_kth + (tl.full([ROWS], 0x80000000, tl.int64) >> i_bit)
         b_reach = tl.sum((b_held >= b_try[:, None]).to(tl.int32), axis=1)
@@ -101,7 +108,7 @@ def edges_select_kernel(
             b_count, i_slot, H, i_h, stride_kn, D, BLOCK_D, SLOTS, RBF, BIAS, EDGE_IDS, VALID,
         )  # fmt: skip
         b_more += tl.sum((b_rank > b_kth[:, None]).to(tl.int32), axis=1)
-    b_left = top_k - b_more  # how many that equal the k-th are kept
+    b_left = top_k - b_more  # [ROWS]: how many of those that equal the k-th are kept
     for i_slot in range(0, i_most, SLOTS):
         b_rank, m_edge, b_edge = load_ranks(
             b_query, i_scale, p_key, p_bias, p_valid_source, p_others, p_edge_ids, b_first,
@@ -115,10 +122,10 @@ def edges_select_kernel(
 
 
 def select(inputs: EdgeInputs, top_k: int) -> Tensor:
-    """Uint8 [B, E, H]: the `top_k` edges of every target and head with the largest logits.
+    """Uint8 [B, E, H]: 1 for the `top_k` edges of every target and head with the largest logits.
 
-    Equal logits: the smaller source. Edges that do not count, because a token is invalid, are not
-    chosen. Targets with no more than `top_k` edges keep them all.
+    Of equal logits, those of the smaller sources are chosen. Edges of invalid tokens are not
+    chosen. A target with at most `top_k` edges keeps them all.
     """
     x, rows = inputs, inputs.schedule.by_target
     B, H = x.query.shape[0], x.query.shape[2]

@@ -1,21 +1,38 @@
 """Generation, one token: a cache takes in its key and value, and it attends to its window.
 
-One launch does both. A program takes one query head of one text: it holds the query, and goes over
-the rows of the cache from the oldest to the newest. The new token is in them already, by the
-numbers that came in: whoever writes it, nobody reads what is being written. RBF logits come from
-differences, exact whatever offset the tokens share, as in :mod:`graphattn.kernels.edges`.
+One launch does both. A program takes one query head of one text. It holds the query, and goes over
+the rows of the cache from the oldest to the newest. For the new token it uses the key and value
+that were passed in, and does not read the cache, where another program may be writing them. RBF
+logits are computed from differences, as in :mod:`graphattn.kernels.edges`, and so do not lose
+digits if all tokens share an offset.
 
-Without `top_k` every slot of a tile keeps a running maximum of its own, and slots are merged at the
-end. With it the logits of the whole window are held as whole numbers in the same order (as in
-:mod:`graphattn.kernels.bands.top_k`), the k-th is found by halving an interval, of its equals the
-oldest are kept, and values that are not kept are not read.
+Without `top_k`, every slot of a tile has a running maximum of its own, and slots are merged at the
+end. With `top_k`, the ranks of the whole window are held (logits as integers in the same order, as
+in :mod:`graphattn.kernels.bands.top_k`), and the k-th largest is found by halving an interval. Of
+tokens that equal it, the oldest are kept. Values of tokens that are not kept are not read.
 
-A window is not split over programs. What a split could win is what one multiprocessor lacks: it
-takes 64 bytes a clock from the L2 cache, 127 GB/s. A window of 256 bfloat16 tokens of 64 features
-is 64 KiB of keys and values: 0.5 us, less than the start of a second launch (2 us and more), which
-a split needs, and a third with `top_k`. At 4096 tokens it is 8 us for 8 programs, of which a split
-would save about half. From 132 pairs of text and head on there is nothing to win.
-(Arithmetic, not measured.)
+A window is not split over programs. One multiprocessor takes 64 bytes a clock from the L2 cache,
+127 GB/s, so a split could only save time if a window is long. A window of 256 bfloat16 tokens of 64
+features has 64 KiB of keys and values, which takes 0.5 us. That is less than the start of a second
+launch (2 us and more), which a split needs; with `top_k` it needs a third one. At 4096 tokens it is
+8 us for 8 programs, of which a split would save about half. With 132 pairs of text and head or
+more, there is a program for every multiprocessor, and a split saves nothing.
+(This is arithmetic, not measured.)
+
+Constants of the kernel: REPEATS, D, BLOCK_D, SLOTS and RBF are those of
+:meth:`graphattn.kernels.edges.inputs.EdgeInputs.common`, of one row, which is the window. The
+others are:
+
+- CHUNKS: tiles of SLOTS tokens in a window, rounded up to a power of 2 (with SELECT; otherwise 1).
+- SIGMAS: numbers in `p_log_sigma`, one for each head or one for all.
+- EPS: `eps` is added to the sum of exponentials. SINK: that of a sink's logit is added, too.
+- SHARED: keys and values are one cache.
+- SELECT: `top_k` tokens are kept; otherwise all.
+- VALID: the cache has a mask of valid tokens. MASKED: `p_valid` says whether the new token
+  is valid; otherwise it is.
+- STAGES: loads in flight.
+
+The beginnings of names are explained in :mod:`graphattn.kernels`.
 """
 
 from __future__ import annotations
@@ -34,7 +51,11 @@ from graphattn.kernels.shared.programs import heads_first
 
 @triton.jit
 def load_slots(p_valid, i_slot, first, held, room, SLOTS: tl.constexpr, VALID: tl.constexpr):
-    """The next tokens by age: their places, which old ones are seen, which is new. [SLOTS] each."""
+    """The next tokens, from the oldest on: places, masks of old ones and of the new one; [SLOTS].
+
+    Token `i_slot` of the window lies at place first + i_slot of the cache, modulo `room`. The mask
+    of old tokens has those that are valid.
+    """
     o_slot = i_slot + tl.arange(0, SLOTS)
     o_place = first + o_slot
     o_place = tl.where(o_place >= room, o_place - room, o_place)
@@ -49,9 +70,11 @@ def load_logits(
     b_query, b_new, i_scale, p_keys, o_place, m_old, m_new,
     D: tl.constexpr, BLOCK_D: tl.constexpr, RBF: tl.constexpr,
 ):  # fmt: skip
-    """Keys [SLOTS, BLOCK_D] and logits [SLOTS]; the new token's in the same lanes as all others'.
+    """Keys [SLOTS, BLOCK_D] and logits [SLOTS] of the next tokens.
 
-    So equal keys have equal logits. Those of slots that are neither old nor new mean nothing.
+    The new token's key `b_new` [BLOCK_D] is put into its slot, so that its logit is computed by the
+    same instructions as all others, and equal keys have equal logits. Logits of slots that are
+    neither old nor new are arbitrary.
     """
     b_key = load_rows(p_keys, o_place, m_old, D, D, BLOCK_D)
     b_key = tl.where(m_new[:, None], b_new[None, :], b_key)
@@ -65,10 +88,10 @@ def load_logits(
 
 @triton.jit
 def best(b_rank, top_k):
-    """Mark the `top_k` largest of a row, all that are edges if there are fewer, [tokens].
+    """Mark the `top_k` largest of the ranks `b_rank` [tokens], or all edges if there are fewer.
 
-    Always: `i_reach_low` ranks are at least `i_low`, `top_k` or more of them if there are so many,
-    and fewer than `top_k` are at least `i_high`.
+    During the loop, `i_reach_low` ranks are at least `i_low`: `top_k` or more, if there are so
+    many. Fewer than `top_k` ranks are at least `i_high`.
     """
     i_reach_low = tl.sum((b_rank != NO_EDGE).to(tl.int32), axis=0)
     i_low = tl.min(tl.where(b_rank == NO_EDGE, LARGEST, b_rank), axis=0)
@@ -98,18 +121,18 @@ def window_step_kernel(
 ):  # fmt: skip
     """Output [B, H, D]; the caches [B * Hk, room, D] (and [B, room]) hold the new token, too."""
     i_b, i_h, _i_tile = heads_first(1, H)
-    i_head = i_h // REPEATS
+    i_key_head = i_h // REPEATS
     p_query += i_b * stride_qb + i_h * stride_qh
-    p_key += i_b * stride_kb + i_head * stride_kh
-    p_value += i_b * stride_vb + i_head * stride_vh
-    i_row = (i_b * (H // REPEATS) + i_head) * room
+    p_key += i_b * stride_kb + i_key_head * stride_kh
+    p_value += i_b * stride_vb + i_key_head * stride_vh
+    i_row = (i_b * (H // REPEATS) + i_key_head) * room
     p_keys += i_row * D
     p_values += i_row * D
     p_valids += i_b * room
     o_feature = tl.arange(0, BLOCK_D)
     m_feature = o_feature < D
 
-    # [BLOCK_D]; what is new is rounded as it will be when it is read
+    # [BLOCK_D]; the new key and value are rounded to the dtype of the cache, as if read from it
     b_query = tl.load(p_query + o_feature, mask=m_feature, other=0.0).to(tl.float32)
     b_new_key = tl.load(p_key + o_feature, mask=m_feature, other=0.0)
     b_new_key = b_new_key.to(p_keys.dtype.element_ty)
@@ -122,7 +145,7 @@ def window_step_kernel(
         if not SHARED:
             tl.store(p_values + i_newest * D + o_feature, b_new_value, mask=m_feature)
     b_new_key, b_new_value = b_new_key.to(tl.float32), b_new_value.to(tl.float32)
-    i_end = held  # padding sees nothing
+    i_end = held  # how many tokens are gone over: none if the new token is padding
     if VALID:
         i_valid = tl.full([], 1, tl.uint8)
         if MASKED:
@@ -156,14 +179,16 @@ def window_step_kernel(
         i_level = level_of(tl.max(b_row, axis=0)) * LOG2E
         b_row = tl.exp2(b_row * LOG2E - i_level)
         i_sum = tl.sum(b_row, axis=0)
-        # [CHUNKS, SLOTS]; a weight is never negative: -1 is what is not read
+        # [CHUNKS, SLOTS]; weights are never negative, so -1 marks tokens whose value is not read
         b_weights = tl.reshape(tl.where(m_kept, b_row, -1.0), [CHUNKS, SLOTS])
         for i_slot in tl.range(0, i_end, SLOTS, num_stages=STAGES):
             o_place, m_old, m_new = load_slots(
                 p_valids, i_slot, first, held, room, SLOTS, VALID
             )  # fmt: skip
+            # [SLOTS]
             b_weight = tl.sum(tl.where(o_chunk == i_slot // SLOTS, b_weights, 0.0), axis=0)
             m_read = b_weight != -1.0
+            # [SLOTS, BLOCK_D]
             b_value = load_rows(p_values, o_place, m_old & m_read, D, D, BLOCK_D)
             b_value = tl.where((m_new & m_read)[:, None], b_new_value[None, :], b_value)
             b_out = tl.fma(tl.where(m_read, b_weight, 0.0)[:, None], b_value, b_out)
@@ -178,15 +203,18 @@ def window_step_kernel(
             b_key, b_logit = load_logits(
                 b_query, b_new_key, i_scale, p_keys, o_place, m_old, m_new, D, BLOCK_D, RBF
             )
+            # [SLOTS, BLOCK_D]
             b_value = b_key
             if not SHARED:
                 b_value = load_rows(p_values, o_place, m_old, D, D, BLOCK_D)
                 b_value = tl.where(m_new[:, None], b_new_value[None, :], b_value)
+            # [SLOTS]
             b_logit = tl.where(m_old | m_new, b_logit * LOG2E, float("-inf"))
             b_larger = tl.maximum(b_max, b_logit)
             b_level = level_of(b_larger)
             b_weight, b_fade = tl.exp2(b_logit - b_level), tl.exp2(b_max - b_level)
             b_sum = b_sum * b_fade + b_weight
+            # [SLOTS, BLOCK_D]
             b_out = b_out * b_fade[:, None] + b_weight[:, None] * b_value
             b_max = b_larger
         i_level = level_of(tl.max(b_max, axis=0))
@@ -222,24 +250,25 @@ def window_step(
     valid: Tensor | None = None,
     valids: Tensor | None = None,
 ) -> Tensor:
-    """The output of a new token, [B, H, D]; the caches hold it, too, then.
+    """The output of a new token, [B, H, D]; its key and value are written into the caches.
 
     Args:
         query: [B, H, D], float32, float16 or bfloat16.
         key, value: [B, Hk, D], of the new token; Hk divides H.
         keys, values: [B * Hk, room, D], contiguous, written in place; may be one tensor, if `key`
-            and `value` are. Tokens stand side by side, around the end: the oldest at place
-            `first`, the new one will be `held` - 1 places behind it, modulo `room`.
-        first, held: the place of the oldest token that is seen; how many are, with the new one.
-        window: how many there may be: programs are made for this number.
+            and `value` are. They are ring buffers: the oldest token is at place `first`, and the
+            new one will be `held` - 1 places after it, modulo `room`.
+        first: the place of the oldest token that is seen.
+        held: how many tokens are seen, with the new one.
+        window: how many may be seen at most; the kernel is compiled for this number.
         log_sigma: [H] or [1], for logits -||q - k||^2 / (2 sigma^2); None: scale q . k.
-        top_k: how many sources of every head count, the largest logits, of equal ones the oldest;
-            None: all. The window must be at most `tuning.HELD_TOKENS` then.
+        top_k: how many sources every head keeps: those with the largest logits, and of equal ones
+            the oldest. The window must then be at most `tuning.HELD_TOKENS`. None: all are kept.
         eps: >= 0, added to the sum of exponentials.
         sink: [H], logits that join that sum; None: none.
         valid: bool [B], whether the new tokens are real; None: they are.
-        valids: bool [B, room], contiguous, which old tokens are real; written in place. None: all.
-            Needed with `valid`.
+        valids: bool [B, room], contiguous, which old tokens are real; written in place. Needed
+            with `valid`. None: all are.
     """
     B, H, D = query.shape
     room = keys.shape[1]
@@ -247,20 +276,20 @@ def window_step(
     out = query.new_empty(B, H, D)
     choice = tuning.choose_for_edges("window_step", D, window)
     selects = top_k is not None and top_k < window
-    none = query
+    unread = query
     launch(
         window_step_kernel,
         (B * H,),
         p_query=query,
         p_key=key,
         p_value=value,
-        p_valid=none if valid is None else as_bytes(valid),
+        p_valid=unread if valid is None else as_bytes(valid),
         p_keys=keys,
         p_values=values,
-        p_valids=none if valids is None else as_bytes(valids),
+        p_valids=unread if valids is None else as_bytes(valids),
         p_out=out,
-        p_log_sigma=none if log_sigma is None else log_sigma,
-        p_sink=none if sink is None else sink,
+        p_log_sigma=unread if log_sigma is None else log_sigma,
+        p_sink=unread if sink is None else sink,
         scale=scale,
         eps=eps,
         H=H,

@@ -1,6 +1,6 @@
 """Nearest neighbours, exactly. In this order:
 
-- `candidates`: who may be among the nearest, by rounded distances.
-- `exact`: their order by exact distances, and the search where rounding may have hidden somebody.
+- `candidates`: the sources that may be among the nearest, by rounded distances.
+- `exact`: their order by exact distances, and a search where rounding may have hidden a source.
 - `configurations`: the launches that are compiled ahead of time.
 """

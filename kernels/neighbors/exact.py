@@ -1,7 +1,12 @@
 """Nearest neighbours by exact distances: the order of candidates, and the search without them.
 
-Squared distances here are sums of squared differences in float64. Of equal ones the smaller index
-is nearer, and a token that may be its own neighbour is its own first one.
+Squared distances here are sums of squared differences in float64. Of equal distances, the source
+with the smaller index is nearer. A token that may be its own neighbour is its own first neighbour.
+
+Constants of the kernels: OWN is 1 if a token is its own first neighbour, 2 if it never is its
+neighbour, and 0 if targets and sources are different tokens. KEPT are the candidates of a target,
+and CHUNK the features that are read at a time. SLOTS are the neighbours of a target, rounded up to
+a power of 2. The beginnings of names are explained in :mod:`graphattn.kernels`.
 """
 
 from __future__ import annotations
@@ -11,29 +16,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.math import edges_to, load_sequence, meeting, own_tile
+from graphattn.kernels.bands.math import edges_to, load_sequence, own_tile, part_borders
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared.launch import launch
 
 NONE = tl.constexpr(0x7FFFFFFF)  # larger than every index
-OWN_FIRST, OWN_NEVER = 1, 2  # what a token is to itself; 0: a token as every other
+OWN_FIRST, OWN_NEVER = 1, 2  # values of OWN
 NUMBERS = 4096  # coordinates of candidates held at a time
 
 
 @triton.jit
-def placed(b_squared, o_source, o_token, o_hole, i_loops, OWN: tl.constexpr):
-    """Distances that make a token its own first neighbour, or never one; infinite for NaN."""
+def placed(b_squared, o_source, o_token, o_hole, i_hole, OWN: tl.constexpr):
+    """Squared distances that make a token its own first neighbour, or never its neighbour.
+
+    All arguments broadcast against each other. `o_source` and `o_token` are indices of source and
+    target. `o_hole` is the source in the target's place of the sequence, which is no neighbour if
+    the sequence leaves out hop 0. Distances that are NaN become infinite.
+    """
     b_squared = tl.where(b_squared < float("inf"), b_squared, float("inf"))
     if OWN != 0:
         b_own = -1.0 if OWN == 1 else float("inf")
         m_own = (o_source == o_token) & (b_squared < float("inf"))
         b_squared = tl.where(m_own, b_own, b_squared)
-    return tl.where((o_source == o_hole) & (i_loops == 0), float("inf"), b_squared)
+    return tl.where((o_source == o_hole) & (i_hole == 0), float("inf"), b_squared)
 
 
 @triton.jit
 def in_order(b_squared, b_index, k, ROWS: tl.constexpr, SLOTS: tl.constexpr):
-    """The k nearest of every row, [ROWS, SLOTS] with -1 for none; and the last one's distance."""
+    """The k nearest of every row, [ROWS, SLOTS] with -1 for none; and the distance of the last.
+
+    `b_squared` are squared distances and `b_index` the sources, [ROWS, SLOTS] each. The distance of
+    the last [ROWS] is squared, and infinite if a row has fewer than k.
+    """
     o_slot = tl.arange(0, SLOTS)
     b_found = tl.full([ROWS, SLOTS], -1, tl.int32)
     b_least = tl.full([ROWS], float("inf"), tl.float64)
@@ -52,13 +66,14 @@ def order_kernel(
     num_tiles, C, k,
     ROWS: tl.constexpr, KEPT: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Candidates in their exact order, [N, k], and 1 where somebody left out may be nearer."""
+    """Candidates in their exact order, [N, k], and 1 for targets to which a source that is no
+    candidate may be nearer, [N]."""
     _, _, _, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, 1)
-    i_target, n_targets, i_source, _, i_step, _, _, i_loops = load_sequence(p_row)
+    i_first_target, n_targets, i_first_source, _, i_step, _, _, i_hole = load_sequence(p_row)
     o_row = i_row + tl.arange(0, ROWS)
     o_slot = tl.arange(0, KEPT)
     m_row = o_row < n_targets
-    o_token = i_target + o_row * i_step
+    o_token = i_first_target + o_row * i_step
     # [ROWS, KEPT]
     p_kept = p_candidates + o_token[:, None] * KEPT + o_slot[None, :]
     b_kept = tl.load(p_kept, mask=m_row[:, None], other=-1)
@@ -75,19 +90,20 @@ def order_kernel(
         m_y = m_kept[:, :, None] & m_feature[None, None, :]
         b_y = tl.load(p_pairs[:, :, None] + o_feature[None, None, :], mask=m_y, other=0.0)
         b_gap = b_x.to(tl.float64)[:, None, :] - b_y.to(tl.float64)
+        # [ROWS, KEPT]
         b_squared += tl.sum(b_gap * b_gap, axis=2)
     b_squared = tl.where(m_kept, b_squared, float("inf"))
-    o_hole = i_source + o_row * i_step
-    b_squared = placed(b_squared, b_kept, o_token[:, None], o_hole[:, None], i_loops, OWN)
+    o_hole = i_first_source + o_row * i_step
+    b_squared = placed(b_squared, b_kept, o_token[:, None], o_hole[:, None], i_hole, OWN)
     b_found, b_last = in_order(b_squared, b_kept, k, ROWS, KEPT)
 
     b_margin = tl.load(p_margin + o_token, mask=m_row, other=float("inf"))
     b_bound = tl.load(p_bound + o_token, mask=m_row, other=float("inf")).to(tl.float64)
-    m_none = b_margin == float("inf")  # a token that holds NaN, whom nobody is near
+    m_none = b_margin == float("inf")  # a token that holds NaN has no neighbours
     b_found = tl.where(m_none[:, None], -1, b_found)
     p_found = p_index + o_token[:, None] * k + o_slot[None, :]
     tl.store(p_found, b_found.to(tl.int64), mask=m_row[:, None] & (o_slot < k)[None, :])
-    # Nobody was left out, or all of them are farther than the last one found.
+    # Either no source was left out, or all that were are farther than the last one found.
     m_all = (b_bound == float("inf")) & (b_margin > float("-inf"))
     m_sure = m_none | m_all | (b_bound + b_margin > b_last)
     tl.store(p_unsure + o_token, tl.where(m_sure, 0, 1).to(tl.int8), mask=m_row)
@@ -99,27 +115,27 @@ def search_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, OWN: tl.constexpr,
     STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """The k nearest of the rows that are unsure, among all sources they see."""
+    """The k nearest [N, k] of the targets that are unsure, among all sources that they see."""
     _, _, _, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, 1)
     (
-        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole,
     ) = load_sequence(p_row)  # fmt: skip
     o_row = i_row + tl.arange(0, ROWS)
-    o_token = i_target + o_row * i_step
+    o_token = i_first_target + o_row * i_step
     m_row = o_row < n_targets
     m_row = m_row & (tl.load(p_unsure + o_token, mask=m_row, other=0) != 0)
     if tl.max(m_row.to(tl.int32), axis=0) > 0:
         o_slot = tl.arange(0, SLOTS)
-        # [ROWS, SLOTS]: numbers that no source has, to begin with, and none twice.
+        # [ROWS, SLOTS]: at first, different numbers that are no source's index.
         b_index = tl.zeros([ROWS, SLOTS], tl.int32) + (o_slot + (NONE - SLOTS))[None, :]
         b_kept = tl.full([ROWS, SLOTS], float("inf"), tl.float64)
         b_top = tl.max(b_kept, axis=1)
-        i_begin, _i_full, _i_full_end, i_end = meeting(
+        i_begin, _i_full, _i_full_end, i_end = part_borders(
             i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 1
         )
         for i_column in range(i_begin, i_end, COLUMNS):
             o_column = i_column + tl.arange(0, COLUMNS)
-            o_source = i_source + o_column * i_step
+            o_source = i_first_source + o_column * i_step
             m_column = o_column < n_sources
             # [ROWS, COLUMNS]
             b_squared = tl.zeros([ROWS, COLUMNS], tl.float64)
@@ -130,9 +146,9 @@ def search_kernel(
                 p_columns += M  # step by step: C * M may exceed 2^31
                 b_gap = b_x.to(tl.float64)[:, None] - b_y.to(tl.float64)[None, :]
                 b_squared += b_gap * b_gap
-            o_hole = i_source + o_row * i_step
+            o_hole = i_first_source + o_row * i_step
             b_squared = placed(
-                b_squared, o_source[None, :], o_token[:, None], o_hole[:, None], i_loops, OWN
+                b_squared, o_source[None, :], o_token[:, None], o_hole[:, None], i_hole, OWN
             )
             m_edge = edges_to(
                 o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_x,
@@ -140,14 +156,14 @@ def search_kernel(
             )  # fmt: skip
             b_squared = tl.where(m_edge & m_row[:, None], b_squared, float("inf"))
             b_least = tl.min(b_squared, axis=1)
-            # Columns come in order: of equal distances those already kept have smaller indices.
+            # Columns come in order, so of equal distances those already kept have smaller indices.
             while tl.max((b_least < b_top).to(tl.int32), axis=0) > 0:
                 m_least = b_squared == b_least[:, None]
                 b_column = tl.min(tl.where(m_least, o_column[None, :], NONE), axis=1)
                 b_farthest = tl.max(tl.where(b_kept == b_top[:, None], b_index, -1), axis=1)
                 m_slot = (b_index == b_farthest[:, None]) & (b_least < b_top)[:, None]
                 b_kept = tl.where(m_slot, b_least[:, None], b_kept)
-                b_source = (i_source + b_column * i_step).to(tl.int32)
+                b_source = (i_first_source + b_column * i_step).to(tl.int32)
                 b_index = tl.where(m_slot, b_source[:, None], b_index)
                 b_top = tl.max(b_kept, axis=1)
                 m_column_taken = o_column[None, :] == b_column[:, None]
@@ -167,11 +183,12 @@ def in_exact_order(
     Args:
         x, y: targets [N, C] and sources [M, C], float32.
         candidates: int32 [N, kept], -1 for none.
-        bound: float32 [N], what s of those left out is at least; infinite: nobody was.
-        margin: float64 [N]: a squared distance is at least s + margin.
+        bound: float32 [N]; the s of every source that was left out is at least this. Infinite if
+            none was left out.
+        margin: float64 [N]; a squared distance is at least s + margin.
         bands: which sources a target sees.
         k: neighbours of a token, at most `kept` - 2.
-        own: what a token is to itself: OWN_FIRST, OWN_NEVER, or 0: a token as every other.
+        own: OWN_FIRST, OWN_NEVER, or 0 if targets and sources are different tokens.
     """
     N, kept = candidates.shape
     index = candidates.new_empty((N, k), dtype=torch.int64)
@@ -208,7 +225,7 @@ def in_exact_order(
 def search_again(
     x: Tensor, y: Tensor, index: Tensor, unsure: Tensor, bands: BandSchedule, own: int
 ) -> None:
-    """Overwrites the rows of `index` [N, k] that are unsure; arguments as `in_exact_order`."""
+    """Overwrites the rows of `index` [N, k] that are `unsure` [N], both from `in_exact_order`."""
     k = index.shape[1]
     slots = triton.next_power_of_2(k)
     rows, columns = again_sizes(slots)

@@ -1,14 +1,14 @@
-"""Parts that several families of kernels use.
+"""Functions that several families of kernels use.
 
-It imports none of them.
+This folder imports no family.
 
 - `launch`: which tensors kernels take, and how a kernel is started, or only recorded.
 - `tuning`: sizes of tiles.
-- `layout`: tensors as kernels read them, and rows of features at any places.
+- `layout`: tensors as kernels read them, and loads and stores of the features of any tokens.
 - `programs`: which batch entry, head and tile a program takes.
-- `precision`: products, and how those of float32 numbers keep their digits.
+- `precision`: matrix products, and how those of float32 numbers keep their digits.
 - `exponentials`: base 2 inside kernels; weights from logits.
-- `ordered_integers`: logits as whole numbers in the same order.
-- `row_dots`: products of rows, a kernel of its own.
-- `configuration`: what a launch has to do in all, for `check`.
+- `ordered_integers`: logits as integers in the same order.
+- `row_dots`: dot products of rows of features, in a kernel of its own.
+- `configuration`: a launch and how much work it is, for `check`.
 """

@@ -15,15 +15,15 @@ SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 
 class Configuration(NamedTuple):
-    """A launch, and what it has to do in all."""
+    """A launch, and how much work it is in all."""
 
     name: str
     launch: Launch
-    main: bool  # it must use the widest matrix instructions there are and spill nothing
-    flops: float  # of matrix products, two operations per multiply-add
-    bytes: float  # that device memory must move
+    main: bool  # it must use the widest matrix instructions of the device and spill nothing
+    flops: float  # operations of matrix products, two per multiply-add
+    bytes: float  # bytes that are read from and written to device memory
     iterations: float  # passes through the main loop, over all programs
-    target: str  # what it is for, as the table of targets says; "" for none
+    target: str  # the speed that is aimed at, for the table of predictions; "" for none
     gathered: float = 0.0  # bytes that are read again and again, at best from the cache
-    passes: tuple[float, ...] = ()  # through every innermost loop with products, in their order
-    programs: float = 0.0  # with `passes`: how often all that is outside of those loops is done
+    passes: tuple[float, ...] = ()  # passes through each innermost loop with products, in order
+    programs: float = 0.0  # with `passes`: how often the code outside of those loops is run

@@ -11,13 +11,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def level_of(b_max):
-    """Return the number that is subtracted before exponentials: the maximum, or 0 where nothing is
-    seen.
+    """Return the number to subtract before exponentials: the maximum, or 0 if it is -inf.
+
+    The maximum of a row without edges is -inf, and -inf - -inf is NaN. Any shape.
     """
     return tl.where(b_max == float("-inf"), 0.0, b_max)
 
 
 @triton.jit
 def weights_from(b_logit):
-    """Weights from logits minus their row's log-sum: at most 1, whatever rounds; NaN stays NaN."""
+    """Weights from base-2 logits minus their row's log-sum, of any shape.
+
+    They are at most 1, however the logits are rounded. NaN stays NaN.
+    """
     return tl.exp2(tl.minimum(b_logit, 0.0, propagate_nan=tl.PropagateNan.ALL))

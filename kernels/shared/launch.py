@@ -1,4 +1,4 @@
-"""One way to start a kernel, so that what is started can also be looked at without a device."""
+"""One way to start a kernel, so that launches can also be recorded and checked without a device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run on a CPU, slowly, to be checked (TRITON_INTERPRET=1)."""
+    """Whether kernels are interpreted on a CPU, slowly, to test them (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256  # features of a head
-# Asked once: torch.compile may trace what asks, and cannot trace the search for a module.
+# A constant, because torch.compile may trace functions that need it, and cannot trace find_spec.
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -50,9 +50,9 @@ def why_not_heads(x: Tensor, *widths: int) -> str | None:
 
 
 def untraced(run: Run) -> Run:
-    """`run` as a compiled function calls it without following it.
+    """The function `run`, hidden from torch.compile if that is tracing the caller.
 
-    A decorator would do the same, and import the whole compiler with the library.
+    A decorator would do the same, but importing the library would then import the whole compiler.
     """
     if not torch.compiler.is_compiling():
         return run
@@ -61,7 +61,7 @@ def untraced(run: Run) -> Run:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation follow the steps of what runs now."""
+    """Whether torch.func or forward-mode differentiation is active for the code that runs now."""
     return not torch.compiler.is_compiling() and (
         torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
@@ -69,7 +69,7 @@ def is_transformed() -> bool:
 
 
 class Launch(NamedTuple):
-    """A kernel with everything it is started with."""
+    """A kernel, its arguments and its options."""
 
     kernel: Any  # a @triton.jit function
     grid: tuple[int, ...]
@@ -92,17 +92,17 @@ def launch(
     fp_fusion: bool = True,
     **arguments: Any,
 ) -> None:
-    """Starts a kernel on the device of its tensors; under :func:`recording` notes it instead.
+    """Starts a kernel on the device of its tensors; within :func:`recording` it is only recorded.
 
-    Without `fp_fusion` products are rounded before they are added. Kernels that compare sums must
-    do without: fused, the lanes that share a sum may hold it with different last bits.
+    Without `fp_fusion`, products are rounded before they are added. Kernels that compare sums need
+    that: with fused multiply-adds, threads that share a sum may hold different last bits of it.
     """
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion))
     elif 0 not in grid:
         tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device_of(tensor):  # Triton starts kernels on the current device
-            # Given, because Triton's default may be turned off by an environment variable.
+            # fp_fusion is passed, because an environment variable may change Triton's default.
             kernel[grid](
                 **arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fp_fusion
             )
@@ -110,10 +110,10 @@ def launch(
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Record launches within the block, where nothing runs: launches are listed, also those of
-    tensors on "meta".
+    """Record launches within the block, in the list that is returned, instead of running them.
 
-    That is how kernels are compiled ahead of time with the very arguments they are started with.
+    Tensors may be on "meta". So kernels are compiled ahead of time with exactly the arguments that
+    the library starts them with.
     """
     global _recorded
     before, _recorded = _recorded, []

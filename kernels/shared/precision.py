@@ -1,4 +1,4 @@
-"""Products of tiles, and how those of float32 numbers keep their digits."""
+"""Matrix products of tiles, and how those of float32 numbers keep their digits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from graphattn.kernels.shared.launch import is_interpreted
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """Return the argument PRECISION of kernels for tiles of `dtype`; half-precision products do not
-    ask.
+    """Return the constant PRECISION of kernels for tiles of `dtype`.
 
-    Three products of tf32 on NVIDIA's tensor cores are as good as float32 to rounding.
+    - "tf32x3": three products of tf32 numbers on NVIDIA's tensor cores, which together are as exact
+      as float32.
+    - "ieee": float32. Products of half-precision tiles are the same with any precision.
+    - "widened": factors become float32 first, because Triton's interpreter multiplies the bits of
+      bfloat16 numbers.
     """
     if is_interpreted():
         return "widened"
@@ -23,8 +26,8 @@ def product_precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def product(b_a, b_b, PRECISION: tl.constexpr):
-    """a @ b, summed up in float32."""
-    if PRECISION == "widened":  # Triton's interpreter multiplies the bits of bfloat16 numbers
+    """a @ b of tiles [m, k] and [k, n]: [m, n], summed up in float32."""
+    if PRECISION == "widened":
         b_product = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), input_precision="ieee")
     else:
         b_product = tl.dot(b_a, b_b, input_precision=PRECISION)
@@ -33,7 +36,7 @@ def product(b_a, b_b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_product(b_sum, b_a, b_b, PRECISION: tl.constexpr):
-    """sum + a @ b, in float32."""
+    """sum + a @ b of tiles [m, n], [m, k] and [k, n]: [m, n], summed up in float32."""
     if PRECISION == "widened":
         b_sum = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_sum, input_precision="ieee")
     else:

@@ -1,4 +1,5 @@
-"""Products of rows, token by token and head by head: squared norms, a backward's delta."""
+"""Dot products of two rows of features, for every token and head: squared norms, a backward's
+delta."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.programs import heads_first
 
-NUMBERS = 2048  # of each tensor, for one program
+NUMBERS = 2048  # elements of each tensor that one program reads
 
 
 @triton.jit(do_not_specialize=["N", "H", "factor", "stride_sb", "stride_sn", "stride_sh"])
@@ -19,7 +20,7 @@ def row_dots_kernel(
     stride_an, stride_ah, stride_bn, stride_bh, stride_sb, stride_sn, stride_sh,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, SUBTRACT: tl.constexpr,
 ):  # fmt: skip
-    """found[b, h, n] = factor * a[b, n, h] . b[b, n, h] - subtracted[b, n, h]."""
+    """found[b, h, n] = factor * a[b, n, h] . b[b, n, h], and if SUBTRACT - subtracted[b, n, h]."""
     i_b, i_h, i_tile = heads_first((N + TOKENS - 1) // TOKENS, H)
     o_token = i_tile * TOKENS + tl.arange(0, TOKENS)
     o_feature = tl.arange(0, BLOCK_D)
@@ -30,6 +31,7 @@ def row_dots_kernel(
     b_a = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)  # [TOKENS, BLOCK_D]
     p_tile = p_b + i_h.to(tl.int64) * stride_bh + o_global[:, None] * stride_bn + o_feature[None, :]
     b_b = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+    # [TOKENS]
     b_found = factor * tl.sum(b_a * b_b, axis=1)
     if SUBTRACT:
         o_number = i_b * stride_sb + o_token.to(tl.int64) * stride_sn + i_h.to(tl.int64) * stride_sh
@@ -40,10 +42,12 @@ def row_dots_kernel(
 def row_dots(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Tensor | None = None) -> Tensor:
     """factor * sum over features of a * b, minus `subtracted` [B, N, H]: [B, H, N] in float32.
 
-    `a` and `b` [B, N, H, D] have batches side by side and features next to each other.
+    `a` and `b` [B, N, H, D] are laid out as :func:`graphattn.kernels.shared.layout.side_by_side`
+    returns tensors.
     """
     B, N, H, D = a.shape
     found = a.new_empty((B, H, N), dtype=torch.float32)
+    unread = found
     width = max(triton.next_power_of_2(D), 16)
     tokens = NUMBERS // width
     launch(
@@ -51,7 +55,7 @@ def row_dots(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Tensor | Non
         (B * H * triton.cdiv(N, tokens),),
         p_a=a,
         p_b=b,
-        p_subtracted=found if subtracted is None else subtracted,
+        p_subtracted=unread if subtracted is None else subtracted,
         p_found=found,
         N=N,
         H=H,

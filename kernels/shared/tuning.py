@@ -1,9 +1,9 @@
 """Sizes of tiles: tables by architecture and precision, one line per kernel, by width of a head.
 Edge kernels follow a rule: :func:`choose_for_edges`.
 
-Not yet measured on a GPU: these sizes were chosen by registers, shared memory and instructions of
-kernels compiled ahead of time (docs/benchmarks/kernels.md). Another choice can be tried without
-editing::
+These sizes are not yet measured on a GPU. They were chosen by registers, shared memory and
+instructions of kernels compiled ahead of time (docs/benchmarks/kernels.md). Another choice can be
+tried without editing::
 
     from graphattn.kernels.shared import tuning
     with tuning.override(forward=tuning.Choice(rows=64, columns=64, num_warps=4, num_stages=2)):
@@ -22,7 +22,10 @@ import torch
 
 
 class Choice(NamedTuple):
-    """Targets and sources of a tile, warps of a program, and loads in flight."""
+    """Targets and sources of a tile, warps of a program, and stages of its pipeline of loads.
+
+    For edge kernels: segments of a program, and edges of each that it takes at a time.
+    """
 
     rows: int
     columns: int
@@ -32,7 +35,7 @@ class Choice(NamedTuple):
 
 Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
 
-# Half precision on Hopper, whose matrix instructions take 64 rows of a program's first factor.
+# Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time.
 HOPPER: Table = {
     "forward": {64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2)},
     "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
@@ -48,7 +51,7 @@ HOPPER: Table = {
     "consensus": {64: Choice(128, 32, 8, 1), 256: Choice(64, 64, 8, 2)},
     "consensus_backward": {64: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 1)},
 }  # fmt: skip
-# Half precision on Ampere, AMD's and others.
+# Half precision on Ampere, AMD's GPUs and others.
 OTHERS: Table = {
     "forward": {64: Choice(64, 32, 4, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 8, 1)},
     "d_query": {128: Choice(64, 32, 8, 2), 256: Choice(32, 16, 8, 1)},
@@ -85,26 +88,27 @@ SINGLE_ON_AMD: Table = SINGLE | {
     "d_source": {256: Choice(16, 32, 4, 1)},
     "consensus_backward": {256: Choice(16, 16, 4, 1)},
 }
-# Edge kernels: a program is one warp, whose lanes share the features of a few edges of one row.
-# Several warps or rows add up across lanes more often: up to twice the instructions.
+# Edge kernels: a program is one warp, whose threads share the features of a few edges of one row.
+# With several warps or rows, sums go across threads more often: up to twice the instructions.
 OF_EDGES = (
     "edges_forward", "edges_d_query", "edges_d_source", "edges_select", "sum_messages",
     "window_step",
 )  # fmt: skip
-TILE_ELEMENTS = 1024  # of a gathered tile; more spill
+TILE_ELEMENTS = 1024  # the most elements of a gathered tile; more spill
 MAX_SLOTS = 32
-FILLS_A_WARP = 256  # elements of a tile: 8 for each of 32 lanes
-HELD_ELEMENTS = 16384  # of a row of edges whose logits are held to choose among them
-# A step of generation: one row a program, and few programs: more loads in flight.
+FILLS_A_WARP = 256  # elements of a tile, 8 for each of 32 threads
+HELD_ELEMENTS = 16384  # the most elements of the edges whose ranks are held for top-k
+# A step of generation has one row a program, and few programs. So more loads are in flight.
 STEP_ELEMENTS = 4096
 STEP_STAGES = 4
-HELD_BY_FOUR_WARPS = 4096  # tokens of a window whose logits are held
-HELD_TOKENS = 8192  # the most of a window: more spill
+HELD_BY_FOUR_WARPS = 4096  # the most tokens of a window whose ranks four warps hold
+HELD_TOKENS = 8192  # the most tokens of a window with top-k; more spill
 KERNELS = (*HOPPER, *OF_EDGES)
-# Windows narrower than this have more borders than inside: smaller tiles waste less.
+# In windows narrower than this, most pairs of a tile are near a border of the window, and many are
+# no edges. In smaller tiles fewer pairs are computed in vain.
 NARROW = 64
 OF_NARROW = {"d_source": (32, 64)}
-# AMD's compute units have 64 KiB of shared memory, and loads in flight take some.
+# AMD's compute units have 64 KiB of shared memory, and loads in flight need some of it.
 STAGES_ON_AMD = 1
 
 # Not context variables: on GPUs autograd runs backwards in a thread of its own.
@@ -148,7 +152,7 @@ def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
     if kernel in _override:
         return _override[kernel]
     width, slots = power_of_2(width), power_of_2(math.ceil(degree))
-    if kernel == "edges_select":  # a whole row, if it is not much longer than others
+    if kernel == "edges_select":  # slots for a whole row, except for rows much above average
         slots = max(1, min(max(slots, 16), 128, HELD_ELEMENTS // width))
         return Choice(1, slots, min(8, max(1, slots * width // (2 * TILE_ELEMENTS))), 1)
     if kernel == "window_step":
@@ -160,7 +164,7 @@ def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
 
 
 def power_of_2(number: int) -> int:
-    """The smallest that is no smaller."""
+    """The smallest power of 2 that is `number` or more."""
     return 1 << max(number - 1, 0).bit_length()
 
 
@@ -173,9 +177,7 @@ def _table(dtype: torch.dtype) -> Table:
 
 
 def architecture() -> str:
-    """Return the architecture that kernels are compiled for: "sm_90", "gfx942", or another of their
-    makers' names.
-    """
+    """Return the architecture that kernels are compiled for, by its maker's name, as "sm_90"."""
     return _architecture or _of_device()
 
 
@@ -192,7 +194,7 @@ def most_columns(dtype: torch.dtype) -> int:
 
 
 def is_amd() -> bool:
-    """Whether that is AMD's."""
+    """Whether kernels are compiled for a GPU by AMD."""
     return architecture().startswith("gfx")
 
 

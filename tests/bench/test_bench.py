@@ -219,7 +219,7 @@ def test_no_time_for_a_wrong_result(monkeypatch, how):
     replace_index_add(monkeypatch, how)
     result = run("window")
     assert result.exit_code == 0, result.output
-    assert re.search(r"window, index_add: no time for a wrong result \(errors ", result.output)
+    assert re.search(r"window, index_add: not timed: wrong result \(errors ", result.output)
     rows = result.output.split("missing:")[0].split("forward")[1:]
     assert not any("index_add" in part for part in rows)
 
@@ -349,7 +349,7 @@ def test_an_older_record_stands_beside_the_new_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["soft"], "case must be one of complete, gka, causal-window"),
+        (["soft"], "CASE must be one of complete, gka, causal-window"),
         (["--size", "huge"], "size must be one of 'small'"),
         (["--device", "tpu"], "device must be one of 'cpu', 'cuda'"),
         (["--json", "no/such/folder/rows.json"], "no folder no/such/folder"),
@@ -369,7 +369,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
         (tmp_path / "old.json").write_text(content)
         result = run("knn", "--compare", tmp_path / "old.json")
         assert result.exit_code == 2
-        assert "is no record of `graphattn bench`" in result.stderr
+        assert "must be a record that `graphattn bench --json` wrote" in result.stderr
 
 
 def test_help_names_every_case():
@@ -613,7 +613,7 @@ def test_what_was_measured_before_an_interruption_is_written_and_shown(monkeypat
     assert seen == [{"knn"}]  # written before the next case began
     found = record.read(tmp_path / "rows.json")
     assert {row.case for row in found.rows} == {"knn"}
-    assert "edges and what follows it: interrupted" in found.missing
+    assert "edges and all later cases: interrupted" in found.missing
     assert "Targets" in result.output
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.json"]
 

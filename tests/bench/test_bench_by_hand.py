@@ -104,10 +104,10 @@ def test_every_row_of_chunks_is_right_and_not_a_sample(is_dot):
 
 
 def test_what_has_no_global_tokens_has_no_chunks():
-    with pytest.raises(inputs.MissingError, match="windows with global tokens only"):
+    with pytest.raises(inputs.MissingError, match="only windows with global tokens"):
         chunks.chunks_rbf(inputs_of(WINDOWS["causal"]))
     dilated = ga.longformer_graph(30, 3, [0], dilation=2)
-    with pytest.raises(inputs.MissingError, match="windows with global tokens only"):
+    with pytest.raises(inputs.MissingError, match="only windows with global tokens"):
         chunks.chunks_dot(inputs_of(dilated))
 
 
@@ -155,8 +155,8 @@ def test_the_threshold_is_the_smallest_number_kept():
 @pytest.mark.parametrize(
     ("graph", "says"),
     [
-        (ga.complete_graph(9), "windows only"),
-        (ga.window_path_graph(9, 2), "windows only, whose tokens see themselves"),
+        (ga.complete_graph(9), "only windows whose tokens see themselves"),
+        (ga.window_path_graph(9, 2), "only windows whose tokens see themselves"),
         (ga.window_path_graph(200, 40, self_loops=True), "for windows of 64 tokens at most"),
     ],
 )
@@ -221,7 +221,7 @@ def test_peers_of_a_cpu_are_missing_on_a_gpu():
             *map(slices.compiled_windows, FORMS.values()), chunks.chunks_rbf, chunks.chunks_dot,
             listed.torch_sparse, listed.numba_rows]  # fmt: skip
     for run in runs:
-        with pytest.raises(inputs.MissingError, match="written for CPUs"):
+        with pytest.raises(inputs.MissingError, match="written only for CPUs"):
             run(meta)
 
 

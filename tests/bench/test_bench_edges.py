@@ -228,7 +228,7 @@ def test_faiss_is_asked_for_one_neighbour_more_which_is_the_point_itself(monkeyp
 def test_faiss_without_its_gpu_part_is_missing_on_a_gpu(monkeypatch):
     stand_in_for_faiss(monkeypatch)
     points = types.SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(inputs.MissingError, match="without its GPU part"):
+    with pytest.raises(inputs.MissingError, match="without GPU support"):
         contenders.faiss_flat(inputs.NeighborInputs(points, 4))
 
 

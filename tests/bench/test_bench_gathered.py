@@ -112,6 +112,7 @@ def test_what_is_compiled_adds_nothing_atomically(name, monkeypatch):
     assert "atomic_add" in "".join(scattered)  # what is looked for would be found
 
 
+@pytest.mark.long
 @NEEDS_COMPILER
 def test_compiled_it_is_still_right():
     truth = gate.truth_of(inputs_of(GRAPHS["class token"]), backward=True)

@@ -94,7 +94,7 @@ def test_the_baseline_row_is_kmeans_on_the_input(square, tmp_path):
 def test_a_table_with_labels_shows_their_accuracy(tmp_path, capfd):
     output = run(table_file(tmp_path, TABLE), tmp_path / "out", labels="kind")
     assert "30 rows, 2 features" in output
-    assert "Not numbers, left out: name." in output
+    assert "Columns without numbers are omitted: name." in output
     assert "accuracy" in output
     assert "1.000" in output  # the two kinds are far apart
 
@@ -225,28 +225,48 @@ def test_kmeans_on_the_cat_is_the_known_baseline():
         (TABLE, {"pattern": "longformer:-5"}, "--pattern must be"),
         (TABLE, {"scaling": "sqrt"}, "--scaling must be one of 'sdp', 'sq', 'sq_inplace'"),
         (TABLE, {"steps": 0}, "--steps must be >= 1"),
-        (TABLE, {"labels": "colour"}, "--labels must be a column .*height, name, weight, kind"),
-        (TABLE, {"labels": "5"}, "--labels must be a column"),
-        (TABLE, {"labels": "0"}, "--labels must be a column"),
+        (
+            TABLE,
+            {"labels": "colour"},
+            "--labels must be the name of a column .*height, name, weight, kind",
+        ),
+        (TABLE, {"labels": "5"}, "--labels must be the name of a column"),
+        (TABLE, {"labels": "0"}, "--labels must be the name of a column"),
         ("a,b\n" + "".join(f"{i},{i}\n" for i in range(60)), {"labels": "b"}, "2 to 50 classes"),
-        (TABLE, {"mask": Path("mask.png")}, "--mask goes with an image"),
+        (TABLE, {"mask": Path("mask.png")}, "--mask can only be used with an image"),
         ("x,y\np,q\nr,s\nt,u\n", {}, "has no column of numbers"),
-        ("1,2\n3\n4,5\n", {}, "row 3 has 2 columns, the ones before it 1"),
+        ("1,2\n3\n4,5\n", {}, "row 3 has 2 columns, but the rows before it have 1"),
         ("1,2\n", {}, "at least two rows"),
-        ("a,b\n1,2\n3,4\n", {}, "at least 3 whole rows, got 2"),
+        ("a,b\n1,2\n3,4\n", {}, "at least 3 rows without missing values, got 2"),
         ("1,nan\n2,inf\n3,4\n", {"labels": "1"}, "has no column of numbers"),
         ("\0\1binary", {}, "is binary"),
-        (TABLE, {"columns": "height,colour"}, "--columns must be a column .*got 'colour'"),
-        (TABLE, {"columns": "name"}, "--columns must be columns of numbers, 'name' is none"),
-        (TABLE, {"columns": "1,height"}, "--columns must name a column once, got 'height' twice"),
+        (
+            TABLE,
+            {"columns": "height,colour"},
+            "--columns must be the name of a column .*got 'colour'",
+        ),
+        (TABLE, {"columns": "name"}, "--columns must be columns of numbers, got 'name'"),
+        (
+            TABLE,
+            {"columns": "1,height"},
+            "--columns must name each column only once, got 'height' twice",
+        ),
         (TABLE, {"columns": ""}, "--columns must name at least one column"),
-        (TABLE, {"columns": "3", "labels": "3"}, "--columns must not hold that of --labels"),
+        (
+            TABLE,
+            {"columns": "3", "labels": "3"},
+            "--columns must not contain the column of --labels",
+        ),
         (TABLE, {"per_class": 4}, "--per-class needs --labels"),
         (TABLE, {"per_class": 0, "labels": "kind"}, "--per-class must be >= 1"),
         (TABLE, {"per_class": 16, "labels": "kind"}, "--per-class must be at most 15, .*'a'"),
         (TABLE, {"seed": -1}, "--seed must be >= 0"),
-        (TABLE, {"size": 32}, "--size goes with an image"),
-        (TABLE, {"global_tokens": "first"}, "--global-tokens goes with --pattern longformer"),
+        (TABLE, {"size": 32}, "--size can only be used with an image"),
+        (
+            TABLE,
+            {"global_tokens": "first"},
+            "--global-tokens can only be used with --pattern longformer",
+        ),
         (TABLE, {"pattern": "longformer:4", "global_tokens": "30"}, "from -30 to 29, or first"),
         (TABLE, {"pattern": "longformer:4", "global_tokens": "0,"}, "--global-tokens must be"),
     ],
@@ -264,7 +284,7 @@ def test_bad_images_are_named(tmp_path, square):
     broken.write_bytes(image.read_bytes()[:60])
     with pytest.raises(ValueError, match=r"broken\.png: cannot be read as PNG"):
         load_tokens(broken, None, None)
-    with pytest.raises(ValueError, match="--labels names a column of a table"):
+    with pytest.raises(ValueError, match="--labels can only be used with a table"):
         load_tokens(image, None, "kind")
     small = tmp_path / "small.png"
     imsave(small, np.zeros((3, 3)))
@@ -424,7 +444,9 @@ def test_an_image_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
             ValueError, match=r"bomb\.png: has 40,000 x 30,000 = 1,200,000,000 pixels"
         ):
             call()
-        with pytest.raises(ValueError, match="more than --max-pixels 50000000; raise it"):
+        with pytest.raises(
+            ValueError, match="more than --max-pixels 50000000: give a larger number"
+        ):
             call()
     assert (40_000, 30_000) not in seen
 
@@ -448,10 +470,10 @@ def test_the_size_of_an_image_can_be_chosen(tmp_path):
         assert len(tokens.x) == shape[0] * shape[1]
     imsave(tmp_path / "large.png", np.zeros((150, 150, 3)))
     with pytest.raises(
-        ValueError, match=r"--size must leave at most 20,000 tokens, got 150: 150 x"
+        ValueError, match=r"--size must give at most 20,000 tokens, got 150, which gives 150 x"
     ):
         load_tokens(tmp_path / "large.png", None, None, size=150)
-    with pytest.raises(ValueError, match="--columns names columns of a table"):
+    with pytest.raises(ValueError, match="--columns can only be used with a table"):
         load_tokens(tmp_path / "image.png", None, None, columns="1")
 
 

@@ -260,6 +260,13 @@ def test_a_folder_is_not_a_file(tmp_path):
     assert "Traceback" not in result.output
 
 
+def test_the_command_says_its_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"graphattn \d+\.\d+\.\d+\n", result.stdout)
+
+
+@pytest.mark.long
 def test_the_installed_command_says_its_version():
     done = subprocess.run(
         [sys.executable, "-m", "graphattn.cli", "--version"], capture_output=True, text=True

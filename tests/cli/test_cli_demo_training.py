@@ -287,8 +287,8 @@ def test_one_chain_makes_no_claim_about_held_out_residues(tmp_path):
     result = quiet(load_sample(file, 64))
     assert not result.material.is_held_out
     said = str(training_table(result).caption)
-    assert "On the tokens they learnt from" in said
-    assert "Nothing is held out: there is only this structure" in said
+    assert "On the training tokens" in said
+    assert "Nothing is held out, because there is only this structure" in said
     assert "eld-out" not in said
     assert "guesses on the same" in str(training_table(result).title)
 
@@ -314,7 +314,7 @@ def test_a_folder_reads_every_chain_below_it_and_names_what_it_leaves_out(tmp_pa
     assert f"{tmp_path.name}: 2 chains of 1 files; shown: two.pdb, chains A, B" in sample.title
     assert len(sample.notes) == 2
     assert "broken.pdb: line 1" in sample.notes[0]
-    assert sample.notes[1] == "left out: 1 chains of fewer than 8 residues"
+    assert sample.notes[1] == "omitted: 1 chains with fewer than 8 residues"
 
 
 # Judging.
@@ -361,10 +361,15 @@ def run_with(gain: float, error: float) -> training.DemoTraining:
     ("gain", "error", "says"),
     [
         (0.022, 0.003, r"SA beats it by 0\.022 ± 0\.003"),
-        (0.005, 0.003, r"SA cannot be told from it \(\+0\.005 ± 0\.003\): so short a training"),
-        (-0.005, 0.003, r"SA cannot be told from it \(-0\.005 ± 0\.003\)"),
+        (
+            0.005,
+            0.003,
+            r"SA does not differ from it significantly \(\+0\.005 ± 0\.003\): the training is "
+            "too short",
+        ),
+        (-0.005, 0.003, r"SA does not differ from it significantly \(-0\.005 ± 0\.003\)"),
         (-0.1, 0.003, r"SA is worse by 0\.100 ± 0\.003"),
-        (0.1, math.nan, "cannot be told from it on a single position"),
+        (0.1, math.nan, "cannot be compared with it on a single position"),
     ],
 )
 def test_what_is_said_of_a_model_follows_from_its_gain_and_its_error(gain, error, says):

@@ -116,7 +116,7 @@ def test_chains_are_chosen_by_name(model, folder):
     assert "'Q'" in result.stderr
     result = embed(fasta(), "--model", folder, "--chains", "A")
     assert result.exit_code == 2
-    assert "--chains is for structures" in result.stderr
+    assert "--chains can only be used with a structure" in result.stderr
 
 
 def test_a_preset_warns_that_its_weights_are_random_and_repeats_them_by_the_seed():
@@ -146,7 +146,7 @@ def test_a_model_of_sequences_reads_chains_one_by_one(tmp_path):
 
 def test_no_weights_are_made_unless_asked_for(folder, tmp_path):
     for arguments, says in [
-        ((), "give --model FOLDER"),
+        ((), "give either --model FOLDER"),
         (("--model", folder, "--preset", "protein-structure-1m"), "not both"),
         (("--preset", "digits"), "--preset must be one of"),
         (("--model", tmp_path / "none"), "does not exist"),
@@ -165,9 +165,9 @@ def test_no_weights_are_made_unless_asked_for(folder, tmp_path):
 
 def test_broken_and_other_files_are_refused_in_a_line(folder):
     for text, name, says in [
-        ("just words", "a.txt", "neither FASTA, PDB nor mmCIF"),
+        ("just words", "a.txt", "must be a FASTA, PDB or mmCIF file"),
         (">a\n", "b.fasta", "no sequence"),
-        (">a\n---\n", "c.fasta", "all its sequences are gaps"),
+        (">a\n---\n", "c.fasta", "all its sequences contain only gaps"),
     ]:
         result = embed(fasta(text, name), "--model", folder)
         assert result.exit_code == 2
@@ -214,7 +214,7 @@ def test_a_pipe_is_read_as_the_file_that_it_holds(folder, is_packed):
 def test_records_of_gaps_are_left_out_with_a_warning(folder):
     result = embed(fasta(">a\nMK\n>b\n--\n>c\nVL\n"), "--model", folder, "--out", "ac.npz")
     assert result.exit_code == 0, result.output
-    assert "1 of 3 records are nothing but gaps" in result.stderr
+    assert "1 of 3 records contain only gaps" in result.stderr
     with numpy.load("ac.npz") as file:
         assert file["names"].tolist() == ["a", "c"]
 
@@ -241,4 +241,4 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(folder, monkeyp
     for out in ("taken", "taken/inside"):
         result = embed(fasta(), "--model", folder, "--out", out)
         assert result.exit_code == 2
-        assert "--out: taken is a file, and no folder" in result.stderr
+        assert "--out must not be inside a file, but taken is a file" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,28 +18,43 @@ def run(*arguments: str | int) -> Result:
     return CliRunner().invoke(app, ["models", *map(str, arguments)])
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[str]:
     """A preset beside those that there are."""
     arguments = {
         "vocab_size": 11, "dim": 8, "depth": 4, "heads": 2, "mixer": "mix", "rank": 2,
         "edge_hidden": 4, "rope": "isometric", "step_size": "learned",
     }  # fmt: skip
     preset = ga.models.Preset("SequenceEncoder", arguments, "for a [test], not to be used")
-    monkeypatch.setitem(_PRESETS, "tiny-mix", preset)
-    return "tiny-mix"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_PRESETS, "tiny-mix", preset)
+        yield "tiny-mix"
+
+
+@pytest.fixture(scope="module")
+def everything(tiny: str) -> str:
+    """What is printed without a name: all presets, which are made to count their parameters."""
+    result = run()
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def one(tiny: str) -> str:
+    """What is printed of one preset."""
+    result = run(tiny)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def counted(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_every_preset_is_listed_once_with_its_class_and_its_parameters(tiny: str) -> None:
-    result = run()
-    assert result.exit_code == 0, result.output
+def test_every_preset_is_listed_once_with_its_class_and_its_parameters(everything: str) -> None:
     found: dict[str, tuple[str, int]] = {}
     model = ""
-    for line in result.output.splitlines():
+    for line in everything.splitlines():
         if heading := re.fullmatch(r" ([A-Z]\w+) *", line):
             model = heading[1]
         elif row := re.fullmatch(r"  ([\w.+-]+) +([\d,]+) +\S.*", line):
@@ -55,11 +71,11 @@ def test_every_preset_is_listed_once_with_its_class_and_its_parameters(tiny: str
 
 
 @pytest.mark.long
-def test_the_size_is_that_of_the_model_in_memory(tiny: str) -> None:
+def test_the_size_is_that_of_the_model_in_memory(tiny: str, everything: str) -> None:
     model = ga.models.SequenceEncoder.from_preset(tiny)
-    (line,) = (line for line in run().output.splitlines() if tiny in line)
+    (line,) = (line for line in everything.splitlines() if tiny in line)
     assert f" {sum(len(p.flatten()) for p in model.parameters()):,} " in line
-    assert "for a [test], not to be used" in " ".join(run().output.split())
+    assert "for a [test], not to be used" in " ".join(everything.split())
 
 
 @pytest.mark.parametrize("tokens", [None, 2, 40])
@@ -75,8 +91,8 @@ def test_layers_are_shown_with_the_edges_that_they_have(tiny: str, tokens: int |
     assert rows == [("0-1", "dot", N, N * N), ("2-3", "consensus", N, near)]
 
 
-def test_arguments_are_those_of_the_config_the_presets_own_first(tiny: str) -> None:
-    text = run(tiny).output.split("of the preset")[1]
+def test_arguments_are_those_of_the_config_the_presets_own_first(tiny: str, one: str) -> None:
+    text = one.split("of the preset")[1]
     preset, defaults = text.split("\n defaults ")
     assert " rope " in preset
     assert " rope " not in defaults
@@ -101,7 +117,7 @@ def test_bad_input_is_answered_in_one_line(tiny: str) -> None:
     for arguments, message in (
         (["tiny-max"], "NAME must be one of"),
         (["TinyMix"], "did you mean 'tiny-mix'?"),
-        (["--tokens", "5"], "--tokens goes with the name of a model"),
+        (["--tokens", "5"], "--tokens needs the name of a model"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2
@@ -109,17 +125,17 @@ def test_bad_input_is_answered_in_one_line(tiny: str) -> None:
         assert "Traceback" not in result.output
 
 
-def test_nobody_takes_a_preset_for_a_trained_model(tiny: str) -> None:
-    for result in (run(), run(tiny)):
-        assert "random weights" in result.output
+def test_nobody_takes_a_preset_for_a_trained_model(everything: str, one: str) -> None:
+    for output in (everything, one):
+        assert "random weights" in output
 
 
 def test_what_a_structure_changes_is_said_where_it_does() -> None:
-    said = "with one: 16 nearest, 4 along the chain"
+    said = "With one, each sees: 16 nearest, 4 along the chain"
     assert said in run("protein-structure-1m").output
     assert "structure" not in run("protein-6m").output
 
 
-def test_no_line_is_wider_than_80_columns(tiny: str) -> None:
-    for result in (run(), run(tiny)):
-        assert max(map(len, result.output.splitlines())) <= 80
+def test_no_line_is_wider_than_80_columns(everything: str, one: str) -> None:
+    for output in (everything, one):
+        assert max(map(len, output.splitlines())) <= 80

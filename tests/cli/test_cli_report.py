@@ -150,12 +150,15 @@ def test_a_json_file_holds_null_where_a_number_is_infinite(tmp_path):
     record = {"a": math.inf, "b": [1.5, math.nan, {"c": -math.inf}], "d": (1, "λ")}
     outputs.write_json(tmp_path / "record.json", record)
     text = (tmp_path / "record.json").read_text(encoding="utf-8")
-    read = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    read = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not valid JSON"))
     assert read == {"a": None, "b": [1.5, None, {"c": None}], "d": [1, "λ"]}
 
 
 def test_a_file_that_cannot_be_written_is_refused_with_the_option_s_name(tmp_path):
-    with pytest.raises(ValueError, match=r"--png: there is no folder .*nowhere"):
+    with pytest.raises(
+        ValueError,
+        match=r"--png must be a file in an existing folder, but there is no folder .*nowhere",
+    ):
         outputs.check_output("--png", tmp_path / "nowhere" / "a.png", (".png",))
     with pytest.raises(ValueError, match=r"--png: the ending must be one of '.png', got '.gif'"):
         outputs.check_output("--png", tmp_path / "a.gif", (".png",))

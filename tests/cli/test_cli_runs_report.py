@@ -103,7 +103,7 @@ def test_a_page_of_one_run_has_all_its_parts(finished, tmp_path):
     page = report(finished, out=tmp_path / "page.html", options=())
     assert sections(page) == [
         "What was trained", "Curves", "Results", "Samples", "Certificates of the layers",
-        "Layers over time", "What made it",
+        "Layers over time", "Origin",
     ]  # fmt: skip
     kept = ga.train.read_run(finished)
     for words in (
@@ -173,14 +173,14 @@ def test_how_a_run_ended_is_said_plainly(run, tmp_path, state, said):
         ("config.yaml", None, "There is no config.yaml", "What was trained"),
         ("config.yaml", "a: [", "config.yaml cannot be read", "What was trained"),
         ("config.yaml", "steps: many\n", "steps must be", None),
-        ("run.json", None, "There is no run.json", "What made it"),
-        ("run.json", "{", "run.json cannot be read", "What made it"),
+        ("run.json", None, "There is no run.json", "Origin"),
+        ("run.json", "{", "run.json cannot be read", "Origin"),
         ("log.jsonl", None, "There is no log.jsonl", "Curves"),
-        ("log.jsonl", "", "log.jsonl holds no rows", "Curves"),
+        ("log.jsonl", "", "log.jsonl contains no rows", "Curves"),
         ("evaluation.json", "{", "evaluation.json cannot be read", None),
-        ("evaluation.json", "[1]", "must hold a JSON object, got a list", None),
-        ("samples.jsonl", "{\n", "samples.jsonl: left out, as damaged: line 1", "Samples"),
-        ("samples.jsonl", None, "Not there (yet): samples.jsonl.", "Samples"),
+        ("evaluation.json", "[1]", "must contain a JSON object, got a list", None),
+        ("samples.jsonl", "{\n", "samples.jsonl: omitted because damaged: line 1", "Samples"),
+        ("samples.jsonl", None, "Missing (or not written yet): samples.jsonl.", "Samples"),
     ],
 )
 def test_what_is_absent_or_damaged_is_said_and_all_else_is_shown(
@@ -192,8 +192,8 @@ def test_what_is_absent_or_damaged_is_said_and_all_else_is_shown(
     page = report(run, out=tmp_path / "page.html")
     assert said in page.text
     found = sections(page)
-    assert found[0] == "What is missing"
-    for part in ("What was trained", "Curves", "Samples", "What made it"):
+    assert found[0] == "Missing data"
+    for part in ("What was trained", "Curves", "Samples", "Origin"):
         assert (part in found) == (part != gone)
 
 
@@ -247,7 +247,7 @@ def test_a_sweep_has_means_over_seeds_and_says_how_trials_ended(tmp_path):
     folder = sweep_in(tmp_path / "sweep", "".join(json.dumps(row) + "\n" for row in TRIALS))
     page = report(folder, out=tmp_path / "page.html")
     assert "6 trials: 3 finished, 1 diverged, 1 failed, 1 waiting." in page.text
-    assert "1 trial without a result yet" in page.text
+    assert "1 trial without a result so far" in page.text
     cells = re.findall(r'<td class="number">(.*?)</td>', page.html)
     assert "2.5" in cells  # the mean of 2 and 3
     assert "2.125" in cells
@@ -261,7 +261,7 @@ def test_a_sweep_without_results_or_with_damaged_ones_is_said(tmp_path):
     broken = sweep_in(tmp_path / "broken", '{\n{"mixer": "dot"}\n' + json.dumps(TRIALS[0]) + "\n")
     page = report(broken, out=tmp_path / "b.html")
     assert "damaged: line 1 of" in page.text
-    assert "without mixer, lr or status: 1 of 2 rows" in page.text
+    assert "because mixer, lr or status is missing: 1 of 2 rows" in page.text
     assert "1 trial: 1 finished." in page.text
 
 

@@ -121,7 +121,7 @@ def test_control_c_says_how_to_go_on(
     monkeypatch.setattr(sweeping, "prepare_and_fit", stop)
     result = run(*SIX, "--out", tmp_path / "a")
     assert result.exit_code == 130
-    assert f"go on with: graphattn sweep --resume {tmp_path / 'a'}" in result.output
+    assert f"continue with: graphattn sweep --resume {tmp_path / 'a'}" in result.output
     assert read_sweep(tmp_path / "a")[0]["status"] == "interrupted"
     monkeypatch.setattr(sweeping, "prepare_and_fit", train)
     assert run("--resume", tmp_path / "a").exit_code == 0
@@ -131,12 +131,15 @@ def test_control_c_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--lrs", "1"], "give --mixers, --out, or --resume FOLDER"),
-        ([*SIX[:2], "--lrs", "1..2", "--out", "a"], "lrs: a range must say how many values"),
+        (["--lrs", "1"], "--mixers, --out must be given, or --resume FOLDER"),
+        (
+            [*SIX[:2], "--lrs", "1..2", "--out", "a"],
+            "lrs: a range must contain its number of values",
+        ),
         (["--mixers", "dto", "--lrs", "1", "--out", "a"], "mixers must be one of 'dot'"),
         ([*SIX, "--out", "a", "--steps", "x"], "steps must be an integer"),
         ([*SIX, "--resume", "a", "--steps", "3"], "without --mixers, --lrs, --steps"),
-        (["--resume", "nowhere"], "folder must be that of a sweep"),
+        (["--resume", "nowhere"], "folder must be the folder of a sweep"),
         ([*SIX, "--out", "a", "--plot", "a.gif"], "--plot: the ending must be one of"),
         ([*SIX, "--out", "a", "--data", "nowhere.txt"], "nowhere.txt"),
         ([*SIX, "--out", "a", "--config", "c.yaml"], "did you mean steps"),
@@ -193,5 +196,5 @@ def test_a_best_rate_at_the_end_of_those_tried_is_told():
         for lr, loss in zip((1e-4, 1e-3, 1e-2), own, strict=True)
     ]
     caption = str(summary_table(rows).caption)
-    assert " dot: best at the end of the rates tried" in caption
+    assert " dot: the best rate is the lowest or highest one tried" in caption
     assert "best at the end" not in str(summary_table(rows[3:]).caption)

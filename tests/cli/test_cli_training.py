@@ -124,10 +124,10 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         ((*train, "--lr", "-1"), "lr must be"),
         ((*train, "--split", "half"), "split must be one of"),
         ((*train, "--model", "text-1b"), "model must be"),
-        ((*train, "--model", "digits"), "is a VisionTransformer, for images"),
+        ((*train, "--model", "digits"), "is a VisionTransformer, which reads data of kind images"),
         ((*train, "--model", "encoder-1m", "--objective", "causal"), "objective must be"),
         ((*train, "--objective", "regression"), "regression"),
-        ((*train, "--objective", "classification"), "no labels"),
+        ((*train, "--objective", "classification"), "without labels"),
         ((*train, "--objective-options", "{bytes: 1}"), "has no option 'bytes'"),
         ((*train, "--model-options", "{width: 1}"), "got 'width'"),
         ((*train, "--model-options", "{vocab_size: 9}"), "vocab_size must be at least 256"),
@@ -157,7 +157,7 @@ def test_a_folder_whose_files_are_of_two_runs_is_refused(run, masked, tmp_path):
     mixed = tmp_path / "mixed"
     shutil.copytree(masked, mixed)
     shutil.copyfile(run / "tokenizer.json", mixed / "tokenizer.json")
-    assert "they are of different runs" in refused("generate", mixed)
+    assert "the two are from different runs" in refused("generate", mixed)
 
 
 # What is made of the data.
@@ -254,7 +254,7 @@ def test_a_stopped_run_says_how_to_go_on_and_ends_as_one_that_never_stopped(data
     stopped = call(*given, "--out", "a")
     thread.join()
     assert stopped.exit_code == 130, stopped.output
-    assert "go on with: graphattn train --resume a" in stopped.stderr
+    assert "continue with: graphattn train --resume a" in stopped.stderr
     gone_on = call("train", "--resume", "a")
     assert gone_on.exit_code == 0, gone_on.output
     assert call(*given, "--out", "b").exit_code == 0

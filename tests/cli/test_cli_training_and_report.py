@@ -154,7 +154,7 @@ def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_he
     said = " ".join(result.output.split())
     assert "attention, consensus (MIX)" in said
     assert "a residue sees the 16 whose C-alpha atoms are nearest, of whatever chain" in said
-    assert "Nothing is held out: there is only this structure" in said
+    assert "Nothing is held out, because there is only this structure" in said
     assert "Attention weights among neighbours in space" in (tmp_path / "report.html").read_text()
     page = " ".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).text.split())
     assert not re.search(r"[Hh]eld[- ]out", page.replace("Nothing is held out", ""))
@@ -165,7 +165,7 @@ def test_no_training_without_steps_and_none_on_too_few_tokens(tmp_path):
     file.write_text("abc")
     result = demo(file, "--steps", "5", "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "no training: it needs 32 tokens" in result.output
+    assert "no training, because it needs 32 tokens" in result.output
     page = Page((tmp_path / "report.html").read_text())
     assert page.tags.count("img") == 3
     assert page.tags.count("table") == 2

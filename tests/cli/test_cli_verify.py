@@ -228,7 +228,10 @@ def test_the_tightest_case_is_a_failure_where_there_is_one_and_else_the_nearest(
 def test_bad_input_is_one_line_and_exit_code_2():
     for arguments, words in (
         (["--size", "huge"], "size must be one of 'small', 'full', got 'huge'"),
-        (["--json", "nowhere/v.json"], "--json: there is no folder nowhere"),
+        (
+            ["--json", "nowhere/v.json"],
+            "--json must be a file in an existing folder, but there is no folder nowhere",
+        ),
     ):
         result = run(*arguments)
         assert result.exit_code == 2

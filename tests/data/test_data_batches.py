@@ -216,12 +216,16 @@ def test_packed_batches_are_filled_in_order_and_join_without_padding():
 @pytest.mark.parametrize(
     ("lengths", "most", "message"),
     [
-        ([3, 9, 2], 8, "the length of every example, 9 for example 1, got 8"),
+        ([3, 9, 2], 8, "the length of the longest example, 9 for example 1, got 8"),
         ([3, 0], 8, "lengths must be >= 1, got 0 for example 1"),
-        ([], 8, "lengths must hold those of at least one example"),
-        ([1.5], 8, "lengths must be integers, one per example"),
-        (torch.ones(2, 2, dtype=torch.int64), 8, "lengths must be integers, one per example"),
-        (["x"], 8, "lengths must be integers, one per example"),
+        ([], 8, "lengths must hold the length of at least one example"),
+        ([1.5], 8, "lengths must be a list or tensor of integers, one per example, got"),
+        (
+            torch.ones(2, 2, dtype=torch.int64),
+            8,
+            ("lengths must be a list or tensor of integers, one per example, got"),
+        ),
+        (["x"], 8, "lengths must be a list or tensor of integers, one per example, got"),
         ([3], 0, "max_tokens must be >= 1, got 0"),
     ],
 )
@@ -255,5 +259,5 @@ def test_a_genome_is_loaded_many_times_as_fast_as_it_is_trained_on(workers, tmp_
 
 
 def test_lengths_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="lengths must be integers"):
+    with pytest.raises(ValueError, match="lengths must be a list or tensor of integers"):
         ga.data.TokenBatches(torch.tensor([True, True]), 3)

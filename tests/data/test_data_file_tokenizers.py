@@ -135,12 +135,12 @@ def test_a_saved_file_tokenizer_needs_its_file_no_more(byte_pairs, tmp_path):
     [
         ("", "is empty"),
         ('{"type":\n"Byte', "line 2: is not JSON"),
-        ('{"type": "Exec"}', "is no tokenizer that save_tokenizer wrote"),
-        ("[1]", "is no tokenizer that save_tokenizer wrote"),
-        ('{"type": "CharacterTokenizer"}', "is no tokenizer that save_tokenizer wrote"),
+        ('{"type": "Exec"}', "is not a tokenizer that save_tokenizer wrote"),
+        ("[1]", "is not a tokenizer that save_tokenizer wrote"),
+        ('{"type": "CharacterTokenizer"}', "is not a tokenizer that save_tokenizer wrote"),
         ('{"type": "CharacterTokenizer", "vocabulary": "aa"}', "once, got 'a' twice"),
         ('{"type": "FileTokenizer", "file": {}}', "is no file of the tokenizers library"),
-        ('{"model": {}}', r"FileTokenizer\(path\) reads a file of the tokenizers library"),
+        ('{"model": {}}', r"use FileTokenizer\(path\) to read a file of the tokenizers library"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_says_so(tmp_path, content, reason):

@@ -74,8 +74,8 @@ def test_all_entries_are_read_gzipped_too(tmp_path):
         (ENTRY + ENTRY.replace("//", ""), 22, "does not end with '//'"),
         (ENTRY.replace("vA", "v?"), 20, "'?' in a sequence is not a letter"),
         (re.sub(r"ORIGIN.*//", "//", ENTRY, flags=re.DOTALL), 1, "no sequence"),
-        (ENTRY.replace("21..25", "21..99"), 1, "a CDS lies at 21..99 of 72 bases"),
-        (ENTRY.replace("21..25", "J00194.1:1..9"), 1, "which cannot be read"),
+        (ENTRY.replace("21..25", "21..99"), 1, "a CDS is at 21..99, but there are only 72 bases"),
+        (ENTRY.replace("21..25", "J00194.1:1..9"), 1, "a location that is not known"),
     ],
 )
 def test_a_malformed_file_names_its_line(genbank, content, line, reason):

@@ -42,9 +42,14 @@ def test_a_corpus_has_the_tokens_that_its_character_tokenizer_gives(tmp_path, se
 
 
 def test_halves_of_characters_are_refused_where_no_file_could_keep_them():
-    with pytest.raises(ValueError, match=r"vocabulary must hold characters, got '\\ud83d'"):
+    with pytest.raises(
+        ValueError,
+        match=r"vocabulary must have whole characters, got the lone surrogate '\\ud83d'",
+    ):
         ga.data.CharacterTokenizer("\ud83d\ude00")
-    with pytest.raises(ValueError, match=r"text must hold characters .* got '\\ud800' at posi.* 1"):
+    with pytest.raises(
+        ValueError, match=r"text must have only characters .* got .* '\\ud800' at position 1"
+    ):
         ga.data.ByteTokenizer().encode("a\ud800")
 
 
@@ -56,7 +61,7 @@ def test_tokenizers_of_sequences_are_equal_by_their_kind():
 
 @pytest.mark.parametrize("path", ["", 3, None])
 def test_a_path_that_is_none_is_not_the_working_directory(path):
-    with pytest.raises(ValueError, match="path must be a file, a folder or a pattern"):
+    with pytest.raises(ValueError, match="path must be the path of a file or folder, or a pattern"):
         ga.data.load_corpus(path)
 
 
@@ -123,11 +128,11 @@ ORIGIN
             "        1 " + "acgtacgtac " * 5 + "acgtacgtac\n",
             "",
             6,
-            "begins with base 61, after 0 bases",
+            "begins with base 61, but 0 bases come before it",
         ),
-        ("       61 acgtacgtac gt\n", "", 1, "LOCUS tells of 72 bp, and this entry has 60"),
-        ("acgtacgtac gt\n", "acgtacgtac\n", 1, "LOCUS tells of 72 bp, and this entry has 70"),
-        ("       61 ", "       62 ", 7, "begins with base 62, after 60 bases"),
+        ("       61 acgtacgtac gt\n", "", 1, "LOCUS says 72 bp, but this entry has 60"),
+        ("acgtacgtac gt\n", "acgtacgtac\n", 1, "LOCUS says 72 bp, but this entry has 70"),
+        ("       61 ", "       62 ", 7, "begins with base 62, but 60 bases come before it"),
     ],
 )
 def test_genbank_entries_that_have_lost_bases_are_refused(tmp_path, old, new, line, reason):

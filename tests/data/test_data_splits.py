@@ -237,23 +237,26 @@ def test_auto_takes_the_end_of_texts_and_records_of_all_else():
     # A chromosome with two plasmids has no records to spare: its end is held out.
     genome = random_records([900, 60, 40], kind="nucleotide")
     assert kinds(genome) == [[0], [0], [1, 2]]
-    with pytest.raises(ValueError, match="records or families of them stay whole"):
+    with pytest.raises(ValueError, match="records or families of records are not divided"):
         kinds(genome, by="record")
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"validation": 0.6, "test": 0.5}, "must be below 1, got 0.6"),
+        (
+            {"validation": 0.6, "test": 0.5},
+            ("must have a sum below 1, so that tokens are left for training, got 0.6"),
+        ),
         ({"validation": -0.1, "test": 0.1}, "validation must be a finite number >= 0"),
         ({"validation": 0.1, "test": float("nan")}, "test must be a finite number >= 0"),
         ({"by": "sequence"}, "by must be one of 'auto', 'position', 'record', 'group'"),
-        ({"by": "position", "group": "x"}, "group needs by='group'"),
+        ({"by": "position", "group": "x"}, "by must be 'group' or 'auto' if group is given"),
         ({"group": "("}, "group must be a regular expression, got"),
-        ({"group": "record [0-8]$"}, "finds none in 'record 9' and 10 others; a second choice"),
+        ({"group": "record [0-8]$"}, "finds none in 'record 9' and 10 others; add an alternative"),
         ({"by": "group"}, "the corpus has none for 'record 0' and 19 others"),
         ({"test": 0.01, "by": "record"}, "test=0.01 leave a part empty"),
-        ({"test": 0.001, "by": "position"}, "test must hold at least one token"),
+        ({"test": 0.001, "by": "position"}, "test must have at least one token"),
         ({"seed": -1}, "seed must be >= 0"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -137,7 +136,7 @@ def test_mmcif_chains_agree_with_its_rows(real_file):
         assert structure.sequence == "".join(ONE_LETTER[row[5]] for row in carbons)
         expected = torch.tensor([[float(value) for value in row[10:13]] for row in carbons])
         torch.testing.assert_close(structure.ca_positions, expected)
-    with pytest.raises(ValueError, match=r"chains must be .*\('A', 'B'\), got 'C'"):
+    with pytest.raises(ValueError, match=r"chains must be .* 'A', 'B', got 'C'"):
         read_structure(path, chains="C")
 
 
@@ -171,7 +170,7 @@ def test_unknown_chain_names_the_chains_that_exist(structure_of):
     assert structure_of(text).chain_ids == ("B", "A")  # the proteins, in the order of the file
     assert structure_of(text, chains="A").chain_ids == ("A",)
     for missing in ("Z", "D", "W", "a", ""):
-        with pytest.raises(ValueError, match=rf"\('B', 'A'\), got '{missing}'"):
+        with pytest.raises(ValueError, match=rf"'B', 'A', got '{missing}'"):
             structure_of(text, chains=missing)
 
 
@@ -480,8 +479,3 @@ def test_without_biotite_the_error_says_what_to_install(structure_of, monkeypatc
         structure_of(pdb_line())
     message = "reading structures needs biotite: pip install 'graphattn[bio]'"
     assert str(caught.value) == message
-
-
-def test_importing_the_room_does_not_import_biotite():
-    code = "import sys, graphattn.data; sys.exit('biotite' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -124,7 +124,10 @@ def test_chains_are_copied_as_remark_350_says(structure_of: ReadText) -> None:
     assert torch.equal(second.atoms["CA"], second.ca_positions)
     assert structure_of(text, assembly="2", chains=["C-2", "B"]).sequence == "KW"
     assert structure_of(text).chain_ids == ("A", "B", "C")
-    with pytest.raises(ValueError, match=r"assembly must be one of the file \('1', '2'\), got '3'"):
+    with pytest.raises(
+        ValueError,
+        match=(r"assembly must be an assembly of the " r"file, which are '1', '2', got '3'"),
+    ):
         structure_of(text, assembly="3")
 
 
@@ -137,7 +140,9 @@ def test_a_blank_chain_is_called_null_in_remark_350(structure_of: ReadText) -> N
 @pytest.mark.parametrize("assembly", [True, "1"])
 def test_a_file_that_describes_no_assembly_has_none(structure_of: ReadText, assembly: Any) -> None:
     for name, text in [("x.pdb", "\n".join(ATOMS)), ("x.cif", mmcif(residue("ALA", 1)))]:
-        with pytest.raises(ValueError, match="assembly must be None: the file describes none"):
+        with pytest.raises(
+            ValueError, match=("assembly must be None, because the file describes no assembly")
+        ):
             structure_of(text, name=name, assembly=assembly)
 
 
@@ -146,8 +151,8 @@ def test_a_file_that_describes_no_assembly_has_none(structure_of: ReadText, asse
     [
         (4, "REMARK 350   BIOMT1   1  1.000000  0.000000  nan", 5, "is no row of a matrix"),
         (4, "REMARK 350   BIOMT2   1" + IDENTITY[0].rjust(47), 5, "do not follow each other"),
-        (3, "REMARK 350", 5, "before the chains it moves"),
-        (6, "REMARK 350", None, "ends before BIOMT3"),
+        (3, "REMARK 350", 5, "comes before a list of chains"),
+        (6, "REMARK 350", None, "ends before the row BIOMT3"),
         (3, "REMARK 350 APPLY THE FOLLOWING TO CHAINS: Z", None, "'1' has no protein chain"),
     ],
 )

@@ -88,11 +88,11 @@ def test_chains_are_chosen_by_name_in_the_order_asked_for(structure_of: ReadText
 @pytest.mark.parametrize(
     ("chains", "message"),
     [
-        ("B", r"chains must be protein chains \('H', 'L', 'a'\), got 'B'"),
+        ("B", r"chains must be names of protein chains, which are 'H', 'L', 'a', got 'B'"),
         (["H", "B"], "got 'B'"),
         ("HL", "got 'HL'"),
-        (["H", "H"], "chains must be one name or several different ones"),
-        ([], "chains must be one name"),
+        (["H", "H"], "chains must be 'all', one name, or a list of different names"),
+        ([], "chains must be 'all', one name"),
         (None, "got None"),
         (1, "got 1"),
     ],

@@ -52,10 +52,10 @@ def test_a_character_outside_the_vocabulary_is_named_where_it_first_stands(known
 
 
 def test_unknown_character_error_reads_well():
-    with pytest.raises(ValueError, match="text must keep") as caught:
+    with pytest.raises(ValueError, match="text must have only") as caught:
         CharacterTokenizer.from_text("abc").encode("cab?")
     assert str(caught.value) == (
-        "text must keep to the vocabulary of 3 characters, got '?' (U+003F) at position 3"
+        "text must have only the 3 characters of the vocabulary, got '?' (U+003F) at position 3"
     )
 
 

@@ -136,12 +136,14 @@ def test_windows_are_refused_by_name():
     windows = Windows(part, 4)
     assert windows[-1]["tokens"].tolist() == [8, 9]
     for index in (3, -4):
-        with pytest.raises(IndexError, match=f"window must be from 0 to 2, got {index}"):
+        with pytest.raises(
+            IndexError, match=f"number of a window must be from -3 to 2, got {index}"
+        ):
             windows[index]
 
 
 @pytest.mark.parametrize("index", [1.5, True, "1", None, slice(0, 2)])
 def test_what_is_no_number_of_a_window_is_refused(index):
     part = ga.data.split_corpus(numbered([30]), validation=0.0, test=0.0)["train"]
-    with pytest.raises(IndexError, match="window must be an integer"):
+    with pytest.raises(IndexError, match="number of a window must be an integer"):
         ga.data.Windows(part, 7)[index]

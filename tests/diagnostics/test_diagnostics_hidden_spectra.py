@@ -155,7 +155,7 @@ def test_padding_is_left_out():
     ranks = diagnostics.effective_rank_per_layer(model, x, valid=valid).values
     parts = [diagnostics.effective_rank(state[0, :-5]), diagnostics.effective_rank(state[1])]
     torch.testing.assert_close(ranks[0], torch.stack(parts).mean())
-    with pytest.raises(ValueError, match="must have the tokens that the call's mask is for"):
+    with pytest.raises(ValueError, match="layers must have states that fit the mask of the call"):
         spectra_of(model, x, valid=valid[:, :-1])
 
 
@@ -222,7 +222,7 @@ def test_one_head_in_place_is_the_rule_of_simulate():
     x = states_of(N, C)
     rule = as_rule(x, "dot", "sq_inplace", None, None)
     graph = ga.complete_graph(N)
-    expected = rule.kept(x) + rule.attend(x, rule.kept(x), graph)
+    expected = rule.residual(x) + rule.attend(x, rule.residual(x), graph)
     torch.testing.assert_close(in_place(x[None], 1)[0], expected)
 
 
@@ -243,11 +243,11 @@ def test_shares_and_dimensions_follow_from_the_spectra():
         (lambda m, x: spectra_of(nn.Linear(C, C).double(), x), "layers must be given"),
         (
             lambda m, x: diagnostics.spectra_without_attention(m, x, attention_off="blocks.0"),
-            "every block has its turn",
+            "attention_off is an argument of hidden_spectra only",
         ),
         (
             lambda m, x: spectra_of(m, x, layers=["blocks.0.up"], attention_off="blocks.0.up"),
-            "none was seen in 'blocks.0.up'",
+            "none was observed in 'blocks.0.up'",
         ),
         (lambda m, x: spectra_of(m, x * torch.nan), "states must be finite"),
         (lambda m, x: spectra_of(torch.compile(m, backend="eager"), x), "must not be compiled"),

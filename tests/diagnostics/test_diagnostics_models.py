@@ -291,7 +291,7 @@ def test_foreign_attention_is_told_by_the_names_of_its_projections():
     expected = x + (x @ x.T / D**0.5).softmax(-1) @ x
     assert names == ("0",)
     torch.testing.assert_close(values[0], diagnostics.effective_rank(expected))
-    with pytest.raises(ValueError, match="projections must say"):
+    with pytest.raises(ValueError, match=r"projections must be the ends of the names .* got \(\)"):
         diagnostics.effective_rank_per_layer(model, x, weights="disabled", layers=["0"])
 
 
@@ -344,9 +344,12 @@ rank = diagnostics.effective_rank_per_layer
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: diagnostics.bandwidths(encoder()), "got a SequenceEncoder with none"),
+        (lambda: diagnostics.bandwidths(encoder()), "got a SequenceEncoder without any"),
         (lambda: diagnostics.bandwidths([1]), "model must be a torch.nn.Module"),
-        (lambda: diagnostics.sinks_per_layer(encoder("consensus"), TOKENS), "must hold attention"),
+        (
+            lambda: diagnostics.sinks_per_layer(encoder("consensus"), TOKENS),
+            "model must have attention layers of graphattn.nn",
+        ),
         (
             lambda: diagnostics.effective_rank(torch.ones(3)),
             r"x must be .* got torch.float32 \[3\]",
@@ -355,12 +358,15 @@ rank = diagnostics.effective_rank_per_layer
         (lambda: rank(encoder(), TOKENS, weights="off"), "weights must be one of"),
         (lambda: rank(nn.Linear(2, 2), torch.ones(3, 2)), "layers must be given"),
         (lambda: rank(encoder(), TOKENS, layers=["block"]), "layers must be names .* 'block'"),
-        (lambda: rank(encoder(), TOKENS, layers=nn.Conv1d), "layers must be types that"),
+        (
+            lambda: rank(encoder(), TOKENS, layers=nn.Conv1d),
+            "layers must be types of modules in the model",
+        ),
         (lambda: rank(encoder(), TOKENS, layers=[3]), "layers must be names or types"),
         (lambda: rank(encoder("consensus"), TOKENS, weights="disabled"), "EdgeNetwork"),
         (
             lambda: rank(encoder(own_mixers()[2:], 2), TOKENS, weights="disabled"),
-            r"needs square projections.*key_proj' of shape \[8, 16\]",
+            r"unless projections are square.*key_proj' of shape \[8, 16\]",
         ),
     ],
 )

@@ -341,13 +341,15 @@ def test_functions_imported_by_name_are_seen_too():
 def test_attention_that_cannot_be_seen_is_named():
     model = nn.Sequential(Imported(), HandWrittenAttention())
     q = tokens(1, 2, 3, 4)
-    with pytest.warns(UserWarning, match="could not record all attention: 1: no call"):
+    with pytest.warns(UserWarning, match="could not record all attention of the model: 1: no call"):
         recording = record_once(model, q)
     assert recording.missed == {"1": "no call of attention was seen in it"}
     assert "not recorded" in str(recording)
-    with pytest.raises(ValueError, match="no call of attention was seen in the HandWritten"):
+    with pytest.raises(
+        ValueError, match="the HandWrittenAttention made no known call of attention"
+    ):
         record_once(HandWrittenAttention(), q)
-    with pytest.raises(ValueError, match="no call of attention was seen in the Linear"):
+    with pytest.raises(ValueError, match="the Linear made no known call of attention"):
         record_once(nn.Linear(4, 4), q.float())
     with pytest.raises(ValueError, match="was not called"), diagnostics.record(model):
         pass

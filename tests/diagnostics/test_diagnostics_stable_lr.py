@@ -355,7 +355,7 @@ def test_the_default_protocol_takes_35_batches_and_records_25():
     taken = iter([1.0] * 40)
     assert len(diagnostics.max_stable_lr(model, loss_fn, sgd, taken).values) == 25
     assert len(list(taken)) == 5
-    with pytest.raises(ValueError, match=r"batches must give 35 batches .* got 34"):
+    with pytest.raises(ValueError, match=r"batches must yield 35 batches .* got 34"):
         diagnostics.max_stable_lr(model, loss_fn, sgd, [1.0] * 34)
 
 
@@ -461,7 +461,7 @@ SQUARE = lambda m, b: (m.theta**2).sum()  # noqa: E731
         (lambda: once(MODEL, lambda m, b: 1.0, SGD), "loss_fn must return a scalar .* float"),
         (
             lambda: once(MODEL, lambda m, b: torch.ones(1, requires_grad=True).sum(), SGD),
-            "loss_fn must depend on the optimizer's parameters",
+            "the result of loss_fn must depend on the optimizer's parameters",
         ),
     ],
 )

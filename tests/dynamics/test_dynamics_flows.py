@@ -271,8 +271,14 @@ X = torch.randn(4, 2)
     ("call", "says"),
     [
         (lambda: krause_flow(X, steps=1), "radius or sigma must be given"),
-        (lambda: krause_flow(X, radius=1.0, top_k=2, steps=1), "goes with neither graph nor top_k"),
-        (lambda: krause_flow(X, ga.complete_graph(4), radius=1.0, steps=1), "neither graph nor"),
+        (
+            lambda: krause_flow(X, radius=1.0, top_k=2, steps=1),
+            "graph and top_k must be None if radius is given, .* got graph=None and top_k=2",
+        ),
+        (
+            lambda: krause_flow(X, ga.complete_graph(4), radius=1.0, steps=1),
+            "graph and top_k must be None if radius is given",
+        ),
         (lambda: krause_flow(X, radius=0.0, steps=1), "radius must be a finite number > 0"),
         (lambda: krause_flow(X, sigma=-1.0, steps=1), "sigma must be a finite number > 0"),
         (lambda: krause_flow(X, sigma=1.0, top_k=0, steps=1), "top_k must be >= 1"),

@@ -107,15 +107,15 @@ def test_bad_input_is_named():
     labels = torch.zeros(5, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"step must be an integer in -2 .. 1, got 2"):
         leader_tokens(trajectory, step=2)
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="source must be a trajectory with at least one step"):
         leader_tokens(simulate(x, graph, steps=0))
-    with pytest.raises(ValueError, match="graph goes with weights"):
+    with pytest.raises(ValueError, match="graph must be None if source is a trajectory"):
         leader_tokens(trajectory, graph=graph)
-    with pytest.raises(ValueError, match="labels must have 5 tokens, got 4"):
+    with pytest.raises(ValueError, match="labels must have 5 entries, one per token, got 4"):
         leader_tokens(trajectory, labels[:4])
-    with pytest.raises(ValueError, match="graph must be given together with weights"):
+    with pytest.raises(ValueError, match="graph must be given if source is weights"):
         leader_tokens(torch.ones(25), labels)
-    with pytest.raises(ValueError, match="labels must be given together with weights"):
+    with pytest.raises(ValueError, match="labels must be given if source is weights"):
         leader_tokens(torch.ones(25), graph=graph)
     with pytest.raises(ValueError, match=r"a Trajectory or weights \[25\], one per edge"):
         leader_tokens(torch.ones(5, 5), labels, graph=graph)

@@ -95,7 +95,7 @@ def test_bad_input_is_named():
     graph = ga.complete_graph(80)
     with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
         preview(x, graph, steps=0)
-    with pytest.raises(ValueError, match="labels must have 80 tokens, got 79"):
+    with pytest.raises(ValueError, match="labels must have 80 entries, one per token, got 79"):
         preview(x, graph, labels=truth[1:])
     with pytest.raises(ValueError, match="graph has 5 targets"):
         preview(x, ga.complete_graph(5))

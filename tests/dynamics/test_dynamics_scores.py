@@ -159,16 +159,25 @@ POINTS, LABELS = torch.randn(4, 2), torch.tensor([0, 0, 1, 1])
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: silhouette(POINTS, LABELS[:3]), "labels must have 4 tokens, got 3"),
+        (
+            lambda: silhouette(POINTS, LABELS[:3]),
+            "labels must have 4 entries, one per token, got 3",
+        ),
         (lambda: silhouette(POINTS, LABELS.double()), r"labels must be a tensor \[N\] of integers"),
         (lambda: silhouette(POINTS[:, 0], LABELS), "points must be a floating-point tensor"),
-        (lambda: label_accuracy(LABELS, LABELS[:2]), "truth must have 4 tokens, got 2"),
-        (lambda: label_accuracy(LABELS[:0], LABELS[:0]), "labels must have at least one token"),
-        (lambda: fragmentation(["a", "b"]), "labels must be a tensor of one integer per token"),
+        (
+            lambda: label_accuracy(LABELS, LABELS[:2]),
+            "truth must have 4 entries, one per token, got 2",
+        ),
+        (lambda: label_accuracy(LABELS[:0], LABELS[:0]), "labels must have at least one entry"),
+        (lambda: fragmentation(["a", "b"]), "labels must be a tensor with one integer per token"),
         (lambda: fragmentation(LABELS, LABELS.view(2, 2)), r"truth must be a tensor \[N\]"),
         (lambda: dice(LABELS, torch.zeros(4)), "mask must be a tensor of integers or bools"),
         (lambda: dice(LABELS, torch.zeros(4).long()), "mask must have foreground"),
-        (lambda: dice(LABELS, torch.ones(5).long()), "labels must have 5 tokens, got 4"),
+        (
+            lambda: dice(LABELS, torch.ones(5).long()),
+            "labels must have 5 entries, one per token, got 4",
+        ),
         (lambda: dice(LABELS, LABELS, ignore=1), "mask must have foreground .*ignore=1"),
         (lambda: participation_ratio([1.0]), "eigenvalues must be a floating-point tensor"),
         (lambda: participation_ratio(torch.tensor([-1.0])), "eigenvalues must be >= 0, got -1"),

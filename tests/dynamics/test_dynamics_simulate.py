@@ -303,10 +303,13 @@ GRAPH = ga.complete_graph(4)
         (lambda x: simulate(x, GRAPH, steps=-1), "steps must be >= 0, got -1"),
         (lambda x: simulate(x, GRAPH, steps=1, score="cos"), "score must be one of 'dot', 'rbf'"),
         (lambda x: simulate(x, GRAPH, steps=1, scaling="in"), "scaling must be one of 'sdp', 'sq'"),
-        (lambda x: simulate(x, GRAPH, steps=1, sigma=1.0), "sigma goes with score='rbf'"),
+        (
+            lambda x: simulate(x, GRAPH, steps=1, sigma=1.0),
+            "sigma must be None unless score='rbf', got 1.0",
+        ),
         (
             lambda x: simulate(x, GRAPH, steps=1, score="rbf", scaling="sq"),
-            "scaling='sq' goes with score='dot'",
+            "scaling must be 'sdp' with score='rbf', whose scale is sigma, got 'sq'",
         ),
         (lambda x: simulate(x, GRAPH, steps=1, score="rbf", sigma=0.0), "sigma must be a finite"),
         (lambda x: simulate(x, GRAPH, steps=1, top_k=0), "top_k must be >= 1"),

@@ -290,20 +290,20 @@ BAD_CALLS = {
     "graphs": (lambda: ga.collate([ga.causal_graph(3)]), ["items[0]", "graphattn.batch"]),
     "another name": (
         lambda: ga.collate([SQUARE[0], {**SQUARE[1], "z": 1}]),
-        ["the same fields", "items[1] has 'z'", "items[0] has not"],
+        ["the same fields", "items[1] has 'z'", "items[0] does not"],
     ),
     "no graph": (lambda: ga.collate([{"x": points(3, 0)}]), ["items[0] has no graph", "graph="]),
     "two graphs": (
         lambda: ga.collate([{**SQUARE[0], "edge_index": torch.zeros(2, 0).long()}]),
-        ["items[0]", "a graph or an edge_index, not both"],
+        ["items[0]", "either a graph or an edge_index, but has both"],
     ),
     "a graph beside graph=": (
         lambda: ga.collate(SQUARE, graph=ga.causal_graph),
-        ["graph is for items without one", "items[0]"],
+        ["graph must be None if items have graphs", "items[0]"],
     ),
     "no number of tokens": (
         lambda: ga.collate([{"y": points(3, 0)}], graph=ga.causal_graph),
-        ["items[0] does not tell its number of tokens", "token_fields="],
+        ["items[0] has an unknown number of tokens", "token_fields="],
     ),
     "a name of the batch": (
         lambda: ga.collate([{**SQUARE[0], "ptr": 1}]),
@@ -323,27 +323,35 @@ BAD_CALLS = {
     ),
     "tokens or edges": (
         lambda: ga.collate([{**item, "y": torch.zeros(item["graph"].num_edges)} for item in RING]),
-        ["y has one entry per edge and per token", "edge_fields=('y',)", "token_fields=('y',)"],
+        [
+            "y is ambiguous: in every item its length is the number of edge entries and of token",
+            "edge_fields=('y',)",
+            "token_fields=('y',)",
+        ],
     ),
     "tokens or not": (
         lambda: ga.collate(with_fields(torch.zeros(3), torch.zeros(3))),
-        ["y has one entry per token in items[0] and not in items[1]", "[3]", "item_fields=('y',)"],
+        ["y has one entry per token in items[0], but not in items[1]", "[3]", "item_fields=('y',)"],
     ),
     "edges here, tokens there": (
         lambda: ga.collate(with_fields(torch.zeros(6), torch.zeros(5))),
-        ["y has one entry per edge in items[0] and not in items[1]"],
+        ["y has one entry per edge in items[0], but not in items[1]"],
     ),
     "dtypes": (
         lambda: ga.collate(with_fields(torch.zeros(3), torch.zeros(5).long())),
-        ["y must have one dtype", "float32 in items[0]", "int64 in items[1]"],
+        ["y must have the same dtype", "float32 in items[0]", "int64 in items[1]"],
     ),
     "dtypes of items": (
         lambda: ga.collate(with_fields(torch.zeros(()), torch.zeros(()).long())),
-        ["y must have one dtype", "items[1]"],
+        ["y must have the same dtype", "items[1]"],
     ),
     "widths": (
         lambda: ga.collate(with_fields(torch.zeros(3, 2), torch.zeros(5, 4))),
-        ["y must have one shape after the first dimension", "[2] in items[0]", "[4] in items[1]"],
+        [
+            "y must have the same shape after the first dimension",
+            "[2] in items[0]",
+            "[4] in items[1]",
+        ],
     ),
     "a field that is not there": (
         lambda: ga.collate(SQUARE, token_fields=("labels",)),
@@ -351,19 +359,19 @@ BAD_CALLS = {
     ),
     "names in a word": (
         lambda: ga.collate(SQUARE, token_fields="tokens"),
-        ["token_fields must be names", "('tokens',)"],
+        ["token_fields must be a tuple or list of names", "('tokens',)"],
     ),
     "two kinds": (
         lambda: ga.collate(SQUARE, token_fields=["tokens"], item_fields=["tokens"]),
-        ["item_fields has 'tokens', which token_fields has"],
+        ["item_fields and token_fields both name 'tokens'"],
     ),
     "padding of a field that is not there": (
         lambda: ga.collate(SQUARE, padding=True, padding_value={"y": 1}),
-        ["padding_value must name fields per token (tokens)", "'y'"],
+        ["padding_value must have names of fields per token (tokens) as keys", "'y'"],
     ),
     "padding_value alone": (
         lambda: ga.collate(SQUARE, padding_value=-100),
-        ["padding_value needs padding=True", "-100"],
+        ["padding_value must be 0 with padding=False", "-100"],
     ),
     "padding with a word": (
         lambda: ga.collate(SQUARE, padding=True, padding_value="<pad>"),
@@ -548,7 +556,9 @@ def test_a_model_gives_every_item_of_a_batch_its_own_loss(padding):
 )
 def test_a_filling_that_its_dtype_cannot_hold_is_refused(dtype, fill):
     items = [{"tokens": torch.arange(n, dtype=dtype), "graph": ga.causal_graph(n)} for n in (3, 2)]
-    with pytest.raises(ValueError, match=f"padding_value of tokens must be a number of .*{dtype}"):
+    with pytest.raises(
+        ValueError, match=f"padding_value of tokens must be a number that .*{dtype}"
+    ):
         ga.collate(items, padding=True, padding_value=fill)
 
 

@@ -133,7 +133,7 @@ def test_what_pyg_stacks_is_stacked():
             [MOLECULES[0], {"x": torch.zeros(2, 4)}],
             r"all dicts or all Data, got a Data as items\[0\]",
         ),
-        ([Batch.from_data_list(MOLECULES)], r"items\[0\]: its to_data_list\(\) gives them"),
+        ([Batch.from_data_list(MOLECULES)], r"items\[0\]: its to_data_list\(\) returns them"),
         (Batch.from_data_list(MOLECULES), r"a DataBatch: its to_data_list\(\)"),
         ([HeteroData()], r"HeteroData as items\[0\]: make a dict"),
         ([Data(x=torch.zeros(2, 4))], r"items\[0\] has no graph"),
@@ -147,7 +147,7 @@ def test_what_pyg_stacks_is_stacked():
         ),
         (
             [Data(x=torch.zeros(3, 1)), Data(pos=torch.zeros(3, 1))],
-            "items must have the same fields",
+            "items must all have the same fields",
         ),
     ],
 )

@@ -318,7 +318,7 @@ BAD_CALLS = {
     ),
     "within and sources": (
         lambda: ga.knn(X, 1, source=X[:3], within=ga.causal_graph(4)),
-        ["within", "4 sources", "4 and 3"],
+        ["within", "4 sources", "4 targets and 3 sources"],
     ),
     "within a word": (lambda: ga.knn(X, 1, within="window"), ["within", "str"]),
     "within out of range": (lambda: ga.knn(X, 1, within=edges((0, 4))), ["edge_index[1, 0]", "4"]),

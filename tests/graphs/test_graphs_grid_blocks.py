@@ -156,7 +156,7 @@ def test_a_large_image_is_counted_without_listing_its_edges():
         ((4, 2.5, 2), "width must be an integer >= 1, got 2.5"),
         ((4, 4, 0), "block_size must be >= 1, got 0"),
         ((4, 4, (2, 0)), "block_size[1] must be >= 1, got 0"),
-        ((4, 4, (2, 2, 2)), "block_size must be an integer >= 1, or 2 of them"),
+        ((4, 4, (2, 2, 2)), "block_size must be an integer >= 1, or 2 integers >= 1"),
         ((4, 4, 2, -1), "shift must be >= 0, got -1"),
         ((4, 4, 2, 2), "shift must be < block_size = 2 along axis 0, got 2"),
         ((4, 4, (5, 2), (1, 2)), "shift must be < block_size = 2 along axis 1, got 2"),

@@ -209,10 +209,10 @@ def test_writing_into_what_was_asked_for_does_not_change_the_graph():
 
 def test_large_lists_are_not_kept_twice(monkeypatch):
     graph = listed()
-    monkeypatch.setattr(index_width, "KEPT_WIDE", graph.compact_edges.numel() - 1)
+    monkeypatch.setattr(index_width, "STORED_WIDE", graph.compact_edges.numel() - 1)
     assert graph.edge_index is not graph.edge_index
     assert torch.equal(graph.edge_index, graph.compact_edges.long())
-    monkeypatch.setattr(index_width, "KEPT_WIDE", graph.compact_edges.numel())
+    monkeypatch.setattr(index_width, "STORED_WIDE", graph.compact_edges.numel())
     assert graph.edge_index is graph.edge_index
 
 

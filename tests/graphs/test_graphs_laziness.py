@@ -12,13 +12,18 @@ from graphattn.graphs.search import nearest_neighbors
 MILLION = 1_000_000
 
 
-def best_time(build, repeats: int = 7) -> float:
-    """Seconds of the fastest of several runs: what the machine can do when left alone."""
+def best_time(build, repeats: int = 7, enough: float = 0.0) -> float:
+    """Seconds of the fastest of several runs: what the machine can do when left alone.
+
+    A run below `enough` is the last.
+    """
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         build()
         times.append(time.perf_counter() - start)
+        if times[-1] < enough:
+            break
     return min(times)
 
 
@@ -49,11 +54,13 @@ def test_a_structured_graph_of_a_million_tokens_takes_under_a_millisecond(name):
 
 
 def test_ten_thousand_packed_sequences_are_batched_without_listing_an_edge():
-    def pack():
-        return ga.batch([ga.causal_graph(500 + k % 7) for k in range(10_000)])
+    made = []
 
-    assert best_time(pack, repeats=3) < 3.0
-    graph = pack()
+    def pack():
+        made.append(ga.batch([ga.causal_graph(500 + k % 7) for k in range(10_000)]))
+
+    assert best_time(pack, repeats=3, enough=3.0) < 3.0
+    graph = made[-1]
     lengths = [500 + k % 7 for k in range(10_000)]
     assert graph.num_edges == sum(n * (n + 1) // 2 for n in lengths)
     assert graph._edge_index is None
@@ -91,6 +98,7 @@ def test_huge_counts_are_exact():
     assert ga.window_cycle_graph(n, 3).num_edges == 6 * n
 
 
+@pytest.mark.long
 def test_a_million_tokens_have_their_edges_within_two_seconds():
     graph = ga.window_path_graph(MILLION, 8)
     start = time.perf_counter()
@@ -137,7 +145,7 @@ def test_printing_a_union_of_dense_graphs_does_not_go_through_their_edges():
 
     assert show().startswith(f"TokenGraph(num_tokens={n}, num_edges={n * n},")
     # 450 million edges: going through them takes seconds at the very least.
-    assert best_time(show, repeats=2) < 1.0
+    assert best_time(show, repeats=2, enough=1.0) < 1.0
 
 
 def test_tokens_that_can_have_no_neighbours_are_no_candidates(monkeypatch):

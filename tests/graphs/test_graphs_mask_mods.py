@@ -328,9 +328,13 @@ def test_the_entries_of_a_batch_are_packed_side_by_side():
     assert ga.from_mask_mod(blocks, batch=3) == graph
     alike = ga.from_mask_mod(causal, 4, batch=3)
     assert alike == ga.batch([ga.causal_graph(4)] * 3)
-    with pytest.raises(ValueError, match=r"depends on b.*batch=B.*got batch=None"):
+    with pytest.raises(
+        ValueError, match=r"batch must be given if mask_mod depends on b.*got batch=None.*batch=B"
+    ):
         ga.from_mask_mod(padded, 9)
-    with pytest.raises(ValueError, match=r"depends on b.*batch=B.*got batch=None"):
+    with pytest.raises(
+        ValueError, match=r"batch must be given if mask_mod depends on b.*got batch=None.*batch=B"
+    ):
         ga.from_mask_mod(blocks)
 
 
@@ -340,10 +344,12 @@ def test_masks_of_heads_must_be_equal(chunks):
     def by_head(b, h, q_idx, kv_idx):
         return (q_idx - kv_idx).abs() <= reach[h]
 
-    with pytest.raises(ValueError, match=r"depends on h.*heads=H.*got heads=None"):
+    with pytest.raises(
+        ValueError, match=r"heads must be given if mask_mod uses h.*got heads=None.*heads=H"
+    ):
         ga.from_mask_mod(by_head, 20)
     assert ga.from_mask_mod(by_head, 20, heads=2) == ga.window_path_graph(20, 3, self_loops=True)
-    words = r"same for all heads.*heads 0 and 2 differ where q_idx = 0, kv_idx = 4"
+    words = r"same for all heads.*heads 0 and 2 differ at q_idx = 0, kv_idx = 4"
     with pytest.raises(ValueError, match=words):
         ga.from_mask_mod(by_head, 20, heads=3)
     blocks = create_block_mask(by_head, None, 3, 20, 20, device="cpu", BLOCK_SIZE=4)
@@ -379,10 +385,16 @@ def test_objects_that_can_be_called_are_masks():
 BAD = {
     "score_mod": (
         lambda: ga.from_mask_mod(lambda score, b, h, q, kv: score, 4),
-        r"mask_mod must take .* five arguments: what a score_mod adds to scores is an edge_bias",
+        (
+            r"mask_mod must take .* five arguments: give what a "
+            r"score_mod adds to the scores as edge_bias"
+        ),
     ),
     "no function": (lambda: ga.from_mask_mod(torch.ones(3, 3), 3), r"mask_mod must be a function"),
-    "no size": (lambda: ga.from_mask_mod(causal), r"num_targets must be given with a mask_mod"),
+    "no size": (
+        lambda: ga.from_mask_mod(causal),
+        (r"num_targets must be an integer >= " r"0 if mask_mod is a function"),
+    ),
     "negative size": (lambda: ga.from_mask_mod(causal, -1), r"num_targets must be >= 0, got -1"),
     "sources": (lambda: ga.from_mask_mod(causal, 3, 1.5), r"num_sources must be an integer >= 0"),
     "batch": (lambda: ga.from_mask_mod(causal, 3, batch=0), r"batch must be >= 1, got 0"),
@@ -397,7 +409,7 @@ BAD = {
     ),
     "a table that is too short": (
         lambda: ga.from_mask_mod(documents(3, 4), 9),
-        r"for q_idx < 9, kv_idx < 9; called so, it raised IndexError",
+        r"with q_idx < 9 and kv_idx < 9. When it was called with these, it raised IndexError",
     ),
     "a sliced BlockMask": (
         lambda: ga.from_mask_mod(

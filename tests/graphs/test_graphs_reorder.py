@@ -252,8 +252,8 @@ def test_hardly_any_tokens_have_an_order(size):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        (torch.rand(4, 3), "points must have shape [5, C], one for every token and C >= 1"),
-        (torch.rand(5, 0), "points must have shape [5, C], one for every token and C >= 1"),
+        (torch.rand(4, 3), "points must have shape [5, C], one point for every token, with C >= 1"),
+        (torch.rand(5, 0), "points must have shape [5, C], one point for every token, with C >= 1"),
         (torch.rand(5), "points must be a floating-point tensor of shape [N, C]"),
         (torch.ones(5, 2, dtype=torch.int64), "got torch.int64 of shape [5, 2]"),
         ([[0.0]] * 5, "points must be a tensor of shape [N, C], got list"),

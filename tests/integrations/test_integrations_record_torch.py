@@ -172,7 +172,7 @@ def test_attention_switched_off_is_an_output_projection_of_zeros(mixer):
 
 
 def test_consensus_cannot_be_switched_off_and_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"none was seen in 'layers\.1'"):
+    with pytest.raises(ValueError, match=r"none was observed in 'layers\.1'"):
         ga.diagnostics.spectra_without_attention(encoder("consensus", layers=1), states())
 
 
@@ -180,6 +180,6 @@ def test_a_name_as_index_points_to_select():
     model = encoder()
     with torch.no_grad(), ga.diagnostics.record(model) as recording:
         model(states())
-    with pytest.raises(TypeError, match=r"select\('layers.0.self_attn'\) picks calls by"):
+    with pytest.raises(TypeError, match=r"select\('layers.0.self_attn'\) to choose calls by"):
         recording["layers.0.self_attn"]
     assert recording.select("layers.0.self_attn")[0] is recording[0]

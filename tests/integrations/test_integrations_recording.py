@@ -278,7 +278,7 @@ def test_a_registered_function_without_sdpa_is_named_and_one_with_it_is_seen():
     try:
         interface.register("alone", alone)
         interface.register("through", through)
-        with pytest.raises(ValueError, match=r"attention\.self: alone does not say its weights"):
+        with pytest.raises(ValueError, match=r"attention\.self: alone does not return its weights"):
             recorded(tiny("BERT", "alone"), inputs)
         for call in recorded(tiny("BERT", "through"), inputs):
             torch.testing.assert_close(call.matrix, torch.full((2, 4, N, N), 1 / N))

@@ -190,7 +190,7 @@ def test_weights_of_ours_that_are_missing_are_refused(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.0.self_attn.q_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"do not fit config\.graphattn.*q_proj"):
+    with pytest.raises(ValueError, match=r"do not fit the changes in config\.graphattn.*q_proj"):
         gat.from_pretrained(tmp_path)
 
 
@@ -223,7 +223,7 @@ def test_loading_by_transformers_with_our_name_raises(tmp_path):
     )
     with pytest.raises(ValueError, match=r"integrations\.transformers\.from_pretrained"):
         model(TOKENS)
-    with pytest.raises(ValueError, match="holds steps that were not done to this model"):
+    with pytest.raises(ValueError, match="contains changes that were not made to this model"):
         gat.configure(model, mixer="rbf")
     model.config.graphattn = None
     gat.configure(model, mixer="rbf")
@@ -231,7 +231,7 @@ def test_loading_by_transformers_with_our_name_raises(tmp_path):
 
 def test_a_folder_of_transformers_is_refused(tmp_path):
     llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="directory must hold a model changed by graphattn"):
+    with pytest.raises(ValueError, match="directory must contain a model changed by graphattn"):
         gat.from_pretrained(tmp_path)
 
 
@@ -275,14 +275,14 @@ def _edited(folder, change):
     ("change", "message"),
     [
         (lambda g: g.update(version=2), "written by a newer graphattn"),
-        (lambda g: g.update(version="1"), "must hold a version and steps"),
-        (lambda g: g.update(version=True), "must hold a version and steps"),
-        (lambda g: g.pop("version"), "must hold a version and steps"),
-        (lambda g: g.update(steps="configure"), "must hold a version and steps, each"),
-        (lambda g: g.update(steps=[3]), "must hold a version and steps, each"),
-        (lambda g: g["steps"][0].update(layers=["x"]), "must hold a version and steps, each"),
-        (lambda g: g["steps"][0].update(layers=[7]), r"layers must be within -2 \.\. 1"),
-        (lambda g: g["steps"][0].update(call="sing"), "names the step 'sing'"),
+        (lambda g: g.update(version="1"), "must contain a version >= 1 and steps"),
+        (lambda g: g.update(version=True), "must contain a version >= 1 and steps"),
+        (lambda g: g.pop("version"), "must contain a version >= 1 and steps"),
+        (lambda g: g.update(steps="configure"), "must contain a version and steps, each"),
+        (lambda g: g.update(steps=[3]), "must contain a version and steps, each"),
+        (lambda g: g["steps"][0].update(layers=["x"]), "must contain a version and steps, each"),
+        (lambda g: g["steps"][0].update(layers=[7]), r"layers must be numbers in -2 \.\. 1"),
+        (lambda g: g["steps"][0].update(call="sing"), "contains a change 'sing'"),
         (lambda g: g["steps"][0].update(tempo=3), "tempo"),
         (lambda g: g["steps"][0].update(mixer="waltz"), "mixer must be one of"),
         (lambda g: g["steps"][0].update(modules=9), "a model of 9 attention modules"),

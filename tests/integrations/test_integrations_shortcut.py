@@ -328,7 +328,7 @@ def test_other_families_and_bad_arguments_are_refused_and_change_nothing():
         ("lora_rank", 0, "lora_rank must be >= 1"),
         ("lora_alpha", -1, "lora_alpha must be >= 1"),
         ("init_sigma", 0, "init_sigma must be a finite number > 0"),
-        ("layers", [2], "layers must be within -2 .. 1 .*got 2"),
+        ("layers", [2], "layers must be numbers in -2 .. 1 .*got 2"),
     ):
         with pytest.raises(ValueError, match=said):
             gat.add_krause_shortcut(model, **{name: value})
@@ -342,7 +342,7 @@ def test_other_families_and_bad_arguments_are_refused_and_change_nothing():
 def test_implementations_that_hide_their_mask_are_refused():
     model = with_shortcut()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="'flash_attention_2' hands no mask"):
+    with pytest.raises(ValueError, match="'flash_attention_2' passes no mask"):
         logits_of(model, tokens_of())
 
 

@@ -132,11 +132,15 @@ def test_models_with_adapters_are_refused():
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"model must be a model of transformers"):
         gat.add_krause_shortcut(wrapped)
-    with pytest.raises(ValueError, match=r"plain projections.*got Linear in model\.layers\.0"):
+    with pytest.raises(
+        ValueError, match=r"plain nn.Linear projections.*got Linear in model\.layers\.0"
+    ):
         gat.add_krause_shortcut(model, lora_rank=None)
     model = tiny_model()
     gat.add_krause_shortcut(model, layers=[0])
-    with pytest.raises(ValueError, match=r"lora_rank must be None where the model has adapters"):
+    with pytest.raises(
+        ValueError, match=r"lora_rank must be None if the model already has adapters"
+    ):
         gat.add_krause_shortcut(model, layers=[1])
 
 

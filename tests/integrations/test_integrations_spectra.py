@@ -159,7 +159,7 @@ def test_a_norm_before_attention_keeps_the_residual_whole(normalization):
 
 def test_grouped_heads_have_no_form_without_weights():
     model = tiny("Llama", num_key_value_heads=2)
-    with pytest.raises(ValueError, match="needs square projections"):
+    with pytest.raises(ValueError, match="unless projections are square"):
         ga.diagnostics.hidden_spectra(model, input_ids=tokens(), weights="disabled")
 
 

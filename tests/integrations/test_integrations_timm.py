@@ -230,7 +230,7 @@ def test_errors_name_what_is_wrong():
         net(x, attn_mask=torch.ones(13, 13).bool(), is_causal=True)
     for call, message in (
         ({"mixer": "gka"}, "mixer must be one of 'dot', 'rbf', 'krause'"),
-        ({"grid": (2, 2)}, "grid and radius go together"),
+        ({"grid": (2, 2)}, "grid and radius must be given together"),
         ({"grid": 4, "radius": 1}, r"grid must be \(height, width\)"),
         ({"grid": (2, 2), "radius": 1, "graph": ga.causal_graph(5)}, "graph must be None"),
         ({"prefix_tokens": -1}, "prefix_tokens must be >= 0"),

@@ -379,7 +379,7 @@ class Own(nn.MultiheadAttention):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (lambda: nn.Linear(2, 2), {}, "must hold an nn.MultiheadAttention, got a Linear"),
+        (lambda: nn.Linear(2, 2), {}, "must contain an nn.MultiheadAttention, got a Linear"),
         (lambda: nn.MultiheadAttention(E, H, add_bias_kv=True), {}, "add_bias_kv=False"),
         (lambda: nn.MultiheadAttention(E, H, add_zero_attn=True), {}, "add_zero_attn=False"),
         (lambda: Own(E, H), {}, "Own, whose own forward"),
@@ -391,11 +391,11 @@ class Own(nn.MultiheadAttention):
         (encoder, {"mixer": "rbf", "sigma": 0}, "sigma must be a finite number > 0"),
         (encoder, {"mixer": "gka", "top_k": 3}, "top_k must be None for mixer='gka'"),
         (encoder, {"top_k": 0}, "top_k must be >= 1"),
-        (encoder, {"window": 2, "graph": ga.causal_graph(4)}, "window must be None where a graph"),
+        (encoder, {"window": 2, "graph": ga.causal_graph(4)}, "window must be None if graph"),
         (encoder, {"graph": 3}, "graph must be a TokenGraph or a function"),
-        (encoder, {"layers": [0, 2]}, r"layers must name some of the 2.*got \[0, 2\]"),
-        (encoder, {"layers": []}, "layers must name some of the 2"),
-        (encoder, {"layers": "0"}, "layers must be numbers"),
+        (encoder, {"layers": [0, 2]}, r"layers must contain numbers of the 2.*got \[0, 2\]"),
+        (encoder, {"layers": []}, "layers must contain numbers of the 2"),
+        (encoder, {"layers": "0"}, "layers must be a number, a list or range of numbers"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_and_nothing_changes(module, options, message):

@@ -14,7 +14,7 @@ from cases_kernels import Case, coins, random
 import graphattn as ga
 from graphattn.kernels.edges import schedule
 from graphattn.kernels.shared import tuning
-from graphattn.ops import kept
+from graphattn.ops import edge_cache
 from graphattn.ops.attention import triton
 
 
@@ -39,7 +39,7 @@ def cut_at(longest: int) -> Iterator[None]:
     """
 
     def forget() -> None:
-        kept._of_lists.clear()
+        edge_cache._cache.clear()
         triton._tables_of_bands_and_others.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -162,6 +162,7 @@ def test_a_sound_kernel_has_its_matrix_instruction_and_no_problem(sound: Any, ar
     assert 2 * 24 * 1024 <= row["compiled"]["shared"] <= 3 * 24 * 1024 + 256
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_main_loop_holds_one_pass_by_the_shapes_of_its_instructions(
     sound: Any, arch: str
@@ -218,6 +219,7 @@ def test_every_fault_is_found_and_fails_the_command(faulty: Any) -> None:
     assert refused.startswith("does not compile: ")
 
 
+@pytest.mark.long
 def test_a_loop_without_matrix_instructions_is_found_by_its_multiply_adds(faulty: Any) -> None:
     compiled = faulty[1]["ieee", "sm_90"]["compiled"]
     assert compiled["matrix"] == {}

@@ -69,6 +69,7 @@ def test_a_small_workspace_gives_the_same(name: str, device: str) -> None:
     check(found, exact(case), case, ALLOWED)
 
 
+@pytest.mark.long
 def test_a_large_workspace_takes_one_launch_forward_and_one_backward(device: str) -> None:
     with counted() as started:
         kernels(FORMS["neighbours"], device)
@@ -290,6 +291,7 @@ def test_batches_and_dtypes_of_all_sizes_share_one_cut() -> None:
     assert [piece.places for piece in edges.pieces(10**6)] == [200]
 
 
+@pytest.mark.long
 def test_the_measure_would_see_a_missing_piece(device: str) -> None:
     case = FORMS["window"]
     without = replace(case, graph=ga.window_path_graph(23, 1))

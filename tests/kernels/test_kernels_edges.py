@@ -97,6 +97,7 @@ def test_rows_are_cut_where_that_is_said(device: str) -> None:
             assert ("merge_averages_kernel" in names) == (longest == 8), names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["plain", "top 99"])
 def test_hubs_of_more_than_one_real_segment(option: str, device: str) -> None:
     """A token that sees everybody and two that everybody sees, where rows are really cut."""

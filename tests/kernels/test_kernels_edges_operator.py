@@ -76,6 +76,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(case: Case, device: st
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("build", [lambda: some(20, 20), lambda: nearest(20, 5)])
 def test_a_compiled_layer_is_one_node_and_gives_what_an_eager_one_gives(

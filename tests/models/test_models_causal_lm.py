@@ -335,7 +335,10 @@ def test_two_weights_do_not_become_one_in_silence(assign, strict):
     """The numbers alone, without the config that would refuse them."""
     two, one = model_of("gka"), model_of("gka", tie_weights=True)
     state = {name: x.clone() for name, x in two.state_dict().items()}
-    says = r"head.weight must be embedding.weight .* tie_weights=True, got two weights that differ"
+    says = (
+        r"head.weight must be equal to embedding.weight .* tie_weights=True, "
+        "got two different weights"
+    )
     with pytest.raises(RuntimeError, match=says):
         one.load_state_dict(state, strict=strict, assign=assign)
     state["head.weight"] = state["embedding.weight"].clone()
@@ -344,7 +347,9 @@ def test_two_weights_do_not_become_one_in_silence(assign, strict):
     assert is_tied(one)
     both = torch.nn.ModuleDict({"model": model_of("gka", tie_weights=True)})
     within = {f"model.{name}": x.clone() for name, x in two.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"model\.head\.weight must be model\.embedding"):
+    with pytest.raises(
+        RuntimeError, match=r"model\.head\.weight must be equal to model\.embedding"
+    ):
         both.load_state_dict(within)
 
 
@@ -377,7 +382,7 @@ def test_weights_of_other_windows_are_refused_however_they_are_said():
     for other in ({"window": 5}, {"window": 4, "consensus_window": 4}):
         with pytest.raises(RuntimeError, match="saved with window="):
             model_of("mix", **other).load_state_dict(model.state_dict())
-    with pytest.raises(RuntimeError, match="saved with logit_softcap=None, this has"):
+    with pytest.raises(RuntimeError, match="saved with logit_softcap=None, but this one has"):
         model_of("mix", window=4, logit_softcap=5.0).load_state_dict(model.state_dict())
 
 
@@ -477,13 +482,25 @@ def test_every_preset_takes_every_mixer(mixer):
         ({"window": 0}, "window must be >= 1, got 0"),
         ({"window": [3, 4]}, r"window must be .* per block \(4\), got \[3, 4\]; .* window_pattern"),
         ({"window": 7, "window_pattern": "SL"}, r"window must be a pair .* got 7"),
-        ({"window": (3, 9), "window_pattern": "SX"}, "window_pattern must be a word of S .* 'SX'"),
-        ({"window": (3, 9), "window_pattern": ""}, "window_pattern must be a word"),
+        (
+            {"window": (3, 9), "window_pattern": "SX"},
+            "window_pattern must be a string of the letters S .* 'SX'",
+        ),
+        (
+            {"window": (3, 9), "window_pattern": ""},
+            "window_pattern must be a string of the letters S",
+        ),
         ({"mixer": "dot-window"}, r"window must be a number of keys .*'dot-window' \(block 0\)"),
-        ({"mixer": "mix", "window": [3, 3, 3, 3]}, "window must be None at block 2, a consensus"),
+        (
+            {"mixer": "mix", "window": [3, 3, 3, 3]},
+            "window must be None for block 2, because a consensus",
+        ),
         ({"consensus_window": 0}, "consensus_window must be >= 1"),
         ({"mixer": "consensus", "mixer_options": {"update": "energy"}}, "update must be 'target'"),
-        ({"mixer_options": {"edge_hidden": 3}}, "mixer_options must hold options .*'edge_hidden'"),
+        (
+            {"mixer_options": {"edge_hidden": 3}},
+            "mixer_options must contain options .*'edge_hidden'",
+        ),
         ({"mixer": "nothing"}, "mixer must be one of 'dot'"),
         ({"rope": "yes"}, "rope must be True, False or 'isometric'"),
         ({"norm": "batch"}, "norm must be one of 'layer', 'rms'"),
@@ -497,7 +514,8 @@ def test_every_preset_takes_every_mixer(mixer):
         ({"mixer": {"dot"}}, "mixer must be one of 'dot', .* got {'dot'}"),
         (
             {"mixer": ["dot"] * 3 + [ga.nn.DotProductAttention(D, H, context_dim=8)]},
-            f"mixer must hold layers on one track, got a DotProductAttention .* 8 .dim is {D}",
+            "mixer must contain layers that read one sequence, got a DotProductAttention .* 8 "
+            f".dim is {D}",
         ),
         ({"drop_path": 1.0}, "drop_path must be"),
         ({"dropout": 1.0}, "dropout must be"),
@@ -513,7 +531,7 @@ def test_what_does_not_fit_is_refused(given, says):
 
 def test_a_layer_that_moves_earlier_tokens_is_refused():
     leaks = ga.nn.SelfConsensus(D, H, edge_hidden=4)
-    with pytest.raises(ValueError, match=r"SelfConsensus\(update='energy'\) at block 1"):
+    with pytest.raises(ValueError, match=r"SelfConsensus\(update='energy'\) in block 1"):
         ga.models.CausalLM(V, D, 2, H, mixer=["dot", leaks])
     fine = ga.nn.SelfConsensus(D, H, edge_hidden=4, update="target")
     assert ga.models.CausalLM(V, D, 2, H, mixer=["dot", fine]).windows == [None, 3]

@@ -111,6 +111,7 @@ def test_also_under_autocast_and_without_fullgraph() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["krause", "consensus"])
 def test_two_compilations_serve_a_block_at_all_lengths(name: str) -> None:
     mixer = {

@@ -269,7 +269,7 @@ def test_weights_do_not_care_whether_the_head_began_at_zero_but_which_norm_it_is
     tokens, sigma = tokens_of(2, 9), levels_of(2)
     assert torch.equal(other(tokens, noise_level=sigma), model(tokens, noise_level=sigma))
     layer_norms = encoder(bias=False)
-    with pytest.raises(RuntimeError, match="saved with norm='layer', this has norm='rms'"):
+    with pytest.raises(RuntimeError, match="saved with norm='layer', but this one has norm='rms'"):
         encoder(bias=False, norm="rms").load_state_dict(layer_norms.state_dict())
 
 
@@ -278,7 +278,9 @@ def test_a_window_is_compared_where_a_layer_asks_for_it():
         state = encoder(mixer, window=2).state_dict()
         other = encoder(mixer, window=4)
         if asks:
-            with pytest.raises(RuntimeError, match="saved with window=2, this has window=4"):
+            with pytest.raises(
+                RuntimeError, match="saved with window=2, but this one has window=4"
+            ):
                 other.load_state_dict(state)
         else:
             other.load_state_dict(state)
@@ -441,9 +443,11 @@ def test_noise_levels_that_are_none_are_refused_but_in_padding(wrong):
 
 def test_what_does_not_fit_is_named():
     plain = ga.models.SequenceEncoder(V, D, 2, H)
-    with pytest.raises(ValueError, match="noise_level must be None in a model without noise_dim"):
+    with pytest.raises(
+        ValueError, match="noise_level must be None in a model made without noise_dim"
+    ):
         plain(tokens_of(2, 5), noise_level=torch.zeros(2))
-    with pytest.raises(ValueError, match="noise_dim=6 cannot go token by token"):
+    with pytest.raises(ValueError, match="noise_dim=6 cannot generate token by token"):
         encoder("dot").init_cache(2)
     for change, says in (
         ({"noise_dim": 0}, "noise_dim must be >= 1"),

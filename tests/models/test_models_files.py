@@ -198,7 +198,7 @@ def test_a_class_of_one_s_own_is_made_by_its_own_from_pretrained_only(tmp_path):
     ga.save(layer, tmp_path)
     twin = Near.from_pretrained(tmp_path)
     assert (type(twin), twin.top_k) == (Near, 3)
-    with pytest.raises(ValueError, match=r"one of graphattn's, got '.*test_models_files\.Near'"):
+    with pytest.raises(ValueError, match=r"a class of graphattn, got '.*test_models_files\.Near'"):
         ga.load(tmp_path)
     with pytest.raises(ValueError, match="must be of a KrauseAttention"):
         ga.nn.KrauseAttention.from_pretrained(tmp_path)
@@ -219,7 +219,7 @@ REFUSED = {
     "a module around ours": (lambda: torch.nn.Sequential(encoder()), "got Sequential"),
     "a mixer of one's own": (
         lambda: encoder(mixer=["dot", Mean(), "dot", "dot"]),
-        r"holds .*\.Mean in 'mixer'",
+        r"contains .*\.Mean in 'mixer'",
     ),
     "a nameless constructor": (lambda: Bare(D, H), "cannot be made again from its config"),
     "a meta model": (lambda: encoder().to("meta"), "on the meta device"),
@@ -237,7 +237,7 @@ def test_what_files_alone_cannot_make_again_is_refused(name, tmp_path):
 def test_a_model_rebuilt_by_hand_is_refused_not_saved_wrongly(tmp_path):
     model = encoder(mixer="dot")
     model.blocks[1].mixer = ga.nn.KrauseAttention(D, H)
-    with pytest.raises(ValueError, match="no longer what its constructor made"):
+    with pytest.raises(ValueError, match="has been changed since its constructor made it"):
         ga.save(model, tmp_path)
     model = encoder(mixer="dot")
     model.blocks[1].mixer.rotary = None
@@ -277,14 +277,14 @@ def test_missing_folders_and_files_are_named(folder):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is no JSON"),
-        ("{", "is no JSON"),
-        ("[1]", "must be an object with a 'class'"),
-        ('{"model_type": "bert"}', "must be an object with a 'class'"),
-        ('{"class": ["SequenceEncoder"]}', "must be an object with a 'class'"),
-        ('{"class": "os.system", "command": "true"}', "one of graphattn's, got 'os.system'"),
+        ("", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        ("[1]", "must contain an object with a 'class'"),
+        ('{"model_type": "bert"}', "must contain an object with a 'class'"),
+        ('{"class": ["SequenceEncoder"]}', "must contain an object with a 'class'"),
+        ('{"class": "os.system", "command": "true"}', "a class of graphattn, got 'os.system'"),
         ('{"class": "SequenceEncoder"}', "missing 4 required positional arguments"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_a_broken_config_is_named(folder, text, says):
@@ -296,16 +296,16 @@ def test_a_broken_config_is_named(folder, text, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rope": True}, "rope=False, this has rope=True"),
-        ({"heads": 2}, "heads=4, this has heads=2"),
-        ({"window": 5}, "window=2, this has window=5"),
+        ({"rope": True}, "rope=False, but this one has rope=True"),
+        ({"heads": 2}, "heads=4, but this one has heads=2"),
+        ({"window": 5}, "window=2, but this one has window=5"),
         ({"dim": 32}, "size mismatch"),
         ({"dim": -1}, "dim must be >= 1"),
         ({"layers": 3}, "here it is called 'depth'"),
         ({"class": "KrauseAttention"}, "has no argument 'vocab_size'"),
         (
             {"mixer": ["dot", {"class": "evil.Layer"}, "dot", "dot"]},
-            "one of graphattn's, got 'evil.Layer'",
+            "a class of graphattn, got 'evil.Layer'",
         ),
     ],
 )
@@ -319,7 +319,7 @@ def test_a_config_that_does_not_fit_the_numbers_is_refused(folder, changes, says
 def test_a_cut_file_of_numbers_is_named(folder, keep):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors is no whole safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
         ga.load(folder)
 
 

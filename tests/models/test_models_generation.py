@@ -280,7 +280,7 @@ def test_progress_sees_every_token_and_may_end_the_generation():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tokens": tokens_of(2, 0)}, "tokens must hold at least one token"),
+        ({"tokens": tokens_of(2, 0)}, "tokens must contain at least one token per text"),
         ({"tokens": torch.zeros(2, 3)}, "tokens must be an int32 or int64 tensor"),
         ({"tokens": torch.tensor([[V]])}, f"tokens must be 0 .. {V - 1}"),
         ({"max_new_tokens": -1}, "max_new_tokens must be >= 0, got -1"),
@@ -292,14 +292,23 @@ def test_progress_sees_every_token_and_may_end_the_generation():
         ({"temperature": 1.0, "top_k": 0}, "top_k must be >= 1, got 0"),
         ({"temperature": 1.0, "top_p": 0}, "top_p must be a finite number > 0"),
         ({"temperature": 1.0, "top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
-        ({"stop": V}, f"stop must be tokens 0 .. {V - 1}"),
-        ({"stop": [[]]}, "stop must be tokens .* at least one, got"),
+        ({"stop": V}, f"stop must contain tokens 0 .. {V - 1}"),
+        ({"stop": [[]]}, "stop must contain tokens .* at least one token, got"),
         ({"stop": "end"}, "stop must be an integer"),
         ({"generator": 7}, "generator must be a torch.Generator or None, got int"),
         ({"progress": 7}, "progress must be callable or None, got 7"),
-        ({"valid": torch.tensor([True, True, False])}, "valid must be False on the left"),
-        ({"valid": torch.tensor([True, False, True])}, "valid must be False on the left"),
-        ({"valid": torch.tensor([False, False, False])}, "valid must be False on the left"),
+        (
+            {"valid": torch.tensor([True, True, False])},
+            "valid must be False only at the start of a text",
+        ),
+        (
+            {"valid": torch.tensor([True, False, True])},
+            "valid must be False only at the start of a text",
+        ),
+        (
+            {"valid": torch.tensor([False, False, False])},
+            "valid must be False only at the start of a text",
+        ),
         ({"valid": torch.ones(4, dtype=torch.bool)}, r"valid .* must have shape \[2, 3\]"),
         ({"draft_tokens": 0}, "draft_tokens must be >= 1, got 0"),
         ({"draft": "small"}, "draft must be a CausalLM or None, got str"),
@@ -330,7 +339,7 @@ def test_a_layer_without_steps_is_named():
             return x.roll(1, -2)
 
     model = ga.models.CausalLM(V, D, 2, H, mixer=["dot", Shift()])
-    with pytest.raises(ValueError, match="block 1: mixer Shift cannot go token by token"):
+    with pytest.raises(ValueError, match="block 1: mixer Shift cannot generate token by token"):
         model.generate(tokens_of(2, 3), 2)
 
 

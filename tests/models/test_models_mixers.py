@@ -157,7 +157,7 @@ def test_a_class_as_the_mixer_is_answered_with_how_its_layers_are_given():
     class Mean(torch.nn.Module):
         dim = DIM
 
-    advice = r"of a class of yours, give layers: \[Mean\(\.\.\.\) for _ in range\(depth\)\]"
+    advice = r"for your own class, give its layers: \[Mean\(\.\.\.\) for _ in range\(depth\)\]"
     with pytest.raises(ValueError, match=advice):
         mixers(Mean, 2, DIM, HEADS)
 
@@ -165,8 +165,7 @@ def test_a_class_as_the_mixer_is_answered_with_how_its_layers_are_given():
 def test_halves_have_no_halves():
     with pytest.raises(
         ValueError,
-        match="'consensus', or a list of layers, one per block, each called with one sequence, "
-        "got 'mix'",
+        match="'consensus', or a list with one layer per block, each for one sequence, got 'mix'",
     ):
         mixers(["mix", "dot"], 2, DIM, HEADS)
 
@@ -186,7 +185,7 @@ def test_halves_have_no_halves():
 )
 def test_an_option_that_no_layer_has_is_refused_with_those_there_are(mixer, options, message):
     depth = len(mixer) if isinstance(mixer, list) else 2
-    with pytest.raises(ValueError, match=f"mixer_options must hold options.*{message}"):
+    with pytest.raises(ValueError, match=f"mixer_options must contain options.*{message}"):
         mixers(mixer, depth, DIM, HEADS, options=options)
 
 
@@ -199,7 +198,7 @@ def test_an_option_that_one_layer_has_is_enough():
     [
         (["dot"], 2, r"one entry per block \(2\), got 1"),
         (["dot", "dot", "dot"], 2, r"one entry per block \(2\), got 3"),
-        (ga.nn.LinearAttention(DIM, HEADS), 2, "blocks would share its weights"),
+        (ga.nn.LinearAttention(DIM, HEADS), 2, "whose weights all blocks would share"),
         (ga.nn.CrossConsensus(DIM, HEADS), 1, "one sequence, got 'CrossConsensus'|Cross"),
     ],
 )
@@ -210,7 +209,7 @@ def test_lists_and_layers_that_do_not_fit_are_refused(mixer, depth, message):
 
 def test_one_layer_does_not_serve_two_blocks_nor_one_of_another_width():
     layer = ga.nn.LinearAttention(DIM, HEADS)
-    with pytest.raises(ValueError, match="every layer once"):
+    with pytest.raises(ValueError, match="same layer twice"):
         mixers([layer, layer], 2, DIM, HEADS)
     narrow = ga.nn.LinearAttention(8, 2)
     with pytest.raises(ValueError, match="of width dim = 16, got a LinearAttention of width 8"):

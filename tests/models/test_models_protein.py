@@ -447,7 +447,7 @@ def test_it_comes_back_from_files_and_copies_the_same(tmp_path):
         assert torch.equal(other.embed(structure, context=tracks()), expected)
         assert other.config == model.config
     fewer = model_of("mix", context=TRACKS, neighbors=4)
-    with pytest.raises(RuntimeError, match="saved with neighbors=5, this has neighbors=4"):
+    with pytest.raises(RuntimeError, match="saved with neighbors=5, but this one has neighbors=4"):
         fewer.load_state_dict(model.state_dict())
 
 
@@ -539,11 +539,11 @@ def test_numbers_may_be_those_of_the_structure():
         model.score_mutations(structure, plain).tolist(), abs=1e-6
     )
     for text, says in [
-        (f"{s[1]}5W", "must say the chain"),
+        (f"{s[1]}5W", "must name the chain"),
         (f"{s[5]}8W", "residue numbers of the structure, got 8"),
         (f"{s[5]}9AW", "residue numbers of the structure, got 9A"),  # there is 9 alone
         (f"C/{s[1]}5W", r"must name chains of the structure \('A', 'B'\), got 'C'"),
-        (f"A/{s[9]}12W", "does not have in chain 'A'"),
+        (f"A/{s[9]}12W", "does not exist in chain 'A'"),
     ]:
         with pytest.raises(ValueError, match=says):
             model.score_mutations(structure, [text], numbering="structure")
@@ -560,23 +560,23 @@ def test_insertion_codes_count_in_either_case_unless_a_chain_has_both():
     plain = [f"{s[1]}2W", f"{s[2]}3W", f"{s[3]}4W", f"{s[0]}1W"]
     found = model.score_mutations(structure, own, numbering="structure")
     assert torch.equal(found, model.score_mutations(structure, plain))
-    with pytest.raises(ValueError, match="of chain H 'H/A42G'; got 'A' in 'A:W52G'"):
+    with pytest.raises(ValueError, match="with chain H 'H/A42G'; got 'A' in 'A:W52G'"):
         model.score_mutations(structure, ["A:W52G"], numbering="structure")
 
 
 @pytest.mark.parametrize(
     ("mutation", "says"),
     [
-        ("K1A", "'K1A' says K, the sequence has M at 1"),
+        ("K1A", "'K1A' has K, but the sequence has M at 1"),
         ("M1B", "must name amino acids by one of ACDEFGHIKLMNPQRSTVWY, got 'B'"),
         ("X5A", "got 'X'"),
-        ("M0A", r"numbers 1 \.\. 5, .* got 0"),
-        ("M6A", r"numbers 1 \.\. 5, .* got 6"),
-        ("M1A:M1G", "must change a residue once"),
+        ("M0A", r"numbers in 1 \.\. 5, .* got 0"),
+        ("M6A", r"numbers in 1 \.\. 5, .* got 6"),
+        ("M1A:M1G", "must change a residue only once"),
         ("M1", "substitution such as 'A42G'"),
         ("M1A:", "substitution such as 'A42G'"),
-        ("", "must hold strings"),
-        (7, "must hold strings"),
+        ("", "must contain strings"),
+        (7, "must contain strings"),
         ("A/M1A", "no chain and no insertion code"),
     ],
 )
@@ -616,11 +616,14 @@ def test_scores_switch_dropout_off_and_on_again():
         ({"structure": "yes"}, "structure must be True or False"),
         ({"rope": "yes"}, "rope must be True, False or 'isometric'"),
         ({"context": ["a"]}, "context must be a dict"),
-        ({"context": {"a b": 1}}, "context must name its tracks by words"),
+        (
+            {"context": {"a b": 1}},
+            "context must have names of tracks as keys that are valid Python identifiers",
+        ),
         ({"context": {"a": 0}}, r"context\['a'\] must be >= 1"),
         ({"context_mixer": "dot"}, "context_mixer must be one of"),
-        ({"mixer_options": {"edge_features": 3}}, "must not hold 'edge_features'"),
-        ({"mixer_options": {"edge_hidden": 3}}, "mixer_options must hold options"),
+        ({"mixer_options": {"edge_features": 3}}, "must not contain 'edge_features'"),
+        ({"mixer_options": {"edge_hidden": 3}}, "mixer_options must contain options"),
         ({"max_distance": 0}, "max_distance must be a finite number > 0"),
     ],
 )
@@ -633,10 +636,16 @@ def test_a_call_names_what_is_wrong():
     model, structure = model_of("dot", context=TRACKS), complex_of(8, 4)
     tokens = tokens_of(model, structure)
     for given, says in [
-        ({"structure": complex_of(5)}, r"structure must hold the residues .* got \[5\]"),
+        (
+            {"structure": complex_of(5)},
+            r"structure must have one residue per token .* got structures of \[5\]",
+        ),
         ({"structure": "1abc"}, "structure must be a graphattn.data.Structure"),
-        ({"structure": structure, "positions": torch.arange(12)}, "positions must be None beside"),
-        ({"edge_features": torch.zeros(3, 12)}, "graph must be given beside edge_features"),
+        (
+            {"structure": structure, "positions": torch.arange(12)},
+            "positions must be None if structure is given",
+        ),
+        ({"edge_features": torch.zeros(3, 12)}, "graph must be given together with edge_features"),
         ({"context": {"other": tokens}}, "tracks .secondary, exposed, partner., got"),
         ({"context": {"exposed": torch.zeros(12, 2)}}, r"\[\*, M, 1\]"),
         ({"context": {"secondary": torch.full((12,), 3)}}, "from 0 to 2, got 3"),
@@ -646,7 +655,7 @@ def test_a_call_names_what_is_wrong():
             model(tokens, **given)
     with pytest.raises(ValueError, match=r"tokens must be 0 \.\. 21"):
         model(torch.tensor([22]))
-    with pytest.raises(ValueError, match="cannot go token by token"):
+    with pytest.raises(ValueError, match="cannot generate token by token"):
         model.init_cache(1)
     with pytest.raises(ValueError, match="at least one residue"):
         model.embed("--")

@@ -49,9 +49,13 @@ def test_a_batch_of_one_may_be_padded_like_every_other(mixer):
     out = model(rows, structure=[structure])
     assert out.shape == (1, 13, 21)
     torch.testing.assert_close(out[0, :10], alone, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match=r"structure must hold the residues .* got \[10\]"):
+    with pytest.raises(
+        ValueError, match=r"structure must have one residue per token .* got structures of \[10\]"
+    ):
         model(rows, structure=structure)  # by itself it is every row, which must be as long
-    with pytest.raises(ValueError, match=r"structure must hold the residues .* got \[10\]"):
+    with pytest.raises(
+        ValueError, match=r"structure must have one residue per token .* got structures of \[10\]"
+    ):
         model(rows[:, :9], structure=[structure])
 
 
@@ -90,9 +94,13 @@ def test_a_call_names_what_does_not_fit():
     for own, given, says in [
         (rows, {"structure": both, "valid": [True]}, "valid must be a bool tensor, got list"),
         (rows, {"structure": both, "valid": torch.ones(3).bool()}, r"got \[3\]"),
-        (tokens, {"positions": torch.arange(10.0)}, "positions must be integers where offsets"),
+        (tokens, {"positions": torch.arange(10.0)}, "positions must be integers, because offsets"),
         (tokens, {"positions": torch.arange(7)}, r"positions must have shape \[10\]"),
-        (tokens, {"structure": []}, r"structure must hold the residues .* got \[\]"),
+        (
+            tokens,
+            {"structure": []},
+            r"structure must have one residue per token .* got structures of \[\]",
+        ),
     ]:
         with pytest.raises(ValueError, match=says):
             model(own, **given)

@@ -272,7 +272,7 @@ def test_half_precision_is_as_good_as_that_of_forward(dtype):
 def test_a_block_that_cannot_go_token_by_token_is_named(mixer):
     model = ga.models.SequenceEncoder(V, D, DEPTH, H, mixer=mixer, edge_hidden=4)
     place = 0 if mixer == "consensus" else 2
-    says = f"block {place}: SelfConsensus goes token by token with update='target'"
+    says = f"block {place}: SelfConsensus can generate token by token only with update='target'"
     with pytest.raises(ValueError, match=says):
         model.init_cache(2, 5)
 
@@ -280,7 +280,10 @@ def test_a_block_that_cannot_go_token_by_token_is_named(mixer):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"window": [3, 3]}, r"window must be one for all, or one per block \(4\), got 2"),
+        (
+            {"window": [3, 3]},
+            r"window must be one number for all blocks, or a list with one per block \(4\), got 2",
+        ),
         ({"window": [3, 3, 0, 3]}, "block 2: window must be >= 1, got 0"),
         ({"batch": -1}, "batch must be >= 0, got -1"),
         ({"rollback": -1}, "rollback must be >= 0, got -1"),
@@ -320,7 +323,7 @@ def test_the_cache_of_another_model_is_refused():
     model, block = model_of("dot"), model_of("dot").blocks[0]
     other = ga.nn.ModelCache(block.init_cache(2, 5) for _ in range(3))
     for cache in (other, block.init_cache(2, 5), None):
-        with pytest.raises(ValueError, match="cache must be a ModelCache of 4 layers"):
+        with pytest.raises(ValueError, match="cache must be a ModelCache with 4 layers"):
             model.step(tokens_of(2), cache)
 
 
@@ -335,7 +338,9 @@ def test_a_step_that_was_broken_off_is_noticed():
     with pytest.raises(KeyboardInterrupt):
         model.step(tokens_of(2), cache)
     hook.remove()
-    with pytest.raises(ValueError, match=r"differ in position, \[1, 1, 1, 0\]: a step was broken"):
+    with pytest.raises(
+        ValueError, match=r"differ in position, got \[1, 1, 1, 0\], because a step was interrupted"
+    ):
         model.step(tokens_of(2), cache)
 
 

@@ -198,9 +198,18 @@ def test_shares_that_training_drops_come_along_and_nothing_is_drawn():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"depths": (2, 2)}, "changes must keep the shape of the model: depths is (2, 1) there"),
-        ({"window_size": 2}, "changes must keep the shape of the model: 'blocks.0.position_bias"),
-        ({"num_classes": 0}, "changes must keep the shape of the model, but there is no place"),
+        (
+            {"depths": (2, 2)},
+            "changes must keep the shape of the model: depths must be (2, 1), got",
+        ),
+        (
+            {"window_size": 2},
+            "changes must keep the shape of the model: the loaded weight 'blocks.0.position_bias",
+        ),
+        (
+            {"num_classes": 0},
+            "changes must keep the shape of the model, but with them it has no parameter",
+        ),
         ({"mixer": "global"}, "mixer must be one of"),
     ],
 )
@@ -231,7 +240,11 @@ def test_gradients_are_those_of_transformers():
         ({"layer_norm_eps": 1e-6}, "model.config.layer_norm_eps must be 1e-05, got 1e-06"),
         ({"use_absolute_embeddings": True}, "model.config.use_absolute_embeddings must be False"),
         ({"patch_size": [2, 4]}, "model.config.patch_size must be one number, got [2, 4]"),
-        ({"window_size": 5}, "model.config.window_size must be at most the tokens of every stage"),
+        (
+            {"window_size": 5},
+            "model.config.window_size must be at most the number of "
+            "tokens along each axis of every stage",
+        ),
     ],
 )
 def test_what_this_model_does_not_have_is_refused_by_name(change, message):
@@ -622,20 +635,20 @@ def test_parameters_are_drawn_anew():
     [
         ({"image_size": 0}, "image_size must be >= 1, got 0"),
         ({"image_size": (4, 4, 4)}, "image_size must be one number or (height, width)"),
-        ({"depths": 2}, "depths must hold one integer >= 1 per stage, got 2"),
+        ({"depths": 2}, "depths must be a list with one integer >= 1 per stage, got 2"),
         ({"depths": (2, 0)}, "depths must be >= 1, got 0"),
-        ({"heads": (2,)}, "heads must hold one number per stage (2), got 1"),
+        ({"heads": (2,)}, "heads must have one number per stage (2), got 1"),
         ({"heads": (3, 4)}, "heads must divide dim = 8, got 3"),
         ({"window_size": 0}, "window_size must be >= 1, got 0"),
         ({"drop_path": 1.0}, "drop_path must be"),
         ({"dropout": -0.5}, "dropout must be"),
         ({"mixer": "global"}, "mixer must be one of"),
-        ({"mixer": ["dot"]}, "mixer must hold one entry per block (4), got 1"),
-        ({"mixer_options": {"sigma": 2}}, "mixer_options must hold options"),
+        ({"mixer": ["dot"]}, "mixer must have one entry per block (4), got 1"),
+        ({"mixer_options": {"sigma": 2}}, "mixer_options must contain options"),
         ({"mixer_options": {"top_k": [2, 3]}}, "mixer_options['top_k'] must be one value, or one"),
         (
             {"mixer": [ga.nn.KrauseAttention(8, 2)] + ["dot"] * 3, "dim": 4},
-            "mixer must hold layers",
+            "mixer must contain layers",
         ),
     ],
 )

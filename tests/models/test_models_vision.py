@@ -358,7 +358,7 @@ def test_positions_are_interpolated_between_those_of_the_own_grid():
     model = vision("krause")
     images = torch.randn(2, 3, 16, 8, dtype=torch.float64)
     with pytest.raises(
-        ValueError, match=r"images must be \[8, 12\] pixels .* got \[16, 8\]: .*pass"
+        ValueError, match=r"images must have \[8, 12\] pixels .* got \[16, 8\]: .*pass"
     ):
         model(images)
     positions = model.embedding.positions
@@ -609,8 +609,8 @@ def test_rollout_and_entropies_come_from_a_recording():
         ({"mixer": "dot-window"}, "radius must be given for 'dot-window', got None"),
         ({"mixer": ("dot", "dot-window")}, "radius must be given for 'dot-window', got None"),
         ({"mixer": "krause", "radius": 0}, "radius must be >= 1"),
-        ({"mixer": "mix"}, "pooling must be 'mean' where the last layer is consensus, got 'class'"),
-        ({"mixer_options": {"top": 3}}, "mixer_options must hold options of the model's mixers"),
+        ({"mixer": "mix"}, "pooling must be 'mean' if the last layer is consensus, got 'class'"),
+        ({"mixer_options": {"top": 3}}, "mixer_options must contain options of the model's mixers"),
         (
             {"mixer": "krause", "mixer_options": {"top_k": [2, 3, 4]}},
             r"mixer_options\['top_k'\] must be one value, or one per block \(2\), got 3",

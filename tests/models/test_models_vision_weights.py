@@ -175,7 +175,7 @@ def test_names_of_earlier_versions_are_read():
     expected, found = our_names(state), our_names(renamed)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    with pytest.raises(ValueError, match=r"got a weight 'embeddings\.word_embeddings\.weight'"):
+    with pytest.raises(ValueError, match=r"it has a weight 'embeddings\.word_embeddings\.weight'"):
         our_names({"embeddings.word_embeddings.weight": torch.zeros(2, 2)})
 
 
@@ -198,7 +198,7 @@ def test_drawing_anew_what_there_is_none_of_changes_nothing_for_the_caller():
 @pytest.mark.parametrize(
     ("make", "changes", "says"),
     [
-        (lambda: torch.nn.Linear(2, 2), {}, "model must be a ViTModel, .* got Linear"),
+        (lambda: torch.nn.Linear(2, 2), {}, "model must be an instance of ViTModel, .* got Linear"),
         (
             lambda: transformers.ViTForMaskedImageModeling(
                 transformers.ViTConfig(**SHAPE, encoder_stride=4)
@@ -207,9 +207,13 @@ def test_drawing_anew_what_there_is_none_of_changes_nothing_for_the_caller():
             "got ViTForMaskedImageModeling",
         ),
         (lambda: theirs(hidden_act="relu"), {}, "must have hidden_act='gelu', got 'relu'"),
-        (theirs, {"depth": 1}, "must keep the shape .* no place for 'blocks.1"),
-        (theirs, {"depth": 3}, "no weights for 'blocks.2"),
-        (theirs, {"num_classes": 3}, r"'head.weight' is \[7, 32\] there and \[3, 32\] here"),
+        (theirs, {"depth": 1}, "must keep the shape .* no parameter for the weight 'blocks.1"),
+        (theirs, {"depth": 3}, "have none for the parameter 'blocks.2"),
+        (
+            theirs,
+            {"num_classes": 3},
+            r"'head.weight' has shape \[7, 32\], the parameter has \[3, 32\]",
+        ),
         (theirs, {"mixer": "consensus"}, "pooling must be 'mean'"),
         (theirs, {"radius": 1}, "radius must be None in a model without windows"),
     ],

@@ -16,8 +16,8 @@ MUTATIONS = [
     Mutation(
         "what is left of dropped paths is not scaled",
         "graphattn/nn/blocks/drop_path.py",
-        "kept.to(x.dtype) / (1 - share)",
-        "kept.to(x.dtype)",
+        "keep.to(x.dtype) / (1 - share)",
+        "keep.to(x.dtype)",
         (f"{VISION}::test_a_path_is_dropped_for_a_whole_image[dot-1]",),
     ),
     Mutation(

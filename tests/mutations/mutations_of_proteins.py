@@ -98,8 +98,8 @@ MUTATIONS = [
     Mutation(
         "the next chain begins one place behind the last",
         "graphattn/data/structures/numbering.py",
-        "apart = (chain_index.diff() != 0) | numbered_anew",
-        "apart = numbered_anew",
+        "is_chain_break = (chain_index.diff() != 0) | restarts",
+        "is_chain_break = restarts",
         (f"{CHAINS_IN_SPACE}::test_no_window_is_long_enough_for_another_chain",),
     ),
     Mutation(

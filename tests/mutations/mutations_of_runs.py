@@ -156,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "a last step spoils the weights of a run that diverged",
         "graphattn/train/trainer.py",
-        "parameter.grad = None  # a last",
-        "pass  # a last",
+        "parameter.grad = None  # this step",
+        "pass  # this step",
         (f"{ENGINE}::test_a_loss_that_is_infinite_leaves_the_weights_as_they_were",),
     ),
     Mutation(
@@ -331,8 +331,8 @@ MUTATIONS = [
     Mutation(
         "a trial of a worker that was taken for dead is trained beside him",
         "graphattn/train/sweeps/queue.py",
-        "            self.alone.acquire()  # taken",
-        "            # taken",
+        "            self.alone.acquire()  # the former",
+        "            # the former",
         (f"{SWEEP}::test_who_was_taken_for_dead_and_is_alive_is_waited_for",),
     ),
     Mutation(

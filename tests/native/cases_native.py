@@ -286,10 +286,10 @@ def turn(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     x = torch.randn(2, 3, tokens, width, dtype=torch.float64).to(dtype).transpose(1, 2)
     angle = torch.rand(2, tokens, 1, width // 2, dtype=torch.promote_types(dtype, F32))
-    rotary.turn(x, angle.cos(), angle.sin(), back=True)
+    rotary.rotate(x, angle.cos(), angle.sin(), back=True)
     if dtype in DTYPES:
         query, key = x.contiguous(), x[:, :, :1].contiguous()
-        one = rotary.KnownTurn(
+        one = rotary.KnownRotation(
             tuple(query.shape), tuple(key.shape), (angle[0].cos(), angle[0].sin())
         )
         one.back(*one(query, key))

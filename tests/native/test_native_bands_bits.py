@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import builds
 import pytest
 import torch
 from torch import Tensor
@@ -262,17 +260,7 @@ def test_what_is_bad_reaches_only_gradients_of_those_who_share_a_row_with_it(
 
 @pytest.mark.parametrize("build", ["base", "v3"])
 def test_every_build_is_what_loops_say(build: str) -> None:
-    code = (
-        "import test_native_bands_sweep as sweep\n"
-        "for seed in range(25):\n"
-        "    sweep.check(seed)\n"
-        "from graphattn.kernels.cpu import library\n"
-        "print(library.instruction_set())"
+    builds.run_with(
+        build,
+        "import test_native_bands_sweep as sweep\nfor seed in range(25):\n    sweep.check(seed)",
     )
-    environment = os.environ | {"GRAPHATTN_NATIVE": build, "PYTHONPATH": os.path.dirname(__file__)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
-    )
-    if "is not in" in run.stderr or "this processor" in run.stderr:
-        pytest.skip(f"there is no build {build} that this processor runs")
-    assert run.stdout.strip() == library.NAMES[build], run.stderr

@@ -68,6 +68,7 @@ def test_every_number_is_read_and_written_as_it_is(dtype: torch.dtype, width: in
     assert torch.equal(out.masked_fill(nan, 0), value.masked_fill(nan, 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", ["base", "v3"])
 def test_every_build_converts_all_numbers(build: str) -> None:
     """float16 by integers, and by other instructions."""

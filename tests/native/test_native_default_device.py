@@ -65,6 +65,7 @@ print(len(here))
 """
 
 
+@pytest.mark.long
 def test_another_default_device_changes_nothing():
     run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -60,6 +60,7 @@ def test_edges_by_source_are_the_transposed_list(dtype: torch.dtype) -> None:
         assert colptr[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", library.BUILDS)
 def test_every_build_sorts(build: str) -> None:
     builds.run_with(

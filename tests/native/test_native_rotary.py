@@ -32,7 +32,7 @@ def positions_of(shape: tuple[int, ...], per_sample: bool) -> Tensor:
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_layers, "can_turn", lambda *_: False)
+    monkeypatch.setattr(of_layers, "can_rotate", lambda *_: False)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -125,6 +125,7 @@ def test_the_result_may_be_written_to() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", library.BUILDS)
 def test_every_build_has_the_bits_of_torch(build: str) -> None:
     builds.run_with(

@@ -132,6 +132,7 @@ def test_float32_is_float64_to_its_rounding() -> None:
             )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", ["base", "v3"])
 def test_every_build_is_the_reference(build: str) -> None:
     builds.run_with(
@@ -422,17 +423,17 @@ def test_a_table_of_offsets_is_read_in_either_width(
     structure = graph.structure
     assert structure is not None
     assert structure.num_offsets == 27
-    plans._kept.cache_clear()  # of the other width
+    plans._graph_of.cache_clear()  # of the other width
     torch.manual_seed(0)
     bias = torch.randn(27, 2, requires_grad=True)
     q, k, v = (torch.randn(60, 2, 19, requires_grad=True) for _ in range(3))
     out = ga.dot_product_attention(q, k, v, graph, edge_bias=bias, backend="native")
     exact = ga.dot_product_attention(q, k, v, graph, edge_bias=bias, backend="reference")
-    assert rows.edges_of(plans._kept(structure, graph.device)).is_narrow == (most > 0)
+    assert rows.edges_of(plans._graph_of(structure, graph.device)).is_narrow == (most > 0)
     torch.testing.assert_close(out, exact)
     for mine, theirs in zip(
         *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact)),
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
-    plans._kept.cache_clear()
+    plans._graph_of.cache_clear()

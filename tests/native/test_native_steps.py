@@ -50,8 +50,8 @@ def stream(layer: Any, x: Tensor, cache: Any) -> Tensor:
 @contextmanager
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many calls of compiled steps there are within the block."""
-    assert steps._FOUND is not None
-    run, calls = steps._FOUND.graphattn_attention_steps, [0]
+    assert steps._LIBRARY is not None
+    run, calls = steps._LIBRARY.graphattn_attention_steps, [0]
 
     class Counted:
         def graphattn_attention_steps(self, *arguments: Any) -> int:
@@ -60,7 +60,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             return status
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "_FOUND", Counted())
+        patch.setattr(steps, "_LIBRARY", Counted())
         yield calls
 
 
@@ -423,6 +423,7 @@ def test_steps_leave_no_gradient_and_the_mode_as_it_was() -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", ["base", "v3"])
 def test_every_build_has_steps(build: str) -> None:
     builds.run_with(

@@ -316,7 +316,9 @@ def test_options_survive_config_copies_files_and_pickles(kind, tmp_path):
 def test_weights_of_another_softcap_do_not_load_and_dropout_is_no_obstacle():
     saved = made("DotProductAttention", softcap=30.0, attention_dropout=0.1).state_dict()
     made("DotProductAttention", softcap=30.0).load_state_dict(saved)
-    with pytest.raises(RuntimeError, match=r"saved with softcap=30.0, this has softcap=None"):
+    with pytest.raises(
+        RuntimeError, match=r"saved with softcap=30.0, but this one has softcap=None"
+    ):
         made("DotProductAttention").load_state_dict(saved)
     with pytest.raises(RuntimeError, match="sink"):
         made("DotProductAttention", sink=True, softcap=30.0).load_state_dict(saved)
@@ -377,6 +379,7 @@ def test_the_step_kernel_refuses_a_softcap_by_name():
         layer.init_cache(2, window=8)
 
 
+@pytest.mark.long
 @EVERY
 def test_a_compiled_layer_with_dropout_is_compiled_twice_at_most(kind, fresh_compiler):
     layer = made(kind, torch.float32, attention_dropout=0.4, sink=True)

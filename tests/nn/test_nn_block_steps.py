@@ -153,18 +153,23 @@ def test_a_mixer_of_one_s_own_steps_as_it_says():
 @pytest.mark.parametrize(
     ("mixer", "says"),
     [
-        (Mean, r"mixer Mean cannot go token by token: it needs init_cache\(batch.* and step\(x,"),
+        (
+            Mean,
+            r"mixer Mean cannot generate token by token: it needs the methods init_cache\(batch.* "
+            r"and step\(x,",
+        ),
         (
             lambda: ga.nn.CrossConsensus(DIM, 4, edge_hidden=4),
-            "mixer CrossConsensus cannot go token by token: it attends to a context",
+            "mixer CrossConsensus cannot generate token by token, because it attends to a context",
         ),
         (
             lambda: ga.nn.SelfConsensus(DIM, 4, edge_hidden=4),
-            "SelfConsensus goes token by token with update='target', got update='energy'",
+            "SelfConsensus can generate token by token only with update='target', got "
+            "update='energy'",
         ),
         (
             lambda: ga.nn.DotProductAttention(DIM, 4, context_dim=10),
-            "DotProductAttention goes token by token where keys .* context_dim = 10 .*context",
+            "DotProductAttention cannot generate token by token .* context_dim = 10 .*context",
         ),
     ],
 )

@@ -468,7 +468,9 @@ def test_features_that_are_missing_or_not_expected_are_named(kind: str) -> None:
     graph = irregular_graph()
     tokens, e = inputs(kind, graph, 2), drawn(graph.num_edges, F)
     E = graph.num_edges
-    with pytest.raises(ValueError, match=rf"edge_features must be given, \[{E}, 3\].*{kind} was"):
+    with pytest.raises(
+        ValueError, match=rf"edge_features must be a tensor of shape \[{E}, 3\].*{kind} was"
+    ):
         run(make(kind), tokens, graph)
     with pytest.raises(ValueError, match=rf"this {kind}.*made with edge_features=0.*features=3"):
         run(make(kind, edge_features=0), tokens, graph, edge_features=e)
@@ -484,7 +486,10 @@ def test_features_that_are_missing_or_not_expected_are_named(kind: str) -> None:
         (lambda E: torch.zeros(3, E, F).double(), r"edge_features must have shape"),
         (lambda E: torch.zeros(E, F), r"edge_features must have the layer's dtype torch.float64"),
         (lambda E: torch.zeros(E, F).long(), r"edge_features must be floating-point"),
-        (lambda E: torch.zeros(E, F, device="meta"), r"edge_features must be on cpu, got meta"),
+        (
+            lambda E: torch.zeros(E, F, device="meta"),
+            r"edge_features must be on the device of x, cpu, got meta",
+        ),
     ],
 )
 def test_features_that_do_not_fit_are_refused_by_name(kind: str, given: Any, message: str) -> None:
@@ -512,7 +517,9 @@ def test_an_edge_list_must_be_sorted_where_edges_have_features() -> None:
 
 def test_generation_says_that_a_step_knows_no_features() -> None:
     layer = make("SelfConsensus", "target")
-    with pytest.raises(ValueError, match=r"init_cache needs edge_features=0, got edge_features=3"):
+    with pytest.raises(
+        ValueError, match=r"init_cache needs a layer made with edge_features=0, got edge_features=3"
+    ):
         layer.init_cache(2, window=4)
 
 

@@ -244,7 +244,8 @@ def replace_in_class(layer, method):
             ("turned", method)
             for method in (
                 "message", "log_affinity", "aggregate", "fused", "mix", "project_rotated",
-                "project", "split", "rotate", "rotations", "prepare", "turned", "uses_propagate",
+                "project", "split", "rotate", "rotations", "prepare", "split_and_rotate",
+                "uses_propagate",
             )
         ),
         ("krause", "sigma"),
@@ -253,7 +254,7 @@ def replace_in_class(layer, method):
             ("consensus", method)
             for method in (
                 "message", "aggregate", "fused", "move", "one_step", "prepare", "split", "rotate",
-                "rotations", "project_back", "turn_back", "step_tensor", "uses_propagate",
+                "rotations", "project_back", "rotate_back", "step_tensor", "uses_propagate",
                 "checked_features", "applies_first_layer",
             )
         ),

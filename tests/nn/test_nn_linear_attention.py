@@ -352,6 +352,7 @@ def test_non_contiguous_and_meta_inputs():
     assert shape == (2, 70, DIM)
 
 
+@pytest.mark.long
 def test_three_lengths_take_two_compilations():
     torch._dynamo.reset()
     layer = ga.nn.LinearAttention(8, 2, rope=True)
@@ -563,7 +564,7 @@ def test_a_message_of_somebody_elses_is_what_steps_run():
     plain = make()
     running = plain.init_cache((), None)
     plain.message = lambda value_j: value_j
-    with pytest.raises(ValueError, match="cache must be made anew"):
+    with pytest.raises(ValueError, match="cache must be a new one from init_cache"):
         plain.step(x[0], running)
 
 

@@ -330,7 +330,10 @@ def test_a_table_for_a_graph_has_its_offsets() -> None:
         (lambda: OffsetBias(0, 3), "heads must be >= 1"),
         (lambda: OffsetBias(4), "max_offset must be an integer.*got None"),
         (lambda: OffsetBias(4, -1), "max_offset must be >= 0"),
-        (lambda: OffsetBias(4, (1, 2, 3, 4)), "max_offset must be an integer, or two or three"),
+        (
+            lambda: OffsetBias(4, (1, 2, 3, 4)),
+            "max_offset must be an integer >= 1, or two or three",
+        ),
         (lambda: OffsetBias(4, 3, kind="alibi"), "max_offset must be None with kind='alibi'"),
         (lambda: OffsetBias(4, 3, num_buckets=3), "num_buckets must be None with kind='learned'"),
         (lambda: OffsetBias(4, kind="shaw"), "kind must be one of 'learned', 't5', 'alibi'"),
@@ -340,11 +343,11 @@ def test_a_table_for_a_graph_has_its_offsets() -> None:
         (lambda: OffsetBias.alibi(4)(torch.zeros(2, 0)), "graph must be a TokenGraph, got Tensor"),
         (
             lambda: OffsetBias.alibi(4)(ga.causal_graph(4), positions=torch.arange(3)),
-            r"positions must hold integers of shape \[\*, N\] with N = 4, got .* \[3\]",
+            r"positions must be an integer tensor of shape \[\*, N\] with N = 4, got .* \[3\]",
         ),
         (
             lambda: OffsetBias.alibi(4)(ga.causal_graph(4), positions=torch.zeros(4)),
-            "positions must hold integers",
+            "positions must be an integer tensor",
         ),
         (
             lambda: OffsetBias.alibi(4)(ga.bipartite_complete_graph(2, 3), positions=torch.ones(2)),

@@ -335,8 +335,8 @@ class OwnEnd(ga.nn.SelfConsensus):
 
 
 class OwnTurn(ga.nn.SelfConsensus):
-    def turn_back(self, u, rotations):
-        return super().turn_back(u, rotations) + 1
+    def rotate_back(self, u, rotations):
+        return super().rotate_back(u, rotations) + 1
 
 
 class OwnFirstLayer(EdgeNetwork):

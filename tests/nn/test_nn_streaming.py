@@ -399,7 +399,7 @@ def test_the_cache_tells_where_it_stands_in_one_line():
 
 
 def test_layers_that_cannot_go_token_by_token_say_why():
-    with pytest.raises(ValueError, match=r"update='target'.*moves both ends"):
+    with pytest.raises(ValueError, match=r"update='target'.*moves both tokens"):
         ga.nn.SelfConsensus(DIM, 4).init_cache(2, 5)
     with pytest.raises(ValueError, match=r"context_dim = 10 .*context"):
         ga.nn.DotProductAttention(DIM, 4, context_dim=10).init_cache(2, 5)

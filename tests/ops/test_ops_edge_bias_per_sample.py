@@ -149,10 +149,11 @@ def test_all_gradients_are_those_of_differences(
     name: str, op: str, backend: str, option: str
 ) -> None:
     graph = ga.from_edge_index(torch.tensor([[0, 2, 1, 2, 0, 3], [0, 0, 1, 1, 3, 3]]), 4)
-    graph = graph if name == "list" else ga.complete_graph(4)
+    graph = graph if name == "list" else ga.complete_graph(3)
     tensors = [x.requires_grad_() for x in qkv(graph, batch=(2,), kv_heads=1, features=2)]
     bias = random(2, graph.num_edges, 2, seed=4).requires_grad_()
     valid = torch.tensor([[True, True, True, True], [True, False, True, True]])
+    valid = valid[:, : graph.num_targets]
     options: dict[str, Any] = {"plain": {}, "top_k": {"top_k": 1}, "valid": {"valid": valid}}[
         option
     ]

@@ -177,7 +177,10 @@ LONG = ga.window_path_graph(3000, 1)
     [
         (lambda: ga.plot.adjacency(torch.eye(3)), "graph must be a TokenGraph"),
         (lambda: ga.plot.adjacency(ga.complete_graph(0)), "graph must have targets and sources"),
-        (lambda: ga.plot.attention_weights(torch.ones(6, 2), GRAPH), r"shape \[6\] .*got \[6, 2\]"),
+        (
+            lambda: ga.plot.attention_weights(torch.ones(6, 2), GRAPH),
+            r"shape \[6\], one .*got \[6, 2\]",
+        ),
         (
             lambda: ga.plot.attention_weights(-torch.ones(6), GRAPH),
             "weights must be finite .* >= 0",
@@ -190,17 +193,20 @@ LONG = ga.window_path_graph(3000, 1)
             "tokens must be",
         ),
         (lambda: ga.plot.attention_weights(torch.ones(LONG.num_edges), LONG), "at most 2,048"),
-        (lambda: ga.plot.filter_response(GRAPH, steps=[]), "steps must be a sequence"),
-        (lambda: ga.plot.filter_response(GRAPH, steps=5), "steps must be a sequence"),
+        (lambda: ga.plot.filter_response(GRAPH, steps=[]), "steps must be a non-empty sequence"),
+        (lambda: ga.plot.filter_response(GRAPH, steps=5), "steps must be a non-empty sequence"),
         (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(2, 2)), "tokens must be"),
-        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(0, 4)), "within 0 .. 3"),
+        (
+            lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(0, 4)),
+            r"last \+ 1 <= 3, got",
+        ),
         (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, labels="ab"), "labels must be 3"),
         (lambda: ga.plot.filter_response(GRAPH, 0.0), "step_size must be a finite number > 0"),
         (lambda: ga.plot.filter_response(GRAPH, steps=[0]), "steps must be >= 1"),
         (lambda: ga.plot.loss_curves({}), "at least one curve"),
         (lambda: ga.plot.loss_curves({"a": []}), "got none for 'a'"),
         (lambda: ga.plot.benchmark_ratios([]), "at least one ratio"),
-        (lambda: ga.plot.benchmark_scaling([]), "at least two lengths"),
+        (lambda: ga.plot.benchmark_scaling([]), "at least one case with two lengths"),
         (lambda: ga.plot.benchmark_scaling([], quantity="speed"), "quantity must be one of"),
     ],
 )

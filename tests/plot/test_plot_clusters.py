@@ -95,11 +95,23 @@ POINTS, LABELS = torch.randn(4, 2), torch.tensor([0, 0, 1, 1])
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: plot.cluster_scatter(POINTS, LABELS[:3]), "labels must have 4 tokens, got 3"),
-        (lambda: plot.cluster_scatter(POINTS, LABELS, features=(0, 2)), "features must be two of"),
+        (
+            lambda: plot.cluster_scatter(POINTS, LABELS[:3]),
+            "labels must have 4 entries, one per token, got 3",
+        ),
+        (
+            lambda: plot.cluster_scatter(POINTS, LABELS, features=(0, 2)),
+            "features must be two numbers from 0 to 1",
+        ),
         (lambda: plot.cluster_scatter(POINTS, LABELS, features=(-1, 0)), "features must be >= 0"),
-        (lambda: plot.cluster_scatter(POINTS, LABELS, leaders=[4]), "leaders must be among 0 .. 3"),
-        (lambda: plot.cluster_image(LABELS, 2, 3), "labels must have 6 tokens, got 4"),
+        (
+            lambda: plot.cluster_scatter(POINTS, LABELS, leaders=[4]),
+            "leaders must be tokens from 0 to 3, got 4",
+        ),
+        (
+            lambda: plot.cluster_image(LABELS, 2, 3),
+            "labels must have 6 entries, one per token, got 4",
+        ),
         (lambda: plot.covariance_spectra(POINTS), "trajectory must be a Trajectory, got Tensor"),
         (lambda: plot.cluster_counts({}), "at least one trajectory"),
         (lambda: plot.cluster_counts({"a": POINTS}), r"trajectories\['a'\] must be a Trajectory"),

@@ -144,8 +144,8 @@ W = torch.ones(16)
     ("call", "says"),
     [
         (lambda: plot.bandwidth_map(torch.ones(3)), r"sigma must be a tensor \[layers, heads\]"),
-        (lambda: plot.bandwidth_lines(-SIGMA), "sigma must hold finite numbers > 0"),
-        (lambda: plot.sink_shares(SIGMA), "values must be shares in 0 .. 1, got 5"),
+        (lambda: plot.bandwidth_lines(-SIGMA), "sigma must be finite numbers > 0"),
+        (lambda: plot.sink_shares(SIGMA), "values must be shares from 0 to 1, got 5"),
         (lambda: plot.effective_ranks({}), "at least one curve"),
         (lambda: plot.effective_ranks({"a": []}), r"got \[0\] for 'a'"),
         (lambda: plot.class_token_attention(W, GRAPH), "grid must be given"),
@@ -153,7 +153,7 @@ W = torch.ones(16)
         (lambda: plot.class_token_attention(W, GRAPH, grid=(2, 3)), "got 2 x 3 patches for"),
         (lambda: plot.patch_attention(W, IMAGE, (2, 0)), r"patch must lie .* got \(2, 0\)"),
         (lambda: plot.patch_attention(W, IMAGE, 3), "patch must be"),
-        (lambda: plot.patch_attention(W[:3], IMAGE, (0, 0)), r"shape \[16\] .* got \[3\]"),
+        (lambda: plot.patch_attention(W[:3], IMAGE, (0, 0)), r"shape \[16\], one .* got \[3\]"),
         (lambda: plot.patch_attention(-W, IMAGE, (0, 0)), "finite numbers >= 0"),
         (lambda: plot.off_diagonal_attention(W, torch.eye(4)), "graph must be a TokenGraph"),
         (lambda: plot.off_diagonal_attention(W, GRAPH, most_tokens=1), "most_tokens must be >= 2"),
@@ -163,7 +163,7 @@ W = torch.ones(16)
         ),
         (
             lambda: plot.off_diagonal_attention(torch.ones(3), ga.from_mask(torch.eye(3).bool())),
-            "must have edges",
+            "graph must have edges between different tokens",
         ),
     ],
 )

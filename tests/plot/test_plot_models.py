@@ -99,9 +99,9 @@ def test_panels_stand_in_even_rows(panels, columns, shape):
 
 
 def test_bad_input_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"graphs must hold one graph per block \(6\), got 1"):
+    with pytest.raises(ValueError, match=r"graphs must have one graph per block \(6\), got 1"):
         page(encoder("dot"), graphs=[ga.complete_graph(3)])
-    with pytest.raises(ValueError, match="model must be one of graphattn"):
+    with pytest.raises(ValueError, match=r"model must be a model of graphattn\.models"):
         page(ga.nn.DotProductAttention(8, 2), 5)
     with pytest.raises(ValueError, match="columns must be"):
         page(encoder("dot"), 5, columns=0)

@@ -127,11 +127,11 @@ def test_a_reliability_diagram_has_a_point_per_bin_and_bars_that_sum_to_one(ax):
     ("draw", "message"),
     [
         (lambda: ga.plot.training_curves([train(1, None)]), "runs must have rows with a finite"),
-        (lambda: ga.plot.training_curves({}), "runs must hold at least one run"),
-        (lambda: ga.plot.learning_rates([validation(1, 2.0)]), "runs must have rows of training"),
+        (lambda: ga.plot.training_curves({}), "runs must have at least one run"),
+        (lambda: ga.plot.learning_rates([validation(1, 2.0)]), "runs must have training rows"),
         (lambda: ga.plot.layer_curves(ROWS), "run must have rows of layers"),
         (lambda: ga.plot.layer_curves(ROWS, "colour"), "measure must be one of"),
-        (lambda: ga.plot.reliability_diagram([]), "calibration must hold at least one guess"),
+        (lambda: ga.plot.reliability_diagram([]), "calibration must have at least one prediction"),
     ],
 )
 def test_nothing_to_draw_is_said(draw, message):

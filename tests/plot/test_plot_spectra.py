@@ -95,7 +95,7 @@ def test_fiedler_values_of_paths_stand_between_their_bounds(ax, tokens, window, 
     [
         (10, 2, "one of num_tokens and window must be a sequence"),
         ([10], [2], "one of num_tokens and window must be a sequence"),
-        (10, [], "window must hold"),
+        (10, [], "window must have at least one number"),
         (10, [1, 5], r"window must be < num_tokens / 2 = 5, got 5"),
         ([0, 10], 2, "num_tokens must be >= 1, got 0"),
     ],

@@ -15,7 +15,7 @@ matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `p
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from graphattn.plot.structures import turned_to_principal_axes  # noqa: E402
+from graphattn.plot.structures import rotated_to_principal_axes  # noqa: E402
 
 
 def helix(residues: int, start: float = 0.0) -> torch.Tensor:
@@ -37,7 +37,7 @@ def segments(ax) -> np.ndarray:
 
 def pairs_of(ax, x) -> list[tuple[int, int]]:
     """Find the pairs of residues that lines of attention join."""
-    flat = turned_to_principal_axes(x.double())[:, :2].numpy()
+    flat = rotated_to_principal_axes(x.double())[:, :2].numpy()
     near = [[int(np.abs(flat - end).sum(1).argmin()) for end in line] for line in segments(ax)]
     return [(min(pair), max(pair)) for pair in near]
 
@@ -45,7 +45,7 @@ def pairs_of(ax, x) -> list[tuple[int, int]]:
 def test_the_view_is_a_rotation_of_the_structure():
     """Distances stay, and so does the hand of a helix; the longest direction lies across."""
     x = helix(30) @ torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
-    turned = turned_to_principal_axes(x)
+    turned = rotated_to_principal_axes(x)
     distances = [(y[:, None] - y[None]).norm(dim=-1) for y in (turned, x)]
     torch.testing.assert_close(*distances, rtol=1e-9, atol=1e-9)
     extent = turned.amax(0) - turned.amin(0)
@@ -162,13 +162,16 @@ def test_shades_of_two_figures_can_be_made_the_same():
         ({"graph": ga.complete_graph(4)}, "graph must be a TokenGraph of 5 tokens"),
         ({"weights": torch.zeros(7)}, r"weights must be a tensor of shape \[25\]"),
         ({"weights": -torch.ones(25)}, "weights must be finite numbers >= 0"),
-        ({"chain_index": torch.zeros(4, dtype=torch.long)}, "chain_index must be integers"),
-        ({"targets": [5]}, r"targets must be among 0 .. 4, got 5"),
+        (
+            {"chain_index": torch.zeros(4, dtype=torch.long)},
+            "chain_index must be a tensor of integers",
+        ),
+        ({"targets": [5]}, r"targets must be residues from 0 to 4, got 5"),
         ({"targets": 3}, r"targets must be a list of residues, got 3"),
         ({"chain_index": torch.zeros(5)}, r"of shape \[5\], got torch.float32 of shape \[5\]$"),
         ({"chain_index": torch.arange(5) - 1}, r"got torch.int64 of shape \[5\] with -1$"),
-        ({"labels": ["A"]}, "labels must be 5 texts, got 1"),
-        ({"chain_names": ["A", "B"]}, "chain_names must be 1 texts, got 2"),
+        ({"labels": ["A"]}, "labels must be 5 texts, one per residue, got 1"),
+        ({"chain_names": ["A", "B"]}, "chain_names must be 1 texts, one per chain, got 2"),
         ({"min_separation": 0}, "min_separation must be"),
         ({"strongest": -1}, "strongest must be"),
     ],

@@ -77,5 +77,7 @@ def test_where_all_diverged_the_figure_still_stands_and_names_are_no_mathematics
 
 
 def test_without_results_there_is_nothing_to_draw() -> None:
-    with pytest.raises(ValueError, match="rows must hold at least one result, got none"):
+    with pytest.raises(
+        ValueError, match="rows must have at least one trial with a result, got none"
+    ):
         ga.plot.sweep_curves([{**row("mix", 1.0, None), "status": "running"}])

@@ -161,7 +161,10 @@ def test_tiny_weights_change_no_conductance():
 def test_bad_groups_are_refused():
     graph = ga.complete_graph(4)
     for members in (torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)):
-        with pytest.raises(ValueError, match=r"members must hold some .* got [04] of 4"):
+        with pytest.raises(
+            ValueError,
+            match=r"members must be True for some tokens and .* others, got True for [04] of 4",
+        ):
             conductance(graph, members)
     with pytest.raises(ValueError, match=r"members must be a bool tensor \[4\], got torch.int64"):
         conductance(graph, torch.tensor([0, 1]))

@@ -98,7 +98,7 @@ def test_window_for_mixing_is_the_first_of_all_windows(num_tokens, depth, tolera
         for spectrum in SPECTRA[num_tokens]
     ]
     if not any(fits):
-        with pytest.raises(ValueError, match=r"step_size must let some window mix"):
+        with pytest.raises(ValueError, match=r"step_size must be such that some window mixes"):
             window_for_mixing(num_tokens, depth, tolerance, step_size=step_size)
         return
     window = window_for_mixing(num_tokens, depth, tolerance, step_size=step_size)
@@ -262,13 +262,18 @@ def test_bad_top_k_arguments_are_refused():
             suggest_top_k(x[:, None].expand(4, 2, 2), x[:, None].expand(4, 2, 2), graph, sigma)
     with pytest.raises(ValueError, match=r"query must be a floating-point tensor .* torch.int64"):
         suggest_top_k(x.long(), x, graph, 1.0)
-    with pytest.raises(ValueError, match=r"key must have the batch and features of query"):
+    with pytest.raises(
+        ValueError, match=r"key must have the same batch dimensions and features as query"
+    ):
         suggest_top_k(x, torch.zeros(4, 3), graph, 1.0)
-    with pytest.raises(ValueError, match=r"key heads must divide query heads \(1\), got 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"key must have a number of heads that divides the 1 heads of query, got 2",
+    ):
         suggest_top_k(x, torch.zeros(4, 2, 2), graph, 1.0)
     with pytest.raises(ValueError, match="graph has 4 targets and 4 sources"):
         suggest_top_k(torch.zeros(5, 2), torch.zeros(5, 2), graph, 1.0)
     with pytest.raises(ValueError, match=r"query and key must be finite .* target 0 to source 1"):
         suggest_top_k(x, torch.tensor([[0.0, 0], [math.nan, 0], [0, 0], [0, 0]]), graph, 1.0)
-    with pytest.raises(ValueError, match="graph must have a target with a source"):
+    with pytest.raises(ValueError, match="graph must have at least one edge"):
         suggest_top_k(x, x, ga.from_mask(torch.zeros(4, 4, dtype=torch.bool)), 1.0)

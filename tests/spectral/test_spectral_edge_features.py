@@ -148,15 +148,19 @@ def test_a_block_and_an_encoder_are_certified_with_the_features_they_are_called_
 def test_features_are_never_ignored() -> None:
     graph = ga.from_mask(torch.rand(8, 8) < 0.5)
     layer, x, e = consensus(), drawn(8, DIM), drawn(graph.num_edges, F)
-    with pytest.raises(ValueError, match="edge_features must be given"):
+    with pytest.raises(ValueError, match=r"edge_features must be a tensor of shape .* got None"):
         certify(layer, x, graph=graph)
     with pytest.raises(ValueError, match="made with edge_features=0"):
         certify(consensus_without(), x, graph=graph, edge_features=e)
     with pytest.raises(ValueError, match="edge_features must have shape"):
         certify(layer, x, graph=graph, edge_features=e[:-1])
-    with pytest.raises(ValueError, match="edge_features are for consensus layers"):
+    with pytest.raises(
+        ValueError, match="edge_features must be None unless the layer is a consensus layer"
+    ):
         certify(ga.nn.KrauseAttention(DIM, HEADS), x, graph=graph, edge_features=e)
-    with pytest.raises(ValueError, match="edge_features is for layers"):
+    with pytest.raises(
+        ValueError, match="edge_features must be None if the first argument is a graph"
+    ):
         certify(graph, edge_features=e)
     with pytest.raises(ValueError, match="edge_index must be sorted"):
         certify(layer, x, graph=graph.edge_index.flip(1), edge_features=e)

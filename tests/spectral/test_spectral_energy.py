@@ -125,7 +125,9 @@ def test_graphs_without_edges_have_no_energy():
 
 def test_bad_signals_are_refused():
     graph = ga.window_path_graph(4, 1)
-    with pytest.raises(ValueError, match=r"graph has 4 targets .* the tensors have 5 and 5"):
+    with pytest.raises(
+        ValueError, match=r"graph has 4 targets .* the tensors have 5 targets and 5 sources"
+    ):
         energy(graph, torch.zeros(5))
     with pytest.raises(
         ValueError, match=r"signal must have shape \[N\] or \[N, C\], got \[2, 4, 3\]"

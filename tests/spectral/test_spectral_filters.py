@@ -249,5 +249,7 @@ def test_bad_arguments_are_refused():
         filter_response(torch.arange(3), 0.1)
     with pytest.raises(ValueError, match="signal must be a floating-point tensor"):
         energy_gradient(graph, torch.arange(3))
-    with pytest.raises(ValueError, match=r"graph has 3 targets .* the tensors have 5 and 5"):
+    with pytest.raises(
+        ValueError, match=r"graph has 3 targets .* the tensors have 5 targets and 5 sources"
+    ):
         energy_gradient(graph, torch.zeros(5))

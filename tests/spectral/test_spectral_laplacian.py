@@ -170,7 +170,7 @@ def test_graphs_of_unknown_or_unequal_sizes_are_refused():
     for function in (s.laplacian, s.fiedler_value, s.max_eigenvalue, s.max_step_size):
         with pytest.raises(ValueError, match=r"graph must have the same tokens .* 2 targets and 3"):
             function(bipartite)
-        with pytest.raises(ValueError, match="got Tensor: an edge list does not tell how many"):
+        with pytest.raises(ValueError, match="got Tensor: an edge list does not say how many"):
             function(bipartite.edge_index)
         with pytest.raises(ValueError, match="graph must be a TokenGraph, got str"):
             function("path")

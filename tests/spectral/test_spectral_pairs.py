@@ -177,7 +177,9 @@ def test_ends_of_the_spectrum_are_the_fiedler_value_and_the_largest():
 
 
 def test_more_than_five_thousand_eigenvalues_are_refused():
-    with pytest.raises(ValueError, match=r"at most 5000 tokens .*, got 5001; fiedler_value and"):
+    with pytest.raises(
+        ValueError, match=r"at most 5000 tokens .*, got 5001: .* use fiedler_value and"
+    ):
         spectrum(ga.window_path_graph(5001, 1))
     graph = ga.window_path_graph(1300, 1)
     R = torch.eye(4).expand(graph.num_edges, 4, 4)

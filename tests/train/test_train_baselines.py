@@ -117,10 +117,10 @@ def test_what_is_kept_does_not_grow_with_the_text():
 @pytest.mark.parametrize(
     ("train", "held_out", "says"),
     [
-        ([torch.tensor([0, 9])], [torch.tensor([0, 1])], "train must hold tokens 0 .. 4, got 9"),
-        ([torch.tensor([0, 1])], [torch.tensor([0, -1])], "held_out must hold tokens .* got -1"),
-        ([], [torch.tensor([0, 1])], "train must hold"),
-        ([torch.tensor([0, 1])], [], "held_out must hold"),
+        ([torch.tensor([0, 9])], [torch.tensor([0, 1])], "train must contain tokens 0 .. 4, got 9"),
+        ([torch.tensor([0, 1])], [torch.tensor([0, -1])], "held_out must contain tokens .* got -1"),
+        ([], [torch.tensor([0, 1])], "train must contain"),
+        ([torch.tensor([0, 1])], [], "held_out must contain"),
         ([torch.zeros(2)], [torch.tensor([0, 1])], r"integer tensors \[N\], got torch.float32"),
         ([{"image": 1}], [torch.tensor([0, 1])], r"integer tensors \[N\], got NoneType"),
     ],

@@ -83,11 +83,11 @@ def test_the_guesses_of_an_objective_are_those_of_its_evaluation():
 
 
 def test_what_cannot_be_calibrated_is_named():
-    with pytest.raises(ValueError, match="objective must be one that guesses"):
+    with pytest.raises(ValueError, match="objective must be one with guesses"):
         ga.train.Calibration.of(ga.train.ResidueRegression(), torch.nn.Linear(1, 1), [])
     with pytest.raises(ValueError, match="bins must be >= 1"):
         ga.train.Calibration(0)
-    with pytest.raises(ValueError, match="calibration needs at least one guess"):
+    with pytest.raises(ValueError, match="error needs at least one guess"):
         _ = ga.train.Calibration().error
     with pytest.raises(ValueError, match=r"shapes \[\*, K\] and \[\*\]"):
         ga.train.Calibration().add(torch.zeros(3, 2), torch.zeros(2).long())

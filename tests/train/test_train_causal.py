@@ -110,7 +110,7 @@ def test_a_batch_of_single_tokens_asks_nothing_and_has_a_gradient_of_0():
     assert found.count == 0
     found.mean.backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-    with pytest.raises(ValueError, match="batches must hold at least one answer"):
+    with pytest.raises(ValueError, match="batches must contain at least one guess"):
         objective.evaluate(model, [objective.collate(examples((1,)))])
 
 
@@ -147,13 +147,15 @@ def test_a_model_that_sees_what_it_is_to_guess_is_refused():
     batch = objective.collate(examples((5, 5)))
     encoder = ga.models.SequenceEncoder(11, 16, 2, 2)
     for model in (encoder, nn.DataParallel(encoder)):
-        with pytest.raises(ValueError, match=r"block 0 of this SequenceEncoder shows a token"):
+        with pytest.raises(
+            ValueError, match=r"in block 0 of this SequenceEncoder it sees the token"
+        ):
             objective.loss(model, batch)
     one_ahead = Counted(torch.zeros(11, 11))
     edges = torch.tensor([[1, 2, 3], [0, 1, 2]])  # from a token to the one before it
     ahead = ga.from_edge_index(edges, 4)
     one_ahead.graphs = lambda num_tokens: [ahead]
-    with pytest.raises(ValueError, match="shows a token what it is to guess"):
+    with pytest.raises(ValueError, match="it sees the token that it guesses"):
         objective.loss(one_ahead, batch)
 
 
@@ -173,5 +175,5 @@ def test_bad_numbers_of_bytes_are_named(wrong):
 
 def test_a_table_of_bytes_for_another_vocabulary_is_named():
     objective = ga.train.NextToken(bytes_per_token=[1, 2, 3])
-    with pytest.raises(ValueError, match=r"one number per token \(11\), got 3"):
+    with pytest.raises(ValueError, match=r"one number per token of the vocabulary \(11\), got 3"):
         objective.loss(language_model(), objective.collate(examples()))

@@ -147,7 +147,7 @@ def test_a_vision_transformer_learns_to_tell_bright_from_dark():
 @pytest.mark.parametrize(
     ("examples", "says"),
     [
-        ([{"image": torch.zeros(1, 2, 2)}], "examples must have a class each: label must be"),
+        ([{"image": torch.zeros(1, 2, 2)}], "every example must contain a class: label must be"),
         (
             [{"image": torch.zeros(1, 2, 2), "label": 3, "name": "x"}],
             r"label must be 0 .. 2, got 3",
@@ -156,11 +156,11 @@ def test_a_vision_transformer_learns_to_tell_bright_from_dark():
         ([{"image": torch.zeros(1, 2, 2).byte(), "label": 0}], "got torch.uint8"),
         (
             [{"image": torch.zeros(1, n, 2), "label": 0} for n in (2, 3)],
-            "examples must hold images of one size",
+            "examples must contain images of one size",
         ),
         (
             [{"image": torch.zeros(1, 2, 2), "label": 0}, {"tokens": torch.arange(2), "label": 0}],
-            "examples must all hold 'image', or none of them",
+            "either all examples or none must contain 'image'",
         ),
         ([{"tokens": torch.arange(2), "label": -1, "name": "P1"}], r"\('P1'\): label must be >= 0"),
     ],
@@ -172,14 +172,14 @@ def test_bad_examples_are_named(examples, says):
 
 def test_a_model_of_other_classes_and_bad_options_are_named():
     objective = ga.train.Classification(3)
-    with pytest.raises(ValueError, match=r"num_classes=3 classes apart, .*WithHead"):
+    with pytest.raises(ValueError, match=r"num_classes=3 logits, .*WithHead"):
         objective.loss(ga.models.SequenceEncoder(7, 8, 1, 2), objective.collate(sequences()))
     with pytest.raises(ValueError, match="num_classes must be >= 2"):
         ga.train.Classification(1)
     with pytest.raises(ValueError, match="label_smoothing"):
         ga.train.Classification(3, 1.0)
     per_token = ga.train.Classification(3, per_token=True)
-    with pytest.raises(ValueError, match="examples must hold 'labels'"):
+    with pytest.raises(ValueError, match="examples must contain 'labels'"):
         per_token.collate([{"tokens": torch.arange(2)}])
     floating = per_token.collate([{"tokens": torch.arange(2), "labels": torch.zeros(2)}])
     with pytest.raises(ValueError, match="labels must be integers"):

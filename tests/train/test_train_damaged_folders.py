@@ -28,7 +28,9 @@ def test_files_of_others_are_never_written_over(tmp_path, name):
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text('{"step": 90}\n')
-    with pytest.raises(ValueError, match=f"holds {name.split('/')[0]}, .* choose another folder"):
+    with pytest.raises(
+        ValueError, match=f"contains {name.split('/')[0]} but no .* choose another folder"
+    ):
         tiny_runs.train(tmp_path, steps=1)
     assert file.read_text() == '{"step": 90}\n'
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
@@ -69,7 +71,7 @@ def test_a_checkpoint_that_lacks_something_is_named_and_the_one_before_goes_on(
     content, rows = file.read_bytes(), (folder / "log.jsonl").read_bytes()
     for broken in (None, content[: len(content) // 2], b""):
         file.unlink() if broken is None else file.write_bytes(broken)
-        said = f"{name} is .*: the run cannot go on .* from that of step {first}"
+        said = f"{name} is .*, so the run cannot continue .* from the checkpoint of step {first}"
         with pytest.raises(ValueError, match=said):
             tiny_runs.train(folder, steps=15)
         assert (folder / "log.jsonl").read_bytes() == rows
@@ -122,7 +124,9 @@ def test_data_whose_tokens_have_changed_is_refused(tmp_path):
     assert start("abcdef").status == "finished"
     config = Path(tmp_path / "run/config.yaml")
     config.write_text(config.read_text().replace("steps: 1\n", "steps: 0\n"))  # it shall go on
-    with pytest.raises(ValueError, match=r"data has other tokens than those in .*json"):
+    with pytest.raises(
+        ValueError, match=r"data must have the tokens of the run in .*json.* differ"
+    ):
         start("abcdeg")
     assert start("abcdef").status == "finished"
 
@@ -144,7 +148,9 @@ def test_a_run_does_not_go_on_with_data_that_has_changed(tmp_path):
 
     text = "to be or not to be " * 20
     assert start(text, 1).info["data"]
-    with pytest.raises(ValueError, match=r"data is not what the run in .* began with"):
+    with pytest.raises(
+        ValueError, match=r"data must be the data with which the run in .* began, but it differs"
+    ):
         start(text.replace("to be or", "or be to", 1), 2)
     assert start(text, 2).training[-1]["step"] == 2
 
@@ -166,7 +172,7 @@ def test_numbers_are_those_of_yaml_1_2():
 
 def test_yaml_that_holds_itself_or_is_too_deep_is_refused(tmp_path):
     for text in ("{a: &x [*x]}", "[" * 600):
-        with pytest.raises(ValueError, match="model_options must be a value as YAML"):
+        with pytest.raises(ValueError, match="model_options must be a value in YAML"):
             RunConfig.parse("model_options", text)
         (tmp_path / "run.yaml").write_text(text)
         with pytest.raises(ValueError, match=r"run\.yaml: is not YAML"):
@@ -184,5 +190,5 @@ def test_a_range_of_more_rates_than_there_are_is_refused_at_once():
 
     assert as_rates("1e-3..1e-2:3") == [0.001, 0.003162, 0.01]
     for count in (10**5, 10**20):
-        with pytest.raises(ValueError, match="must differ in 4 digits"):
+        with pytest.raises(ValueError, match="must differ when rounded to 4 digits"):
             as_rates(f"1e-3..1e-2:{count}")

@@ -387,7 +387,7 @@ def test_a_noise_level_is_given_to_models_that_take_one():
         (lambda: AbsorbingDiffusion(8, "cosine"), "noise must be one of 'log-linear', 'geometric'"),
         (
             lambda: AbsorbingDiffusion(8, noise_options={"sigma": 1}),
-            "noise_options of 'log-linear'",
+            "noise_options for noise='log-linear'",
         ),
         (
             lambda: AbsorbingDiffusion(8, LogLinearNoise(), noise_options={"eps": 1}),
@@ -396,15 +396,15 @@ def test_a_noise_level_is_given_to_models_that_take_one():
         (lambda: AbsorbingDiffusion(8, t_min=1.0), r"t_min must be in \[0, 1\), got 1.0"),
         (lambda: LogLinearNoise(1.0), r"eps must be in \(0, 1\), got 1.0"),
         (lambda: GeometricNoise(2.0, 1.0), "sigma_max must be above sigma_min, 2.0, got 1.0"),
-        (lambda: AbsorbingDiffusion(8).collate([]), "examples must hold at least one"),
+        (lambda: AbsorbingDiffusion(8).collate([]), "examples must contain at least one"),
         (
             lambda: AbsorbingDiffusion(8).collate([{"tokens": torch.zeros(3)}]),
-            "must hold 'tokens', an integer tensor .* got torch.float32",
+            "must contain 'tokens', an integer tensor .* got torch.float32",
         ),
-        (lambda: loss_of(tokens=torch.tensor([[0, 8]])), "tokens must not hold mask_token, 8"),
+        (lambda: loss_of(tokens=torch.tensor([[0, 8]])), "tokens must not contain mask_token, 8"),
         (lambda: loss_of(tokens=torch.tensor([[0, -3]] * 50)), r"tokens must be 0 .. 8, got -3"),
         (lambda: loss_of(lengths=torch.tensor([1, 2])), "lengths must be integers"),
-        (lambda: loss_of(model=lambda x: x), "model must give floating-point logits"),
+        (lambda: loss_of(model=lambda x: x), "model must return floating-point logits"),
         (lambda: loss_of(model=lambda x: torch.zeros(3, 9)), "got torch.float32 of shape"),
         (lambda: score_entropy(torch.zeros(3).long(), torch.zeros(3)), "log_scores must be"),
     ],

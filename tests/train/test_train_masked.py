@@ -294,7 +294,7 @@ def test_a_model_learns_what_its_neighbours_tell():
         ({"weight": "ratio"}, "weight must be one of 'none', '1/ratio'"),
         ({"replace": "bert"}, "replace must be one of False, True"),
         ({"vocab_size": 20}, "vocab_size must be None without replace=True"),
-        ({"mask_token": 0, "replace": True}, "vocab_size must leave a token"),
+        ({"mask_token": 0, "replace": True}, "vocab_size must leave at least one token"),
         ({"mask_token": 1.5}, "mask_token must be an integer"),
     ],
 )
@@ -306,11 +306,11 @@ def test_bad_options_are_named(options, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ([], "examples must hold at least one example"),
-        ([{"image": torch.zeros(1, 2, 2)}], r"examples must hold 'tokens'.*got none"),
+        ([], "examples must contain at least one example"),
+        ([{"image": torch.zeros(1, 2, 2)}], r"examples must contain 'tokens'.*got none"),
         ([{"tokens": torch.zeros(0).long(), "name": "P1"}], r"N >= 1.*\[0\] in 'P1'"),
         ([{"tokens": torch.zeros(3)}], "got torch.float32"),
-        ([{"tokens": torch.arange(3), "graph": 1}], "examples must not hold 'graph'"),
+        ([{"tokens": torch.arange(3), "graph": 1}], "examples must not contain 'graph'"),
         ([torch.arange(3)], "examples must be dicts, got Tensor"),
         (
             [{"tokens": torch.arange(3), "positions": torch.arange(2)}],
@@ -318,14 +318,14 @@ def test_bad_options_are_named(options, says):
         ),
         (
             [{"tokens": torch.arange(2), "structure": 1}, {"tokens": torch.arange(2)}],
-            "examples must all hold 'structure', or none of them, got 1 of 2",
+            "either all examples or none must contain 'structure', got 1 of 2",
         ),
         (
             [
                 {"tokens": torch.arange(2), "context": {"a": torch.zeros(2, 1)}},
                 {"tokens": torch.arange(2), "context": {"a": torch.zeros(2, 3)}},
             ],
-            r"context\['a'\] must be alike in all examples",
+            r"context\['a'\] must have the same width and dtype in all examples",
         ),
     ],
 )
@@ -342,5 +342,5 @@ def test_tokens_that_the_model_cannot_answer_and_answers_of_another_shape_are_na
     without_a_mask = ga.models.SequenceEncoder(21, 8, 1, 2)
     with pytest.raises(ValueError, match="mask_token must be one of the 21 tokens that this Seq"):
         objective.loss(without_a_mask, objective.collate(examples()))
-    with pytest.raises(ValueError, match=r"model must give answers \[B, N, K\]"):
+    with pytest.raises(ValueError, match=r"model must return a tensor \[B, N, K\]"):
         objective.loss(nn.Sequential(nn.Embedding(30, 4), nn.Flatten(1)), batch)

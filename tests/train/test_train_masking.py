@@ -164,7 +164,7 @@ def test_the_one_that_is_masked_at_least_is_any_of_the_valid_ones():
         ({"mask_ratio": torch.rand(4)}, "mask_ratio must be broadcastable to tokens"),
         ({"mask_ratio": torch.tensor([0.1, 1.5, 0.2])}, r"mask_ratio must be in \[0, 1\], got 1.5"),
         ({"mask_ratio": torch.tensor(torch.nan)}, r"mask_ratio must be in \[0, 1\], got nan"),
-        ({"mask_token": 0, "replace": True}, "vocab_size must leave a token"),
+        ({"mask_token": 0, "replace": True}, "vocab_size must leave at least one token"),
         ({"replace": True, "vocab_size": 0}, "vocab_size must be >= 1"),
     ],
 )
@@ -179,7 +179,10 @@ def test_bad_ratios_and_vocabularies_are_named(arguments, says):
         ({"tokens": torch.zeros(3)}, "tokens must be an integer tensor"),
         ({"tokens": [1, 2]}, "tokens must be an integer tensor"),
         ({"tokens": torch.zeros(3).bool()}, "tokens must be an integer tensor"),
-        ({"tokens": torch.zeros(3).byte(), "mask_token": 300}, "mask_token must be a number of"),
+        (
+            {"tokens": torch.zeros(3).byte(), "mask_token": 300},
+            "mask_token must be a number that fits the dtype of tokens",
+        ),
         ({"mask_token": -1}, "mask_token must be >= 0"),
         ({"mask_ratio": 0.0}, "mask_ratio must be"),
         ({"mask_ratio": 1.5}, r"mask_ratio must be in \(0, 1\]"),

@@ -65,7 +65,7 @@ def test_a_calibration_counts_no_guess_without_a_truth():
     calibration = ga.train.Calibration(10)
     logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     for truth in ([0, -100, 2], [0, 1, 4]):
-        with pytest.raises(ValueError, match=r"truth must be 0 \.\. 3, one of the choices"):
+        with pytest.raises(ValueError, match=r"truth must contain choices 0 \.\. 3"):
             calibration.add(logits, torch.tensor(truth))
     with pytest.raises(ValueError, match=r"truth must be an integer tensor, got torch.float32"):
         calibration.add(logits, torch.tensor([0.0, 1.0, 2.0]))
@@ -88,7 +88,7 @@ def test_positions_of_a_pseudo_likelihood_are_numbers_of_tokens():
 def test_labels_that_are_infinite_are_refused_and_not_taken_for_missing():
     objective = ga.train.ResidueRegression()
     labels = torch.tensor([1.0, math.inf, math.nan])
-    with pytest.raises(ValueError, match="labels must be finite, or NaN where missing"):
+    with pytest.raises(ValueError, match="labels must be finite, or NaN for missing labels"):
         objective.collate([{"tokens": torch.arange(3), "labels": labels}])
     for mean in ("a", math.nan, None, True):
         with pytest.raises(ValueError, match="mean must be a finite number, got"):
@@ -135,7 +135,7 @@ def test_diffusion_hands_on_what_examples_hold_beside_their_tokens():
     objective.loss(model, batch)
     assert model.given["positions"].tolist() == [[7, 8, 9, 10, 11], [7, 8, 9, 0, 0]]
     assert model.given["context"]["sasa"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1]]
-    with pytest.raises(ValueError, match="examples must not hold 'graph'"):
+    with pytest.raises(ValueError, match="examples must not contain 'graph'"):
         objective.collate([{"tokens": torch.arange(3), "graph": None}])
     with pytest.raises(ValueError, match="N >= 1"):
         objective.collate([{"tokens": torch.arange(0)}])
@@ -206,9 +206,9 @@ def test_examples_that_no_batch_holds_are_told_before_the_first_step(tmp_path):
 
 def test_examples_that_are_none_are_told_by_their_argument(tmp_path):
     example = {"tokens": torch.arange(8)}
-    with pytest.raises(ValueError, match=r"train must be examples by index, .* got generator"):
+    with pytest.raises(ValueError, match=r"train must be a sequence of examples .* got generator"):
         fit(tmp_path, (own for own in [example]))
-    with pytest.raises(ValueError, match="validation must be examples by index"):
+    with pytest.raises(ValueError, match="validation must be a sequence of examples"):
         fit(tmp_path, [example], iter([example]))
     with pytest.raises(ValueError, match="examples must be dicts, got Tensor"):
         fit(tmp_path, [torch.arange(8)])

@@ -112,7 +112,7 @@ def test_an_evaluation_asks_sequences_spread_over_all_of_them(monkeypatch):
 
 def test_bad_arguments_are_named():
     model = protein_model()
-    with pytest.raises(ValueError, match="examples must hold at least one sequence"):
+    with pytest.raises(ValueError, match="examples must contain at least one sequence"):
         ga.train.pseudo_perplexity(model, [], 21)
     with pytest.raises(ValueError, match=r"positions must be integers \[n\] in 0 .. 3"):
         ga.train.pseudo_log_likelihood(model, torch.arange(4), 21, positions=torch.tensor([4]))

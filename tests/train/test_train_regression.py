@@ -105,9 +105,9 @@ def test_a_constant_prediction_has_no_correlation_and_all_labels_missing_no_loss
 def test_bad_labels_models_and_options_are_named():
     objective = ga.train.ResidueRegression()
     tokens = torch.arange(3)
-    with pytest.raises(ValueError, match="examples must hold 'labels'"):
+    with pytest.raises(ValueError, match="examples must contain 'labels'"):
         objective.collate([{"tokens": tokens}])
-    with pytest.raises(ValueError, match="labels must be floating-point"):
+    with pytest.raises(ValueError, match="labels must be a floating-point tensor"):
         objective.collate([{"tokens": tokens, "labels": tokens}])
     with pytest.raises(ValueError, match=r"one row of 'labels' per token \(3\)"):
         objective.collate([{"tokens": tokens, "labels": torch.zeros(2)}])

@@ -83,11 +83,11 @@ def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
 def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path):
     before = tiny_runs.train(tmp_path / "run", steps=4)
     with pytest.raises(
-        ValueError, match=r"out: .* accumulate is 2 there, 1 here; lr is 0.01"
+        ValueError, match=r"out must be .* accumulate was 2, is now 1; lr was 0.01"
     ) as told:
         tiny_runs.train(tmp_path / "run", steps=4, accumulate=1, lr=0.5)
     assert "seed" not in str(told.value)
-    with pytest.raises(ValueError, match="steps is 4 there, 3 here"):
+    with pytest.raises(ValueError, match="steps was 4, is now 3"):
         tiny_runs.train(tmp_path / "run", steps=3)
     assert ga.train.read_run(tmp_path / "run").rows == before.rows
 
@@ -153,7 +153,9 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path, straight
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     shut = tiny_runs.At(7, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1])))
     try:
-        with pytest.raises(OSError, match=r"checkpoint of step 9 .* that of step 6 is kept"):
+        with pytest.raises(
+            OSError, match=r"checkpoint of step 9 .* the checkpoint of step 6 remains"
+        ):
             tiny_runs.train(folder, callbacks=[shut])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
@@ -208,7 +210,9 @@ def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
     assert (run.status, run.step, run.path) == ("finished", 9, moved)
     weights = [tiny_runs.results(one.path)["step-00000009"] for one in (run, straight)]
     assert weights[0] == weights[1]
-    with pytest.raises(ValueError, match="steps must be at least those of the run, 9, got 8"):
+    with pytest.raises(
+        ValueError, match="steps must be at least the number of steps of the run, 9, got 8"
+    ):
         ga.train.resume(moved, steps=8)
 
 
@@ -229,7 +233,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_as_diverged_and_keeps_its_rows(tmp
     assert checkpoints.complete_checkpoints(run.path)[-1] == 9
     assert tiny_runs.train(tmp_path / "run").rows == run.rows  # a result: not tried again
     for line in (run.path / "log.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
 
 
 def test_a_loss_that_stays_far_above_its_start_is_diverged_and_one_peak_is_not():
@@ -371,9 +375,9 @@ def test_a_model_of_another_class_is_kept_as_its_numbers(tmp_path):
     [
         ({"model": "tiny"}, "model must be a torch.nn.Module, got str"),
         ({"objective": None}, "objective must be an Objective, got NoneType"),
-        ({"train": []}, "train must hold examples, got none"),
-        ({"validation": []}, "validation must hold examples, got none"),
-        ({"out": ""}, "out must be the folder of the run"),
+        ({"train": []}, "train must contain at least one example, got none"),
+        ({"validation": []}, "validation must contain at least one example, got none"),
+        ({"out": ""}, "out must be the path of the folder of the run"),
         ({"precision": "float16"}, "precision must be 'float32' or 'bfloat16' on a CPU"),
     ],
 )
@@ -411,7 +415,9 @@ def test_what_is_missing_is_named_with_how_to_install_it(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_a_run_is_not_read(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"folder must be that of a run.*config\.yaml"):
+    with pytest.raises(
+        FileNotFoundError, match=r"folder must be the folder of a run.*config\.yaml"
+    ):
         ga.train.read_run(tmp_path)
 
 

@@ -55,7 +55,9 @@ def test_a_service_that_is_unknown_or_missing_is_named_before_anything_is_writte
     from transformers.integrations import integration_utils
 
     monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
-    with pytest.raises(ImportError, match=r"log_to='wandb' needs .*: pip install wandb"):
+    with pytest.raises(
+        ImportError, match=r"log_to='wandb' needs .*: install it with pip install wandb"
+    ):
         tiny_runs.train(tmp_path / "run", log_to="wandb")
     assert not (tmp_path / "run").exists()
 

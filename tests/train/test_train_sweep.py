@@ -83,14 +83,14 @@ def test_lists_and_ranges_go_together_and_a_rate_counts_once() -> None:
 @pytest.mark.parametrize(
     ("lrs", "says"),
     [
-        ("1e-4..5e-2", "how many values"),
-        ("1e-4..5e-2:x", "how many values"),
-        ("5e-2..1e-4:3", "must rise"),
-        ("0..1:3", "must rise"),
-        ("1e-4..inf:3", "must rise"),
-        ("nan..1:3", "must rise"),
+        ("1e-4..5e-2", "must contain its number of values"),
+        ("1e-4..5e-2:x", "must contain its number of values"),
+        ("5e-2..1e-4:3", "must go from a number above 0 to a larger one"),
+        ("0..1:3", "must go from a number above 0 to a larger one"),
+        ("1e-4..inf:3", "must go from a number above 0 to a larger one"),
+        ("nan..1:3", "must go from a number above 0 to a larger one"),
         ("1e-4..1e-2:1", "at least 2"),
-        ("1..1.001:9", "differ in 4 digits"),
+        ("1..1.001:9", "differ when rounded to 4 digits"),
         ("", "got ''"),
         ("fast", "got 'fast'"),
         ("1e-3,-1", "above 0, got -1.0"),
@@ -220,16 +220,16 @@ def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
 def test_other_options_are_refused_by_their_names(tmp_path: Path) -> None:
     sweep(tmp_path / "a", window=(3, 4), steps=9)
     sweep(tmp_path / "a", window=[3, 4], steps=9, workers=1, lr=1e-1, seed=4)  # of no trial
-    with pytest.raises(ValueError, match="steps is 9 there, 7 here; clip_norm is 1"):
+    with pytest.raises(ValueError, match="steps was 9, is now 7; clip_norm was 1"):
         sweep(tmp_path / "a", window=(3, 4), steps=7, clip_norm=2.0)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match="something else than a sweep"):
+    with pytest.raises(ValueError, match="contains other files"):
         sweep(tmp_path / "a")
-    with pytest.raises(FileNotFoundError, match="must be that of a sweep"):
+    with pytest.raises(FileNotFoundError, match="must be the folder of a sweep"):
         read_sweep(tmp_path / "a")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["run.json"]
 
@@ -326,8 +326,10 @@ def test_a_killed_worker_loses_no_trial(tmp_path: Path) -> None:
     assert sorted(taken(folder)) == sorted([first, first, second])
 
 
+# Tests that a shell starts in the background ignore interrupts, and so would their children.
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from test_train_sweep import patient, sweep

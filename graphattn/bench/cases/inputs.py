@@ -1,4 +1,4 @@
-"""Inputs of a case, alike for all contenders."""
+"""Inputs of a case, the same for all contenders."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ class SpectralInputs:
 
 
 class Stream:
-    """A layer that has read so many tokens of endless texts, one of each at a time, and reads on.
+    """A layer that reads endless texts, one token of each per step.
 
-    They repeat `tokens`, [length, texts, dim], so that what the layer sees at any position is
-    known.
+    The texts repeat `tokens`, [length, texts, dim], so that the tokens that the layer sees are
+    known at every position.
     """
 
     def __init__(self, layer: Any, tokens: Tensor, window: int, read: int) -> None:
@@ -266,7 +266,7 @@ def streams_of(
         generator = torch.Generator().manual_seed(0)
         layer = make(size).to(device, dtype)
         if not hasattr(layer, "step"):
-            raise MissingError(f"not available yet: {type(layer).__name__} has no step()")
+            raise MissingError(f"it is not available, because {type(layer).__name__} has no step()")
         length, texts = 4 * size["window"] + 1, size.get("batch", 1)
         tokens = torch.randn(length, texts, size["dim"], generator=generator)
         early, late = (

@@ -1,4 +1,4 @@
-"""Least work of any implementation: (operations, bytes) of one pass over so many numbers."""
+"""Least work of any implementation, as (operations, bytes) of one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Count = Callable[[Size, int, bool], Work]  # of a size, bytes per number, with t
 
 
 def unknown(size: Size, itemsize: int, backward: bool) -> Work:
-    """Nothing is known, so nothing is divided by it."""
+    """Return that no bound is known."""
     return 0.0, 0.0
 
 
@@ -71,11 +71,11 @@ def consensus_layer(size: Size, itemsize: int, backward: bool) -> Work:
 
 
 def neighbors(size: Size, itemsize: int, backward: bool) -> Work:
-    """A product per pair; points read, and an index and a distance per neighbour written.
+    """Count a product per pair, reading points, and writing an index and a distance per neighbour.
 
-    Of what a search does beside products, which is much, nothing is counted. Points are float32
-    everywhere, but the speed that a bound divides by is that of bfloat16 on a GPU: there products
-    may well find the candidates in it, as long as the distances that decide are exact.
+    The other work of a search, which is large, is not counted. Points are float32, but the bound
+    uses the speed of bfloat16 on a GPU: products in bfloat16 can find candidates there, if the
+    final distances are exact.
     """
     moved = size["tokens"] * (4.0 * size["features"] + 12.0 * size["k"])
     return 2.0 * size["tokens"] ** 2 * size["features"], moved

@@ -1,4 +1,4 @@
-"""Targets of a run: bounds on single numbers of it, stated as data beside every case."""
+"""Performance targets: bounds on single numbers of a run, stored as data with every case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphattn.bench.reporting.record import OURS, Quantity, Row, Verdict
 class Target:
     """A bound on a number of one contender, `of`; with `over`, on its ratio to another's.
 
-    `over` names that other contender, or several, of which the fastest counts. ``at_most`` bounds
+    `over` names that other contender, or several, of which the fastest is used. ``at_most`` bounds
     of / over, and ``at_least`` over / of: how many times faster or smaller graphattn is. Without
     `over` the bound is in seconds, in bytes, or on the error or the share itself. Other devices
     than `device` have targets of their own.
@@ -28,7 +28,7 @@ class Target:
     device: str = "cpu"
 
     def judge(self, case: str, rows: Mapping[str, Row], timings: Mapping[str, Timing]) -> Verdict:
-        """Judge the rows of one pass, by contender; nothing measured where one is missing."""
+        """Compare the rows of one pass with the target; without a row, there is no measurement."""
         timed = [name for name in self.over if name in timings]
         other = min(timed, key=lambda name: timings[name].median, default=None)
         measured, spread = None, None
@@ -51,7 +51,7 @@ class Target:
     def _measure(
         self, rows: Mapping[str, Row], timings: Mapping[str, Timing], other: str | None
     ) -> tuple[float | None, float | None]:
-        """The number, and the spread of a time."""
+        """Return the number, and the spread if it is a time."""
         if other is None:
             own = rows[self.of]
             return own.number(self.quantity), own.spread if self.quantity == "time" else None

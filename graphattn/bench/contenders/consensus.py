@@ -41,7 +41,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _compiled_on_gpu(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
     if like.device.type != "cuda":
-        raise MissingError("it is compiled for a GPU only")
+        raise MissingError("it is compiled only for a GPU")
     return _compiled(function)
 
 

@@ -169,12 +169,12 @@ def kept_mask(x: AttentionInputs) -> Any:
         assert isinstance(band, Band)
         B, H, _, width = kept.shape
 
-        def is_kept(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def is_selected(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             place = j - i + band.before
             return (place >= 0) & (place < width) & kept[b, h, i, place.clamp(0, width - 1)]
 
         if x.query.device.type == "cuda":
-            x.prepared["kept_mask"] = list_blocks(is_kept, B, H, x)
+            x.prepared["kept_mask"] = list_blocks(is_selected, B, H, x)
         else:
             size, per_head = block_size(x), []
             for of_head in kept.flatten(0, 1):
@@ -182,7 +182,7 @@ def kept_mask(x: AttentionInputs) -> Any:
                 source = target + place - band.before
                 per_head.append(edges_in_blocks(target, source, x, size))
             counts = torch.stack(per_head).unflatten(0, (B, H))
-            x.prepared["kept_mask"] = mask_of_counts(counts, is_kept, x, size)
+            x.prepared["kept_mask"] = mask_of_counts(counts, is_selected, x, size)
     return x.prepared["kept_mask"]
 
 
@@ -194,7 +194,7 @@ def kept_in_window(x: AttentionInputs) -> Tensor:
     """
     band = x.graph.structure
     if not isinstance(band, Band) or band.dilation != 1:
-        raise MissingError("its top-k sources are looked for in windows only")
+        raise MissingError("it supports top-k only in windows")
     query, key, _ = (t.float() for t in by_head(x))
     B, H, N, _ = query.shape
     offsets = torch.arange(-band.before, band.after + 1, device=query.device)

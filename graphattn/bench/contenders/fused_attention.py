@@ -84,6 +84,6 @@ def flash_window(x: AttentionInputs) -> Tensor:
     elif isinstance(structure, Band) and structure.self_loops and structure.dilation == 1:
         window = (structure.before, structure.after)
     else:
-        raise MissingError("flash-attention has windows only")
+        raise MissingError("flash-attention supports only windows")
     q, k, v = (t if t.dim() == 4 else t[None] for t in (x.query, x.key, x.value))
     return attend(q, k, v, window_size=window).reshape(x.query.shape)

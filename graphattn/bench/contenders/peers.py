@@ -31,7 +31,7 @@ Run = Callable[[Any], Any]
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a process may still take; 8 GB where the system does not say."""
+    """Return the number of free bytes, or 8 GB if the system does not say."""
     if device.type == "cuda":
         held_and_unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return float(torch.cuda.mem_get_info(device)[0] + held_and_unused)
@@ -43,7 +43,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def check_memory(numbers: float, what: str, like: Tensor) -> None:
-    """Refuse what would not fit: six tensors of so many numbers `like` this, backward included."""
+    """Raise an error if six tensors of this many numbers `like` this would not fit into memory."""
     size = 6.0 * like.element_size() * numbers
     if size > 0.8 * free_memory(like.device):
         raise MissingError(f"{what} would need about {1e-9 * size:,.0f} GB")
@@ -71,7 +71,7 @@ def needs_compiler(device: torch.device) -> None:
 def only_on_a_cpu(device: torch.device) -> None:
     """Refuse a peer that is written for CPUs."""
     if device.type != "cpu":
-        raise MissingError("written for CPUs")
+        raise MissingError("it is written only for CPUs")
 
 
 # Attention.
@@ -166,7 +166,7 @@ def _compiled_gather_scatter() -> Callable[..., Tensor]:
 def compiled(x: AttentionInputs) -> Tensor:
     """Gather and scatter, compiled as it stands: its sums are atomic adds."""
     if x.query.device.type == "cpu":
-        raise MissingError("on a CPU atomic adds only slow down what gathers, compiled")
+        raise MissingError("on a CPU, atomic adds would only be slower than compiled gathers")
     check_memory_of_edges(x)
     run = _compiled_gather_scatter()
     return run(x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets)
@@ -216,7 +216,7 @@ def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
 def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
     """scikit-learn's brute force."""
     if x.points.device.type != "cpu":
-        raise MissingError("scikit-learn searches on a CPU")
+        raise MissingError("scikit-learn searches only on a CPU")
     search = installed("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
     distance, index = search.fit(x.points.numpy()).kneighbors()
     return torch.from_numpy(distance).square(), torch.from_numpy(index)
@@ -231,7 +231,7 @@ def faiss_flat(x: NeighborInputs) -> tuple[Tensor, Tensor]:
     elif hasattr(faiss, "StandardGpuResources"):
         distance, index = faiss.knn_gpu(faiss_resources(), x.points, x.points, x.k + 1)
     else:
-        raise MissingError("faiss is installed without its GPU part")
+        raise MissingError("faiss is installed without GPU support")
     return distance[:, 1:], index[:, 1:]
 
 

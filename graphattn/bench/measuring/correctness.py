@@ -233,7 +233,9 @@ class SpectralTruth:
         self.residual = float(numpy.sqrt(((laplacian_u - self.value * u) ** 2).sum()))
         self.slack = self.residual**2 / (values[2] - self.value) / self.value
         if not 0 <= self.slack < 1e-10:
-            raise RuntimeError(f"the true Fiedler value is known to {self.slack:.0e} only")
+            raise RuntimeError(
+                f"the true Fiedler value is only known with an error of {self.slack:.0e}"
+            )
 
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Relative, with what is not known of the truth."""

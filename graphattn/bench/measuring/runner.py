@@ -194,7 +194,7 @@ class Runner:
         """The first of them, unless one is too large."""
         if not all(error <= ALLOWED[self.dtype] for error in errors):  # NaN is too large
             shown = ", ".join(f"{error:.1e}" for error in errors)
-            raise MissingError(f"no time for a wrong result (errors {shown})")
+            raise MissingError(f"not timed: wrong result (errors {shown})")
         return errors[0]
 
     def tell(self, doing: str) -> None:

@@ -21,7 +21,10 @@ def draw(record: Record) -> Figure:
     )
     heights = [0.6 + 0.21 * lines] * bool(ratios) + [4.2] * bool(lengths)
     if not heights:
-        raise ValueError("--plot: nothing was measured beside a peer or at several lengths")
+        raise ValueError(
+            "--plot needs a case with a peer or with several lengths, but nothing of that kind "
+            "was measured"
+        )
     figure = Figure(figsize=(9, sum(heights) + 0.4), dpi=144)
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.08)
     panels = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]

@@ -115,7 +115,10 @@ def read(path: Path) -> Record:
             found["missing"],
         )
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no record of `graphattn bench`: {error!r}") from None
+        raise ValueError(
+            f"{path} must be a record that `graphattn bench --json` wrote, but it cannot be read: "
+            f"{error!r}"
+        ) from None
 
 
 def provenance(device: torch.device, size: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`graphattn clusters`: what attention without weights does to an image or a table."""
+"""`graphattn clusters`: iterate attention without weights over an image or a table."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def run_clusters(
     global_tokens: str | None = None,
     most_pixels: int = MOST_PIXELS,
 ) -> None:
-    """Read, simulate, score, draw; the report's path is the last line printed."""
+    """Read, simulate, score and draw; the last line printed is the path of the report."""
     started = time.perf_counter()
-    # What may be missing is said before the work.
+    # Check for missing packages before the work.
     check_figures_can_be_drawn()
     need_scikit_learn()
     as_choice("--scaling", scaling, ("sdp", "sq", "sq_inplace"))

@@ -1,4 +1,4 @@
-"""Tables from CSV files, and which of their columns are meant."""
+"""Read tables from CSV files, and find the columns that options name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 
 
 def read_csv(file: Path) -> tuple[list[str], list[list[str]]]:
-    """Names of the columns (their numbers, from 1, where the file has none), and the rows."""
+    """Return the names of the columns (numbers from 1, if the file has no names), and the rows."""
     try:
         rows = [row for row in csv.reader(io.StringIO(read_text(file))) if any(map(str.strip, row))]
     except csv.Error as error:
@@ -27,20 +27,20 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]]]:
     for place, row in enumerate(body, start=2):
         if len(row) != width:
             raise FileFormatError(
-                file, f"row {place} has {len(row)} columns, the ones before it {width}"
+                file, f"row {place} has {len(row)} columns, but the rows before it have {width}"
             )
     numbers = [str(c + 1) for c in range(width)]
-    if len(head) != width:  # a line of its own, such as scikit-learn's counts
+    if len(head) != width:  # an extra first line, such as the counts in files of scikit-learn
         return numbers, body
     if all(is_missing(cell) or number(cell) is not None for cell in head):
         return numbers, rows
     if any(number(cell) is not None for cell in head):
-        return numbers, rows  # a row of data with some text in it
+        return numbers, rows  # the first line is a row of data that contains text
     return [cell.strip() for cell in head], body
 
 
 def number(cell: str) -> float | None:
-    """The finite number a cell holds, or None."""
+    """Return the finite number in a cell, or None."""
     try:
         value = float(cell)
     except ValueError:
@@ -49,7 +49,7 @@ def number(cell: str) -> float | None:
 
 
 def is_missing(cell: str) -> bool:
-    """Whether a cell says that there is nothing in it."""
+    """Return whether a cell is empty or says that the value is missing."""
     return cell.strip().lower() in MISSING
 
 
@@ -65,13 +65,13 @@ def one_column(option: str, wanted: str, names: list[str]) -> int:
         return place - 1 if place > 0 else len(names) + place
     known = ", ".join(map(printable, names[:8])) + (", ..." if len(names) > 8 else "")
     raise ValueError(
-        f"{option} must be a column ({known}) or its number, 1 to {len(names)} or -1 for the last, "
-        f"got {printable(wanted)!r}"
+        f"{option} must be the name of a column ({known}) or its number, 1 to {len(names)} or -1 "
+        f"for the last, got {printable(wanted)!r}"
     )
 
 
 def some_columns(option: str, wanted: str, names: list[str]) -> list[int]:
-    """Several, separated by commas; a name that holds a comma stands in double quotes."""
+    """Find several columns, separated by commas; a name with a comma must be in double quotes."""
     if wanted in names:
         return [names.index(wanted)]
     parts = next(csv.reader([wanted], skipinitialspace=True), [])
@@ -81,6 +81,6 @@ def some_columns(option: str, wanted: str, names: list[str]) -> list[int]:
     for place, column in enumerate(columns):
         if column in columns[:place]:
             raise ValueError(
-                f"{option} must name a column once, got {printable(parts[place])!r} twice"
+                f"{option} must name each column only once, got {printable(parts[place])!r} twice"
             )
     return columns

@@ -1,4 +1,4 @@
-"""The pictures of a run."""
+"""Figures of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLOURED = "The six largest clusters have colours, from the largest: blue, orang
 def draw(
     tokens: Tokens, found: list[Clustering], trajectory: dynamics.Trajectory, pattern: str
 ) -> dict[str, tuple[str, str, Figure]]:
-    """Name of the file -> title, caption, figure."""
+    """Return a dict from the name of a file to (title, caption, figure)."""
     spectra, counts = _figure(5.6, 3.4), _figure(5.6, 3.4)
     covariance_spectra(trajectory, ax=spectra.add_subplot())
     cluster_counts({pattern: trajectory}, tolerance=TOLERANCE, ax=counts.add_subplot())
@@ -37,13 +37,13 @@ def draw(
     return {
         "clusters": ("Clusters", f"{caption} {COLOURED}", clusters),
         "spectra": (
-            "Where the variance goes",
+            "Variance per eigenvector",
             "Share of the variance of X along every eigenvector of its covariance.",
             spectra,
         ),
         "counts": (
-            "How many clusters are left",
-            f"Clusters of tokens whose updates merged within {TOLERANCE} of the spread.",
+            "Number of clusters",
+            f"Clusters of tokens whose updates differ by less than {TOLERANCE} of the spread.",
             counts,
         ),
     }
@@ -56,7 +56,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _segments(tokens: Tokens, found: list[Clustering]) -> Figure:
-    """The image, its mask if there is one, and three clusterings: the k asked for, if any."""
+    """Draw the image, its mask if there is one, and three clusterings."""
     assert tokens.image is not None
     height, width, channels = tokens.image.shape
     shown = [found[0], found[len(found) // 2], found[-1]]  # merged, KMeans after it, KMeans before
@@ -84,10 +84,10 @@ def _segments(tokens: Tokens, found: list[Clustering]) -> Figure:
 def _cloud(
     tokens: Tokens, found: list[Clustering], trajectory: dynamics.Trajectory
 ) -> tuple[Figure, str]:
-    """Input and last update in the plane of two features, coloured by the merged clusters."""
+    """Draw the input and the last update in the plane of two features, coloured by cluster."""
     _, update, labels = found[0]
     figure = _figure(8.4, 4)
-    # The leaders of the coloured clusters; the others count as one.
+    # The leaders of the coloured clusters; the others are drawn as one cluster.
     few = labels.clamp(max=len(COLOURS))
     leaders = dynamics.leader_tokens(trajectory, few).tokens[: len(COLOURS)]
     for place, (title, points) in enumerate((("input", tokens.x), ("last update", update)), 1):

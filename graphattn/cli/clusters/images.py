@@ -1,4 +1,4 @@
-"""Images and masks from files, by Pillow (which comes with matplotlib)."""
+"""Read images and masks from files with Pillow (which matplotlib installs)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphattn.cli.demo.sample import printable
 from graphattn.data import FileFormatError
 from graphattn.data.files import read_bytes
 
-# What a file begins with, and what Pillow calls it.
+# The first bytes of a file, and the name of its format in Pillow.
 SIGNATURES = {
     b"\x89PNG\r\n\x1a\n": "PNG",
     b"\xff\xd8\xff": "JPEG",
@@ -25,12 +25,12 @@ SIGNATURES = {
     b"MM\0*": "TIFF",
 }
 MOST_PIXELS = 50_000_000  # a phone's largest photo; decoded, 150 MB
-BOUNDARY = 255  # of a trimap, beside 0 (background) and 1 (foreground)
+BOUNDARY = 255  # class of a trimap, in addition to 0 (background) and 1 (foreground)
 PET = {1: 1, 2: 0, 3: BOUNDARY}  # Oxford-IIIT Pet's trimaps: foreground, background, boundary
 
 
 def image_format(data: bytes) -> str | None:
-    """Return the format of an image file, by its first bytes; None for no image."""
+    """Return the format of an image file, from its first bytes; None if it is not an image."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
     return next((name for start, name in SIGNATURES.items() if data.startswith(start)), None)
@@ -39,11 +39,11 @@ def image_format(data: bytes) -> str | None:
 def read_image(
     file: Path, data: bytes, longest_side: int, most_pixels: int
 ) -> tuple[NDArray[np.float64], tuple[int, int], int, list[str]]:
-    """Gray or colours in 0 .. 1, averaged over blocks of pixels until the image is small enough.
+    """Read an image in 0 .. 1, averaged over blocks of pixels until it is small enough.
 
     Returns:
-        The image [height, width, 1 or 3]; height and width in the file; the side of a block; and
-        notes about what was left out.
+        The image [height, width, 1 or 3]; height and width in the file; the side length of a block;
+        and notes about omitted data.
 
     Raises:
         FileFormatError: if it cannot be read, or has more than `most_pixels`.
@@ -56,7 +56,7 @@ def read_image(
     if deep:
         values = np.asarray(picture, dtype=np.float64)[..., None]
         if not np.isfinite(values).all():
-            raise FileFormatError(file, "holds numbers that are not finite")
+            raise FileFormatError(file, "contains NaN or infinity")
         values = values / max(1.0 if picture.mode == "F" else 65535.0, values.max(initial=0))
     else:
         gray = picture.mode in ("1", "L", "LA", "La")
@@ -71,21 +71,21 @@ def read_image(
 def read_mask(
     file: Path, size: tuple[int, int], block: int, most_pixels: int
 ) -> tuple[NDArray[np.int64], bool, str | None]:
-    """A mask of 0 and 1, or a trimap of 0, 1 and 255 (the boundary), a pixel for every block.
+    """Read a mask of 0 and 1, or a trimap of 0, 1 and 255 (the boundary), one value per block.
 
-    The pixel is the middle one: classes have no average. Where a PNG has a palette, its indices
-    are the classes, whatever colours they are shown in; a palette of black and white alone is a
-    picture of a mask.
+    It is the value of the middle pixel, because classes cannot be averaged. If a PNG has a palette,
+    its indices are the classes, whatever their colours are. A palette with only black and white is
+    read as a picture of a mask.
 
     Returns:
-        The classes [height, width]; whether they have a boundary; and what to tell about them.
+        The classes [height, width]; whether they have a boundary; and a note about them.
 
     Raises:
         FileFormatError: if it cannot be read, has another size, or no foreground.
     """
     data = read_bytes(file)
     if image_format(data) is None:
-        raise FileFormatError(file, "is no image (PNG, JPEG, ...)")
+        raise FileFormatError(file, "is not an image (PNG, JPEG, ...)")
     picture, _ = _decoded(file, data, most_pixels)
     if picture.size != (size[1], size[0]):
         raise FileFormatError(
@@ -104,7 +104,7 @@ def read_mask(
         if picture.mode.startswith("I") and values.max(initial=0) > 255:
             values = values // 257  # 16 bits
     height, width = (max(1, side // block) for side in size)
-    # Of an image narrower than a block, the middle of what there is.
+    # If the image is narrower than a block, take its middle.
     rows, columns = (min(block, side) for side in size)
     centre = values[rows // 2 :: block, columns // 2 :: block][:height, :width].astype(np.int64)
     return _classes(file, centre, set(np.unique(values).tolist()), indexed)
@@ -113,11 +113,11 @@ def read_mask(
 def _classes(
     file: Path, centre: NDArray[np.int64], values: set[int], indexed: bool
 ) -> tuple[NDArray[np.int64], bool, str | None]:
-    """Return the classes of a mask's pixels, as its numbers are read."""
+    """Return the classes of the pixels of a mask, and a note about how they were read."""
     note, others = None, sorted(values - {0, BOUNDARY})
     if {1, 2} <= values <= set(PET):
         classes = np.select([centre == value for value in PET], list(PET.values()))
-        note = "The mask is read as Oxford-IIIT Pet has it: 1 foreground, 2 background, 3 boundary."
+        note = "The mask is read as in Oxford-IIIT Pet: 1 foreground, 2 background, 3 boundary."
     elif values == {0, 1, BOUNDARY}:
         classes = centre
     elif indexed and others:
@@ -130,22 +130,24 @@ def _classes(
     if not (classes != 0).any():
         found = ", ".join(str(value) for value in sorted(values)[:8])
         raise FileFormatError(
-            file, f"has no foreground: a mask has values >= 128, or 0 and 1, got {found}"
+            file, f"has no foreground: a mask must contain values >= 128, or 0 and 1, got {found}"
         )
     return classes, bool((classes == BOUNDARY).any()), note
 
 
 def _decoded(file: Path, data: bytes, most_pixels: int) -> tuple[Any, int]:
-    """Pillow's image, upright, and how many frames there are; its size is looked at before.
+    """Decode an image, upright, and count its frames, after checking its size.
 
-    A few bytes may unpack to gigabytes.
+    A small file can unpack to gigabytes.
     """
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise ImportError("images need Pillow: pip install 'graphattn[clusters]'") from None
+        raise ImportError(
+            "images need Pillow: install it with pip install 'graphattn[clusters]'"
+        ) from None
     form = image_format(data)
-    # Pillow has a limit of its own, for all programs alike; here the one below decides.
+    # Switch off Pillow's own limit; the check below replaces it.
     own, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with warnings.catch_warnings():
@@ -156,36 +158,38 @@ def _decoded(file: Path, data: bytes, most_pixels: int) -> tuple[Any, int]:
                 raise FileFormatError(
                     file,
                     f"has {width:,} x {height:,} = {width * height:,} pixels, more than "
-                    f"--max-pixels {most_pixels}; raise it if you have the memory",
+                    f"--max-pixels {most_pixels}: give a larger number if you have enough memory",
                 )
             frames = getattr(picture, "n_frames", 1)
             picture.load()
             return ImageOps.exif_transpose(picture), frames
     except FileFormatError:
         raise
-    except Exception as error:  # whatever a damaged file makes the decoder raise
+    except Exception as error:  # a damaged file can raise any exception
         raise FileFormatError(file, f"cannot be read as {form}: {printable(str(error))}") from error
     finally:
         Image.MAX_IMAGE_PIXELS = own
 
 
 def _is_opaque(picture: Any) -> bool:
-    """Whether alpha is 1 everywhere: matplotlib writes such a channel into every PNG."""
+    """Return whether alpha is 1 everywhere; matplotlib writes such a channel into every PNG."""
     return bool(picture.convert("RGBA").getchannel("A").getextrema()[0] == 255)
 
 
 def _is_black_and_white(picture: Any) -> bool:
-    """Whether a palette image is one of black and white alone."""
+    """Return whether a palette contains only black and white."""
     colours = picture.convert("RGB").getcolors(3) or []
     return {colour for _, colour in colours} == {(0, 0, 0), (255, 255, 255)}
 
 
 def _shrunk(values: NDArray[Any], block: int) -> NDArray[np.float64]:
-    """Means over blocks of pixels; what is left over at the right and the bottom is cut."""
+    """Average over blocks of pixels; incomplete blocks at the right and the bottom are cut off."""
     height, width = (max(1, side // block) for side in values.shape[:2])
     rows, columns = min(block, values.shape[0]), min(block, values.shape[1])
     image = np.empty((height, width, values.shape[2]))
-    for row in range(height):  # one line of blocks at a time: float64 takes eight times the room
+    for row in range(
+        height
+    ):  # one row of blocks at a time, because float64 needs eight times the memory
         lines = values[row * rows : (row + 1) * rows, : width * columns].astype(np.float64)
         image[row] = lines.reshape(rows, width, columns, -1).mean(axis=(0, 2))
     return image

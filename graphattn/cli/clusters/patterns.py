@@ -1,4 +1,4 @@
-"""`--pattern`: who sees whom."""
+"""The option `--pattern`: which tokens see which."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphattn.plain_tables import counted
 
 
 class Pattern(NamedTuple):
-    """A graph, and what its name means."""
+    """A graph, its name, and the meaning of the name."""
 
     name: str
     meaning: str
@@ -20,10 +20,13 @@ class Pattern(NamedTuple):
 def parse_pattern(
     text: str, num_tokens: int, *, is_image: bool, global_tokens: str | None = None
 ) -> Pattern:
-    """``global``, ``block:128``, ``window:128`` or ``longformer:512`` over so many tokens."""
+    """Make the graph of ``global``, ``block:128``, ``window:128`` or ``longformer:512``."""
     kind, _, size = text.partition(":")
     if global_tokens is not None and kind != "longformer":
-        raise ValueError(f"--global-tokens goes with --pattern longformer:SIZE, got {text!r}")
+        raise ValueError(
+            "--global-tokens can only be used with --pattern longformer:SIZE, got --pattern "
+            f"{text!r}"
+        )
     if kind == "global" and not size:
         meaning = "every token sees every token"
         return Pattern(text, meaning, ga.complete_graph(num_tokens))
@@ -33,7 +36,7 @@ def parse_pattern(
             "--pattern must be global, block:SIZE, window:SIZE or longformer:SIZE with SIZE in "
             f"tokens (2 or more; block: 1 or more), got {text!r}"
         )
-    width = min(int(size), 2 * num_tokens)  # beyond that nothing changes
+    width = min(int(size), 2 * num_tokens)  # larger numbers give the same graph
     if kind == "block":
         meaning = (
             f"blocks of {counted(int(size), 'token')} that do not overlap, in the order of the file"
@@ -54,7 +57,7 @@ def parse_pattern(
 
 
 def parse_tokens(text: str, num_tokens: int) -> list[int]:
-    """``first,last`` or ``0,7,-1``: token numbers, from the end where they are negative."""
+    """Parse ``first,last`` or ``0,7,-1``; negative token numbers count from the end."""
     words = {"first": 0, "middle": num_tokens // 2, "last": num_tokens - 1}
     tokens = set()
     for part in text.split(","):

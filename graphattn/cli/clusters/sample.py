@@ -1,4 +1,4 @@
-"""The tokens of an image or a table, and what is known of their classes."""
+"""Tokens of an image or a table, with their classes if they are known."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MOST_CLASSES = 50
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens that the simulation runs on."""
+    """The tokens of a simulation."""
 
     title: str
     x: Tensor  # [N, C], standardised, float64
     features: list[str]
-    notes: list[str]  # what was left out or changed on the way
+    notes: list[str]  # notes about omitted or changed data
     image: NDArray[np.float64] | None = None  # [height, width, 1 or 3], as read
     mask: Tensor | None = None  # [N], foreground where not 0
     has_boundary: bool = False  # the mask is a trimap: 255 is the boundary
     truth: Tensor | None = None  # [N], class of every row
-    classes: int | None = None  # how many classes truth or mask have
+    classes: int | None = None  # number of classes in `truth` or `mask`
 
 
 def load_tokens(
@@ -50,42 +50,42 @@ def load_tokens(
     size: int | None = None,
     most_pixels: int = MOST_PIXELS,
 ) -> Tokens:
-    """The pixels of an image, or the rows of a CSV file.
+    """Load the pixels of an image, or the rows of a CSV file.
 
     Args:
-        file: which.
-        mask: of an image, its true foreground.
-        labels: of a table, the column of the true classes.
-        columns: of a table, the features: names or numbers, separated by commas; all columns of
-            numbers if None.
-        per_class: so many rows of every class, drawn at random; all rows if None.
-        seed: of that draw.
+        file: path of the image or the CSV file.
+        mask: for an image: path of the mask of its true foreground.
+        labels: for a table: column of the true classes.
+        columns: for a table: columns of the features, names or numbers, separated by commas; None
+            for all numeric columns.
+        per_class: number of rows per class, drawn at random; None for all rows.
+        seed: seed of that draw.
         size: longest side of the image in tokens; 64 if None.
-        most_pixels: of the file, before it is averaged down.
+        most_pixels: maximal number of pixels in the file.
 
     Raises:
-        FileFormatError: if a file cannot be read as what it is.
+        FileFormatError: if a file cannot be read.
         ValueError: if an option does not fit the file.
     """
     data = read_bytes(file)
     name = printable(file.name)
     if image_format(data) is not None:
         if labels is not None:
-            raise ValueError(f"--labels names a column of a table; {name} is an image")
+            raise ValueError(f"--labels can only be used with a table, got the image {name}")
         if columns is not None:
-            raise ValueError(f"--columns names columns of a table; {name} is an image")
+            raise ValueError(f"--columns can only be used with a table, got the image {name}")
         if per_class is not None:
-            raise ValueError(f"--per-class draws rows of a table; {name} is an image")
+            raise ValueError(f"--per-class can only be used with a table, got the image {name}")
         size = LONGEST_SIDE if size is None else as_int("--size", size, 2)
         return _image_tokens(file, data, mask, size, as_int("--max-pixels", most_pixels, 1))
     if mask is not None:
-        raise ValueError(f"--mask goes with an image (PNG, JPEG, ...); {name} is none")
+        raise ValueError(f"--mask can only be used with an image (PNG, JPEG, ...), got {name}")
     if size is not None:
-        raise ValueError(f"--size goes with an image (PNG, JPEG, ...); {name} is none")
+        raise ValueError(f"--size can only be used with an image (PNG, JPEG, ...), got {name}")
     if per_class is not None:
         per_class = as_int("--per-class", per_class, 1)
         if labels is None:
-            raise ValueError("--per-class needs --labels, the column that tells the classes")
+            raise ValueError("--per-class needs --labels, the column of the classes: give both")
     return _table_tokens(file, labels, columns, per_class, seed)
 
 
@@ -96,7 +96,7 @@ def _image_tokens(
     height, width, channels = image.shape
     if height * width > MOST_TOKENS:
         raise ValueError(
-            f"--size must leave at most {MOST_TOKENS:,} tokens, got {longest_side}: "
+            f"--size must give at most {MOST_TOKENS:,} tokens, got {longest_side}, which gives "
             f"{width} x {height} = {height * width:,}"
         )
     if block > 1:
@@ -141,30 +141,31 @@ def _table_tokens(
         for c in chosen:
             if c == label:
                 raise ValueError(
-                    f"--columns must not hold that of --labels, got {printable(names[c])!r}"
+                    "--columns must not contain the column of --labels, got "
+                    f"{printable(names[c])!r}"
                 )
             if c not in numeric:
                 raise ValueError(
-                    f"--columns must be columns of numbers, {printable(names[c])!r} is none"
+                    f"--columns must be columns of numbers, got {printable(names[c])!r}"
                 )
         numeric = chosen
     else:
         left_out = [printable(names[c]) for c in range(len(names)) if c not in (*numeric, label)]
         if left_out:
-            notes.append(f"Not numbers, left out: {', '.join(left_out)}.")
+            notes.append(f"Columns without numbers are omitted: {', '.join(left_out)}.")
     needed = numeric if label is None else [*numeric, label]
     whole = [row for row in rows if not any(is_missing(row[c]) for c in needed)]
     if len(whole) < len(rows):
         missing = len(rows) - len(whole)
         are = "is" if missing == 1 else "are"
-        notes.append(f"{counted(missing, 'row')} with missing values {are} left out.")
+        notes.append(f"{counted(missing, 'row')} with missing values {are} omitted.")
     truth, classes = None, None
     if label is not None:
         kinds, index = np.unique([row[label].strip() for row in whole], return_inverse=True)
         if not 2 <= len(kinds) <= MOST_CLASSES:
             raise ValueError(
-                f"--labels must name a column of 2 to {MOST_CLASSES} classes, "
-                f"{printable(names[label])} has {len(kinds)}"
+                f"--labels must name a column of 2 to {MOST_CLASSES} classes, got "
+                f"{printable(names[label])} with {len(kinds)}"
             )
         if per_class is not None:
             kept = _balanced(index, kinds, per_class, seed)
@@ -178,7 +179,9 @@ def _table_tokens(
         notes.append(f"Only the first {MOST_TOKENS:,} of {len(whole):,} rows are used.")
         whole, truth = whole[:MOST_TOKENS], None if truth is None else truth[:MOST_TOKENS]
     if len(whole) < 3:
-        raise FileFormatError(file, f"must have at least 3 whole rows, got {len(whole)}")
+        raise FileFormatError(
+            file, f"must have at least 3 rows without missing values, got {len(whole)}"
+        )
     values = torch.tensor([[float(row[c]) for c in numeric] for row in whole], dtype=torch.float64)
     return Tokens(
         title=f"{printable(file.name)}: {counted(len(whole), 'row')}, "
@@ -196,12 +199,13 @@ def _table_tokens(
 def _balanced(
     index: NDArray[np.int64], kinds: NDArray[np.str_], per_class: int, seed: int
 ) -> NDArray[np.int64]:
-    """`per_class` rows of every class, at random, in order (Attention Clusters, Section 2.2)."""
+    """Draw `per_class` rows of every class, keeping their order (Attention Clusters, Section
+    2.2)."""
     counts = np.bincount(index, minlength=len(kinds))
     fewest = int(counts.argmin())
     if per_class > counts[fewest]:
         raise ValueError(
-            f"--per-class must be at most {counts[fewest]}, the rows of class "
+            f"--per-class must be at most {counts[fewest]}, the number of rows of class "
             f"{printable(str(kinds[fewest]))!r}, got {per_class}"
         )
     generator = np.random.default_rng(seed)

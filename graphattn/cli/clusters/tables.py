@@ -1,4 +1,4 @@
-"""The numbers of a run: what clusters there are, and how the variance moved on the way."""
+"""Tables of a run: scores of the clusters, and the variance step by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS_SHOWN = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 class Clustering(NamedTuple):
-    """One way to see clusters: of which points, and which."""
+    """A clustering: its name, its points, and the cluster of each point."""
 
     name: str
     points: Tensor
@@ -26,7 +26,8 @@ class Clustering(NamedTuple):
 
 
 def clusterings(tokens: Tokens, trajectory: dynamics.Trajectory) -> list[Clustering]:
-    """Merged tokens, KMeans on the same update, and the baseline: KMeans on the input."""
+    """Return clusterings: merged tokens, KMeans on that update, and KMeans on the input
+    (baseline)."""
     update = trajectory.updates[-1]
     found = [
         Clustering(
@@ -46,7 +47,7 @@ def clusterings(tokens: Tokens, trajectory: dynamics.Trajectory) -> list[Cluster
 
 
 def score_table(tokens: Tokens, found: list[Clustering], steps: int) -> Table:
-    """One row per clustering."""
+    """Make the table of scores, with one row per clustering."""
     table = plain_table(f"Clusters after {counted(steps, 'step')}")
     table.add_column("method", min_width=24)
     table.add_column("clusters", justify="right", no_wrap=True)
@@ -75,23 +76,24 @@ def score_table(tokens: Tokens, found: list[Clustering], steps: int) -> Table:
             row.append(f"{dynamics.fragmentation(labels, tokens.truth).mean_clusters:.2f}")
         table.add_row(*row)
     caption = [
-        "Attention: of the last standardised update. Largest: share of the tokens in the largest "
-        "cluster. Silhouette: of the clustered points, so between rows it compares points as well."
+        "Attention: clusters of the last standardised update. Largest: share of the tokens in the "
+        "largest cluster. Silhouette: computed from the clustered points, which differ between "
+        "rows."
     ]
     if tokens.has_boundary:
         caption.append("Dice counts the boundary of the trimap (255) as foreground.")
     if tokens.mask is not None or tokens.truth is not None:
         score = "Dice" if tokens.mask is not None else "Accuracy"
         caption.append(
-            f"{score} is that of the best assignment of clusters, an upper bound that grows with "
-            "their number: compare rows of equal k."
+            f"{score} is for the best assignment of clusters to classes. This upper bound grows "
+            "with the number of clusters, so compare rows with equal k."
         )
     table.caption = " ".join(caption)
     return table
 
 
 def step_table(trajectory: dynamics.Trajectory) -> Table:
-    """How variance, size and clusters moved."""
+    """Make the table of variance, size and clusters, step by step."""
     steps = trajectory.num_steps
     counts = dynamics.cluster_counts(trajectory, tolerance=TOLERANCE).tolist()
     table = plain_table("Step by step")

@@ -1,4 +1,4 @@
-"""`graphattn demo`: real tokens through graphs and layers, two models trained, a report."""
+"""`graphattn demo`: run graphs and layers on real tokens, train two models, write a report."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run_demo(
     max_bytes: int,
     console: Console,
 ) -> None:
-    """Read the file, print the tables, train, draw; the report's path is the last line printed."""
+    """Read, print tables, train and draw; the last line printed is the path of the report."""
     started = time.perf_counter()
-    # matplotlib may be missing and the folder not writable: better said before a minute of work.
+    # Check matplotlib and the folder first, before a minute of work.
     from graphattn.cli.demo.report import write_report
 
     sample = load_sample(file, num_tokens, max_bytes)
@@ -53,7 +53,9 @@ def run_demo(
     if training is not None:
         show(training_table(training))
     elif steps > 0:
-        console.print(f"no training: it needs {FEWEST_TOKENS} tokens or more", highlight=False)
+        console.print(
+            f"no training, because it needs {FEWEST_TOKENS} tokens or more", highlight=False
+        )
     with console.status("drawing"):
         report = write_report(sample, [cells_of(table) for table in tables], training, folder, seed)
     console.print(f"done in {time.perf_counter() - started:.1f} s", highlight=False)

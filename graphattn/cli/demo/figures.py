@@ -1,4 +1,4 @@
-"""The pictures of a demonstration."""
+"""Figures of the demo."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from graphattn.cli.demo.verdict import verdict
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN_TOKENS = 64  # of the adjacency matrices
-WINDOW, NEAREST, SHOWN_WINDOW = 8, 4, 28  # of the attention weights
+SHOWN_TOKENS = 64  # tokens in the adjacency matrices
+WINDOW, NEAREST, SHOWN_WINDOW = 8, 4, 28  # sizes for the figure of attention weights
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure in a file, and what it shows."""
+    """A figure in a file, with its title and caption."""
 
     path: Path
     title: str
@@ -35,9 +35,9 @@ class Picture:
 def draw_pictures(
     sample: Sample, training: Training | None, folder: Path, seed: int
 ) -> list[Picture]:
-    """Draw all of them into `folder`."""
+    """Draw all figures into `folder`."""
     losses = folder / "losses.png"
-    losses.unlink(missing_ok=True)  # an older run's, perhaps of another file
+    losses.unlink(missing_ok=True)  # from an older run, perhaps with another file
     pictures = [
         _graphs(sample, folder / "graphs.png"),
         _attention(sample, training, folder / "attention.png", seed),
@@ -55,7 +55,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _graphs(sample: Sample, path: Path) -> Picture:
-    """Adjacency of each graph."""
+    """Draw the adjacency matrix of each graph."""
     few = replace(
         sample,
         tokens=sample.tokens[:SHOWN_TOKENS],
@@ -81,14 +81,14 @@ def _graphs(sample: Sample, path: Path) -> Picture:
 
 
 def _first(lengths: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """Return how many tokens of every packed sequence are shown, `room` shared evenly."""
+    """Return how many tokens of every packed sequence are shown, at most `room` together."""
     each = room // max(len(lengths), 1)
     return tuple(min(length, each) for length in lengths)
 
 
 @torch.no_grad()
 def _attention(sample: Sample, training: Training | None, path: Path, seed: int) -> Picture:
-    """The weights that the same queries and keys get from three mechanisms."""
+    """Draw the weights of three mechanisms for the same queries and keys."""
     tokens = sample.tokens[:SHOWN_WINDOW]
     if training is not None:
         over = (
@@ -107,13 +107,13 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     block: Any = model.blocks[0]
     if sample.ca_positions is None:
         graph = ga.window_path_graph(len(tokens), WINDOW, self_loops=True)
-        where, sees = "in one window", f"every token looking {WINDOW} to each side"
+        where, sees = "in one window", f"every token sees {WINDOW} tokens on each side"
     else:
         graph = _neighbors_in_space(sample.ca_positions[: len(tokens)])
         where = "among neighbours in space"
         sees = (
-            f"each of {len(tokens)} residues looking at the {NEAREST_IN_SPACE} nearest of them, "
-            "itself counted"
+            f"each of {len(tokens)} residues sees the {NEAREST_IN_SPACE} nearest residues, itself "
+            "included"
         )
     x = block.mixer_norm(model.embedding(tokens))
     query, key, _ = block.mixer.project(x, x, graph, None)
@@ -125,7 +125,7 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
             query, key, graph, sigma=sigma, top_k=NEAREST
         ),
     }
-    # The head whose dot-product weights differ most from token to token.
+    # Take the head whose dot-product weights vary most between tokens.
     head = int(panels["dot product"].var(0, correction=0).argmax())
     highest = max(float(weights[:, head].max()) for weights in panels.values())
     figure = _figure(9.6, 3.7)
@@ -145,13 +145,13 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     return Picture(
         path,
         f"Attention weights {where}",
-        f"Head {head} of {origin}: the same queries and keys under three mechanisms, {sees}. "
-        "Row i is how token i divides its attention; grey is no edge, white an edge of weight 0.",
+        f"Head {head} of {origin}: the same queries and keys under three mechanisms, {sees}. Row i "
+        "shows the weights of token i; grey is no edge, white an edge of weight 0.",
     )
 
 
 def _neighbors_in_space(ca_positions: Tensor) -> ga.TokenGraph:
-    """Every residue sees the nearest C-alpha atoms and itself."""
+    """Make the graph of residues with the nearest C-alpha atoms, with self-loops."""
     near = min(NEAREST_IN_SPACE - 1, len(ca_positions) - 1)
     if near < 1:
         return ga.complete_graph(len(ca_positions))
@@ -159,7 +159,7 @@ def _neighbors_in_space(ca_positions: Tensor) -> ga.TokenGraph:
 
 
 def shown(letter: str) -> str:
-    """A character as a tick label: one that the figures' font has."""
+    """Return a character as a tick label that exists in the font of the figures."""
     if letter == " ":
         return "␣"
     if letter == "\n":
@@ -168,7 +168,7 @@ def shown(letter: str) -> str:
 
 
 def _filter(path: Path) -> Picture:
-    """The low-pass filter that repeated consensus steps are."""
+    """Draw the low-pass filter of repeated consensus steps."""
     figure = _figure(9.6, 3.4)
     axes = figure.subplots(1, 2, sharey=True)
     for ax, window in zip(axes, (2, 8), strict=True):
@@ -179,8 +179,9 @@ def _filter(path: Path) -> Picture:
     return Picture(
         path,
         "Consensus is a low-pass filter",
-        "What is left of each mode after n steps with R = I and the largest step η that changes no "
-        "sign, 1 / (2 λ_max); dots are the graph's own eigenvalues (consensus paper, Eq. 7 and 9).",
+        "The factor of each mode after n steps with R = I and the largest step size η with which "
+        "no mode changes sign, 1 / (2 λ_max); dots are the eigenvalues of the graph (consensus "
+        "paper, Eq. 7 and 9).",
     )
 
 
@@ -196,9 +197,9 @@ def _losses(training: Training, path: Path) -> Picture:
     figure.savefig(path)
     material = training.material
     if material.choosing:
-        where = "tokens set aside to choose the weights by"
+        where = "tokens that are set aside to choose the weights"
     else:
-        where = "held-out tokens" if material.is_held_out else "the tokens it learns from"
+        where = "held-out tokens" if material.is_held_out else "the training tokens"
     return Picture(
         path,
         "Loss in training",

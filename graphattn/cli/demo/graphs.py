@@ -1,4 +1,4 @@
-"""Every graph that makes sense for the tokens, and what theory says of it."""
+"""Graphs that fit the tokens, and theoretical bounds for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from graphattn.plain_tables import plain_table
 
 @dataclass(frozen=True)
 class NamedGraph:
-    """A graph, its name, and what theory says of its Fiedler value (None: no theorem applies)."""
+    """A graph, its name, and theoretical bounds on its Fiedler value (None if no theorem
+    applies)."""
 
     name: str
     graph: ga.TokenGraph
@@ -22,7 +23,7 @@ class NamedGraph:
 
 
 def graphs_that_fit(sample: Sample) -> list[NamedGraph]:
-    """One graph of each kind that makes sense for these tokens."""
+    """Make one graph of each kind that fits the tokens."""
     N = len(sample.tokens)
     bounds = cycle = None
     if N > 4:
@@ -53,8 +54,8 @@ def graphs_that_fit(sample: Sample) -> list[NamedGraph]:
 
 
 def graph_table(graphs: list[NamedGraph]) -> Table:
-    """Facts of every graph; a bound that fails would be a bug, and is marked as one."""
-    table = plain_table("Graphs: who talks to whom")
+    """Make the table of facts about every graph; a violated bound is a bug, and is marked."""
+    table = plain_table("Graphs: which tokens see which")
     table.add_column("graph", min_width=10)
     for name in ("tokens", "edges", "degree", "at least", "Fiedler", "at most"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -82,11 +83,11 @@ def graph_table(graphs: list[NamedGraph]) -> Table:
             f"{step:.3g}" if math.isfinite(step) else "any",
         )
     table.caption = (
-        "Numbers in names: window on each side (causal: number of keys), x dilation, + random, "
-        "+ global tokens. Degree: sources per token. Fiedler: second-smallest eigenvalue of the "
-        "Laplacian of the symmetrised graph, how fast information mixes; 0 where the tokens do "
-        "not hang together. At least / at most: what theory says (consensus paper, Remarks 4.1 "
-        "and 4.2; complete graph: N). Max step: the largest consensus step at which no mode "
-        "changes sign, 1 / (2 λ_max)."
+        "Numbers in names: window on each side (causal: number of keys), x dilation, + random, + "
+        "global tokens. Degree: sources per token. Fiedler: second-smallest eigenvalue of the "
+        "Laplacian of the symmetrised graph, how fast information mixes; 0 if the graph is not "
+        "connected. At least / at most: theoretical bounds (consensus paper, Remarks 4.1 and 4.2; "
+        "complete graph: N). Max step: the largest consensus step size with which no mode changes "
+        "sign, 1 / (2 λ_max)."
     )
     return table

@@ -1,4 +1,4 @@
-"""Every layer on a graph it is meant for, and what it does to the tokens."""
+"""Run every layer on a suitable graph, and measure its effect on the tokens."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ DIM, HEADS, EDGE_HIDDEN = 64, 4, 64
 
 
 class Measurement(NamedTuple):
-    """How far apart the tokens are before and after a layer, by some measure."""
+    """How far apart the tokens are before and after a layer, in some measure."""
 
     what: str
     before: float
     after: float
 
     def cells(self) -> tuple[str, str, str, str]:
-        """Cells of a row: name, before, after and the change in percent."""
+        """Return the cells of a row: name, before, after and the change in percent."""
         change = f"{self.after / self.before - 1:+.1%}" if self.before > 0 else ""
         return self.what, short(self.before), short(self.after), change
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """One layer on one graph, and what measures how far the tokens came together."""
+    """One layer on one graph, and the measure of its effect."""
 
     name: str
     graph_name: str
@@ -45,7 +45,7 @@ class LayerRun:
 
 
 def layer_runs(sample: Sample) -> list[LayerRun]:
-    """Every mechanism of the papers on a graph it is meant for."""
+    """List every mechanism of the papers with a suitable graph."""
     N = len(sample.tokens)
     path = ga.window_path_graph(N, 2)
     causal = ga.causal_window_graph(N, 32)
@@ -83,7 +83,7 @@ def layer_runs(sample: Sample) -> list[LayerRun]:
 
 
 def embed(sample: Sample) -> Tensor:
-    """Normalised random features of the tokens, [1, N, DIM]."""
+    """Return normalised random features of the tokens, [1, N, DIM]."""
     return nn.functional.layer_norm(nn.Embedding(sample.vocab_size, DIM)(sample.tokens), (DIM,))[
         None
     ]
@@ -91,11 +91,11 @@ def embed(sample: Sample) -> Tensor:
 
 @torch.no_grad()
 def layer_table(sample: Sample, console: Console) -> Table:
-    """Apply every layer once for what it does, then five times for how long it takes."""
+    """Apply every layer once to measure its effect, then five times to measure its time."""
     x = embed(sample)
     table = plain_table(
-        f"Layers: what they do to the tokens (dim {DIM}, {HEADS} heads, random weights; "
-        f"consensus: rank 4, edge_hidden {EDGE_HIDDEN}, step_size auto)"
+        f"Layers: their effect on the tokens (dim {DIM}, {HEADS} heads, random weights; consensus: "
+        f"rank 4, edge_hidden {EDGE_HIDDEN}, step_size auto)"
     )
     table.add_column("layer\n  on graph", min_width=20)
     for name in ("weights", "time"):
@@ -129,14 +129,15 @@ def layer_table(sample: Sample, console: Console) -> Table:
             )
     table.caption = (
         "Time: best of five, a rough guide. Spread: variance of the features over the tokens, of "
-        "what is averaged and of the averages. Energy: disagreement along the edges, 1/2 sum of "
-        "(u_i - u_j)' R_ij (u_i - u_j), before and after the step (consensus paper, Eq. 14 and 37)."
+        "the averaged features and of the averages. Energy: disagreement along the edges, 1/2 sum "
+        "of (u_i - u_j)' R_ij (u_i - u_j), before and after the step (consensus paper, Eq. 14 and "
+        "37)."
     )
     return table
 
 
 def _keep(seen: dict[str, Tensor], name: str) -> Callable[..., None]:
-    """A hook that stores a projection's output, and what the output projection is given."""
+    """Make a hook that stores the output and the input of a projection."""
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen[name] = output
@@ -146,14 +147,14 @@ def _keep(seen: dict[str, Tensor], name: str) -> Callable[..., None]:
 
 
 def _spread(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measurement:
-    """Variance over tokens of the values (or of u) and of what the layer makes of them."""
+    """Measure the variance over tokens of the values (or of u), before and after mixing."""
     values = seen.get("value_proj", seen.get("source_proj", seen["context"]))
     mixed = seen["before output_proj"]
     return Measurement("spread", *(float(t.var(-2, correction=0).mean()) for t in (values, mixed)))
 
 
 def _energy(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measurement:
-    """1/2 sum over edges of (u_i - v_j)^T R_ij (u_i - v_j), before and after the step."""
+    """Measure 1/2 sum over edges of (u_i - v_j)^T R_ij (u_i - v_j), before and after the step."""
     network = layer.edge_net
     R = ga.consensus_edge_matrices(
         network.target_hidden(seen["x"]),

@@ -1,4 +1,4 @@
-"""Pieces of sequences and of structures, batches of them, and what is hidden in a batch."""
+"""Pieces of sequences and structures, their batches, and the masked tokens of a batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import graphattn as ga
 from graphattn.data import Structure
 from graphattn.data.structures.structure import residues_of
 
-LONGEST_PIECE, LONGEST_PART = 128, 512  # tokens of a sequence, residues of a structure
-BATCH, BATCH_TOKENS, BATCH_RESIDUES = 16, 2048, 512  # residues: their edges cost more
+LONGEST_PIECE, LONGEST_PART = (
+    128,
+    512,
+)  # tokens per piece of a sequence, residues per part of a structure
+BATCH, BATCH_TOKENS, BATCH_RESIDUES = 16, 2048, 512  # fewer residues, because their edges cost more
 MASK_RATIO = 0.15
 NEAREST = 16  # C-alpha atoms that a residue sees
-MOST_MASKINGS = 16  # of one piece in an evaluation
+MOST_MASKINGS = 16  # maximal number of maskings of one piece in an evaluation
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class DemoPiece:
     """A part of a sequence, or of a structure."""
 
     tokens: Tensor  # [L]
-    first: int  # its place among all tokens
+    first: int  # position of its first token among all tokens
     structure: Structure | None = None
 
 
@@ -34,14 +37,14 @@ class Batch:
 
     tokens: Tensor
     valid: Tensor
-    place: Tensor  # of every token among all: one number per position of the file
-    piece: Tensor  # the first place of its piece
-    structures: list[Structure]  # none of sequences
+    place: Tensor  # index of every token among all tokens of the file
+    piece: Tensor  # index of the first token of its piece
+    structures: list[Structure]  # empty for sequences
 
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """A batch with hidden tokens: what a model sees, and what it has to guess."""
+    """A batch with masked tokens: the input of a model, and the tokens to guess."""
 
     batch: Batch
     inputs: Tensor
@@ -49,14 +52,14 @@ class MaskedBatch:
 
     @property
     def hidden(self) -> Tensor:
-        """The tokens to guess, [guesses]."""
+        """Return the tokens to guess, [guesses]."""
         return self.batch.tokens[self.masked]
 
 
 def cut(
     sequences: Sequence[Tensor], structures: Sequence[Structure] | None = None
 ) -> list[list[DemoPiece]]:
-    """The pieces of every sequence, of about equal length."""
+    """Cut every sequence into pieces of about equal length."""
     if structures is None:
         longest = max(1, min(LONGEST_PIECE, sum(map(len, sequences)) // 8))
     else:
@@ -80,7 +83,7 @@ def cut(
 
 
 def batch_of(pieces: Sequence[DemoPiece]) -> Batch:
-    """One batch of all of them."""
+    """Join pieces into one batch."""
     tokens = [piece.tokens for piece in pieces]
     valid = [torch.ones(len(own), dtype=torch.bool) for own in tokens]
     place = [piece.first + torch.arange(len(piece.tokens)) for piece in pieces]
@@ -96,13 +99,13 @@ def batch_of(pieces: Sequence[DemoPiece]) -> Batch:
 
 
 def drawn(pieces: Sequence[DemoPiece], generator: torch.Generator) -> Batch:
-    """Some pieces at random, to learn from: 16, or a few structures."""
+    """Draw random pieces for training: 16, or a few structures."""
     index = torch.randint(len(pieces), (BATCH,), generator=generator).tolist()
     return next(batches([pieces[n] for n in index]))
 
 
 def batches(pieces: Sequence[DemoPiece]) -> Iterator[Batch]:
-    """All of them, in batches of limited size."""
+    """Yield all pieces, in batches of limited size."""
     some: list[DemoPiece] = []
     for piece in pieces:
         room = BATCH_TOKENS if piece.structure is None else BATCH_RESIDUES
@@ -116,7 +119,7 @@ def batches(pieces: Sequence[DemoPiece]) -> Iterator[Batch]:
 
 
 def hide(batch: Batch, mask_token: int, generator: torch.Generator) -> MaskedBatch:
-    """Hide a share of the tokens."""
+    """Mask a share of the tokens."""
     inputs, masked = ga.train.mask_tokens(
         batch.tokens, mask_token, mask_ratio=MASK_RATIO, valid=batch.valid, generator=generator
     )
@@ -124,10 +127,10 @@ def hide(batch: Batch, mask_token: int, generator: torch.Generator) -> MaskedBat
 
 
 def evaluation(pieces: Sequence[DemoPiece], mask_token: int, tokens: int) -> list[MaskedBatch]:
-    """Return the pieces that every model is measured on: pieces spread over all, few several times,
-    masks differing.
+    """Return batches for the evaluation of all models: pieces evenly spread over all.
 
-    About so many `tokens` in all, a share of them hidden.
+    They have about `tokens` tokens together, of which a share is masked. If there are few pieces,
+    each comes several times with different masks.
     """
     total = sum(len(piece.tokens) for piece in pieces)
     count = max(1, min(len(pieces), round(len(pieces) * tokens / total)))

@@ -1,4 +1,4 @@
-"""One HTML page with everything a demonstration showed, which needs no other file."""
+"""Write the report of the demo, one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from graphattn.plain_tables import Cells
 try:
     import matplotlib  # noqa: F401
 except ImportError:
-    raise ImportError("figures need matplotlib: pip install 'graphattn[plots]'") from None
+    raise ImportError(
+        "figures need matplotlib: install it with pip install 'graphattn[plots]'"
+    ) from None
 
 
 def write_report(
     sample: Sample, tables: list[Cells], training: Training | None, folder: Path, seed: int
 ) -> Path:
-    """Draw the pictures into `folder` and write report.html beside them."""
+    """Draw the figures into `folder`, and write report.html into it."""
     return report.write_report(
         folder / "report.html",
         sample.title,

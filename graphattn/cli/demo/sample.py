@@ -1,4 +1,4 @@
-"""The tokens of a file, whatever it holds."""
+"""Read the tokens of a file of any supported kind."""
 
 from __future__ import annotations
 
@@ -23,35 +23,38 @@ from graphattn.data import (
 )
 
 MOST_TRAINING_TOKENS = 1_000_000
-SHORTEST_CHAIN = 8  # of a folder: shorter ones are peptides
+SHORTEST_CHAIN = 8  # in a folder; shorter chains are peptides
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sample that a demonstration runs on."""
+    """The data of a demo."""
 
     title: str
-    tokens: Tensor  # [N], what graphs and layers are shown on
+    tokens: Tensor  # [N], the tokens for graphs and layers
     letters: str  # one character per token of `tokens`
     vocab_size: int
-    sequences: tuple[Tensor, ...]  # all of the file's, to train on
+    sequences: tuple[Tensor, ...]  # all sequences of the file, for training
     packed: tuple[int, ...] = ()  # lengths of the first sequences of a FASTA file
     ca_positions: Tensor | None = None  # [N, 3], in Angstrom
-    structures: tuple[Structure, ...] | None = None  # whose residues all `sequences` are
-    sequence_name: str = "text"  # what one of the sequences is
-    notes: tuple[str, ...] = ()  # what was left out, and why
+    structures: tuple[Structure, ...] | None = None  # the structures of `sequences`
+    sequence_name: str = "text"  # the word for one of the sequences
+    notes: tuple[str, ...] = ()  # notes about omitted data
 
 
 def load_sample(file: Path | None, num_tokens: int, max_bytes: int | None = MAX_BYTES) -> Sample:
-    """The first `num_tokens` tokens of a file, or of the text that every Python ships.
+    """Load the first `num_tokens` tokens of a file, or of the text of Python's manual.
 
-    Of a folder of structures: those of its first structure, with all of them to train on.
+    For a folder of structures, these are the tokens of its first structure; all structures are used
+    for training.
     """
     if file is None:
         text = "\n".join(topics[name] for name in sorted(topics))
         return _text_sample("Python's own manual (pydoc_data.topics)", text, num_tokens)
     if file.is_fifo():
-        raise FileFormatError(file, "is a pipe, which cannot be read twice: save it first")
+        raise FileFormatError(
+            file, "is a pipe, which cannot be read twice: save it to a file first"
+        )
     if file.is_dir():
         return _folder_sample(file, num_tokens, max_bytes)
     text = read_text(file, max_bytes=max_bytes)
@@ -98,9 +101,9 @@ def _structure_sample(name: str, structures: list[Structure], num_tokens: int) -
 
 
 def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Sample:
-    """All structures in a folder and below, as far as a demonstration can use them.
+    """Read all usable structures in a folder and its subfolders.
 
-    A file that cannot be read does not stop the others: it becomes a note.
+    If a file cannot be read, a note says so, and the others are still used.
     """
     files = [file for file in sorted(folder.rglob("*")) if _is_structure(file)]
     structures: list[Structure] = []
@@ -108,12 +111,12 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
     first_file, total, read, too_short, chains = None, 0, 0, 0, 0
     for file in files:
         if total >= MOST_TRAINING_TOKENS:
-            notes.append(f"left out: {len(files) - read - len(notes):,} more files")
+            notes.append(f"omitted: {len(files) - read - len(notes):,} more files")
             break
         try:
             own = read_structure(file, max_bytes=max_bytes)
         except FileFormatError as error:
-            notes.append(f"left out: {error}")
+            notes.append(f"omitted: {error}")
             continue
         sizes = own.chain_index.bincount(minlength=len(own.chain_ids)).tolist()
         long = [
@@ -129,12 +132,12 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
         total += len(structures[-1])
         chains += len(long)
     if first_file is None:
-        found = f"of {len(files):,} files none can be used" if files else "holds none"
+        found = f"none of its {len(files):,} files can be used" if files else "holds none"
         raise FileFormatError(
             folder, f"is a folder without structures (.pdb, .ent, .cif, .mmcif): {found}"
         )
     if too_short:
-        notes.append(f"left out: {too_short:,} chains of fewer than {SHORTEST_CHAIN} residues")
+        notes.append(f"omitted: {too_short:,} chains with fewer than {SHORTEST_CHAIN} residues")
     title = f"{printable(folder.resolve().name)}: {chains:,} chains of {read:,} files; shown: "
     sample = _structure_sample(f"{title}{printable(first_file.name)}", structures, num_tokens)
     return replace(sample, notes=tuple(notes))
@@ -148,12 +151,12 @@ def _fasta_sample(file: Path, num_tokens: int, max_bytes: int | None) -> Sample:
     records = read_fasta(file, max_bytes=max_bytes)
     numbered = [(n, r) for n, r in enumerate(records, start=1) if r.sequence.strip("-")]
     if not numbered:
-        raise FileFormatError(file, "all its sequences are gaps")
+        raise FileFormatError(file, "all its sequences contain only gaps")
     number, first = numbered[0]
     tokenizer = tokenizer_for_sequence(first.sequence)
     unit = "bases" if isinstance(tokenizer, NucleotideTokenizer) else "residues"
     sequences, total = [], 0
-    for _, record in numbered:  # those of the first one's kind
+    for _, record in numbered:  # only records of the same kind as the first
         own = tokenizer_for_sequence(record.sequence)
         if total < MOST_TRAINING_TOKENS and type(own) is type(tokenizer):
             sequences.append(tokenizer.encode(record.sequence[: MOST_TRAINING_TOKENS - total]))
@@ -181,7 +184,7 @@ def _fasta_sample(file: Path, num_tokens: int, max_bytes: int | None) -> Sample:
 
 
 def printable(name: str) -> str:
-    """`name` with escapes in place of what would steer a terminal or cannot be written."""
+    """Return `name` with escapes for control characters and characters that cannot be written."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 

@@ -1,4 +1,4 @@
-"""Split of sequences into those to learn from and those held out, with no copy on both sides."""
+"""Split sequences into training and held-out ones, with relatives on the same side."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-SHARE = 0.1  # of all tokens: so much is held out, and as much again chooses the weights
+SHARE = 0.1  # of all tokens: share that is held out, and share that chooses the weights
 
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers of sequences."""
+    """Numbers of the sequences for training, for choosing weights, and held out."""
 
     training: list[int]
-    choosing: list[int]  # whose loss says which weights to keep; none of two families
+    choosing: list[int]  # their loss chooses the weights; empty if there are only two families
     held_out: list[int]
 
 
 def split(lengths: Sequence[int], groups: Sequence[list[int]], seed: int) -> Split | None:
-    """Hold out whole families, drawn at random, never the largest; None where there is but one."""
+    """Hold out random whole families, never the largest; return None if there is only one."""
     if len(groups) < 2:
         return None
     sizes = [sum(lengths[n] for n in group) for group in groups]

@@ -1,7 +1,8 @@
-"""Two tiny models on the file's own tokens: all attention, and half attention, half consensus.
+"""Train two tiny models on the tokens of the file: attention, and attention with consensus.
 
-Masked-token modelling. Models start at the guess by frequency, keep the weights that do best on
-tokens set aside for that choice, and are judged on others, which nothing else looks at.
+The objective is masked-token modelling. Models start with guesses by frequency. The weights with
+the lowest loss on a choosing set are kept, and evaluated on other tokens, which are not used for
+anything else.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ from graphattn.models.mixers import Mixer
 DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 2, 4, 32
 MODELS: dict[str, Mixer] = {"attention (SA)": "dot", "attention, consensus (MIX)": "mix"}
 Model = ga.models.SequenceEncoder | ga.models.ProteinModel
-LEARNING_RATE, WARM_UP = 3e-3, 20  # its peak, and the steps until then
+LEARNING_RATE, WARM_UP = 3e-3, 20  # its maximum, and the number of steps until then
 FEWEST_TOKENS = 32
-CHOOSING_TOKENS, JUDGING_TOKENS = 12_288, 32_768  # of an evaluation
-CHOOSING_RESIDUES, JUDGING_RESIDUES = 3_072, 8_192  # their edges cost more
-BESIDE = 2  # residues on each side along its chain that a residue sees
-EVALUATIONS, PATIENCE, RISE = 12, 4, 0.05  # a rise that is more than noise, in nats per guess
+CHOOSING_TOKENS, JUDGING_TOKENS = 12_288, 32_768  # tokens per evaluation
+CHOOSING_RESIDUES, JUDGING_RESIDUES = 3_072, 8_192  # fewer, because their edges cost more
+BESIDE = 2  # a residue sees this many residues on each side along its chain
+EVALUATIONS, PATIENCE, RISE = 12, 4, 0.05  # RISE, in nats per guess, is larger than noise
 NEVER = -20.0  # the bias of the mask token, which is never the answer
-FEWEST_PIECES = 10  # from which on their number says how sure a mean is
+FEWEST_PIECES = 10  # from this number of pieces on, a standard error over pieces is used
 
 
 @dataclass(frozen=True)
 class Material:
-    """Pieces to learn from, to choose the weights by, and to judge by."""
+    """Pieces for training, for choosing the weights, and for the evaluation."""
 
     training: list[DemoPiece]
-    choosing: list[DemoPiece]  # empty: the last weights are kept
+    choosing: list[DemoPiece]  # if empty, the last weights are kept
     judging: list[DemoPiece]
-    is_held_out: bool  # False: what is judged was learnt from
+    is_held_out: bool  # False: the evaluation uses the training tokens
     how: str  # in words
 
 
 @dataclass(frozen=True)
 class DemoTraining:
-    """A model, its loss on the way, and what it loses on the tokens that it is judged on."""
+    """A trained model, its losses during training, and its loss in the evaluation."""
 
     name: str
     model: Model
     losses: list[tuple[int, float]]  # on the tokens that choose the weights
     before: float
     after: float
-    gain: float  # over guessing by frequency, nats per guess
+    gain: float  # compared with guessing by frequency, in nats per guess
     error: float  # its standard error
     seconds: float
     stopped_early: bool
@@ -69,16 +70,16 @@ class Training:
     """Training of both models, and the loss of guessing by frequency alone."""
 
     runs: list[DemoTraining]
-    frequency_loss: float  # on the tokens that models are judged on
+    frequency_loss: float  # on the tokens of the evaluation
     choosing_frequency_loss: float  # on those that choose the weights
     num_training: int  # tokens to learn from
-    num_guesses: int  # hidden tokens, some perhaps several times
+    num_guesses: int  # masked tokens, some perhaps several times
     material: Material
-    in_space: bool  # graphs are of C-alpha atoms
+    in_space: bool  # whether graphs use C-alpha atoms
 
 
 def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Training | None:
-    """Train both for `steps` steps, with progress bars; None where there are too few tokens."""
+    """Train both models for `steps` steps; return None if there are too few tokens."""
     material = material_of(sample, seed)
     if material is None:
         return None
@@ -122,7 +123,8 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from a second thread, and lose tenfold on a busy machine."""
+    """Use one thread: for small tensors, more threads are not faster, and slow on a busy
+    machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -132,7 +134,7 @@ def one_thread() -> Iterator[None]:
 
 
 def material_of(sample: Sample, seed: int) -> Material | None:
-    """Return the tokens to learn from and to judge by; None where there are too few tokens."""
+    """Return the tokens for training and evaluation, or None if there are too few."""
     if sum(map(len, sample.sequences)) < FEWEST_TOKENS:
         return None
     pieces = cut(sample.sequences, sample.structures)
@@ -146,8 +148,9 @@ def material_of(sample: Sample, seed: int) -> Material | None:
             )
             how = (
                 f"held out: {len(parts.held_out):,} of {len(pieces):,} {sample.sequence_name}s, "
-                f"drawn by the seed ({len(parts.choosing):,} others chose the weights); those that "
-                f"are equal or share 5 % of their words stay on one side ({len(groups):,} families)"
+                f"drawn with the seed ({len(parts.choosing):,} others chose the weights); "
+                "sequences that are equal or share 5 % of their words are on the same side "
+                f"({len(groups):,} families)"
             )
             return Material(training, choosing, held_out, True, how)
     if sample.structures is not None:
@@ -158,11 +161,11 @@ def material_of(sample: Sample, seed: int) -> Material | None:
             else "these structures, all relatives"
         )
         how = (
-            f"nothing is held out: there is only {what}. These losses say how well "
-            "it was learnt by heart, and nothing about any other"
+            f"nothing is held out, because there is only {what}. These losses show how well it was "
+            "memorised, and nothing about other data"
         )
         return Material(everything, [], everything, False, how)
-    # One text, or copies of one record: the longest of them, from its beginning to its end.
+    # There is one text, or only copies of one record: split the longest of them by position.
     whole = cut([max(sample.sequences, key=len)])[0]
     tenth = max(1, round(SHARE * len(whole)))
     how = f"held out: the last tenth of the {sample.sequence_name} (the tenth before chose weights)"
@@ -170,14 +173,14 @@ def material_of(sample: Sample, seed: int) -> Material | None:
 
 
 def log_frequency(pieces: Sequence[DemoPiece], vocab_size: int) -> Tensor:
-    """The guess by frequency: logarithms of the tokens' shares, one added to every count."""
+    """Return the logarithms of the frequencies of tokens, with one added to every count."""
     tokens = torch.cat([piece.tokens for piece in pieces])
     counts = torch.bincount(tokens, minlength=vocab_size) + 1
     return (counts / counts.sum()).log()
 
 
 def start(mixer: Mixer, log_share: Tensor, in_space: bool) -> Model:
-    """A model whose guesses start near the tokens' frequencies: it only has to learn the rest."""
+    """Make a model whose guesses start near the frequencies of the tokens."""
     if in_space:
         options = {"edge_hidden": EDGE_HIDDEN} if mixer == "mix" else None
         protein = ga.models.ProteinModel(
@@ -195,7 +198,7 @@ def start(mixer: Mixer, log_share: Tensor, in_space: bool) -> Model:
 
 
 def masked_loss(model: nn.Module, batch: MaskedBatch) -> Tensor:
-    """Nats per hidden token."""
+    """Return the nats per masked token."""
     logits = _logits(model, batch)
     return ga.train.masked_token_loss(logits, batch.batch.tokens, batch.masked)
 
@@ -209,7 +212,7 @@ def _logits(model: nn.Module, batch: MaskedBatch) -> Tensor:
 
 @torch.no_grad()
 def losses_of(model: nn.Module, batches: Sequence[MaskedBatch]) -> Tensor:
-    """Nats of every guess, [guesses]."""
+    """Return the nats of every guess, [guesses]."""
     return torch.cat(
         [
             nn.functional.cross_entropy(
@@ -221,7 +224,7 @@ def losses_of(model: nn.Module, batches: Sequence[MaskedBatch]) -> Tensor:
 
 
 def frequency_losses(log_share: Tensor, batches: Sequence[MaskedBatch]) -> Tensor:
-    """Nats of every guess by frequency, [guesses]."""
+    """Return the nats of every guess by frequency, [guesses]."""
     return torch.cat([-log_share[batch.hidden] for batch in batches])
 
 
@@ -245,8 +248,9 @@ def gain_of(
 ) -> tuple[float, float]:
     """Return the gain of a model over guessing by frequency, and its standard error.
 
-    The larger of two: over positions (one hidden several times counts once), and over pieces where
-    there are enough of them, for a model may do well or badly on a whole protein.
+    It is the larger of two standard errors: over positions (a position that is masked several times
+        counts once), and, if there are enough, over pieces, because a model can be good or bad on a
+        whole protein.
     """
     difference = (frequency_losses(log_share, batches) - losses_of(model, batches)).double()
     places, pieces = (
@@ -260,7 +264,7 @@ def gain_of(
 
 
 def _rises(losses: list[float]) -> bool:
-    """Whether the loss is well above its lowest, and that was some evaluations ago."""
+    """Return whether the loss is well above its minimum, which was several evaluations ago."""
     lowest = min(losses)
     return losses[-1] > lowest + RISE and len(losses) - 1 - losses.index(lowest) >= PATIENCE
 
@@ -276,10 +280,10 @@ def _train(
     seed: int,
     report: Callable[[int, float], None],
 ) -> DemoTraining:
-    """AdamW, a rate that rises and falls along a cosine, gradients clipped to norm 1.
+    """Train with AdamW, warm-up, a cosine schedule, and gradients clipped to norm 1.
 
-    Stops once the loss on the choosing tokens has risen, and goes back to where it was lowest.
-    Where there are none, the last weights are kept.
+    It stops when the loss on the choosing tokens has risen, and restores the weights with the
+    lowest loss. Without such tokens, it keeps the last weights.
     """
     started = time.perf_counter()
     mask_token = len(log_share)

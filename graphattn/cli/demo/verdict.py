@@ -1,4 +1,4 @@
-"""Verdict on a run of the demo, in a table and in sentences that its own numbers make."""
+"""Results of the training in the demo, as a table and as sentences made from its numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CERTAIN = 2.0  # standard errors from 0
 
 
 def training_table(training: Training) -> Table:
-    """Table of both models' losses before and after, and of gains over guessing by frequency."""
+    """Make the table of losses before and after training, and gains over guessing by frequency."""
     material = training.material
     others = "others" if material.is_held_out else "the same"
     table = plain_table(
-        f"Training: guess hidden tokens, {MASK_RATIO:.0%} of all "
-        f"({training.num_training:,} to learn from, {training.num_guesses:,} guesses on {others})"
+        f"Training: guess masked tokens, {MASK_RATIO:.0%} of all ({training.num_training:,} for "
+        f"training, {training.num_guesses:,} guesses on {others})"
     )
     table.add_column("model", min_width=20)
     for column in ("weights", "steps", "time", "before", "after", "gain", "±"):
@@ -40,8 +40,8 @@ def training_table(training: Training) -> Table:
 
 
 def verdict(training: Training) -> str:
-    """Whether the models beat guessing by frequency, as this run measured it."""
-    where = "held-out tokens" if training.material.is_held_out else "the tokens they learnt from"
+    """Say whether the models of this run are better than guessing by frequency."""
+    where = "held-out tokens" if training.material.is_held_out else "the training tokens"
     said = [f"{run.name} {_judgement(run)}" for run in training.runs]
     return (
         f"On {where}, guessing by the frequencies of the training tokens loses "
@@ -52,22 +52,22 @@ def verdict(training: Training) -> str:
 def _judgement(run: DemoTraining) -> str:
     numbers = f"by {abs(run.gain):.3f} ± {run.error:.3f}"
     if math.isnan(run.error):
-        return "cannot be told from it on a single position"
+        return "cannot be compared with it on a single position"
     if run.gain > CERTAIN * run.error:
         return f"beats it {numbers}"
     if run.gain < -CERTAIN * run.error:
         return f"is worse {numbers}"
     return (
-        f"cannot be told from it ({run.gain:+.3f} ± {run.error:.3f}): so short a training on so "
-        "few tokens does not show a difference"
+        f"does not differ from it significantly ({run.gain:+.3f} ± {run.error:.3f}): the training "
+        "is too short, or the tokens are too few, to show a difference"
     )
 
 
 def _how(training: Training) -> str:
     material = training.material
     graphs = (
-        f"In both, a residue sees the {NEAREST} whose C-alpha atoms are nearest, of whatever "
-        f"chain, and {BESIDE} on each side along its own, with their distances. "
+        f"In both, a residue sees the {NEAREST} residues with the nearest C-alpha atoms in any "
+        f"chain, and {BESIDE} on each side along its own chain, with their distances. "
         if training.in_space
         else "Attention sees a whole piece, consensus 2 tokens on each side. "
     )
@@ -78,8 +78,10 @@ def _how(training: Training) -> str:
         "Models start near the guess by frequency"
     )
     if material.choosing:
-        text += " and keep the weights that did best on the tokens set aside for that"
+        text += (
+            " and keep the weights with the lowest loss on the tokens that were set aside for this"
+        )
     early = [run.name for run in training.runs if run.stopped_early]
     if early:
-        text += f". Stopped early, as the loss rose: {', '.join(early)}"
+        text += f". Stopped early, because the loss rose: {', '.join(early)}"
     return text + "."

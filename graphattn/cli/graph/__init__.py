@@ -1,4 +1,4 @@
-"""`graphattn graph`: what is known of a token graph before anything is trained on it."""
+"""`graphattn graph`: print facts about a token graph, without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_graph(
     json: Path | None,
     console: Console,
 ) -> None:
-    """Print the facts of one graph, draw it, write it; without a kind, list the kinds."""
+    """Print, draw and write the facts about one graph; without a kind, list the kinds."""
     if kind is None:
         console.print(kinds_table())
         return
@@ -41,7 +41,9 @@ def run_graph(
         check_figures_can_be_drawn()  # before the work
         if graph.num_edges > MOST_EDGES or not graph.num_edges:
             raise ValueError(
-                f"--plot and --html need 1 to {MOST_EDGES:,} edges to draw, got {graph.num_edges:,}"
+                f"--plot and --html need a graph with 1 to {MOST_EDGES:,} edges, got "
+                f"{graph.num_edges:,}: change the options of the graph, or leave out --plot and "
+                "--html"
             )
     facts = facts_of(graph, KINDS[kind].theory(sizes), step_size)
     title = f"{kind}: {sizes_text(sizes)}"
@@ -63,18 +65,18 @@ def run_graph(
         from graphattn.cli.report import Figure, write_report
 
         figures = [Figure(*made) for made in separate(graph, step_size)]
-        intro = "A token graph: who sees whom, and how fast information can spread on it."
+        intro = "A token graph: which tokens see which, and how fast information can spread."
         write_report(html, title, intro=intro, figures=figures, tables=[cells_of(table)])
         console.print(str(html), highlight=False, markup=False, soft_wrap=True)
 
 
 def plain(value: Any) -> Any:
-    """A size as JSON has it."""
+    """Convert a size to a JSON value."""
     return list(value) if isinstance(value, range) else value
 
 
 def sizes_text(sizes: Mapping[str, Any]) -> str:
-    """``--tokens 64 --window 2``: what to type for the same graph."""
+    """Return the options for the same graph, such as ``--tokens 64 --window 2``."""
     words = []
     for name, value in sizes.items():
         if isinstance(value, bool):
@@ -85,7 +87,7 @@ def sizes_text(sizes: Mapping[str, Any]) -> str:
 
 
 def facts_table(facts: list[GraphFact]) -> Table:
-    """A fact per line."""
+    """Make the table of facts."""
     table = plain_table("What is known of it")
     table.add_column("fact", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
@@ -100,14 +102,14 @@ def facts_table(facts: list[GraphFact]) -> Table:
 
 
 def kinds_table() -> Table:
-    """Every kind with its options and their defaults."""
+    """Make the table of kinds with their options and defaults."""
     table = plain_table(
-        "graphattn graph KIND, with any of these options (as they stand unless given)"
+        "graphattn graph KIND, with any of these options (the values shown are the defaults)"
     )
     table.add_column("KIND", no_wrap=True)
     table.add_column("options")
     for name, kind in KINDS.items():
         options = {n: range(v) if n == "global_tokens" else v for n, v in kind.options.items()}
         table.add_row(name, escape(sizes_text(options)))
-    table.caption = "--global-tokens counts them: the first so many tokens."
+    table.caption = "--global-tokens N makes the first N tokens global."
     return table

@@ -1,4 +1,4 @@
-"""Facts about a graph before anything is trained on it."""
+"""Compute facts about a graph, without training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import graphattn as ga
 from graphattn.cli.graph.kinds import Theory
 from graphattn.plain_tables import short
 
-MOST_EDGES = 20_000_000  # listed for what needs the edges: a minute, and two gigabytes
-EXACT_DIAMETER = 1024  # tokens up to which all pairs are measured
-TOLERANCE = 1e-3  # of consensus: the share of a disagreement that may be left
+MOST_EDGES = (
+    20_000_000  # limit for facts that need a list of edges, which takes a minute and two gigabytes
+)
+EXACT_DIAMETER = 1024  # up to this number of tokens, all pairs are measured
+TOLERANCE = 1e-3  # consensus: share of the initial disagreement that may remain
 
 
 class GraphFact(NamedTuple):
-    """A line of the table; `key` and `value` are what the JSON file says."""
+    """A line of the table; the JSON file contains `key` and `value`."""
 
     key: str
     name: str
@@ -32,7 +34,7 @@ class GraphFact(NamedTuple):
 def facts_of(
     graph: ga.TokenGraph, theory: Theory | None, step_size: float | None
 ) -> list[GraphFact]:
-    """Sizes, reach, spectrum and memory; of a graph with too many edges, what needs none."""
+    """Compute sizes, reach, spectrum and memory; for too many edges, only what needs no list."""
     facts = sizes_and_degrees(graph)
     if graph.num_edges > MOST_EDGES:
         why = f"reach and spectrum: not computed beyond {MOST_EDGES:,} edges"
@@ -44,7 +46,7 @@ def facts_of(
 
 
 def sizes_and_degrees(graph: ga.TokenGraph) -> list[GraphFact]:
-    """Counts: of a structured graph without listing an edge."""
+    """Count tokens, edges and degrees; a structured graph needs no list of edges."""
     N, E = graph.num_tokens, graph.num_edges
     degree = graph.in_degree()
     least, most = (int(degree.min()), int(degree.max())) if N else (0, 0)
@@ -70,7 +72,7 @@ def sizes_and_degrees(graph: ga.TokenGraph) -> list[GraphFact]:
 
 
 def reach(graph: ga.TokenGraph) -> list[GraphFact]:
-    """Components and diameter, edges taken in either direction."""
+    """Count components and find the diameter, with edges in both directions."""
     edges = graph.to_scipy()
     both = scipy.sparse.csr_array(edges + edges.T)
     count, component = connected_components(both, directed=False)
@@ -86,10 +88,11 @@ def reach(graph: ga.TokenGraph) -> list[GraphFact]:
 def diameter_bounds(
     adjacency: scipy.sparse.csr_array, component: np.ndarray[Any, Any]
 ) -> tuple[int, int]:
-    """The longest shortest path of the largest component: exactly, or from both sides.
+    """Bound the diameter of the largest component; for small graphs the two bounds are equal.
 
-    All pairs in small graphs. In large ones from the two ends and the middle of a long path: the
-    eccentricity of a token is at most the diameter, and twice it at least.
+    Small graphs: from all pairs. Large graphs: from the eccentricities of the two ends and the
+        middle of a long path, because the diameter is between the eccentricity of a token and twice
+        that.
     """
     own = np.flatnonzero(component == np.bincount(component).argmax())
     part = scipy.sparse.csr_array(adjacency[own][:, own])
@@ -103,7 +106,7 @@ def diameter_bounds(
 
 
 def farthest_path(adjacency: scipy.sparse.csr_array, start: int) -> list[int]:
-    """A shortest path from `start` to one of the tokens farthest from it."""
+    """Find a shortest path from `start` to one of the tokens farthest from it."""
     order, before = breadth_first_order(adjacency, start, directed=False)
     path = [int(order[-1])]
     while path[-1] != start:
@@ -114,7 +117,7 @@ def farthest_path(adjacency: scipy.sparse.csr_array, start: int) -> list[int]:
 def spectrum(
     graph: ga.TokenGraph, theory: Theory | None, step_size: float | None
 ) -> list[GraphFact]:
-    """Return both ends of the Laplacian's spectrum, and what follows for consensus with R = I."""
+    """Return both ends of the spectrum of the Laplacian, and facts about consensus with R = I."""
     fiedler = fiedler_value(graph)
     largest = ga.spectral.max_eigenvalue(graph)
     limit = 1 / (2 * largest) if largest > 0 else math.inf
@@ -146,10 +149,10 @@ def spectrum(
 def fiedler_value(graph: ga.TokenGraph) -> float:
     """Compute λ₁, with tokens that see and are seen by all taken out first.
 
-    Joined to the rest of a graph, g such tokens add g to every eigenvalue but 0 of the rest, and N
-    itself, which is the largest (Merris 1994, Laplacian matrices of graphs: a survey, Theorem
-    2.20). Beside a hub the modes of a long path lie so close together that Lanczos takes minutes to
-    tell them apart; without it they are those of a path, and take seconds.
+    g such tokens add g to every eigenvalue of the rest except 0, and the eigenvalue N, which is the
+    largest (Merris 1994, Laplacian matrices of graphs: a survey, Theorem 2.20). With a global
+    token, the eigenvalues of a long path are so close that Lanczos takes minutes; without it, it
+    takes seconds.
     """
     N, (source, target) = graph.num_tokens, graph.edge_index
     others = source != target
@@ -167,24 +170,30 @@ def fiedler_value(graph: ga.TokenGraph) -> float:
 
 
 def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) -> list[GraphFact]:
-    """Return the factor of the most persistent mode per step, and how many steps that makes.
+    """Return the factor of the slowest mode per step, and the number of steps to consensus.
 
     :func:`graphattn.spectral.smoothing_rate` and ``steps_until_consensus`` from both ends of the
-    spectrum, which are known already: in a long graph they take a while.
+    spectrum, which are already known and slow to compute for long graphs.
     """
     if fiedler > 0:
         taken = min(2 * eta * fiedler, 2 - 2 * eta * largest)  # 1 - |1 - x| = min(x, 2 - x)
     else:
-        taken = 1 - ga.spectral.smoothing_rate(graph, eta)  # of every part for itself
+        taken = 1 - ga.spectral.smoothing_rate(graph, eta)  # of every component separately
     text = f"1 - {taken:.3g}" if 0 < taken < 1e-3 else f"{1 - taken:.6g}"
-    steps, why = math.inf, "the step is too large"
+    steps, why = math.inf, "because the step is too large"
     if fiedler == 0:
-        why = "the tokens do not hang together"
+        why = "because the graph is not connected"
     elif taken > 0:
         steps = math.ceil(math.log(TOLERANCE) / math.log1p(-taken)) if taken < 1 else 1
-        why = f"until {TOLERANCE:g} of every disagreement is left"
+        why = f"until every disagreement is at most {TOLERANCE:g} of the initial one"
     return [
-        GraphFact("smoothing_rate", "smoothing rate", 1 - taken, text, "left of the slowest mode"),
+        GraphFact(
+            "smoothing_rate",
+            "smoothing rate",
+            1 - taken,
+            text,
+            "factor of the slowest mode per step",
+        ),
         GraphFact(
             "steps_until_consensus",
             "steps to consensus",
@@ -196,7 +205,7 @@ def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) 
 
 
 def theory_fact(theory: Theory, fiedler: float) -> GraphFact:
-    """Return the statement of the theorem; a value outside would be a bug, and is marked as one."""
+    """Return the statement of the theorem; a value that violates it is a bug, and is marked."""
     lower, upper = theory.lower, theory.upper
     rounding = 1e-9 * max(upper, 1e-300)
     holds = lower - rounding <= fiedler <= upper + rounding
@@ -207,7 +216,7 @@ def theory_fact(theory: Theory, fiedler: float) -> GraphFact:
 
 
 def memory(graph: ga.TokenGraph) -> list[GraphFact]:
-    """Return the memory of a dense mask of bytes, and of the edges as two int64 each."""
+    """Return the memory of a dense bool mask, and of a list of edges with two int64 each."""
     mask, edges = graph.num_tokens**2, 16 * graph.num_edges
     note = "structured layers list no edge" if graph.structure is not None else ""
     return [
@@ -217,7 +226,7 @@ def memory(graph: ga.TokenGraph) -> list[GraphFact]:
 
 
 def as_bytes(count: int) -> str:
-    """``1.05 MB``."""
+    """Format a number of bytes, such as ``1.05 MB``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Pictures of a graph: who sees whom, its spectrum, and what consensus steps leave of it."""
+"""Figures of a graph: its adjacency matrix, its spectrum, and the effect of consensus steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Panel = Callable[[ga.TokenGraph, float | None, "Axes"], None]
 
 
 def overview(graph: ga.TokenGraph, title: str, step_size: float | None) -> Figure:
-    """All panels side by side."""
+    """Draw all panels side by side."""
     panels: list[Panel] = [adjacency_panel, spectrum_panel, filter_panel]
     if graph.num_tokens > MOST_EIGENVALUES:
         panels.remove(spectrum_panel)
@@ -35,7 +35,7 @@ def adjacency_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> 
 
 
 def spectrum_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> None:
-    """All eigenvalues in order, and what a step leaves of their modes."""
+    """Draw all eigenvalues in order, and the factors of their modes per step."""
     ga.plot.laplacian_spectrum(graph, step_size, ax=ax)
 
 
@@ -43,11 +43,11 @@ def filter_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> Non
     """Draw the effect of several steps on every frequency."""
     ga.plot.filter_response(graph, step_size, ax=ax)
     low, high = ax.get_ylim()
-    ax.set_ylim(max(low, -1.2), min(high, 1.2))  # a step that is too large leaves the picture
+    ax.set_ylim(max(low, -1.2), min(high, 1.2))  # a step that is too large would exceed the axis
 
 
 def separate(graph: ga.TokenGraph, step_size: float | None) -> list[tuple[str, str, Figure]]:
-    """Title, caption and figure of every panel, for a page."""
+    """Return title, caption and figure of every panel, for a report."""
     made = [(*_ADJACENCY, _single(adjacency_panel, graph, step_size, 4.6, 4.4))]
     if graph.num_tokens <= MOST_EIGENVALUES:
         made.append((*_SPECTRUM, _single(spectrum_panel, graph, step_size, 6.4, 3.6)))
@@ -56,20 +56,20 @@ def separate(graph: ga.TokenGraph, step_size: float | None) -> list[tuple[str, s
 
 
 _ADJACENCY = (
-    "Who sees whom",
+    "Which tokens see which",
     "Row i is what token i sees (blue); dark on the diagonal: it sees itself. With a colour bar, a "
     "cell stands for a square of pairs of tokens, and its shade for the share of them that are "
     "edges: one edge is enough to colour it.",
 )
 _SPECTRUM = (
     "The spectrum",
-    "Eigenvalues of the Laplacian of the symmetrised graph, smallest first. The scale on the right "
-    "is the same axis read as a filter: what one consensus step leaves of the mode, 1 - 2 η λ.",
+    "Eigenvalues of the Laplacian of the symmetrised graph, smallest first. The scale on the "
+    "right is the same axis as a filter: the factor of a mode in one consensus step, 1 - 2 η λ.",
 )
 _FILTER = (
-    "What repeated steps leave",
-    "The share (1 - 2 η λ)^n of a mode that is left after n consensus steps with R = I (consensus "
-    "paper, Eq. 7 and 9).",
+    "Effect of repeated steps",
+    "The factor (1 - 2 η λ)^n of a mode after n consensus steps with R = I (consensus paper, Eq. "
+    "7 and 9).",
 )
 
 

@@ -1,4 +1,4 @@
-"""The kinds of graph `graphattn graph` knows: their builders, their sizes, what theory says."""
+"""The kinds of `graphattn graph`: builders, options, and theorems about Fiedler values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Theory(NamedTuple):
 
 
 class GraphKind(NamedTuple):
-    """A builder, its options with their defaults, and what is known of its Fiedler value."""
+    """A builder, its options with their defaults, and the theorem about its Fiedler value."""
 
     build: Callable[..., ga.TokenGraph]
     options: Mapping[str, Any]
@@ -28,7 +28,7 @@ class GraphKind(NamedTuple):
 
 
 def exactly(value: float, source: str) -> Theory:
-    """A value in closed form."""
+    """Make the statement that the value is exactly `value`."""
     return Theory(value, value, source)
 
 
@@ -48,7 +48,7 @@ def _cycle(sizes: Sizes) -> Theory | None:
 
 
 def _causal_window(sizes: Sizes) -> Theory | None:
-    # Every edge has one direction only, so it counts half of the path's.
+    # Every edge has only one direction, so it counts half as much as in the path.
     tokens, window = sizes["num_tokens"], sizes["window"] - 1
     if window == 0:
         return exactly(0.0, "no edge but self-loops")
@@ -89,7 +89,7 @@ def _dilated(sizes: Sizes) -> Theory | None:
 
 
 def _hubs(sizes: Sizes) -> Theory | None:
-    """A graph joined to g tokens that see and are seen by all: each adds 1 to every eigenvalue."""
+    """Return bounds for g tokens that see and are seen by all; each adds 1 to every eigenvalue."""
     tokens, hubs = sizes["num_tokens"], len(sizes["global_tokens"])
     if not hubs or tokens < 2:
         return None
@@ -123,7 +123,7 @@ def _volume(sizes: Sizes) -> Theory | None:
 
 
 def _is_plain(sizes: Sizes) -> bool:
-    """Whether windows on a grid are cut at the border, without dilation or a causal axis."""
+    """Return whether grid windows are cut at the border, without dilation or causal axis."""
     dilated = sizes.get("dilation", 1) > 1
     return not dilated and not sizes.get("causal", False) and sizes.get("border", "cut") == "cut"
 
@@ -179,20 +179,20 @@ KINDS: dict[str, GraphKind] = {
     ),
 }
 
-# What an option is called on the command line, where it is not its own name.
+# Names of options on the command line that differ from the argument.
 SPELLED = {"num_tokens": "tokens", "num_random": "random"}
 
 
 def option(name: str) -> str:
-    """``--block-size`` for block_size."""
+    """Return the option of an argument, such as ``--block-size`` for block_size."""
     return "--" + SPELLED.get(name, name).replace("_", "-")
 
 
 def sizes_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the builder: the defaults, with what the user has `given` (None: nothing).
+    """Return the arguments of the builder: the defaults, replaced by those `given` (not None).
 
     Raises:
-        ValueError: for an unknown kind, or an option it does not have.
+        ValueError: if the kind is unknown, or does not have an option.
     """
     if kind not in KINDS:
         raise ValueError(f"KIND must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -203,9 +203,13 @@ def sizes_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name not in options:
             has = ", ".join(option(own) for own in options)
-            raise ValueError(f"{kind} has no {option(name)}; its options are {has}")
+            raise ValueError(
+                f"{option(name)} is not an option of {kind}, which has the options {has}"
+            )
         sizes[name] = value
-    if "global_tokens" in sizes:  # on the command line, how many: the first so many tokens
+    if (
+        "global_tokens" in sizes
+    ):  # on the command line, this is the number of global tokens, which are the first ones
         if not 0 <= sizes["global_tokens"] <= sizes["num_tokens"]:
             raise ValueError(
                 f"--global-tokens must be from 0 to --tokens = {sizes['num_tokens']}, "
@@ -216,7 +220,7 @@ def sizes_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(kind: str, sizes: Sizes) -> ga.TokenGraph:
-    """The graph; what its builder refuses is said in the words of the command line."""
+    """Build the graph; errors of the builder name the option of the command line."""
     try:
         return KINDS[kind].build(**sizes)
     except ValueError as error:

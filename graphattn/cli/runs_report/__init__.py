@@ -1,4 +1,4 @@
-"""`graphattn report`: training runs and sweeps as one page."""
+"""`graphattn report`: write training runs and sweeps as one page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphattn.plain_tables import counted
 def run_report(
     folders: Sequence[Path], out: Path | None, title: str | None, certify: bool, console: Console
 ) -> None:
-    """Read the folders, say how each stands, write the page; its path is the last line printed."""
+    """Read folders, print their status, and write the page; the last line printed is its path."""
     check_figures_can_be_drawn()
     runs, sweeps = read_folders(folders)
     path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
@@ -46,11 +46,11 @@ def run_report(
 def _page(
     runs: list[FoundRun], sweeps: list[FoundSweep], certify: bool
 ) -> tuple[str, list[ReportSection]]:
-    """Return the page's heading and its parts: those of the one folder, or a part for each."""
+    """Return the introduction of the page and its parts, or one part per folder if several."""
     of_runs = [run_sections.sections_of(run, certify=certify) for run in runs]
     of_sweeps = [sweep_sections.sections_of(sweep) for sweep in sweeps]
     if len(runs) == 1 and not sweeps:
-        missing = [ReportSection("What is missing", run_sections.notes(runs[0]))]
+        missing = [ReportSection("Missing data", run_sections.notes(runs[0]))]
         return run_sections.opening(runs[0]), [*missing * bool(runs[0].missing), *of_runs[0]]
     if len(sweeps) == 1 and not runs:
         return sweep_sections.opening(sweeps[0]), [ReportSection("Results", of_sweeps[0])]

@@ -15,17 +15,17 @@ from graphattn.cli.runs_report.words import number
 from graphattn.plain_tables import Cells, counted
 from graphattn.spectral import Certificate
 
-TOKENS = 24  # of the probe: a certificate of a layer takes a second or so
+TOKENS = 24  # tokens for the certificates; one layer takes about a second
 MOST_PARAMETERS = 20_000_000
 TOKENIZER = "tokenizer.json"
-NUMBERS = {  # the number by which a fact is told in a cell
+NUMBERS = {  # the number that a cell shows for a fact
     "low-pass filter": "1 - 2 eta lambda_max",
-    "map": "norm",  # of one step
+    "map": "norm",  # norm of one step
 }
 
 
 def certificates_of(found: FoundRun) -> ReportSection | None:
-    """The certificates of the layers of a run's model; None where it has left no model."""
+    """Make the certificates of the layers of the model of a run, or None without a model."""
     folder = found.run.path / MODEL
     if not folder.exists():
         return None
@@ -37,28 +37,31 @@ def certificates_of(found: FoundRun) -> ReportSection | None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > MOST_PARAMETERS:
         said = (
-            f"Left out for a model of {parameters / 1e6:.0f} million parameters, for which they "
-            "take long; ga.spectral.certify(model, tokens) makes them."
+            f"Omitted for a model of {parameters / 1e6:.0f} million parameters, because they would "
+            "take long; ga.spectral.certify(model, tokens) computes them."
         )
         return ReportSection(title, [said])
     try:
         probe, what = _probe(model, found)
         certificate = ga.spectral.certify(model, probe)
     except (ValueError, TypeError, RuntimeError) as error:
-        return ReportSection(title, [Notes([f"There are none for this model: {_line(error)}"])])
+        return ReportSection(
+            title, [Notes([f"There are no certificates for this model: {_line(error)}"])]
+        )
     parts = dict(certificate.parts) or {type(model).__name__: certificate}
     sound = (
         "Nothing is violated."
         if certificate.sound
-        else "Something is violated: a theorem's conditions hold and its claim does not."
+        else "A theorem is violated: its conditions hold, but its claim does not."
     )
     intro = (
-        f"What theorems say of the model in {MODEL}/ ({type(model).__name__}, "
+        f"Theorems about the model in {MODEL}/ ({type(model).__name__}, "
         f"{counted(parameters, 'parameter')}) on {what}. {sound}"
     )
-    says = Cells("", "", ["fact", "state", "what it says"], _statements(certificate), [False] * 3)
+    says = Cells("", "", ["fact", "state", "statement"], _statements(certificate), [False] * 3)
     return ReportSection(
-        title, [intro, _by_layer(parts), ReportSection("What these facts say", [says], folded=True)]
+        title,
+        [intro, _by_layer(parts), ReportSection("Statements of the theorems", [says], folded=True)],
     )
 
 
@@ -68,7 +71,7 @@ def _by_layer(parts: dict[str, Certificate]) -> Cells:
     for layer, part in parts.items():
         cells = {fact.name: _cell(fact) for fact in part.facts}
         rows.append([layer, *(cells.get(name, "–") for name in names)])
-    caption = "A dash: no such theorem speaks of this layer."
+    caption = "A dash: no such theorem applies to this layer."
     for name, number_of_it in NUMBERS.items():
         if name in names:
             caption += f" In the column {name!r}: {number_of_it}."
@@ -93,11 +96,9 @@ def _statements(certificate: Certificate) -> list[list[str]]:
 
 
 def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
-    """Return the tokens that the model runs on, and a name for them: the start of a sample, or
-    random tokens.
-    """
+    """Return the tokens for the model (the start of a sample, or random), and a name for them."""
     generator = torch.Generator().manual_seed(0)
-    own: Any = getattr(model, "model", model)  # below a head for classes
+    own: Any = getattr(model, "model", model)  # inside a model with a head for classes
     if isinstance(own, ga.models.VisionTransformer | ga.models.SwinTransformer):
         size: Any = own.config["image_size"]
         height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -105,11 +106,11 @@ def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
         return image, "an image of random pixels"
     vocabulary = getattr(own, "vocab_size", None)
     if not isinstance(vocabulary, int):
-        raise ValueError(f"a {type(model).__name__} takes neither tokens nor images")
+        raise ValueError(f"the model must read tokens or images, got a {type(model).__name__}")
     tokens = _tokens_of_samples(found, vocabulary)
     if tokens is not None:
         return tokens, f"the first {len(tokens)} tokens of its first sample"
-    real = max(1, vocabulary - 1)  # the last one is a mask, where there is one
+    real = max(1, vocabulary - 1)  # without the last token, which is often a mask
     tokens = torch.randint(real, (TOKENS,), generator=generator)
     return tokens, f"{TOKENS} random tokens"
 

@@ -1,4 +1,4 @@
-"""The pictures of a run, and of several together."""
+"""Figures of one run, and of several runs together."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ LAYOUT: Any = "constrained"
 
 WHAT_LAYERS_SAY = {
     "alpha_max": "The largest learning rate at which the optimizer's next step still lowers the "
-    "loss up to second order (consensus paper, Eq. 17-19), if this layer alone takes it, beside "
-    "the rate that was used. Gaps: the step met no curvature, or the loss was rising.",
+    "loss up to second order (consensus paper, Eq. 17-19), if only this layer makes it, together "
+    "with the rate that was used. Gaps: there was no positive curvature along the step, or the "
+    "loss was rising.",
     "share_stable": "Of a few fixed batches, the share whose largest stable learning rate is above "
     "the one that was used.",
     "sink_share": "The share of attention that goes to the first token, over sequences and heads: "
-    "near 1, a layer attends to nothing else.",
-    "effective_rank": "The participation ratio of a layer's output, over sequences: how many "
-    "directions its tokens differ in.",
-    "max_step_size": "1 / (2 lambda_max) of consensus layers: a step size up to it makes no mode "
-    "oscillate.",
-    "1 - 2 eta lambda_max": "What a consensus layer's step leaves of the roughest mode: at 0 or "
-    "more it is a low-pass filter, below -1 the mode grows.",
+    "near 1, a layer attends to almost nothing else.",
+    "effective_rank": "The participation ratio of a layer's output, over sequences: in how "
+    "many directions its tokens differ.",
+    "max_step_size": "1 / (2 lambda_max) of consensus layers: with a step size up to this "
+    "value, no mode oscillates.",
+    "1 - 2 eta lambda_max": "The factor of the roughest mode in a step of a consensus layer: at "
+    "0 or more the step is a low-pass filter, below -1 the mode grows.",
 }
 
 
 def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figure:
-    """Draw by `draw` on an `ax` without pyplot, so that no window can open."""
+    """Draw with `draw` on an `ax` without pyplot, so that no window opens."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=SIZE, layout=LAYOUT, dpi=DPI)
@@ -43,10 +44,10 @@ def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figur
 
 
 def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:
-    """Loss and learning rate of a run, and what else its evaluations report."""
+    """Draw loss and learning rate of a run, and other numbers of its evaluations."""
     run, pictures = found.run, []
     if _has(run.rows, "loss"):
-        caption = "The mean per answer since the point before"
+        caption = "The mean per guess since the point before"
         caption += ", and on the validation split." if run.evaluations else "."
         if run.status == "diverged":
             caption += (
@@ -86,7 +87,7 @@ def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:
 
 
 def layers_of(found: FoundRun) -> list[Figure]:
-    """A picture of every number that layers have."""
+    """Draw a figure for every number that layers have."""
     run, pictures = found.run, []
     for measure, label in LAYER_MEASURES.items():
         rows = [own for row in run.layers for own in (row.get("layers") or {}).values()]
@@ -106,12 +107,12 @@ def layers_of(found: FoundRun) -> list[Figure]:
 
 
 def reliability(name: str, bins: list[Row], error: Any) -> Figure:
-    """The reliability diagram of an evaluation."""
+    """Draw the reliability diagram of an evaluation."""
     said = f" The expected calibration error is {number(error)}." if is_number(error) else ""
     return drawn(
         f"Calibration ({name})" if name else "Calibration",
-        "How often guesses are right, beside how sure the model was of them: below the dashed "
-        f"line it is too sure.{said}",
+        "How often guesses are right, against the confidence of the model: below the dashed line "
+        f"it is overconfident.{said}",
         "Accuracy beside confidence, in bins: "
         + ", ".join(f"{number(own['accuracy'])} at {number(own['confidence'])}" for own in bins)
         + ".",
@@ -120,7 +121,7 @@ def reliability(name: str, bins: list[Row], error: Any) -> Figure:
 
 
 def comparison(runs: list[FoundRun]) -> list[Figure]:
-    """The losses of several runs in one picture."""
+    """Draw the losses of several runs in one figure."""
     known = {found.name: found.run for found in runs if _has(found.run.rows, "loss")}
     if len(known) < 2:
         return []
@@ -130,8 +131,9 @@ def comparison(runs: list[FoundRun]) -> list[Figure]:
     return [
         drawn(
             "Loss of all runs",
-            "Bold: on the validation split, where there is one; pale: in training. A cross ends "
-            "a run that diverged. Losses of different data or objectives do not compare.",
+            "Bold: on the validation split, if there is one; pale: in training. A cross marks the "
+            "end of a run that diverged. Losses on different data or of different objectives "
+            "cannot be compared.",
             " ".join(lowest),
             partial(ga.plot.training_curves, known),
         )
@@ -143,7 +145,7 @@ def _has(rows: list[Row], measure: str) -> bool:
 
 
 def _told(rows: list[Row], what: str, measure: str = "loss") -> str:
-    """A curve in a sentence."""
+    """Describe a curve in a sentence."""
     known = [(row["step"], row[measure]) for row in rows if is_number(row.get(measure))]
     if not known:
         return ""

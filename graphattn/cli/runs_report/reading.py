@@ -1,4 +1,4 @@
-"""Folders of runs and sweeps as they are read, with a line for each that cannot be."""
+"""Read folders of runs and sweeps, with a note for everything that cannot be read."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OF_SWEEPS = (RESULTS, SHARED)
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run, as far as its folder goes.
+    """A run, with everything that its folder contains.
 
     Attributes:
-        name: what it is called on the page.
-        run: status, state and rows; its config is the default one where the file is broken.
-        options: what config.yaml says, or None.
-        evaluation, samples: what those files hold.
-        missing: a line for all that is absent or damaged.
+        name: its name on the page.
+        run: status, state and rows; the config is the default one if its file is broken.
+        options: contents of config.yaml, or None.
+        evaluation, samples: contents of these files.
+        missing: a line for everything that is missing or damaged.
     """
 
     name: str
@@ -42,7 +42,7 @@ class FoundRun:
 
 @dataclass(frozen=True)
 class FoundSweep:
-    """A sweep: the rows of its trials, and the options that they share."""
+    """A sweep: the rows of its trials, and their common options."""
 
     name: str
     path: Path
@@ -52,10 +52,9 @@ class FoundSweep:
 
 
 def read_folders(folders: Sequence[Path]) -> tuple[list[FoundRun], list[FoundSweep]]:
-    """The runs and the sweeps among some folders.
+    """Read the runs and the sweeps among some folders.
 
-    Raises:
-        ValueError: one is not there, or holds nothing of a run or of a sweep.
+    Raises: ValueError: if a folder does not exist, or is neither that of a run nor of a sweep.
     """
     runs, sweeps = [], []
     for folder, name in zip(folders, _names(folders), strict=True):
@@ -70,13 +69,13 @@ def read_folders(folders: Sequence[Path]) -> tuple[list[FoundRun], list[FoundSwe
         else:
             raise ValueError(
                 f"FOLDER must be the folder of a run or of a sweep, got {str(folder)!r}, which "
-                f"holds neither {CONFIG} nor {RESULTS}"
+                f"contains neither {CONFIG} nor {RESULTS}"
             )
     return runs, sweeps
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last part of every path, and as many before it as tell them apart."""
+    """Return the last part of every path, with as many parts before it as make names unique."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     count = 1
     while count < max(map(len, parts)) and len({own[-count:] for own in parts}) < len(set(parts)):
@@ -96,7 +95,7 @@ def _read_run(path: Path, name: str) -> FoundRun:
     try:
         run = read_run(path)
         rows = run.rows
-    except (ValueError, OSError):  # what is wrong is found file by file
+    except (ValueError, OSError):  # the files are read one by one below
         try:
             info = read_state(path)
         except (ValueError, OSError) as error:
@@ -113,18 +112,18 @@ def _read_run(path: Path, name: str) -> FoundRun:
         run = Run(path, config, _status(path, info), info, rows)
     rows = [row for row in rows if _is_row(row)]
     if len(rows) < len(run.rows):
-        missing.append(f"{LOG}: rows that hold no numbers were left out")
+        missing.append(f"{LOG}: rows without numbers were omitted")
         run = dataclasses.replace(run, rows=rows)
-    for own, what in ((STATE, "how the run ended and what made it"), (LOG, "its curves")):
+    for own, what in ((STATE, "the end and the origin of the run"), (LOG, "its curves")):
         if not (path / own).exists():
-            missing.append(f"There is no {own}: {what} cannot be told.")
+            missing.append(f"There is no {own}, so {what} are unknown.")
     if (path / LOG).exists() and not rows:
-        missing.append(f"{LOG} holds no rows: there are no curves.")
+        missing.append(f"{LOG} contains no rows, so there are no curves.")
     evaluation = _read_object(path / EVALUATION, missing)
     samples = _read_rows(path / SAMPLES, missing)
     absent = [own for own in (EVALUATION, SAMPLES, MODEL) if not (path / own).exists()]
     if absent:
-        missing.append(f"Not there (yet): {', '.join(absent)}.")
+        missing.append(f"Missing (or not written yet): {', '.join(absent)}.")
     return FoundRun(name, run, options, evaluation, samples, missing)
 
 
@@ -133,13 +132,13 @@ def _status(path: Path, info: dict[str, Any]) -> str:
     status = str(info.get("status", "unknown"))
     try:
         was_killed = status == "running" and not _is_locked(path)
-    except OSError:  # a folder of somebody else, perhaps
+    except OSError:  # perhaps the folder belongs to another user
         return "unknown"
     return "interrupted" if was_killed else status
 
 
 def _is_row(row: Row) -> bool:
-    """Whether what should be numbers by name is that."""
+    """Return whether a row contains only numbers where it should."""
     layers = row.get("layers")
     return layers is None or (
         isinstance(layers, dict) and all(isinstance(own, dict) for own in layers.values())
@@ -148,19 +147,21 @@ def _is_row(row: Row) -> bool:
 
 def _read_options(path: Path, missing: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
-        missing.append(f"There is no {path.name}: what was asked for cannot be told.")
+        missing.append(f"There is no {path.name}, so the options are unknown.")
         return None
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("reports of runs need PyYAML: pip install 'graphattn[train]'") from error
+        raise ImportError(
+            "reports of runs need PyYAML: install it with pip install 'graphattn[train]'"
+        ) from error
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, OSError) as error:
         missing.append(f"{path.name} cannot be read: {_why(error, path.parent)}")
         return None
     if not isinstance(found, dict):
-        missing.append(f"{path.name} must hold names and values, got a {type(found).__name__}.")
+        missing.append(f"{path.name} must contain names and values, got a {type(found).__name__}.")
         return None
     return {str(key): value for key, value in found.items()}
 
@@ -174,13 +175,13 @@ def _read_object(path: Path, missing: list[str]) -> dict[str, Any]:
         missing.append(f"{path.name} cannot be read: {_why(error, path.parent)}")
         return {}
     if not isinstance(found, dict):
-        missing.append(f"{path.name} must hold a JSON object, got a {type(found).__name__}.")
+        missing.append(f"{path.name} must contain a JSON object, got a {type(found).__name__}.")
         return {}
     return found
 
 
 def _read_rows(path: Path, missing: list[str], *, steps: bool = False) -> list[Row]:
-    """The lines that are JSON objects (with a step); how many are not is said."""
+    """Read the lines that are JSON objects (with a step), and note how many are not."""
     if not path.is_file():
         return []
     try:
@@ -203,12 +204,12 @@ def _read_rows(path: Path, missing: list[str], *, steps: bool = False) -> list[R
     if broken:
         first = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
         many = "lines" if len(broken) > 1 else "line"
-        missing.append(f"{path.name}: left out, as damaged: {many} {first} of {len(lines)}.")
+        missing.append(f"{path.name}: omitted because damaged: {many} {first} of {len(lines)}.")
     return rows
 
 
 def _why(error: Exception, folder: Path) -> str:
-    """Return an error as one line without the folder, which the page names once."""
+    """Return an error as one line, without the folder, which the page already shows."""
     return " ".join(str(error).replace(f"{folder}{os.sep}", "").split())
 
 
@@ -220,12 +221,12 @@ def _read_sweep(path: Path, name: str) -> FoundSweep:
     options = _read_options(path / SHARED, missing) if (path / SHARED).exists() else None
     rows = _read_rows(path / RESULTS, missing)
     if not (path / RESULTS).exists():
-        missing.append(f"There is no {RESULTS}: no trial is over, or the file is gone.")
+        missing.append(f"There is no {RESULTS}: no trial has ended yet, or the file was removed.")
     whole = [row for row in rows if _is_trial(row)]
     if len(whole) < len(rows):
         missing.append(
-            f"{RESULTS}: left out, without mixer, lr or status: {len(rows) - len(whole)} of "
-            f"{len(rows)} rows."
+            f"{RESULTS}: omitted, because mixer, lr or status is missing: {len(rows) - len(whole)} "
+            f"of {len(rows)} rows."
         )
     return FoundSweep(name, path, whole, options, missing)
 

@@ -1,4 +1,4 @@
-"""The part of a page that is about one run."""
+"""The part of a page about one run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from graphattn.cli.runs_report.words import best_row, is_number, number, status,
 from graphattn.plain_tables import short
 from graphattn.train.runs.records import Row
 
-MOST_SAMPLES, LONGEST = 12, 4000  # of a page; all are in the folder
+MOST_SAMPLES, LONGEST = (
+    12,
+    4000,
+)  # samples on the page, characters per sample; the folder contains all
 
 
 def sections_of(found: FoundRun, *, certify: bool) -> list[ReportSection]:
@@ -32,7 +35,7 @@ def sections_of(found: FoundRun, *, certify: bool) -> list[ReportSection]:
 
 
 def opening(found: FoundRun) -> str:
-    """How a run ended, what it was, and how far it came."""
+    """Describe how a run ended, what was trained, and its best loss."""
     sentences = [status(found)]
     options = found.options
     if options is not None:
@@ -53,7 +56,7 @@ def opening(found: FoundRun) -> str:
         if "loss" in own.numbers and own.guesses:
             on = f" on {own.name}" if own.name else ""
             beside = " and ".join(f"{number(loss)} by {name}" for name, loss in own.guesses.items())
-            sentences.append(f"Loss{on} {number(own.numbers['loss'])}, beside {beside}.")
+            sentences.append(f"Loss{on} {number(own.numbers['loss'])}, compared with {beside}.")
     return " ".join(sentences)
 
 
@@ -67,11 +70,15 @@ def _what_was_trained(found: FoundRun) -> ReportSection | None:
     if made is None:
         return None
     changed, same = made
-    parts: list[Any] = ["Options that differ from their defaults, and where data and results lie."]
+    parts: list[Any] = [
+        "Options that differ from their defaults, and the paths of data and results."
+    ]
     parts.append(changed)
     if same.rows:
         parts.append(
-            ReportSection(f"{len(same.rows)} options that are as by default", [same], folded=True)
+            ReportSection(
+                f"{len(same.rows)} options with their default values", [same], folded=True
+            )
         )
     return ReportSection("What was trained", parts)
 
@@ -110,12 +117,12 @@ def _layers(found: FoundRun) -> ReportSection | None:
     if not drawn:
         return None
     intro = (
-        "Of every layer while it was trained, on the same few examples; darker lines are nearer "
-        "to the input."
+        "Measured in every layer during training, on the same few examples; darker lines are "
+        "layers nearer to the input."
     )
     return ReportSection("Layers over time", [intro, *drawn])
 
 
 def _origin(found: FoundRun) -> ReportSection | None:
     table = tables.origin(found)
-    return None if table is None else ReportSection("What made it", [table])
+    return None if table is None else ReportSection("Origin", [table])

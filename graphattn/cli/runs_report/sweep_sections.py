@@ -1,4 +1,4 @@
-"""The part of a page that is about a sweep."""
+"""The part of a page about a sweep."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ def sections_of(found: FoundSweep) -> list[Any]:
             if name not in ("mixer", "lr", "seed", "out") and usual.get(name) != own
         ]
         shared = Cells("", "", ["option", "value"], rows, [False, False])
-        parts.append(ReportSection("What the trials share", [shared]))
+        parts.append(ReportSection("Common options of the trials", [shared]))
     return parts
 
 
 def opening(found: FoundSweep) -> str:
-    """How many trials there are, and how they ended."""
+    """Describe how many trials there are, and how they ended."""
     counts = Counter(row["status"] for row in found.rows)
     known = ("finished", "diverged", "failed", "running", "interrupted", "waiting")
     order = [*known, *(own for own in counts if own not in known)]
     told = ", ".join(f"{counts[own]:,} {own}" for own in order if counts[own])
     said = f"{counted(len(found.rows), 'trial')}: {told}." if told else "No trials."
     if counts["diverged"]:
-        said += " A trial that diverged is a result: its learning rate is too high for its mixer."
+        said += (
+            " A trial that diverged is also a result: its learning rate is too high for its mixer."
+        )
     if unfinished := sum(counts[own] for own in ("running", "interrupted", "waiting")):
-        said += f" The sweep is not over: {counted(unfinished, 'trial')} without a result yet."
+        said += f" The sweep has not ended: {counted(unfinished, 'trial')} without a result so far."
     return said
 
 
 def _figures(found: FoundSweep) -> list[Any]:
     rows = [row for row in found.rows if row["status"] == "diverged" or is_number(row.get("loss"))]
     if not any(is_number(row.get("loss")) for row in rows):
-        return ["No trial has a loss yet: there is no curve."]
+        return ["No trial has a loss yet, so there is no curve."]
     best = [
         f"{own.mixer}: lowest {number(own.loss)} at {number(own.best_lr)}"
         for own in ga.train.summarize_sweep(rows)
@@ -61,8 +63,8 @@ def _figures(found: FoundSweep) -> list[Any]:
         drawn(
             "Loss over the learning rate",
             "The validation loss at the last step, of every mixer at every rate: a point per "
-            "trial, a line through their means, a ring at its lowest. Crosses above: a trial "
-            "diverged there.",
+            "trial, a line through their means, a ring at the lowest mean. A cross at the top: a "
+            "trial diverged at that rate.",
             f"Validation loss over the learning rate, a line per mixer. {'; '.join(best)}.",
             partial(ga.plot.sweep_curves, rows),
         )
@@ -87,8 +89,8 @@ def _summary(rows: list[Row]) -> Cells:
     return Cells(
         "Best learning rates",
         "Stable: the rates around the best one without a trial that diverged. ±: the standard "
-        "deviation over seeds. The loss at the highest stable rate tells what a rate that was "
-        "chosen too high costs.",
+        "deviation over seeds. The loss at the highest stable rate shows the cost of a learning "
+        "rate that is too high.",
         ["mixer", "best rate", "loss there", "stable rates", "loss at the highest", "diverged"],
         cells,
         [False, True, True, False, True, True],
@@ -105,7 +107,7 @@ def _by_rate(rows: list[Row]) -> Cells:
     ]  # fmt: skip
     return Cells(
         "Validation losses",
-        "Means over seeds, of the trials that have a loss.",
+        "Means over seeds, for the trials that have a loss.",
         ["learning rate", *mixers],
         cells,
         [True, *(True for _ in mixers)],

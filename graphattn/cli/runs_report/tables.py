@@ -1,4 +1,4 @@
-"""The tables of a run: what was asked for, what came out, what made it."""
+"""Tables of a run: options, results, and origin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphattn.plain_tables import Cells
 from graphattn.train import RunConfig
 from graphattn.train.runs.records import Row
 
-PLACES = ("data", "out")  # options without which no run is
+PLACES = ("data", "out")  # options that every run has
 
 
 GUESSES = {"frequency_loss": "guessing by frequency", "bigram_loss": "guessing by the token before"}
@@ -32,10 +32,10 @@ class Evaluation:
     """Result of `graphattn evaluate` on some data.
 
     Attributes:
-        name: of the data; "" where the file does not say.
-        numbers: of the model.
-        guesses: what guesses without a model lose.
-        bins: of the reliability diagram.
+        name: name of the data; "" if the file has none.
+        numbers: numbers of the model.
+        guesses: losses of guessing without a model.
+        bins: bins of the reliability diagram.
         words: everything that is text.
     """
 
@@ -47,12 +47,12 @@ class Evaluation:
 
     @property
     def error(self) -> float | None:
-        """The expected calibration error."""
+        """Return the expected calibration error."""
         return self.numbers.get("calibration_error")
 
 
 def evaluations_of(found: FoundRun) -> list[Evaluation]:
-    """Read evaluation.json; numbers outside of any evaluation are one without a name."""
+    """Read evaluation.json; numbers outside of any evaluation become one without a name."""
     own = {name: row for name, row in found.evaluation.items() if isinstance(row, Mapping)}
     if not all(name in own or name == "calibration" for name in found.evaluation):
         own = {"": found.evaluation}
@@ -76,7 +76,7 @@ def _evaluation(name: str, row: Mapping[str, Any]) -> Evaluation:
 
 
 def _are_bins(rows: list[Any]) -> bool:
-    """Whether it is what :meth:`graphattn.train.Calibration.rows` gives."""
+    """Return whether rows have the form of :meth:`graphattn.train.Calibration.rows`."""
     names = ("from", "to", "count", "confidence", "accuracy")
     return bool(rows) and all(
         isinstance(row, Mapping) and all(is_number(row.get(name)) for name in names) for row in rows
@@ -84,7 +84,7 @@ def _are_bins(rows: list[Any]) -> bool:
 
 
 def guesses_on_own_data(found: FoundRun, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    """Return the losses of guesses on the run's own data: what its curves compare with."""
+    """Return the losses of guessing on the run's own data, for comparison with its curves."""
     data = PurePath(str((found.options or {}).get("data", ""))).name
     for split in ("validation", "test"):
         for own in evaluations:
@@ -97,7 +97,7 @@ def guesses_on_own_data(found: FoundRun, evaluations: Sequence[Evaluation]) -> d
 
 
 def results(found: FoundRun, evaluations: Sequence[Evaluation]) -> Cells | None:
-    """Losses and what comes with them, beside what needs no model."""
+    """Make the table of losses and other numbers, with those of guessing without a model."""
     rows: dict[str, Mapping[str, Any]] = {}
     best = best_row(found)
     if found.run.evaluations:
@@ -124,7 +124,7 @@ def results(found: FoundRun, evaluations: Sequence[Evaluation]) -> Cells | None:
     measures = measures or ["loss"]
     return Cells(
         "",
-        "Empty where it was not measured or is no finite number.",
+        "Empty cells were not measured or are not finite.",
         ["", *map(column, measures)],
         [[name, *(number(row.get(own)) for own in measures)] for name, row in rows.items()],
         [False, *(True for _ in measures)],
@@ -132,7 +132,8 @@ def results(found: FoundRun, evaluations: Sequence[Evaluation]) -> Cells | None:
 
 
 def config_tables(found: FoundRun) -> tuple[Cells, Cells] | None:
-    """Options that differ from their defaults, data and folder among them; and all others."""
+    """Make tables of the options that differ from defaults (with data and folder), and of
+    others."""
     if found.options is None:
         return None
     usual = RunConfig().as_dict()
@@ -173,7 +174,7 @@ def origin(found: FoundRun) -> Cells | None:
 
 
 def comparison(runs: Sequence[FoundRun]) -> Cells:
-    """A row per run: what their configs differ in, and what came out."""
+    """Make the table of several runs: options in which they differ, and results."""
     options = [found.options or {} for found in runs]
     names = dict.fromkeys(name for own in options for name in own if name != "out")
     differing = [
@@ -203,7 +204,7 @@ def comparison(runs: Sequence[FoundRun]) -> Cells:
     numbers = ["lowest validation loss", *map(column, measures), "steps"]
     header = ["run", "ended", *numbers, *differing, "time"]
     is_number_column = [own in numbers or own == "time" for own in header]
-    caption = "Options in which the runs do not differ are left out."
+    caption = "Options that are equal in all runs are omitted."
     if measures:
         told = " and ".join(map(column, measures))
         caption = f"With the lowest validation loss comes its {told}. {caption}"

@@ -1,4 +1,4 @@
-"""Numbers and states in words."""
+"""Format numbers, options and the status of a run as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from graphattn.cli.runs_report.reading import FoundRun
 from graphattn.plain_tables import counted, short
 
-NAMES = {  # what an evaluation calls its numbers -> what a table does
+NAMES = {  # names in an evaluation -> names in a table
     "loss": "loss",
     "nats": "nats per token",
     "perplexity": "perplexity",
@@ -22,12 +22,12 @@ NAMES = {  # what an evaluation calls its numbers -> what a table does
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number (in files, True is none)."""
+    """Return whether a value is a finite number (True is not one)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def number(value: Any) -> str:
-    """A number as tables show it; nothing for what is not known."""
+    """Format a number for a table; "" if it is not known."""
     if not is_number(value):
         return ""
     if isinstance(value, int):
@@ -36,18 +36,18 @@ def number(value: Any) -> str:
 
 
 def column(name: str) -> str:
-    """The head of a column of numbers."""
+    """Return the head of a column of numbers."""
     return NAMES.get(name, name.replace("_", " "))
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Known measures first, then others as they come."""
+    """Return known measures first, then the others in their order."""
     found = list(dict.fromkeys(names))
     return [name for name in NAMES if name in found] + [name for name in found if name not in NAMES]
 
 
 def duration(seconds: Any) -> str:
-    """3 s, 12 min, 2.5 h; nothing for what is not known."""
+    """Format a time, such as 3 s, 12 min or 2.5 h; "" if it is not known."""
     if not is_number(seconds):
         return ""
     if seconds < 90:
@@ -56,7 +56,7 @@ def duration(seconds: Any) -> str:
 
 
 def value(given: Any) -> str:
-    """An option as YAML would have it on one line."""
+    """Format an option as YAML on one line."""
     if isinstance(given, Mapping):
         return ", ".join(f"{key}: {value(own)}" for key, own in given.items()) or "none"
     if isinstance(given, list | tuple):
@@ -69,7 +69,7 @@ def value(given: Any) -> str:
 
 
 def status(found: FoundRun) -> str:
-    """How a run ended, or where it stands, in one sentence."""
+    """Describe in one sentence how a run ended, or its present step."""
     run = found.run
     of = f"step {run.step:,} of {run.config.steps:,}" if found.options else f"step {run.step:,}"
     time = duration(run.info.get("seconds"))
@@ -78,23 +78,23 @@ def status(found: FoundRun) -> str:
         return f"Finished: {counted(run.step, 'step')}{taken}."
     if run.status == "diverged":
         return (
-            f"Diverged: the run ended at {of}{taken}, as its loss was no longer finite or had "
-            "stayed far above its first."
+            f"Diverged: the run ended at {of}{taken}, because its loss was no longer finite, or "
+            "had stayed far above its first loss."
         )
     if run.status == "interrupted":
         return (
-            f"Interrupted: the log ends at {of}. graphattn train --resume {run.path} goes on with "
-            "it from its last checkpoint."
+            f"Interrupted: the log ends at {of}. graphattn train --resume {run.path} continues it "
+            "from its last checkpoint."
         )
     if run.status == "failed":
         error = run.info.get("error")
         return f"Failed at {of}: {error}" if error else f"Failed at {of}; its error is not known."
     if run.status == "running":
-        return f"Running when this page was written, at {of}: what follows is not its end."
+        return f"Running when this page was written, at {of}: these are not its final results."
     return f"How the run ended is not known; the log ends at {of}."
 
 
 def best_row(found: FoundRun) -> dict[str, Any] | None:
-    """The evaluation with the lowest loss."""
+    """Return the evaluation with the lowest loss."""
     known = [row for row in found.run.evaluations if is_number(row.get("loss"))]
     return min(known, key=lambda row: row["loss"], default=None)

@@ -1,4 +1,4 @@
-"""The commands of training, their options, and how they end."""
+"""The commands for training, with their options and exit statuses."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ def train(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CONFIG]", help="A YAML file of these options.", show_default=False
+            metavar="[CONFIG]", help="A YAML file with these options.", show_default=False
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The same file, as an option.", show_default=False)
+        Path | None,
+        typer.Option(help="The same file as CONFIG, given as an option.", show_default=False),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Go on with the run in this folder; --steps may grow.", show_default=False
+            help="Continue the run in this folder; --steps may be larger than before.",
+            show_default=False,
         ),
     ] = None,
     *,
     options: dict[str, Any],
 ) -> None:
-    """Train a model on a file or folder of data, or go on with a run.
+    """Train a model on a file or folder of data, or continue a run.
 
-    Options take the place of what the file says.
-    A second start of an interrupted run goes on from its last checkpoint.
-    Ends with 0 when done, 1 if training failed (a full disk), 2 for bad input, 3 if the loss ran
-    away, 130 after Control-C.
+    Options replace those of the file.
+    If an interrupted run is started again, it continues from its last checkpoint.
+    The exit status is 0 when done, 1 if training failed (for instance, the disk is full), 2 for
+    bad input, 3 if the run diverged, 130 after Control-C.
     """
     from graphattn.cli.training.train import run_train
 
     try:
         if file is not None and config is not None:
-            raise ValueError("CONFIG and --config are the same: give one of them")
+            raise ValueError("CONFIG and --config must not both be given: they mean the same file")
         code = run_train(config if file is None else file, resume, options, terminal())
     except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
         typer.echo(f"graphattn: {error}", err=True)
@@ -52,31 +54,35 @@ def train(
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
     data: Annotated[
         str | None,
         typer.Option(
-            help="Another file or folder, all of it. Default: a part of the run's own.",
+            help="Another file or folder, which is used completely. Default: a part of the data "
+            "of the run.",
             show_default=False,
         ),
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Of the run's own data: train, validation, test or all.")
+        str, typer.Option(help="Part of the data of the run: train, validation, test or all.")
     ] = "test",
     pseudo_tokens: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Of masked models: mask so many tokens one at a time, for the pseudo-perplexity.",
+            help="For masked models: number of tokens that are masked one at a time, for the "
+            "pseudo-perplexity.",
         ),
     ] = 512,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Default: those of the training.", show_default=False),
+        typer.Option(
+            min=1, help="Number of tokens per batch. Default: as in training.", show_default=False
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of masks and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of masks and noise.")] = 0,
 ) -> None:
-    """Measure a trained model: loss, perplexity, calibration, beside guessing.
+    """Evaluate a trained model: loss, perplexity, calibration, compared with guessing.
 
     The numbers are added to evaluation.json in the folder of the run.
     """
@@ -90,53 +96,62 @@ def evaluate(
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
     prompt: Annotated[
         str,
         typer.Option(
-            help="What the text begins with. Of proteins and nucleotides, with a model that "
-            "unmasks, _ is a gap to fill."
+            help="Beginning of the text. For proteins and nucleotides, with a masked or "
+            "diffusion model, each _ is a position to fill."
         ),
     ] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="How many are written.")] = 400,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximal number of tokens to write.")] = 400,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Below 1 for likelier texts; 0 for the likeliest.")
+        float,
+        typer.Option(min=0, help="Below 1: more likely texts; 0: always the most likely token."),
     ] = 1.0,
     top_k: Annotated[
         int | None,
-        typer.Option(min=1, help="Draw from so many likeliest tokens.", show_default=False),
+        typer.Option(
+            min=1, help="Draw from this number of most likely tokens.", show_default=False
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the fewest likeliest tokens of this probability.", show_default=False
+            help="Draw from the smallest set of most likely tokens with this probability.",
+            show_default=False,
         ),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(min=0, max=2**63 - 1, help="Of the draws; the next sample has the next."),
+        typer.Option(
+            min=0,
+            max=2**63 - 1,
+            help="Seed of the random draws; each further sample uses the next seed.",
+        ),
     ] = 0,
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Of unmasking, for masked models and diffusion. Default: one per token.",
+            help="Number of steps for masked and diffusion models. Default: one per token.",
             show_default=False,
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many texts.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
     method: Annotated[
         str | None,
         typer.Option(
-            help="Of unmasking: ancestral, tweedie or top-probability. Default: ancestral for "
-            "diffusion, top-probability for masked models.",
+            help="Method for masked and diffusion models: ancestral, tweedie or "
+            "top-probability. Default: ancestral for diffusion, top-probability for masked "
+            "models.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write text or sequences with a trained model, as they come.
+    """Generate text or sequences with a trained model, printed token by token if possible.
 
-    They are added to samples.jsonl in the folder of the run.
+    The samples are added to samples.jsonl in the folder of the run.
     """
     from graphattn.cli.training.generate import run_generate
 
@@ -154,7 +169,7 @@ def generate(
 def sweep(
     mixers: Annotated[
         str | None,
-        typer.Option(help="Names separated by commas: dot,consensus,mix,dot-window."),
+        typer.Option(help="Names of mixers, separated by commas: dot,consensus,mix,dot-window."),
     ] = None,
     lrs: Annotated[
         str | None,
@@ -165,38 +180,50 @@ def sweep(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Trainings of every combination. Default: 1.", show_default=False),
+        typer.Option(
+            min=1,
+            help="Number of training runs per combination, with different seeds. Default: 1.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Folder of the sweep. A second start continues it."),
+        typer.Option(
+            file_okay=False, help="Folder of the sweep. If it exists, the sweep is continued."
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
             file_okay=False,
-            help="Go on with the sweep in this folder, or help those who work on it.",
+            help="Continue the sweep in this folder, or help other processes that work on it.",
         ),
     ] = None,
     processes: Annotated[
         int,
-        typer.Option(min=1, help="That train at once, each with its share of the cores."),
+        typer.Option(
+            min=1,
+            help="Number of processes that train at the same time, each with its share of the "
+            "cores.",
+        ),
     ] = 1,
     grace: Annotated[
         int,
         typer.Option(
             min=2,
-            help="Seconds without a sign of life after which a process on another machine counts "
-            "as killed.",
+            help="Number of seconds without a heartbeat after which a process on another "
+            "machine counts as killed.",
         ),
     ] = 60,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Train again what failed before.")
+        bool, typer.Option("--retry-failed", help="Train failed trials again.")
     ] = False,
     config: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, help="YAML with options; those given here come first."
+            exists=True,
+            dir_okay=False,
+            help="A YAML file with options; options on the command line replace those of the file.",
         ),
     ] = None,
     plot: Annotated[
@@ -206,11 +233,11 @@ def sweep(
     *,
     options: dict[str, Any],
 ) -> None:
-    """Train with every mixer at every learning rate, and compare.
+    """Train with every mixer at every learning rate, and compare the results.
 
-    Started several times, also on several machines, all work on the same sweep.
-    A training that diverges is a result; one that was killed goes on from its checkpoint.
-    Ends with 1 if a training failed.
+    If it is started several times, also on several machines, all work on the same sweep.
+    A run that diverges is a result; a run that was killed continues from its checkpoint.
+    The exit status is 1 if a run failed.
     """
     from graphattn.cli.training.sweep import run_sweeps
 
@@ -237,21 +264,26 @@ def report(
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="The page, which replaces an older one. Default: report.html in the folder, or "
-            "here where there are several.",
+            help="The HTML file to write; an older one is replaced. Default: report.html in the "
+            "folder, or in the current folder if there are several.",
             show_default=False,
         ),
     ] = None,
-    title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
+    title: Annotated[
+        str | None, typer.Option(help="Title of the page.", show_default=False)
+    ] = None,
     certify: Annotated[
         bool,
-        typer.Option(help="Certify the layers of trained models, a second or so for each."),
+        typer.Option(
+            help="Compute certificates of the layers of trained models, about a second for each "
+            "layer."
+        ),
     ] = True,
 ) -> None:
     """Write training runs and sweeps as one page: curves, tables, samples, certificates.
 
-    Runs that diverged, were interrupted or still go on are shown as what they are.
-    What is absent or damaged in a folder is said in a line; all else is shown.
+    Runs that diverged, were interrupted or are still running are marked.
+    A note says what is missing or damaged in a folder; everything else is shown.
     """
     from graphattn.cli.runs_report import run_report
 

@@ -1,4 +1,4 @@
-"""`graphattn evaluate`: what a trained model is worth on data, beside guessing."""
+"""`graphattn evaluate`: evaluate a trained model on data, compared with guessing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_evaluate(
     seed: int,
     console: Console,
 ) -> None:
-    """Evaluate, show, and write ``evaluation.json``; its path is the last line printed."""
+    """Evaluate, print, and write ``evaluation.json``; the last line printed is its path."""
     as_choice("--split", split, ("train", "validation", "test", "all"))
     trained = load_trained(folder)
     with console.status("reading"):
@@ -61,20 +61,20 @@ def run_evaluate(
         )
     found["model"] = str(trained.source.relative_to(trained.run.path))
     found["origin"] = {**origin(trained.run.config), "seed": seed}
-    path = folder / "evaluation.json"  # first, whole: a full disk or a closed pipe loses nothing
+    path = folder / "evaluation.json"  # write it before printing: a closed pipe then loses nothing
     replace_text(path, as_json({**_before(path), name: found}))
     console.print(table_of(name, found))
     if train is None:
         typer.echo(
-            "graphattn: the run's own data is not there any more, so what guessing by its "
-            "frequencies costs is not told",
+            "graphattn: the training data of the run does not exist any more, so the losses of "
+            "guessing are not computed",
             err=True,
         )
     typer.echo(str(path))
 
 
 def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, Part | None, str]:
-    """Return the data to evaluate, the training data (None if gone), and a name for the first."""
+    """Return the data to evaluate, the training data (or None), and a name for the first."""
     config = trained.run.config
     of_image = tokens_of_image(trained.model) if config.kind == "images" else None
     own: dict[str, Part] | None = None
@@ -96,11 +96,16 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, 
         assert own is not None
         part = own[split] if split != "all" else _whole(corpus)
         if not len(part):
-            raise ValueError(f"--split must be a part that holds data, got {split!r}: it is empty")
+            raise ValueError(
+                f"--split must be a part that contains data, got {split!r}, which is empty"
+            )
         name = f"{Path(config.data).name} {split}"
     else:
         if split != "test":
-            raise ValueError(f"--split is of the run's own data, got --data and {split!r}")
+            raise ValueError(
+                "--split can only be used without --data, because it is a part of the data of the "
+                f"run, got --data and --split {split!r}"
+            )
         other = read_corpus(config.replace(data=data), trained.tokenizer)
         if of_image is not None:
             _check_images(trained, other)
@@ -121,13 +126,13 @@ def _check_images(trained: Trained, corpus: Any) -> None:
     expected = (given["channels"], *given["image_size"]) if "image_size" in given else None
     if expected is not None and tuple(corpus.image_shape) != tuple(expected):
         raise ValueError(
-            f"--data must hold images of (channels, height, width) = {tuple(expected)}, got "
+            f"--data must contain images of (channels, height, width) = {tuple(expected)}, got "
             f"{tuple(corpus.image_shape)}"
         )
 
 
 def _before(path: Path) -> dict[str, Any]:
-    """Return earlier evaluations; a file that is broken is replaced."""
+    """Return earlier evaluations; a broken file is replaced."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -136,7 +141,7 @@ def _before(path: Path) -> dict[str, Any]:
 
 
 def table_of(name: str, found: dict[str, Any]) -> Table:
-    """The numbers of an evaluation, the loss first and guessing beside it."""
+    """Make the table of an evaluation: the loss, losses of guessing, then other numbers."""
     table = plain_table(f"{name}: {found['examples']:,} examples")
     table.add_column("what")
     table.add_column("", justify="right", no_wrap=True)

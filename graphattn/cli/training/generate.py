@@ -1,4 +1,4 @@
-"""`graphattn generate`: text and sequences from a trained model, as they come."""
+"""`graphattn generate`: text and sequences from a trained model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphattn.train.runs.folder import origin
 from graphattn.train.runs.trained import Trained, load_trained
 
 SAMPLES = "samples.jsonl"
-GAP = "_"  # in a prompt of residues or bases: what the model is to fill in
+GAP = "_"  # in a prompt of residues or bases: a position that the model fills
 UNREAD = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -42,14 +42,17 @@ def run_generate(
     trained = load_trained(folder)
     if trained.objective.name not in ("causal", "masked", "diffusion"):
         raise ValueError(
-            f"RUN must be that of a model that writes, got one of {trained.objective.name}"
+            "RUN must be the folder of a run with the objective 'causal', 'masked' or "
+            f"'diffusion', got {trained.objective.name!r}"
         )
     is_causal = isinstance(trained.model, CausalLM)
     given = [("--top-k", top_k)] if not is_causal else [("--steps", steps), ("--method", method)]
     for option, value in given:
         if value is not None:
-            kind = "a causal model" if is_causal else "a model that unmasks"
-            raise ValueError(f"{option} does nothing with {kind}, got {value!r}")
+            kind = "a causal model" if is_causal else "a masked or diffusion model"
+            raise ValueError(
+                f"{option} must not be given for {kind}, where it has no effect, got {value!r}"
+            )
     made_by = origin(trained.run.config)
     for number in range(samples):
         generator = torch.Generator().manual_seed(seed + number)
@@ -97,12 +100,12 @@ def _write_on(
     top_p: float | None,
     generator: torch.Generator,
 ) -> str:
-    """The prompt and what follows it, written to stdout token by token."""
+    """Write the prompt and its continuation to stdout, token by token."""
     assert isinstance(trained.model, CausalLM)
     if prompt:
         start, hidden = _encoded(trained, prompt), 0
         if not len(start):
-            raise ValueError(f"--prompt must hold at least one token, got {prompt!r}")
+            raise ValueError(f"--prompt must contain at least one token, got {prompt!r}")
     else:
         start, hidden = _first_token(trained, generator), 1
     if hidden and not _is_text(trained):
@@ -130,7 +133,7 @@ def _is_text(trained: Trained) -> bool:
 
 
 def _first_token(trained: Trained, generator: torch.Generator) -> Tensor:
-    """Return the first token of a text without a prompt: a new line, or else any token."""
+    """Return the first token of a text without a prompt: a newline, or a random token."""
     assert trained.tokenizer is not None
     if _is_text(trained):
         try:
@@ -143,11 +146,11 @@ def _first_token(trained: Trained, generator: torch.Generator) -> Tensor:
 
 
 class TextStream:
-    """Tokens as text on stdout, as soon as they are whole characters.
+    """Writes tokens as text to stdout, as soon as they form whole characters.
 
     Args:
-        tokenizer: what makes text of tokens.
-        write: takes pieces of text; stdout if None.
+        tokenizer: converts tokens to text.
+        write: function that gets pieces of text; None for stdout.
 
     Example:
         >>> import graphattn as ga
@@ -163,26 +166,29 @@ class TextStream:
     def __init__(self, tokenizer: Any, write: Any = None) -> None:
         self.tokenizer, self.write = tokenizer, _to_stdout if write is None else write
         self.tokens: list[int] = []
-        self.before, self.told = 0, 0  # tokens that give context, and that are written
+        self.before, self.told = (
+            0,
+            0,
+        )  # numbers of tokens that are context, and that are already written
         self.text = ""
 
     def add(self, tokens: list[int]) -> None:
-        """Some more tokens."""
+        """Add more tokens."""
         self.tokens += tokens
         self._tell(is_end=False)
 
     def end(self) -> str:
-        """The whole text; what is left of it is written."""
+        """Write the rest of the text, and return the whole text."""
         self._tell(is_end=True)
         return self.text
 
     def _tell(self, is_end: bool) -> None:
-        # Decoders drop or add blanks at the start of a text: what is new is what the tokens before
-        # it do not give.
+        # Decoders drop or add blanks at the start of a text, so decode the new tokens together with
+        # # tokens before them, and remove the text of those.
         old = self.tokenizer.decode(self.tokens[self.before : self.told])
         new = self.tokenizer.decode(self.tokens[self.before :])
         if new.endswith(UNREAD) and not is_end and len(self.tokens) - self.told < 4:
-            return  # part of a character; one of UTF-8 has four bytes at most
+            return  # an incomplete character; a UTF-8 character has at most four bytes
         piece = new[len(old) :]
         self.before, self.told = self.told, len(self.tokens)
         if piece:
@@ -191,13 +197,13 @@ class TextStream:
 
 
 def _to_stdout(piece: str) -> None:
-    """Write to stdout without characters that would steer a terminal."""
+    """Write to stdout without control characters."""
     kept = "".join(own if own.isprintable() or own in "\n\t" else UNREAD for own in piece)
     sys.stdout.write(kept)
     sys.stdout.flush()
 
 
-# Models that unmask.
+# Masked and diffusion models.
 
 
 def _unmask(
@@ -218,7 +224,7 @@ def _unmask(
         start += [mask] * (place > 0) + (_encoded(trained, piece).tolist() if piece else [])
     is_diffusion = trained.objective.name == "diffusion"
     noise = {"noise": trained.objective.noise} if is_diffusion else {}  # type: ignore[attr-defined]
-    # A prompt with gaps is as long as it is; another one is gone on from.
+    # A prompt with gaps keeps its length; another one is continued.
     length = len(start) if mask in start else len(start) + count
     with console.status(f"unmasking {length:,} tokens"):
         made = sample_diffusion(

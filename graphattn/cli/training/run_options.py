@@ -1,4 +1,4 @@
-"""The options of a run as those of a command: made from RunConfig, so that they are the same."""
+"""Make the options of a command from the fields of RunConfig."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from graphattn.train.runs.config import RunConfig
 
 
 def with_run_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command an option per field of :class:`RunConfig`, in the place of its `options`.
+    """Give a command an option for every field of :class:`RunConfig`, instead of its `options`.
 
-    The command gets them as a dict, ``options``, of those that were given, as text.
+    The command gets a dict ``options`` with the text of the options that were given.
     """
     hints = typing.get_type_hints(RunConfig)
     said = descriptions()
@@ -66,10 +66,9 @@ def with_run_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[
 
 
 def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
-    """The config of a file, if there is one, in which options take the place of what it says.
+    """Return the config of a file, if there is one, with values replaced by options.
 
-    Raises:
-        ValueError: names the option or key, its value and what is allowed.
+    Raises: ValueError: if an option or key is not allowed; the message says what is allowed.
     """
     given = {
         name: RunConfig.parse(name, value) if isinstance(value, str) else value
@@ -92,7 +91,7 @@ def descriptions() -> dict[str, str]:
 
 
 def _kind(hint: Any) -> tuple[Any, str | None]:
-    """Return typer's type of a field; texts are read by RunConfig, whose messages are one line."""
+    """Return typer's type of a field; RunConfig parses texts, with one-line error messages."""
     if hint is bool:
         return bool, None
     if typing.get_origin(hint) is Literal:

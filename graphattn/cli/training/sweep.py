@@ -1,4 +1,4 @@
-"""`graphattn sweep`: many trainings, a line when one is over, and what they say in a table."""
+"""`graphattn sweep`: run many trainings; print a line for each, and a table of all."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ def run_sweeps(
     options: dict[str, Any],
     console: Console,
 ) -> bool:
-    """Train, or go on with it; the table is printed after an interruption too.
+    """Start or continue a sweep; print the table, also after an interruption.
 
-    Returns:
-        Whether no trial failed.
+    Returns: Whether no trial failed.
 
-    Raises:
-        KeyboardInterrupt: somebody asked to stop, and everything is saved.
+    Raises: KeyboardInterrupt: if the sweep was asked to stop; everything is saved.
     """
     if plot is not None:
         check_figures_can_be_drawn()
@@ -49,21 +47,24 @@ def run_sweeps(
         if given or out is not None or file is not None:
             other = [*given, *["out"] * (out is not None), *["config"] * (file is not None)]
             names = ", ".join(f"--{name.replace('_', '-')}" for name in other)
-            raise ValueError(f"--resume goes on with what is in its folder, without {names}")
+            raise ValueError(
+                f"--resume must be given without {names}, because it continues the sweep in its "
+                "folder"
+            )
         folder, work = resume, lambda: resume_sweep(resume, processes=processes, **how)
     else:
         missing = [name for name in ("mixers", "lrs") if grid[name] is None]
         missing += ["out"] * (out is None)
         if out is None or missing:
             names = ", ".join(f"--{name}" for name in missing)
-            raise ValueError(f"give {names}, or --resume FOLDER to go on with a sweep")
+            raise ValueError(f"{names} must be given, or --resume FOLDER to continue a sweep")
         config = config_of(file, options).replace(out=os.fspath(out))
         own = {**grid, "seeds": 1 if grid["seeds"] is None else grid["seeds"]}
         folder, work = out, lambda: run_sweep(config, processes=processes, **own, **how)
     try:
         rows = work()
     except KeyboardInterrupt:
-        typer.echo(f"stopped; go on with: graphattn sweep --resume {folder}", err=True)
+        typer.echo(f"stopped; continue with: graphattn sweep --resume {folder}", err=True)
         raise
     console.print(summary_table(rows))
     if plot is not None and any(row["status"] in RESULTS for row in rows):
@@ -73,7 +74,7 @@ def run_sweeps(
 
 
 def tell(row: Row) -> None:
-    """A line for a trial that is over."""
+    """Print a line for a finished trial."""
     name = Path(row["folder"]).name
     if row["status"] == "failed":
         typer.echo(f"{name}: failed: {row['error']}", err=True)
@@ -86,7 +87,7 @@ def tell(row: Row) -> None:
 
 
 def summary_table(rows: list[Row]) -> Table:
-    """A line per mixer."""
+    """Make the table with one line per mixer."""
     table = plain_table("Validation loss at the last step, by mixer")
     table.add_column("mixer", no_wrap=True)
     table.add_column("best lr", justify="right", no_wrap=True)
@@ -98,12 +99,13 @@ def summary_table(rows: list[Row]) -> Table:
         table.add_row(escape(own.mixer), *_numbers(own), _counts(own))
     caption = (
         "Loss: mean over seeds, ± standard deviation. Stable: rates around the best at which no "
-        "trial diverged; at the highest of them, the loss is so much above the best."
+        "trial diverged. At the highest: difference between the loss at the highest stable rate "
+        "and the best loss."
     )
     if ends := [own.mixer for own in summarize_sweep(rows) if own.best_lr in _ends(rows)]:
         caption += (
-            f" {escape(', '.join(ends))}: best at the end of the rates tried, so that others "
-            "beyond may be better, and how far it is stable is not known."
+            f" {escape(', '.join(ends))}: the best rate is the lowest or highest one tried, so "
+            "rates beyond may be better, and the stable range may be larger."
         )
     table.caption = caption
     return table
@@ -136,7 +138,7 @@ def _counts(own: MixerSummary) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """The curves, as a file of their own."""
+    """Draw the curves into a file."""
     from matplotlib.figure import Figure
 
     import graphattn as ga

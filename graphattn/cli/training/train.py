@@ -1,4 +1,4 @@
-"""`graphattn train`: a file of data, or a config, to a folder with a trained model."""
+"""`graphattn train`: train a model on a file of data, or from a config."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ from graphattn.train import Prepared, Run, fit, prepare, read_run
 from graphattn.train.evaluation.guessing import guesses_of
 
 DONE, FAILED, BAD_INPUT, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 130
-MAY_CHANGE = ("steps", "workers", "log_to")  # of a run that goes on
+MAY_CHANGE = ("steps", "workers", "log_to")  # options that may change when a run is continued
 
 
 def run_train(
     file: Path | None, resume: Path | None, options: dict[str, Any], console: Console
 ) -> int:
-    """Train, or go on; what was made is the last line printed. Returns the exit code.
+    """Start or continue a run, and return the exit status; the last line printed is the result.
 
-    Raises:
-        ValueError, OSError: bad input, before anything was trained.
+    Raises: ValueError, OSError: for bad input, before training.
     """
-    if int(os.environ.get("RANK", "0")) > 0:  # of several processes one tells
+    if int(os.environ.get("RANK", "0")) > 0:  # with several processes, only the first prints
         console = Console(quiet=True)
     if resume is not None:
         if file is not None:
-            raise ValueError("--resume takes the config of its folder, and no other file")
+            raise ValueError(
+                "--resume must be given without CONFIG, because it uses the config of its folder"
+            )
         for name in options:
             if name not in MAY_CHANGE:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} cannot change when a run goes on: --resume takes "
-                    f"{', '.join('--' + own.replace('_', '-') for own in MAY_CHANGE)}"
+                    f"--{name.replace('_', '-')} must not change when a run is continued: --resume "
+                    f"allows only {', '.join('--' + own.replace('_', '-') for own in MAY_CHANGE)}"
                 )
         before = read_run(resume).config.replace(out=os.fspath(resume))
         config = config_of(None, {**before.as_dict(), **options} if options else before.as_dict())
         if config.steps < before.steps:
             raise ValueError(
-                f"--steps must be at least those of the run, {before.steps}, got {config.steps}"
+                f"--steps must be at least the number of steps of the run, {before.steps}, got "
+                f"{config.steps}"
             )
     else:
         config = config_of(file, options)
     if not config.data:
-        raise ValueError("--data must be a file or a folder, got ''")
+        raise ValueError("--data must be the path of a file or a folder, got ''")
     if not config.out:
-        raise ValueError("--out must be the folder of the run, got ''")
+        raise ValueError("--out must be the path of the folder of the run, got ''")
     with console.status("reading"):
         prepared = prepare(config)
     console.print(what_is_trained(prepared))
@@ -75,37 +77,37 @@ def run_train(
             raise
         said = str(error).splitlines()[0] if str(error) else "there is no memory left"
         typer.echo(
-            f"graphattn: {said}: fewer --batch-tokens (and more to --accumulate), or "
-            "--gradient-checkpointing, take less",
+            f"graphattn: {said}: to use less memory, give a smaller --batch-tokens (with a larger "
+            "--accumulate), or --gradient-checkpointing",
             err=True,
         )
         return FAILED
     except KeyboardInterrupt:
-        typer.echo(f"graphattn: stopped at once; {go_on(config.out)}", err=True)
+        typer.echo(f"graphattn: stopped before the first step; {go_on(config.out)}", err=True)
         return INTERRUPTED
     return tell_end(run, prepared, console)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether there was too little memory, on a GPU or elsewhere."""
+    """Return whether an error means too little memory, on a GPU or elsewhere."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def go_on(folder: str | os.PathLike[str]) -> str:
-    """How an interrupted run is continued."""
-    return f"go on with: graphattn train --resume {shlex.quote(os.fspath(folder))}"
+    """Say how to continue an interrupted run."""
+    return f"continue with: graphattn train --resume {shlex.quote(os.fspath(folder))}"
 
 
 def tell_end(run: Run, prepared: Prepared, console: Console) -> int:
-    """Print how a run ended, and return the exit code."""
+    """Print how a run ended, and return the exit status."""
     if run.status == "interrupted":
         typer.echo(f"graphattn: stopped at step {run.step}; {go_on(run.path)}", err=True)
         return INTERRUPTED
     if run.status == "diverged":
         typer.echo(
-            f"graphattn: the loss ran away at step {run.step}, which is a result: a lower --lr or "
-            "more --warmup-steps may keep it",
+            f"graphattn: the run diverged at step {run.step}, which is a valid result: a lower "
+            "--lr or more --warmup-steps may prevent it",
             err=True,
         )
         typer.echo(str(run.path))
@@ -119,7 +121,7 @@ def tell_end(run: Run, prepared: Prepared, console: Console) -> int:
 
 
 def what_is_trained(prepared: Prepared) -> Table:
-    """Describe the run that data and options have become."""
+    """Make the table that describes the run."""
     config, model = prepared.config, prepared.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     unit = "images" if config.kind == "images" else "tokens"
@@ -149,7 +151,7 @@ def what_is_trained(prepared: Prepared) -> Table:
 
 
 def result_table(run: Run, prepared: Prepared) -> Table:
-    """The validation loss beside what guessing gives on the same tokens."""
+    """Make the table of the validation loss and the losses of guessing on the same tokens."""
     validation = prepared.validation
     table = plain_table(f"After {counted(run.step, 'step')}")
     table.add_column("validation")

@@ -1,4 +1,5 @@
-"""`graphattn verify`: every theorem tried on many cases, every erratum on a counterexample."""
+"""`graphattn verify`: check every theorem on many cases, and show a counterexample for every
+erratum."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ ERRATA = errata.ERRATA
 
 
 def run_verify(size: str, json: Path | None, html: Path | None, console: Console) -> bool:
-    """Check all claims, print what was found; whether everything held."""
+    """Check all claims, print the results, and return whether all hold."""
     as_choice("size", size, tuple(SIZES))
     check_output("--json", json)
     check_output("--html", html)
@@ -82,14 +83,14 @@ def run_verify(size: str, json: Path | None, html: Path | None, console: Console
 
 
 def check(claim: Claim, size: str, console: Console) -> Outcome:
-    """One claim over its sweep, while its name is shown."""
+    """Check one claim on all its cases, while its name is shown."""
     with console.status(claim.name):
         return claim.run(SIZES[size])
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices this small are solved faster alone than together: threads wait for each other."""
+    """Use one thread, which is faster for matrices this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,7 +101,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def provenance(size: str) -> dict[str, str]:
-    """Return the provenance of a record."""
+    """Return versions and settings for a record."""
     return {
         "graphattn": graphattn.__version__,
         "torch": torch.__version__,

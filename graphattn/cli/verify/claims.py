@@ -1,4 +1,4 @@
-"""Claims, results of checking them over many cases, and the sizes of the sweeps."""
+"""Claims, the results of their checks, and the numbers of cases."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-CLEAR = 1e-3  # a violation that no rounding explains
+CLEAR = 1e-3  # a violation above this is not a rounding error
 ROUNDING = 1e-9
 
 Check = Callable[["Size"], Iterable["ClaimCase"]]
 
 
 class Size(NamedTuple):
-    """How much is tried."""
+    """How many cases are checked."""
 
     every: int  # window graphs: every N up to here, with every window
     paths: tuple[tuple[int, int], ...]  # and these (N, w)
@@ -45,9 +45,9 @@ SIZES = {
 class ClaimCase(NamedTuple):
     """One instance of a claim: it holds where margin >= -slack.
 
-    Of an inequality, the margin is the room left, relative to the quantity, and the slack what
-    rounding may take. Of an equation, it is minus the relative error, and the slack is the error
-    allowed.
+    For an inequality, the margin is the distance from the bound, relative to the quantity, and the
+    slack is the allowed rounding error. For an equation, the margin is minus the relative error,
+    and the slack is the allowed error.
     """
 
     name: str
@@ -56,13 +56,13 @@ class ClaimCase(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """False for NaN, too."""
+        """Return whether the case satisfies the claim (False for NaN)."""
         return self.margin >= -self.slack
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the theory and the function that tries to break it."""
+    """A statement of the theory, and the function that checks it."""
 
     name: str
     source: str
@@ -71,7 +71,7 @@ class Claim:
     kind: Literal["inequality", "equation"] = "inequality"
 
     def run(self, size: Size) -> Outcome:
-        """Every case; a check that cannot finish has not passed."""
+        """Check every case; a check that raises an exception fails."""
         outcome = Outcome(self)
         started = time.perf_counter()
         try:
@@ -84,7 +84,7 @@ class Claim:
 
 @dataclass
 class Outcome:
-    """All cases of a claim."""
+    """The results of all cases of a claim."""
 
     claim: Claim
     cases: list[ClaimCase] = field(default_factory=list)
@@ -93,24 +93,24 @@ class Outcome:
 
     @property
     def failures(self) -> list[ClaimCase]:
-        """Cases that violate the claim."""
+        """Return the cases that violate the claim."""
         return [case for case in self.cases if not case.holds]
 
     @property
     def holds(self) -> bool:
-        """Whether there were cases, and all of them held."""
+        """Return whether there were cases, and all satisfy the claim."""
         return bool(self.cases) and not self.failures and not self.error
 
     @property
     def tightest(self) -> ClaimCase | None:
-        """The worst violation, or the case nearest to one."""
+        """Return the worst violation, or the case nearest to one."""
         if self.claim.kind == "equation":
             return min(self.failures or self.cases, key=lambda c: c.margin + c.slack, default=None)
         return min(self.failures or self.cases, key=lambda c: c.margin, default=None)
 
 
 class Exhibit(NamedTuple):
-    """A counterexample: by how much the printed statement fails on it, and the corrected one."""
+    """A counterexample: errors of the printed and of the corrected statement."""
 
     violation: float
     corrected: float
@@ -119,7 +119,7 @@ class Exhibit(NamedTuple):
 
 @dataclass(frozen=True)
 class Erratum:
-    """A statement that is wrong as printed, what is right, and a case that shows both."""
+    """A wrong printed statement, the correct one, and a counterexample."""
 
     source: str
     printed: str
@@ -127,7 +127,7 @@ class Erratum:
     show: Callable[[], Exhibit]
 
     def run(self) -> Shown:
-        """The counterexample; one that cannot be shown has not been."""
+        """Compute the counterexample; an exception counts as a failure."""
         try:
             return Shown(self, self.show())
         except Exception as error:
@@ -135,7 +135,7 @@ class Erratum:
 
 
 class Shown(NamedTuple):
-    """A counterexample, looked at."""
+    """The result of a counterexample."""
 
     erratum: Erratum
     exhibit: Exhibit | None
@@ -143,6 +143,6 @@ class Shown(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether the printed statement clearly fails and the corrected one does not."""
+        """Return whether the printed statement clearly fails and the corrected one does not."""
         shown = self.exhibit
         return shown is not None and shown.violation > CLEAR and abs(shown.corrected) <= ROUNDING

@@ -1,4 +1,8 @@
-"""Krause attention: tokens in groups, and the multiplicity of the eigenvalue 1."""
+"""Check the multiplicity of the eigenvalue 1 in Krause attention.
+
+It is the number of closed communicating classes of the Markov chain of the attention weights:
+groups of tokens that can all reach each other, and see no token outside. The code calls them closed
+classes."""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ from graphattn.cli.verify.claims import Claim, ClaimCase, Size
 from graphattn.cli.verify.graphs import generator
 
 FEATURES = 3
-SAME = 1e-9  # an eigenvalue that is 1; weights here are of the order of 0.1
+SAME = 1e-9  # eigenvalues this close to 1 count as 1; weights are of the order of 0.1
 
 
 def groups(seed: int) -> tuple[ga.TokenGraph, int]:
-    """Random digraphs side by side, their tokens shuffled; everyone sees itself. And how many."""
+    """Make separate random digraphs with shuffled tokens and self-loops, and return their
+    number."""
     draw = generator(seed)
     sizes = torch.randint(2, 8, (int(torch.randint(1, 6, (), generator=draw)),), generator=draw)
     masks = [torch.rand(n, n, generator=draw) < 0.6 for n in sizes.tolist()]
@@ -28,23 +33,25 @@ def groups(seed: int) -> tuple[ga.TokenGraph, int]:
 
 
 def weights_of(graph: ga.TokenGraph, seed: int, top_k: int | None) -> Tensor:
-    """RBF attention of random tokens, [E]; rows sum to 1, what is not kept is exactly 0."""
+    """Return RBF attention weights of random tokens, [E]; rows sum to 1, dropped edges are exactly
+    0."""
     draw = generator(seed)
     x = torch.randn(graph.num_tokens, 1, FEATURES, dtype=torch.float64, generator=draw)
     return ga.attention_weights(x, x, graph, sigma=FEATURES**0.5, top_k=top_k)[:, 0]
 
 
 def draws(size: Size) -> Iterator[tuple[str, ga.TokenGraph, int, Tensor]]:
-    """Name, graph, number of groups and weights: all neighbours, and the nearest two only."""
+    """Yield name, graph, number of groups and weights: for all neighbours, and for the nearest
+    two."""
     for seed in range(size.draws):
         graph, count = groups(seed)
         for top_k in (None, 2):
-            kept = "all neighbours" if top_k is None else f"the nearest {top_k}"
-            yield f"draw {seed}, {kept}", graph, count, weights_of(graph, seed, top_k)
+            neighbors = "all neighbours" if top_k is None else f"the nearest {top_k}"
+            yield f"draw {seed}, {neighbors}", graph, count, weights_of(graph, seed, top_k)
 
 
 def at_least_the_groups(size: Size) -> Iterator[ClaimCase]:
-    """The eigenvalue 1 of the attention matrix is at least as many as the groups."""
+    """Check that the multiplicity of the eigenvalue 1 is at least the number of groups."""
     for name, graph, count, weight in draws(size):
         yield ClaimCase(name, float(multiplicity(graph, weight) - count))
 
@@ -58,7 +65,7 @@ def exactly_the_closed_classes(size: Size) -> Iterator[ClaimCase]:
 
 
 def closed_classes_as_networkx(size: Size) -> Iterator[ClaimCase]:
-    """The classes themselves: strongly connected, and nobody in them looks outside."""
+    """Check the closed classes themselves against networkx."""
     for name, graph, _, weight in draws(size):
         looks = networkx.DiGraph()
         looks.add_nodes_from(range(graph.num_tokens))
@@ -71,7 +78,7 @@ def closed_classes_as_networkx(size: Size) -> Iterator[ClaimCase]:
 
 
 def more_than_groups(size: Size) -> tuple[int, int]:
-    """How many of the top-k draws have more closed classes than groups, and of how many."""
+    """Count the top-k draws with more closed classes than groups, and all top-k draws."""
     more = total = 0
     for seed in range(size.draws):
         graph, count = groups(seed)
@@ -82,7 +89,7 @@ def more_than_groups(size: Size) -> tuple[int, int]:
 
 
 def multiplicity(graph: ga.TokenGraph, weight: Tensor) -> int:
-    """How many eigenvalues of the attention matrix, [N, N], are 1."""
+    """Count the eigenvalues of the attention matrix, [N, N], that are 1."""
     A = torch.zeros(graph.num_tokens, graph.num_tokens, dtype=torch.float64)
     A[graph.edge_index[1], graph.edge_index[0]] = weight
     return int(((torch.linalg.eigvals(A) - 1).abs() < SAME).sum())
@@ -92,7 +99,7 @@ CLAIMS = [
     Claim(
         "eigenvalue 1: at least once a group",
         "Krause paper",
-        "With tokens in m groups out of each other's reach, the eigenvalue 1 of the attention "
+        "If tokens form m groups without edges between them, the eigenvalue 1 of the attention "
         "matrix has multiplicity >= m, with top-k and without.",
         at_least_the_groups,
     ),
@@ -106,7 +113,7 @@ CLAIMS = [
     Claim(
         "closed classes: as networkx finds",
         "row-stochastic matrices",
-        "The closed classes are the attracting components of who looks at whom.",
+        "The closed classes are the attracting components of the graph from targets to sources.",
         closed_classes_as_networkx,
         "equation",
     ),

@@ -1,6 +1,6 @@
-"""Errata: statements of the consensus paper, printed or tempting, that do not hold.
+"""Errata of the consensus paper: statements, printed or tempting, that are false.
 
-One counterexample each, and what is right.
+Each comes with a counterexample and the correct statement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def papers_laplacian(graph: ga.TokenGraph) -> Array:
 
 
 def hub_looks_at_three() -> tuple[ga.TokenGraph, Tensor]:
-    """Token 0 looks at three others, which hold 1."""
+    """Make the graph in which token 0 sees three others, with the states 0 and 1."""
     graph = ga.from_edge_index(torch.tensor([[1, 2, 3], [0, 0, 0]]), 4)
     return graph, torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
 
@@ -133,13 +133,15 @@ def _spectral_radius(rope: bool | Literal["isometric"]) -> float:
             bias.fill_(strength)
     graph = ga.window_path_graph(N, 2)
     unit = torch.eye(N * dim, dtype=torch.float64)
-    with torch.no_grad():  # R does not depend on the tokens: linear, so columns will do
+    with (
+        torch.no_grad()
+    ):  # R does not depend on the tokens, so the map is linear: apply it to unit vectors
         step = layer(unit.view(N * dim, N, dim), graph).reshape(N * dim, N * dim).T
     return float(torch.linalg.eigvals(step).abs().max())
 
 
 def target_update_leaves_the_half_plane() -> Exhibit:
-    """The worst of some random networks on three tokens that see each other, and on a path."""
+    """Find the worst of some random networks on three tokens that see each other, and on a path."""
     graphs = {"K3": ga.complete_graph(3, self_loops=False), "path": ga.window_path_graph(6, 2)}
     worst = {
         name: min(_slowest_real(graph, seed) for seed in range(60))
@@ -157,7 +159,7 @@ def target_update_leaves_the_half_plane() -> Exhibit:
 def _slowest_real(
     graph: ga.TokenGraph, seed: int, update: Literal["energy", "target"] = "target"
 ) -> float:
-    """The smallest real part among the eigenvalues of u -> (u - step(u)) / eta, relative.
+    """Return the smallest real part of the eigenvalues of u -> (u - step(u)) / eta, relative.
 
     A negative one means growth at every step size: |1 - eta mu| > 1.
     """
@@ -169,7 +171,9 @@ def _slowest_real(
 
     network = ga.EdgeNetworkParameters(
         alpha=torch.zeros(1, xi, dtype=torch.float64),
-        alpha_bias=torch.full((1,), -6.0, dtype=torch.float64),  # nearly all of R is its shear
+        alpha_bias=torch.full(
+            (1,), -6.0, dtype=torch.float64
+        ),  # R is almost only beta Lambda^T Lambda
         beta=normal(1, xi),
         beta_bias=torch.ones(1, dtype=torch.float64),
         shear=normal(1, 1, D, xi),
@@ -186,7 +190,8 @@ def _slowest_real(
 
 
 def one_direction_on_a_star() -> Exhibit:
-    """Eight leaves look at a hub; R = I. d_max is 1 by in-edges alone, 8 by edges either way."""
+    """Use a star: eight leaves see a hub, R = I. d_max is 1 with in-edges only, 8 with all
+    edges."""
     graph = star(8)
     top = ga.spectral.max_eigenvalue(graph)
     one_way, both_ways = 1 / (4 * 1), 1 / (2 * 8)
@@ -194,9 +199,9 @@ def one_direction_on_a_star() -> Exhibit:
     numbers = {
         "limit 1 / (2 λ_max)": ga.spectral.max_step_size(graph),
         "step by one direction": one_way,
-        "it leaves of the top mode": left[one_way],
+        "factor of the top mode": left[one_way],
         "step by both": both_ways,
-        "it leaves, by both": left[both_ways],
+        "its factor, by both": left[both_ways],
     }
     return Exhibit(-left[one_way], min(left[both_ways], 0.0), numbers)
 
@@ -261,7 +266,7 @@ ERRATA = [
     Erratum(
         "Algorithm 1",
         "the gradient step runs on causal graphs",
-        'it moves earlier tokens by later ones; update="target" does not',
+        'earlier tokens then depend on later ones; with update="target" they do not',
         energy_on_a_causal_graph,
     ),
 ]

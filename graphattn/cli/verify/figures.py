@@ -1,4 +1,4 @@
-"""Pictures of the sweeps."""
+"""Figures of the checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphattn.cli.verify.claims import Outcome
 
 
 def draw(outcomes: list[Outcome]) -> list[report.Figure]:
-    """Bounds of Remark 4.2, and how near every sweep came to its limits."""
+    """Draw the bounds of Remark 4.2, and the margin of every case."""
     return [
         report.Figure(
             "Window paths mix as w³ / N²",
@@ -19,17 +19,17 @@ def draw(outcomes: list[Outcome]) -> list[report.Figure]:
             fiedler_figure(),
         ),
         report.Figure(
-            "How near the sweeps came",
-            "Every case of every claim is a mark. Blue: room left of an inequality, relative to "
-            "the quantity. Green: relative error of an equation, the black mark is what is "
-            "allowed. Exact agreement stands at the left edge.",
+            "Margins of all cases",
+            "Every case of every claim is a mark. Blue: distance from the bound of an inequality, "
+            "relative to the quantity. Green: relative error of an equation; the black mark is "
+            "the allowed error. Exact agreement is at the left edge.",
             margin_figure(outcomes),
         ),
     ]
 
 
 def fiedler_figure() -> Figure:
-    """Against the window, and against the number of tokens."""
+    """Draw the Fiedler value against the window, and against the number of tokens."""
     figure = Figure(figsize=(9.6, 3.6), layout="constrained", dpi=144)
     left, right = figure.subplots(1, 2)
     ga.plot.path_fiedler_values(400, [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 199], ax=left)
@@ -38,10 +38,10 @@ def fiedler_figure() -> Figure:
 
 
 def margin_figure(outcomes: list[Outcome]) -> Figure:
-    """One row per claim that has cases."""
+    """Draw one row for every claim that has cases."""
     with_cases = [outcome for outcome in outcomes if outcome.cases]
     inequalities = {
-        # What rounding explains is no violation.
+        # An error within the rounding error is not a violation.
         o.claim.name: [max(case.margin, 0.0) if case.holds else case.margin for case in o.cases]
         for o in with_cases
         if o.claim.kind == "inequality"

@@ -1,4 +1,4 @@
-"""Appendix A: edges that weigh with positive definite matrices, and the layer that learns them."""
+"""Check Appendix A: edges with positive definite matrices, and the layer that learns them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphattn.cli.verify.claims import Claim, ClaimCase, Size
 from graphattn.cli.verify.graphs import generator, random_digraph
 
 Array = NDArray[np.float64]
-ZERO = 1e-11  # an eigenvalue, relative to the largest
+ZERO = 1e-11  # eigenvalues below this, relative to the largest, count as 0
 
 
 def random_matrices(graph: ga.TokenGraph, seed: int) -> Tensor:
@@ -128,7 +128,7 @@ def step_matrices(layer: ga.nn.SelfConsensus, x: Tensor, graph: ga.TokenGraph) -
     state = x.view(N, H, D).transpose(0, 1).reshape(H, N * D, 1)
     moved = (H_sym @ state).view(H, N, D).transpose(0, 1).reshape(N, H * D)
     if not torch.allclose(moved, layer(x, graph), rtol=1e-9, atol=1e-9):
-        raise ArithmeticError("the layer does something else than its operation")
+        raise ArithmeticError("the output of the layer differs from that of its operation")
     return H_sym
 
 

@@ -1,4 +1,4 @@
-"""Outcomes as tables and as a record."""
+"""Format results as tables and as a record."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HOLDS, FAILED = "[green]holds[/green]", "[red]FAILED[/red]"
 
 
 def claim_table(outcomes: list[Outcome]) -> Table:
-    """Every claim with its tightest case."""
-    table = plain_table("Claims, and the case that came nearest to breaking each")
+    """Make the table of claims with their tightest cases."""
+    table = plain_table("Claims, each with the case nearest to a violation")
     table.add_column("", min_width=24)
     table.add_column("cases", justify="right", no_wrap=True)
     for name in ("room", "error", "allowed"):
@@ -29,15 +29,15 @@ def claim_table(outcomes: list[Outcome]) -> Table:
             HOLDS if outcome.holds else FAILED,
         )
     table.caption = (
-        "Room: what is left of an inequality in its tightest case, relative to the quantity "
-        "(allowed: what rounding may take beyond 0). Error: the relative error of an equation in "
-        "the case that comes nearest to what is allowed."
+        "Room: distance from the bound of an inequality in its tightest case, relative to the "
+        "quantity (allowed: rounding error below 0). Error: relative error of an equation in the "
+        "case nearest to the allowed error."
     )
     return table
 
 
 def margin_cells(outcome: Outcome) -> list[str]:
-    """Room, error and what is allowed, of the tightest case."""
+    """Return the cells of the tightest case: room, error and the allowed error."""
     tightest = outcome.tightest
     if tightest is None:
         return ["", "", ""]
@@ -64,10 +64,12 @@ def detail_lines(outcomes: list[Outcome], shown: list[Shown]) -> list[str]:
 
 
 def errata_table(shown: list[Shown]) -> Table:
-    """Table of printed and of right statements, with the numbers of a counterexample."""
-    table = plain_table("Errata of the consensus paper, and traps: a counterexample each")
+    """Make the table of printed and correct statements, with the numbers of a counterexample."""
+    table = plain_table(
+        "Errata of the consensus paper, and plausible false statements, with counterexamples"
+    )
     table.add_column("", no_wrap=True)
-    table.add_column("printed, or tempting; right", min_width=24)
+    table.add_column("printed or plausible; correct", min_width=24)
     table.add_column("measured", min_width=20)
     table.add_column("", no_wrap=True)
     for item in shown:
@@ -82,14 +84,14 @@ def errata_table(shown: list[Shown]) -> Table:
 
 
 def number(value: float) -> str:
-    """Four digits; what is rounding next to 1 is 0."""
+    """Format four digits; rounding errors next to 1 are shown as 0."""
     if value == 0 or abs(value) < 1e-12:
         return "0"
     return f"{value:.4g}" if abs(value) < 100 else short(value)
 
 
 def record(outcomes: list[Outcome], shown: list[Shown]) -> dict[str, Any]:
-    """All of it for a JSON file."""
+    """Return all results for a JSON file."""
     return {
         "claims": [
             {

@@ -1,8 +1,8 @@
-"""Corpora: files of any size as records of tokens, on disk as Arrow and read by memory-mapping.
+"""Corpora: files of any size as records of tokens, stored as memory-mapped Arrow files.
 
-:mod:`~graphattn.data.corpus.loading` finds out what a path holds (``sources``) and keeps what was
-read in a cache; ``readers`` goes through text, FASTA, GenBank, structures and images piece by piece
-(``streams``, ``encoding``); ``writer`` writes Arrow files, and ``corpus`` reads them again.
+:mod:`~graphattn.data.corpus.loading` finds the files of a path (``sources``) and stores the tokens
+in a cache. ``readers`` reads text, FASTA, GenBank, structures and images piece by piece
+(``streams``, ``encoding``). ``writer`` writes Arrow files, and ``corpus`` reads them.
 """
 
 from graphattn.data.corpus.corpus import Corpus

@@ -1,4 +1,4 @@
-"""Records of tokens or images on disk, read by memory-mapping."""
+"""Corpus: records of tokens or images in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -22,38 +22,37 @@ from graphattn.graphs.arguments import as_int
 
 
 class Corpus:
-    """Corpus that models learn from: records of tokens, or images.
+    """Records of tokens, or images, to train and test models with.
 
-    :func:`load_corpus` makes one of files.
-
-    The records lie in Arrow files that are mapped into memory, so that a corpus may be larger than
-    the memory, and what is read of a record is no more than what is asked for. ``corpus[i]`` is a
-    dictionary:
+    :func:`load_corpus` makes a corpus from files. The records are in Arrow files that are mapped
+    into memory. So a corpus may be larger than the memory, and only the requested part of a record
+    is read. ``corpus[i]`` is a dictionary:
 
     ===============  =============================================================================
-    ``"tokens"``     LongTensor [N]; of images instead ``"image"``, float [C, H, W] from 0 to 1
-    ``"name"``       what the record is called: the whole header of a FASTA record, or a file's name
-    ``"group"``      where there is one: an organism
-    ``"labels"``     where there are any: LongTensor [N] (GenBank: whether a base is coding)
-    ``"label"``      where there is one: the image's class
-    ``"structure"``  of structures: a :class:`Structure <graphattn.data.Structure>`
+    ``"tokens"``     LongTensor [N]; for images instead ``"image"``, float [C, H, W] from 0 to 1
+    ``"name"``       the name of the record: a whole FASTA header, or the name of a file
+    ``"group"``      the organism, if there is one
+    ``"labels"``     LongTensor [N], if there are labels (GenBank: whether a base is coding)
+    ``"label"``      the class of an image, if there are classes
+    ``"structure"``  a :class:`Structure <graphattn.data.Structure>`, if there are structures
     ===============  =============================================================================
 
     Args:
-        folder: where :func:`load_corpus` wrote one, below its `cache`.
+        folder: a folder that :func:`load_corpus` wrote; it is inside its `cache`.
 
     Attributes:
         kind: "text", "protein", "nucleotide", "structures" or "images".
-        tokenizer: what makes tokens of text; None of images.
-        fingerprint: equal where all records and the tokenizer are.
-        lengths: LongTensor [records]: tokens of every record. An image counts as 1.
-        num_tokens: their sum.
-        num_bytes: what the tokens were made of, as bytes of UTF-8 text (of images: of pixels).
-        classes: names of the images' classes; ``label`` is an index of them.
+        tokenizer: the tokenizer of the tokens; None for images.
+        fingerprint: a string that is equal if all records and the tokenizer are equal.
+        lengths: LongTensor [records], the number of tokens of every record. An image counts as 1.
+        num_tokens: the sum of `lengths`.
+        num_bytes: the size of the text of all tokens as UTF-8, in bytes (for images: of the
+            pixels).
+        classes: names of the images' classes; ``label`` is an index into them.
         image_shape: (C, H, W) of images, else None.
 
     Raises:
-        ValueError: `folder` holds no corpus, or none that is whole.
+        ValueError: if `folder` has no complete corpus.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -86,7 +85,9 @@ class Corpus:
 
         facts = read_facts(folder)
         if facts is None:
-            raise ValueError(f"folder must be one that load_corpus wrote, got {str(folder)!r}")
+            raise ValueError(
+                f"folder must contain a corpus that load_corpus wrote, got {str(folder)!r}"
+            )
         self._folder = folder
         self._values = Dataset.from_file(str(folder / VALUES)).data
         self._records = Dataset.from_file(str(folder / RECORDS)).data
@@ -127,19 +128,19 @@ class Corpus:
 
     @property
     def groups(self) -> list[str]:
-        """The records' groups, ``""`` where one has none."""
+        """Groups of the records; ``""`` for a record without a group."""
         return self._records.column("group").to_pylist()
 
     def example(self, i: int, start: int = 0, stop: int | None = None) -> dict[str, Any]:
-        """A record, or a part of it: tokens, labels and structure are cut alike.
+        """Read a record or a part of it; tokens, labels and structure are cut to the same part.
 
         Args:
-            i: the record; negative ones count from the end.
-            start, stop: the first token, and the one after the last (None: all).
+            i: the number of the record; negative numbers count from the end.
+            start, stop: the first token, and the one after the last (None: the end of the record).
 
         Raises:
-            IndexError: there is no such record.
-            ValueError: the part is not inside the record, or of an image.
+            IndexError: if there is no such record.
+            ValueError: if the part is not inside the record, or is a part of an image.
         """
         i, start, stop = self._part(i, start, stop)
         row = self._records.fast_slice(i, 1).to_pylist()[0]
@@ -164,36 +165,44 @@ class Corpus:
         return found
 
     def tokens(self, i: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """The tokens of a record from `start` to before `stop`: a LongTensor.
+        """Read the tokens of a record from `start` to `stop - 1`, as a LongTensor.
 
         Args:
-            i: the record; negative ones count from the end.
-            start, stop: the first token, and the one after the last (None: all).
+            i: the number of the record; negative numbers count from the end.
+            start, stop: the first token, and the one after the last (None: the end of the record).
 
         Raises:
-            IndexError: there is no such record.
-            ValueError: the part is not inside the record, or the corpus is of images.
+            IndexError: if there is no such record.
+            ValueError: if the part is not inside the record, or the corpus has images.
         """
         if self.image_shape is not None:
-            raise ValueError("tokens are of text and sequences; this corpus holds images")
+            raise ValueError(
+                "tokens() needs a corpus of text or sequences, but this corpus has images: use "
+                "corpus[i]['image']"
+            )
         i, start, stop = self._part(i, start, stop)
         return self._long("value", i, start, stop)
 
     def _part(self, i: int, start: int, stop: int | None) -> tuple[int, int, int]:
         i, records = operator.index(i), len(self)
         if not -records <= i < records:
-            raise IndexError(f"record must be from 0 to {records - 1}, got {i}")
+            raise IndexError(
+                f"the number of a record must be from {-records} to {records - 1}, got {i}"
+            )
         i %= records
         length = int(self.lengths[i])
         stop = length if stop is None else as_int("stop", stop, 0)
         start = as_int("start", start, 0)
         if not start <= stop <= length:
             raise ValueError(
-                f"start and stop must lie in order in 0..{length}, the length of record {i}, got "
-                f"{start} and {stop}"
+                f"start and stop must satisfy 0 <= start <= stop <= {length}, the length of record "
+                f"{i}, got {start} and {stop}"
             )
         if self.image_shape is not None and stop - start != 1:
-            raise ValueError(f"an image has no parts: start and stop must be 0 and 1, got {stop}")
+            raise ValueError(
+                "start and stop must be 0 and 1 for an image, which has no parts, got "
+                f"{start} and {stop}"
+            )
         return i, start, stop
 
     def _long(self, column: str, i: int, start: int, stop: int) -> Tensor:
@@ -201,7 +210,7 @@ class Corpus:
         return torch.from_numpy(self._read(column, first + start, first + stop).astype(numpy.int64))
 
     def _read(self, column: str, first: int, last: int) -> Any:
-        # `fast_slice` looks at none of the blocks but those that are asked for.
+        # `fast_slice` reads only the blocks that contain the slice.
         return self._values.fast_slice(int(first), int(last - first)).column(column).to_numpy()
 
     # A corpus in another process maps the same files.
@@ -213,17 +222,17 @@ class Corpus:
         self._open(state["folder"])
 
     def remove_at_end(self) -> None:
-        """Remove the files when this object, of this process, is no longer used."""
+        """Delete the files when this object is garbage-collected in this process."""
         weakref.finalize(self, _remove, self._folder, os.getpid())
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # and not a worker that was forked
+    if os.getpid() == process:  # A forked worker process must not delete the files.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_facts(folder: Path) -> dict[str, Any] | None:
-    """Read ``corpus.json``; None where the files are not there as it says."""
+    """Read ``corpus.json``; None if the other files do not exist with the sizes it gives."""
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in (VALUES, RECORDS)}

@@ -1,4 +1,4 @@
-"""Tokens of long texts, piece by piece, as small integers."""
+"""Encoding of long texts piece by piece, as small integers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _UNKNOWN, _DROPPED = -1, -2
 
 
 def token_dtype(vocab_size: int) -> Any:
-    """The smallest type of unsigned integers that holds every token."""
+    """Return the smallest dtype of unsigned integers for all tokens."""
     return numpy.min_scalar_type(max(vocab_size - 1, 0))
 
 
 class LetterTable:
-    """Table of the token of every letter: a table by code point, for tokenizers that go letter by
-    letter.
+    """A table with the token of every letter, for tokenizers that encode letter by letter.
 
-    It does what the tokenizer's ``encode`` does, many times faster.
+    It gives the same tokens as the tokenizer's ``encode``, and is many times faster.
     """
 
     def __init__(self, tokenizer: CharacterTokenizer | ProteinTokenizer | NucleotideTokenizer):
         known = list(getattr(tokenizer, "_token_of", None) or map(chr, range(128)))
-        # One entry more than there are: it stands for all code points beyond, and is unknown.
+        # The additional last entry stands for all larger code points, which are unknown.
         table = numpy.full(max(127, *map(ord, known)) + 2, _UNKNOWN, dtype=numpy.int32)
         for letter in known:
             try:
@@ -44,7 +43,7 @@ class LetterTable:
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def encode(self, text: str) -> Any:
-        """The tokens of `text`; None where it holds an unknown letter."""
+        """Return the tokens of `text`; None if it contains an unknown letter."""
         tokens = self._lookup(text)
         if self._drops:
             tokens = tokens[tokens != _DROPPED]
@@ -53,7 +52,7 @@ class LetterTable:
         return tokens.astype(self._dtype)
 
     def first_unknown(self, text: str) -> int:
-        """The place of the first letter that is not known."""
+        """Return the index of the first unknown letter."""
         return int((self._lookup(text) == _UNKNOWN).argmax())
 
     def _lookup(self, text: str) -> Any:
@@ -66,10 +65,10 @@ class LetterTable:
 def text_tokens(
     path: str | os.PathLike[str], pieces: Iterable[str], tokenizer: Any
 ) -> Iterator[Any]:
-    """The tokens of a text that comes in pieces.
+    """Yield the tokens of a text that is given in pieces.
 
     Raises:
-        FileFormatError: for a letter that the tokenizer does not know; it names the line.
+        FileFormatError: if the tokenizer does not know a letter; the message gives the line.
     """
     if isinstance(tokenizer, ByteTokenizer):
         for piece in pieces:
@@ -95,24 +94,24 @@ def _letter_tokens(
 
 
 def unknown_letter(letter: str, tokenizer: Any) -> str:
-    """Describe the fault of a letter."""
+    """Return the part of an error message that says that a letter is unknown."""
     name = f"{letter!a} (U+{ord(letter):04X})"
     if isinstance(tokenizer, CharacterTokenizer):
         return f"{name} is not in the tokenizer's vocabulary of {tokenizer.vocab_size} characters"
     return f"{letter!a} in a sequence is no {tokenizer._kind} letter"
 
 
-# One blank between other characters: most rules for words end one on one of its sides.
+# A single blank between other characters: most tokenizers separate words before or after it.
 _BETWEEN_WORDS = re.compile(r"(?<=\S)\s(?=\S)")
-_AROUND = 256  # characters on each side that are looked at
-_TRIES = 50
+_AROUND = 256  # characters on each side that are encoded to test a place
+_TRIES = 50  # blanks that are tried
 
 
 def _file_tokens(pieces: Iterable[str], tokenizer: FileTokenizer) -> Iterator[Any]:
-    """Tokens of a text that is cut where cutting changes none of them.
+    """Yield the tokens of a text that is cut where the cut changes no token.
 
-    A place is good if the text around it has the same tokens whole and in two. Where none of the
-    last 50 blanks of a piece is one, it is cut at the last.
+    A place is suitable if the text around it has the same tokens whole and in two parts. If none of
+    the last 50 blanks of a piece is suitable, the text is cut at the last blank.
     """
 
     def encode(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Files as a corpus, read once: the second time, the cache is what is read."""
+"""Loading a corpus from files, or from the cache if the files were read before."""
 
 from __future__ import annotations
 
@@ -36,37 +36,42 @@ def load_corpus(
     tokenizer: str | os.PathLike[str] | Tokenizer = "auto",
     cache: str | os.PathLike[str] | None = None,
 ) -> Corpus:
-    """Files as records of tokens or images, written as Arrow and mapped into memory.
+    """Load files as a corpus: records of tokens or images in memory-mapped Arrow files.
 
-    Text and FASTA (gzipped or not) are read piece by piece, whatever their size; GenBank and
-    structures file by file. Letters become the smallest integers that hold them.
+    Text and FASTA files (gzipped or not) are read piece by piece, so they may be of any size.
+    GenBank and structures are read file by file. Tokens are stored as the smallest integers that
+    are large enough.
 
     Args:
-        path: a file, a folder (all files in it and below), or a pattern such as ``"*.fasta"``.
+        path: a file, a folder (all files in it and in its subfolders), or a pattern such as
+            ``"*.fasta"``.
 
-            * Text: a file is a record.
-            * FASTA: a record each. Its group is the organism, in [brackets] at the header's end or
-              after ``OS=``; where headers name none and there are several files, the file's name.
-            * GenBank: with ``labels``, 1 where a base lies in a CDS and 0 elsewhere, and the
-              organism as group.
-            * PDB or mmCIF: a file is a record, with the
-              :class:`~graphattn.data.Structure` that :func:`~graphattn.data.read_structure` gives.
-            * idx images (MNIST), with labels where ``...labels-idx1...`` lies beside
-              ``...images-idx3...``; PNG or JPEG images, whose folders are classes.
-        kind: "text", "protein", "nucleotide", "structures" or "images"; "auto" looks at names and
-            at what files begin with. In a folder with files of several kinds it must be named.
-        tokenizer: an object; "bytes"; "characters", those of the files; or the file of a
-            `tokenizers` tokenizer. "auto" is bytes for text, and of sequences what their letters
-            are.
-        cache: a folder for what was read. It is used again while the source's files have the same
-            sizes and times of change. None: a temporary folder, that is there as long as the
-            corpus is used.
+            * Text: every file is a record.
+            * FASTA: every sequence is a record. Its group is the organism, which is in [brackets]
+              at the end of the header, or after ``OS=``. If a header has no organism and there are
+              several files, the group is the name of the file.
+            * GenBank: every entry is a record, with ``labels``, which are 1 for bases in a CDS and
+              0 for others, and the organism as its group.
+            * PDB or mmCIF: every file is a record, with the
+              :class:`~graphattn.data.Structure` of :func:`~graphattn.data.read_structure`.
+            * idx images (MNIST): every image is a record. Labels are read from the file
+              ``...labels-idx1...``, if there is one for ``...images-idx3...`` in the same folder.
+            * PNG or JPEG images: every file is a record, and the folders are the classes.
+        kind: "text", "protein", "nucleotide", "structures" or "images". With "auto", it is found
+            from the names and beginnings of the files. It must be given for a folder with files of
+            several kinds.
+        tokenizer: a tokenizer; "bytes"; "characters", for the characters that occur in the files;
+            or the path of a file of the `tokenizers` library. "auto" takes bytes for text, and for
+            sequences the tokenizer that fits their letters.
+        cache: a folder in which the corpus is stored. It is used again as long as the files of
+            `path` have the same sizes and modification times. With None, it is a temporary folder,
+            which is deleted when the corpus is no longer used.
 
     Raises:
-        FileFormatError: a file cannot be read as what it should be; it names the file and, where
-            one is to blame, the line.
-        ValueError: an argument is none of what is allowed.
-        ImportError: `datasets`, or what reads a format, is not installed.
+        FileFormatError: if a file cannot be read; the message has the name of the file, and the
+            line if one line is wrong.
+        ValueError: if an argument has a value that is not allowed.
+        ImportError: if `datasets`, or a library that reads a format, is not installed.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -99,19 +104,21 @@ def load_corpus(
 
 
 def _check_paths(path: Any, cache: Any) -> None:
-    # An empty path would be the working directory.
+    # Path("") would be the working directory, so an empty path is not allowed.
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise ValueError(f"path must be a file, a folder or a pattern, got {path!r}")
+        raise ValueError(f"path must be the path of a file or folder, or a pattern, got {path!r}")
     if cache is None:
         return
     if not isinstance(cache, str | os.PathLike) or not os.fspath(cache):
         raise ValueError(f"cache must be a folder or None, got {cache!r}")
     if os.path.lexists(cache) and not os.path.isdir(cache):
-        raise ValueError(f"cache must be a folder, got {os.fspath(cache)!r}, which is none")
+        raise ValueError(
+            f"cache must be a folder, got {os.fspath(cache)!r}, which exists but is not a folder"
+        )
 
 
 def _asked_for(tokenizer: Any) -> str | Tokenizer:
-    """ "auto", "bytes" and "characters" as they are; an object; or the tokenizer of a file."""
+    """Return a tokenizer from an object, "bytes" or a file; "auto" and "characters" unchanged."""
     if isinstance(tokenizer, str) and tokenizer in ("auto", "characters"):
         return tokenizer
     if isinstance(tokenizer, str) and tokenizer == "bytes":
@@ -123,12 +130,12 @@ def _asked_for(tokenizer: Any) -> str | Tokenizer:
                 f"library, got {os.fspath(tokenizer)!r}, which does not exist"
             )
         return FileTokenizer(tokenizer)
-    tokenizer_as_dict(tokenizer)  # ValueError for another object
+    tokenizer_as_dict(tokenizer)  # raises ValueError if it is not a known tokenizer
     return tokenizer
 
 
 def _cached(cache: Path, source: Source, kind: str, asked: str | Tokenizer) -> Path:
-    """The folder of the corpus in the cache; it is written where it is not there."""
+    """Return the folder of the corpus in the cache; write the corpus if it is not there."""
     from filelock import FileLock
 
     options = [FORMAT, kind, asked if isinstance(asked, str) else tokenizer_as_dict(asked)]
@@ -139,20 +146,22 @@ def _cached(cache: Path, source: Source, kind: str, asked: str | Tokenizer) -> P
     if read_facts(folder) is not None:
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    # Of several processes one writes and the others wait; the lock falls with its process.
+    # If several processes load the same files, one writes and the others wait. The lock is
+    # released when its process ends.
     with FileLock(cache / f"{name}.lock"):
         if read_facts(folder) is not None:
             return folder
-        aside = cache / f"{name}.part"
-        for left_over in (aside, folder):  # of a process that was stopped, or damaged since
+        partial = cache / f"{name}.part"
+        # A folder may be left over from a process that was stopped, or may be damaged.
+        for left_over in (partial, folder):
             if left_over.exists():
                 shutil.rmtree(left_over)
-        aside.mkdir()
+        partial.mkdir()
         try:
-            _write(aside, source, kind, asked)
-            os.rename(aside, folder)
+            _write(partial, source, kind, asked)
+            os.rename(partial, folder)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
@@ -187,7 +196,7 @@ def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> N
             }
             facts |= of_tokens[source.format](source, writer, tokenizer)
         if source.state() != before:
-            raise FileFormatError(source.root, "was changed while it was read")
+            raise FileFormatError(source.root, "was changed while it was read; read it again")
         writer.finish(facts)
     except OSError as error:
         raise OSError(
@@ -198,11 +207,13 @@ def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> N
 
 
 def _tokenizer_for(source: Source, kind: str, asked: str | Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer of the source; None of images."""
+    """Return the tokenizer for the source; None for images."""
     by_letter = (ProteinTokenizer, NucleotideTokenizer, CharacterTokenizer)
     if source.format in ("image", "idx"):
         if asked != "auto":
-            raise ValueError(f"tokenizer must be 'auto' for images, got {asked!r}")
+            raise ValueError(
+                f"tokenizer must be 'auto' for images, which have no tokenizer, got {asked!r}"
+            )
         return None
     if source.format == "text":
         if asked == "auto":
@@ -216,7 +227,7 @@ def _tokenizer_for(source: Source, kind: str, asked: str | Tokenizer) -> Tokeniz
         return readers.tokenizer_of_fasta(source)
     if not isinstance(asked, by_letter):
         raise ValueError(
-            "tokenizer must be 'auto', or one that has a token per letter (ProteinTokenizer, "
+            "tokenizer must be 'auto', or a tokenizer with one token per letter (ProteinTokenizer, "
             f"NucleotideTokenizer, CharacterTokenizer) for sequences, got {asked!r}"
         )
     return asked

@@ -1,4 +1,4 @@
-"""Every format's way into a corpus: files become records of a writer, piece by piece."""
+"""Readers of all formats, which write files as records of a corpus, piece by piece."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphattn.data.tokenizers import FileTokenizer
 
 Facts = dict[str, Any]
 
-# "... [Mycoplasma agalactiae]" at the end is NCBI's, "OS=Homo sapiens OX=9606" UniProt's.
+# NCBI writes "... [Mycoplasma agalactiae]" at the end, UniProt "OS=Homo sapiens OX=9606".
 _ORGANISMS = (
     re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])+)\]\s*$"),
     re.compile(r"(?:^|\s)OS=(.+?)(?=\s+[A-Z]{2}=|\s*$)"),
@@ -32,7 +32,7 @@ _ORGANISMS = (
 
 
 def organism(header: str) -> str:
-    """The organism that a FASTA header names; "" where it names none."""
+    """Find the organism in a FASTA header; "" if there is none."""
     found = (pattern.search(header) for pattern in _ORGANISMS)
     return next((match[1].strip() for match in found if match), "")
 
@@ -41,7 +41,7 @@ def organism(header: str) -> str:
 
 
 def characters_of(source: Source) -> CharacterTokenizer:
-    """The tokenizer of all characters that texts hold: they are read once for it."""
+    """Make a tokenizer of all characters in the texts, which are read once for this."""
     letters: set[str] = set()
     for path, _ in source.files:
         for piece in text_pieces(path):
@@ -50,10 +50,10 @@ def characters_of(source: Source) -> CharacterTokenizer:
 
 
 def read_texts(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
-    """Every file is a record."""
+    """Write every text file as a record."""
     size, num_bytes = PIECE, 0
     if isinstance(tokenizer, FileTokenizer):
-        size = PIECE // 4  # the library keeps some hundred bytes per token
+        size = PIECE // 4  # The library needs a few hundred bytes of memory per token.
 
     def counted(pieces: Iterator[str]) -> Iterator[str]:
         nonlocal num_bytes
@@ -86,11 +86,11 @@ def tokenizer_of_fasta(source: Source) -> ProteinTokenizer | NucleotideTokenizer
     try:
         return tokenizer_for_sequence("".join(letters))
     except ValueError:
-        return ProteinTokenizer()  # reading says what is wrong, and in which line
+        return ProteinTokenizer()  # The reader will raise an error with the line that is wrong.
 
 
 def read_fastas(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
-    """The records of all files; without an organism, those of several files have their file's."""
+    """Write all FASTA records; if there are several files, a file's name can be the group."""
     table, letters = LetterTable(tokenizer), 0
     for path, name in source.files:
         stem = Path(name.removesuffix(".gz")).stem
@@ -103,7 +103,7 @@ def _read_fasta(
     path: Path, writer: CorpusWriter, table: LetterTable, tokenizer: Any, group: str
 ) -> int:
     header, header_line, letters = "", 0, 0
-    waiting: list[tuple[int, str]] = []  # lines, with their numbers, that are no tokens yet
+    waiting: list[tuple[int, str]] = []  # lines that are not encoded yet, with their numbers
     num_waiting = 0
 
     def write() -> None:
@@ -123,7 +123,7 @@ def _read_fasta(
             raise FileFormatError(path, "no sequence after this header", line=header_line)
         writer.end(header, group=organism(header) or group)
 
-    what = ""  # the first character of the line; one that is very long comes in pieces
+    what = ""  # the first character of the current line, which may be given in several pieces
     for number, begins, line in line_pieces(path):
         what = line[:1] if begins else what
         if not line or what == ";":
@@ -154,7 +154,7 @@ def _read_fasta(
 
 
 def read_genbanks(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
-    """The records of all files, with a label per base: whether it is coding."""
+    """Write all GenBank records, with a label per base that says whether it is coding."""
     table, letters = LetterTable(tokenizer), 0
     for path, _ in source.files:
         for record in read_genbank(path, feature="CDS", max_bytes=None):
@@ -170,7 +170,7 @@ def read_genbanks(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts
 
 
 def _line_of(path: Path, name: str, letter: str) -> int | None:
-    """The first line of sequence with that letter."""
+    """Find the first line of a sequence that contains a letter."""
     is_sequence = False
     for number, _, line in line_pieces(path):
         is_sequence = (is_sequence or line.startswith("ORIGIN")) and not line.startswith("//")
@@ -183,7 +183,7 @@ def _line_of(path: Path, name: str, letter: str) -> int | None:
 
 
 def read_structures(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
-    """Every file is a record: its first model, all chains."""
+    """Write every structure file as a record, with all chains of its first model."""
     table, letters = LetterTable(tokenizer), 0
     for path, name in source.files:
         structure = read_structure(path, max_bytes=None)
@@ -201,12 +201,14 @@ def read_structures(source: Source, writer: CorpusWriter, tokenizer: Any) -> Fac
 
 
 def read_images(source: Source, writer: CorpusWriter) -> Facts:
-    """Every file is a record; the folders that files lie in are their classes."""
+    """Write every image file as a record; the folders of the files are their classes."""
     folders = [name.rpartition("/")[0] for _, name in source.files]
     classes = sorted(set(folders)) if any(folders) else []
     if "" in classes:
         stray = source.files[folders.index("")][0]
-        raise FileFormatError(stray, "lies in no class: other images are in folders beside it")
+        raise FileFormatError(
+            stray, "has no class, because it is not in a folder, but other images are in folders"
+        )
     if classes:
         _check_no_class_is_empty(source.root)
     shape: tuple[int, ...] = ()
@@ -217,7 +219,7 @@ def read_images(source: Source, writer: CorpusWriter) -> Facts:
 
 
 def _check_no_class_is_empty(root: Path) -> None:
-    """A folder that holds nothing would be a class that gets no number."""
+    """Raise for an empty folder, which would be a class without a number."""
     for folder in sorted(root.rglob("*") if root.is_dir() else ()):
         is_hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)
         if folder.is_dir() and not is_hidden and not any(folder.iterdir()):
@@ -225,7 +227,7 @@ def _check_no_class_is_empty(root: Path) -> None:
 
 
 def read_idxs(source: Source, writer: CorpusWriter) -> Facts:
-    """The images of idx files, with their labels where a file with them lies beside."""
+    """Write the images of idx files, with their labels if there is a file with labels."""
     shape: tuple[int, ...] = ()
     largest = -1
     labelled: list[bool] = []
@@ -246,11 +248,14 @@ def read_idxs(source: Source, writer: CorpusWriter) -> Facts:
                 writer.end(f"{name}[{count - 1}]", label=label)
         if labels is not None and count != len(labels):
             raise FileFormatError(
-                beside or path, f"holds {len(labels):,} labels, and {path} another number of images"
+                beside or path,
+                f"holds {len(labels):,} labels, but {path} holds another number of images",
             )
     if len(set(labelled)) > 1:
         missing = source.files[labelled.index(False)][0]
-        raise FileFormatError(missing, "has no file with labels beside it, and others have")
+        raise FileFormatError(
+            missing, "has no file with labels in the same folder, but other files have"
+        )
     classes = [str(number) for number in range(largest + 1)]
     return {"num_bytes": writer.num_values, "image_shape": shape, "classes": classes}
 
@@ -258,7 +263,10 @@ def read_idxs(source: Source, writer: CorpusWriter) -> Facts:
 def _idx_labels(path: Path) -> list[int]:
     labels = read_idx(path, max_bytes=None)
     if labels.dim() != 1 or labels.is_floating_point() or (len(labels) and int(labels.min()) < 0):
-        reason = f"holds no labels: they are integers >= 0 [N], and these are {list(labels.shape)}"
+        reason = (
+            "must hold labels, which are integers >= 0 of shape [N], but holds "
+            f"{labels.dtype} of shape {list(labels.shape)}"
+        )
         raise FileFormatError(path, reason)
     return labels.tolist()
 
@@ -269,8 +277,8 @@ def _write_image(
     if shape and image.shape != shape:
         raise FileFormatError(
             path,
-            f"is an image of (channels, height, width) = {image.shape}, and {first} of {shape}: "
-            "images of a corpus must be of one size",
+            f"is an image of (channels, height, width) = {image.shape}, but {first} is one of "
+            f"{shape}: all images of a corpus must have the same size",
         )
     writer.extend(numpy.ascontiguousarray(image))
     return tuple(image.shape)

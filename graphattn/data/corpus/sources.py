@@ -1,4 +1,4 @@
-"""Sources of a corpus: which files, and of what format."""
+"""Sources of a corpus: the files of a path, and their format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphattn.data.images import labels_beside
 
 KINDS = ("auto", "text", "protein", "nucleotide", "structures", "images")
 
-_FORMATS = {  # by kind; the first is taken for files that look like text
+_FORMATS = {  # formats of every kind; the first one is assumed for a file that looks like text
     "text": ("text",),
     "protein": ("fasta",),
     "nucleotide": ("fasta", "genbank"),
@@ -30,7 +30,7 @@ _BY_EXTENSION = {
     **dict.fromkeys((".idx",), "idx"),
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
 }
-_HEAD = 2**16  # bytes that are looked at where the name says nothing
+_HEAD = 2**16  # bytes that are read to find the format, if the name does not give it
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Source:
     """Files of one format.
 
     Attributes:
-        files: in the order in which they are read, with what each is called.
+        files: the files with their names in the corpus, in the order in which they are read.
         format: "text", "fasta", "genbank", "structure", "image" or "idx".
-        root: the path that was asked for.
-        beside: further files that are read, such as labels.
+        root: the path that the user gave.
+        beside: other files that are read, such as labels.
     """
 
     files: tuple[tuple[Path, str], ...]
@@ -50,7 +50,7 @@ class Source:
     beside: tuple[Path, ...] = ()
 
     def state(self) -> list[Any]:
-        """Return the files' paths, sizes and times of change."""
+        """Return the paths, sizes and modification times of the files."""
         found = []
         for path in [*(path for path, _ in self.files), *self.beside]:
             try:
@@ -62,15 +62,15 @@ class Source:
 
 
 def find_source(path: str | os.PathLike[str], kind: str) -> Source:
-    """The files that a path names: one, those of a folder, or those that match a pattern.
+    """Find the files of a path, which is a file, a folder or a pattern.
 
     Raises:
-        FileFormatError: there is none, or they are of several formats, or not of `kind`.
+        FileFormatError: if there are none, or they have several formats, or not those of `kind`.
     """
     root = Path(path)
     try:
         root.is_dir()
-    except OSError as error:  # a name that is too long, a loop of links
+    except OSError as error:  # for example, the name is too long, or links form a loop
         raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
     if root.is_dir():
         found = [own for own in sorted(root.rglob("*")) if own.is_file() and not _hidden(own, root)]
@@ -97,7 +97,7 @@ def find_source(path: str | os.PathLike[str], kind: str) -> Source:
 
 
 def _as_utf8(name: str) -> str:
-    r"""A file's name; bytes that are no UTF-8, which Arrow cannot keep, as ``\xe9``."""
+    r"""Return a file's name, with ``\xe9`` for a byte that is not UTF-8, for Arrow."""
     return os.fsencode(name).decode("utf-8", errors="backslashreplace")
 
 
@@ -106,26 +106,29 @@ def _hidden(path: Path, root: Path) -> bool:
 
 
 def _wanted(path: str | os.PathLike[str], kind: str, formats: Iterable[str], single: bool) -> str:
-    """The format that is read, of those that are there."""
+    """Choose the format that is read, among the formats of the files."""
     there = list(dict.fromkeys(formats))
     if kind != "auto":
         allowed = _FORMATS[kind]
         if single and there[0] == "text":
-            return allowed[0]  # its reader says what is wrong, and in which line
+            return allowed[0]  # Its reader will raise an error with the line that is wrong.
         if single and kind == "text":
             return "text"
         there = [own for own in there if own in allowed]
         if not there:
-            raise FileFormatError(path, f"holds no {' or '.join(allowed)} files, as kind={kind!r}")
+            raise FileFormatError(
+                path, f"holds no {' or '.join(allowed)} files, which kind={kind!r} needs"
+            )
     if len(there) > 1:
         raise FileFormatError(
-            path, f"holds files of several formats ({', '.join(there)}): kind= says which are meant"
+            path,
+            f"holds files of several formats ({', '.join(there)}): choose one by the argument kind",
         )
     return there[0]
 
 
 def format_of(path: Path) -> str:
-    """Return the format by the name, with or without ``.gz``, else by a file's beginning."""
+    """Find the format of a file from its name (with or without ``.gz``), or from its beginning."""
     name = path.name.lower().removesuffix(".gz")
     known = _BY_EXTENSION.get(os.path.splitext(name)[1])
     if known is not None:

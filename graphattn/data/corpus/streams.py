@@ -1,4 +1,4 @@
-"""Text files read piece by piece, and the line that is to blame where one cannot be."""
+"""Reading text files piece by piece, with errors that give the wrong line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BINARY = "is binary (it holds a NUL byte), not text"
 
 @contextmanager
 def open_bytes(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file for reading, decompressed where it is gzipped (by its name or its content).
+    """Open a file for reading; a gzipped one (by its name or its content) is decompressed.
 
-    Whatever stops the reading becomes a :class:`FileFormatError`.
+    Errors of reading become a :class:`FileFormatError`.
     """
     name = os.fspath(path)
     try:
@@ -48,17 +48,17 @@ def open_bytes(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def open_text(path: str | os.PathLike[str]) -> Iterator[io.TextIOWrapper]:
-    r"""A UTF-8 file for reading, gzipped or not; every line end becomes ``"\n"``."""
+    r"""Open a UTF-8 file, gzipped or not, for reading; all line ends become ``"\n"``."""
     try:
         with open_bytes(path) as file:
-            # A byte-order mark is no part of the text.
+            # utf-8-sig skips a byte-order mark, which is no part of the text.
             yield io.TextIOWrapper(file, encoding="utf-8-sig", newline=None)
     except UnicodeDecodeError:
         raise _not_utf8(path) from None
 
 
 def _not_utf8(path: str | os.PathLike[str]) -> FileFormatError:
-    """Describe the fault of a file that is no UTF-8: it is read again, line by line."""
+    """Make the error for a file that is not UTF-8; the file is read again to find the line."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     after_return = False
     with open_bytes(path) as file:
@@ -73,23 +73,23 @@ def _not_utf8(path: str | os.PathLike[str]) -> FileFormatError:
                 byte = error.object[error.start]
                 reason = f"byte 0x{byte:02x} is not UTF-8 text (a binary file?)"
                 return FileFormatError(path, reason, line=line)
-            if not data:  # it was changed in between
+            if not data:  # The file was changed after the first error.
                 return FileFormatError(path, "is not UTF-8 text (a binary file?)")
             line += _line_ends(data, after_return)
             after_return = data.endswith(b"\r")
 
 
 def _line_ends(data: bytes, after_return: bool) -> int:
-    r"""How many lines end in `data`; ``"\r\n"`` is one end, also where it was cut in two."""
+    r"""Count the line ends in `data`; ``"\r\n"`` counts once, even if it was cut in two."""
     ends = data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
     return ends - (after_return and data.startswith(b"\n"))
 
 
 def text_pieces(path: str | os.PathLike[str], size: int = PIECE) -> Iterator[str]:
-    """The text of a file in pieces of `size` characters.
+    """Yield the text of a file in pieces of `size` characters.
 
     Raises:
-        FileFormatError: as :func:`~graphattn.data.read_text`.
+        FileFormatError: in the same cases as :func:`~graphattn.data.read_text`.
     """
     is_blank = True
     with open_text(path) as stream:
@@ -106,9 +106,9 @@ def text_pieces(path: str | os.PathLike[str], size: int = PIECE) -> Iterator[str
 
 
 def line_pieces(path: str | os.PathLike[str]) -> Iterator[tuple[int, bool, str]]:
-    """Lines without blanks around them, with their numbers; very long ones in pieces of 2^20.
+    """Yield the lines of a file, stripped of blanks, in pieces of at most 2^20 characters.
 
-    The second entry says whether a line begins there.
+    Every piece is a tuple of the number of the line, whether the piece begins a line, and the text.
     """
     number, begins, is_blank = 1, True, True
     with open_text(path) as stream:

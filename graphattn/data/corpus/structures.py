@@ -1,4 +1,4 @@
-"""Structures as bytes that are quick to read again: safetensors, with the strings as JSON."""
+"""Structures as bytes that are fast to read: safetensors, with the strings as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STRINGS = ("sequence", "chain_ids", "insertion_codes", "residue_names")
 
 
 def structure_as_bytes(structure: Structure) -> bytes:
-    """All that a structure holds."""
+    """Convert a structure with all its attributes to bytes."""
     from safetensors.torch import save
 
     strings = {name: getattr(structure, name) for name in _STRINGS}
@@ -27,7 +27,7 @@ def structure_as_bytes(structure: Structure) -> bytes:
 
 
 def structure_from_bytes(data: bytes) -> Structure:
-    """The structure that :func:`structure_as_bytes` took apart."""
+    """Restore a structure from the bytes of :func:`structure_as_bytes`."""
     from safetensors.torch import load
 
     tensors = load(data)
@@ -41,7 +41,7 @@ def structure_from_bytes(data: bytes) -> Structure:
 
 
 def part_of_structure(structure: Structure, start: int, stop: int) -> Structure:
-    """The residues from `start` to before `stop`, with the chains that they are of."""
+    """Return the residues `start` to `stop - 1`, with their chains."""
     if start == 0 and stop == len(structure):
         return structure
     rows = torch.arange(start, stop)

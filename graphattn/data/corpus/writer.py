@@ -1,4 +1,4 @@
-"""Records as Arrow files, in bounded memory."""
+"""Writing records to Arrow files in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 
-FORMAT = 1  # raised when the files below change: older caches are then written anew
+FORMAT = 1  # must be increased if the format of these files changes, so that old caches are ignored
 VALUES, RECORDS, FACTS = "values.arrow", "records.arrow", "corpus.json"
 
 _BLOCK = 2**20  # values per batch of the Arrow file
@@ -20,16 +20,16 @@ _ROW_BYTES = 2**24
 
 
 class CorpusWriter:
-    """Writes records one after another: their values piece by piece, then what they are called.
+    """Writes records one after another: their values piece by piece, then their names.
 
-    ``values.arrow`` holds the tokens (of images: the pixels) of all records in one column, and
-    labels per token in another; ``records.arrow`` says where each begins.
+    ``values.arrow`` has the tokens (for images: the pixels) of all records in one column, and
+    labels per token in another one. ``records.arrow`` has the first value of every record.
 
     Args:
         folder: an empty folder.
-        dtype: of the values.
+        dtype: the dtype of the values.
         has_labels: whether every value has a label.
-        has_structures: whether records come with structures.
+        has_structures: whether records have structures.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class CorpusWriter:
         self._waiting = 0
         self._rows: list[dict[str, Any]] = []
         self._row_bytes = 0
-        self._labelled = False  # the record that is being written
+        self._labelled = False  # whether the current record has labels
         self._hash = hashlib.blake2b(digest_size=8)
         self.num_values = self.num_records = self._start = 0
 
     @property
     def size(self) -> int:
-        """How many values the record that is being written has."""
+        """The number of values of the current record."""
         return self.num_values - self._start
 
     def extend(self, values: Any, labels: Any = None) -> None:
-        """Further values of the record that is being written, and their labels."""
+        """Add values, and their labels, to the current record."""
         values = numpy.ascontiguousarray(values, dtype=self._dtype).reshape(-1)
         self._hash.update(values)
         if labels is not None:
@@ -91,7 +91,7 @@ class CorpusWriter:
         label: int | None = None,
         structure: bytes | None = None,
     ) -> None:
-        """The record is whole."""
+        """End the current record, and give it a name."""
         row = {
             "name": name,
             "group": group,
@@ -112,7 +112,7 @@ class CorpusWriter:
             self._write_rows()
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Write what is left, and `facts` as JSON; after this the files are on the disk."""
+        """Write the remaining values, and `facts` as JSON, and wait until all is on the disk."""
         if self._pieces:
             self._write_values()
         if self._rows:
@@ -133,9 +133,9 @@ class CorpusWriter:
             _sync(self._folder / name)
 
     def close(self) -> None:
-        """Let go of the files, finished or not."""
+        """Close the files, even if they are not complete."""
         for writer in (self._values, self._records):
-            with contextlib.suppress(OSError):  # what could not be written was said before
+            with contextlib.suppress(OSError):  # An error of writing was raised before.
                 writer.close()
 
     def _write_values(self) -> None:

@@ -1,9 +1,9 @@
-"""Protein structures: what PDB and mmCIF files say of residues, chains and atoms.
+"""Protein structures: residues, chains and atoms from PDB and mmCIF files.
 
-:mod:`~graphattn.data.structures.structure` holds what was read, and makes graphs of it;
-``reader`` reads a file, with ``pdb`` and ``mmcif`` for the two formats, ``residues`` for what one
-token is, and ``assembly`` for copies of chains. ``numbering`` counts along chains, ``edges`` and
-``tracks`` compute what models read beside the letters.
+:mod:`~graphattn.data.structures.structure` has the class :class:`Structure`, which makes graphs.
+``reader`` reads a file, with ``pdb`` and ``mmcif`` for the two formats, ``residues`` to find the
+residues among the atoms, and ``assembly`` for copies of chains. ``numbering`` computes positions
+along chains. ``edges`` and ``tracks`` compute features of edges and of residues.
 """
 
 from graphattn.data.structures.reader import read_structure

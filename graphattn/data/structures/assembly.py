@@ -1,4 +1,4 @@
-"""Biological assemblies: copies of chains, moved as the file says."""
+"""Biological assemblies: copies of chains, rotated and translated as the file says."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor
 from graphattn.data.files import FileFormatError
 from graphattn.data.structures.structure import Structure, residues_of
 
-Operation = list[list[float]]  # three rows of a rotation and, as the fourth column, a translation
-Assemblies = dict[str, list[tuple[list[str], list[Operation]]]]  # name: (chains, operations), ...
+Operation = list[list[float]]  # [3, 4]: a rotation, and a translation as the fourth column
+Assemblies = dict[str, list[tuple[list[str], list[Operation]]]]  # name -> (chains, operations), ...
 
 
 def checked_assembly(assembly: object) -> str | None:
-    """The name of an assembly, ``""`` for the first, None for what was deposited."""
+    """Return the name of an assembly, ``""`` for the first one, or None for no assembly."""
     if assembly is None or assembly is True:
         return "" if assembly else None
     if not isinstance(assembly, str) or not assembly:
         raise ValueError(
-            f"assembly must be None, True or the name of an assembly, got {assembly!r}"
+            "assembly must be None, True (for the first assembly) or the name of an assembly, got "
+            f"{assembly!r}"
         )
     return assembly
 
@@ -34,21 +35,25 @@ def assembled(
     assemblies: Assemblies,
     name: str,
 ) -> Structure:
-    """The chains of an assembly: first those as deposited, then second copies, and so on.
+    """Make an assembly of the deposited chains: first copies of all chains, then second copies.
 
     Args:
-        path: what errors name.
+        path: the file, for error messages.
         structure: the deposited chains.
-        chain_keys: of every residue the name by which the assembly calls its chain.
-        assemblies: of the file.
-        name: of the assembly; the first for ``""``.
+        chain_keys: the name of every residue's chain in the description of assemblies.
+        assemblies: the assemblies of the file.
+        name: the name of the assembly; ``""`` for the first one.
     """
     if not assemblies:
-        raise ValueError(f"assembly must be None: the file describes none, got {name or True!r}")
+        raise ValueError(
+            f"assembly must be None, because the file describes no assembly, got {name or True!r}"
+        )
     name = name or next(iter(assemblies))
     if name not in assemblies:
         existing = ", ".join(map(repr, assemblies))
-        raise ValueError(f"assembly must be one of the file ({existing}), got {name!r}")
+        raise ValueError(
+            f"assembly must be an assembly of the file, which are {existing}, got {name!r}"
+        )
 
     rows_of: dict[str, list[int]] = {}
     for row, key in enumerate(chain_keys):
@@ -60,7 +65,7 @@ def assembled(
         for operation in operations:
             moves.append(operation)
             for key in dict.fromkeys(keys):
-                if key in rows_of:  # not water, nor nucleic acids
+                if key in rows_of:  # Water and nucleic acids were not read.
                     copies[key] += 1
                     chain = int(structure.chain_index[rows_of[key][0]])
                     pieces.append((copies[key], chain, rows_of[key], len(moves) - 1))
@@ -75,14 +80,14 @@ def assembled(
         structure.chain_ids[chain] + (f"-{copy}" if copy > 1 else "") for copy, chain in chains
     )
     rows = torch.tensor([row for _, _, own, _ in pieces for row in own])
-    unmoved = residues_of(structure, rows, torch.tensor(index), chain_ids)
+    copied = residues_of(structure, rows, torch.tensor(index), chain_ids)
     matrix = torch.tensor(moves, dtype=torch.float64)
     matrix = matrix[[operation for _, _, own, operation in pieces for _ in own]]  # [N, 3, 4]
-    atoms = {atom: _moved(places, matrix) for atom, places in unmoved.atoms.items()}
-    return replace(unmoved, ca_positions=atoms["CA"], atoms=atoms)
+    atoms = {atom: _transformed(places, matrix) for atom, places in copied.atoms.items()}
+    return replace(copied, ca_positions=atoms["CA"], atoms=atoms)
 
 
-def _moved(places: Tensor, matrix: Tensor) -> Tensor:
-    """Places [N, 3] after one operation each, [N, 3, 4]."""
+def _transformed(places: Tensor, matrix: Tensor) -> Tensor:
+    """Apply one operation [3, 4] to every point, of `places` [N, 3] and `matrix` [N, 3, 4]."""
     rotated = (matrix[:, :, :3] @ places.double()[:, :, None])[:, :, 0]
     return (rotated + matrix[:, :, 3]).to(places.dtype)

@@ -1,4 +1,4 @@
-"""Graphs along the chains, and features of edges: distances, and places along a chain."""
+"""Window graphs along chains, and features of edges: distances, and offsets along a chain."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from graphattn.graphs.token_graph import TokenGraph
 def window_graph_of_chains(
     positions: Tensor, chain_index: Tensor, window: int, self_loops: bool
 ) -> TokenGraph:
-    """Every residue sees those of its chain that are at most `window` places from it."""
+    """Every residue sees the residues of its chain that are at most `window` positions away."""
     N = len(positions)
-    if N == 0 or int(positions[-1]) == N - 1:  # one chain without gaps: known in closed form
+    if N == 0 or int(positions[-1]) == N - 1:  # One chain without gaps has a closed form.
         return window_path_graph(N, window, self_loops=self_loops).to(positions.device)
     token = torch.arange(N, device=positions.device)
     pieces = [torch.stack([token, token])] if self_loops else []
-    for hop in range(1, min(window, N - 1) + 1):  # places increase: never more tokens than places
+    # Positions increase, so two residues are at least as far apart in positions as in tokens.
+    for hop in range(1, min(window, N - 1) + 1):
         near = (positions[hop:] - positions[:-hop] <= window) & (
             chain_index[hop:] == chain_index[:-hop]
         )
@@ -32,14 +33,14 @@ def window_graph_of_chains(
 def distance_features(
     ca_positions: Tensor, edge_index: Tensor, num_distances: int, max_distance: float
 ) -> Tensor:
-    """Radial basis functions of the distance along every edge, [E, num_distances].
+    """Compute radial basis functions of the distance of every edge, [E, num_distances].
 
-    Centres lie evenly from 0 to `max_distance`, as wide as they are apart; what is farther counts
-    as `max_distance`. An end without a known place gives 0.
+    The centres are evenly spaced from 0 to `max_distance`, and the width is their spacing. Larger
+    distances count as `max_distance`. If a residue has no known coordinates, the result is 0.
     """
     source, target = edge_index
     is_known = ca_positions.isfinite().all(dim=1, keepdim=True)
-    places = ca_positions.masked_fill(~is_known, 0)  # NaN would reach gradients of other residues
+    places = ca_positions.masked_fill(~is_known, 0)  # NaN would spread to other gradients.
     known = is_known[source] & is_known[target]
     distance = (places[source] - places[target]).norm(dim=1, keepdim=True).clamp(max=max_distance)
     centers = torch.linspace(
@@ -52,10 +53,11 @@ def distance_features(
 def offset_features(
     positions: Tensor, chain_index: Tensor, edge_index: Tensor, max_offset: int
 ) -> Tensor:
-    """One-hot places from target to source; the last column: one chain.
+    """Encode the offset of every edge along its chain as one-hot columns.
 
-    `positions` are [*, N], and what comes out is [*, E, 2 * max_offset + 2]. Offsets beyond
-    `max_offset` count as `max_offset`; between chains all columns are 0.
+    The last column is 1 if both residues are in the same chain. If they are not, all columns are 0.
+    Offsets beyond `max_offset` count as `max_offset`. `positions` are [*, N], and the result is
+    [*, E, 2 * max_offset + 2].
     """
     source, target = edge_index
     same_chain = chain_index[source] == chain_index[target]

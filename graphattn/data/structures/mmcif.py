@@ -15,7 +15,7 @@ from graphattn.data.structures.parsing import biotite_at_work
 
 
 def mmcif_block(path: str | os.PathLike[str], text: str) -> Any:
-    """The first data block that has atoms."""
+    """Return the first data block that has atoms."""
     from biotite.structure.io.pdbx import CIFFile
 
     with biotite_at_work(path):
@@ -27,16 +27,16 @@ def mmcif_block(path: str | os.PathLike[str], text: str) -> Any:
 
 
 def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
-    """The atoms of a model, without ligands."""
+    """Read the atoms of a model, without ligands."""
     from biotite.structure.io.pdbx import get_structure
 
     with biotite_at_work(path):
         atom_site = block["atom_site"]
         for axis in "xyz":
             mask = atom_site[f"Cartn_{axis}"].mask
-            if mask is not None and mask.array.any():  # biotite would read "?" as 0.0
+            if mask is not None and mask.array.any():  # biotite would read "?" as 0.0.
                 raise FileFormatError(path, f"an atom has no _atom_site.Cartn_{axis}")
-        # Optional in the mmCIF dictionary, but biotite asks for both.
+        # These two columns are optional in the mmCIF dictionary, but biotite requires them.
         for column, default in (("pdbx_PDB_ins_code", "?"), ("pdbx_PDB_model_num", "1")):
             if column not in atom_site:
                 atom_site[column] = [default] * atom_site.row_count
@@ -57,7 +57,7 @@ def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
 
 
 def _number_what_has_no_number(path: str | os.PathLike[str], atom_site: Any) -> None:
-    """Residues without auth_seq_id get label_seq_id: biotite would number them all -1."""
+    """Fill missing numbers in auth_seq_id from label_seq_id; biotite would set them all to -1."""
     if "auth_seq_id" not in atom_site or atom_site["auth_seq_id"].mask is None:
         return
     numbers = atom_site["auth_seq_id"].as_array(str, "")
@@ -73,7 +73,7 @@ def _number_what_has_no_number(path: str | os.PathLike[str], atom_site: Any) -> 
 
 
 def mmcif_assemblies(path: str | os.PathLike[str], block: Any) -> Assemblies:
-    """The chains (by ``label_asym_id``) of every assembly, and how they are moved."""
+    """Read the chains (by ``label_asym_id``) of every assembly, and their operations."""
     assemblies: Assemblies = {}
     if "pdbx_struct_assembly_gen" not in block or "pdbx_struct_oper_list" not in block:
         return assemblies
@@ -96,21 +96,24 @@ def mmcif_assemblies(path: str | os.PathLike[str], block: Any) -> Assemblies:
 
 
 def _products_in(expression: str) -> list[tuple[str, ...]]:
-    """``"(1-2)(5,P)"`` as names of operations that are applied one after another, last first."""
+    """Parse an expression such as ``"(1-2)(5,P)"`` into products of operations.
+
+    Every product is a tuple of names. The operations are applied one after another, the last first.
+    """
     factors = []
     for factor in expression.replace(" ", "").replace(")", "").split("("):
         names: list[str] = []
         for part in factor.split(",") if factor else []:
             first, dash, last = part.partition("-")
             if dash and int(first) > int(last):
-                raise ValueError(f"{part!r} in oper_expression is no range")
+                raise ValueError(f"{part!r} in oper_expression is a range that descends")
             names += [str(n) for n in range(int(first), int(last) + 1)] if dash else [part]
         factors += [names] if names else []
     return list(itertools.product(*factors))
 
 
 def _product(operations: list[list[list[float]]]) -> list[list[float]]:
-    """One operation that does what several do; the last is applied first."""
+    """Multiply operations to one operation; the last one is applied first."""
     result = numpy.eye(4)
     for operation in operations:
         result = result @ numpy.array([*operation, [0.0, 0.0, 0.0, 1.0]])

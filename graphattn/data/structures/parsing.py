@@ -1,4 +1,4 @@
-"""Biotite, which parses the formats: an optional dependency, and none whose errors users read."""
+"""Use of biotite, an optional dependency, with its errors converted to FileFormatError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphattn.data.files import FileFormatError
 
 
 def require_biotite(purpose: str) -> None:
-    """Raise where biotite is not installed."""
+    """Raise ImportError if biotite is not installed."""
     try:
         import biotite  # noqa: F401
     except ImportError as error:
@@ -21,9 +21,9 @@ def require_biotite(purpose: str) -> None:
 
 @contextmanager
 def biotite_at_work(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn every error of biotite into one line about the file; its warnings stay quiet.
+    """Convert every error of biotite to a FileFormatError, and ignore its warnings.
 
-    It warns of guessed elements and missing optional columns, which this reader does not use.
+    It warns about guessed elements and missing optional columns, which this reader does not use.
     """
     try:
         with warnings.catch_warnings():
@@ -31,9 +31,9 @@ def biotite_at_work(path: str | os.PathLike[str]) -> Iterator[None]:
             yield
     except FileFormatError:
         raise
-    except Exception as error:  # a parser fed with a broken file raises anything
+    except Exception as error:  # For a broken file, a parser may raise any exception.
         cause: BaseException = error
-        while cause.__context__ is not None:  # "Failed to deserialize" hides what failed
+        while cause.__context__ is not None:  # The first error says more than the later ones.
             cause = cause.__context__
         missing = "no column or block " if isinstance(cause, KeyError) else ""
         raise FileFormatError(path, f"is malformed: {missing}{cause}") from error

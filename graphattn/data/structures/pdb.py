@@ -18,8 +18,8 @@ _COORDINATES = {"x": slice(30, 38), "y": slice(38, 46), "z": slice(46, 54)}
 _END_OF_COORDINATES = 54
 _B_FACTOR = slice(60, 66)
 
-# Stricter than float() and int(), which also take "nan", "1_0" and digits of other scripts.
-# Residue numbers past 9999 are written in hybrid-36: A000 follows 9999.
+# These are stricter than float() and int(), which also accept "nan", "1_0" and digits of other
+# scripts. Residue numbers above 9999 are written in hybrid-36, in which A000 follows 9999.
 _DECIMAL = re.compile(r" *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+) *")
 _NUMBER = re.compile(r" *-?[0-9]+ *|[A-Z][0-9A-Z]{3}|[a-z][0-9a-z]{3}")
 
@@ -28,15 +28,15 @@ _CHAINS = re.compile(r"(?:APPLY THE FOLLOWING TO| +AND) CHAINS:(.*)")
 
 
 def pdb_atoms(path: str | os.PathLike[str], text: str, model: int) -> Any:
-    """The atoms of a model, without the ligands that follow a chain."""
+    """Read the atoms of a model, without the ligands that follow a chain."""
     from biotite.structure.io.pdb import PDBFile
 
     records: list[str] = []
-    chain_end: dict[str, int] = {}  # the number of records before a chain's last TER
-    number, is_empty = 1, True  # of the model that is being read
+    chain_end: dict[str, int] = {}  # the number of records before the last TER of a chain
+    number, is_empty = 1, True  # the current model, and whether it has no atoms yet
     for line_number, line in enumerate(text.split("\n"), start=1):
         if line.startswith(("ATOM", "HETATM")):
-            _check_coordinate_record(path, line_number, line)  # in every model: broken is broken
+            _check_coordinate_record(path, line_number, line)  # in all models, not only in this
             is_empty = False
             if number == model:
                 records.append(line)
@@ -51,7 +51,7 @@ def pdb_atoms(path: str | os.PathLike[str], text: str, model: int) -> Any:
         raise ValueError(f"model must be <= {last}, the number of models in the file, got {model}")
 
     polymer = [
-        _with_plain_tail(record)
+        _with_default_occupancy(record)
         for index, record in enumerate(records)
         if record.startswith("ATOM") or index < chain_end.get(record[_CHAIN], len(records))
     ]
@@ -60,10 +60,10 @@ def pdb_atoms(path: str | os.PathLike[str], text: str, model: int) -> Any:
         return file.get_structure(model=1, altloc="all", extra_fields=["b_factor"])
 
 
-def _with_plain_tail(record: str) -> str:
-    """A record with occupancy 1, and nan where a program left out the B factor.
+def _with_default_occupancy(record: str) -> str:
+    """Set the occupancy of a record to 1, and a missing B factor to nan.
 
-    Occupancies are not used here, but biotite stops where there is none.
+    Occupancies are not used here, but biotite raises an error if one is missing.
     """
     b_factor = record[_B_FACTOR]
     if not _DECIMAL.fullmatch(b_factor):
@@ -72,14 +72,14 @@ def _with_plain_tail(record: str) -> str:
 
 
 def _check_coordinate_record(path: str | os.PathLike[str], number: int, line: str) -> None:
-    """Raise where an ATOM or HETATM record does not keep to its columns."""
+    """Raise if an ATOM or HETATM record does not have the columns of the format."""
     name = line[:6].strip()
     wrong = next((char for char in line if not (char.isascii() and char.isprintable())), None)
-    if wrong is not None:  # above all a tab: it shifts the columns
-        reason = f"{name} record holds {wrong!a}; its columns are plain ASCII"
+    if wrong is not None:  # This is mostly a tab, which shifts the columns.
+        reason = f"{name} record holds {wrong!a}, but must be printable ASCII characters"
         raise FileFormatError(path, reason, line=number)
     if len(line) < _END_OF_COORDINATES:
-        reason = f"{name} record ends at column {len(line)}, the coordinates at column 54"
+        reason = f"{name} record ends at column {len(line)}, but coordinates end at column 54"
         raise FileFormatError(path, reason, line=number)
     residue_number = line[_RESIDUE_NUMBER]
     if not _NUMBER.fullmatch(residue_number):
@@ -93,9 +93,10 @@ def _check_coordinate_record(path: str | os.PathLike[str], number: int, line: st
 
 
 def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
-    """Read the copies that REMARK 350 describes: the chains of each, and how they are moved."""
+    """Read the assemblies in REMARK 350: the chains of each, and their operations."""
     assemblies: Assemblies = {}
-    name, of_chains = "1", False  # whether the last line named chains: "AND CHAINS" goes on
+    # `of_chains` says whether the last line named chains, so that "AND CHAINS" continues the list.
+    name, of_chains = "1", False
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.startswith("REMARK 350"):
             continue
@@ -115,7 +116,7 @@ def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
             row = _BIOMT.fullmatch(content)
             steps = assemblies.get(name, [])
             if row is None or not steps:
-                reason = "is no row of a matrix" if steps else "stands before the chains it moves"
+                reason = "is no row of a matrix" if steps else "comes before a list of chains"
                 raise FileFormatError(path, f"BIOMT record {reason}", line=number)
             operations = steps[-1][1]
             if row[1] == "1":
@@ -127,5 +128,5 @@ def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
         of_chains = False
     for steps in assemblies.values():
         if any(len(operation) != 3 for _, operations in steps for operation in operations):
-            raise FileFormatError(path, "REMARK 350 ends before BIOMT3 of a matrix")
+            raise FileFormatError(path, "REMARK 350 ends before the row BIOMT3 of a matrix")
     return {name: steps for name, steps in assemblies.items() if steps}

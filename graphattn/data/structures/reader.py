@@ -24,34 +24,34 @@ def read_structure(
     model: int = 1,
     max_bytes: int | None = MAX_BYTES,
 ) -> Structure:
-    """The protein chains of a PDB or mmCIF file (gzipped or not).
+    """Read the protein chains of a PDB or mmCIF file (gzipped or not).
 
-    A residue counts when it has a C-alpha atom and is an ``ATOM`` record or an amino acid of the
-    Chemical Component Dictionary. So modified residues inside a chain stay (selenomethionine as M,
-    most others as X), while ligands that are amino acids (after the chain's ``TER``; without
-    ``label_seq_id`` in mmCIF) do not. Of alternative locations the first in the file is taken, also
-    where they are different residues. Chains have the authors' names in mmCIF, as in PDB, and
-    ``""`` where a PDB file leaves the name blank; residues have the authors' numbers, and
-    ``label_seq_id`` where an mmCIF file leaves those out.
+    A residue is read if it has a C-alpha atom, and is an ``ATOM`` record or an amino acid of the
+    Chemical Component Dictionary. So modified residues inside a chain are read (selenomethionine
+    as M, most others as X). Ligands that are amino acids are not read (those after the chain's
+    ``TER``, or, in mmCIF, without ``label_seq_id``). Of alternative locations, the first one in the
+    file is read, even if they are different residues. Chains have the names that the authors gave;
+    if a PDB file leaves the name blank, it is ``""``. Residues have the authors' numbers, or
+    ``label_seq_id`` if an mmCIF file does not give them.
 
     Args:
-        path: the file; PDB or mmCIF by its extension, else by its content.
-        chains: ``"all"`` that have amino acids, in the order of the file; one by its name; or a
-            list of names, in that order.
-        atoms: ``"ca"``, ``"backbone"`` (N, CA, C, O), ``"all"`` but hydrogen, or a list of names;
-            :attr:`Structure.atoms` holds them.
-        assembly: None for the chains as they were deposited; True for the first biological
-            assembly that the file describes (REMARK 350; ``_pdbx_struct_assembly_gen``), or the
-            name of one, such as ``"1"``. A second copy of chain A is called ``"A-2"``.
-        model: which of several models, counted from 1 in the order of the file.
-        max_bytes: as in :func:`~graphattn.data.read_bytes`.
+        path: the file, PDB or mmCIF by its extension, or else by its content.
+        chains: ``"all"`` for all chains with amino acids, in the order of the file; the name of one
+            chain; or a list of names, for chains in this order.
+        atoms: the names of atoms in :attr:`Structure.atoms`: ``"ca"``, ``"backbone"`` (N, CA, C,
+            O), ``"all"`` (except hydrogen), or a list of names.
+        assembly: None for the deposited chains; True for the first biological assembly that the
+            file describes (in REMARK 350 or ``_pdbx_struct_assembly_gen``), or the name of one,
+            such as ``"1"``. A second copy of chain A is named ``"A-2"``.
+        model: the number of the model, counted from 1 in the order of the file.
+        max_bytes: the largest size that is read, as in :func:`~graphattn.data.read_bytes`.
 
     Raises:
-        FileFormatError: the file cannot be read (see :func:`~graphattn.data.read_text`), is
-            malformed (for PDB it names the line), or has no C-alpha atom.
-        ValueError: the file has no such protein chain, assembly or model, or an argument is
+        FileFormatError: if the file cannot be read (see :func:`~graphattn.data.read_text`), is
+            malformed (for PDB, the message gives the line), or has no C-alpha atom.
+        ValueError: if the file has no such protein chain, assembly or model, or an argument is
             outside its range.
-        ImportError: biotite is not installed.
+        ImportError: if biotite is not installed.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -92,7 +92,7 @@ def read_structure(
         if assembly_name is not None:
             assemblies = mmcif_assemblies(path, block)
     else:
-        raise FileFormatError(path, "is neither PDB nor mmCIF, by its name and its content")
+        raise FileFormatError(path, "is neither PDB nor mmCIF, judging by its name and content")
     if assembly_name is not None:
         structure = assembled(path, structure, chain_keys, assemblies, assembly_name)
     return structure.select(chains=chains)

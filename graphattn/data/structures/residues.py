@@ -1,4 +1,4 @@
-"""Residues, found among atoms: one token per C-alpha atom of an amino acid."""
+"""Finding residues among atoms: one token per C-alpha atom of an amino acid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKBONE = ("N", "CA", "C", "O")
 
 
 def checked_atoms(atoms: Any) -> tuple[str, ...] | None:
-    """The names of atoms beside CA that `atoms` asks for; None for all."""
+    """Return the names of atoms, besides CA, that `atoms` means; None for all atoms."""
     named = {"ca": (), "backbone": BACKBONE, "all": None}
     if isinstance(atoms, str):
         if atoms in named:
@@ -25,17 +25,18 @@ def checked_atoms(atoms: Any) -> tuple[str, ...] | None:
     elif isinstance(atoms, list | tuple) and all(isinstance(a, str) and a for a in atoms):
         return tuple(dict.fromkeys(atoms))
     raise ValueError(
-        "atoms must be 'ca', 'backbone', 'all' or a list of names of atoms, as ['N', 'CB'], got "
-        f"{atoms!r}"
+        "atoms must be 'ca', 'backbone', 'all' or a list of names of atoms, such as ['N', 'CB'], "
+        f"got {atoms!r}"
     )
 
 
 def structure_of_atoms(
     path: str | os.PathLike[str], atoms: Any, wanted: tuple[str, ...] | None
 ) -> tuple[Structure, list[str]]:
-    """The structure that the atoms of a file are, and of every residue its chain's other name.
+    """Make a structure from atoms; return it with a second name of every residue's chain.
 
-    That is ``label_asym_id`` where atoms have one (in mmCIF, whose assemblies go by it).
+    The second name is ``label_asym_id`` in mmCIF, whose assemblies use it. Otherwise it is the
+    chain's name.
     """
     from biotite.structure import filter_amino_acids
 
@@ -47,7 +48,7 @@ def structure_of_atoms(
     chain_ids = tuple(dict.fromkeys(atoms.chain_id[alpha].tolist()))
     number = {name: index for index, name in enumerate(chain_ids)}
     chain_index = numpy.array([number[name] for name in atoms.chain_id[alpha].tolist()])
-    order = chain_index.argsort(kind="stable")  # a chain's residues may stand in several places
+    order = chain_index.argsort(kind="stable")  # A file may have a chain in several pieces.
     alpha, chain_index = alpha[order], chain_index[order]
 
     residues = atoms[alpha]
@@ -72,20 +73,21 @@ def structure_of_atoms(
 
 
 def _one_alpha_carbon_per_residue(atoms: Any) -> Any:
-    """The C-alpha atom of every residue, as indices in the order of the file."""
+    """Find the C-alpha atom of every residue; return indices in the order of the file."""
     alpha = numpy.flatnonzero(atoms.atom_name == "CA")
-    # Alternative locations, also of two different residues (microheterogeneity), are neighbours
-    # with one number. Equal numbers further apart are different residues: numbering starts again
-    # after 9999 and in unnamed chains. This replaces biotite's altloc="first", which (in 1.6) keeps
-    # both of two different residues and drops residues whose locations are digits, as in 1k6p.
+    # Alternative locations are neighbours with the same number, even if they are two different
+    # residues (microheterogeneity). Equal numbers that are not neighbours are different residues,
+    # because numbering restarts after 9999 and in unnamed chains. This replaces biotite's
+    # altloc="first", which (in 1.6) returns both of two different residues, and leaves out residues
+    # whose locations are digits, as in 1k6p.
     begins = _begins_a_residue(atoms[alpha])
     return alpha[begins & ~_is_another_location(atoms[alpha], begins.cumsum() - 1)]
 
 
 def _is_another_location(atoms: Any, run: Any) -> Any:
-    """Whether an atom is of a stretch that repeats an earlier one at other locations.
+    """Say which atoms repeat an earlier residue at another location.
 
-    Some programs write all residues of a loop at location A, and then all of them at B.
+    Some programs write all residues of a loop at location A, and then all of them at location B.
     """
     location = _annotation(atoms, "altloc_id", numpy.full(len(run), ""))
     location = numpy.char.strip(location.astype(str), " .?")
@@ -97,14 +99,14 @@ def _is_another_location(atoms: Any, run: Any) -> Any:
     for first, end in itertools.pairwise(begins.tolist()):
         key = str(atoms.chain_id[first]), int(atoms.res_id[first]), str(atoms.ins_code[first])
         own, before = set(location[first:end].tolist()), seen.setdefault(key, set())
-        # A location that was there before is that of another residue with the same number.
+        # If the same location occurred before, this is another residue with the same number.
         repeats[first:end] = bool(before) and "" not in own | before and not own & before
         before |= own
     return repeats
 
 
 def _begins_a_residue(atoms: Any) -> Any:
-    """Whether an atom has another chain, number or insertion code than the one before it."""
+    """Say which atoms differ in chain, number or insertion code from the atom before them."""
     begins = numpy.ones(atoms.array_length(), dtype=bool)
     begins[1:] = False
     for column in (atoms.chain_id, atoms.res_id, atoms.ins_code):
@@ -113,29 +115,31 @@ def _begins_a_residue(atoms: Any) -> Any:
 
 
 def _places_of_atoms(atoms: Any, alpha: Any, wanted: tuple[str, ...] | None) -> dict[str, Tensor]:
-    """Coordinates by name of atom, [N, 3] each, NaN where a residue has none.
+    """Collect coordinates by the name of atoms, [N, 3] each; NaN if a residue has no such atom.
 
-    A residue's atoms stand about its C-alpha atom, with its number and name. Of alternative
-    locations that of the C-alpha atom is taken, else the first in the file.
+    The atoms of a residue are around its C-alpha atom in the file, and have the same number and
+    name. Of alternative locations, the one of the C-alpha atom is used, or else the first one in
+    the file.
     """
     run = _begins_a_residue(atoms).cumsum() - 1
     residue_of_run = numpy.full(run[-1] + 1, -1)
     residue_of_run[run[alpha]] = numpy.arange(len(alpha))
     residue = residue_of_run[run]
     location = _annotation(atoms, "altloc_id", numpy.full(len(run), ""))
-    own = alpha[residue]  # of every atom the C-alpha atom; nonsense where residue is -1
-    kept = (residue >= 0) & (atoms.res_name == atoms.res_name[own])
-    kept &= ~numpy.isin(atoms.element, ("H", "D")) & (atoms.atom_name != "CA")
+    own = alpha[residue]  # the C-alpha atom of every atom; meaningless where residue is -1
+    selected = (residue >= 0) & (atoms.res_name == atoms.res_name[own])
+    selected &= ~numpy.isin(atoms.element, ("H", "D")) & (atoms.atom_name != "CA")
     if wanted is not None:
-        kept &= numpy.isin(atoms.atom_name, wanted)
+        selected &= numpy.isin(atoms.atom_name, wanted)
     elsewhere = location != location[own]
     places = {"CA": atoms.coord[alpha]}
-    names = dict.fromkeys(atoms.atom_name[kept].tolist()) if wanted is None else wanted
+    names = dict.fromkeys(atoms.atom_name[selected].tolist()) if wanted is None else wanted
     for name in names:
         if name == "CA":
             continue
-        index = numpy.flatnonzero(kept & (atoms.atom_name == name))
-        index = index[elsewhere[index].argsort(kind="stable")][::-1]  # the best is written last
+        index = numpy.flatnonzero(selected & (atoms.atom_name == name))
+        # The best location is last, so that it overwrites the others below.
+        index = index[elsewhere[index].argsort(kind="stable")][::-1]
         places[name] = numpy.full((len(alpha), 3), numpy.nan)
         places[name][residue[index]] = atoms.coord[index]
     return {name: torch.tensor(value, dtype=torch.float32) for name, value in places.items()}
@@ -146,8 +150,9 @@ def _annotation(atoms: Any, name: str, default: Any) -> Any:
 
 
 def _b_factors(residues: Any) -> Tensor:
-    """Return B factors as numbers, NaN where there is none: PDB files give floats, mmCIF files what
-    stands there.
+    """Convert B factors to numbers; NaN if there is none.
+
+    They are floats from PDB files, but text from mmCIF files.
     """
     column = _annotation(residues, "b_factor", None)
     if column is None:

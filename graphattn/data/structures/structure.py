@@ -1,4 +1,4 @@
-"""Proteins as tokens: residues of several chains, where they are, and graphs of them."""
+"""Structure: residues of protein chains with their coordinates, and graphs of them."""
 
 from __future__ import annotations
 
@@ -25,32 +25,35 @@ _LETTERS = "ARNDCQEGHILKMFPSTWYV"
 _NAMES = "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL"
 THREE_LETTERS = dict(zip(_LETTERS, _NAMES.split(), strict=True))
 
-_DEFAULT: Any = None  # what a field is that follows from the others
+_DEFAULT: Any = None  # the value of a field that is computed from the others
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Structure:
-    """Residues of one or several protein chains: a residue is a token, its C-alpha atom its place.
+    """Residues of one or several protein chains; a residue is a token, located at its C-alpha atom.
 
-    :func:`read_structure` makes one of a file. Made by hand (of a prediction, say), it needs the
-    letters and the coordinates alone: one chain A, numbered from 1.
+    :func:`read_structure` reads one from a file. The constructor, for example for a prediction,
+    needs only the letters and the coordinates. The default is one chain A, numbered from 1.
 
     Attributes:
-        sequence: one letter per residue, N of them, chain after chain; ``X`` where one has none.
-        ca_positions: FloatTensor [N, 3], Angstrom; NaN where the atom is missing.
-        chain_index: LongTensor [N]: the chain of every residue, as an index of `chain_ids`.
-        chain_ids: the chains' names, C of them; copies in an assembly are called ``"A-2"``.
-        residue_numbers: LongTensor [N]: the authors' numbers; they may be negative, skip, repeat.
-        insertion_codes: N strings that tell residues of one number apart (52, 52A); mostly ``""``.
+        sequence: N letters, one per residue, chain after chain; ``X`` for a residue without one.
+        ca_positions: FloatTensor [N, 3], coordinates of the C-alpha atoms in Angstrom; NaN if the
+            atom is missing.
+        chain_index: LongTensor [N], the chain of every residue, as an index into `chain_ids`.
+        chain_ids: the C names of the chains; a second copy of A in an assembly is ``"A-2"``.
+        residue_numbers: LongTensor [N], the authors' numbers, which may be negative, have gaps, or
+            repeat.
+        insertion_codes: N strings that distinguish residues with the same number (52, 52A); mostly
+            ``""``.
         residue_names: N names of the Chemical Component Dictionary, such as ``"MSE"``.
-        b_factors: FloatTensor [N], of the C-alpha atoms (pLDDT in many predictions); NaN where a
-            file has none.
-        atoms: the atoms that were asked for by name, FloatTensors [N, 3]; NaN where a residue has
-            none of that name. ``"CA"`` is always there: `ca_positions`.
-        has_all_atoms: whether `atoms` holds every atom but hydrogen.
+        b_factors: FloatTensor [N], B factors of the C-alpha atoms (pLDDT in many predictions); NaN
+            if the file has none.
+        atoms: coordinates of the requested atoms by name, FloatTensors [N, 3]; NaN if a residue has
+            no such atom. ``"CA"`` is always there, and is `ca_positions`.
+        has_all_atoms: whether `atoms` has all atoms except hydrogen.
 
     Raises:
-        ValueError: names the argument that does not fit the others.
+        ValueError: if the shapes, dtypes or devices of the arguments do not fit.
 
     Example:
         >>> import torch, graphattn as ga
@@ -125,32 +128,38 @@ class Structure:
                     else type(value).__name__
                 )
                 raise ValueError(
-                    f"{name} must be a tensor of shape {list(shape)} on {device} (as sequence, of "
-                    f"{N} letters, and ca_positions have it), got {got}"
+                    f"{name} must be a tensor of shape {list(shape)} on {device}, because sequence "
+                    f"has {N} letters and ca_positions is on this device, got {got}"
                 )
         for name in ("chain_index", "residue_numbers"):
             if getattr(self, name).dtype != torch.int64:
-                raise ValueError(f"{name} must be of torch.int64, got {getattr(self, name).dtype}")
+                raise ValueError(
+                    f"{name} must have dtype torch.int64, got {getattr(self, name).dtype}"
+                )
         for name in ("insertion_codes", "residue_names"):
             if len(getattr(self, name)) != N:
                 raise ValueError(
-                    f"{name} must hold {N} strings, one per letter of sequence, got "
+                    f"{name} must have {N} strings, one per letter of sequence, got "
                     f"{len(getattr(self, name))}"
                 )
 
     def _check_chains(self) -> None:
         C, index = len(self.chain_ids), self.chain_index
         if len(set(self.chain_ids)) != C:
-            raise ValueError(f"chain_ids must be different names, got {self.chain_ids!r}")
-        if index.is_meta:  # there are no values to look at
+            raise ValueError(f"chain_ids must have every name once, got {self.chain_ids!r}")
+        if index.is_meta:  # A meta tensor has no values to check.
             return
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= C):
             raise ValueError(
-                f"chain_index must lie in 0..{C - 1}, as there are {C} chain_ids, got "
+                f"chain_index must be in 0..{C - 1}, because there are {C} chain_ids, got "
                 f"{int(index.min())}..{int(index.max())}"
             )
         if bool((index.diff() < 0).any()):
-            raise ValueError("chain_index must ascend: residues stand chain after chain")
+            at = int((index.diff() < 0).nonzero()[0])
+            raise ValueError(
+                "chain_index must be in ascending order, because residues are ordered by chain, "
+                f"got {int(index[at + 1])} after {int(index[at])}"
+            )
 
     # Facts.
 
@@ -165,31 +174,32 @@ class Structure:
 
     @property
     def has_ca(self) -> Tensor:
-        """BoolTensor [N]: whether the place of a residue is known."""
+        """BoolTensor [N]: whether a residue has coordinates of its C-alpha atom."""
         return self.has_atom("CA")
 
     def has_atom(self, name: str) -> Tensor:
-        """BoolTensor [N]: which residues have an atom of that name.
+        """Return a BoolTensor [N] that says which residues have an atom of this name.
 
         Raises:
-            ValueError: if `name` is none of the `atoms` that were read.
+            ValueError: if `name` is not in `atoms`, because it was not read.
         """
         if name not in self.atoms:
             raise ValueError(
                 f"name must be one of the atoms that were read ({', '.join(self.atoms)}), got "
-                f"{name!r}: read_structure(..., atoms=[{name!r}]) reads more"
+                f"{name!r}: read_structure(..., atoms=[{name!r}]) reads it"
             )
         return self.atoms[name].isfinite().all(dim=1)
 
     @cached_property
     def positions(self) -> Tensor:
-        """LongTensor [N]: places along the chains from 0 on, increasing, for rotary embeddings.
+        """LongTensor [N], increasing positions along the chains, for rotary embeddings.
 
-        Between neighbours in a chain they grow as the residue numbers do, so missing residues
-        count; by 1 where only the insertion code changes, or where numbers start again; and by more
-        than the numbers say where C-alpha atoms lie too far apart for it: n steps reach at most
-        3.8 n + 0.7 Angstrom. Between chains they grow by 512, and so they do where numbers start
-        again at a residue that is not joined to the one before.
+        The first position is 0. From one residue to the next in a chain, the position increases as
+        much as the residue number, so missing residues count. It increases by 1 if only the
+        insertion code changes, or if numbering restarts. It increases by more than the number if
+        the C-alpha atoms are too far apart for the number, because n steps reach at most
+        3.8 n + 0.7 Angstrom. From one chain to the next, it increases by 512, and also if numbering
+        restarts at a residue that is too far from the one before to be joined to it.
         """
         return places_along_chains(
             self.chain_index, self.residue_numbers, self.insertion_codes, self.ca_positions
@@ -197,9 +207,10 @@ class Structure:
 
     @property
     def gaps(self) -> Tensor:
-        """BoolTensor [N]: True where residues are missing before one, and after one of its chain.
+        """BoolTensor [N]: whether residues are missing between this residue and the one before.
 
-        Numbers say so, or distances; ``positions.diff() - 1`` is how many.
+        It is False for the first residue of a chain. It follows from numbers and distances, and
+        ``positions.diff() - 1`` is the number of missing residues.
         """
         if len(self) == 0:
             return torch.zeros_like(self.chain_index, dtype=torch.bool)
@@ -209,31 +220,35 @@ class Structure:
     # Parts.
 
     def select(self, *, chains: str | Iterable[str]) -> Structure:
-        """Some of the chains, in the order in which they are named.
+        """Return some of the chains, in the order of their names in `chains`.
 
         Args:
             chains: ``"all"``, the name of one chain, or a list of names.
 
         Raises:
-            ValueError: for a name that is no chain's, or stands there twice.
+            ValueError: if a name is not the name of a chain, or occurs twice.
         """
         if isinstance(chains, str) and chains == "all":
             return self
         is_list = isinstance(chains, Iterable) and not isinstance(chains, str)
         names: tuple[Any, ...] = tuple(chains) if is_list else (chains,)
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"chains must be one name or several different ones, got {chains!r}")
+            raise ValueError(
+                f"chains must be 'all', one name, or a list of different names, got {chains!r}"
+            )
         for name in names:
             if name not in self.chain_ids:
                 existing = ", ".join(map(repr, self.chain_ids))
-                raise ValueError(f"chains must be protein chains ({existing}), got {name!r}")
+                raise ValueError(
+                    f"chains must be names of protein chains, which are {existing}, got {name!r}"
+                )
         index = self.chain_index
-        kept = [(index == self.chain_ids.index(name)).nonzero()[:, 0] for name in names]
-        new_index = torch.cat([torch.full_like(rows, new) for new, rows in enumerate(kept)])
-        return residues_of(self, torch.cat(kept), new_index, names)
+        selected = [(index == self.chain_ids.index(name)).nonzero()[:, 0] for name in names]
+        new_index = torch.cat([torch.full_like(rows, new) for new, rows in enumerate(selected)])
+        return residues_of(self, torch.cat(selected), new_index, names)
 
     def split(self) -> list[Structure]:
-        """Every chain by itself.
+        """Return a list with one structure per chain.
 
         Example:
             >>> import torch, graphattn as ga
@@ -254,44 +269,47 @@ class Structure:
     # Graphs.
 
     def window_graph(self, window: int, *, self_loops: bool = False) -> TokenGraph:
-        """Every residue sees those of its chain at most `window` places from it.
+        """Every residue sees the residues of its chain that are at most `window` positions away.
 
-        Places are :attr:`positions`: missing residues count as if they were there, and no window
-        reaches into another chain.
+        The window counts :attr:`positions`, so missing residues count as if they were there. No
+        window reaches into another chain.
 
         Args:
-            window: places on each side, >= 0.
+            window: positions on each side, >= 0.
             self_loops: whether a residue sees itself.
 
         Raises:
-            ValueError: if `window` is negative or no integer.
+            ValueError: if `window` is negative or not an integer.
         """
         window = as_int("window", window, 0)
         return window_graph_of_chains(self.positions, self.chain_index, window, bool(self_loops))
 
     def neighbor_graph(self, k: int = 16, *, self_loops: bool = False) -> TokenGraph:
-        """Every residue sees the `k` whose C-alpha atoms are nearest, of whatever chain.
+        """Every residue sees the `k` residues of all chains whose C-alpha atoms are nearest.
 
-        Where there are fewer, it sees them all; a residue without a known place has no edges.
+        If there are fewer than `k` others, it sees all of them. A residue without coordinates has
+        no edges.
 
         Args:
-            k: how many, >= 1.
+            k: neighbours per residue, >= 1.
             self_loops: whether a residue is its own first neighbour.
 
         Raises:
-            ValueError: if `k` is not at least 1.
+            ValueError: if `k` is less than 1.
         """
-        one = torch.zeros_like(self.chain_index)  # one item, which may have fewer than k others
+        # As one item of a batch, the residues may have fewer than k others.
+        one = torch.zeros_like(self.chain_index)
         return knn_graph(self.ca_positions, k, self_loops=self_loops, batch=one)
 
     def radius_graph(
         self, radius: float, *, max_neighbors: int | None = None, self_loops: bool = False
     ) -> TokenGraph:
-        """Every residue sees those whose C-alpha atoms lie within `radius`, of whatever chain.
+        """Every residue sees the residues of all chains whose C-alpha atoms are within `radius`.
 
         Args:
-            radius: in Angstrom.
-            max_neighbors: at most so many, the nearest; all if None.
+            radius: the largest distance, in Angstrom.
+            max_neighbors: the largest number of neighbours, which are then the nearest; None for
+                no limit.
             self_loops: whether a residue sees itself.
 
         Raises:
@@ -309,30 +327,30 @@ class Structure:
         max_distance: float = 20.0,
         max_offset: int = 32,
     ) -> Tensor:
-        r"""Return features of every edge that do not change when the structure is moved or turned.
+        r"""Compute features of every edge that do not change if the structure is moved or rotated.
 
-        First the distance d of the C-alpha atoms, as radial basis functions
-        :math:`\exp(-(\min(d, r) - \mu_k)^2 / 2 \delta^2)` with centres :math:`\mu_k` evenly from 0
-        to r = `max_distance` and :math:`\delta` their spacing; 0 where a place is not known. Then
-        the places from target to source along the chain (:attr:`positions`), clipped to
-        `max_offset` on either side, as one column each of which one is 1; then 1. Of an edge
-        between two chains the columns after the distances are 0.
+        The first columns are radial basis functions of the distance d of the C-alpha atoms,
+        :math:`\exp(-(\min(d, r) - \mu_k)^2 / 2 \delta^2)`, with centres :math:`\mu_k` evenly
+        spaced from 0 to r = `max_distance`, and their spacing :math:`\delta`. They are 0 if
+        coordinates are missing. The next columns are a one-hot encoding of the offset from target
+        to source in :attr:`positions`, clipped to `max_offset` on either side. The last column is
+        1. For an edge between two chains, the offset columns and the last one are 0.
 
         Args:
             graph: a graph of these residues.
-            num_distances: how many radial basis functions, >= 1.
-            max_distance: in Angstrom, > 0.
-            max_offset: >= 0.
+            num_distances: the number of radial basis functions, >= 1.
+            max_distance: the largest distance that is distinguished, in Angstrom, > 0.
+            max_offset: the largest offset that is distinguished, >= 0.
 
         Returns:
             FloatTensor [E, F] in the order of ``graph.edge_index``; F is
             :meth:`num_edge_features`.
 
         Raises:
-            ValueError: names the argument, its value and what is allowed.
+            ValueError: if an argument is outside its range, or `graph` does not fit the structure.
 
-        Source: distances and offsets as in ProteinMPNN (Dauparas et al., 2022, supplementary
-        methods), whose distances are of five atoms and whose basis differs.
+        Source: ProteinMPNN (Dauparas et al., 2022, supplementary methods) has similar features, but
+        distances of five atoms and another basis.
 
         Example:
             >>> import torch, graphattn as ga
@@ -348,12 +366,12 @@ class Structure:
             raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
         if graph.num_targets != len(self) or graph.num_sources != len(self):
             raise ValueError(
-                f"graph must have the {len(self)} residues as targets and sources, got "
-                f"{graph.num_targets} and {graph.num_sources}"
+                f"graph must have the {len(self)} residues as targets and as sources, got "
+                f"{graph.num_targets} targets and {graph.num_sources} sources"
             )
         if graph.device != self.ca_positions.device:
             raise ValueError(
-                f"graph must be on {self.ca_positions.device}, as the structure is, got "
+                f"graph must be on the device of the structure, {self.ca_positions.device}, got "
                 f"{graph.device}"
             )
         edges = graph.edge_index
@@ -365,44 +383,46 @@ class Structure:
     def num_edge_features(
         num_distances: int = 16, max_distance: float = 20.0, max_offset: int = 32
     ) -> int:
-        """F of :meth:`edge_features`: num_distances + 2 * max_offset + 2."""
+        """Return F, the width of :meth:`edge_features`: num_distances + 2 * max_offset + 2."""
         num_distances, _, max_offset = _feature_sizes(num_distances, max_distance, max_offset)
         return num_distances + 2 * max_offset + 2
 
     # Tracks.
 
     def secondary_structure(self) -> Tensor:
-        """LongTensor [N]: 0 coil, 1 helix, 2 strand, from the C-alpha atoms alone (P-SEA).
+        """Compute the secondary structure from the C-alpha atoms: LongTensor [N].
 
-        Source: Labesse et al., 1997 (CABIOS 13:291), as biotite's ``annotate_sse`` has it. Breaks
-        of the chain are those of :attr:`positions`; a residue without a known place is coil.
+        0 is coil, 1 is helix, 2 is strand. The chain is broken where :attr:`positions` increase by
+        more than 1. A residue without coordinates is coil.
+
+        Source: P-SEA (Labesse et al., 1997, CABIOS 13:291), by biotite's ``annotate_sse``.
 
         Raises:
-            ImportError: biotite is not installed.
+            ImportError: if biotite is not installed.
         """
         return secondary_structure(self.ca_positions, self.chain_index, self.positions)
 
     def solvent_accessibility(self, *, probe_radius: float = 1.4) -> Tensor:
-        """FloatTensor [N]: the surface of every residue that water reaches, in Angstrom squared.
+        """Compute the surface of every residue that water can reach: FloatTensor [N].
 
-        Of the chains that are there: what another one covers is not accessible. Waters, ligands
-        and nucleic acids were not read, and cover nothing.
+        The unit is Angstrom squared. All chains of this structure count, so a surface that another
+        chain covers is not accessible. Water, ligands and nucleic acids are not in the structure,
+        and cover nothing.
 
         Args:
-            probe_radius: of the rolling ball, in Angstrom.
+            probe_radius: the radius of the rolling ball, in Angstrom.
 
-        Source: Shrake and Rupley, 1973, with the radii of Tsai et al., 1999, as biotite's ``sasa``
-        has it.
+        Source: Shrake and Rupley, 1973, with the radii of Tsai et al., 1999, by biotite's ``sasa``.
 
         Raises:
             ValueError: if not all atoms were read (``read_structure(path, atoms="all")``).
-            ImportError: biotite is not installed.
+            ImportError: if biotite is not installed.
         """
         radius = as_float("probe_radius", probe_radius, positive=True)
         if not self.has_all_atoms:
             raise ValueError(
-                "atoms must be all read for solvent_accessibility(), got "
-                f"{', '.join(self.atoms)}: read_structure(path, atoms='all') reads them"
+                "atoms must have all atoms of every residue for solvent_accessibility(), got only "
+                f"{', '.join(self.atoms)}: read the file with read_structure(path, atoms='all')"
             )
         surface = solvent_accessibility(self.atoms, self.residue_names, radius)
         return surface.to(self.ca_positions)
@@ -421,7 +441,7 @@ def _feature_sizes(
 def residues_of(
     structure: Structure, rows: Tensor, chain_index: Tensor, chain_ids: tuple[str, ...]
 ) -> Structure:
-    """The residues `rows` [n] (any order, any repeated) as chains of their own."""
+    """Make a structure of the residues `rows` [n], which may be in any order and may repeat."""
     own = rows.tolist()
     return replace(
         structure,

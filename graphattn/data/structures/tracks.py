@@ -1,4 +1,4 @@
-"""Tracks of a structure by biotite: secondary structure, and the surface that water reaches."""
+"""Features of residues from biotite: secondary structure and solvent-accessible surface."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from graphattn.data.structures.parsing import require_biotite
 
-_CODES = {"a": 1, "b": 2}  # of biotite: helix and strand
+_CODES = {"a": 1, "b": 2}  # biotite's codes of helix and strand
 
 
 def secondary_structure(ca_positions: Tensor, chain_index: Tensor, positions: Tensor) -> Tensor:
-    """0 coil, 1 helix, 2 strand of every residue.
+    """Compute the secondary structure of every residue: 0 coil, 1 helix, 2 strand.
 
     Args:
-        ca_positions: [N, 3], where the C-alpha atoms are, NaN where that is not known.
+        ca_positions: [N, 3], coordinates of the C-alpha atoms; NaN if they are not known.
         chain_index: [N], the chain of every residue.
-        positions: [N], places along the chains, which jump where a chain is broken.
+        positions: [N], positions along the chains, which increase by more than 1 at a break.
     """
     require_biotite("secondary_structure()")
     from biotite.structure import AtomArray, annotate_sse
@@ -27,10 +27,10 @@ def secondary_structure(ca_positions: Tensor, chain_index: Tensor, positions: Te
     atoms = AtomArray(len(ca_positions))
     atoms.coord = ca_positions.detach().cpu().float().numpy()
     atoms.atom_name[:] = "CA"
-    atoms.res_name[:] = "ALA"  # whatever it is: only its place is looked at
+    atoms.res_name[:] = "ALA"  # biotite needs a name, but uses only the coordinates
     atoms.element[:] = "C"
     atoms.chain_id = numpy.array(chain_index.tolist(), dtype=str).astype("U8")
-    atoms.res_id = positions.cpu().numpy()  # where these jump, the chain is broken
+    atoms.res_id = positions.cpu().numpy()  # biotite breaks the chain where these have a gap
     codes = [_CODES.get(code, 0) for code in annotate_sse(atoms).tolist()]
     return torch.tensor(codes, device=ca_positions.device)
 
@@ -38,12 +38,13 @@ def secondary_structure(ca_positions: Tensor, chain_index: Tensor, positions: Te
 def solvent_accessibility(
     atoms: Mapping[str, Tensor], residue_names: Sequence[str], probe_radius: float
 ) -> Tensor:
-    """The accessible surface of every residue, summed over its atoms, float64 on the CPU.
+    """Compute the accessible surface of every residue, summed over its atoms; float64 on the CPU.
 
     Args:
-        atoms: every atom but hydrogen by its name, [N, 3] each, NaN where a residue has none.
+        atoms: coordinates of all atoms except hydrogen by their names, [N, 3] each; NaN if a
+            residue has no such atom.
         residue_names: N names of the Chemical Component Dictionary.
-        probe_radius: of the rolling ball, in Angstrom.
+        probe_radius: the radius of the rolling ball, in Angstrom.
     """
     require_biotite("solvent_accessibility()")
     from biotite.structure import AtomArray, sasa
@@ -71,7 +72,7 @@ def solvent_accessibility(
 
 
 def _radius(residue_name: str, atom_name: str) -> float:
-    """The van der Waals radius of an atom with its hydrogens, or else of its element."""
+    """Return the van der Waals radius of an atom with its hydrogens, or else of its element."""
     from biotite.structure import infer_elements
     from biotite.structure.info import vdw_radius_protor, vdw_radius_single
 
@@ -81,4 +82,4 @@ def _radius(residue_name: str, atom_name: str) -> float:
         radius = None
     if radius is None:
         radius = vdw_radius_single(str(infer_elements([atom_name])[0]))
-    return 1.7 if radius is None else float(radius)  # 1.7: carbon
+    return 1.7 if radius is None else float(radius)  # 1.7 is the radius of carbon

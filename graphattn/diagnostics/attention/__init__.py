@@ -1,1 +1,1 @@
-"""Attention of a model while it runs: calls, operands, weights and their statistics."""
+"""Recording the attention of a model while it runs: calls, weights and their statistics."""

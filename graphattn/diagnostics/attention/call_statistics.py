@@ -1,4 +1,4 @@
-"""Statistics of one attention call, and the values that are kept of it."""
+"""Statistics of one attention call, and the weights that are stored of it."""
 
 from __future__ import annotations
 
@@ -25,56 +25,58 @@ Keep = Literal["weights", "mean", "statistics"]
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One call of attention: B sequences, H heads, Q queries, K keys."""
+    """One call of attention, with B sequences, H heads, Q queries and K keys."""
 
-    name: str  #: of the module, as in ``model.named_modules()``
+    name: str  #: the name of the module, as in ``model.named_modules()``
     shape: tuple[int, int, int, int]  #: B, H, Q, K
-    sinks: Tensor  #: [B, H]; NaN where no query counts, and where weights are negative
-    entropy: Tensor  #: [B, H], in nats; NaN where weights are negative
-    diversity: Tensor  #: [B]; NaN for one head, and where weights are negative
-    effective_rank: Tensor  #: [B], of the outputs
-    kept: Tensor | None = None
-    edges: TokenGraph | None = None
-    keep: Keep = "weights"
-    same_tokens: bool | None = None  #: self-attention (True) or not (False); None: not known
-    signed: bool = False  #: whether some weights are negative, which have no shares
+    sinks: Tensor  #: the share of the sink token, [B, H]; NaN if undefined
+    entropy: Tensor  #: the entropy of rows in nats, [B, H]; NaN for negative weights
+    diversity: Tensor  #: the diversity of heads, [B]; NaN for one head or negative weights
+    effective_rank: Tensor  #: the effective rank of the outputs, [B]
+    kept: Tensor | None = None  #: the stored weights, as `keep` says
+    edges: TokenGraph | None = None  #: the graph of the stored weights; None: they are matrices
+    keep: Keep = "weights"  #: what is stored
+    same_tokens: bool | None = None  #: whether it is self-attention; None if not known
+    signed: bool = False  #: whether some weights are negative, so that they are no shares
 
     @property
     def matrix(self) -> Tensor:
-        """Weights [B, H, Q, K]; 0 where a query may not look, and in rows of padding."""
-        return self._dense(self._kept("weights"))
+        """Weights [B, H, Q, K]; 0 for keys that a query may not see, and in rows of padding."""
+        return self._dense(self._stored("weights"))
 
     @property
     def graph(self) -> TokenGraph:
-        """The graph that `weights` belong to: the layer's own, or all pairs."""
+        """The graph of `weights`: that of the layer, or a complete graph."""
         if self.edges is not None:
             return self.edges
         Q, K = self.shape[2:]
-        kept = self._kept("weights")
+        stored = self._stored("weights")
         graph = complete_graph(Q) if Q == K else bipartite_complete_graph(Q, K)
-        return graph.to(kept.device)
+        return graph.to(stored.device)
 
     @property
     def weights(self) -> Tensor:
-        """[B, E, H], in the order of ``graph.edge_index``."""
-        kept = self._kept("weights")
-        return kept if self.edges is not None else kept.permute(0, 2, 3, 1).flatten(1, 2)
+        """Weights per edge [B, E, H], in the order of ``graph.edge_index``."""
+        stored = self._stored("weights")
+        return stored if self.edges is not None else stored.permute(0, 2, 3, 1).flatten(1, 2)
 
     def mean_over_heads(self) -> Tensor:
-        """[B, Q, K]."""
-        return self._dense(self._kept("mean")).mean(dim=1)
+        """Return the mean of the weights over heads, [B, Q, K]."""
+        return self._dense(self._stored("mean")).mean(dim=1)
 
-    def _kept(self, what: Keep) -> Tensor:
+    def _stored(self, what: Keep) -> Tensor:
         if self.kept is None or (what == "weights" and self.keep == "mean"):
-            raise ValueError(f"keep must be {what!r} in record() for this, got keep={self.keep!r}")
+            raise ValueError(
+                f"keep must be {what!r} in record() to get these weights, got keep={self.keep!r}"
+            )
         return self.kept
 
-    def _dense(self, kept: Tensor) -> Tensor:
+    def _dense(self, stored: Tensor) -> Tensor:
         if self.edges is None:
-            return kept
+            return stored
         source, target = self.edges.edge_index
-        full = kept.new_zeros(len(kept), *self.shape[2:], kept.shape[-1])
-        full[:, target, source] = kept
+        full = stored.new_zeros(len(stored), *self.shape[2:], stored.shape[-1])
+        full[:, target, source] = stored
         return full.permute(0, 3, 1, 2)
 
 
@@ -87,27 +89,26 @@ def of_edges(
     keep: Keep,
     valid: Tensor | None = None,
 ) -> RecordedCall:
-    """A call of a layer of graphattn.nn: weights [*, E, H], output [*, N, dim].
+    """Record a call of a layer of graphattn.nn, with weights [*, E, H] and output [*, N, dim].
 
-    Linear attention that rotates its numerator has weights below 0: no shares of anything.
+    Linear attention with rope=True has negative weights, for which shares are not defined.
     """
     weights = weights.detach().reshape(-1, *weights.shape[-2:])
     heads = weights.shape[-1]
     target = graph.edge_index[1]
     total = weights.new_zeros(len(weights), graph.num_targets)
     real = total.index_add(1, target, weights.abs().sum(dim=-1)) > 0
-    one = weights.new_full((len(weights),), torch.nan)
-    nothing = weights.new_full((len(weights), heads), torch.nan)
+    undefined = weights.new_full((len(weights), heads), torch.nan)
     signed = bool((weights < 0).any())
-    kept = {"weights": weights, "mean": weights.mean(dim=-1, keepdim=True), "statistics": None}
+    stored = {"weights": weights, "mean": weights.mean(dim=-1, keepdim=True), "statistics": None}
     return RecordedCall(
         name,
         (len(weights), heads, graph.num_targets, graph.num_sources),
-        nothing if signed else _sinks(weights, graph, token, valid),
-        nothing if signed else attention_entropy(weights, graph),
-        head_diversity(weights, graph) if heads > 1 and not signed else one,
+        undefined if signed else _sinks(weights, graph, token, valid),
+        undefined if signed else attention_entropy(weights, graph),
+        head_diversity(weights, graph) if heads > 1 and not signed else undefined[:, 0],
         ranks(output.detach().reshape(len(weights), graph.num_targets, -1), real),
-        kept[keep],
+        stored[keep],
         graph,
         keep,
         signed=signed,
@@ -115,17 +116,17 @@ def of_edges(
 
 
 def _sinks(weights: Tensor, graph: TokenGraph, token: int, valid: Tensor | None) -> Tensor:
-    """`sink_share` of a token that is counted from the first real one of every sequence, [B, H]."""
+    """Compute `sink_share` of a token counted from the first real one of every sequence; [B, H]."""
     in_one = len(graph.sizes) == 1 and graph.num_sources > 0 and graph.source_positions[0] == 0
     fits = valid is not None and valid.shape[-1] == graph.num_sources > token
-    permuted = graph.own_positions is not None  # its first token may lie anywhere
+    permuted = graph.own_positions is not None  # the first token may be anywhere in it
     if valid is None or not fits or not in_one or permuted:
         return sink_share(weights, graph, token)
     return _shares(weights, graph, _places(valid, len(weights), token), itself=True)
 
 
 def _places(valid: Tensor, batch: int, token: int) -> Tensor:
-    """Return the place of the token among the sources of every sequence, [B]; -1: nowhere."""
+    """Find the place of the token among the sources of every sequence, [B]; -1 if absent."""
     valid = valid.reshape(-1, valid.shape[-1])
     valid = valid.repeat_interleave(batch // len(valid), dim=0) if len(valid) == 1 else valid
     at = valid & (valid.long().cumsum(dim=1) == token + 1)
@@ -133,9 +134,10 @@ def _places(valid: Tensor, batch: int, token: int) -> Tensor:
 
 
 def _shares(weights: Tensor, graph: TokenGraph, places: Tensor, *, itself: bool) -> Tensor:
-    """`sink_share` with a token per sequence; NaN for those at -1.
+    """Compute `sink_share` with one token per sequence; NaN where its place is -1.
 
-    `itself`: whether the target at the token's position counts, if it is not known to be the token.
+    `itself` says whether a target at the token's position counts as a query in graphs where it may
+    be another token.
     """
     shares = weights.new_full((len(weights), weights.shape[-1]), torch.nan)
     row = graph.positions[graph.edge_index[1]]
@@ -150,10 +152,10 @@ def _shares(weights: Tensor, graph: TokenGraph, places: Tensor, *, itself: bool)
 def of_step(
     name: str, weights: Tensor, output: Tensor, step: SeenStep, token: int, keep: Keep
 ) -> RecordedCall:
-    """A step of generation.
+    """Record a step of generation.
 
-    A query that a window cuts off from the token looks at it with a share of 0, as in a forward
-    pass; a text that is not that long yet says nothing.
+    If a window does not reach the sink token, its share is 0, as in a forward pass. If the text is
+    not long enough to have this token, the share is NaN.
     """
     graph, valid = step.graph, step.valid[1]
     call = of_edges(name, weights, output, graph, 0, keep)
@@ -172,60 +174,62 @@ def of_step(
 
 
 def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCall:
-    """A call of somebody else's attention, block of rows by block of rows."""
+    """Record an attention call of another library's layer, in blocks of rows."""
     B, H, Q, K = call.shape
     seen = call.seen_keys()
-    # A cache with room left holds keys that nobody may look at yet.
+    # A cache may have free places, which no query may see yet.
     ends = int((seen.any(dim=0) * torch.arange(1, K + 1, device=seen.device)).max()) if K else 0
-    # Where nothing says that queries and keys are of the same tokens, a key that nobody may look
-    # at says nothing of the query at its place.
+    # If it is not known that queries and keys are the same tokens, a key that no query may see
+    # does not mean that the query at its place is padding.
     same_tokens = bool(call.same_tokens) and (max(Q, ends) == Q if K > Q else K == Q)
     real = seen[:, :Q] if same_tokens else seen.new_ones(B, Q)
     at = seen.long().cumsum(dim=1) == token + 1
-    column = (at & seen).long().argmax(dim=1)  # of the token, per sequence
+    column = (at & seen).long().argmax(dim=1)  # the place of the token in every sequence
     has_token = at.any(dim=1)
     if not has_token.any():
         most = int(seen.sum(dim=1).max()) if K else 0
-        raise ValueError(f"token must be one of the {most} real tokens of {name!r}, got {token}")
+        raise ValueError(
+            f"token must be the number of one of the {most} real tokens of {name!r}, got {token}"
+        )
 
     sink = torch.zeros(B, H, dtype=call.dtype, device=call.device)
-    entropy, rows, asking = sink.clone(), sink.clone(), sink.clone()
-    apart, pairs = sink[:, 0].clone(), sink[:, 0].clone()
-    kept, looking = [], []
+    entropy, rows, num_queries = sink.clone(), sink.clone(), sink.clone()
+    distances, pairs = sink[:, 0].clone(), sink[:, 0].clone()
+    stored, attending = [], []
     for start, stop in call.blocks():
         weights = call.rows(start, stop).masked_fill(~real[:, None, start:stop, None], 0)
         total = weights.sum(dim=-1)
         counts = total > 0  # [B, H, q]
-        looking.append(counts.any(dim=1))
+        attending.append(counts.any(dim=1))
         on_token = weights.gather(-1, column[:, None, None, None].expand(B, H, stop - start, 1))
         others = counts
         if same_tokens:
             row = torch.arange(start, stop, device=call.device)
             others = counts & (row != column[:, None])[:, None]
         sink += (on_token[..., 0] * others).sum(dim=-1)
-        asking += others.sum(dim=-1)
+        num_queries += others.sum(dim=-1)
         nats = -torch.special.xlogy(weights, weights).sum(dim=-1)
         total = total.masked_fill(~counts, 1)
         entropy += ((nats / total + total.log()).clamp_min(0) * counts).sum(dim=-1)
         rows += counts.sum(dim=-1)
         if H > 1:
-            # Pair by pair is four to nine times as fast as sorting the heads.
+            # A loop over pairs is four to nine times as fast as sorting the heads.
             for g, h in itertools.combinations(range(H), 2):
                 distance = (weights[:, g] - weights[:, h]).abs_().sum(dim=(1, 2))
-                apart += distance / 2 / math.comb(H, 2)
+                distances += distance / 2 / math.comb(H, 2)
             pairs += counts.any(dim=1).sum(dim=-1)
         if keep != "statistics":
-            kept.append(weights if keep == "weights" else weights.mean(dim=1, keepdim=True))
-    sink = (sink / asking).masked_fill(~has_token[:, None], torch.nan)
+            stored.append(weights if keep == "weights" else weights.mean(dim=1, keepdim=True))
+    sink = (sink / num_queries).masked_fill(~has_token[:, None], torch.nan)
     output = call.output.detach().reshape(B, Q, -1)
     return RecordedCall(
         name,
         call.shape,
         sink,
         entropy / rows,
-        apart / pairs,
-        ranks(output, torch.cat(looking, dim=1) if looking else real),
-        torch.cat(kept, dim=2) if kept else None,
+        distances / pairs,
+        ranks(output, torch.cat(attending, dim=1) if attending else real),
+        torch.cat(stored, dim=2) if stored else None,
         None,
         keep,
         call.same_tokens,
@@ -233,10 +237,10 @@ def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCa
 
 
 def ranks(x: Tensor, real: Tensor) -> Tensor:
-    """Participation ratio of every sequence's real tokens, [B] of [B, N, C]; 0 if they are equal.
+    """Compute the participation ratio of every sequence's real tokens [B, N, C]; [B].
 
-    (sum of eigenvalues)^2 / (sum of their squares) needs no eigenvalue: these are the trace and
-    the squared norm of the smaller of the two Gram matrices.
+    (sum of eigenvalues)^2 / (sum of their squares) is computed without eigenvalues, from the trace
+    and the norm of the smaller of the two Gram matrices. It is 0 if all tokens are equal.
     """
     x = x.to(compute_dtype(x.dtype))
     found = []
@@ -250,7 +254,7 @@ def ranks(x: Tensor, real: Tensor) -> Tensor:
         if not centred.square().sum() > rounding.square() * tokens.numel():
             found.append(x.new_tensor(0.0 if tokens.isfinite().all() else torch.nan))
             continue
-        centred = centred / centred.abs().max()  # squares of squares stay in range
+        centred = centred / centred.abs().max()  # avoids overflow in the fourth powers below
         small = len(tokens) < tokens.shape[1]
         gram = centred @ centred.mT if small else centred.mT @ centred
         found.append(gram.diagonal().sum().square() / gram.square().sum())

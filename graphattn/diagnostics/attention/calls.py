@@ -1,12 +1,13 @@
-"""Seeing the attention calls of any model while it runs.
+"""Observation of all attention calls of a model while it runs.
 
-Four doors lead to attention outside of :mod:`graphattn.nn`: ``scaled_dot_product_attention``, the
-fused functions of ``torch.nn.MultiheadAttention``, the attention interface of Hugging Face's
-transformers, and what :mod:`graphattn.integrations` puts into other people's models. A fifth are
-the steps of generation of our own layers. While a :class:`Watcher` is open, they are replaced by
-functions that call the originals and tell the watchers of their own thread. Module hooks are global
-ones: hooks on a module would turn torch's fast path for transformer layers off, and a mode for
-torch functions as well.
+Outside of :mod:`graphattn.nn`, models call attention by four kinds of functions:
+``scaled_dot_product_attention``, the fused functions of ``torch.nn.MultiheadAttention``, the
+attention interface of Hugging Face's transformers, and the attention that
+:mod:`graphattn.integrations` puts into other models. The fifth kind are the steps of generation of
+graphattn's layers. While a :class:`Watcher` is open, these functions are replaced by wrappers that
+call the originals and notify the watchers of their thread. The hooks for modules are global,
+because hooks of a single module would disable torch's fast path for transformer layers, and so
+would a mode for torch functions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.nn.modules.module import (
 
 from graphattn.diagnostics.attention.converted_calls import (
     OperandsOf,
-    converted_doors,
+    converted_functions,
     mask_of_sketch,
 )
 from graphattn.diagnostics.attention.operands import (
@@ -49,15 +50,15 @@ _MULTI_HEAD = nn.functional.multi_head_attention_forward
 
 
 class _Thread(threading.local):
-    """State of a thread: its watchers, and the call that it is in."""
+    """The state of a thread: its watchers, and the current call."""
 
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
-        self.paused = False  # an attention call is being looked at as a whole
-        self.caller: tuple[nn.Module, Tensor] | None = None  # of transformers, and its query
-        self.seen_inside = False
-        self.same_tokens: bool | None = None  # as queries and keys, of a MultiheadAttention
-        self.step: list[SeenStep | str] | None = None  # what the step under way attends to
+        self.paused = False  # whether calls inside the current call are ignored
+        self.caller: tuple[nn.Module, Tensor] | None = None  # a module of transformers, its query
+        self.seen_inside = False  # whether SDPA was called inside the current call
+        self.same_tokens: bool | None = None  # whether a MultiheadAttention is self-attention
+        self.step: list[SeenStep | str] | None = None  # the operands of the current step
 
 
 _thread = _Thread()
@@ -67,38 +68,40 @@ _undo: list[Callable[[], None]] = []
 
 
 class Watcher:
-    """Is told of every attention call of a model, in the thread that opened it.
+    """Base class of observers, which are notified of every attention call of a model.
 
-    Calls in a backward pass (recomputation by gradient checkpointing) are not told again.
+    Only calls in the thread that opened the observer count. Calls in a backward pass, which
+    gradient checkpointing repeats, do not count.
     """
 
-    reads = True  # whether it wants to know what calls are made of
+    reads = True  # whether it needs the operands of calls
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
         self.stack: list[nn.Module] = []  # modules of the model that are running
-        self.waiting: list[list[Any]] = []  # [module that looks like attention, seen a call in it]
+        # Running modules that look like attention, and whether a call was seen in each.
+        self.waiting: list[list[Any]] = []
         self.num_runs = 0
-        #: what ran and looks like attention, but was not seen: name -> reason
+        #: names of modules that look like attention and ran, but were not observed, with reasons
         self.missed: dict[str, str] = {}
 
     def saw(self, name: str, operands: Operands) -> None:
-        """A call that is known in all its parts."""
+        """Handle a call whose operands are known."""
 
     def saw_step(self, name: str, layer: nn.Module, step: SeenStep | str, output: Tensor) -> None:
-        """A step of a layer that :meth:`is_own`; or why its weights cannot be known."""
+        """Handle a step of a layer; `step` is a string that says why, if it cannot be recorded."""
 
     def answer(self, output: Tensor, name: str) -> Tensor:
-        """Return the model's substitute for the output of a call of this name."""
+        """Return the output that the model gets instead of the output of a call."""
         return output
 
     def is_own(self, module: nn.Module) -> bool:
-        """Whether what happens in a module is seen by other means."""
+        """Whether the calls in a module are observed in another way."""
         return False
 
     def name_of(self, module: nn.Module | None = None) -> str | None:
-        """The name of a call by a module, or by the innermost one that runs; None: not ours."""
+        """Return the name of a module, or of the innermost running one; None if there is none."""
         if module is not None and id(module) in self.names:
             return self.names[id(module)]
         return self.names[id(self.stack[-1])] if self.stack else None
@@ -126,11 +129,11 @@ class Watcher:
 
     def miss(self, name: str, reason: str) -> None:
         self.missed.setdefault(name, reason)
-        self.found()  # it is named once, not again for what it is part of
+        self.found()  # The modules around this one are not reported again.
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Whether a module looks like attention by its class name or its place."""
+    """Whether a module looks like attention, by the name of a class or as a replacement."""
     return getattr(module, "replaces_attention", False) is True or any(
         _LOOKS_LIKE_ATTENTION.search(c.__name__) for c in type(module).__mro__
     )
@@ -138,11 +141,11 @@ def _looks_like_attention(module: nn.Module) -> bool:
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher see this thread's calls inside the block."""
+    """Notify a watcher of this thread's calls inside the block."""
     for module in watcher.model.modules():
         refuse_compiled(module)
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # a compiled function may call the model
+        if "torch._dynamo" in sys.modules:  # A compiled function may call the model.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _install(watcher.model)
         stack.callback(_uninstall)
@@ -157,17 +160,17 @@ def refuse_compiled(module: nn.Module) -> None:
     )
     if compiled or getattr(module, "_compiled_call_impl", None) is not None:
         raise ValueError(
-            "model must not be compiled: calls inside compiled code cannot be seen. Take the model "
-            f"that was given to torch.compile, got a compiled {type(module).__name__}"
+            "model must not be compiled, because calls inside compiled code cannot be observed, "
+            f"got a compiled {type(module).__name__}: use the model before torch.compile"
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            "model must be made of Python modules: calls inside TorchScript cannot be seen, got a "
-            f"{type(module).__name__}"
+            "model must consist of Python modules, because calls inside TorchScript cannot be "
+            f"observed, got a {type(module).__name__}: use the model before torch.jit"
         )
 
 
-# What is replaced.
+# The functions that are replaced.
 
 
 def _install(model: nn.Module) -> None:
@@ -192,7 +195,7 @@ def _install(model: nn.Module) -> None:
             for cls, method in stepping_classes(model):
                 if not hasattr(getattr(cls, method), "__graphattn__"):
                     _replace(cls, method, _watched_step if method == "step" else _watched_mix)
-            for owner, name, operands_of in converted_doors():
+            for owner, name, operands_of in converted_functions():
                 if not hasattr(getattr(owner, name), "__graphattn__"):
                     _replace(owner, name, _watched_converted(operands_of))
             modeling = sys.modules.get("transformers.modeling_utils")
@@ -219,7 +222,7 @@ def _close() -> None:
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     original = getattr(owner, name, None)
-    if original is None:  # a private function of torch that this version lacks
+    if original is None:  # This version of torch does not have this private function.
         return
     watched = functools.wraps(original)(wrap(original))
     watched.__dict__["__graphattn__"] = True
@@ -228,7 +231,7 @@ def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 
 
 def _replace_imported(model: nn.Module) -> None:
-    """``from torch.nn.functional import scaled_dot_product_attention`` in a model's own package."""
+    """Replace SDPA where a model's own package imported it by name."""
     packages = {
         base.__module__.partition(".")[0]
         for module in model.modules()
@@ -277,14 +280,14 @@ def _tell(
     module: nn.Module | None = None,
     suffix: str = "",
 ) -> Any:
-    """Tell the watchers of a call with this output; what the model gets."""
+    """Notify the watchers of a call with this output; return the output that the model gets."""
     told: Operands | str | None = None
     for watcher in watchers:
         name = watcher.name_of(module)
         if name is None or any(map(watcher.is_own, watcher.stack)):
             continue
         if watcher.reads:
-            with _aside(output):
+            with _unobserved(output):
                 told = operands() if told is None else told
                 if isinstance(told, str):
                     watcher.miss(name + suffix, told)
@@ -299,8 +302,8 @@ def _tell(
 
 
 @contextmanager
-def _aside(output: Any) -> Iterator[None]:
-    """Leave a block of code out of watching, gradients and autocast."""
+def _unobserved(output: Any) -> Iterator[None]:
+    """Run a block of code without observation, gradients and autocast."""
     first = output[0] if isinstance(output, tuple) else output
     device = first.device.type
     with ExitStack() as stack:
@@ -319,7 +322,7 @@ def _watched_sdpa(original: Any) -> Any:
         watchers = _watchers()
         if not watchers:
             return original(*args, **keywords)
-        with _paused():  # masks that are objects call it once more
+        with _paused():  # A mask that is an object calls SDPA again inside.
             output = original(*args, **keywords)
         caller = _thread.caller
         _thread.seen_inside = True
@@ -346,7 +349,7 @@ def _watched_multi_head(original: Any) -> Any:
             output = original(*args, **keywords)
         finally:
             _thread.same_tokens = before
-        # Without weights asked for, it calls SDPA, which has been seen.
+        # If weights were not requested, it has called SDPA, which was observed already.
         if not watchers or output[1] is None:
             return output
         return _tell(watchers, output, lambda: of_multi_head(output[0], *args, **keywords))
@@ -379,7 +382,7 @@ def _watched_encoder_layer(original: Any) -> Any:
     return transformer_encoder_layer_fwd
 
 
-# What converted modules attend through.
+# The functions that converted modules call.
 
 
 def _watched_converted(operands_of: OperandsOf) -> Any:
@@ -402,7 +405,7 @@ def _watched_converted(operands_of: OperandsOf) -> Any:
     return wrap
 
 
-# Steps of generation of our own layers.
+# Steps of generation of graphattn's layers.
 
 
 def _watched_step(original: Any) -> Any:
@@ -417,8 +420,8 @@ def _watched_step(original: Any) -> Any:
             seen = _thread.step
         finally:
             _thread.step = before
-        told = seen[0] if len(seen) == 1 else "what its own step() attends to is not known"
-        with _aside(output):
+        told = seen[0] if len(seen) == 1 else "its step() is its own, so its operands are unknown"
+        with _unobserved(output):
             for watcher in watchers:
                 watcher.saw_step(watcher.names[id(layer)], layer, told, output)
         return output
@@ -428,7 +431,7 @@ def _watched_step(original: Any) -> Any:
 
 def _watched_mix(original: Any) -> Any:
     def mix_step(layer: Any, targets: Any, sources: Any, mask: Any, cache: Any) -> Any:
-        steps, _thread.step = _thread.step, None  # what is inside is a part of this
+        steps, _thread.step = _thread.step, None  # Calls inside are part of this one.
         try:
             if steps is not None:
                 steps.append(seen_step(targets, sources, mask, cache))
@@ -453,7 +456,7 @@ def _watched_get_interface(original: Any) -> Any:
 
 
 def _watched_interface(function: Any, is_eager: bool) -> Any:
-    """An attention function of transformers that tells the watchers."""
+    """Wrap an attention function of transformers, so that it notifies the watchers."""
     kind = "eager" if is_eager else getattr(function, "__name__", type(function).__name__)
 
     @functools.wraps(function)
@@ -478,7 +481,7 @@ def _watched_interface(function: Any, is_eager: bool) -> Any:
                 seen = _thread.seen_inside
             finally:
                 _thread.caller, _thread.seen_inside = before
-        if seen:  # it went through SDPA
+        if seen:  # It called SDPA, which was observed.
             return answer
         mask = args[0] if args else kw.get("attention_mask")
 
@@ -490,13 +493,13 @@ def _watched_interface(function: Any, is_eager: bool) -> Any:
                 weights = call(output_attentions=True, dropout=0.0)[1]
                 return Operands(answer[0], weights=weights, mask=mask_of_sketch(mask))
             if kind != "eager":
-                return f"{kind} does not say its weights"
+                return f"{kind} does not return its weights"
             weights = answer[1]
             if module.training or kw.get("dropout"):
                 with dropout_off(module):
                     weights = call(dropout=0.0)[1]
             if weights is None:
-                return "its attention function gives no weights"
+                return "its attention function returns no weights"
             return Operands(answer[0], weights=weights, mask=mask)
 
         return _tell(watchers, answer, operands, module=module)

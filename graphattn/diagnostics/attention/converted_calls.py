@@ -1,4 +1,4 @@
-"""Seeing the attention that :mod:`graphattn.integrations` puts into other people's models."""
+"""Operands of the attention that :mod:`graphattn.integrations` puts into other models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from graphattn.diagnostics.attention.operands import Operands
 from graphattn.diagnostics.attention.same_tokens import are_parts_of_one
 from graphattn.diagnostics.hidden.evaluating import dropout_off
 
-#: (the function itself, its output, its arguments) -> what the call was made of
+#: a function of (the called function, its output, its arguments) that returns the call's operands
 OperandsOf = Callable[..., Operands]
 
 
-def converted_doors() -> Iterator[tuple[Any, str, OperandsOf]]:
-    """Owner, name and reader of every function that converted modules attend through.
+def converted_functions() -> Iterator[tuple[Any, str, OperandsOf]]:
+    """Yield owner, name and reader of every attention function that converted modules call.
 
-    Only of what has been imported: without it no model holds such a module.
+    If a file of integrations has not been imported, no model can have its modules, and it is
+    skipped.
     """
     package = "graphattn.integrations."
     for file in ("torch.multihead", "torch.timm"):
@@ -44,15 +45,15 @@ def _of_torch(
     dropout: float,
     need_weights: bool,
 ) -> Operands:
-    """``graphattn.integrations.torch.multihead.attend``."""
+    """Return the operands of ``graphattn.integrations.torch.multihead.attend``."""
     B = len(q)
     weights = attend(q, k, v, seen, sigma, top_k, 0.0, True)[1]
     allowed = []
-    for what in seen:  # one for all heads, or one per head
-        valid = what.valid if what.valid is not None else q.new_ones(B, k.shape[1]).bool()
-        edges = valid.new_ones(1, what.graph.num_edges, 1)
-        pairs = what.dense(edges, B)
-        allowed.append(pairs if what.packed else pairs & valid[:, None, None])
+    for own in seen:  # one for all heads, or one per head
+        valid = own.valid if own.valid is not None else q.new_ones(B, k.shape[1]).bool()
+        edges = valid.new_ones(1, own.graph.num_edges, 1)
+        pairs = own.dense(edges, B)
+        allowed.append(pairs if own.packed else pairs & valid[:, None, None])
     return Operands(
         output[0],
         weights=weights,
@@ -71,8 +72,8 @@ def _of_mixer(
     hidden: Tensor,
     call: Any,
 ) -> Operands:
-    """Operands of a mixer put into a model of transformers: values are [B, Hk, K, D]."""
-    with dropout_off(module):  # its dropout is no part of the weights
+    """Return the operands of a mixer in a model of transformers, with values [B, Hk, K, D]."""
+    with dropout_off(module):  # Weights are computed without dropout.
         weights = attend(module, query, key, _one_hot(value, 2), hidden, call)
     return Operands(output, weights=weights.transpose(1, 2), mask=mask_of_sketch(call.mask))
 
@@ -88,7 +89,10 @@ def _of_shortcut(
     past: int | Tensor,
     dropout: float,
 ) -> Operands:
-    """``KrauseShortcut.attend``: values are [B, K, Hk, D], the output [B, Q, H * D]."""
+    """Return the operands of ``KrauseShortcut.attend``.
+
+    Its values are [B, K, Hk, D], and its output is [B, Q, H * D].
+    """
     weights = attend(module, query, key, _one_hot(value, 1), mask, past, 0.0)
     weights = weights.unflatten(-1, (query.shape[2], -1)).transpose(1, 2)
     masks = sys.modules["graphattn.integrations.transformers.shortcut.masks"]
@@ -101,9 +105,9 @@ def _of_shortcut(
 
 
 def _one_hot(value: Tensor, keys: int) -> Tensor:
-    """Values of which the average is the weights: 1 in the place of their own key.
+    """Make values whose weighted average is the weights: 1 at the place of their own key, else 0.
 
-    So windows, packed texts and steps of a cache need not be told apart here.
+    So the same code works for windows, packed texts and steps with a cache.
     """
     K = value.shape[keys]
     eye = torch.eye(K, dtype=value.dtype, device=value.device)
@@ -112,7 +116,7 @@ def _one_hot(value: Tensor, keys: int) -> Tensor:
 
 
 def mask_of_sketch(mask: Tensor | None) -> Tensor | None:
-    """The keys that a mask of "graphattn" lets be seen, where it says them in short."""
+    """Convert a mask of "graphattn" in its short form to a mask of keys; return others as is."""
     masks = sys.modules["graphattn.integrations.transformers.masks.mask_function"]
     if mask is None or not masks.is_sketch(mask):
         return mask

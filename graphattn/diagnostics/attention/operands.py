@@ -1,4 +1,4 @@
-"""Operands of an attention call, and its weights row by row."""
+"""Operands of an attention call, and the computation of its weights in blocks of rows."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch.nn import functional
 from graphattn.diagnostics.attention.same_tokens import are_parts_of_one, is_same_tensor
 from graphattn.ops.inputs import compute_dtype
 
-CHUNK = 1 << 23  # weights computed at a time: 32 megabytes of float32
+CHUNK = 1 << 23  # weights that are computed at a time, 32 MB in float32
 
 
 @dataclass
 class Operands:
-    """One call of attention: its output, and what its weights follow from.
+    """One call of attention: its output, and the tensors from which its weights are computed.
 
-    Either `weights` are known, or `query` and `key`. `mask` is boolean (True where a query may
-    look) or added to the logits.
+    Either `weights` are given, or `query` and `key`. `mask` is boolean (True where a query may see
+    a key), or is added to the logits.
     """
 
-    output: Tensor  #: of the call, in any layout
+    output: Tensor  #: the output of the call, in any layout
     query: Tensor | None = None  #: [B, H, Q, D]
     key: Tensor | None = None  #: [B, Hk, K, D]
-    mask: Any = None  #: broadcasts to [B, H, Q, K]
-    is_causal: bool = False  #: row i sees keys 0 .. i
-    scale: float | None = None  #: 1 / sqrt(D) if None
-    softcap: float | None = None
-    sink: Tensor | None = None  #: [H], a logit that joins the normaliser
-    bias: Tensor | None = None  #: broadcasts to [B, H, Q, K]
+    mask: Any = None  #: broadcastable to [B, H, Q, K]
+    is_causal: bool = False  #: whether query i sees only keys 0 .. i
+    scale: float | None = None  #: the scale of the logits; 1 / sqrt(D) if None
+    softcap: float | None = None  #: the bound of the logits, by tanh
+    sink: Tensor | None = None  #: [H], a logit that is added to the denominator of the softmax
+    bias: Tensor | None = None  #: broadcastable to [B, H, Q, K]
     weights: Tensor | None = None  #: [B, H, Q, K]
-    same_tokens: bool | None = None  #: queries and keys are of the same tokens; None: not known
+    same_tokens: bool | None = None  #: whether queries and keys are the same tokens, if known
 
     def __post_init__(self) -> None:
         if self.weights is not None:
@@ -50,7 +50,7 @@ class Operands:
         self.shape = (B, H, Q, K)
         if self.mask is not None:
             mask = self.mask.detach()[(None,) * (4 - self.mask.dim())][..., : self.shape[-1]]
-            if 1 < mask.shape[-1] < self.shape[-1]:  # keys that a mask does not reach
+            if 1 < mask.shape[-1] < self.shape[-1]:  # Keys beyond the mask may not be seen.
                 mask = functional.pad(
                     mask,
                     (0, self.shape[-1] - mask.shape[-1]),
@@ -63,14 +63,17 @@ class Operands:
         self.device = likes.device
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Rows (start, stop) to look at together."""
+        """Yield (start, stop) of blocks of rows."""
         B, H, Q, K = self.shape
         height = max(1, CHUNK // max(1, B * H * K))
         for start in range(0, Q, height):
             yield start, min(Q, start + height)
 
-    def may_look(self, start: int, stop: int) -> Tensor | None:
-        """Bool, broadcasts to [B, H, stop - start, K]: what mask and causality allow."""
+    def allowed(self, start: int, stop: int) -> Tensor | None:
+        """Return which keys the queries may see, bool, broadcastable to [B, H, stop - start, K].
+
+        None means all keys.
+        """
         allowed = None
         if self.mask is not None:
             rows = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, start:stop]
@@ -85,8 +88,8 @@ class Operands:
         return allowed
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Weights [B, H, stop - start, K]; 0 in rows that may look at nothing."""
-        allowed = self.may_look(start, stop)
+        """Compute the weights [B, H, stop - start, K]; 0 in rows without allowed keys."""
+        allowed = self.allowed(start, stop)
         if self.weights is not None:
             weights = self.weights[:, :, start:stop].to(self.dtype)
         else:
@@ -102,7 +105,7 @@ class Operands:
         key = self.key.to(self.dtype)
         groups = query.shape[1] // key.shape[1]
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
-        # Heads of a group stand side by side: [B, Hk, G, q, D] against [B, Hk, 1, K, D].
+        # Heads of a group share keys: the shapes are [B, Hk, G, q, D] and [B, Hk, 1, K, D].
         logits = query.unflatten(1, (-1, groups)) @ key[:, :, None].mT
         logits = logits.flatten(1, 2) * scale
         if self.softcap is not None:
@@ -124,18 +127,18 @@ class Operands:
         return weights / total.masked_fill(total == 0, 1)
 
     def seen_keys(self) -> Tensor:
-        """Bool [B, K]: keys that some query may look at; the others are padding."""
+        """Return a bool [B, K] of keys that at least one query may see; others are padding."""
         B, _, _, K = self.shape
         seen = torch.zeros(B, K, dtype=torch.bool, device=self.device)
         for start, stop in self.blocks():
-            allowed = self.may_look(start, stop)
+            allowed = self.allowed(start, stop)
             if allowed is None:
                 return ~seen
             seen |= allowed.expand(-1, -1, stop - start, K).any(dim=2).any(dim=1)
         return seen
 
 
-# From the arguments of a call.
+# Operands from the arguments of a call.
 
 
 def of_sdpa(
@@ -151,7 +154,10 @@ def of_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Operands | str:
-    """``scaled_dot_product_attention``; dropout is no part of the weights."""
+    """Return the operands of ``scaled_dot_product_attention``, without dropout.
+
+    The result is a string with the reason if the weights cannot be computed.
+    """
     if reason := _unreadable(query, key, attn_mask):
         return reason
     if attn_mask is not None and type(attn_mask) is not Tensor:
@@ -179,16 +185,16 @@ def of_sdpa(
             mask = mask.mT.reshape(mask.shape[0], 1, 1, -1)
     else:
         mask = None
-    if query.dim() == 3:  # sequences of one head
+    if query.dim() == 3:  # a batch with one head
         query = query.expand(*output.shape[:-2], *query.shape[-2:])[:, None]
         key = key.expand(*output.shape[:-2], *key.shape[-2:])[:, None]
     elif query.dim() == 2:
         query, key = query[None, None], key[None, None]
     else:
-        # One head may stand for all; keys stand for a group of heads of their own accord.
+        # Batch dimensions may broadcast. Keys are not expanded over the heads of a group.
         query = query.expand(*output.shape[:-2], *query.shape[-2:]).flatten(0, -4)
         key = key.expand(*output.shape[:-3], *key.shape[-3:]).flatten(0, -4)
-    if packed:  # transformers puts the heads of a group where queries stand, for one query
+    if packed:  # For a single query, transformers puts the heads of a group into the query axis.
         query = query.flatten(1, 2)[:, :, None]
     if output.dim() == 4 and packed:
         output = output.flatten(1, 2)[:, :, None]
@@ -215,7 +221,7 @@ def of_flex(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> Operands | str:
-    """transformers' ``flex_attention_forward``."""
+    """Return the operands of ``flex_attention_forward`` of transformers, or a reason."""
     from torch.nn.attention.flex_attention import BlockMask, create_mask
 
     if isinstance(mask, BlockMask):
@@ -247,7 +253,7 @@ _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def of_multi_head(output: Tensor, *args: Any, **keywords: Any) -> Operands | str:
-    """``multi_head_attention_forward`` with weights asked for."""
+    """Return the operands of ``multi_head_attention_forward`` with weights, or a reason."""
     bound = _MULTI_HEAD.bind(*args, **keywords)
     bound.apply_defaults()
     given = bound.arguments
@@ -268,7 +274,7 @@ def of_multi_head(output: Tensor, *args: Any, **keywords: Any) -> Operands | str
     L, B, E = q.shape
 
     def sources(x: Tensor, which: int, extra: Tensor | None, static: Tensor | None) -> Tensor:
-        """Keys or values [B, H, K, D]."""
+        """Return keys or values [B, H, K, D]."""
         x = _linear(x, matrices[which], _third(biases, which))
         if extra is not None:
             x = torch.cat([x, extra.expand(1, B, E)])
@@ -317,14 +323,17 @@ def of_native_multi_head(
     average: bool = True,
     mask_type: int | None = None,
 ) -> Operands | str:
-    """torch's fused attention in inference; its mask is True where nobody may look."""
+    """Return the operands of torch's fused attention in inference, or a reason.
+
+    Its mask is True for keys that may not be seen.
+    """
     if query.is_nested:
         return _of_nested(query, num_heads, in_weight, in_bias, output)
     if reason := _unreadable(query, key, mask):
         return reason
     q, k = _projected(query, key, num_heads, in_weight, in_bias)
     same_tokens = is_same_tensor(query, key) or None
-    operands = Operands(output, q, k, _may_look(mask, mask_type), same_tokens=same_tokens)
+    operands = Operands(output, q, k, _as_allowed(mask, mask_type), same_tokens=same_tokens)
     return _with_averages(operands, _values(value, num_heads, in_weight, in_bias))
 
 
@@ -343,7 +352,10 @@ def of_encoder_layer(
     norm_bias: Tensor,
     *rest: Any,
 ) -> Operands | str:
-    """torch's fused transformer layer in inference; rest ends in the mask and its type."""
+    """Return the operands of torch's fused transformer layer in inference, or a reason.
+
+    The last entries of `rest` are the mask and its type.
+    """
     mask, mask_type = rest[6], rest[7]
     if not source.is_nested and (reason := _unreadable(source, source, mask)):
         return reason
@@ -358,7 +370,7 @@ def of_encoder_layer(
         )
     x = normal(source) if norm_first else source
     q, k = _projected(x, x, num_heads, in_weight, in_bias)
-    operands = Operands(source, q, k, _may_look(mask, mask_type), same_tokens=True)
+    operands = Operands(source, q, k, _as_allowed(mask, mask_type), same_tokens=True)
     return _with_averages(operands, _values(x, num_heads, in_weight, in_bias))
 
 
@@ -370,7 +382,7 @@ def _of_nested(
     output: Tensor | None,
     normal: Any = None,
 ) -> Operands:
-    """Sequences of several lengths, packed by torch's encoder where padding was."""
+    """Return the operands for nested tensors, into which torch's encoder packs padded sequences."""
     lengths = torch.tensor([len(part) for part in query.unbind()], device=query.device)
     x = query.to_padded_tensor(0.0)
     x = x if normal is None else normal(x)
@@ -382,7 +394,7 @@ def _of_nested(
 
 
 def _with_averages(operands: Operands, value: Tensor) -> Operands:
-    """The call with what its attention returns before the output projection, computed once more."""
+    """Set the output to the attention before the output projection, which is computed again."""
     value = value.to(operands.dtype)
     averages = [operands.rows(a, b) @ value for a, b in operands.blocks()]
     operands.output = _tokens_first(torch.cat(averages, dim=2))
@@ -402,7 +414,7 @@ def _values(x: Tensor, heads: int, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A projection in one precision: autocast, off by now, lets inputs and weights differ."""
+    """Apply a projection in one dtype, because under autocast inputs and weights may differ."""
     dtype = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
     return functional.linear(
         x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -414,17 +426,17 @@ def _third(bias: Tensor | None, which: int) -> Tensor | None:
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """[B, N, E] as [B, H, N, D]."""
+    """Split [B, N, E] into heads [B, H, N, D]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _tokens_first(output: Tensor) -> Tensor:
-    """[B, H, N, D] as [B, N, H, D]."""
+    """Transpose [B, H, N, D] to [B, N, H, D]."""
     return output.transpose(-3, -2) if output.dim() > 3 else output
 
 
-def _may_look(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
-    """A mask of torch's fused functions, as one that is True where a query may look."""
+def _as_allowed(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+    """Convert a mask of torch's fused functions to one that is True for allowed keys."""
     if mask is None:
         return None
     allowed = ~mask.to(torch.bool)

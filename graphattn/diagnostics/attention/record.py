@@ -1,4 +1,4 @@
-"""The attention weights of every layer of a model, taken while the model runs."""
+"""Recording the attention weights of graphattn's layers while a model runs."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from graphattn.graphs.token_graph import as_token_graph
 
 @dataclass(frozen=True)
 class AttentionRecord:
-    """One call of one attention layer."""
+    """One call of one attention layer, from :func:`record_attention`."""
 
-    name: str  #: as in ``model.named_modules()``
-    weights: Tensor  #: [*, E, heads], in the order of ``graph.edge_index``
-    output: Tensor  #: of the layer, [*, N, dim]
-    graph: TokenGraph  #: that the layer was called with
+    name: str  #: the name of the layer, as in ``model.named_modules()``
+    weights: Tensor  #: attention weights [*, E, heads], in the order of ``graph.edge_index``
+    output: Tensor  #: the output of the layer, [*, N, dim]
+    graph: TokenGraph  #: the graph of the call
 
 
 @contextmanager
 def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
-    """Record the weights and outputs of every attention layer while the model runs.
+    """Record weights and outputs of graphattn's attention layers while a model runs in the block.
 
-    Layers are those of :mod:`graphattn.nn` that have attention weights (consensus layers have
-    none). Each is asked for its weights in the very call that the model makes, so nothing is
-    computed twice and the model's results are the same to the last bit. What is recorded is cut
-    off from gradients; weights are a number per edge and head, so record short runs. Steps of
-    generation are not recorded here, but by :func:`record`.
+    These are the layers of :mod:`graphattn.nn` that have attention weights (consensus layers have
+    none). The weights come from the call that the model makes, so nothing is computed twice, and
+    the model's results are the same to the last bit. The recorded tensors are detached. There is
+    one number per edge and head, so record short runs. Steps of generation are not recorded here;
+    use :func:`record` for them.
 
     Args:
-        model: any module that holds such layers, or a layer.
+        model: a module with such layers, or a layer.
 
     Yields:
-        A list that grows by one :class:`AttentionRecord` per layer and call, in order of the calls.
+        A list that gets one :class:`AttentionRecord` per layer and call, in the order of the calls.
 
     Raises:
-        ValueError: if `model` has no such layer; inside the block, if a layer is called with a raw
-            edge_index that is not sorted (weights follow the sorted order).
+        ValueError: if `model` has no such layer; inside the block, if a layer is called with a
+            tensor edge_index that is not sorted (because weights are in sorted order).
 
     Example:
         >>> import torch, graphattn as ga
@@ -73,8 +73,9 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
                 handles += listen(name or type(layer).__name__, layer, take)
         if not handles:
             raise ValueError(
-                "model must hold attention layers of graphattn.nn (DotProductAttention, "
-                f"KrauseAttention, GaussianKernelAttention), got a {type(model).__name__} with none"
+                "model must have attention layers of graphattn.nn (DotProductAttention, "
+                "KrauseAttention, GaussianKernelAttention), got a "
+                f"{type(model).__name__} without any: record() also works for other models"
             )
         yield records
     finally:
@@ -83,9 +84,10 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
 
 
 def is_attention_layer(module: nn.Module) -> bool:
-    """Whether a layer gives weights [*, E, H] when called with return_attention_weights=True.
+    """Whether a layer returns weights [*, E, H] if called with return_attention_weights=True.
 
-    PyG's own convolutions have that keyword too, with another answer; `edge_weights` is ours.
+    PyG's own convolutions also have this argument, but return something else. Only graphattn's
+    layers have `edge_weights`.
     """
     return (
         callable(getattr(module, "edge_weights", None))
@@ -98,11 +100,11 @@ def listen(
     layer: nn.Module,
     tell: Callable[[str, Tensor, Tensor, TokenGraph, Tensor | None], None],
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hooks that ask a layer for its weights and take them out of its answer again.
+    """Add hooks that request the weights of a layer, and remove them from its result.
 
-    Calls in other threads, and those that gradient checkpointing repeats, go on as they are.
+    Calls in other threads, and those that gradient checkpointing repeats, are not changed.
     """
-    asked: list[bool] = []  # whether the caller wants the weights too, of calls under way
+    asked: list[bool] = []  # for every running call, whether the caller requests the weights, too
     thread = threading.get_ident()
 
     def listens() -> bool:
@@ -130,8 +132,8 @@ def listen(
         tell(name, weights, output, graph, valid)
         return answer if asked.pop() else output
 
-    # The last to speak before the layer and the first after it: other hooks see the answer that the
-    # model gets.
+    # The first hook runs last before the layer, and the second one runs first after it. So other
+    # hooks see the same result as the model.
     return (
         layer.register_forward_pre_hook(ask, with_kwargs=True),
         layer.register_forward_hook(take, prepend=True, with_kwargs=True),
@@ -139,20 +141,20 @@ def listen(
 
 
 def sinks_per_layer(model: nn.Module, *inputs: Any, token: int = 0, **keywords: Any) -> PerLayer:
-    """:func:`sink_share` of every attention layer and head, for one call of a model.
+    """Compute :func:`sink_share` of every attention layer and head, for one call of a model.
 
     Args:
-        model: as in :func:`record_attention`; it runs as it is (training mode or not) and without
-            gradients.
-        inputs, keywords: what the model is called with.
-        token: the position of the token.
+        model: a module with layers as in :func:`record_attention`. It runs without gradients, in
+            its current mode (training or evaluation).
+        inputs, keywords: the arguments of the call.
+        token: the position of the sink token.
 
     Returns:
-        (values [layers, heads], names): means over the batch, in order of the calls. NaN where a
-        layer has fewer heads than the others.
+        (values [layers, heads], names): means over the batch, in the order of the calls. If a layer
+        has fewer heads than others, the rest is NaN.
 
     Raises:
-        ValueError: if `model` has no attention layer, or no sequence has such a token.
+        ValueError: if `model` has no attention layer, or no sequence has this token.
 
     Example:
         >>> import torch, graphattn as ga
@@ -164,7 +166,9 @@ def sinks_per_layer(model: nn.Module, *inputs: Any, token: int = 0, **keywords: 
     with torch.no_grad(), record_attention(model) as records:
         model(*inputs, **keywords)
     if not records:
-        raise ValueError("model must call its attention layers, but this call reached none of them")
+        raise ValueError(
+            "model must call its attention layers, but this call has not reached any of them"
+        )
     rows = []
     for record in records:
         share = sink_share(record.weights, record.graph, token)

@@ -1,4 +1,4 @@
-"""Sinks, entropy, diversity, rank and rollout of any model's attention, taken while it runs."""
+"""Recording the attention of any model while it runs, with statistics and rollout."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from graphattn.nn.base.graph_layer import GraphLayer
 
 
 class Recording(Sequence[RecordedCall]):
-    """The attention calls of a model, in their order; what :func:`record` yields.
+    """The attention calls of a model in their order, from :func:`record`.
 
     Attributes:
-        missed: what ran and looks like attention, but could not be recorded: name -> reason.
+        missed: modules that look like attention and ran, but could not be recorded: the reason by
+            the name of the module.
 
     Example:
         >>> import torch, graphattn as ga
@@ -59,8 +60,8 @@ class Recording(Sequence[RecordedCall]):
     def __getitem__(self, index: int | slice) -> RecordedCall | list[RecordedCall]:
         if isinstance(index, str):
             raise TypeError(
-                f"index must be the number of a call or a slice, got {index!r}: "
-                f"select({index!r}) picks calls by the names of their modules, {self.names}"
+                f"index must be the number of a call or a slice, got {index!r}: use "
+                f"select({index!r}) to choose calls by the names of their modules, {self.names}"
             )
         return self.calls[index]
 
@@ -69,16 +70,14 @@ class Recording(Sequence[RecordedCall]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the modules that were called, as in ``model.named_modules()``; a name comes once
-        per call.
-        """
+        """Names of the called modules as in ``model.named_modules()``, one per call."""
         return tuple(call.name for call in self.calls)
 
     def select(self, text: str) -> Recording:
-        """Pick the calls of modules whose names contain a text, such as "encoder".
+        """Choose the calls of modules whose names contain a text, such as "encoder".
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if there are none.
         """
         chosen = Recording([call for call in self.calls if text in call.name])
         if not chosen.calls:
@@ -87,60 +86,61 @@ class Recording(Sequence[RecordedCall]):
         return chosen
 
     def sinks(self) -> PerLayer:
-        """Share of the attention on one token, :func:`sink_share`, [calls, heads].
+        """Return the share of attention on one token, :func:`sink_share`, [calls, heads].
 
-        The token is the one `token` names in :func:`record`, counted from the first real token of
-        every sequence: padding on the left is no sink.
+        The token is the argument `token` of :func:`record`, counted from the first real token of
+        every sequence, so padding on the left does not count.
         """
         return per_layer([(c.name, c.sinks.nanmean(dim=0)) for c in self._some()])
 
     def entropy(self) -> PerLayer:
-        """Entropy of the rows in nats, :func:`attention_entropy`, [calls, heads]."""
+        """Return the entropy of rows in nats, :func:`attention_entropy`, [calls, heads]."""
         return per_layer([(c.name, c.entropy.nanmean(dim=0)) for c in self._some()])
 
     def head_diversity(self) -> PerLayer:
-        """How differently heads attend, :func:`head_diversity`, [calls]; NaN for one head."""
+        """Return the diversity of heads, :func:`head_diversity`, [calls]; NaN for one head."""
         return self._numbers([c.diversity.nanmean() for c in self._some()])
 
     def effective_rank(self) -> PerLayer:
-        """Effective rank of the outputs of attention, by :func:`effective_rank`, [calls].
+        """Return the effective rank of the attention outputs, :func:`effective_rank`, [calls].
 
-        Outputs are those of the attention call, heads side by side, before the output projection
-        (of our own layers: after it). For hidden states see :func:`effective_rank_per_layer` and
-        :func:`hidden_spectra`.
+        The outputs are those of the attention call, with heads concatenated, before the output
+        projection (for graphattn's layers: after it). For hidden states, use
+        :func:`effective_rank_per_layer` and :func:`hidden_spectra`.
         """
         return self._numbers([c.effective_rank.nanmean() for c in self._some()])
 
     def rollout(self, *, residual: float = 0.5, discard: float = 0.0) -> Tensor:
-        """Attention rollout through all recorded calls, first to last, [B, N, N].
+        """Compute attention rollout through all recorded calls in their order, [B, N, N].
 
-        As :func:`graphattn.diagnostics.rollout`; `discard` counts the weights above 0 of a row.
+        It is :func:`graphattn.diagnostics.rollout`, where the edges of a row are its weights above
+        0.
 
         Raises:
-            ValueError: if a module was called more than once, calls have different tokens (see
-                :meth:`select`), a layer and the Krause shortcut beside it are both there, or the
-                matrices were not kept.
+            ValueError: if a module was called more than once, calls have different tokens (use
+                :meth:`select`), both a layer and its Krause shortcut were recorded, or the weights
+                were not stored (``keep="statistics"``).
         """
         calls = self._some()
         again = {name for name in self.names if self.names.count(name) > 1}
         if again:
             raise ValueError(
-                "rollout needs one call of every layer: record a single forward pass, got several "
-                f"calls of {sorted(again)[0]!r}"
+                f"rollout() needs one call of every layer, got several calls of "
+                f"{sorted(again)[0]!r}: record a single forward pass"
             )
         beside = {f"{name}.krause" for name in self.names} & set(self.names)
         if beside:
             raise ValueError(
-                "rollout needs layers one after the other, but the shortcut "
-                f"{min(beside)!r} stands beside its layer: choose select('.krause'), or "
+                "rollout() needs layers that follow each other, but the shortcut "
+                f"{min(beside)!r} is parallel to its layer: use select('.krause'), or "
                 "Recording([call for call in recording if not call.name.endswith('.krause')])"
             )
         crossing = any(c.shape[2] != c.shape[3] or c.same_tokens is False for c in calls)
         if crossing or (len({(call.shape[0], call.shape[2]) for call in calls}) > 1):
             got = sorted({f"{call.shape[2]} x {call.shape[3]}" for call in calls})
             raise ValueError(
-                "rollout needs calls with the same tokens as queries and keys: choose some with "
-                f"select(text), got weights of {', '.join(got)}"
+                "rollout() needs calls with the same tokens as queries and keys, got weights of "
+                f"{', '.join(got)}: choose calls with select(text)"
             )
         return rollout_of_matrices(
             (call.mean_over_heads() for call in calls), residual=residual, discard=discard
@@ -151,7 +151,7 @@ class Recording(Sequence[RecordedCall]):
         return f"Recording({len(self)} calls{missed})"
 
     def __str__(self) -> str:
-        """A table with a line per call."""
+        """Return a table with a line per call."""
         if not self.calls:
             return repr(self)
         width = max(len(name) for name in self.names)
@@ -164,13 +164,16 @@ class Recording(Sequence[RecordedCall]):
                 f"  {call.diversity.nanmean():9.2f}  {call.effective_rank.nanmean():4.1f}"
             )
         if any(call.signed for call in self.calls):
-            lines.append("nan: weights below 0 (linear attention with rope=True) are no shares")
+            lines.append("nan: negative weights (linear attention with rope=True) are not shares")
         lines += [f"{name:{width}}  not recorded: {why}" for name, why in self.missed.items()]
         return "\n".join(lines)
 
     def _some(self) -> list[RecordedCall]:
         if not self.calls:
-            raise ValueError("the recording holds no call yet: run the model inside the block")
+            raise ValueError(
+                "the recording must have at least one call, got none: run the model inside the "
+                "block of record()"
+            )
         return self.calls
 
     def _numbers(self, values: list[Tensor]) -> PerLayer:
@@ -179,45 +182,45 @@ class Recording(Sequence[RecordedCall]):
 
 @contextmanager
 def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Iterator[Recording]:
-    """Record what the attention of any model does, while it runs: ours and other people's.
+    """Record the attention of any model while it runs in the block.
 
-    Seen are the layers of :mod:`graphattn.nn`, every call of
+    It records the layers of :mod:`graphattn.nn`, all calls of
     ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.MultiheadAttention`` and
-    ``torch.nn.TransformerEncoder`` (their fused functions for inference too), and the attention of
-    Hugging Face's transformers under "eager", "sdpa", "flex_attention" and "graphattn"; and what
-    :mod:`graphattn.integrations` puts into such models, but consensus, which has no weights: it is
-    in :attr:`Recording.missed`. Weights are those of the call: with its mask, causality, scale,
-    cap, sinks and groups of heads, without dropout. With a sink logit (GPT-OSS) rows sum to less
-    than 1: what is missing is the sink's.
+    ``torch.nn.TransformerEncoder`` (including their fused functions for inference), the attention
+    of Hugging Face's transformers with "eager", "sdpa", "flex_attention" and "graphattn", and the
+    layers that :mod:`graphattn.integrations` puts into such models. Consensus has no weights, and
+    is in :attr:`Recording.missed`. The weights are those of the call, with its mask, causality,
+    scale, softcap, sinks and groups of heads, but without dropout. With a sink logit (as in
+    GPT-OSS), rows sum to less than 1; the rest is the share of the sink.
 
-    Steps of generation (``step``, ``generate``) are calls too, with few queries: those of our
-    layers have the newest tokens as queries and what the cache holds as keys. Linear attention
-    without a window keeps sums in the place of tokens, so of its steps only the first, the prompt,
-    has weights; the others are in :attr:`Recording.missed`.
+    Steps of generation (``step``, ``generate``) are also calls, with few queries. For graphattn's
+    layers, the queries are the newest tokens, and the keys are the tokens in the cache. The cache
+    of linear attention without a window has sums instead of tokens, so only its first step (the
+    prompt) has weights; the other steps are in :attr:`Recording.missed`.
 
-    Queries that may look at nothing count for nothing. In self-attention nor do tokens that no
-    query may look at, not even their own: padding. A call is self-attention if its queries and keys
-    are one tensor or come from one, if it is causal, or if its module is called so (all attention
-    of transformers that is not called cross-attention). Elsewhere a key that nobody may look at
-    says nothing of a query, and no query is the token of :meth:`Recording.sinks` itself.
+    Queries that may see no keys do not count in the statistics. In self-attention, tokens that no
+    query may see, not even their own, do not count either, because they are padding. A call is
+    self-attention if queries and keys are one tensor or parts of one, if it is causal, or by the
+    name of its module (all attention in transformers that is not named cross-attention). In other
+    calls, all queries with keys count, and also count in :meth:`Recording.sinks`.
 
-    Results, gradients and random numbers are the same to the last bit. A compiled function that
-    calls the model runs as it is written inside the block.
-    Only calls in the thread that opened the block are recorded; calls that gradient checkpointing
-    repeats in the backward pass are not recorded twice. Blocks may be nested.
+    The results, gradients and random numbers of the model are the same to the last bit. A compiled
+    function that calls the model runs uncompiled inside the block. Only calls in the thread that
+    opened the block are recorded. Calls that gradient checkpointing repeats in the backward pass
+    are not recorded twice. Blocks may be nested.
 
     Args:
         model: any torch model that is not compiled.
-        token: whose share of the attention :meth:`Recording.sinks` is, counted from the first real
-            token of every sequence.
-        keep: what is kept of every call, beside its statistics: "weights", H Q K numbers per
-            sequence, so record short runs; "mean", their mean over heads, which rollout needs;
-            "statistics", nothing. Statistics are computed in blocks of rows: no other matrix of
-            queries by keys is formed where the model forms none (but one per call of "graphattn",
-            of converted layers and of shortcuts).
+        token: the token for :meth:`Recording.sinks`, counted from the first real token of every
+            sequence.
+        keep: what is stored of every call, besides its statistics. "weights" are H Q K numbers per
+            sequence, so record short runs. "mean" is their mean over heads, which is enough for
+            rollout. "statistics" stores no weights. Statistics are computed in blocks of rows, so
+            recording needs no matrix of queries by keys that the model does not need (except one
+            per call for "graphattn", converted layers and shortcuts).
 
     Yields:
-        A :class:`Recording` that grows with every call.
+        A :class:`Recording`, to which every call is added.
 
     Raises:
         ValueError: if the model is compiled or TorchScript; at the end of the block, if nothing was
@@ -258,19 +261,21 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     if not recording.calls:
         if watcher.num_runs == 0 and not missed:
             raise ValueError(
-                f"nothing was recorded: the {type(model).__name__} was not called inside the "
-                "block, or only in another thread"
+                f"nothing was recorded, because the {type(model).__name__} was not called inside "
+                "the block of record(), or only in another thread: call it inside the block"
             )
         raise ValueError(
-            f"nothing was recorded: no call of attention was seen in the {type(model).__name__}"
-            + (f" ({named})" if named else _only_consensus(model))
+            f"nothing was recorded, because the {type(model).__name__} made no known call of "
+            "attention" + (f" ({named})" if named else _only_consensus(model))
         )
     if missed:
-        warnings.warn(f"graphattn could not record all attention: {named}", stacklevel=3)
+        warnings.warn(
+            f"record() could not record all attention of the model: {named}", stacklevel=3
+        )
 
 
 def _only_consensus(model: nn.Module) -> str:
-    """Explain why there was nothing to record: all layers of a model are consensus."""
+    """Return the reason why nothing was recorded if all layers are consensus; "" otherwise."""
     layers = [layer for layer in model.modules() if isinstance(layer, GraphLayer)]
     if not layers or not all(isinstance(x, SelfConsensus | CrossConsensus) for x in layers):
         return ""
@@ -279,7 +284,7 @@ def _only_consensus(model: nn.Module) -> str:
 
 
 class _Recorder(Watcher):
-    """Puts what it sees into a recording."""
+    """A watcher that adds all calls to a recording."""
 
     def __init__(self, model: nn.Module, token: int, keep: Keep) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""Attention rollout: which inputs reach which outputs of a stack of layers."""
+"""Attention rollout, which says how much of every input is in every output of several layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphattn.diagnostics.arguments import as_edge_weights, as_graph
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float
 
-BLOCK = 1 << 22  # numbers per block of columns: 16 megabytes of float32
+BLOCK = 1 << 22  # numbers per block of columns, 16 MB in float32
 
 
 def rollout(
@@ -22,38 +22,41 @@ def rollout(
     residual: float = 0.5,
     discard: float = 0.0,
 ) -> Tensor:
-    r"""How much of every input token is in every output token, if attention were all.
+    r"""Compute how much of every input token is in every output token, through attention alone.
 
     .. math::
         R = \hat A^{(L)} \cdots \hat A^{(1)}, \qquad
         \hat A^{(l)} = \operatorname{normalise}\big( (1 - \rho) \, \bar A^{(l)} + \rho I \big)
 
-    with :math:`\bar A` the mean over heads, rho the `residual`, and every row divided by its sum
-    (Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020; Projection-Free
-    Transformers, Eq. 13). Row i of R says where output token i comes from: ``R[0, 1:]`` is the
-    class token's map over an image.
+    Here :math:`\bar A` is the mean over heads, rho is the `residual`, and every row is divided by
+    its sum (Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020; Projection-Free
+    Transformers, Eq. 13). Row i of R says from which input tokens output token i comes. For an
+    image with a class token, ``R[0, 1:]`` is the map of the class token.
 
-    `discard` drops what is weak before the residual is added and rows are normalised: in every row
-    of the head mean, the entries below its quantile, that is floor(discard * edges of the row) of
-    them. Entries equal to the smallest one kept are kept, so uniform attention loses nothing. (The
-    papers do not say whether the residual is in already; here it is not, and a row of which much
-    is dropped leans more on its own token.)
+    `discard` sets weak entries to 0 before the residual is added and rows are normalised. In every
+    row of the mean over heads, these are the floor(discard * edges of the row) smallest entries.
+    Entries that are equal to the smallest remaining one are not discarded, so uniform attention
+    does not change. (The papers do not say whether entries are discarded before or after adding the
+    residual.)
 
-    A row that attends to nothing (no edges, or padding) is its own token's row of the identity.
+    For a token that attends to no tokens (without edges, or padding), the row of
+    :math:`\hat A` is that of the identity.
 
     Args:
-        weights_per_layer: [*, E, heads] of every layer, first to last, in the order of its graph's
-            ``edge_index``.
-        graph: the graph of all layers, or one per layer; square.
+        weights_per_layer: weights [*, E, heads] of all layers from first to last, in the order of
+            their graphs' ``edge_index``.
+        graph: one graph for all layers, or one per layer; sources and targets must be the same
+            tokens.
         residual: rho, in 0 .. 1.
-        discard: share of each row's edges to drop, in 0 .. 1, less than 1 (the paper: 0, 0.5, 0.9).
+        discard: the share of each row's edges that is discarded, >= 0 and < 1 (in the paper 0, 0.5
+            and 0.9).
 
     Returns:
-        [*, N, N], rows sum to 1. It is made in blocks of columns of at most 4 million
-        numbers, layer matrices stay sparse: no other N x N matrix is formed.
+        R, [*, N, N], whose rows sum to 1. It is computed in blocks of columns with at most 4
+        million numbers, with sparse matrices of the layers. No other N x N matrix is formed.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is outside its range, or shapes do not fit.
 
     Example:
         >>> import torch, graphattn as ga
@@ -88,7 +91,7 @@ def rollout(
 
 
 def _step(mean: Tensor, graph: TokenGraph, residual: float, discard: float) -> tuple[Tensor, ...]:
-    """One layer: its normalised attention, sparse [N, N], and the share that stays, [N, 1]."""
+    """Return a layer's normalised attention, sparse [N, N], and its residual share, [N, 1]."""
     source, target = graph.edge_index
     N = graph.num_targets
     if discard > 0:
@@ -97,7 +100,7 @@ def _step(mean: Tensor, graph: TokenGraph, residual: float, discard: float) -> t
     total = mean.new_zeros(N).index_add(0, target, mean) + residual
     empty = total == 0
     total = total.masked_fill(empty, 1)
-    # A number by a tensor would be the number times 1 / x, which overflows for the least residuals.
+    # torch computes number / tensor as number * (1 / tensor), which overflows for tiny residuals.
     stays = (torch.full_like(total, residual) / total).masked_fill(empty, 1)
     attention = torch.sparse_coo_tensor(
         torch.stack([target, source]),  # sorted by target, then source
@@ -110,11 +113,11 @@ def _step(mean: Tensor, graph: TokenGraph, residual: float, discard: float) -> t
 
 
 def _without_weak(mean: Tensor, graph: TokenGraph, discard: float) -> Tensor:
-    """[E] with 0 for what is below the quantile of its row."""
+    """Set entries [E] that are below the quantile of their row to 0."""
     target, degree = graph.edge_index[1], graph.in_degree()
     order = mean.argsort(stable=True)
-    order = order[target[order].argsort(stable=True)]  # row by row, ascending
-    # 0.7 * 10 may be a hair below or above 7.
+    order = order[target[order].argsort(stable=True)]  # sorted by row, then ascending
+    # Because of rounding, 0.7 * 10 may be a little less than 7.
     dropped = (discard * degree.double() + 1e-9).floor().long()
     has_edges = degree > 0
     least = mean.new_zeros(len(degree))
@@ -123,7 +126,7 @@ def _without_weak(mean: Tensor, graph: TokenGraph, discard: float) -> Tensor:
 
 
 def rollout_of_matrices(matrices: Iterable[Tensor], *, residual: float, discard: float) -> Tensor:
-    """:func:`rollout` of head means [B, N, N] with an edge wherever the weight is above 0."""
+    """Compute :func:`rollout` from means over heads [B, N, N]; edges are weights above 0."""
     _check_shares(residual, discard)
     flow: Tensor | None = None
     for mean in matrices:
@@ -149,11 +152,11 @@ def _check_shares(residual: float, discard: float) -> None:
     if as_float("residual", residual, positive=False) > 1:
         raise ValueError(f"residual must be in 0 .. 1, got {residual}")
     if as_float("discard", discard, positive=False) >= 1:
-        raise ValueError(f"discard must be in 0 .. 1, less than 1, got {discard}")
+        raise ValueError(f"discard must be >= 0 and < 1, got {discard}")
 
 
 def _checked(weights_per_layer: Any, graph: Any) -> list[tuple[Tensor, TokenGraph]]:
-    """(weights, graph) of every layer."""
+    """Check weights and graphs; return a list of (weights, graph), one per layer."""
     if isinstance(weights_per_layer, Tensor) or not isinstance(weights_per_layer, Sequence):
         raise ValueError(
             "weights_per_layer must be a sequence of one tensor [*, E, heads] per layer, "
@@ -164,8 +167,8 @@ def _checked(weights_per_layer: Any, graph: Any) -> list[tuple[Tensor, TokenGrap
     graphs = list(graph) if isinstance(graph, list | tuple) else [graph] * len(weights_per_layer)
     if len(graphs) != len(weights_per_layer):
         raise ValueError(
-            f"graph must be one graph, or one per layer ({len(weights_per_layer)}), "
-            f"got {len(graphs)}"
+            f"graph must be one graph, or a list of {len(weights_per_layer)} graphs (one per "
+            f"layer), got {len(graphs)} graphs"
         )
     layers: list[tuple[Tensor, TokenGraph]] = []
     for weights, own in zip(weights_per_layer, map(as_graph, graphs), strict=True):

@@ -1,4 +1,4 @@
-"""Statistics of attention weights, one number per head: sinks, entropy, diversity."""
+"""Statistics of attention weights: sinks, entropy, and diversity of heads."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.ops.segments import segment_sum
 
-# A row whose weights are all 0 attends to nothing: it has no edges, or is padding. Such rows count
-# in no mean.
+# If all weights of a row are 0, it has no edges or is padding. Such rows do not count in means.
 
 
 def sink_share(weights: Tensor, graph: TokenGraph, token: int = 0) -> Tensor:
-    r"""How much of their attention the other tokens give to one token, often the first.
+    r"""Compute the share of attention that the other tokens give to one token, often the first.
 
     .. math:: s_h = \frac1{|Q|} \sum_{i \in Q} a^h_{i, t}, \qquad
               Q = \{ i \neq t : i \text{ attends to something} \}
 
-    For the first token t = 0 these are all queries >= 1. A head that is an attention sink has a
-    share near 1 (Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2024).
-    Queries without an edge to the token count, with a share of 0. In a
-    :func:`~graphattn.batch` every sequence has its own token t. Between two tracks of different
-    lengths the token is one of the sources and all targets are queries. What a layer's own `sink`
-    takes, a logit and no token, is what its rows lack to a sum of 1, and counts for none.
+    For the first token, t = 0, Q are all queries >= 1. A head that uses the token as an attention
+    sink has a share near 1 (Xiao et al., *Efficient Streaming Language Models with Attention
+    Sinks*, 2024). Queries without an edge to the token count with a share of 0. In a
+    :func:`~graphattn.batch`, every sequence has its own token t. For two tracks of different
+    lengths, the token is a source, and all targets count. The share of a layer's own `sink` logit,
+    which is no token, is the difference between the sum of a row and 1, and does not count here.
 
     Args:
-        weights: [*, E, heads], in the order of ``graph.edge_index``, as
-            :func:`graphattn.attention_weights` and layers give them.
-        graph: the graph they belong to.
+        weights: weights [*, E, heads] in the order of ``graph.edge_index``, as from
+            :func:`graphattn.attention_weights` and layers.
+        graph: the graph of the weights.
         token: t, the position of the token in its sequence.
 
     Returns:
-        [*, heads], in 0 .. 1; NaN where no query attends to anything.
+        Shares [*, heads] in 0 .. 1; NaN if no query attends to any token.
 
     Raises:
-        ValueError: if `weights` do not fit the graph or no sequence has such a token.
+        ValueError: if `weights` do not fit the graph, or no sequence has this token.
 
     Example:
         >>> import torch, graphattn as ga
@@ -52,7 +51,9 @@ def sink_share(weights: Tensor, graph: TokenGraph, token: int = 0) -> Tensor:
     weights = as_edge_weights(weights, graph)
     longest = max(sources for _, sources in graph.sizes)
     if as_int("token", token, 0) >= longest:
-        raise ValueError(f"token must be one of the {longest} positions of a source, got {token}")
+        raise ValueError(
+            f"token must be < {longest}, the number of sources in the longest sequence, got {token}"
+        )
     source, target = graph.edge_index
     is_sink = graph.source_positions[source] == token
     counts = _attends(weights, graph)
@@ -63,20 +64,20 @@ def sink_share(weights: Tensor, graph: TokenGraph, token: int = 0) -> Tensor:
 
 
 def attention_entropy(weights: Tensor, graph: TokenGraph) -> Tensor:
-    r"""The entropy of a head's attention, in nats: log of how many tokens a query looks at.
+    r"""Compute the entropy of every head's attention, in nats.
 
     .. math:: H_h = \operatorname{mean}_i \Big( - \sum_j a^h_{ij} \log a^h_{ij} \Big)
 
-    over the rows that attend to something, with 0 log 0 = 0: 0 where every query looks at one
-    token, log k where it looks at k tokens alike. (A row that sums to less than 1, as with
-    ``eps > 0`` or a layer's `sink`, is divided by its sum first.)
+    The mean is over the rows that attend to a token, and 0 log 0 = 0. The entropy is 0 if every
+    query attends to one token, and log k if every query attends to k tokens equally. (If a row sums
+    to less than 1, because of ``eps > 0`` or a layer's `sink`, it is divided by its sum first.)
 
     Args:
-        weights: [*, E, heads], in the order of ``graph.edge_index``.
-        graph: the graph they belong to.
+        weights: weights [*, E, heads] in the order of ``graph.edge_index``.
+        graph: the graph of the weights.
 
     Returns:
-        [*, heads], in nats; NaN where no query attends to anything.
+        Entropies [*, heads] in nats; NaN if no query attends to any token.
 
     Raises:
         ValueError: if `weights` do not fit the graph.
@@ -97,19 +98,20 @@ def attention_entropy(weights: Tensor, graph: TokenGraph) -> Tensor:
 
 
 def head_diversity(weights: Tensor, graph: TokenGraph) -> Tensor:
-    r"""How differently the heads of a layer attend: mean distance between their weight rows.
+    r"""Compute the mean distance between the attention rows of a layer's heads.
 
     .. math:: \operatorname{mean}_{i, \, g < h} \; \tfrac12 \sum_j | a^g_{ij} - a^h_{ij} |
 
-    The distance is half the L1 norm (total variation): 0 where all heads do the same, 1 where no
-    two look at a common token.
+    The distance is half of the L1 norm (total variation). It is 0 if all heads attend equally, and
+    1 if no two heads attend to a common token.
 
     Args:
-        weights: [*, E, heads] with at least two heads, in the order of ``graph.edge_index``.
-        graph: the graph they belong to.
+        weights: weights [*, E, heads] with at least two heads, in the order of
+            ``graph.edge_index``.
+        graph: the graph of the weights.
 
     Returns:
-        [*], in 0 .. 1; NaN where no query attends to anything.
+        Distances [*] in 0 .. 1; NaN if no query attends to any token.
 
     Raises:
         ValueError: if `weights` do not fit the graph, or have one head.
@@ -126,21 +128,21 @@ def head_diversity(weights: Tensor, graph: TokenGraph) -> Tensor:
     heads = weights.shape[-1]
     if heads < 2:
         raise ValueError(f"weights must have at least 2 heads to compare, got {heads}")
-    # Sorted, x_k is the larger of a pair k times and the smaller heads - 1 - k times: this is
-    # sum_{g < h} |x_g - x_h| without listing the pairs.
+    # This computes sum_{g < h} |x_g - x_h| without listing pairs. In sorted order, x_k is the
+    # larger one of a pair k times, and the smaller one heads - 1 - k times.
     times = 2 * torch.arange(heads, device=weights.device, dtype=weights.dtype) - (heads - 1)
-    apart = weights.sort(dim=-1).values @ times
-    rows = segment_sum(apart[..., None, None], graph.edge_index[1], graph.num_targets)[..., 0]
+    distance = weights.sort(dim=-1).values @ times
+    rows = segment_sum(distance[..., None, None], graph.edge_index[1], graph.num_targets)[..., 0]
     counts = _attends(weights, graph).any(dim=-1, keepdim=True)
     return _mean_over_rows(rows / 2 / math.comb(heads, 2), counts)[..., 0]
 
 
 def _attends(weights: Tensor, graph: TokenGraph) -> Tensor:
-    """Bool [*, N, H]: rows with a weight above 0."""
+    """Return a bool [*, N, H] of the rows with a weight above 0."""
     total = segment_sum(weights[..., None], graph.edge_index[1], graph.num_targets)[..., 0]
     return total > 0
 
 
 def _mean_over_rows(rows: Tensor, counts: Tensor) -> Tensor:
-    """The mean over N of [*, N, H], of the rows that count; 0 / 0 = NaN where none does."""
+    """Compute the mean over N of [*, N, H] for rows that count; NaN if none does."""
     return (rows * counts).sum(dim=-2) / counts.sum(dim=-2)

@@ -1,7 +1,8 @@
-"""Steps of generation of our own layers: they run no `forward`, so no hook of a module sees them.
+"""Operands of steps of generation of graphattn's layers.
 
-A step attends from its new tokens to those and to what its cache holds. That is taken down before
-the layer goes on, since a cache forgets, and weighed afterwards as one call over a causal graph.
+A step does not call `forward`, so hooks of modules do not see it. Its new tokens attend to each
+other and to the tokens in the cache. These are copied before the layer changes the cache. The
+weights are computed afterwards, as for one call with a causal graph.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from graphattn.nn.caches.running_cache import RunningCache
 
 
 class SeenStep(NamedTuple):
-    """Tokens that a step attends from and to."""
+    """The tokens of a step: targets, sources, and their graph."""
 
     targets: tuple[Tensor, ...]
     sources: dict[str, Tensor]
     graph: TokenGraph
     valid: tuple[Tensor | None, Tensor | None]
     first: int  #: the position of the first source in its text
-    cut: Tensor | None  #: [*], whether real tokens stand before the first source; of masked texts
+    cut: Tensor | None  #: [*], for masked texts: whether real tokens come before the first source
 
     def weights(self, layer: Any) -> Tensor:
         """Compute the weights of the edges of the graph, [*, E, H]."""
@@ -34,7 +35,7 @@ class SeenStep(NamedTuple):
 
 
 def stepping_classes(model: nn.Module) -> Iterator[tuple[type, str]]:
-    """The classes of a model's layers that say what a step is, and the names of those methods."""
+    """Yield the classes of a model's layers that define a step, with the names of the methods."""
     classes = {type(layer) for layer in model.modules() if isinstance(layer, StreamingLayer)}
     for base in {base for cls in classes for base in cls.__mro__}:
         for name in ("step", "_mix_step"):
@@ -45,17 +46,20 @@ def stepping_classes(model: nn.Module) -> Iterator[tuple[type, str]]:
 def seen_step(
     targets: tuple[Tensor, ...], sources: dict[str, Tensor], mask: Tensor | None, cache: Any
 ) -> SeenStep | str:
-    """A step that is about to be taken; or why its weights cannot be known."""
+    """Copy the operands of a step before it changes the cache.
+
+    The result is a string with the reason if its weights cannot be computed.
+    """
     if isinstance(cache, RunningCache) and cache.min_length:
-        return "its cache holds sums of the tokens seen so far, and not the tokens themselves"
+        return "its cache has sums over earlier tokens, not the tokens themselves"
     n = targets[0].shape[-3]
     before = cache.held(None if cache.window is None else cache.window - 1)
     old_mask = cache.valid(before) if before else None
-    both = mask
+    source_mask = mask
     if old_mask is not None or (mask is not None and before):
         parts = ((old_mask, before), (mask, n))
         real = torch.ones((), dtype=torch.bool, device=cache.device)
-        both = torch.cat(
+        source_mask = torch.cat(
             [(real if m is None else m).expand(*cache.batch, k) for m, k in parts], dim=-1
         )
     common = torch.promote_types(targets[0].dtype, next(iter(sources.values())).dtype)
@@ -74,17 +78,17 @@ def seen_step(
         tuple(x.to(common) for x in targets),
         {name: x.to(common) for name, x in sources.items()},
         graph.to(cache.device),
-        (mask, both),
+        (mask, source_mask),
         cache.position - before,
-        None if both is None else _is_cut(cache, before),
+        None if source_mask is None else _is_cut(cache, before),
     )
 
 
 def _is_cut(cache: Any, before: int) -> Tensor:
-    """Whether the token before those that are seen is real: padding on the left comes first."""
+    """Whether the token before the first source is real, and not padding on the left."""
     if cache.position == before:
         return torch.zeros(cache.batch, dtype=torch.bool, device=cache.device)
-    valid = cache.valid(before + 1)  # a cache keeps a token more than the next one sees
+    valid = cache.valid(before + 1)  # A cache stores one token more than the next token sees.
     if valid is None:
         return torch.ones(cache.batch, dtype=torch.bool, device=cache.device)
     return valid[..., 0]

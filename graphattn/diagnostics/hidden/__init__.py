@@ -1,1 +1,1 @@
-"""Hidden states of a model, block by block: spectra, ranks, and what attention adds."""
+"""Hidden states of a model after every block: spectra, ranks, and the effect of attention."""

@@ -1,4 +1,4 @@
-"""The blocks of a model, and which of their tokens are real."""
+"""Finding the blocks of a model, the layout of their states, and their real tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 Layers = type[nn.Module] | Sequence[str] | Sequence[type[nn.Module]] | None
 
 _ATTENTION = re.compile("attention|attn|mixer", re.IGNORECASE)
-#: arguments that say which tokens are real, and whether True or 1 says so
+#: arguments that say which tokens are real, and whether real tokens are True (or 1) in them
 _MASKS = {
     "valid": True,
     "attention_mask": True,
     "src_key_padding_mask": False,
     "key_padding_mask": False,
 }
-#: the same of the sequence that a decoder writes, where an encoder reads another one
+#: the same for the sequence of a decoder, if an encoder has another sequence
 _DECODER_MASKS = {"tgt_key_padding_mask": False, "decoder_attention_mask": True}
 
 
 def choose_layers(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
-    """Name and module of every layer that is looked at."""
+    """Return the names and modules of the chosen layers."""
     named = dict(model.named_modules())
     if layers is None:
         transformer = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -39,8 +39,9 @@ def choose_layers(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
         found = found or _list_of_blocks(model, "")
         if not found:
             raise ValueError(
-                "layers must be given (names or types): the model has no block of graphattn, no "
-                "transformer layer of torch, and no list of modules that hold attention"
+                "layers must be given as names or types, because the model has no block of "
+                "graphattn, no transformer layer of torch, and no list of modules with attention, "
+                "got None"
             )
         return found
     wanted: list[Any] = [layers] if isinstance(layers, type | str) else list(layers)
@@ -52,12 +53,12 @@ def choose_layers(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
         raise ValueError(f"layers must be names of model.named_modules(), got {unknown[0]!r}")
     found = {n: module for n, module in named.items() if n in names or isinstance(module, types)}
     if not found:
-        raise ValueError(f"layers must be types that the model holds, got {layers!r}")
+        raise ValueError(f"layers must be types of modules in the model, got {layers!r}")
     return found
 
 
 def _list_of_blocks(model: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    """The outermost lists of modules that hold attention: ``layers``, ``h``, ``encoder.layer``."""
+    """Find the outermost lists of modules with attention, such as ``layers`` or ``h``."""
     found: dict[str, nn.Module] = {}
     for name, child in model.named_children():
         path = f"{prefix}.{name}".strip(".")
@@ -80,7 +81,7 @@ def _list_of_blocks(model: nn.Module, prefix: str) -> dict[str, nn.Module]:
 
 
 def holds_attention(module: nn.Module) -> bool:
-    """Whether a module, or one inside it, is called attention."""
+    """Whether a module, or one inside it, has a name like attention."""
     return any(
         _ATTENTION.search(type(part).__name__) or _ATTENTION.search(name.rpartition(".")[2])
         for name, part in module.named_modules()
@@ -88,19 +89,19 @@ def holds_attention(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the states of a block are laid out, and which of their tokens are real."""
+class BlockLayout:
+    """The layout of the states of a block, and which of their tokens are real."""
 
     name: str
-    tokens_first: bool = False  #: states are [N, B, C]
-    real: Tensor | None = None  #: bool [B, N] or [N]; None: all
+    tokens_first: bool = False  #: whether states are [N, B, C]
+    real: Tensor | None = None  #: the real tokens, bool [B, N] or [N]; None: all are real
 
     def batch_first(self, x: Tensor) -> Tensor:
-        """States as [B, N, C] or [N, C]."""
+        """Transpose states to [B, N, C] or [N, C]."""
         return x.transpose(0, 1) if self.tokens_first and x.dim() == 3 else x
 
     def tokens_of(self, x: Tensor, name: str | None = None) -> list[Tensor]:
-        """The real tokens [n, C] of every sequence of the states of the block."""
+        """Select the real tokens [n, C] of every sequence."""
         x = self.batch_first(x)
         x = x[None] if x.dim() == 2 else x
         if self.real is None:
@@ -108,9 +109,9 @@ class Layout:
         real = torch.atleast_2d(self.real).to(x.device)
         if real.shape != x.shape[:2]:
             raise ValueError(
-                f"layers must have the tokens that the call's mask is for, {list(real.shape)}, but "
+                f"layers must have states that fit the mask of the call, {list(real.shape)}, but "
                 f"{self.name if name is None else name!r} has states of shape {list(x.shape)}: "
-                "choose some by name"
+                "choose other layers by name"
             )
         return [tokens[own] for tokens, own in zip(x, real, strict=True)]
 
@@ -120,8 +121,8 @@ def layouts(
     blocks: dict[str, nn.Module],
     inputs: tuple[Any, ...],
     keywords: dict[str, Any],
-) -> dict[str, Layout]:
-    """How every block's states are read in this call of the model."""
+) -> dict[str, BlockLayout]:
+    """Determine the layout of every block's states in this call of the model."""
     given, names = _arguments(model, inputs, keywords)
     config = getattr(model, "config", None)
     two = getattr(config, "is_encoder_decoder", False) is True
@@ -132,9 +133,9 @@ def layouts(
             masks = _MASKS
         elif two:
             masks = _DECODER_MASKS
-        else:  # one mask, of both; what is named after the source is not
+        else:  # One mask is for both sequences, except masks of the source.
             masks = {mask: says for mask, says in _MASKS.items() if not mask.startswith("src_")}
-        found[name] = Layout(name, _tokens_first(model, name), _real(masks, given))
+        found[name] = BlockLayout(name, _tokens_first(model, name), _real(masks, given))
     return found
 
 
@@ -145,7 +146,7 @@ def _arguments(
     signature = inspect.signature(model.forward)
     try:
         given = dict(signature.bind_partial(*inputs, **keywords).arguments)
-    except TypeError:  # the call itself says what is wrong
+    except TypeError:  # The call of the model will raise the error.
         return {}, set()
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -154,20 +155,24 @@ def _arguments(
 
 
 def _real(masks: dict[str, bool], given: dict[str, Any]) -> Tensor | None:
-    """Bool [B, N], what a call of the model says of padding; None where it says nothing."""
+    """Return the real tokens by the masks of a call, bool [B, N]; None if there is no mask."""
     for name, says_real in masks.items():
         mask = given.get(name)
         if not isinstance(mask, Tensor) or mask.dim() not in (1, 2):
             continue
         real = mask.bool() if says_real else mask == 0
         if not real.any(dim=-1).all():
-            raise ValueError(f"{name} must leave a real token in every sequence")
+            place = int((~real.any(dim=-1)).nonzero()[0]) if real.dim() == 2 else 0
+            raise ValueError(
+                f"{name} must have at least one real token in every sequence, but sequence "
+                f"{place} has none"
+            )
         return real
     return None
 
 
 def _path(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-    """Every module from the model down to one of a name, each with the name of its child."""
+    """List the modules from the model down to a module, each with the name of the next one."""
     found, module = [], model
     for child in filter(None, name.split(".")):
         found.append((module, child))
@@ -176,7 +181,7 @@ def _path(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
 
 
 def _decodes(model: nn.Module, name: str) -> bool:
-    """Whether a block is of a decoder that stands beside an encoder."""
+    """Whether a block belongs to the decoder of a model with an encoder and a decoder."""
     path = _path(model, name)
     for module, child in path:
         if child in ("encoder", "decoder") and all(
@@ -188,7 +193,7 @@ def _decodes(model: nn.Module, name: str) -> bool:
 
 
 def _tokens_first(model: nn.Module, name: str) -> bool:
-    """Whether a block, or torch's layer around it, reads states as [N, B, C]."""
+    """Whether a block, or torch's layer around it, takes states as [N, B, C]."""
     path = _path(model, name)
     for module, child in reversed(path):
         if isinstance(module, nn.Transformer):

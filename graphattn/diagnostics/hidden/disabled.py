@@ -1,4 +1,4 @@
-"""Layers with their learned weights switched off."""
+"""Layers with their learned weights disabled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphattn.diagnostics.attention.record import is_attention_layer
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _NORM_NAME = re.compile("(RMS|Layer)Norm")
-#: how transformers calls the linear maps of attention
+#: names of the linear maps of attention in transformers
 _OF_TRANSFORMERS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
     *("q_lin", "k_lin", "v_lin", "out_lin"),
@@ -26,10 +26,11 @@ _OF_TRANSFORMERS = (
 def disabled_parameters(
     model: nn.Module, layers: dict[str, nn.Module], projections: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """Return substitutes for the parameters of `layers`, by their names in the model.
+    """Return replacements for the parameters of `layers`, by their names in the model.
 
-    Attention projections become the identity, norms plain, other linear maps 0 (the perceptron),
-    bandwidths and sinks what they were at the start; embeddings stay.
+    Attention projections become the identity. Norms get the scale 1 and the shift 0. Other linear
+    maps (the MLP) become 0. Bandwidths and sinks get their initial values. Embeddings do not
+    change.
     """
     found: dict[str, Tensor] = {}
     has_attention = False
@@ -53,20 +54,20 @@ def disabled_parameters(
                         found[key] = torch.full_like(own[key], number)
             else:
                 raise ValueError(
-                    "weights='disabled' knows no parameter-free form of "
-                    f"{type(module).__name__} ({name!r})"
+                    "weights must be 'enabled' for layers without a form without parameters, such "
+                    f"as {type(module).__name__} ({name!r}), got 'disabled'"
                 )
     if not has_attention:
         raise ValueError(
-            "projections must say how the names of the attention's linear maps end: the layers "
-            "hold neither attention of graphattn.nn nor torch.nn.MultiheadAttention, and no "
-            f"linear map ends in one of {projections}"
+            "projections must be the ends of the names of the attention's linear maps, such as "
+            "('query', 'key'), because the layers have neither attention of graphattn.nn nor "
+            f"torch.nn.MultiheadAttention, got {projections}, which match no linear map"
         )
     return found
 
 
 def _at_start(name: str, layer: nn.Module) -> dict[str, float]:
-    """Return an attention layer's own parameters as they are before training, by name."""
+    """Return the initial values of an attention layer's own parameters, by name."""
     found = {f"{name}.sink".strip("."): 0.0}
     init_sigma: Any = getattr(layer, "init_sigma", None)
     if init_sigma is not None:
@@ -75,18 +76,18 @@ def _at_start(name: str, layer: nn.Module) -> dict[str, float]:
 
 
 def without_normalization(layers: dict[str, nn.Module]) -> list[RemovableHandle]:
-    """Hooks by which the norms of `layers` pass their input on."""
+    """Add hooks with which the norms of `layers` return their inputs."""
     norms = {m for layer in layers.values() for m in layer.modules() if is_norm(m)}
-    return [norm.register_forward_hook(_pass_on) for norm in norms]
+    return [norm.register_forward_hook(_return_input) for norm in norms]
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, torch's or one that a model brings along."""
+    """Whether a module is a norm, by its class or its name."""
     return isinstance(module, _NORMS) or bool(_NORM_NAME.search(type(module).__name__))
 
 
 def _adds_one(norm: nn.Module) -> bool:
-    """Whether a norm scales by 1 + weight, as Gemma's do: at weight 0 they scale by 1."""
+    """Whether a norm scales by 1 + weight, as in Gemma, so that weight 0 means scale 1."""
     return type(norm).__name__.startswith("Gemma")
 
 
@@ -99,18 +100,18 @@ def is_attention_projection(
     return name.endswith(projections) or _belongs_to_attention(model, name)
 
 
-def _pass_on(_: nn.Module, args: tuple[Tensor, ...], __: Any) -> Tensor:
+def _return_input(_: nn.Module, args: tuple[Tensor, ...], __: Any) -> Tensor:
     return args[0]
 
 
 def _belongs_to_attention(model: nn.Module, name: str) -> bool:
-    """Whether a linear map is a projection of a layer whose attention is known."""
+    """Whether a linear map is a projection of an attention layer of graphattn or torch."""
     parent = model.get_submodule(name.rpartition(".")[0])
     return isinstance(parent, nn.MultiheadAttention) or is_attention_layer(parent)
 
 
 def _filled(own: dict[str, Tensor], weight: float) -> dict[str, Tensor]:
-    """Weights of one number, biases 0."""
+    """Fill weights with one number, and biases with 0."""
     return {
         name: torch.full_like(value, weight if name.endswith("weight") else 0.0)
         for name, value in own.items()
@@ -118,7 +119,7 @@ def _filled(own: dict[str, Tensor], weight: float) -> dict[str, Tensor]:
 
 
 def _identity(name: str, own: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
-    """The identity, so many times below each other, and biases of 0."""
+    """Return `copies` identity matrices below each other, and biases of 0."""
     found = {}
     for key, value in own.items():
         found[key] = torch.zeros_like(value)
@@ -126,19 +127,21 @@ def _identity(name: str, own: dict[str, Tensor], copies: int = 1) -> dict[str, T
             rows, columns = value.shape
             if rows != copies * columns:
                 raise ValueError(
-                    "weights='disabled' needs square projections, whose parameter-free form is the "
-                    f"identity, got {name!r} of shape {list(value.shape)}"
+                    "weights must be 'enabled' unless projections are square, so that they can be "
+                    f"replaced by the identity, got 'disabled' with {name!r} of shape "
+                    f"{list(value.shape)}"
                 )
             found[key].view(copies, columns, columns).diagonal(dim1=-2, dim2=-1).fill_(1)
     return found
 
 
 def _projections_in_one(name: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Query, key and value projections of torch's MultiheadAttention, which lie in one matrix."""
+    """Return the replacement of the projections of MultiheadAttention, which are one matrix."""
     known = {f"{name}.in_proj_weight".strip("."), f"{name}.in_proj_bias".strip(".")}
     if not set(own) <= known:
         raise ValueError(
-            "weights='disabled' needs query, key and value projections of one width in "
-            f"MultiheadAttention, without bias_k and bias_v, got {name!r} with {sorted(own)}"
+            "weights must be 'enabled' unless the query, key and value projections of "
+            "MultiheadAttention have the same width, without bias_k and bias_v, got 'disabled' "
+            f"with {name!r}, which has {sorted(own)}"
         )
     return _identity(name, own, copies=3)

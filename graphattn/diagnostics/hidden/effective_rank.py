@@ -1,4 +1,4 @@
-"""Effective rank: the number of directions in which the tokens of a layer vary."""
+"""Effective rank, the number of directions in which the tokens of a layer vary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from graphattn.diagnostics.arguments import as_model
-from graphattn.diagnostics.hidden.blocks import Layers, Layout, choose_layers, layouts
+from graphattn.diagnostics.hidden.blocks import BlockLayout, Layers, choose_layers, layouts
 from graphattn.diagnostics.hidden.disabled import disabled_parameters, without_normalization
 from graphattn.diagnostics.hidden.evaluating import evaluating
 from graphattn.diagnostics.per_layer import PerLayer
@@ -21,28 +21,28 @@ Method = Literal["participation", "entropy"]
 
 
 def effective_rank(x: Tensor, *, method: Method = "participation") -> Tensor:
-    r"""The effective number of dimensions that tokens fill.
+    r"""Compute the effective number of dimensions of tokens.
 
-    From the eigenvalues :math:`\lambda_k` of the population covariance of the tokens:
+    It is computed from the eigenvalues :math:`\lambda_k` of the population covariance:
 
     - ``"participation"``: :math:`(\sum_k \lambda_k)^2 / \sum_k \lambda_k^2`, the participation
       ratio (Gao et al., *A theory of multineuronal dimensionality*, 2017).
     - ``"entropy"``: :math:`\exp(-\sum_k p_k \log p_k)` with :math:`p_k = \lambda_k / \sum_l
-      \lambda_l` (Roy and Vetterli, *The effective rank*, 2007, there of singular values; those of
-      the covariance are its eigenvalues).
+      \lambda_l` (Roy and Vetterli, *The effective rank*, 2007, who define it for singular values;
+      the singular values of the covariance are its eigenvalues).
 
-    Both are n where n eigenvalues are equal and the rest 0, and at most min(N - 1, C); the
-    participation ratio is the smaller one and weighs the leading eigenvalues more.
+    Both are n if n eigenvalues are equal and the rest is 0, and at most min(N - 1, C). The
+    participation ratio is the smaller one, because large eigenvalues count more.
 
     Args:
-        x: [*, N, C], floating point.
+        x: tokens [*, N, C], floating-point.
         method: "participation" or "entropy".
 
     Returns:
-        [*]; 0 where all tokens are equal (up to rounding), NaN where x is not finite.
+        Effective ranks [*]; 0 if all tokens are equal (up to rounding), NaN if x is not finite.
 
     Raises:
-        ValueError: for another shape, dtype or method.
+        ValueError: if `x` has another shape or dtype, or `method` is unknown.
 
     Example:
         >>> import torch, graphattn as ga
@@ -53,7 +53,9 @@ def effective_rank(x: Tensor, *, method: Method = "participation") -> Tensor:
     as_choice("method", method, ("participation", "entropy"))
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or 0 in x.shape[-2:]:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a floating-point tensor [*, N, C], N and C >= 1, got {got}")
+        raise ValueError(
+            f"x must be a floating-point tensor [*, N, C] with N >= 1 and C >= 1, got {got}"
+        )
     x = x.detach()
     x = x.to(compute_dtype(x.dtype))
     finite = x.isfinite().all(dim=-1).all(dim=-1)
@@ -61,7 +63,7 @@ def effective_rank(x: Tensor, *, method: Method = "participation") -> Tensor:
     centred = x - x.mean(dim=-2, keepdim=True)
     variance = torch.linalg.svdvals(centred).square()  # N times the covariance's eigenvalues
     total = variance.sum(dim=-1)
-    # What is left of equal tokens after subtracting their rounded mean.
+    # Equal tokens minus their rounded mean may differ from 0 by a few roundings.
     rounding = x.abs().amax(dim=(-2, -1)) * (16 * torch.finfo(x.dtype).eps)
     constant = total <= rounding.square() * (x.shape[-1] * x.shape[-2])
     share = variance / total.masked_fill(constant, 1)[..., None]
@@ -82,43 +84,46 @@ def effective_rank_per_layer(
     method: Method = "participation",
     **keywords: Any,
 ) -> PerLayer:
-    """:func:`effective_rank` of what every layer of a model returns, with or without its weights.
+    """Compute :func:`effective_rank` of every layer's output, with or without learned weights.
 
-    ``weights="disabled"`` asks what the architecture alone does (Attention Clusters, Figures 12-15:
-    spectra of the hidden states with learned parameters disabled and active). In the chosen layers,
-    query, key, value and output projections become the identity, the scales and shifts of norms 1
-    and 0, bandwidths what they were at the start, and the perceptron adds nothing: X + A(norm(X)).
-    Embeddings, the input of it all, stay. With ``normalization="disabled"`` as well the norms of
-    the chosen layers pass their input on: X + A(X), the paper's "all learned parameters and
-    normalization disabled" (Figure 14; Figure 12 keeps the normalisation).
+    With ``weights="disabled"``, the result is that of the architecture without learned parameters
+    (Attention Clusters, Figures 12-15, compares spectra of hidden states with and without them).
+    In the chosen layers, the query, key, value and output projections become the identity, norms
+    get the scale 1 and the shift 0, bandwidths get their initial values, and the MLP adds 0. So a
+    block computes X + A(norm(X)). Embeddings do not change. With ``normalization="disabled"``, too,
+    the norms of the chosen layers return their inputs, so a block computes X + A(X). This is "all
+    learned parameters and normalization disabled" in the paper (Figure 14; in Figure 12 the norms
+    are enabled).
 
-    Padding counts for nothing where the call says what padding is (``attention_mask``, `valid`,
-    ``src_key_padding_mask``; for a decoder beside an encoder ``decoder_attention_mask``,
-    ``tgt_key_padding_mask``). States of torch's layers are read as their `batch_first` says.
+    Padding does not count if an argument of the call says which tokens are padding
+    (``attention_mask``, `valid`, ``src_key_padding_mask``; for a decoder with an encoder
+    ``decoder_attention_mask``, ``tgt_key_padding_mask``). For torch's layers, `batch_first` says
+    how their states are laid out.
 
-    The model runs in evaluation mode and without gradients. It is left as it was, after an
-    exception too: its parameters are never written.
+    The model runs in evaluation mode without gradients. It does not change, even if there is an
+    exception.
 
     Args:
         model: any torch model.
-        inputs, keywords: what the model is called with.
+        inputs, keywords: the arguments of the call.
         weights: "enabled" or "disabled".
         normalization: "enabled" or "disabled".
-        layers: whose outputs are looked at: names as in ``model.named_modules()``, types, or one
-            type; if None, the blocks of :mod:`graphattn.models` and torch's transformer layers. An
-            output that is a tuple counts by its first tensor.
-        projections: how the names of the attention's linear maps end, for attention that is neither
-            of :mod:`graphattn.nn` nor ``torch.nn.MultiheadAttention``, such as ``("query", "key",
-            "value", "attention.output.dense")``. Of models of transformers the common names are
-            known. Every other linear map counts as part of the perceptron.
-        method: of :func:`effective_rank`.
+        layers: the layers whose outputs are used: names as in ``model.named_modules()``, types, or
+            one type. With None, they are the blocks of :mod:`graphattn.models`, torch's transformer
+            layers, or the modules with attention in a list. If an output is a tuple, its first
+            tensor is used.
+        projections: ends of the names of the attention's linear maps, such as ``("query", "key",
+            "value", "attention.output.dense")``. They are needed for attention that is neither from
+            :mod:`graphattn.nn` nor ``torch.nn.MultiheadAttention``. Common names in models of
+            transformers are known. All other linear maps count as parts of the MLP.
+        method: the argument of :func:`effective_rank`.
 
     Returns:
-        (values [layers], names): means over the batch, in order of the calls.
+        (values [layers], names): means over the batch, in the order of the calls.
 
     Raises:
-        ValueError: if no layer is found; with ``weights="disabled"`` if a layer holds weights that
-            have no parameter-free form (a projection that is not square, an edge network).
+        ValueError: if no layer is found; with ``weights="disabled"``, if a layer has weights that
+            cannot be disabled (such as a projection that is not square, or an edge network).
 
     Example:
         >>> import torch, graphattn as ga
@@ -151,12 +156,14 @@ def effective_rank_per_layer(
         for handle in handles:
             handle.remove()
     if not rows:
-        raise ValueError("layers must be reached by this call of the model, but none was")
+        raise ValueError(
+            "layers must run in this call of the model, but none of them did: choose other layers"
+        )
     return PerLayer(torch.stack([rank for _, rank in rows]), tuple(name for name, _ in rows))
 
 
-def _look(name: str, rows: list[tuple[str, Tensor]], method: Method, layout: Layout) -> Any:
-    """A forward hook that adds the mean effective rank of the output to `rows`."""
+def _look(name: str, rows: list[tuple[str, Tensor]], method: Method, layout: BlockLayout) -> Any:
+    """Make a forward hook that adds the mean effective rank of the output to `rows`."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple | list):

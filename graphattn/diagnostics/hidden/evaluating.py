@@ -1,4 +1,4 @@
-"""How a model runs while its hidden states are looked at."""
+"""Contexts in which a model runs for measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def dropout_off(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, after which every part is as it was."""
+    """Set a module to evaluation mode, and restore the mode of every part afterwards."""
     training = [part for part in module.modules() if part.training]
     try:
         module.eval()
@@ -23,7 +23,10 @@ def dropout_off(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients or torch's fused layers, which hooks cannot enter."""
+    """Set evaluation mode, without gradients and without torch's fused layers.
+
+    Hooks do not run inside fused layers.
+    """
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)

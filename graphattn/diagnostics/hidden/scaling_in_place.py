@@ -1,4 +1,4 @@
-"""Queries scaled in place, where queries, keys, values and the residual are one tensor."""
+"""Scaling queries in place, when queries, keys, values and the residual are one tensor."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _IN_PLACE = re.compile(r"quer\w*\s*[/*]=|quer\w*\.(div|mul)_\(")
 def queries_scaled_in_place(
     model: nn.Module, layers: dict[str, nn.Module], projections: tuple[str, ...]
 ) -> Iterator[None]:
-    """Inside, attention does what ``query /= sqrt(D)`` does to a model without projections.
+    """Simulate ``query /= sqrt(D)`` in a model without projections, inside the context.
 
-    The projections of `layers` hand their input on: not a copy, the tensor itself. The one of the
-    query divides it by sqrt(D) first, in place, so keys, values and, where the block adds to the
-    same tensor, the residual shrink with it. The query alone is a new tensor, multiplied by sqrt(D)
-    again, because the model will divide the product by sqrt(D) itself. A model whose own code
-    scales its queries in place (Longformer) gets the tensor itself and nothing else.
+    The projections of `layers` return their input, not a copy. The query projection divides it by
+    sqrt(D) in place first, so keys and values are scaled, too, and also the residual, if the block
+    adds to the same tensor. Only the query is a new tensor, which is multiplied by sqrt(D) again,
+    because the model divides the product by sqrt(D) itself. If the code of a model scales its
+    queries in place (as in Longformer), its projections only return their input.
 
     Raises:
-        ValueError: if a layer has no query projection of its own, or does not say its heads.
+        ValueError: if a layer has no query projection, or the width of its heads is unknown.
     """
     with ExitStack() as stack:
         for layer_name, layer in layers.items():
@@ -50,25 +50,25 @@ def queries_scaled_in_place(
                         parent = model.get_submodule(name.rpartition(".")[0])
                         scaled = True
                         root = None if _scales_itself(parent) else _root(parent, module)
-                    hook = module.register_forward_hook(_hand_on(root))
+                    hook = module.register_forward_hook(_return_input(root))
                 elif is_attention_layer(module) and not hasattr(module, "query_proj"):
                     raise ValueError(
-                        "scaling='sq_inplace' needs attention by dot products with query "
-                        f"projections, got {type(module).__name__} ({name!r})"
+                        "scaling must not be 'sq_inplace' unless attention uses dot products and "
+                        f"query projections, got {type(module).__name__} ({name!r})"
                     )
                 else:
                     continue
                 stack.callback(hook.remove)
             if not scaled:
                 raise ValueError(
-                    "scaling='sq_inplace' needs a query projection in every layer (query, q_proj, "
-                    f"...), found none in {layer_name!r}"
+                    "scaling must not be 'sq_inplace' unless every layer has a query projection "
+                    f"(named query, q_proj, ...), but {layer_name!r} has none"
                 )
         yield
 
 
-def _hand_on(root: float | None) -> Any:
-    """A forward hook: the output is the input itself, divided in place where it is the query."""
+def _return_input(root: float | None) -> Any:
+    """Make a forward hook that returns the input; for a query, it is divided in place first."""
 
     def hook(_: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> Tensor:
         x = args[0]
@@ -78,7 +78,7 @@ def _hand_on(root: float | None) -> Any:
 
 
 def _scale_all(root: float) -> Any:
-    """A hook before torch's attention, which is given query, key and value."""
+    """Make a hook that scales the arguments query, key and value of torch's attention."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         names = ("query", "key", "value")
@@ -96,12 +96,12 @@ def _scales_itself(attention: nn.Module) -> bool:
     """Whether the code of an attention module scales its queries in place."""
     try:
         return bool(_IN_PLACE.search(inspect.getsource(type(attention).forward)))
-    except (OSError, TypeError):  # typed into a prompt
+    except (OSError, TypeError):  # The class was defined at a prompt, so it has no source file.
         return False
 
 
 def _root(attention: nn.Module, projection: nn.Linear) -> float:
-    """sqrt(D) of an attention module, by what models call D or their number of heads."""
+    """Return sqrt(D) of an attention module, from its attributes for D or for heads."""
     for name in ("head_dim", "attention_head_size"):
         if isinstance(D := getattr(attention, name, None), int):
             return math.sqrt(D)
@@ -111,6 +111,6 @@ def _root(attention: nn.Module, projection: nn.Linear) -> float:
             if isinstance(heads := getattr(owner, name, None), int):
                 return math.sqrt(projection.out_features // heads)
     raise ValueError(
-        "scaling='sq_inplace' needs the width of a head: head_dim or num_heads must be an "
-        f"attribute of {type(attention).__name__}"
+        "scaling must not be 'sq_inplace' unless the width of a head is known, but "
+        f"{type(attention).__name__} has neither an attribute head_dim nor num_heads"
     )

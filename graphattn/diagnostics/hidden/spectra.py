@@ -14,7 +14,7 @@ from torch.func import functional_call
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.attention.calls import refuse_compiled
 from graphattn.diagnostics.hidden.attention_off import without_attention
-from graphattn.diagnostics.hidden.blocks import Layers, Layout, choose_layers, layouts
+from graphattn.diagnostics.hidden.blocks import BlockLayout, Layers, choose_layers, layouts
 from graphattn.diagnostics.hidden.disabled import disabled_parameters, without_normalization
 from graphattn.diagnostics.hidden.evaluating import evaluating
 from graphattn.diagnostics.hidden.scaling_in_place import queries_scaled_in_place
@@ -31,8 +31,9 @@ class HiddenSpectra:
     """Eigenvalues of the covariance of the hidden states, before and after every block.
 
     Attributes:
-        spectra: largest first, float64 [L + 1, C], means over the sequences.
-        names: "input" (what the first block is given) and the blocks, in order of the calls.
+        spectra: the eigenvalues, largest first, float64 [L + 1, C]; means over the sequences.
+        names: "input" (the states that the first block is given), then the names of the L blocks,
+            in the order in which they are called.
 
     Example:
         >>> import torch, graphattn as ga
@@ -47,12 +48,12 @@ class HiddenSpectra:
 
     @property
     def leading_share(self) -> Tensor:
-        """Share of the variance along the leading direction, [L + 1]; NaN without variance."""
+        """Share of the variance along the leading direction, [L + 1]; NaN if the variance is 0."""
         return self.spectra[:, 0] / self.spectra.sum(dim=1)
 
     @property
     def participation_ratio(self) -> Tensor:
-        """Effective number of dimensions, [L + 1]; 0 without variance."""
+        """Effective number of dimensions, [L + 1]; 0 if the variance is 0."""
         return participation_ratio(self.spectra)
 
     def __repr__(self) -> str:
@@ -73,44 +74,45 @@ def hidden_spectra(
 ) -> HiddenSpectra:
     r"""Eigenvalue spectra of the hidden states of any model that is a list of blocks.
 
-    The eigenvalues of the population covariance of a sequence's tokens, largest first, mean over
-    the sequences (Attention Clusters, Figures 9 and 12-15, where there is one sequence). Padding
-    is left out where the call says what padding is: ``attention_mask``, `valid` or
-    ``src_key_padding_mask``; for a decoder beside an encoder ``decoder_attention_mask`` or
-    ``tgt_key_padding_mask``. States of torch's layers are read as their `batch_first` says.
+    These are the eigenvalues of the population covariance of a sequence's tokens, largest first,
+    averaged over the sequences (Attention Clusters, Figures 9 and 12-15, where there is one
+    sequence). Padding is left out if the call marks it: with ``attention_mask``, `valid` or
+    ``src_key_padding_mask``; for a decoder next to an encoder with ``decoder_attention_mask`` or
+    ``tgt_key_padding_mask``. The states of torch's layers are read as their `batch_first` says.
 
-    `weights` and `normalization` are those of :func:`effective_rank_per_layer`. `scaling` is that
-    of :func:`graphattn.dynamics.simulate`, for models without their weights: the paper's wide
-    spectral gap comes from code that scales queries **in place**. Without projections queries,
-    keys, values and, where a block adds to the tensor that it attends with, the residual are one
-    tensor, and all of it shrinks. ``scaling="sq_inplace"`` does that: projections hand on the very
-    tensor that they are given, and it is divided by sqrt(D) in place, D the width of a head. A
-    block that normalises before attention without changing its input keeps its residual; with
-    ``normalization="disabled"`` it does not. Logits are x_i . x_j / D then, values and
-    residual x / sqrt(D).
+    `weights` and `normalization` mean the same as in :func:`effective_rank_per_layer`. `scaling`
+    means the same as in :func:`graphattn.dynamics.simulate` and is for models whose weights are
+    disabled: the paper's wide spectral gap comes from code that scales queries **in place**.
+    Without projections, the queries, the keys and the values are one tensor, and so is the residual
+    if the block adds its output to the tensor that it attends with. Scaling the queries in place
+    then scales all of them. ``scaling="sq_inplace"`` reproduces this: projections return the same
+    tensor that they are given, and this tensor is divided by sqrt(D) in place, where D is the width
+    of a head. The logits are then x_i . x_j / D, and the values and the residual are x / sqrt(D).
+    In a block that normalises before attention and does not change its input, the residual is not
+    scaled; with ``normalization="disabled"`` it is.
 
-    The model runs in evaluation mode and without gradients, and is left as it was.
+    The model runs in evaluation mode and without gradients, and its state is restored afterwards.
 
     Args:
         model: any torch model that is not compiled.
-        inputs, keywords: what the model is called with. Tensors that the model gets are never
-            written: with "sq_inplace" floating-point inputs are copied first.
+        inputs, keywords: the arguments that the model is called with. Their tensors are never
+            overwritten: with "sq_inplace", floating-point inputs are copied first.
         layers: the blocks, as in :func:`effective_rank_per_layer`.
-        attention_off: names of blocks whose attention brings 0 to every token, its output
-            projection's bias included; the rest of the block stays.
+        attention_off: names of blocks whose attention returns 0 for every token, also instead of
+            the bias of its output projection; the rest of the block is unchanged.
         weights: "enabled" or "disabled".
         normalization: "enabled" or "disabled".
-        scaling: "sdp", products divided by sqrt(D) as the model does; or "sq_inplace".
+        scaling: "sdp" divides the products by sqrt(D), as the model does; or "sq_inplace".
         projections: as in :func:`effective_rank_per_layer`.
 
     Returns:
         :class:`HiddenSpectra`.
 
     Raises:
-        ValueError: if no block is found or reached, a name is unknown, no attention is seen in a
-            block whose attention is to be disabled, ``scaling="sq_inplace"`` comes without
-            ``weights="disabled"`` (behind projections queries are a tensor of their own, and
-            scaling it in place is scaling the product), or the model is compiled.
+        ValueError: if no block is found or called; a name is unknown; no attention is found in a
+            block whose attention is to be disabled; the model is compiled; or
+            ``scaling="sq_inplace"`` is given without ``weights="disabled"`` (a projection makes the
+            queries a separate tensor, so scaling them in place only scales the products).
 
     Example:
         >>> import torch, graphattn as ga
@@ -131,8 +133,9 @@ def hidden_spectra(
     as_choice("scaling", scaling, ("sdp", "sq_inplace"))
     if scaling == "sq_inplace" and weights == "enabled":
         raise ValueError(
-            "scaling='sq_inplace' needs weights='disabled': behind a projection queries are a "
-            "tensor of their own, and scaling them in place is scaling the product"
+            "scaling='sq_inplace' needs weights='disabled': a projection makes the queries a "
+            "separate tensor, and scaling them in place then only scales the products, as "
+            "scaling='sdp' does"
         )
     blocks = choose_layers(as_model(model), layers)
     for module in model.modules():
@@ -150,7 +153,8 @@ def hidden_spectra(
     laid_out = layouts(model, blocks, inputs, keywords)
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
-        # Inputs are looked at before, and outputs after, whatever else is done to a block.
+        # These hooks are registered first so that they read the inputs and outputs of a block
+        # before the other hooks (normalization, scaling, attention) change them.
         for name, block in blocks.items():
             layout = laid_out[name]
             before = block.register_forward_pre_hook(_look_before(rows, layout), with_kwargs=True)
@@ -166,27 +170,30 @@ def hidden_spectra(
             stack.enter_context(without_attention(model, {name: blocks[name] for name in off}))
         functional_call(model, parameters, inputs, keywords)
     if not rows:
-        raise ValueError("layers must be reached by this call of the model, but none was")
+        raise ValueError(
+            "layers must be called in this call of the model, but none of them was: choose other "
+            "blocks with layers"
+        )
     return HiddenSpectra(_stacked(rows), tuple(name for name, _ in rows))
 
 
 def spectra_without_attention(
     model: nn.Module, *inputs: Any, layers: Layers = None, **options: Any
 ) -> dict[str, HiddenSpectra]:
-    """:func:`hidden_spectra` with the attention of one block disabled at a time.
+    """Compute :func:`hidden_spectra` with the attention of one block disabled at a time.
 
     Args:
         model: as in :func:`hidden_spectra`.
-        inputs: what the model is called with.
+        inputs: the arguments that the model is called with.
         layers: the blocks.
         options: the other arguments of :func:`hidden_spectra`, and keywords of the model.
 
     Returns:
-        "none" -> with all attention, then name of the block -> without its attention. See
-        :func:`graphattn.plot.attention_ablation`.
+        A dict: "none" holds the spectra with all attention, and the name of each block the spectra
+        without that block's attention. :func:`graphattn.plot.attention_ablation` draws it.
 
     Raises:
-        ValueError: as :func:`hidden_spectra`; if `attention_off` is given.
+        ValueError: as :func:`hidden_spectra`, or if `attention_off` is given.
 
     Example:
         >>> import torch, graphattn as ga
@@ -196,7 +203,10 @@ def spectra_without_attention(
         ['none', 'blocks.0', 'blocks.1']
     """
     if "attention_off" in options:
-        raise ValueError("attention_off goes with hidden_spectra: here every block has its turn")
+        raise ValueError(
+            "attention_off is an argument of hidden_spectra only: spectra_without_attention "
+            "disables the attention of every block in turn"
+        )
     found = {"none": hidden_spectra(model, *inputs, layers=layers, **options)}
     for name in choose_layers(model, layers):
         found[name] = hidden_spectra(model, *inputs, layers=layers, attention_off=name, **options)
@@ -208,7 +218,7 @@ def _copied(value: Any) -> Any:
     return value.clone() if is_input else value
 
 
-def _look_before(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
+def _look_before(rows: list[tuple[str, Tensor]], layout: BlockLayout) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not rows:
             given = [*args, *keywords.values()]
@@ -219,7 +229,7 @@ def _look_before(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
     return hook
 
 
-def _look_after(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
+def _look_after(rows: list[tuple[str, Tensor]], layout: BlockLayout) -> Any:
     name = layout.name
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -227,7 +237,9 @@ def _look_after(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
             output = next((part for part in output if isinstance(part, Tensor)), output)
         if not _is_states(output):
             got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"layers must return states [B, N, C] or [N, C], {name!r} gave {got}")
+            raise ValueError(
+                f"layers must return states [B, N, C] or [N, C], but {name!r} returned {got}"
+            )
         rows.append((name, _spectrum(output, name, layout)))
 
     return hook
@@ -237,11 +249,11 @@ def _is_states(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3)
 
 
-def _spectrum(x: Tensor, name: str, layout: Layout) -> Tensor:
+def _spectrum(x: Tensor, name: str, layout: BlockLayout) -> Tensor:
     """[C], the mean over sequences of :func:`graphattn.dynamics.simulate.covariance_spectrum`."""
     sequences = layout.tokens_of(x, name)
     if not all(tokens.isfinite().all() for tokens in sequences):
-        raise ValueError(f"states must be finite, those of {name!r} are not")
+        raise ValueError(f"hidden states must be finite, but those of {name!r} are not")
     return torch.stack([covariance_spectrum(tokens) for tokens in sequences]).mean(dim=0)
 
 
@@ -249,6 +261,7 @@ def _stacked(rows: list[tuple[str, Tensor]]) -> Tensor:
     widths = {len(row) for _, row in rows}
     if len(widths) > 1:
         raise ValueError(
-            f"layers must have states of one width, got {sorted(widths)}: choose some by name"
+            f"layers must all have states of the same width, got widths {sorted(widths)}: choose "
+            f"blocks of one width by name"
         )
     return torch.stack([row for _, row in rows])

@@ -27,7 +27,7 @@ class BatchLoss:
         self.model, self.loss_fn, self.parameters = model, loss_fn, parameters
 
     def gradient(self, batch: Any, *, create_graph: bool = False) -> Gradients:
-        """One tensor per parameter, None where it does not enter the loss."""
+        """The gradient of each parameter; None for one that the loss does not depend on."""
         with torch.enable_grad():
             loss = self.loss_fn(self.model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -41,7 +41,9 @@ class BatchLoss:
                 )
             )
         if all(g is None for g in found):
-            raise ValueError("loss_fn must depend on the optimizer's parameters, but does not")
+            raise ValueError(
+                "the result of loss_fn must depend on the optimizer's parameters, but it does not"
+            )
         return found
 
 
@@ -52,12 +54,12 @@ def slope_and_curvature(
     method: Method,
     epsilon: float,
 ) -> tuple[float, float]:
-    """<g, u> and <u, H u> for u = direction(g), in float64 sums."""
+    """<g, u> and <u, H u> for u = direction(g), summed in float64."""
     if method == "hvp":
         gradients = loss.gradient(batch, create_graph=True)
         u = direction([None if g is None else g.detach() for g in gradients])
         return dot(gradients, u), curvature_by_autograd(loss.parameters, gradients, u)
-    # The same dropout in every evaluation: differences must come from the parameters alone.
+    # Every evaluation draws the same dropout, so that only the parameters make a difference.
     start = random_state(loss.parameters)
     gradients = loss.gradient(batch)
     u = direction(gradients)
@@ -71,10 +73,10 @@ def curvature_by_autograd(
     *,
     retain_graph: bool = False,
 ) -> float:
-    """<u, H u>, H u being the gradient of <g, u>."""
+    """<u, H u>, where H u is the gradient of <g, u>."""
     known = [(g, v) for g, v in zip(gradients, u, strict=True) if g is not None and g.requires_grad]
     if not known:
-        return 0.0  # a loss that is linear in its parameters
+        return 0.0  # The loss is linear in its parameters.
     _check_differentiable_twice([g for g, _ in known])
     try:
         product = torch.autograd.grad(
@@ -86,8 +88,8 @@ def curvature_by_autograd(
         )
     except RuntimeError as error:
         error.add_note(
-            "method='hvp' differentiates the loss twice; method='finite_difference' needs first "
-            "derivatives only"
+            "method='hvp' differentiates the loss twice; use method='finite_difference', which "
+            "needs first derivatives only"
         )
         raise
     return dot(list(product), u)
@@ -96,22 +98,23 @@ def curvature_by_autograd(
 def _check_differentiable_twice(gradients: list[Tensor]) -> None:
     """Refuse gradients that pass through a `once_differentiable` function.
 
-    torch lets the second derivative of such a function raise only where it is evaluated for its own
-    sake. On the way to parameters it is left out: the curvature would be wrong in silence.
+    torch raises an error for the second derivative of such a function only if this derivative
+    itself is asked for. If only derivatives in the parameters are asked for, torch leaves it out,
+    and the curvature would be wrong without any error.
     """
-    ahead = [g.grad_fn for g in gradients]
-    seen = set()
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
+    pending = [g.grad_fn for g in gradients]
+    visited = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name() == "torch::autograd::Error":
             raise RuntimeError(
                 "loss_fn calls a function whose gradient cannot be differentiated again "
                 "(once_differentiable): use method='finite_difference'"
             )
-        ahead += [before for before, _ in node.next_functions]
+        pending += [previous for previous, _ in node.next_functions]
 
 
 def curvature_by_differences(
@@ -122,19 +125,19 @@ def curvature_by_differences(
     scale = math.sqrt(sum(float(v.square().sum()) for v in u) / count)
     if scale == 0 or not math.isfinite(scale):
         return scale
-    here = [p.data for p in loss.parameters]
-    sides = []
+    original = [p.data for p in loss.parameters]
+    slopes = []
     try:
         for sign in (1, -1):
-            for parameter, value, v in zip(loss.parameters, here, u, strict=True):
-                moved = value.double() + v * (sign * epsilon / scale)
-                parameter.data = moved.to(parameter.dtype)
+            for parameter, value, v in zip(loss.parameters, original, u, strict=True):
+                shifted = value.double() + v * (sign * epsilon / scale)
+                parameter.data = shifted.to(parameter.dtype)
             set_random_state(start)
-            sides.append(dot(loss.gradient(batch), u))
+            slopes.append(dot(loss.gradient(batch), u))
     finally:
-        for parameter, value in zip(loss.parameters, here, strict=True):
+        for parameter, value in zip(loss.parameters, original, strict=True):
             parameter.data = value
-    return (sides[0] - sides[1]) / (2 * epsilon) * scale
+    return (slopes[0] - slopes[1]) / (2 * epsilon) * scale
 
 
 def dot(gradients: Gradients, u: list[Tensor]) -> float:

@@ -22,14 +22,15 @@ from graphattn.graphs.arguments import as_choice, as_float, as_int
 class StableLearningRate:
     """The maximum stable learning rate of every recorded step."""
 
-    values: tuple[float, ...]  #: alpha_max per step: 0 uphill, infinite without curvature
-    lr: float  #: the optimizer's learning rate (of its first group)
+    #: alpha_max of every step; 0 if the step goes uphill, infinite if the curvature is not positive
+    values: tuple[float, ...]
+    lr: float  #: the learning rate of the optimizer's first parameter group
 
     @property
     def median(self) -> float:
-        """The median of the values that are not infinite, as the paper takes it.
+        """The median of the values that are not infinite, as in the paper.
 
-        Infinite if all are; NaN if a loss or gradient was not finite.
+        It is infinite if all values are, and NaN if a loss or a gradient was not finite.
         """
         finite = [value for value in self.values if value != math.inf]
         if any(map(math.isnan, finite)):
@@ -37,9 +38,10 @@ class StableLearningRate:
         return statistics.median(finite) if finite else math.inf
 
     def share_stable(self, lr: float | None = None) -> float:
-        """The share of steps, in 0 .. 1, whose alpha_max lies above `lr` (the optimizer's if None).
+        """The share of steps, from 0 to 1, whose alpha_max is greater than `lr`.
 
-        Infinite ones do, those that are NaN do not.
+        `lr` None stands for the optimizer's learning rate. An infinite alpha_max counts as
+        greater; NaN does not.
         """
         lr = self.lr if lr is None else as_float("lr", lr, positive=False)
         return sum(value > lr for value in self.values) / len(self.values)
@@ -76,54 +78,60 @@ def max_stable_lr(
     .. math::
         \alpha_{\max} = \frac{-2 \langle \nabla L, u \rangle}{\langle u, \nabla^2 L \, u \rangle}
 
-    with u the step per unit of learning rate, :math:`\theta' = \theta + \alpha u`: up to second
-    order, the loss of the batch falls for every learning rate below (Stabilizing Transformer
-    Training Through Consensus, Eq. 17-19). It is 0 where the step goes uphill
-    (:math:`\langle \nabla L, u \rangle \geq 0`) and infinite where it meets no curvature
-    (:math:`\langle u, \nabla^2 L \, u \rangle \leq 0`). Under plain gradient descent it is never
-    below 2 / lambda_max of the Hessian.
+    where u is the optimizer's step per unit of learning rate, :math:`\theta' = \theta + \alpha u`.
+    Up to second order, every learning rate below :math:`\alpha_{\max}` lowers the loss of the batch
+    (Stabilizing Transformer Training Through Consensus, Eq. 17-19). :math:`\alpha_{\max}` is 0 if
+    the step goes uphill (:math:`\langle \nabla L, u \rangle \geq 0`), and otherwise infinite if the
+    curvature along it is not positive (:math:`\langle u, \nabla^2 L \, u \rangle \leq 0`). Under
+    plain gradient descent it is never below 2 / lambda_max of the Hessian.
 
-    u is what the optimizer does: a copy of it (:func:`copy.deepcopy`), with whatever state it has,
-    makes its step on copies of the parameters, in float64, and the difference is divided by the
-    learning rate. Decoupled weight decay is thus part of u (AdamW: -weight_decay * theta, per unit
-    of learning rate). Where groups differ in learning rate, alpha_max is in units of the first
-    group's, the others scaled in proportion.
+    u is measured on the optimizer itself: a copy of it (:func:`copy.deepcopy`), with its present
+    state, makes its step on float64 copies of the parameters, and the change of the parameters is
+    divided by the learning rate. Decoupled weight decay is thus part of u (for AdamW it is
+    -weight_decay * theta per unit of learning rate). If parameter groups have different learning
+    rates, alpha_max is a learning rate of the first group, and the other groups' learning rates
+    scale in proportion.
 
-    The defaults are the protocol of the paper's Section 5.2.1: gradients are clipped to norm 1
-    before the optimizer sees them (the slope :math:`\langle \nabla L, u \rangle` is that of the
-    loss itself, unclipped); 5 batches warm the optimizer's moments while the parameters stay, so
-    that bias correction counts on from step 6 (for a new optimizer); 5 steps are taken
-    unrecorded, then 25 recorded, each on its own batch. The moments are warmed by the optimizer's
-    own running means. Where the paper says that "m is the average gradient over the 5 batches",
-    that is read as the bias-corrected mean: with the bare average in its place, "bias
-    correction from step 6" would divide by 1 - beta^6 once more, and u would come out several
-    times too small.
+    The defaults are the protocol of the paper's Section 5.2.1. Gradients are clipped to norm 1
+    before the optimizer gets them (the slope :math:`\langle \nabla L, u \rangle` uses the unclipped
+    gradient of the loss). The first 5 batches only update the optimizer's moments, while the
+    parameters do not change, so that for a new optimizer the bias correction continues from step 6.
+    Then 5 steps are made without recording and 25 with recording, each on its own batch. The
+    moments are the optimizer's own running means. The paper says that "m is the average gradient
+    over the 5 batches"; this is read as the bias-corrected mean. With the plain average instead,
+    "bias correction from step 6" would divide by 1 - beta^6 once more, and u would be several times
+    too small.
 
     Args:
-        model: left as it was found: parameters, gradients, buffers, and torch's random numbers
-            (a generator of your own goes on). It runs in the mode it is in.
-        loss_fn: ``loss_fn(model, batch)``, a scalar that the optimizer's parameters enter.
-        optimizer: any of torch's that steps without a closure; left as it was found. A new one
-            follows the paper; one in the midst of training keeps its moments and its count.
-        batches: state_batches + warmup_steps + steps of them are taken from it, in order.
-        method: how curvature is found. "hvp" differentiates twice (the loss must allow it: torch's
-            fused attention does not, graphattn's layers do); "finite_difference" takes central
-            differences of gradients (Eq. 20).
+        model: the model; it runs in the mode (training or evaluation) that it is in. Its
+            parameters, gradients and buffers and torch's random number generators are restored
+            afterwards (a generator that you made yourself is not).
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar that depends on the optimizer's
+            parameters.
+        optimizer: any torch optimizer that steps without a closure; it is not changed. A new
+            optimizer follows the paper; one in the middle of training starts from its own moments
+            and step count.
+        batches: the first state_batches + warmup_steps + steps of them are used, in order.
+        method: how the curvature is computed. "hvp" differentiates twice (the loss must allow it:
+            torch's fused attention does not, graphattn's layers do); "finite_difference" takes
+            central differences of gradients (Eq. 20).
         max_norm: gradients are clipped to this L2 norm; None for no clipping.
-        state_batches: batches that only warm the optimizer's state.
-        warmup_steps: steps taken before the first one recorded.
-        steps: steps recorded.
-        epsilon: of Eq. 20, for u scaled to a root mean square of 1 (about what Adam's is). The
-            paper's 1e-4 is for float32; where a step is bent more than once on that length, or
-            curvatures nearly cancel, float64 with 1e-6 is closer.
+        state_batches: number of batches that only update the optimizer's state.
+        warmup_steps: number of steps that are made before the first recorded one.
+        steps: number of recorded steps.
+        epsilon: the step size of Eq. 20, for u scaled to a root mean square of 1 (about the value
+            that Adam's u has). The paper's 1e-4 is for float32. If the gradient changes strongly
+            within that distance, or positive and negative curvatures nearly cancel, float64 with
+            1e-6 is more accurate.
 
     Returns:
-        A :class:`StableLearningRate`: values per step, median, share of stable steps; it prints as
-        a line.
+        A :class:`StableLearningRate` with the value of every step, their median and the share of
+        stable steps; ``print`` shows it as one line.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; if `batches` run out, the
-            learning rate is 0, or the loss is no scalar.
+        ValueError: if an argument has a wrong type or value, `batches` has too few batches, the
+            learning rate is not positive, or the loss is not a scalar; the message names the
+            argument, its value and what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -166,7 +174,7 @@ def max_stable_lr(
 
 
 def alpha_max(slope: float, curvature: float) -> float:
-    """Eq. 18 and its cases."""
+    """The maximum stable learning rate of one step: Eq. 18, with its special cases."""
     if not (math.isfinite(slope) and math.isfinite(curvature)):
         return math.nan
     if slope >= 0:
@@ -176,12 +184,12 @@ def alpha_max(slope: float, curvature: float) -> float:
 
 def _numbered(batches: Iterable[Any], total: int) -> Iterator[tuple[int, Any]]:
     """The first `total` batches and their numbers."""
-    found = iter(batches)
+    iterator = iter(batches)
     for done in range(total):
         try:
-            yield done, next(found)
+            yield done, next(iterator)
         except StopIteration:
             raise ValueError(
-                f"batches must give {total} batches (state_batches + warmup_steps + steps), "
+                f"batches must yield {total} batches (state_batches + warmup_steps + steps), "
                 f"got {done}"
             ) from None

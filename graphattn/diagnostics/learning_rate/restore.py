@@ -1,4 +1,4 @@
-"""Leaving a model and torch's random numbers as they were found."""
+"""Restoring a model and torch's random number generators after a measurement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ RandomState = tuple[Tensor, dict[int, Tensor]]
 
 @contextmanager
 def left_as_found(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Put parameters, buffers and random numbers back, after an exception too.
+    """Restore parameters, buffers and random number generators, also after an exception.
 
-    Inside, parameters may be given other data (``parameter.data = ...``): what they held is never
-    written, and comes back as the same memory.
+    Inside the context, parameters may be given other data (``parameter.data = ...``). The original
+    tensors are then not written to, and the same memory is restored.
     """
-    held = [parameter.data for parameter in parameters]
+    original = [parameter.data for parameter in parameters]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
@@ -28,7 +28,7 @@ def left_as_found(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Itera
     try:
         yield
     finally:
-        for parameter, data in zip(parameters, held, strict=True):
+        for parameter, data in zip(parameters, original, strict=True):
             parameter.data = data
         with torch.no_grad():
             for module, name, buffer, value in buffers:
@@ -39,13 +39,13 @@ def left_as_found(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Itera
 
 
 def random_state(parameters: Sequence[Tensor]) -> RandomState:
-    """torch's random numbers, on the CPU and on the GPUs that hold parameters."""
+    """State of torch's random number generators, on the CPU and on the parameters' GPUs."""
     gpus = {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
     return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
 
 
 def set_random_state(state: RandomState) -> None:
-    """Go back to :func:`random_state`."""
+    """Restore a state that :func:`random_state` returned."""
     torch.set_rng_state(state[0])
     for gpu, of_gpu in state[1].items():
         torch.cuda.set_rng_state(of_gpu, gpu)

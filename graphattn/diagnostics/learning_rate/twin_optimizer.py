@@ -12,10 +12,11 @@ Gradients = list[Tensor | None]
 
 
 class TwinOptimizer:
-    """Lets an optimizer of any kind make its steps without touching it or the model.
+    """A copy of any optimizer, which makes steps without changing the optimizer or the model.
 
-    Its parameters and state are float64: a step of learning rate 1e-6 would drown in the rounding
-    of float32 parameters when the difference is divided by the learning rate again.
+    The parameters and the state of the copy are float64. The step is found as a difference of
+    parameters divided by the learning rate, and with float32 parameters and a learning rate of
+    1e-6 the rounding error would be larger than this difference.
     """
 
     def __init__(self, optimizer: Optimizer, max_norm: float | None) -> None:
@@ -23,12 +24,14 @@ class TwinOptimizer:
             raise ValueError(
                 "optimizer must step without a closure, got LBFGS, which evaluates the loss itself"
             )
-        # Parameters of the model, in the optimizer's order; frozen ones do not move.
+        # The model's parameters in the optimizer's order, without frozen ones, which never change.
         self.parameters: list[nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
         if not self.parameters:
-            raise ValueError("optimizer must hold parameters that require gradients, got none")
+            raise ValueError(
+                "optimizer must have at least one parameter that requires a gradient, got none"
+            )
         self.max_norm = max_norm
         self.lr = float(optimizer.param_groups[0].get("lr", 0.0))
         if not self.lr > 0:
@@ -41,13 +44,13 @@ class TwinOptimizer:
         self._optimizer = copy.deepcopy(optimizer, memo)
         for state in self._optimizer.state.values():
             for name, value in state.items():
-                # The count of steps is not a number per parameter and keeps its dtype.
+                # The number of steps done is not a value per parameter; its dtype is not changed.
                 if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     state[name] = value.double()
         self._before = [c.detach().clone() for c in self._copies]
 
     def step(self, gradients: Gradients) -> list[Tensor]:
-        """One step on clipped gradients; u of every parameter, per unit of learning rate."""
+        """Make one step with clipped gradients; return each parameter's change / learning rate."""
         scale = 1.0
         if self.max_norm is not None:
             given = [g for g in gradients if g is not None]
@@ -62,11 +65,11 @@ class TwinOptimizer:
         ]
 
     def stay(self) -> None:
-        """Take the last step back, of the parameters alone: the optimizer's state has moved."""
+        """Undo the last step for the parameters; the optimizer's state remains updated."""
         for copied, before in zip(self._copies, self._before, strict=True):
             copied.data.copy_(before)
 
     def write(self) -> None:
-        """Give the model's parameters the values of the copies, in memory of their own."""
+        """Give the model's parameters the values of the copies, in new memory."""
         for parameter, copied in zip(self.parameters, self._copies, strict=True):
             parameter.data = copied.detach().to(parameter.dtype, copy=True)

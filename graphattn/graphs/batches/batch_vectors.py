@@ -1,4 +1,4 @@
-"""PyG's batch vectors: which item of a batch every token belongs to, as sizes of its parts."""
+"""PyG's batch vectors, which say to which item of a batch every token belongs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from graphattn.graphs.token_graph import TokenGraph
 
 BatchVector = Tensor | tuple[Tensor, Tensor]
 Sizes = tuple[tuple[int, int], ...]  # (targets, sources) of every part
-MOST_ITEMS = 1 << 24  # of a batch vector: one that is far off would take all memory
+# The largest number of items. A wrong batch vector with a huge entry would fill the memory.
+MOST_ITEMS = 1 << 24
 
 
 def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
-    """How many tokens every item of a checked batch vector [N] has.
+    """Count the tokens of every item of a batch vector [N], after checking it.
 
-    Items are numbered from 0 in ascending order; one without tokens is a number that is missing.
+    Items are numbered from 0 in ascending order. A number that does not occur is an item without
+    tokens.
 
     Example:
         >>> import torch
@@ -32,8 +34,8 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
             else type(batch).__name__
         )
         raise ValueError(
-            f"{name} must be an integer tensor of shape [{num_tokens}], the item of every token, "
-            f"got {got}"
+            f"{name} must be an integer tensor of shape [{num_tokens}] that says to which item of "
+            f"the batch every token belongs, got {got}"
         )
     if len(batch) != num_tokens:
         raise ValueError(
@@ -44,34 +46,38 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
         i = int((steps < 0).nonzero()[0])
         raise ValueError(
             f"{name} must be in ascending order, as PyG's batches are, but {name}[{i}] = "
-            f"{int(batch[i])} stands before {name}[{i + 1}] = {int(batch[i + 1])}: sort the tokens "
-            f"by it first, order = {name}.argsort(stable=True)"
+            f"{int(batch[i])} comes before {name}[{i + 1}] = {int(batch[i + 1])}. Sort the tokens "
+            f"by item first, with order = {name}.argsort(stable=True)"
         )
     if num_tokens and int(batch[0]) < 0:
         raise ValueError(f"{name} must be >= 0, got {name}[0] = {int(batch[0])}")
     if num_tokens and int(batch[-1]) >= MOST_ITEMS:
         raise ValueError(
-            f"{name} must number items from 0 on, at most {MOST_ITEMS}, got {int(batch[-1])}"
+            f"{name} must number the items from 0, with at most {MOST_ITEMS} items, got the item "
+            f"{int(batch[-1])}"
         )
     sizes: list[int] = torch.bincount(batch.long()).tolist()
     return sizes
 
 
 def pair_sizes(batch: Any, num_targets: int, num_sources: int) -> Sizes:
-    """(targets, sources) of every item, from one batch vector or a pair (targets, sources)."""
+    """Count the targets and sources of every item, given one batch vector or a pair of them."""
     if isinstance(batch, tuple | list):
         if len(batch) != 2:
-            raise ValueError(f"batch must be a pair (targets, sources), got {len(batch)} of them")
+            raise ValueError(
+                "batch must be one tensor or a pair (targets, sources) of tensors, got "
+                f"{len(batch)} entries"
+            )
         targets = part_sizes("batch[0]", batch[0], num_targets)
         sources = part_sizes("batch[1]", batch[1], num_sources)
-        most = max(len(targets), len(sources))  # the last items may have no tokens in one of them
+        most = max(len(targets), len(sources))  # the last items may have only targets or sources
         targets += [0] * (most - len(targets))
         sources += [0] * (most - len(sources))
         return tuple(zip(targets, sources, strict=True))
     if num_targets != num_sources:
         raise ValueError(
-            f"batch must be a pair (targets [{num_targets}], sources [{num_sources}]) where these "
-            "are different tokens, got one tensor"
+            f"batch must be a pair (targets [{num_targets}], sources [{num_sources}]), because "
+            "targets and sources are different tokens, got one tensor"
             if isinstance(batch, Tensor)
             else f"batch must be a pair of integer tensors, got {type(batch).__name__}"
         )
@@ -79,7 +85,16 @@ def pair_sizes(batch: Any, num_targets: int, num_sources: int) -> Sizes:
 
 
 def with_borders(graph: TokenGraph, sizes: Sizes, what: str) -> TokenGraph:
-    """The graph of an edge list as a batch of parts; an edge across a border is refused."""
+    """Return the graph of an edge list as a batch of these sizes.
+
+    Args:
+        graph: a graph that stores a list of edges.
+        sizes: (targets, sources) of every item.
+        what: the name of the argument with the edges, for the error message.
+
+    Raises:
+        ValueError: if an edge joins tokens of two items.
+    """
     part_of_target, part_of_source = (
         torch.arange(len(sizes)).repeat_interleave(
             torch.tensor([size[side] for size in sizes], dtype=torch.int64)
@@ -92,7 +107,8 @@ def with_borders(graph: TokenGraph, sizes: Sizes, what: str) -> TokenGraph:
     if len(crossing) > 0:
         j, i = graph.compact_edges[:, int(crossing[0])].tolist()
         raise ValueError(
-            f"the edge (source {j}, target {i}) of {what} crosses the border of a part"
+            f"{what} must have no edge between two items of the batch, but source {j} and target "
+            f"{i} of an edge belong to different items"
         )
     return TokenGraph(
         edge_index=graph.compact_edges,

@@ -1,4 +1,4 @@
-"""Items of a dataset as one batch: packed one after the other, or padded to one length."""
+"""Joining items of a dataset into one batch, either packed or padded to one length."""
 
 from __future__ import annotations
 
@@ -27,43 +27,49 @@ def collate(
     edge_fields: Iterable[str] = (),
     item_fields: Iterable[str] = (),
 ) -> TokenBatch:
-    """Items with graphs of their own as one batch: ``DataLoader(data, collate_fn=ga.collate)``.
+    """Join items that each have a graph into one batch.
 
-    Each item is a dict, with a graph under "graph" (or an edge list under "edge_index") and any
-    other fields, or a PyG ``Data``. Their graphs become one, as by :func:`~graphattn.batch`
-    (structured ones stay structured), and their fields one tensor or list each:
+    Give it to a DataLoader: ``DataLoader(data, collate_fn=ga.collate)``. Each item is a PyG
+    ``Data``, or a dict with a graph under "graph" (or an edge list under "edge_index") and any
+    other fields. The graphs become one graph, as in :func:`~graphattn.batch`: if all of them are
+    structured, it is structured, too. Each field becomes one tensor or one list, by its kind:
 
-    - **per token**: `tokens`, `input_ids`, `token_type_ids`, `attention_mask`, `position_ids`,
-      `features`, `x`, `pos`, `positions`, `valid` by name, and any other tensor whose first
-      dimension is the item's number of tokens in every item: one after the other, [N_total, ...];
-    - **per edge**: names that begin with `edge_`, and any other tensor whose first dimension is the
-      item's number of edges in every item: [E_total, ...] in the order of the batch's
-      ``graph.edge_index``. They belong to the edges of the item's graph, or of its `edge_index`
-      as that stands there: both are sorted together;
-    - **per source**: `context` by name, and likewise by length, where targets and sources of the
-      graphs are different tokens: [M_total, ...];
-    - **per item**: everything else. Numbers and tensors of one shape are stacked, [B, ...] (of a
-      Data, tensors [1, ...] are joined, as PyG does); others come as a list.
+    - **per token**: the fields `tokens`, `input_ids`, `token_type_ids`, `attention_mask`,
+      `position_ids`, `features`, `x`, `pos`, `positions` and `valid`, and any other tensor whose
+      first dimension is the number of tokens in every item. They are concatenated to
+      [N_total, ...].
+    - **per edge**: fields whose names begin with `edge_`, and any other tensor whose first
+      dimension is the number of edges in every item. They become [E_total, ...], in the order of
+      the batch's ``graph.edge_index``. In an item, the values are in the order of the edges of its
+      graph, or of its `edge_index`, and are sorted together with those edges.
+    - **per source**: if targets and sources of the graphs are different tokens, the field
+      `context`, and any other tensor whose first dimension is the number of sources in every item.
+      They are concatenated to [M_total, ...].
+    - **per item**: everything else. Numbers, and tensors of one shape, are stacked to [B, ...]
+      (tensors [1, ...] of a Data are concatenated, as PyG does). Other values become a list.
 
-    Lists of numbers and numpy's arrays count as tensors. What the rules leave open, two of these by
-    length, or one that not all items agree on, is refused: say it by `token_fields` and so on
-    (``collate_fn=functools.partial(ga.collate, item_fields=("target",))``).
+    Lists of numbers and numpy arrays count as tensors. If the length of a field fits two kinds, or
+    fits a kind in some items only, an error asks for its kind. Give the kind by `token_fields`,
+    `source_fields`, `edge_fields` or `item_fields`, for example with
+    ``collate_fn=functools.partial(ga.collate, item_fields=("target",))``.
 
     Args:
-        items: dicts, or Data, with the same names in all of them.
-        graph: makes the graph of an item from its number of tokens, where items have none.
-        padding: fields per token as [B, N, ...] beside ``batch.valid``, in place of [N_total, ...].
-        padding_value: what stands in padding: one number, or one per field, ``{"target": -100}``,
-            and 0 in the others.
+        items: dicts, or Data objects, that all have the same fields.
+        graph: a function that makes the graph of an item from its number of tokens, if the items
+            have no graphs.
+        padding: whether fields per token are padded to [B, N, ...], with ``batch.valid`` [B, N],
+            instead of concatenated to [N_total, ...].
+        padding_value: the value in padding: one number, or a dict with a number for some fields,
+            such as ``{"target": -100}``; the other fields then have 0.
         token_fields: names of fields that have one entry per token.
         source_fields: names of fields that have one entry per source.
         edge_fields: names of fields that have one entry per edge.
         item_fields: names of fields that have one value per item.
 
     Raises:
-        ValueError: if there are no items, dicts are mixed with Data, names differ, an item has no
-            graph (or has one beside `graph`), a length does not fit its graph, shapes or dtypes of
-            a field differ, or its kind stays open.
+        ValueError: if there are no items, dicts are mixed with Data, items have different fields,
+            an item has no graph (or has one although `graph` is given), the length of a field does
+            not fit its graph, the shapes or dtypes of a field differ, or its kind is ambiguous.
 
     Example:
         >>> import functools, torch, graphattn as ga
@@ -126,18 +132,24 @@ def _fill_values(padding_value: Any, kinds: dict[str, Kind], padding: bool) -> d
     for name, value in given.items():
         if name not in rows:
             raise ValueError(
-                f"padding_value must name fields per token ({', '.join(rows)}), got {name!r}"
+                f"padding_value must have names of fields per token ({', '.join(rows)}) as keys, "
+                f"got {name!r}"
             )
         if not isinstance(value, bool | int | float):
-            raise ValueError(f"padding_value must be a number, or one per field, got {value!r}")
+            raise ValueError(
+                f"padding_value must be a number, or a dict with a number per field, got {value!r}"
+            )
     if not padding and any(given.values()):
-        raise ValueError(f"padding_value needs padding=True, got {padding_value!r} without it")
-    # What is read as a mask is False in padding.
+        raise ValueError(
+            f"padding_value must be 0 with padding=False, got {padding_value!r}; set padding=True "
+            "to use it"
+        )
+    # A field that is read as a mask must be False in padding.
     return {**given, **{name: 0 for name in ("valid", "attention_mask") if name in rows}}
 
 
 def _padded(name: str, values: list[Tensor], rows: int, fill: float) -> Tensor:
-    """[B, rows, ...] of tensors [N_b, ...]."""
+    """Pad tensors [N_b, ...] to one tensor [B, rows, ...]."""
     first = values[0]
     try:
         filled = first.new_full((), fill)
@@ -146,7 +158,8 @@ def _padded(name: str, values: list[Tensor], rows: int, fill: float) -> Tensor:
     exact = first.is_floating_point() or first.is_complex()
     if filled is None or not (exact or filled.item() == fill):
         raise ValueError(
-            f"padding_value of {name} must be a number of its dtype {first.dtype}, got {fill!r}"
+            f"padding_value of {name} must be a number that {first.dtype}, the dtype of {name}, "
+            f"can represent, got {fill!r}"
         )
     out = first.new_full((len(values), rows, *first.shape[1:]), fill)
     for b, value in enumerate(values):
@@ -155,9 +168,9 @@ def _padded(name: str, values: list[Tensor], rows: int, fill: float) -> Tensor:
 
 
 def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> TokenGraph:
-    """One graph over B rows of tokens: every item's at the start of its own, padding without edges.
+    """Join the graphs of B padded rows: every row holds one item and then padding without edges.
 
-    A row counts as one part, so that positions count on through padding.
+    A row counts as one sequence, so the positions in padding continue those of the item.
     """
     parts: list[TokenGraph] = []
     sizes: list[tuple[int, int]] = []
@@ -166,7 +179,7 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
         missing = num_targets - graph.num_targets, num_sources - graph.num_sources
         parts.append(graph)
         if any(missing):
-            parts.append(_nothing(graphs, *missing))
+            parts.append(_graph_of_padding(graphs, *missing))
         if len(graph.sizes) == 1:
             sizes.append((num_targets, num_sources))
             starts += graph.starts
@@ -193,7 +206,7 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
 def _positions_of_rows(
     graphs: list[TokenGraph], num_targets: int, num_sources: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions of every item, and then of its padding, which counts on."""
+    """Return the positions in padded rows: those of the item, then the next numbers for padding."""
     sides: list[list[Tensor]] = [[], []]
     for graph in graphs:
         for side, rows in enumerate((num_targets, num_sources)):
@@ -205,14 +218,14 @@ def _positions_of_rows(
     return of_targets, of_targets if torch.equal(of_targets, of_sources) else of_sources
 
 
-def _nothing(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> TokenGraph:
-    """Tokens without edges, held as `graphs` are: by structure, table or list."""
+def _graph_of_padding(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> TokenGraph:
+    """Return a graph without edges, stored in the form of `graphs`: structure, table or list."""
     device = graphs[0].device
     if all(graph.structure is not None for graph in graphs):
         if num_targets == num_sources:
             return TokenGraph(structure=no_edges(num_targets), device=device)
-        apart = Parts((Complete(num_targets, 0), Complete(0, num_sources)))
-        return TokenGraph(structure=apart, sizes=((num_targets, num_sources),), device=device)
+        unconnected = Parts((Complete(num_targets, 0), Complete(0, num_sources)))
+        return TokenGraph(structure=unconnected, sizes=((num_targets, num_sources),), device=device)
     if all(graph.is_table for graph in graphs):
         table = torch.full((num_targets, 1), -1, dtype=torch.int64, device=device)
         return TokenGraph(neighbors=table, num_targets=num_targets, num_sources=num_sources)

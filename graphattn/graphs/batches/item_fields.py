@@ -1,4 +1,4 @@
-"""The items of a batch as they come, and what each of their fields has one entry for."""
+"""The items of a batch, and the kind of each of their fields: per token, source, edge or item."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRAPH_NAMES = ("graph", "edge_index")
 
 
 class Item:
-    """One item as it came: its fields without its graph, and what it says of its size."""
+    """One item: its fields without its graph, and its number of tokens if a Data knows it."""
 
     def __init__(self, place: int, given: Any) -> None:
         self.place, self.data = place, None
@@ -42,15 +42,20 @@ class Item:
             )
         for name in self.fields:
             if not isinstance(name, str):
-                raise ValueError(f"items[{place}] must have names that are strings, got {name!r}")
+                raise ValueError(
+                    f"items[{place}] must have strings as names of fields, got {name!r}"
+                )
             if name in OWN_NAMES and name != "graph":
                 raise ValueError(
-                    f"items[{place}] has a field {name!r}, which a batch has of its own: "
-                    "give it another name"
+                    f"items[{place}] has a field {name!r}, but a TokenBatch has an attribute of "
+                    "that name: give the field another name"
                 )
         graphs = [self.fields.pop(name, None) for name in GRAPH_NAMES]
         if None not in graphs:
-            raise ValueError(f"items[{place}] must have a graph or an edge_index, not both")
+            raise ValueError(
+                f"items[{place}] must have either a graph or an edge_index, but has both: remove "
+                "one of them"
+            )
         self.graph = graphs[0] if graphs[1] is None else graphs[1]
 
     def says(self, name: str) -> str:
@@ -66,7 +71,7 @@ def _advice(given: Any) -> str:
 
 
 def _is_pyg(given: Any) -> bool:
-    """Whether it is a Data or the like; where PyG is not loaded there is none."""
+    """Whether `given` is a PyG Data. If PyG is not imported, there can be no such object."""
     module = sys.modules.get("torch_geometric.data.data")
     return module is not None and isinstance(given, module.BaseData)
 
@@ -75,13 +80,13 @@ def _fields_of_data(place: int, data: Any) -> dict[str, Any]:
     kind = type(data).__name__
     if hasattr(data, "edge_types"):
         raise ValueError(
-            f"items must hold dicts or PyG's Data, got a {kind} as items[{place}]: make a dict of "
-            "one of its edge types, with 'graph': graphattn.from_pyg(data, edge_type)"
+            f"items must hold dicts or PyG's Data, got a {kind} as items[{place}]: make a dict "
+            "from one of its edge types, with 'graph': graphattn.from_pyg(data, edge_type)"
         )
     if hasattr(data, "ptr") and hasattr(data, "to_data_list"):
         raise ValueError(
-            f"items must hold single Data, got a {kind} as items[{place}]: its "
-            "to_data_list() gives them, and graphattn.from_pyg(batch) its graph alone"
+            f"items must hold single Data objects, got a {kind} as items[{place}]: its "
+            "to_data_list() returns them (graphattn.from_pyg(batch) returns only its graph)"
         )
     fields = dict(data.to_dict())
     fields.pop("num_nodes", None)
@@ -90,7 +95,7 @@ def _fields_of_data(place: int, data: Any) -> dict[str, Any]:
 
 def read_items(items: Iterable[Any]) -> list[Item]:
     if _is_pyg(items) or isinstance(items, Mapping | Tensor | TokenGraph | str):
-        more = ": its to_data_list() gives them" if hasattr(items, "to_data_list") else ""
+        more = ": its to_data_list() returns them" if hasattr(items, "to_data_list") else ""
         raise ValueError(f"items must be a list of items, got a {type(items).__name__}{more}")
     if not isinstance(items, Iterable):
         raise ValueError(f"items must be a list of dicts or Data, got {type(items).__name__}")
@@ -109,19 +114,20 @@ def read_items(items: Iterable[Any]) -> list[Item]:
             name = differing[0]
             has, lacks = (0, item.place) if name in first.fields else (item.place, 0)
             raise ValueError(
-                f"items must have the same fields: items[{has}] has {name!r}, "
-                f"items[{lacks}] has not"
+                f"items must all have the same fields, but items[{has}] has {name!r} and "
+                f"items[{lacks}] does not"
             )
     return found
 
 
 def declared_kinds(found: list[Item], **names: Iterable[str]) -> dict[str, Kind]:
-    """The kind of every field that the caller names."""
+    """Return the kind of every field that the caller names, after checking the names."""
     declared: dict[str, Kind] = {}
     for kind, given in names.items():
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise ValueError(
-                f"{kind}_fields must be names of fields, such as ({given!r},), got {given!r}"
+                f"{kind}_fields must be a tuple or list of names of fields, such as ({given!r},), "
+                f"got {given!r}"
             )
         for name in given:
             if name not in found[0].fields:
@@ -131,7 +137,8 @@ def declared_kinds(found: list[Item], **names: Iterable[str]) -> dict[str, Kind]
                 )
             if declared.setdefault(name, cast(Kind, kind)) != kind:
                 raise ValueError(
-                    f"{kind}_fields has {name!r}, which {declared[name]}_fields has, too"
+                    f"{kind}_fields and {declared[name]}_fields both name {name!r}: a field has "
+                    "one kind, so remove it from one of them"
                 )
     return declared
 
@@ -157,7 +164,11 @@ class Columns:
     def graphs(
         self, build: Callable[[int], TokenGraph] | None
     ) -> tuple[list[TokenGraph], list[Tensor | None]]:
-        """The graph of every item, and the permutation that sorts its edges where it was a list."""
+        """Return every item's graph and, for an item with an `edge_index`, how that was sorted.
+
+        Args:
+            build: makes a graph from a number of tokens, if the items have no graphs.
+        """
         if build is not None and not callable(build):
             raise ValueError(
                 "graph must be a function of the number of tokens, such as graphattn.complete_graph"
@@ -168,12 +179,13 @@ class Columns:
         for item in self.found:
             if item.graph is None and build is None:
                 raise ValueError(
-                    f"items[{item.place}] has no graph (under 'graph' or 'edge_index'): give "
-                    "graph=, a function of its number of tokens, such as graphattn.complete_graph"
+                    f"items[{item.place}] has no graph under 'graph' or 'edge_index': give "
+                    "graph=, a function of the number of tokens, such as graphattn.complete_graph"
                 )
             if item.graph is not None and build is not None:
                 raise ValueError(
-                    f"graph is for items without one, but items[{item.place}] has its own"
+                    f"graph must be None if items have graphs, but items[{item.place}] has a graph "
+                    "and graph= is given: remove one of the two"
                 )
             own, order = item.graph, None
             if build is not None:
@@ -195,7 +207,7 @@ class Columns:
         return graphs, orders
 
     def num_tokens(self, item: Item) -> int:
-        """The tokens of an item whose graph does not tell them."""
+        """Count the tokens of an item that has no TokenGraph."""
         if item.num_tokens is not None:
             return item.num_tokens
         for name, values in self.values.items():
@@ -203,12 +215,13 @@ class Columns:
             if self.kind_by_name(name) == "token" and isinstance(value, Tensor) and value.dim():
                 return len(value)
         raise ValueError(
-            f"items[{item.place}] does not tell its number of tokens: it has none of "
-            f"{', '.join(sorted(TOKEN_NAMES))}; name a field that is per token by token_fields="
+            f"items[{item.place}] has an unknown number of tokens, because it has no field "
+            f"{', '.join(sorted(TOKEN_NAMES))}: name a field with one entry per token by "
+            "token_fields="
         )
 
     def kinds(self, graphs: list[TokenGraph], sizes: list[tuple[int, int]]) -> dict[str, Kind]:
-        """Return the kind of every field, by its name or otherwise by its length."""
+        """Return the kind of every field, by its name or, if that says nothing, by its length."""
         kinds: dict[str, Kind] = {}
         for name in self.values:
             kind = self.kind_by_name(name)
@@ -218,7 +231,11 @@ class Columns:
         return kinds
 
     def _refuse_indices(self, name: str) -> None:
-        """PyG adds the number of nodes before an item to some fields; those are not joined here."""
+        """Raise ValueError for fields that hold indices of nodes.
+
+        PyG adds the number of nodes before an item to such fields. Here they are not changed, so
+        joining them would give wrong indices.
+        """
         for item in self.found:
             value = item.fields[name]
             if item.data is None or not isinstance(value, Tensor):
@@ -228,8 +245,8 @@ class Columns:
                 not isinstance(step, Tensor) and step != 0
             ):
                 raise ValueError(
-                    f"{item.says(name)} holds indices that PyG counts on from item to item: "
-                    f"item_fields=({name!r},) keeps those of each item"
+                    f"{item.says(name)} holds indices of nodes, which PyG would shift from item to "
+                    f"item: with item_fields=({name!r},) the indices of each item stay unchanged"
                 )
 
     def kind_by_length(
@@ -251,26 +268,31 @@ class Columns:
         if in_all:
             one, two = sorted(in_all)[:2]
             raise ValueError(
-                f"{name} has one entry per {one} and per {two} alike in every item: say which is "
-                f"meant by {one}_fields=({name!r},) or {two}_fields=({name!r},)"
+                f"{name} is ambiguous: in every item its length is the number of {one} entries and "
+                f"of {two} entries. Say which is meant by {one}_fields=({name!r},) or "
+                f"{two}_fields=({name!r},)"
             )
         fitting = [place for place, kinds in enumerate(fits) if kinds]
         if not fitting or all(
             len(values[place]) == 1 and self.found[place].data is not None for place in fitting
-        ):  # PyG's [1, ...] is one value per item, also beside a single node
+        ):  # In PyG, [1, ...] is one value per item, even if the item has a single node.
             return "item"
         meant = min(fits[fitting[0]])
         other = next(place for place, kinds in enumerate(fits) if meant not in kinds)
         raise ValueError(
-            f"{name} has one entry per {meant} in items[{fitting[0]}] and not in items[{other}] "
-            f"(its shape there is {list(values[other].shape)}): say what it is by "
+            f"{name} has one entry per {meant} in items[{fitting[0]}], but not in items[{other}], "
+            f"where its shape is {list(values[other].shape)}: give its kind by "
             f"{meant}_fields=({name!r},) or item_fields=({name!r},)"
         )
 
     def check_rows(
         self, name: str, kind: Kind, graphs: list[TokenGraph], sizes: list[tuple[int, int]]
     ) -> None:
-        """Tensors of one dtype and device, [rows of the item, ...] with one shape behind."""
+        """Check a field per token, source or edge.
+
+        All its values must be tensors [rows of the item, ...] of one dtype, on one device, and
+        equal in the dimensions after the first.
+        """
         first = self.values[name][0]
         for item, value, graph, (n, m) in zip(
             self.found, self.values[name], graphs, sizes, strict=True
@@ -280,20 +302,21 @@ class Columns:
             if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != rows:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
-                    f"{item.says(name)} must be a tensor of shape [{rows}, ...], one entry per "
-                    f"{kind} of its graph, got {got} (item_fields=({name!r},) if it is none)"
+                    f"{item.says(name)} must be a tensor of shape [{rows}, ...] with one entry per "
+                    f"{kind} of its graph, got {got}: if it is one value per item, say "
+                    f"item_fields=({name!r},)"
                 )
             _check_alike(name, first, value, item.place, 1)
 
     def sort_edges(self, name: str, orders: list[Tensor | None]) -> None:
-        """Values of an edge list follow its edges."""
+        """Sort the values of a field per edge as its edges were sorted."""
         self.values[name] = [
             value if order is None else value[order.to(value.device)]
             for value, order in zip(self.values[name], orders, strict=True)
         ]
 
     def per_item(self, name: str, joined: set[str]) -> Any:
-        """Stacked where they are numbers or tensors of one shape; a list otherwise."""
+        """Join a field per item: stack numbers and tensors of one shape, or else return a list."""
         values = self.values[name]
         if all(isinstance(value, bool | int | float) for value in values):
             return torch.tensor(values)
@@ -317,13 +340,13 @@ def _check_alike(name: str, first: Tensor, value: Tensor, place: int, skip: int)
     ):
         if a != b:
             raise ValueError(
-                f"{name} must have one {what} in all items, got {a} in items[0] and {b} in "
+                f"{name} must have the same {what} in all items, got {a} in items[0] and {b} in "
                 f"items[{place}]"
             )
 
 
 def _as_tensors(values: list[Any]) -> list[Any]:
-    """numpy's arrays and lists of numbers as tensors; everything else as it is."""
+    """Convert numpy arrays and lists of numbers to tensors; return other values unchanged."""
     values = [
         torch.tensor(value) if type(value).__module__ == "numpy" and _is_numeric(value) else value
         for value in values
@@ -332,9 +355,10 @@ def _as_tensors(values: list[Any]) -> list[Any]:
         return values
     try:
         tensors = [torch.tensor(value) for value in values]
-    except (TypeError, ValueError):  # rows of several lengths, words among the numbers
+    except (TypeError, ValueError):  # rows of different lengths, or strings among the numbers
         return values
-    dtypes = {tensor.dtype for tensor in tensors if tensor.numel()}  # [] alone tells none
+    # An empty list has no dtype of its own: torch.tensor([]) is always float32.
+    dtypes = {tensor.dtype for tensor in tensors if tensor.numel()}
     if len(dtypes) == 0:
         return tensors
     dtype = dtypes.pop()

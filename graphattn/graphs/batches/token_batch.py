@@ -1,4 +1,4 @@
-"""A batch of items that have graphs of their own: what `collate` makes of them."""
+"""TokenBatch: a batch of items that each have a graph, made by `collate`."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
 Kind = Literal["token", "source", "edge", "item"]
-# What a batch itself knows under these names.
+# Attributes of a TokenBatch: fields of the items may not have these names.
 OWN_NAMES = ("batch", "ptr", "cu_seqlens", "lengths", "source_lengths", "sizes", "graph")
 
 
 class TokenBatch:
-    """Items with graphs of their own, as tensors over all their tokens; made by `collate`.
+    """A batch of items that each have a graph, as tensors over all their tokens.
 
-    Packed, tokens of all items stand one after the other: fields per token are [N_total, ...].
-    Padded (``collate(..., padding=True)``) they are [B, N, ...], N being the longest item's. Either
-    way ``layer(batch.features, batch.graph, valid=batch.valid)`` gives every item what it would get
-    by itself: :attr:`graph` is one graph over all tokens, without edges between items or to
-    padding, and layers and models read [B, N, dim] over it row by row. Operations and modules that
-    make biases take rows laid end to end, ``x.flatten(0, 1)``.
+    It is made by :func:`~graphattn.collate`. In a packed batch, the tokens of all items are
+    concatenated, and fields per token are [N_total, ...]. In a padded batch
+    (``collate(..., padding=True)``), they are [B, N, ...], where N is the length of the longest
+    item. In both, ``layer(batch.features, batch.graph, valid=batch.valid)`` computes for every item
+    the same as for that item alone: :attr:`graph` is one graph over all tokens, without edges
+    between items or to padding. Layers and models take padded features [B, N, dim] with this graph.
+    Operations, and modules that make biases, take the rows concatenated: ``x.flatten(0, 1)``.
 
-    A field is an attribute and an entry, ``batch.tokens`` and ``batch["tokens"]``: those per token
-    as above; those per edge [E_total, ...], in the order of ``graph.edge_index``; those per item
-    stacked to [B, ...], or a list where they are no tensors or numbers, or of several shapes.
+    A field is an attribute and an entry: ``batch.tokens`` is ``batch["tokens"]``. Fields per edge
+    are [E_total, ...], in the order of ``graph.edge_index``. Fields per item are stacked to
+    [B, ...], or are a list if they are neither numbers nor tensors of one shape.
 
     Attributes:
-        graph: one :class:`TokenGraph` over N_total tokens, padded over B * N.
-        batch: LongTensor, the item of every token of `graph`; PyG's `batch`.
-        lengths: LongTensor [B], how many tokens every item has (targets, where sources are others).
-        source_lengths: LongTensor [B], how many sources.
-        sizes: (targets, sources) of every item, as numbers.
-        ptr: LongTensor [B + 1], where the tokens of every item begin, packed; PyG's `ptr`.
-        cu_seqlens: the same as int32, as flash-attention takes it, :attr:`max_seqlen` beside it.
-        valid: bool, True where a token is real; None where all are. Padded: [B, N] (a pair for
-            targets and sources where these are different tokens). A field `valid` of the items, or
-            `attention_mask` of Hugging Face's, takes part.
+        graph: one :class:`TokenGraph` over N_total tokens (packed) or B * N tokens (padded).
+        batch: LongTensor, the item of every token of `graph`, as PyG's `batch`.
+        lengths: LongTensor [B], the number of tokens of every item (of targets, if targets and
+            sources are different tokens).
+        source_lengths: LongTensor [B], the number of sources of every item.
+        sizes: (targets, sources) of every item, as a tuple of pairs of ints.
+        ptr: LongTensor [B + 1], where the tokens of every item begin in the packed order, as PyG's
+            `ptr`.
+        cu_seqlens: `ptr` as int32, which flash-attention takes together with :attr:`max_seqlen`.
+        valid: bool, True where a token is real; None if all tokens are. In a padded batch it is
+            [B, N] (a pair for targets and sources if these are different tokens). If the items have
+            a field `valid`, or Hugging Face's `attention_mask`, the tokens that it marks as False
+            or 0 are not valid either.
 
     Example:
         >>> import torch, graphattn as ga
@@ -86,8 +90,9 @@ class TokenBatch:
         self._fields = fields
         self._kinds = kinds
         self.sizes = tuple(sizes)
-        self._shape = shape  # (targets, sources) of a padded row; None: packed
-        self._had_batch_dimension = had_batch_dimension  # [1, ...] in every item, as PyG has it
+        self._shape = shape  # (targets, sources) of a padded row; None for a packed batch
+        # Names of fields that were [1, ...] in every item, which PyG concatenates, not stacks.
+        self._had_batch_dimension = had_batch_dimension
         self.graph = graph
         device = graph.device
         targets = torch.tensor([targets for targets, _ in sizes], dtype=torch.int64)
@@ -97,9 +102,9 @@ class TokenBatch:
         rows = targets if shape is None else torch.full_like(targets, shape[0])
         self.batch = torch.arange(len(sizes)).repeat_interleave(rows).to(device)
         self.lengths = targets.to(device)
-        self.valid = self._what_is_real()
+        self.valid = self._valid_tokens()
 
-    def _what_is_real(self) -> Tensor | tuple[Tensor | None, Tensor | None] | None:
+    def _valid_tokens(self) -> Tensor | tuple[Tensor | None, Tensor | None] | None:
         names = [n for n in ("valid", "attention_mask") if self._kinds.get(n) == "token"]
         own = self._as_mask(names[0]) if names else None
         if self._shape is None:
@@ -118,14 +123,14 @@ class TokenBatch:
         return None if of_targets is None and of_sources is None else (of_targets, of_sources)
 
     def _as_mask(self, name: str) -> Tensor:
-        """A field per token as bool, of booleans or of 0 and 1."""
+        """Convert a field per token that holds booleans, or 0 and 1, to bool."""
         mask = self._fields[name]
         rows = 1 if self._shape is None else 2
         if mask.dim() != rows or not bool(((mask == 0) | (mask == 1)).all()):
             shown = f"{mask.dtype} of shape {list(mask.shape)}"
             raise ValueError(
                 f"items must hold {name} as booleans (or 0 and 1), one per token, got {shown}"
-                + ("" if mask.dim() != rows else " with other numbers")
+                + ("" if mask.dim() != rows else " with numbers other than 0 and 1")
             )
         return mask.bool()
 
@@ -135,7 +140,8 @@ class TokenBatch:
         """The number of items B."""
         return len(self.sizes)
 
-    __iter__ = None  # neither items nor names are the obvious choice
+    # Not iterable: iteration over items and over names of fields would be equally plausible.
+    __iter__ = None
 
     @property
     def is_padded(self) -> bool:
@@ -144,7 +150,7 @@ class TokenBatch:
 
     @property
     def max_seqlen(self) -> int:
-        """The most tokens of an item, without asking a device."""
+        """The number of tokens of the longest item, as an int, without waiting for a GPU."""
         return max(targets for targets, _ in self.sizes)
 
     @property
@@ -154,9 +160,10 @@ class TokenBatch:
 
     @property
     def positions(self) -> Tensor:
-        """The items' own `positions` (or Hugging Face's `position_ids`), otherwise the graph's.
+        """Positions of all tokens: [N_total], or [B, N] in a padded batch.
 
-        Those of the graph restart in every item: [N_total], padded [B, N].
+        If the items have a field `positions` (or Hugging Face's `position_ids`), it is this field.
+        Otherwise it is the positions of the graph, which restart in every item.
         """
         for name in ("positions", "position_ids"):
             if name in self._fields:
@@ -176,7 +183,7 @@ class TokenBatch:
         return self._fields.items()
 
     def kind(self, name: str) -> Kind:
-        """Return the unit that a field has one entry for: "token", "source", "edge" or "item"."""
+        """Say whether a field has one entry per "token", "source", "edge" or "item"."""
         self[name]
         return self._kinds[name]
 
@@ -186,14 +193,16 @@ class TokenBatch:
     def __getitem__(self, name: str) -> Any:
         if not isinstance(name, str):
             raise TypeError(
-                f"a TokenBatch is indexed by the name of a field, got {name!r}: "
-                "unpack(y) gives what belongs to each item"
+                f"a TokenBatch must be indexed by the name of a field, got {name!r}: use unpack(y) "
+                "to get the rows of each item"
             )
         if name not in self._fields:
-            raise KeyError(f"{name!r} is no field of this batch: it has {', '.join(self._fields)}")
+            raise KeyError(
+                f"{name!r} is no field of this batch, whose fields are {', '.join(self._fields)}"
+            )
         return self._fields[name]
 
-    def __getattr__(self, name: str) -> Any:  # of what is no attribute
+    def __getattr__(self, name: str) -> Any:  # called only for names that are not attributes
         fields = self.__dict__.get("_fields", {})
         if name in fields:
             return fields[name]
@@ -205,7 +214,7 @@ class TokenBatch:
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in TokenBatch.__annotations__ or hasattr(TokenBatch, name)
         if name in self.__dict__.get("_fields", {}) and not own:
-            self._fields[name] = value  # augmentation in a training loop, say
+            self._fields[name] = value  # used for augmentation in a training loop, for example
         else:
             object.__setattr__(self, name, value)
 
@@ -220,22 +229,22 @@ class TokenBatch:
             facts.append(f"{name}={shown}")
         return f"TokenBatch({', '.join(facts)})"
 
-    # Back to items.
+    # Separate the items again.
 
     def unpack(self, y: Tensor, *, per: Kind = "token") -> list[Tensor]:
-        """Split a tensor over all tokens into those of every item, without padding.
+        """Split a tensor of the batch into one tensor per item, without padding.
 
         Args:
-            y: values of tokens, [N_total, ...] (padded [B, N, ...]); of edges, [E_total, ...] in
-                the order of ``graph.edge_index``; or of items, [B, ...].
-            per: "token", "source", "edge" or "item". Edges of an item are those of its graph,
-                sorted by target, then source.
+            y: values per token, [N_total, ...] (padded: [B, N, ...]); per edge, [E_total, ...] in
+                the order of ``graph.edge_index``; or per item, [B, ...].
+            per: "token", "source", "edge" or "item": what `y` has one entry for. The edges of an
+                item are sorted by target, then source.
 
         Returns:
-            Views, one per item: [N_b, ...], [E_b, ...] or [...].
+            A list of views of `y`, one per item: [N_b, ...], [E_b, ...] or [...].
 
         Raises:
-            ValueError: if `y` has another number of rows.
+            ValueError: if the shape of `y` does not fit the batch.
         """
         as_choice("per", per, ("token", "source", "edge", "item"))
         side = int(per == "source")
@@ -258,27 +267,28 @@ class TokenBatch:
         return list(y.unbind()) if per == "item" else list(y.split(parts))
 
     def edge_counts(self) -> list[int]:
-        """How many edges every item has; on a GPU this waits for the device."""
+        """Count the edges of every item; on a GPU this waits for the device."""
         begin = self.first_tokens()[:, 1]
         end = torch.tensor([self.graph.num_targets], device=self.device)
         counts: list[int] = self.graph.rowptr[torch.cat([begin, end])].diff().tolist()
         return counts
 
     def first_tokens(self) -> Tensor:
-        """LongTensor [B, 2]: where the sources and the targets of every item begin in `graph`."""
+        """Return, as a LongTensor [B, 2], every item's first source and first target in `graph`."""
         sizes = [self._shape] * len(self) if self._shape is not None else self.sizes
         rows = torch.tensor([(0, 0), *sizes], dtype=torch.int64).cumsum(0)[:-1]
         return rows.flip(1).to(self.device)
 
     def to_pyg(self) -> Batch:
-        """PyG's ``Batch`` of the items, each a ``Data`` with its edges and fields.
+        """Convert to PyG's ``Batch``, in which each item is a ``Data`` with its edges and fields.
 
-        What :func:`~graphattn.collate` was given comes back from ``batch.to_pyg().to_data_list()``:
-        edges sorted by target, then source, and what belongs to them in that order; numbers as
-        tensors; padding left out.
+        ``batch.to_pyg().to_data_list()`` returns the items that :func:`~graphattn.collate` was
+        given. Edges, and values per edge, are then sorted by target, then source. Numbers are
+        tensors. There is no padding.
 
         Raises:
-            ValueError: if targets and sources are different tokens: a Data has one kind of nodes.
+            ValueError: if targets and sources are different tokens, because a Data has one kind of
+                nodes.
 
         Example:
             >>> import torch, graphattn as ga
@@ -297,7 +307,7 @@ class TokenBatch:
         )
 
     def values_of_items(self, name: str) -> list[Any]:
-        """The entry of every item in a field, with the shape that it had there."""
+        """List the values of a field, one per item, with the shape that they had in the item."""
         value, kind = self[name], self._kinds[name]
         if kind != "item":
             return self.unpack(value, per=kind)
@@ -308,7 +318,7 @@ class TokenBatch:
     # Devices.
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
-        """Return this batch on another device, graph and lists of tensors included."""
+        """Return this batch on another device, with its graph and all tensors."""
         device = torch.empty(0, device=device).device
         return self._with_tensors(
             lambda x: x.to(device, non_blocking=non_blocking),
@@ -324,7 +334,7 @@ class TokenBatch:
         return self.to("cpu")
 
     def pin_memory(self) -> TokenBatch:
-        """A copy in page-locked memory: what ``DataLoader(pin_memory=True)`` calls."""
+        """Copy to page-locked memory; ``DataLoader(pin_memory=True)`` calls this."""
         return self._with_tensors(Tensor.pin_memory, self.graph.pin_memory())
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor], graph: TokenGraph) -> TokenBatch:
@@ -335,7 +345,7 @@ class TokenBatch:
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in it changed; what holds none is itself."""
+    """Apply a function to every tensor in dicts, lists and tuples; return other values as is."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is dict:
@@ -345,5 +355,5 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-# As of a graph: `torch.load(path, weights_only=True)` may read it.
+# As for a TokenGraph, `torch.load(path, weights_only=True)` may read a TokenBatch.
 torch.serialization.add_safe_globals([TokenBatch])

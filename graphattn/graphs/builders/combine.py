@@ -1,4 +1,4 @@
-"""Graphs made of graphs: unions of edges, and batches of sequences."""
+"""Combinations of graphs: unions of their edges, and batches of sequences."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from graphattn.graphs.edges.index_width import as_held
+from graphattn.graphs.edges.index_width import as_stored
 from graphattn.graphs.structures.composites import Parts, Union, union_of
 from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 
 
 def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
-    """All edges of `a` and all of `b`, each once, over the same tokens.
+    """Return a graph with all edges of `a` and of `b`, over the same tokens.
 
-    Structured graphs give a structured graph; no edge is listed.
+    An edge that both have is in the result once. If both graphs are structured, so is the result,
+    and no edge is listed.
 
     Raises:
-        ValueError: if sizes, positions or devices differ.
+        ValueError: if the numbers of tokens, the positions or the devices differ.
 
     Example:
         >>> import graphattn as ga
@@ -32,29 +33,29 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
             raise ValueError(f"{name} must be a TokenGraph, got {type(graph).__name__}")
     if (a.num_targets, a.num_sources) != (b.num_targets, b.num_sources):
         raise ValueError(
-            f"a and b must have the same tokens: a has {a.num_targets} targets and "
-            f"{a.num_sources} sources, b has {b.num_targets} and {b.num_sources}"
+            f"a and b must have the same tokens, but a has {a.num_targets} targets and "
+            f"{a.num_sources} sources, and b has {b.num_targets} and {b.num_sources}"
         )
     if a.device != b.device:
         raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
     if a.sizes != b.sizes:
         raise ValueError(
-            "a and b must number their tokens alike: as batches they have the (target, source) "
-            f"sizes {a.sizes} and {b.sizes}"
+            "a and b must have the same tokens, but their sequences have different (target, "
+            f"source) sizes: {a.sizes} and {b.sizes}"
         )
     if a.starts != b.starts:
         raise ValueError(
-            "a and b must number their tokens alike: their (target, source) positions begin at "
-            f"{a.starts} and {b.starts}"
+            "a and b must have the same tokens, but their (target, source) positions begin at "
+            f"different numbers: {a.starts} and {b.starts}"
         )
-    placed = a.own_positions or b.own_positions
-    if placed is not None and not (
+    positions = a.own_positions or b.own_positions
+    if positions is not None and not (
         torch.equal(a.positions, b.positions)
         and torch.equal(a.source_positions, b.source_positions)
     ):
         raise ValueError(
-            "a and b must number their tokens alike: their positions differ, as after "
-            "TokenGraph.permute of one of them"
+            "a and b must have the same tokens, but their positions differ: if one of them is the "
+            "result of TokenGraph.permute, permute the other one, too"
         )
     if a.structure is not None and b.structure is not None:
         parts: list[GraphStructure] = []
@@ -82,19 +83,20 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
         is_causal=a.is_causal and b.is_causal,
         has_causal_part=a.has_causal_part and b.has_causal_part,
         device=a.device,
-        positions=placed,
+        positions=positions,
     )
 
 
 def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
-    """Graphs side by side, as one graph over the concatenated tokens: packed sequences.
+    """Join graphs into one graph over their concatenated tokens: a batch of packed sequences.
 
-    No edge joins two of them, and positions restart in each. Structured graphs give a structured
-    batch and tables of neighbours a table; no edge is listed. Features follow as
-    ``torch.cat([x_0, x_1, ...])``, [N_total, C].
+    No edge joins tokens of two graphs, and positions restart in each. The features of the batch are
+    ``torch.cat([x_0, x_1, ...])``, [N_total, C]. If all graphs are structured, so is the batch; if
+    all store a table of neighbours, so does the batch. In both cases no edge is listed.
 
     Raises:
-        ValueError: if `graphs` is empty, holds something else, or the devices differ.
+        ValueError: if `graphs` is empty, has an entry that is not a TokenGraph, or the devices
+            differ.
 
     Example:
         >>> import graphattn as ga
@@ -108,10 +110,10 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         raise ValueError(f"graphs must be a list of TokenGraphs, got {type(graphs).__name__}")
     graphs = list(graphs)
     if not graphs:
-        raise ValueError("graphs must hold at least one TokenGraph, got none")
+        raise ValueError("graphs must hold at least one TokenGraph, got an empty list")
     for graph in graphs:
         if not isinstance(graph, TokenGraph):
-            raise ValueError(f"graphs must hold TokenGraphs, got {type(graph).__name__}")
+            raise ValueError(f"graphs must hold only TokenGraphs, got a {type(graph).__name__}")
     devices = {graph.device for graph in graphs}
     if len(devices) > 1:
         raise ValueError(f"graphs must be on one device, got {sorted(map(str, devices))}")
@@ -123,9 +125,9 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
             parts.extend(inner.parts if isinstance(inner, Parts) else (inner,))
         structure = Parts(tuple(parts))
     elif all(graph.is_table for graph in graphs):
-        neighbors = _tables_side_by_side(graphs)
+        neighbors = _joined_tables(graphs)
     else:
-        edge_index = _lists_side_by_side(graphs)
+        edge_index = _joined_lists(graphs)
     return TokenGraph(
         structure=structure,
         edge_index=edge_index,
@@ -137,15 +139,15 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         is_causal=all(graph.is_causal for graph in graphs),
         has_causal_part=any(graph.has_causal_part for graph in graphs),
         device=graphs[0].device,
-        positions=_positions_side_by_side(graphs),
+        positions=_joined_positions(graphs),
     )
 
 
-def _lists_side_by_side(graphs: list[TokenGraph]) -> Tensor:
-    """One list of edges, sorted as its parts are."""
+def _joined_lists(graphs: list[TokenGraph]) -> Tensor:
+    """Join the edge lists of all graphs to one sorted list."""
     lists = [graph.compact_edges for graph in graphs]
     sizes = [[graph.num_sources for graph in graphs], [graph.num_targets for graph in graphs]]
-    edges = as_held(torch.cat(lists, dim=1), *map(sum, sizes), sum(x.shape[1] for x in lists))
+    edges = as_stored(torch.cat(lists, dim=1), *map(sum, sizes), sum(x.shape[1] for x in lists))
     count = torch.tensor([x.shape[1] for x in lists], device=edges.device)
     size = torch.tensor(sizes, dtype=edges.dtype, device=edges.device)
     start = size.cumsum(1, dtype=edges.dtype) - size
@@ -154,22 +156,22 @@ def _lists_side_by_side(graphs: list[TokenGraph]) -> Tensor:
     return edges
 
 
-def _tables_side_by_side(graphs: list[TokenGraph]) -> Tensor:
-    """One table of neighbours, as wide as the widest."""
+def _joined_tables(graphs: list[TokenGraph]) -> Tensor:
+    """Join the neighbour tables of all graphs to one table, as wide as the widest of them."""
     tables = [own for graph in graphs if (own := graph.compact_neighbors) is not None]
     most, start, shifted = max(table.shape[1] for table in tables), 0, []
     places = most * sum(len(table) for table in tables)
     num_sources = sum(graph.num_sources for graph in graphs)
     for graph, table in zip(graphs, tables, strict=True):
-        table = as_held(table, num_sources, places)
+        table = as_stored(table, num_sources, places)
         table = table.where(table < 0, table + start)
         shifted.append(torch.nn.functional.pad(table, (most - table.shape[1], 0), value=-1))
         start += graph.num_sources
     return torch.cat(shifted)
 
 
-def _positions_side_by_side(graphs: list[TokenGraph]) -> tuple[Tensor, Tensor] | None:
-    """None where they only count up, graph by graph."""
+def _joined_positions(graphs: list[TokenGraph]) -> tuple[Tensor, Tensor] | None:
+    """Join the positions of all graphs; None if every graph just counts its tokens."""
     if all(graph.own_positions is None for graph in graphs):
         return None
     of_targets = torch.cat([graph.positions for graph in graphs])

@@ -1,4 +1,4 @@
-"""Graphs of windows and blocks on images, volumes and grids of any number of axes."""
+"""Graphs of windows and blocks on images, volumes, and grids with any number of axes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def grid_window_graph(
     causal: Switches = False,
     border: Literal["cut", "shift"] = "cut",
 ) -> TokenGraph:
-    """Every token of a height x width image sees the tokens within `radius` of it, itself too.
+    """Every token of a height x width image sees itself and the tokens within `radius` of it.
 
-    Tokens stand in row-major order. `radius`, `dilation` and `causal` take one value, or one for
-    each axis, (down, right). Windows are cut at the border of the image, so tokens there see fewer;
-    with ``border="shift"`` they are moved inside and everyone sees equally many, as in NATTEN
-    (whose own words for it :func:`~graphattn.neighborhood_graph` takes)::
+    Tokens are in row-major order. `radius`, `dilation` and `causal` take one value, or one value
+    per axis: (down, right). At the border of the image, windows are cut, so a token there sees
+    fewer tokens. With ``border="shift"``, windows are shifted inside instead, and all tokens see
+    equally many, as in NATTEN. (:func:`~graphattn.neighborhood_graph` takes NATTEN's own
+    arguments.) ::
 
         chebyshev, radius 1:   x x x      manhattan, radius 1:   . x .
                                x i x                             x i x
@@ -45,19 +46,22 @@ def grid_window_graph(
 
     Args:
         height, width: size of the image in tokens, >= 1.
-        radius: reach of the window in hops, >= 1; of one axis alone also 0.
-        metric: `"chebyshev"` (squares) or `"manhattan"` (diamonds: hops along both axes together;
-            one radius, and windows that are cut).
-        class_token: puts a token before the image (token 0) that sees and is seen by all.
-        dilation: tokens from one hop to the next, >= 1.
-        causal: whether a token sees nothing ahead of it along that axis. The graph is causal,
-            token by token, where no axis looks ahead.
-        border: `"cut"`, or `"shift"`: a window that would leave the image is moved inside; a causal
-            axis is cut in any case.
+        radius: how many hops the window reaches to each side, >= 1. With one value per axis, one of
+            them may be 0.
+        metric: `"chebyshev"` makes the window a square. `"manhattan"` makes it a diamond, which
+            limits the sum of hops along both axes; it takes one radius, and only `border="cut"`.
+        class_token: whether there is a token before the image (token 0) that sees all tokens and is
+            seen by all.
+        dilation: the distance from one hop to the next, in tokens, >= 1.
+        causal: whether a token sees no tokens ahead of it along that axis. If all axes are causal
+            and there is no class token, the graph is causal.
+        border: `"cut"`, or `"shift"`, which shifts a window that would leave the image inside. A
+            causal axis is always cut.
 
     Raises:
-        ValueError: if a size is too small, `metric` or `border` is another word, a window of
-            ``border="shift"`` is larger than its axis, or diamonds have two radii or are shifted.
+        ValueError: if a size is too small, `metric` or `border` is not one of the values above, a
+            window is larger than its axis with ``border="shift"``, or ``metric="manhattan"`` has
+            two radii or ``border="shift"``.
 
     Example:
         >>> import graphattn as ga
@@ -86,13 +90,14 @@ def grid_window_graph(
 def grid_block_graph(
     height: int, width: int, block_size: PerAxis, *, shift: PerAxis = 0
 ) -> TokenGraph:
-    """Non-overlapping windows on an image: every token sees those of its own block, itself too.
+    """Every token of a height x width image sees all tokens of its own block, including itself.
 
-    The windows of Swin (Liu et al., 2021). Tokens stand in row-major order; `block_size` and
-    `shift` take one value, or one for each axis, (down, right). With `shift`, the borders of blocks
-    move to shift, shift + block_size, ... along every axis. What Swin rolls around the image and
-    masks is here not an edge: blocks at the border of the image are cut, not wrapped around, as in
-    :func:`~graphattn.block_window_graph`::
+    These are the windows of Swin (Liu et al., 2021), which do not overlap. Tokens are in row-major
+    order. `block_size` and `shift` take one value, or one value per axis: (down, right). With
+    `shift`, blocks begin at shift, shift + block_size, ... along every axis. Blocks at the border
+    of the image are cut, not wrapped around, as in :func:`~graphattn.block_window_graph`. (Swin
+    rolls the image around and masks the pairs that do not belong together. The result is the
+    same.) ::
 
         block_size = 4, shift = 2, 8 x 8 tokens, numbered by their block:
 
@@ -105,12 +110,13 @@ def grid_block_graph(
             6 6 7 7 7 7 8 8
             6 6 7 7 7 7 8 8
 
-    A table of relative positions (``edge_bias``) has ``(2 * block_size - 1)**2`` rows, as Swin's.
+    A table of relative positions for this graph (:class:`~graphattn.nn.OffsetBias`) has
+    ``(2 * block_size - 1)**2`` rows, as in Swin.
 
     Args:
         height, width: size of the image in tokens, >= 1.
         block_size: tokens per block along an axis, >= 1.
-        shift: 0 <= shift < block_size; Swin's is 0 and ``block_size // 2`` in turns.
+        shift: 0 <= shift < block_size. In Swin it is 0 and ``block_size // 2`` in alternate layers.
 
     Raises:
         ValueError: if a size is too small or `shift` is not in [0, block_size).
@@ -128,11 +134,11 @@ def grid_block_graph(
     """
     height, width = as_int("height", height, 1), as_int("width", width, 1)
     block = _per_axis("block_size", block_size, 2, 1, 1)
-    moved = _per_axis("shift", shift, 2, 0, 0)
-    for axis, (own, size) in enumerate(zip(moved, block, strict=True)):
+    shifts = _per_axis("shift", shift, 2, 0, 0)
+    for axis, (own, size) in enumerate(zip(shifts, block, strict=True)):
         if own >= size:
             raise ValueError(f"shift must be < block_size = {size} along axis {axis}, got {own}")
-    return TokenGraph(structure=GridBlocks(height, width, block, moved))
+    return TokenGraph(structure=GridBlocks(height, width, block, shifts))
 
 
 def volume_window_graph(
@@ -149,13 +155,13 @@ def volume_window_graph(
 ) -> TokenGraph:
     """Every token of a volume, or of a video of `depth` frames, sees the tokens within `radius`.
 
-    As :func:`~graphattn.grid_window_graph` with one axis more: tokens stand in row-major order, the
-    frames one after the other, and `radius`, `dilation` and `causal` take one value or three,
-    (through, down, right). ``causal=(True, False, False)`` is a video in which nobody sees a later
-    frame; ``metric="manhattan"`` with radius 1 joins the voxels that share a face.
+    It is :func:`~graphattn.grid_window_graph` with one axis more. Tokens are in row-major order,
+    one frame after the other. `radius`, `dilation` and `causal` take one value, or one value per
+    axis: (through, down, right). With ``causal=(True, False, False)``, no token of a video sees a
+    later frame. With ``metric="manhattan"`` and radius 1, voxels that share a face see each other.
 
     Raises:
-        ValueError: as :func:`~graphattn.grid_window_graph`.
+        ValueError: in the same cases as :func:`~graphattn.grid_window_graph`.
 
     Example:
         >>> import graphattn as ga
@@ -180,32 +186,36 @@ def neighborhood_graph(
     dilation: PerAxis = 1,
     is_causal: Switches = False,
 ) -> TokenGraph:
-    """Neighborhood attention's windows, in NATTEN's own words: the edges of `na1d`, `na2d`, `na3d`.
+    """Every token of a grid sees its window of neighborhood attention, with NATTEN's arguments.
 
-    Every token of a grid sees `kernel_size` tokens along every axis. Near a border the window is
-    moved inside, so that its size stays; along a causal axis it ends at the token itself, and is
-    cut where it begins. Of an even `kernel_size` one more lies before the token than behind it.
-    `stride` neighbouring tokens share one window, that of the middle one (along a causal axis, of
-    the last one, of which everyone sees what is not ahead). With `dilation` all this holds among
-    the tokens of one remainder. Tokens stand in row-major order: ``x.flatten(1, 2)`` of NATTEN's
-    ``[B, height, width, ...]``.
+    The edges are those of NATTEN's `na1d`, `na2d` and `na3d`. A window has `kernel_size` tokens
+    along every axis. If `kernel_size` is even, there is one token more before the target than after
+    it. Near a border the window is shifted inside, so that its size stays the same. Along a causal
+    axis, the window ends at the target and is cut at the border. With `stride`, that many
+    neighbouring tokens share the window of the middle one. (Along a causal axis they share the
+    window of the last one, and each sees the part that is not ahead of it.) With `dilation`, all
+    this applies separately to the tokens of each remainder modulo `dilation`. Tokens are in
+    row-major order, which is ``x.flatten(1, 2)`` of NATTEN's ``[B, height, width, ...]``.
 
-    A table of relative positions (``edge_bias``) has ``2 * kernel_size - 1`` rows along an axis
-    that is not causal, as NATTEN's ``rpb``, and `kernel_size` along one that is.
+    A table of relative positions for this graph (:class:`~graphattn.nn.OffsetBias`) has
+    ``2 * kernel_size - 1`` rows along an axis that is not causal, as NATTEN's ``rpb``, and
+    `kernel_size` rows along a causal axis.
 
-    Hassani et al., Neighborhood Attention Transformer (CVPR 2023); Dilated Neighborhood Attention
-    Transformer (2022); Faster Neighborhood Attention (NeurIPS 2024) for causal axes; Generalized
-    Neighborhood Attention (2025) for strides.
+    Sources: Hassani et al., Neighborhood Attention Transformer (CVPR 2023); Dilated Neighborhood
+    Attention Transformer (2022); Faster Neighborhood Attention (NeurIPS 2024) for causal axes;
+    Generalized Neighborhood Attention (2025) for strides.
 
     Args:
-        shape: the grid in tokens: one size for a sequence, or one for each axis; all >= 1.
-        kernel_size: tokens of a window, one value or one for each axis, >= 1.
+        shape: the size of the grid in tokens: one number for a sequence, or one number per axis;
+            all >= 1.
+        kernel_size: tokens of a window, one value or one value per axis, >= 1.
         stride: tokens that share a window, >= 1 and <= `kernel_size`.
-        dilation: tokens from one hop to the next, >= 1; ``kernel_size * dilation <= shape``.
-        is_causal: whether a token sees nothing ahead of it along that axis.
+        dilation: the distance from one hop to the next, in tokens, >= 1;
+            ``kernel_size * dilation <= shape``.
+        is_causal: whether a token sees no tokens ahead of it along that axis.
 
     Raises:
-        ValueError: if a value is outside its range, which are NATTEN's own.
+        ValueError: if a value is outside its range. The ranges are those of NATTEN.
 
     Example:
         >>> import graphattn as ga
@@ -226,13 +236,13 @@ def neighborhood_graph(
     strides = _per_axis("stride", stride, len(sizes), 1, 1)
     dilations = _per_axis("dilation", dilation, len(sizes), 1, 1)
     causal = _switches("is_causal", is_causal, len(sizes))
-    for axis, (size, window, step, apart) in enumerate(
+    for axis, (size, window, step, spacing) in enumerate(
         zip(sizes, kernel, strides, dilations, strict=True)
     ):
-        if window * apart > size:
+        if window * spacing > size:
             raise ValueError(
                 f"kernel_size * dilation must be <= shape = {size} along axis {axis}, got "
-                f"{window} * {apart}"
+                f"{window} * {spacing}"
             )
         if step > window:
             raise ValueError(
@@ -262,7 +272,7 @@ def _windows(
     causal: Any,
     border: Any,
 ) -> GridWindows:
-    """The structure of checked arguments."""
+    """Check the arguments and return the structure of the windows."""
     axes = len(shape)
     radii = _per_axis("radius", radius, axes, 1, 0)
     metric = as_choice("metric", metric, ("chebyshev", "manhattan"))
@@ -274,11 +284,12 @@ def _windows(
     if metric == "manhattan" and border == "shift":
         raise ValueError("border must be 'cut' with metric='manhattan', got 'shift'")
     shift = tuple(border == "shift" and not cause for cause in causes)
-    for axis, (size, reach, apart) in enumerate(zip(shape, radii, dilations, strict=True)):
-        if shift[axis] and (2 * reach + 1) * apart > size:
+    for axis, (size, reach, spacing) in enumerate(zip(shape, radii, dilations, strict=True)):
+        if shift[axis] and (2 * reach + 1) * spacing > size:
             raise ValueError(
-                f"radius must leave the window inside with border='shift': (2 * radius + 1) * "
-                f"dilation <= {size} along axis {axis}, got radius {reach} and dilation {apart}"
+                f"radius must be so small that the window fits into the grid with border='shift': "
+                f"(2 * radius + 1) * dilation must be <= {size} along axis {axis}, got radius "
+                f"{reach} and dilation {spacing}"
             )
     return GridWindows(
         shape,
@@ -293,7 +304,7 @@ def _windows(
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
-    """A grid's sizes, one for each axis."""
+    """Return the sizes of a grid, one per axis, after checking them."""
     if not isinstance(shape, Sequence) or isinstance(shape, str):
         return (as_int("shape", shape, 1),)
     if not shape:
@@ -302,25 +313,33 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 
 
 def _per_axis(name: str, value: Any, axes: int, least: int, least_of_one: int) -> tuple[int, ...]:
-    """One whole number for all axes, or one for each of them."""
+    """Return one integer per axis, from one for all axes or one for each.
+
+    Args:
+        name: the argument's name, for error messages.
+        value: the argument.
+        axes: the number of axes.
+        least: the smallest value that is allowed for all axes together, and for at least one axis.
+        least_of_one: the smallest value that is allowed for a single axis.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str):
         return (as_int(name, value, least),) * axes
     if len(value) != axes:
         raise ValueError(
-            f"{name} must be an integer >= {least}, or {axes} of them (>= {least_of_one}), one for "
+            f"{name} must be an integer >= {least}, or {axes} integers >= {least_of_one}, one for "
             f"each axis, got {value!r}"
         )
     found = tuple(as_int(f"{name}[{a}]", own, least_of_one) for a, own in enumerate(value))
     if max(found) < least:
-        raise ValueError(f"{name} must be >= {least} along some axis, got {value!r}")
+        raise ValueError(f"{name} must be >= {least} along at least one axis, got {value!r}")
     return found
 
 
 def _switches(name: str, value: Any, axes: int) -> tuple[bool, ...]:
-    """True or False for all axes, or for each of them."""
+    """Return one bool per axis, from one for all axes or one for each."""
     each = value if isinstance(value, Sequence) and not isinstance(value, str) else [value] * axes
     if len(each) != axes or any(own not in (False, True) for own in each):
         raise ValueError(
-            f"{name} must be True or False, or {axes} of them, one for each axis, got {value!r}"
+            f"{name} must be a bool, or {axes} bools, one for each axis, got {value!r}"
         )
     return tuple(bool(own) for own in each)

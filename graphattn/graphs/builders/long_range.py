@@ -17,18 +17,20 @@ from graphattn.graphs.token_graph import TokenGraph
 def longformer_graph(
     num_tokens: int, window: int, global_tokens: Iterable[int], *, dilation: int = 1
 ) -> TokenGraph:
-    """A (dilated) window on each side, and global tokens that see and are seen by all.
+    """Every token sees a window on each side; global tokens see all tokens and are seen by all.
 
-    The pattern of Longformer (Beltagy et al., 2020). Every token sees itself.
+    This is the pattern of Longformer (Beltagy et al., 2020). Every token sees itself. The window
+    may be dilated.
 
     Args:
         num_tokens: N.
         window: hops on each side, >= 1 (a "Longformer window of 512" is 256 on each side).
         global_tokens: indices of the global tokens, such as ``[0]``; may be empty.
-        dilation: distance between two hops in tokens, >= 1.
+        dilation: the distance from one hop to the next, in tokens, >= 1.
 
     Raises:
-        ValueError: if a size is too small or a global token is not a token.
+        ValueError: if a size is too small, or an entry of `global_tokens` is not in
+            0 .. num_tokens - 1.
 
     Example:
         >>> import graphattn as ga
@@ -40,35 +42,37 @@ def longformer_graph(
                 [1, 0, 0, 1, 1]], dtype=torch.int32)
     """
     return TokenGraph(
-        structure=union_of(_window_and_hubs(num_tokens, window, global_tokens, dilation))
+        structure=union_of(_window_and_global_tokens(num_tokens, window, global_tokens, dilation))
     )
 
 
 def bigbird_graph(
     num_tokens: int, window: int, num_random: int, global_tokens: Iterable[int], seed: int
 ) -> TokenGraph:
-    """Longformer's pattern, and `num_random` random sources more for every token.
+    """Every token sees Longformer's pattern and `num_random` random tokens.
 
-    The pattern of BigBird (Zaheer et al., 2020), token by token instead of by blocks. The random
-    sources of a token are drawn without replacement among those it does not see otherwise; they
-    depend on `seed` alone.
+    This is the pattern of BigBird (Zaheer et al., 2020), token by token instead of by blocks. The
+    random sources of a token are drawn without replacement from the tokens that it does not see
+    otherwise. With the same arguments and the same `seed`, they are always the same.
 
     Args:
         num_tokens: N.
         window: tokens on each side, >= 1.
-        num_random: random sources per token, >= 0 (fewer where fewer are left).
+        num_random: random sources per token, >= 0. A token that has fewer other tokens left sees
+            all of them.
         global_tokens: indices of the global tokens; may be empty.
-        seed: seed of the draw, >= 0.
+        seed: seed of the random numbers, >= 0.
 
     Raises:
-        ValueError: if a size is too small or a global token is not a token.
+        ValueError: if a size is too small, or an entry of `global_tokens` is not in
+            0 .. num_tokens - 1.
 
     Example:
         >>> import graphattn as ga
         >>> ga.bigbird_graph(100, window=2, num_random=3, global_tokens=[0], seed=0).in_degree()[50]
         tensor(9)
     """
-    parts = _window_and_hubs(num_tokens, window, global_tokens, 1)
+    parts = _window_and_global_tokens(num_tokens, window, global_tokens, 1)
     num_random, seed = as_int("num_random", num_random, 0), as_int("seed", seed, 0)
     num_random = min(num_random, parts[0].num_targets)
     if num_random:
@@ -76,10 +80,10 @@ def bigbird_graph(
     return TokenGraph(structure=union_of(parts))
 
 
-def _window_and_hubs(
+def _window_and_global_tokens(
     num_tokens: int, window: int, global_tokens: Iterable[int], dilation: int
 ) -> list[GraphStructure]:
-    """The parts, global tokens first: an edge both have belongs to them."""
+    """List the structures: global tokens first, so that an edge of both counts as theirs."""
     num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
     dilation = as_int("dilation", dilation, 1)
     band = Band(num_tokens, window, window, dilation)
@@ -91,8 +95,8 @@ def _as_tokens(global_tokens: Any, num_tokens: int) -> tuple[int, ...]:
     if isinstance(global_tokens, Tensor) and not global_tokens.dtype.is_floating_point:
         if global_tokens.dtype == torch.bool:
             raise ValueError(
-                "global_tokens must be token indices (mask.nonzero().flatten()), "
-                f"got the mask {global_tokens.tolist()}"
+                "global_tokens must be token indices, got the mask "
+                f"{global_tokens.tolist()}: use mask.nonzero().flatten()"
             )
         global_tokens = global_tokens.tolist()
     try:
@@ -102,6 +106,6 @@ def _as_tokens(global_tokens: Any, num_tokens: int) -> tuple[int, ...]:
             f"global_tokens must be token indices such as [0] or range(2), got {global_tokens!r}"
         ) from None
     if tokens and tokens[-1] >= num_tokens:
-        allowed = f"among 0 .. {num_tokens - 1}" if num_tokens else "empty without tokens"
+        allowed = f"in 0 .. {num_tokens - 1}" if num_tokens else "empty if num_tokens is 0"
         raise ValueError(f"global_tokens must be {allowed}, got {tokens[-1]}")
     return tuple(tokens)

@@ -1,7 +1,9 @@
-"""Graphs of FlexAttention's masks: a `mask_mod` or a `BlockMask` is evaluated, never read.
+"""Graphs of FlexAttention's masks: a `mask_mod` or a `BlockMask`.
 
-A shape is guessed from few evaluations (what a row sees is looked for by bisection), and compared
-with the mask at all pairs, a few rows at a time: a guess that is wrong anywhere is dropped.
+The code of a mask is never analysed: the mask is only called. A structure is guessed from the
+values at few pairs, where bisection finds the first and the last source of each row. It is then
+compared with the mask at all pairs, a few rows at a time. If it is wrong for any pair, the graph
+becomes a list of edges.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-AT_ONCE = 1 << 22  # pairs of a chunk: a call of create_mask costs as much as a million of them
-SAMPLES = 16  # rows that are looked at before a shape is guessed
+# Pairs of a chunk. A call of create_mask costs as much as the evaluation of a million pairs.
+AT_ONCE = 1 << 22
+SAMPLES = 16  # rows that are evaluated before a structure is guessed
 
 
 def from_mask_mod(
@@ -41,37 +44,39 @@ def from_mask_mod(
     verify: bool = True,
     device: torch.device | str | None = None,
 ) -> TokenGraph:
-    """A graph of FlexAttention's ``mask_mod(b, h, q_idx, kv_idx)``, or of its `BlockMask`.
+    """Make a graph from FlexAttention's ``mask_mod(b, h, q_idx, kv_idx)`` or `BlockMask`.
 
-    Target ``q_idx`` sees source ``kv_idx`` where it is True. The graph is structured where the mask
-    has a known shape: causal, complete, a window (causal or not, dilated, with or without oneself),
-    blocks, a prefix that all see before causal tokens, or several of these side by side, as
-    document masks are. Those become a :func:`~graphattn.batch`, whose positions restart with every
-    document. All other masks, and those of unequally many targets and sources that leave anything
-    out, become lists of edges.
+    Target ``q_idx`` sees source ``kv_idx`` if the mask is True for this pair. The graph is
+    structured if the mask is causal, complete, a window (causal or not, dilated or not, with or
+    without the token itself), blocks, or a prefix that all tokens see followed by causal tokens. It
+    is also structured if the mask consists of several such sequences, as document masks do. Such a
+    mask gives a :func:`~graphattn.batch`, whose positions restart in every document. All other
+    masks become lists of edges, and so do masks with N != M that are not True everywhere.
 
-    The mask is evaluated as `create_mask` does, on all pairs, a few million at a time, so that what
-    is returned is the mask, whatever it was taken for. A mask of 32,768 x 32,768 takes some ten
-    seconds of one CPU core, or more where its function is long; `device` and `verify` shorten it.
+    The mask is evaluated for all pairs, as `create_mask` does, but a few million pairs at a time.
+    So the edges are always those of the mask. A mask of 32,768 x 32,768 takes about ten seconds on
+    one CPU core, or more if its function is long; `device` and `verify` can make it faster.
 
     Args:
-        mask_mod: a function of four integer tensors without dimensions, or a `BlockMask`: of that
-            the pairs in full blocks, and those in partial blocks that its own ``mask_mod`` allows.
-        num_targets: N; of a `BlockMask` its own number where None.
-        num_sources: M; N where None, of a `BlockMask` its own number.
-        batch: B packs the graphs of b = 0 .. B - 1 side by side, over [B * N] tokens. None is for
+        mask_mod: a function of four integer tensors without dimensions, or a `BlockMask`. The edges
+            of a `BlockMask` are all pairs in its full blocks, and those pairs in its partial blocks
+            for which its own ``mask_mod`` is True.
+        num_targets: N; if None, the number of a `BlockMask`. It must be given for a function.
+        num_sources: M; if None, the number of a `BlockMask`, and N for a function.
+        batch: B packs the graphs of b = 0 .. B - 1 into one graph over [B * N] tokens. None is for
             masks that do not depend on b.
-        heads: H compares the masks of h = 0 .. H - 1, which must be the same: all heads share a
-            graph. None is for masks that do not look at h.
-        verify: False returns the shape that a mask seems to have without looking at all pairs;
-            masks that seem to have none are evaluated completely all the same.
-        device: where the tensors that `mask_mod` reads lie, and the graph will; "cpu", or that of
-            the `BlockMask`, where None.
+        heads: H compares the masks of h = 0 .. H - 1, which must be equal, because all heads share
+            one graph. None is for masks whose function does not use h.
+        verify: whether a structure is compared with the mask at all pairs. With False, a structure
+            is returned if it fits the few pairs that were evaluated. A mask for which no structure
+            fits is evaluated completely in both cases.
+        device: the device of the graph and of the tensors that `mask_mod` reads; if None, "cpu" or
+            the device of the `BlockMask`.
 
     Raises:
-        ValueError: if `mask_mod` is a `score_mod`, gives something else than booleans, or cannot be
-            called; if it depends on h, or on b without `batch`; if a number is negative, missing,
-            or more than a `BlockMask` covers.
+        ValueError: if `mask_mod` is a `score_mod`, returns something other than booleans, or cannot
+            be called; if the masks of the heads differ, or it uses h without `heads` or b without
+            `batch`; if a number is negative, missing, or more than a `BlockMask` covers.
 
     Example:
         >>> import torch, graphattn as ga
@@ -95,16 +100,16 @@ def from_mask_mod(
         ("heads", heads, reads_h, mask.of_blocks[1]),
     ):
         if count is not None and own > 1 and (read or count > own) and count != own:
-            raise ValueError(f"{name} must be {own}, as many as the BlockMask has, got {count}")
+            raise ValueError(f"{name} must be {own}, the number of the BlockMask, got {count}")
     if reads_b and batch is None:
         raise ValueError(
-            "mask_mod depends on b, the entry of the batch, and a graph is shared by all of them: "
-            "give batch=B for the graphs of B entries side by side, got batch=None"
+            "batch must be given if mask_mod depends on b, the entry of the batch, got batch=None: "
+            "with batch=B, the graphs of B entries are packed into one graph"
         )
     if reads_h and heads is None:
         raise ValueError(
-            "mask_mod depends on h, the head, and all heads share a graph: give heads=H where the "
-            "masks of all H heads are equal after all, got heads=None"
+            "heads must be given if mask_mod uses h, the head, got heads=None: all heads share one "
+            "graph, and with heads=H it is checked that the masks of H heads are equal"
         )
     graphs = []
     for b in range(entries):
@@ -123,7 +128,7 @@ class _Mask:
     def __init__(self, mask_mod: MaskMod, sizes: tuple[int, int], device: torch.device) -> None:
         self.mask_mod, self.device = mask_mod, device
         self.num_targets, self.num_sources = sizes
-        self._kept: tuple[tuple[int, int], Tensor] | None = None
+        self._stored: tuple[tuple[int, int], Tensor] | None = None
         self.of_blocks = 1, 1  # entries and heads of a BlockMask
 
     @classmethod
@@ -140,7 +145,7 @@ class _Mask:
                 size = covered if given is None else as_int(name, given, 0)
                 if size > covered:
                     raise ValueError(
-                        f"{name} must be <= {covered}, which the BlockMask covers, got {size}"
+                        f"{name} must be <= {covered}, the size of the BlockMask, got {size}"
                     )
                 sizes.append(size)
             where = mask_mod.kv_indices.device if device is None else torch.device(device)
@@ -155,18 +160,20 @@ class _Mask:
             )
         if _takes_a_score(mask_mod):
             raise ValueError(
-                "mask_mod must take (b, h, q_idx, kv_idx), got a function of five arguments: what "
-                "a score_mod adds to scores is an edge_bias"
+                "mask_mod must take (b, h, q_idx, kv_idx), got a function of five arguments: give "
+                "what a score_mod adds to the scores as edge_bias"
             )
         if num_targets is None:
-            raise ValueError("num_targets must be given with a mask_mod, got None")
+            raise ValueError(
+                "num_targets must be an integer >= 0 if mask_mod is a function, got None"
+            )
         N = as_int("num_targets", num_targets, 0)
         M = N if num_sources is None else as_int("num_sources", num_sources, 0)
         where = torch.empty(0, device="cpu" if device is None else device).device
         return cls(mask_mod, (N, M), where)
 
     def reads(self) -> tuple[bool, bool]:
-        """Whether its value can depend on b, and on h: whether any operation takes them."""
+        """Whether any operation of the mask takes b, and whether any takes h."""
         if not self.num_targets or not self.num_sources:
             return False, False
         b, h, q, kv = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(4))
@@ -193,11 +200,11 @@ class _Mask:
         return self.num_targets * self.num_sources <= AT_ONCE
 
     def _whole(self, b: int, h: int) -> Tensor:
-        """All values of a small mask, kept until another one is asked for."""
-        if self._kept is None or self._kept[0] != (b, h):
+        """All values of a small mask; those of the last b and h are stored."""
+        if self._stored is None or self._stored[0] != (b, h):
             rows = torch.arange(self.num_targets, device=self.device)
-            self._kept = (b, h), self._of_rows(rows, b, h)
-        return self._kept[1]
+            self._stored = (b, h), self._of_rows(rows, b, h)
+        return self._stored[1]
 
     def _of_rows(self, rows: Tensor, b: int, h: int) -> Tensor:
         def row(b_: Tensor, h_: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -206,17 +213,17 @@ class _Mask:
         return self._evaluated(row, len(rows), self.num_sources)
 
     def chunks(self, b: int, h: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """All rows, a few at a time, and the values there."""
+        """Yield the indices of all rows, a few at a time, and the values in these rows."""
         most = max(AT_ONCE // max(self.num_sources, 1), 1)
         for rows in torch.arange(self.num_targets, device=self.device).split(most):
             yield rows, self.rows(rows, b, h)
 
     def is_that_of(self, rows: ListedRows, b: int) -> bool:
-        """Whether all pairs are edges exactly where the rows say so."""
+        """Whether the mask has exactly the edges of these rows."""
         return all(torch.equal(rows.of(own), values) for own, values in self.chunks(b))
 
     def check_equal(self, b: int, h: int, *, every_row: bool) -> None:
-        """Head h sees what head 0 sees."""
+        """Raise ValueError unless head h has the same mask as head 0."""
         if every_row:
             pairs = zip(self.chunks(b), self.chunks(b, h), strict=True)
         else:
@@ -226,12 +233,12 @@ class _Mask:
             if not torch.equal(first, other):
                 place = (first != other).nonzero()[0]
                 raise ValueError(
-                    "mask_mod must be the same for all heads, which share a graph, but heads 0 "
-                    f"and {h} differ where q_idx = {int(rows[place[0]])}, kv_idx = {int(place[1])}"
+                    "mask_mod must be the same for all heads, which share one graph, but heads 0 "
+                    f"and {h} differ at q_idx = {int(rows[place[0]])}, kv_idx = {int(place[1])}"
                 )
 
     def samples(self) -> Tensor:
-        """Some rows, spread over all of them, the first and the last among them."""
+        """Choose some rows, spread over all of them and including the first and the last."""
         steps = torch.linspace(0, 1, SAMPLES, dtype=torch.float64)
         rows = (steps.sqrt() * (self.num_targets - 1)).round().long().unique()
         return rows.to(self.device)
@@ -251,14 +258,18 @@ class _Mask:
         except Exception as error:
             raise ValueError(
                 "mask_mod must be a function (b, h, q_idx, kv_idx) of integer tensors without "
-                f"dimensions, on device {str(self.device)!r} (device=...) and for q_idx < "
-                f"{self.num_targets}, kv_idx < {self.num_sources}; called so, it raised "
-                f"{type(error).__name__}: {error}"
+                f"dimensions on device {str(self.device)!r} (the argument device=), with q_idx < "
+                f"{self.num_targets} and kv_idx < {self.num_sources}. When it was called with "
+                f"these, it raised {type(error).__name__}: {error}"
             ) from error
 
 
 class _Readers(TorchFunctionMode):
-    """Watches whether operations take one of some tensors; making others like it is no reading."""
+    """A mode that records whether operations read some given tensors.
+
+    Operations that only create tensors of the same dtype and device, such as ``zeros_like``, do not
+    count.
+    """
 
     def __init__(self, *watched: Tensor) -> None:
         super().__init__()
@@ -274,7 +285,7 @@ class _Readers(TorchFunctionMode):
 
 
 def _takes_a_score(function: Callable[..., Any]) -> bool:
-    """Whether it has a fifth argument that must be given, as a score_mod."""
+    """Whether a function has five arguments without a default, as a score_mod has."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -285,13 +296,13 @@ def _takes_a_score(function: Callable[..., Any]) -> bool:
 
 
 def _within_blocks(blocks: BlockMask) -> MaskMod:
-    """The mask of a BlockMask: its mask_mod in partial blocks, everything in full ones."""
+    """Make a mask_mod of a BlockMask: its own in partial blocks, True in full ones."""
     height, width = blocks.BLOCK_SIZE
     partial = _dense(blocks.kv_num_blocks, blocks.kv_indices)
     full = torch.zeros_like(partial)
     if blocks.full_kv_num_blocks is not None:
         full = _dense(blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    for dim in (0, 1):  # one entry or head stands for all where they are alike
+    for dim in (0, 1):  # If all entries (or heads) have the same blocks, one of them is enough.
         one = [x.narrow(dim, 0, min(1, x.shape[dim])) for x in (partial, full)]
         if torch.equal(one[0].expand_as(partial), partial) and torch.equal(
             one[1].expand_as(full), full
@@ -322,7 +333,7 @@ def _dense(num_blocks: Tensor, indices: Tensor | None) -> Tensor:
 
 
 def _graph(mask: _Mask, b: int, verify: bool) -> TokenGraph:
-    """The graph of one entry: of a shape that was verified, or of all its edges."""
+    """Return the graph of one entry: a structure if one fits, or a list of all its edges."""
     N, M = mask.num_targets, mask.num_sources
     if not N or not M:
         return TokenGraph(structure=Complete(N, M), device=mask.device)
@@ -342,8 +353,10 @@ def _graph(mask: _Mask, b: int, verify: bool) -> TokenGraph:
 
 
 def _guess(mask: _Mask, b: int) -> ListedRows | None:
-    """Guess the band of a mask whose rows see a run, or every d-th token, around themselves; None:
-    they do not.
+    """Guess the first and the last source of every row.
+
+    The guess assumes that every row sees a run of tokens, or every d-th token, around itself. It
+    may be wrong. For N != M, the result is None unless all sampled rows see all sources.
     """
     N, M, device = mask.num_targets, mask.num_sources, mask.device
     samples = mask.samples()
@@ -355,7 +368,8 @@ def _guess(mask: _Mask, b: int) -> ListedRows | None:
     loops = bool(itself.any())
     row, source = seen.nonzero().T
     step = max(math.gcd(*(source - samples[row]).abs().unique().tolist()), 1)
-    # The most hops at which each token sees, to the left and to the right: 0 is counted as seen.
+    # Bisection for the number of hops that each token sees to the left and to the right. It starts
+    # from 0 hops, as if every token saw itself.
     move = torch.cat([torch.full_like(i, -step), torch.full_like(i, step)])
     target = torch.cat([i, i])
     low, high = torch.zeros_like(move), torch.cat([i // step, (N - 1 - i) // step])
@@ -364,6 +378,6 @@ def _guess(mask: _Mask, b: int) -> ListedRows | None:
         inside = mask.at(target, target + move * middle, b)
         low, high = torch.where(inside, middle, low), torch.where(inside, high, middle - 1)
     first, last = (target + move * low).split(N)
-    if loops:  # who does not see itself then is taken to see nothing
+    if loops:  # If some tokens see themselves, a token that does not is assumed to see nothing.
         last = torch.where(itself, last, first - 1)
     return ListedRows(first, last, step, loops, M)

@@ -1,4 +1,4 @@
-"""Graphs from coordinates or features: nearest neighbours and radius."""
+"""Graphs of nearest neighbours, and of neighbours within a radius, in coordinates or features."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ def knn_graph(
     backend: str = "auto",
     batch: BatchVector | None = None,
 ) -> TokenGraph:
-    """Every token sees its `k` nearest sources; see :func:`~graphattn.knn` for the rules.
+    """Every token sees its `k` nearest sources.
 
-    The graph is generally not symmetric. It is causal where `within` is. It is held as a table
-    (:attr:`TokenGraph.neighbors`), so that a model on a GPU may build it anew from features in
-    every forward pass without waiting for the device. No gradient flows through the choice.
+    :func:`~graphattn.knn` describes the search. The graph is generally not symmetric. It is causal
+    if `within` is. It is stored as a table (:attr:`TokenGraph.neighbors`), so a model on a GPU can
+    build it from features in every forward pass without waiting for the device. The choice of
+    neighbours has no gradient.
 
-    Items of a batch are searched each by itself, and give one packed graph, as of
-    :func:`~graphattn.batch`; tokens of an item with fewer than `k` others see them all, as in PyG.
-    (A batch vector is read on the host. On a GPU ``within=`` a :func:`~graphattn.batch` of complete
-    graphs, made once, finds the same without waiting.)
+    In a batch, every item is searched separately, and the result is one packed graph, as from
+    :func:`~graphattn.batch`. If an item has fewer than `k` other tokens, each of its tokens sees
+    all of them, as in PyG. (A batch vector is read on the host. To avoid waiting for a GPU, make a
+    :func:`~graphattn.batch` of complete graphs once, and give it as `within`.)
 
     Args:
-        x: tokens that look, [N, C]: coordinates or features; [B, N, C] for B items of one length.
+        x: coordinates or features of the targets, [N, C]; [B, N, C] for B items of one length.
         k: sources per token.
-        source: tokens that are looked at, [M, C] (or [B, M, C]); `x` itself if None.
-        within: only edges of this graph are candidates.
-        self_loops: whether a token counts as its own first neighbour (``source=None`` only).
+        source: coordinates or features of the sources, [M, C] (or [B, M, C]); `x` if None.
+        within: a graph; only its edges are candidates.
+        self_loops: whether a token counts as its own first neighbour (only with ``source=None``).
         backend: "auto", "reference" or "triton", as in :func:`~graphattn.knn`.
-        batch: the item that every token belongs to, [N] in ascending order, as PyG has it; with
-            `source` a pair (of the targets [N], of the sources [M]).
+        batch: the item to which every token belongs, [N] in ascending order, as in PyG; with
+            `source`, a pair for the targets [N] and the sources [M].
 
     Raises:
-        ValueError: as :func:`~graphattn.knn`; if `batch` is not in ascending order, or is given
-            beside `within`, which says by itself what may be seen.
+        ValueError: in the same cases as :func:`~graphattn.knn`; if `batch` is not in ascending
+            order; if `within` is given although x holds several items.
 
     Example:
         >>> import torch, graphattn as ga
@@ -77,9 +78,9 @@ def knn_graph(
     if batch is not None or (isinstance(x, Tensor) and x.dim() == 3):
         if within is not None:
             raise ValueError(
-                "within must be None where x holds several items (batch=, or x of shape "
-                f"[B, N, C]), got a {type(within).__name__}: give one [N, C] and as within a "
-                "graphattn.batch of one graph per item"
+                "within must be None if x holds several items (with batch=, or with shape "
+                f"[B, N, C]), got a {type(within).__name__}: give x as [N_total, C] without "
+                "batch=, and as within a graphattn.batch of one graph per item"
             )
         x, source, sizes = _items(x, source, batch)
         index = nearest_in_items(x, k, source, sizes, self_loops, backend)
@@ -106,7 +107,7 @@ def knn_graph(
 
 
 def _ascending(index: Tensor) -> Tensor:
-    """Every row of a table sorted; numpy takes a fifth of the time for rows as short as these."""
+    """Sort every row of a table. On a CPU, numpy sorts such short rows five times faster."""
     if index.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return index.sort(dim=1).values
     return torch.from_numpy(np.sort(index.numpy(), axis=1))
@@ -122,16 +123,17 @@ def radius_graph(
 ) -> TokenGraph:
     """Every token sees the tokens at Euclidean distance <= `radius`.
 
-    With `max_neighbors` only the nearest are kept (equal distances: the smaller index), so the
-    graph can then be one-sided. Tokens holding NaN or infinity have no edges. Items of a batch do
-    not see each other, and give one packed graph, as of :func:`~graphattn.batch`.
+    With `max_neighbors`, a token sees only the nearest of them; of equally near tokens it sees
+    those with the smaller index. Then the graph may be asymmetric. Tokens whose coordinates contain
+    NaN or infinity have no edges. Tokens of different items in a batch do not see each other, and
+    the result is one packed graph, as from :func:`~graphattn.batch`.
 
     Args:
         positions: coordinates, [N, C]; [B, N, C] for B items of one length.
-        radius: in the unit of `positions`, >= 0.
-        max_neighbors: at most so many sources per token, >= 1; all if None.
-        self_loops: whether a token sees itself (it then counts as one neighbour, the first).
-        batch: the item that every token belongs to, [N] in ascending order, as PyG has it.
+        radius: the largest distance, in the unit of `positions`, >= 0.
+        max_neighbors: the largest number of sources per token, >= 1; None for no limit.
+        self_loops: whether a token sees itself (it then counts as its first neighbour).
+        batch: the item to which every token belongs, [N] in ascending order, as in PyG.
 
     Raises:
         ValueError: if an argument is outside its range, or `batch` is not in ascending order.
@@ -166,8 +168,8 @@ def radius_graph(
 def _pairs_within(
     points: Tensor, radius: float, max_neighbors: int | None, self_loops: bool
 ) -> list[Tensor]:
-    """Pieces [2, n] of the sorted edges between points at distance <= radius."""
-    reach = float(points.new_tensor(radius))  # 0.1 means the 0.1 of the coordinates' own dtype
+    """List the sorted edges between points at distance <= radius, in pieces [2, n]."""
+    reach = float(points.new_tensor(radius))  # the radius is rounded to the coordinates' dtype
     N = len(points)
     if has_nearest(points) and N > 1:
         if max_neighbors is None:
@@ -190,13 +192,13 @@ def _pairs_within(
 
 
 def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor:
-    """Edges [2, E] by target, then source, of pairs [2, P] that see each other."""
+    """Return both directions of pairs [2, P] as edges [2, E], sorted by target, then source."""
     N = len(points)
     keys = [pairs[0] * N + pairs[1], pairs[1] * N + pairs[0]]
     if self_loops:
         keys.append(points.isfinite().all(dim=1).nonzero()[:, 0] * (N + 1))
     key = torch.cat(keys)
-    if torch.iinfo(torch.int32).max >= N * N:  # sorted in half the time
+    if torch.iinfo(torch.int32).max >= N * N:  # int32 is sorted in half the time
         key = key.int()
     key = key.sort().values.long()
     target = key.div(N, rounding_mode="floor")
@@ -206,7 +208,7 @@ def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor
 def _pairs_within_by_differences(
     points: Tensor, reach: float, max_neighbors: int | None, self_loops: bool
 ) -> list[Tensor]:
-    """List pairs within a radius from the distances of all pairs, a tile of rows at a time."""
+    """List the edges within a radius from the distances of all pairs, a tile of rows at a time."""
     N, pieces = len(points), []
     largest = points.nan_to_num(nan=0, posinf=0, neginf=0).abs().sum(dim=1).max() if N else 0
     if largest > torch.finfo(points.dtype).max ** 0.5 / 2:  # rounded distances would overflow
@@ -231,18 +233,18 @@ def _pairs_within_by_differences(
 def _items(
     x: Tensor, source: Tensor | None, batch: BatchVector | None, *, name: str = "x"
 ) -> tuple[Tensor, Tensor | None, Sizes]:
-    """Tokens [N, C] of all items, the sources likewise, and how many of both every item has."""
+    """Return targets [N, C] and sources [M, C] of all items, and their numbers in every item."""
     if isinstance(x, Tensor) and x.dim() == 3:
         if batch is not None:
             raise ValueError(
-                f"batch must be None where {name} has shape [B, N, C], whose first dimension says "
-                f"the items, got both ({name} of shape {list(x.shape)})"
+                f"batch must be None if {name} has shape [B, N, C], because the first dimension "
+                f"separates the items already, got both ({name} of shape {list(x.shape)})"
             )
         sources = x if source is None else source
         if not isinstance(sources, Tensor) or sources.dim() != 3 or len(sources) != len(x):
             got = list(sources.shape) if isinstance(sources, Tensor) else type(sources).__name__
             raise ValueError(
-                f"source must have shape [{len(x)}, M, C] where {name} has {list(x.shape)}, "
+                f"source must have shape [{len(x)}, M, C] if {name} has shape {list(x.shape)}, "
                 f"got {got}"
             )
         sizes = ((x.shape[1], sources.shape[1]),) * len(x)
@@ -254,7 +256,7 @@ def _items(
     source = as_points("source", source)
     if not isinstance(batch, tuple | list):
         raise ValueError(
-            f"batch must be a pair (targets [{len(x)}], sources [{len(source)}]) with source=, "
-            f"got {type(batch).__name__}"
+            f"batch must be a pair (targets [{len(x)}], sources [{len(source)}]) if source is "
+            f"given, got {type(batch).__name__}"
         )
     return x, source, pair_sizes(batch, len(x), len(source))

@@ -1,4 +1,4 @@
-"""Graphs of windows along a sequence: path, cycle, causal, dilated, blocks, and the full ones."""
+"""Graphs of windows along a sequence, causal and complete graphs, and blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from graphattn.graphs.token_graph import TokenGraph
 def window_path_graph(num_tokens: int, window: int, *, self_loops: bool = False) -> TokenGraph:
     """Every token sees the `window` tokens on each side of it: ``0 < |i - j| <= window``.
 
-    The window-path graph of Definition 3.1 (Stabilizing Transformer Training Through Consensus).
+    It is the window-path graph of Definition 3.1 (Stabilizing Transformer Training Through
+    Consensus).
     With ``self_loops=True`` a token also sees itself, as in sliding-window attention::
 
         window = 2:    . . x x i x x . .      (i itself only with self_loops)
@@ -19,7 +20,7 @@ def window_path_graph(num_tokens: int, window: int, *, self_loops: bool = False)
     Args:
         num_tokens: N.
         window: tokens on each side, >= 1.
-        self_loops: whether i sees itself.
+        self_loops: whether a token sees itself.
 
     Raises:
         ValueError: if `num_tokens` < 0 or `window` < 1.
@@ -34,10 +35,11 @@ def window_path_graph(num_tokens: int, window: int, *, self_loops: bool = False)
 
 
 def window_cycle_graph(num_tokens: int, window: int) -> TokenGraph:
-    """Every token sees the `window` tokens on each side, around the corner (Remark 4.1).
+    """Every token sees the `window` tokens on each side; the last token is next to the first.
 
-    Where ``2 * window >= num_tokens`` the two sides meet and duplicates are merged: everyone sees
-    everyone else. The closed form of Remark 4.1 then no longer holds.
+    It is the graph of Remark 4.1 (Stabilizing Transformer Training Through Consensus). If
+    ``2 * window >= num_tokens``, the two sides overlap. Each edge still exists once, so every token
+    sees all others, and the closed form of Remark 4.1 does not hold.
 
     Raises:
         ValueError: if `num_tokens` < 0 or `window` < 1.
@@ -55,23 +57,24 @@ def window_cycle_graph(num_tokens: int, window: int) -> TokenGraph:
 
 
 def causal_window_graph(num_tokens: int, window: int, *, past: int = 0) -> TokenGraph:
-    """Every token sees the last `window` tokens, itself included: i - window < j <= i.
+    """Every token sees the last `window` tokens, including itself: i - window < j <= i.
 
-    `window` counts keys, as in the Krause and GKA papers (nanochat counts one more)::
+    `window` counts keys, as in the Krause and GKA papers. (In nanochat, a window of the same number
+    has one key more.) ::
 
         window = 3:    . . x x i . . .
 
-    With a `past` the graph is rectangular: its targets are the last `num_tokens` of
-    past + num_tokens tokens, and its sources are all past + num_tokens of them, whether a window
-    reaches them or not: a chunk of a text beside the rows that a cache holds. Layers take it as
+    With `past`, the graph is rectangular: of past + num_tokens tokens, the last `num_tokens` are
+    its targets, and all are its sources, even those that no window reaches. It serves for a chunk
+    of a text when a cache stores the tokens before it. Layers take it as
     ``layer(x_new, graph, context=torch.cat([x_past, x_new], -2))``. (``graph.targets(start, stop)``
-    makes such a graph with no more sources than are seen.)
+    makes a similar graph that has only the sources between the first and the last one seen.)
 
     Args:
-        num_tokens: N, how many targets there are.
+        num_tokens: N, the number of targets.
         window: keys of every target, >= 1.
-        past: m, tokens before the first target; the sources are m + N. Positions count them:
-            targets stand at m .. m + N - 1, sources at 0 .. m + N - 1.
+        past: m, the number of tokens before the first target. There are m + N sources. The targets
+            have positions m .. m + N - 1, the sources 0 .. m + N - 1.
 
     Raises:
         ValueError: if `num_tokens` < 0, `window` < 1 or `past` < 0.
@@ -96,16 +99,17 @@ def causal_window_graph(num_tokens: int, window: int, *, past: int = 0) -> Token
 
 
 def causal_graph(num_tokens: int, *, past: int = 0) -> TokenGraph:
-    """Every token sees itself and everything before it: j <= i.
+    """Every token sees itself and all tokens before it: j <= i.
 
-    With a `past` the graph is rectangular: its targets are the last `num_tokens` of
-    past + num_tokens tokens, its sources are all of them, as where a prompt goes on from a cache.
-    Layers take it as ``layer(x_new, graph, context=torch.cat([x_past, x_new], -2))``.
+    With `past`, the graph is rectangular: of past + num_tokens tokens, the last `num_tokens` are
+    its targets, and all are its sources. It serves for a chunk of a text when a cache stores the
+    tokens before it. Layers take it as
+    ``layer(x_new, graph, context=torch.cat([x_past, x_new], -2))``.
 
     Args:
-        num_tokens: N, how many targets there are.
-        past: m, tokens before the first target; the sources are m + N. Positions count them:
-            targets stand at m .. m + N - 1, sources at 0 .. m + N - 1.
+        num_tokens: N, the number of targets.
+        past: m, the number of tokens before the first target. There are m + N sources. The targets
+            have positions m .. m + N - 1, the sources 0 .. m + N - 1.
 
     Raises:
         ValueError: if `num_tokens` < 0 or `past` < 0.
@@ -123,7 +127,7 @@ def causal_graph(num_tokens: int, *, past: int = 0) -> TokenGraph:
 
 
 def _causal(num_tokens: int, before: int, past: int) -> TokenGraph:
-    """The last `num_tokens` rows of a causal band."""
+    """Return the graph of the last `num_tokens` rows of a causal band."""
     total = past + num_tokens
     band = Band(total, before, 0)
     if past == 0:
@@ -133,7 +137,7 @@ def _causal(num_tokens: int, before: int, past: int) -> TokenGraph:
 
 
 def complete_graph(num_tokens: int, *, self_loops: bool = True) -> TokenGraph:
-    """Everyone sees everyone: global attention. Without `self_loops`, everyone but itself.
+    """Every token sees all tokens (global attention); without `self_loops`, all but itself.
 
     Raises:
         ValueError: if `num_tokens` < 0.
@@ -146,15 +150,15 @@ def complete_graph(num_tokens: int, *, self_loops: bool = True) -> TokenGraph:
     num_tokens = as_int("num_tokens", num_tokens, 0)
     if self_loops:
         return TokenGraph(structure=Complete(num_tokens, num_tokens))
-    reach = max(num_tokens - 1, 1)  # a band that reaches 0 ahead would count as causal
+    reach = max(num_tokens - 1, 1)  # A band that reaches 0 tokens ahead would count as causal.
     return TokenGraph(structure=Band(num_tokens, reach, reach, 1, self_loops=False))
 
 
 def block_window_graph(num_tokens: int, block_size: int, *, shift: int = 0) -> TokenGraph:
-    """Non-overlapping windows: every token sees its own block of `block_size` tokens, itself too.
+    """Every token sees all tokens of its own block of `block_size` tokens, including itself.
 
-    With `shift`, block borders move to shift, shift + block_size, ... as in the shifted windows
-    of Swin; the first and the last block are then cut, not wrapped around::
+    Blocks do not overlap. With `shift`, blocks begin at shift, shift + block_size, ..., as in the
+    shifted windows of Swin. The first and the last block are then cut, not wrapped around::
 
         block_size = 4, shift = 2, num_tokens = 9:    0 1 | 2 3 4 5 | 6 7 8
 
@@ -203,9 +207,9 @@ def dilated_window_graph(
 
 
 def bipartite_window_graph(num_tokens: int, window: int) -> TokenGraph:
-    """Target i sees the sources of another track around its own place: ``|i - j| <= window``.
+    """Target i sees the sources j of another track that are near it: ``|i - j| <= window``.
 
-    Eq. 38 of the consensus paper: both tracks have `num_tokens` tokens.
+    It is Eq. 38 of the consensus paper. Both tracks have `num_tokens` tokens.
 
     Raises:
         ValueError: if `num_tokens` < 0 or `window` < 1.
@@ -219,7 +223,7 @@ def bipartite_window_graph(num_tokens: int, window: int) -> TokenGraph:
 
 
 def bipartite_complete_graph(num_targets: int, num_sources: int) -> TokenGraph:
-    """Every target sees every source: ordinary cross-attention.
+    """Every target sees every source, as in ordinary cross-attention.
 
     Raises:
         ValueError: if a size is negative.

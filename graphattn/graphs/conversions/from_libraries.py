@@ -1,4 +1,4 @@
-"""Graphs from the ecosystem's own types. (The way back: ``TokenGraph.to_*``.)"""
+"""Graphs from edge lists, masks, networkx and scipy. ``TokenGraph.to_*`` convert back."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def from_edge_index(
     return_permutation: bool = False,
     batch: BatchVector | None = None,
 ) -> TokenGraph | tuple[TokenGraph, Tensor]:
-    """A graph of an edge list in PyG's order: row 0 = source j, row 1 = target i.
+    """Make a graph from an edge list in PyG's order: row 0 is the source j, row 1 the target i.
 
-    Edges are sorted by target, then source. With ``return_permutation=True`` the permutation that
-    does so comes too: ``graph.edge_index == edge_index[:, permutation]``, and per-edge values of
-    the caller follow as ``edge_weight[permutation]``.
+    The graph sorts its edges by target, then source. With ``return_permutation=True``, the
+    permutation is returned as well: ``graph.edge_index == edge_index[:, permutation]``. So
+    ``edge_weight[permutation]`` are your values per edge in the order of the graph.
 
     Args:
         edge_index: integer tensor [2, E], or a PyG EdgeIndex.
         num_targets: N.
         num_sources: M; N if None.
-        return_permutation: also return the LongTensor [E] described above.
-        batch: the item of a batch that every token belongs to, [N] in ascending order, as PyG has
-            it; a pair (targets, sources) where these are different tokens. Positions restart in
-            every item.
+        return_permutation: whether the permutation, a LongTensor [E], is returned as well.
+        batch: the item of a batch to which every token belongs, [N] in ascending order, as in PyG;
+            a pair (targets, sources) if these are different tokens. Positions restart in every
+            item.
 
     Raises:
-        ValueError: if an edge is out of range or stands there twice, or the shape is not [2, E]; if
-            `batch` is not in ascending order, or an edge joins two items.
+        ValueError: if the shape of `edge_index` is not [2, E], an edge is out of range or occurs
+            twice; if `batch` is not in ascending order, or an edge joins two items.
 
     Example:
         >>> import torch, graphattn as ga
@@ -92,11 +92,13 @@ def from_edge_index(
 
 
 def from_mask(mask: Tensor) -> TokenGraph:
-    """A graph of a boolean mask [N, M]: True where target i sees source j (SDPA's reading).
+    """Make a graph from a boolean mask [N, M] that is True where target i sees source j.
+
+    PyTorch's ``scaled_dot_product_attention`` reads boolean masks in the same way.
 
     Raises:
-        ValueError: if `mask` is not a boolean matrix (additive masks hold floats: use ``mask == 0``
-            or ``mask > -inf``).
+        ValueError: if `mask` is not a boolean tensor [N, M]. (Convert an additive mask, which holds
+            floats, by ``mask == 0`` or ``mask > -inf``.)
 
     Example:
         >>> import torch, graphattn as ga
@@ -124,21 +126,22 @@ def from_networkx(graph: networkx.Graph, *, edge_weight: str) -> tuple[TokenGrap
 def from_networkx(
     graph: networkx.Graph, *, edge_weight: str | None = None
 ) -> TokenGraph | tuple[TokenGraph, Tensor]:
-    """A graph of a networkx graph; an edge a -> b makes a the source and b the target.
+    """Make a graph from a networkx graph: of an edge a -> b, a is the source and b the target.
 
-    An undirected edge gives both directions, each with its weight. Tokens are the nodes in
-    iteration order.
+    An undirected edge becomes two edges, one per direction, with the same weight. Tokens are the
+    nodes in the order of iteration.
 
     Args:
-        graph: a networkx graph. Of a multigraph every edge may stand there once.
-        edge_weight: the edge attribute to return beside the graph, "weight" by networkx's custom:
-            a tensor [E] in the order of ``graph.edge_index``, in torch's default floating-point
-            type unless all are integers. None returns the graph alone, with a warning where
-            edges have a "weight" other than 1.
+        graph: a networkx graph. A multigraph must not have two edges between the same nodes in the
+            same direction.
+        edge_weight: the name of an edge attribute, such as networkx's usual "weight". Its values
+            are returned as well, as a tensor [E] in the order of ``graph.edge_index``; its dtype is
+            torch's default floating-point dtype unless all values are integers. With None, only
+            the graph is returned, with a warning if edges have a "weight" other than 1.
 
     Raises:
-        ValueError: if it is no networkx graph, a multigraph holds an edge twice, or an edge has
-            no number under `edge_weight`.
+        ValueError: if `graph` is not a networkx graph, a multigraph has an edge twice, or
+            the attribute `edge_weight` of an edge is not a number.
 
     Example:
         >>> import networkx, graphattn as ga
@@ -171,8 +174,8 @@ def from_networkx(
     if edge_weight is None:
         if not all(_number(data.get("weight", 1)) == 1 for _, _, data in edges):
             warnings.warn(
-                "from_networkx leaves the edges' weights behind: edge_weight='weight' returns "
-                "them beside the graph",
+                "from_networkx does not use the weights of the edges: to get them, too, call it "
+                "with edge_weight='weight'",
                 stacklevel=2,
             )
         return from_edge_index(edge_index, len(token))
@@ -189,29 +192,30 @@ def _check_no_parallel_edges(graph: networkx.Graph, edges: list[tuple[Any, Any, 
         if (a, b) in seen or (not graph.is_directed() and (b, a) in seen):
             simple = "DiGraph" if graph.is_directed() else "Graph"
             raise ValueError(
-                f"graph is a {type(graph).__name__} that holds the edge ({a!r}, {b!r}) more than "
-                f"once, and edges are a set: networkx.{simple}(graph) keeps one of each, and "
-                "graphattn.from_scipy(networkx.to_scipy_sparse_array(graph), "
-                "return_edge_weight=True) adds their weights up"
+                f"graph must have each edge once, but this {type(graph).__name__} has the edge "
+                f"({a!r}, {b!r}) more than once. Use networkx.{simple}(graph) to keep one of them, "
+                "or graphattn.from_scipy(networkx.to_scipy_sparse_array(graph), "
+                "return_edge_weight=True) to add up their weights"
             )
         seen.add((a, b))
 
 
 def _number(value: Any) -> int | float | None:
-    """`value` as one number, None where it is none."""
+    """Return `value` as an int or a float; None if it is not a number."""
     if getattr(value, "ndim", None) == 0:  # numpy's and torch's scalars
         value = value.item()
     return value if isinstance(value, int | float) else None
 
 
 def _weight(name: str, a: Any, b: Any, data: dict[str, Any]) -> int | float:
-    """The number that an edge holds under `name`."""
+    """Return the number that is the attribute `name` of an edge."""
     value = _number(data.get(name))
     if value is None:
         has = ", ".join(map(repr, data)) or "none"
         raise ValueError(
-            f"edge_weight = {name!r} must be a number on every edge, but the edge ({a!r}, {b!r}) "
-            f"has {data.get(name)!r} there; its attributes: {has}"
+            f"edge_weight = {name!r} must be an attribute that is a number for every edge, but for "
+            f"the edge ({a!r}, {b!r}) it is {data.get(name)!r}; the attributes of this edge are: "
+            f"{has}"
         )
     return value
 
@@ -227,14 +231,15 @@ def from_scipy(matrix: Any, *, return_edge_weight: Literal[True]) -> tuple[Token
 def from_scipy(
     matrix: Any, *, return_edge_weight: bool = False
 ) -> TokenGraph | tuple[TokenGraph, Tensor]:
-    """A graph of the non-zeros of a sparse matrix ``A[source, target]``, shape [M, N].
+    """Make a graph from a sparse matrix ``A[source, target]`` [M, N]: its non-zeros are the edges.
 
-    Stored zeros are not edges.
+    Zeros that the matrix stores are not edges.
 
     Args:
         matrix: a scipy.sparse array or matrix, in any format.
-        return_edge_weight: also return its values [E], in the order of ``graph.edge_index`` and
-            of the matrix's own type. Without it a matrix of values other than 1 gives a warning.
+        return_edge_weight: whether the values of the matrix are returned as well: a tensor [E] of
+            the same dtype, in the order of ``graph.edge_index``. With False, there is a warning if
+            the matrix has values other than 0 and 1.
 
     Raises:
         ValueError: if `matrix` is not sparse, or a COO matrix stores an entry twice.
@@ -267,8 +272,8 @@ def from_scipy(
     graph = from_edge_index(ends, num_targets, num_sources)
     if (values != 1).any():
         warnings.warn(
-            "from_scipy leaves the matrix's values behind: return_edge_weight=True returns them "
-            "beside the graph",
+            "from_scipy does not use the values of the matrix: to get them, too, call it with "
+            "return_edge_weight=True",
             stacklevel=2,
         )
     return graph

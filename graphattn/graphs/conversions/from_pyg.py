@@ -1,4 +1,4 @@
-"""Graphs from PyTorch Geometric's own types. (The way back: ``TokenGraph.to_pyg``.)"""
+"""Graphs from PyTorch Geometric's types. ``TokenGraph.to_pyg`` converts back."""
 
 from __future__ import annotations
 
@@ -57,29 +57,29 @@ def from_pyg(
     return_edge_weight: bool = False,
     return_permutation: bool = False,
 ) -> Any:
-    """A graph of a PyG ``Data``, ``EdgeIndex``, or of one edge type of a ``HeteroData``.
+    """Make a graph from a PyG ``Data`` or ``EdgeIndex``, or from one edge type of a ``HeteroData``.
 
-    Sizes are read from it: a Data's ``num_nodes``, an EdgeIndex's ``sparse_size``. In a PyG
-    ``Batch`` positions restart in every graph, as in :func:`batch`.
+    The numbers of tokens are the ``num_nodes`` of a Data, or the ``sparse_size`` of an EdgeIndex.
+    If `data` is a PyG ``Batch``, positions restart in every graph, as in :func:`batch`.
 
-    A graph sorts its edges, so what belongs to edges has to follow. Each `return_...` adds one
-    item to what comes back, in the order below; ``edge_attr`` or ``edge_weight`` that are there
-    and not asked for give a warning (not with `return_permutation`, which lets them follow by
-    hand).
+    The graph sorts its edges, so values per edge have to be sorted in the same way. Each argument
+    `return_...` adds one tensor to the result, in the order of the list below. If `data` has an
+    ``edge_attr`` or ``edge_weight`` that is not returned, there is a warning, unless
+    `return_permutation` is True, with which you can sort the values yourself.
 
     Args:
         data: a Data, Batch, EdgeIndex or HeteroData.
-        edge_type: (source node type, relation, target node type) of a HeteroData; may be left out
-            where it has one only.
-        return_edge_attr: also return its ``edge_attr`` [E, ...] in the order of
+        edge_type: (source node type, relation, target node type) of a HeteroData. It may be None if
+            there is only one edge type.
+        return_edge_attr: whether ``edge_attr`` [E, ...] is returned as well, in the order of
             ``graph.edge_index``.
-        return_edge_weight: also return its ``edge_weight`` [E] in that order.
-        return_permutation: also return the LongTensor [E] with
-            ``graph.edge_index == data.edge_index[:, permutation]``.
+        return_edge_weight: whether ``edge_weight`` [E] is returned as well, in that order.
+        return_permutation: whether the LongTensor [E] with
+            ``graph.edge_index == data.edge_index[:, permutation]`` is returned as well.
 
     Raises:
-        ValueError: if it has no edges, does not know its numbers of nodes, the edge type is
-            missing or unknown, or it lacks what is to be returned.
+        ValueError: if `data` has no edges, its numbers of nodes are unknown, `edge_type` is missing
+            or unknown, or a tensor that is to be returned does not exist.
 
     Example:
         >>> import torch, graphattn as ga
@@ -104,7 +104,8 @@ def from_pyg(
         graph, permutation = _from_hetero(data, edge_type)
     elif edge_type is not None:
         raise ValueError(
-            f"edge_type is for a HeteroData, got {edge_type!r} with a {type(data).__name__}"
+            f"edge_type must be None unless data is a HeteroData, got {edge_type!r} with a "
+            f"{type(data).__name__}"
         )
     else:
         store, name = data, "data"
@@ -120,9 +121,9 @@ def from_pyg(
             left.append(key)
     if left:
         warnings.warn(
-            f"from_pyg leaves {name}.{f' and {name}.'.join(left)} behind: "
-            f"{', '.join(f'return_{key}=True' for key in left)} returns what belongs to edges "
-            "in the order of the graph, return_permutation=True how they were sorted",
+            f"from_pyg does not use {name}.{f' and {name}.'.join(left)}: with "
+            f"{', '.join(f'return_{key}=True' for key in left)} it returns them in the order of "
+            "the graph's edges, with return_permutation=True it returns how the edges were sorted",
             stacklevel=2,
         )
     if return_permutation:
@@ -131,24 +132,24 @@ def from_pyg(
 
 
 def _in_order(value: Any, permutation: Tensor, argument: str, name: str) -> Tensor:
-    """Values of edges in the order of the graph."""
+    """Sort values per edge as the graph sorted its edges, after checking their shape."""
     count = len(permutation)
     if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"{argument}=True needs {name}, a tensor with one entry for each of {count} edges, "
-            f"got {got}"
+            f"{argument} must be False unless {name} is a tensor with one entry for each of "
+            f"{count} edges, got {got}"
         )
     return value[permutation.to(value.device)]
 
 
 def _from_homogeneous(data: Any) -> tuple[TokenGraph, Tensor]:
-    """The graph of a Data or EdgeIndex, and the permutation that sorted its edges."""
+    """Return the graph of a Data or EdgeIndex, and the permutation that sorted its edges."""
     if isinstance(data, Tensor) and hasattr(data, "sparse_size"):  # an EdgeIndex
         num_sources, num_targets = data.sparse_size()
         if num_sources is None or num_targets is None:
             raise ValueError(
-                "data is an EdgeIndex that does not know its sparse_size: "
+                "data must be an EdgeIndex with a sparse_size, got one without: "
                 "use from_edge_index(edge_index, num_targets, num_sources)"
             )
         return from_edge_index(data, num_targets, num_sources, return_permutation=True)
@@ -166,9 +167,7 @@ def _from_homogeneous(data: Any) -> tuple[TokenGraph, Tensor]:
 def _edge_type_of(data: Any, edge_type: EdgeType | None) -> EdgeType:
     if edge_type is None:
         if len(data.edge_types) != 1:
-            raise ValueError(
-                f"edge_type must say which of the edge types {data.edge_types} is meant"
-            )
+            raise ValueError(f"edge_type must be one of the edge types {data.edge_types}, got None")
         edge_type = data.edge_types[0]
     if as_edge_type(edge_type) not in data.edge_types:
         raise ValueError(f"edge_type must be one of {data.edge_types}, got {edge_type}")
@@ -176,13 +175,13 @@ def _edge_type_of(data: Any, edge_type: EdgeType | None) -> EdgeType:
 
 
 def _from_hetero(data: Any, edge_type: EdgeType) -> tuple[TokenGraph, Tensor]:
-    """The graph of one edge type, and the permutation that sorted its edges."""
+    """Return the graph of one edge type, and the permutation that sorted its edges."""
     source, _, target = edge_type
     num_targets = _num_nodes(data[target], f"data[{target!r}]")
     num_sources = _num_nodes(data[source], f"data[{source!r}]")
     edge_index = getattr(data[edge_type], "edge_index", None)
     if edge_index is None:
-        raise ValueError(f"data[{edge_type}] must have an edge_index, it has {data[edge_type]}")
+        raise ValueError(f"data[{edge_type}] must have an edge_index, got {data[edge_type]}")
     graph, permutation = from_edge_index(
         edge_index, num_targets, num_sources, return_permutation=True
     )
@@ -190,15 +189,18 @@ def _from_hetero(data: Any, edge_type: EdgeType) -> tuple[TokenGraph, Tensor]:
 
 
 def _num_nodes(store: Any, name: str) -> int:
-    """The number of nodes that a Data or a node store tells by itself."""
+    """Return the number of nodes of a Data or a node store, but never guess it from the edges."""
     if not any(key in store for key in ("num_nodes", "x", "pos")):
         # PyG would guess from the largest index and lose isolated tokens at the end.
-        raise ValueError(f"{name} must have num_nodes (or x, or pos): edges do not tell it")
+        raise ValueError(
+            f"{name} must have num_nodes (or x, or pos): the number of nodes does not follow from "
+            "the edges"
+        )
     return store.num_nodes
 
 
 def _with_borders(graph: TokenGraph, targets: Any, sources: Any) -> TokenGraph:
-    """The graph with the borders that a PyG Batch draws: positions restart there."""
+    """Return the graph as a batch with the sizes of a PyG Batch, so that positions restart."""
     of_targets = _sizes_in_batch(targets, graph.num_targets)
     of_sources = _sizes_in_batch(sources, graph.num_sources)
     if of_targets is None and of_sources is None:
@@ -206,7 +208,7 @@ def _with_borders(graph: TokenGraph, targets: Any, sources: Any) -> TokenGraph:
     if of_targets is None or of_sources is None or len(of_targets) != len(of_sources):
         parts = ["none" if sizes is None else len(sizes) for sizes in (of_targets, of_sources)]
         raise ValueError(
-            "data must be batched alike in targets and sources, got parts: "
+            "data must have equally many graphs in the batches of its targets and sources, got "
             f"{parts[0]} and {parts[1]}"
         )
     sizes = tuple(zip(of_targets.tolist(), of_sources.tolist(), strict=True))
@@ -214,19 +216,19 @@ def _with_borders(graph: TokenGraph, targets: Any, sources: Any) -> TokenGraph:
 
 
 def _sizes_in_batch(store: Any, num_nodes: int) -> Tensor | None:
-    """How many nodes every part of a Batch has, [parts]; None for what is no Batch.
+    """Count the nodes of every graph in a Batch, [graphs]; None if `store` is not of a Batch.
 
-    From `batch` where it is there: PyG's subgraph keeps that up to date, and not `ptr`.
+    If there is a `batch`, it is used, because PyG's `subgraph` updates `batch` but not `ptr`.
     """
     ptr, batch = (getattr(store, name, None) for name in ("ptr", "batch"))
     if ptr is None:
         return None
     if not isinstance(ptr, Tensor) or ptr.dim() != 1 or len(ptr) == 0 or ptr.is_floating_point():
-        raise ValueError(f"ptr of data must be an integer tensor [parts + 1], got {ptr}")
+        raise ValueError(f"ptr of data must be an integer tensor [graphs + 1], got {ptr}")
     if isinstance(batch, Tensor):
         if batch.shape != (num_nodes,) or (batch.diff() < 0).any():
             raise ValueError(
-                f"batch of data must hold {num_nodes} parts in ascending order, got {batch}"
+                f"batch of data must have {num_nodes} entries in ascending order, got {batch}"
             )
         return torch.bincount(batch, minlength=len(ptr) - 1)
     sizes = ptr.diff()

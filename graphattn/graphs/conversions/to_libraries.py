@@ -1,4 +1,4 @@
-"""A token graph as the ecosystem's own types: what ``TokenGraph.to_*`` return."""
+"""Conversions of a token graph to the types of PyG, networkx and scipy, for ``TokenGraph.to_*``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_type
 from graphattn.graphs.conversions.to_pyg_batch import pyg_batch_of_parts
-from graphattn.graphs.edges.storage import HeldGraph
+from graphattn.graphs.edges.storage import StoredGraph
 
 if TYPE_CHECKING:
     import networkx
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def pyg_of(
-    graph: HeldGraph,
+    graph: StoredGraph,
     edge_type: tuple[str, str, str] | None,
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
     *,
     as_data: bool = False,
 ) -> Any:
-    """An EdgeIndex, a Data or a HeteroData: see ``TokenGraph.to_pyg``.
+    """Convert to an EdgeIndex, a Data or a HeteroData: see ``TokenGraph.to_pyg``.
 
-    With `as_data` a Data also where there are no values of edges.
+    With `as_data`, the result is a Data even if there are no values per edge.
     """
     from torch_geometric import EdgeIndex
     from torch_geometric.data import Data, HeteroData
@@ -47,9 +47,9 @@ def pyg_of(
             )
         if any(targets != sources for targets, sources in graph.sizes):
             raise ValueError(
-                "edge_type must name the nodes, as in ('source', 'to', 'target'): a Data has "
-                f"one kind of them, but the graph has as many targets and sources as "
-                f"{graph.sizes}"
+                "edge_type must be given, such as ('source', 'to', 'target'), if targets and "
+                "sources are not equally many, because a Data has one kind of nodes; the "
+                f"(targets, sources) of this graph are {graph.sizes}"
             )
         if len(graph.sizes) > 1:
             return _pyg_parts(graph, edge_type, edge_attr, edge_weight)
@@ -59,14 +59,15 @@ def pyg_of(
         source, _, target = as_edge_type(edge_type)
         if source == target and any(targets != sources for targets, sources in graph.sizes):
             raise ValueError(
-                f"edge_type {edge_type} names one node type, but the graph has as many targets "
-                f"and sources as {graph.sizes}"
+                "edge_type must name two node types if targets and sources are not equally many, "
+                f"got {edge_type} for a graph whose (targets, sources) are {graph.sizes}"
             )
         if len(graph.sizes) > 1:
             return _pyg_parts(graph, edge_type, edge_attr, edge_weight)
         data = HeteroData()
         stores = (data[target], data[source], data[edge_type])
-        stores[2].edge_index = graph.edge_index  # PyG cannot coalesce its EdgeIndex here
+        # A plain tensor, because PyG cannot coalesce a HeteroData that has an EdgeIndex.
+        stores[2].edge_index = graph.edge_index
     for side in (0, 1):
         stores[side].num_nodes = graph.num_sources if side else graph.num_targets
     if edge_attr is not None:
@@ -77,16 +78,16 @@ def pyg_of(
 
 
 def _pyg_parts(
-    graph: HeldGraph,
+    graph: StoredGraph,
     edge_type: tuple[str, str, str] | None,
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
 ) -> Any:
-    """A PyG Batch of the graphs that stand side by side in `graph`."""
+    """Make a PyG Batch of the graphs in a batch."""
     given = {"edge_attr": edge_attr, "edge_weight": edge_weight}
     values = {name: value for name, value in given.items() if value is not None}
 
-    def of_part(part: HeldGraph, values: dict[str, Tensor]) -> Any:
+    def of_part(part: StoredGraph, values: dict[str, Tensor]) -> Any:
         own = values.get("edge_attr"), values.get("edge_weight")
         return pyg_of(part, edge_type, *own, as_data=True)
 
@@ -96,19 +97,19 @@ def _pyg_parts(
 def pyg_batch_of_items(
     sizes: tuple[tuple[int, int], ...], edges: list[Tensor], fields: list[dict[str, Any]]
 ) -> Any:
-    """A PyG Batch of the items of a TokenBatch: see ``TokenBatch.to_pyg``.
+    """Make a PyG Batch of the items of a TokenBatch: see ``TokenBatch.to_pyg``.
 
     Args:
         sizes: (targets, sources) of every item.
-        edges: [2, E] of every item, numbered from its own first token.
-        fields: of every item, by name.
+        edges: the edges [2, E] of every item, in which the first token of the item has number 0.
+        fields: the fields of every item, by name.
     """
     from torch_geometric.data import Batch, Data
 
     if any(targets != sources for targets, sources in sizes):
         raise ValueError(
-            "to_pyg needs targets and sources that are the same tokens, a Data has one kind of "
-            f"nodes, but the (targets, sources) of the items are {sizes}"
+            "to_pyg() needs items whose targets and sources are the same tokens, because a Data "
+            f"has one kind of nodes, but the (targets, sources) of the items are {sizes}"
         )
     items = []
     for (num_tokens, _), own_edges, own in zip(sizes, edges, fields, strict=True):
@@ -118,8 +119,8 @@ def pyg_batch_of_items(
     return Batch.from_data_list(items)
 
 
-def networkx_of(graph: HeldGraph, edge_weight: Tensor | None) -> networkx.DiGraph:
-    """A DiGraph: see ``TokenGraph.to_networkx``."""
+def networkx_of(graph: StoredGraph, edge_weight: Tensor | None) -> networkx.DiGraph:
+    """Convert to a DiGraph: see ``TokenGraph.to_networkx``."""
     import networkx
 
     other = networkx.DiGraph()
@@ -138,8 +139,8 @@ def networkx_of(graph: HeldGraph, edge_weight: Tensor | None) -> networkx.DiGrap
     return other
 
 
-def scipy_of(graph: HeldGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_array:
-    """A CSR array: see ``TokenGraph.to_scipy``."""
+def scipy_of(graph: StoredGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_array:
+    """Convert to a CSR array: see ``TokenGraph.to_scipy``."""
     import numpy as np
     import scipy.sparse
 
@@ -148,7 +149,7 @@ def scipy_of(graph: HeldGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_a
         values = np.ones(len(source))
     else:
         _check_per_edge(graph, "edge_weight", edge_weight, dims=1)
-        if edge_weight.dtype in (torch.float16, torch.bfloat16):  # scipy knows neither
+        if edge_weight.dtype in (torch.float16, torch.bfloat16):  # scipy has neither dtype
             edge_weight = edge_weight.float()
         values = edge_weight.detach().cpu().numpy()
     shape = (graph.num_sources, graph.num_targets)
@@ -156,7 +157,7 @@ def scipy_of(graph: HeldGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_a
     return scipy.sparse.csc_array((values, source, begin), shape=shape).tocsr()
 
 
-def _check_per_edge(graph: HeldGraph, name: str, value: Any, dims: int | None = None) -> None:
+def _check_per_edge(graph: StoredGraph, name: str, value: Any, dims: int | None = None) -> None:
     shape = value.shape if isinstance(value, Tensor) else ()
     if len(shape) == 0 or shape[0] != graph.num_edges or dims not in (None, len(shape)):
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

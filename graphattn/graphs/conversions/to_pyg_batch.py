@@ -1,4 +1,4 @@
-"""A batch of graphs as PyG's ``Batch``, laid out at once instead of joined part by part."""
+"""Conversion of a batch of graphs to PyG's ``Batch`` in one step, without a loop over graphs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def pyg_batch_of_parts(
     values: dict[str, Tensor],
     pyg_of_part: Callable[[G, dict[str, Tensor]], Any],
 ) -> Any:
-    """A PyG Batch of the graphs that stand side by side in `graph`.
+    """Make a PyG Batch of the graphs in a batch.
 
-    PyG joins two empty parts, which says how it lays out a Batch, and what belongs to edges and
-    nodes is then put in their place: it is in that order already.
+    PyG joins two empty graphs to a Batch, which has all its attributes. Then the values of edges
+    and nodes are replaced by those of `graph`, which are in the same order already.
 
     Args:
-        graph: a batch of two graphs or more, with as many targets as sources each if there is no
-            edge type.
+        graph: a batch of two graphs or more. If `edge_type` is None, each must have as many targets
+            as sources.
         edge_type: (source node type, relation, target node type) of a HeteroData.
-        values: "edge_attr" and "edge_weight" as far as they are given.
-        pyg_of_part: makes a Data or HeteroData of a graph and its values.
+        values: "edge_attr" and "edge_weight", if they are given.
+        pyg_of_part: makes a Data or HeteroData of a graph and its values per edge.
     """
     from torch_geometric.data import Batch
 
@@ -55,7 +55,7 @@ def pyg_batch_of_parts(
         edges = batch[edge_type]
         of_edges, increments = batch._slice_dict[edge_type], batch._inc_dict[edge_type]
         shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]
-        # PyG forgets nodes without features, and then cannot separate them.
+        # PyG has no entry for node types without features, and could not separate them then.
         for node_type in (source, target):
             batch._slice_dict.setdefault(node_type, {})
             batch._inc_dict.setdefault(node_type, {})
@@ -74,5 +74,5 @@ def pyg_batch_of_parts(
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Return where every part begins, and where the last one ends."""
+    """Return the first index of every graph, and the end of the last one."""
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

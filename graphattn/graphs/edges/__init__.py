@@ -1,1 +1,1 @@
-"""Edges of a graph as memory holds them: in closed form, as tables, or as sorted lists."""
+"""Storage of a graph's edges: in closed form, as a table, or as a sorted list."""

@@ -1,9 +1,9 @@
-"""How wide the numbers in a graph's lists are: 32 bits on a CPU wherever they fit.
+"""The integer width of a graph's lists of edges: on a CPU, int32 if all numbers fit.
 
-Lists of edges are nearly all that a large graph holds, and what attention over edges reads first:
-half the width is half the memory. Users see int64, as PyTorch Geometric has it: lists are widened
-when they are asked for, and the wide ones kept if they are small. On other devices lists are int64
-throughout, since that is what kernels read there.
+The list of edges takes nearly all the memory of a large graph, and attention over edges reads all
+of it, so half the width saves half the memory. Users see int64, as in PyTorch Geometric: lists are
+converted when they are read, and the int64 lists are stored if they are small. On other devices,
+all lists are int64, because the kernels read int64.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST = torch.iinfo(torch.int32).max  # tokens, or edges, of a graph whose lists are narrow
-KEPT_WIDE = 1 << 18  # numbers of a list that is kept in both widths: two megabytes more
+MOST = torch.iinfo(torch.int32).max  # the most tokens, or edges, of a graph with int32 lists
+STORED_WIDE = 1 << 18  # entries up to which a list is also stored in int64, which takes 2 MB more
 
 
 def are_narrow(device: torch.device, *sizes: int) -> bool:
-    """Whether a graph with so many tokens and edges has lists of 32 bits there."""
+    """Whether a graph with these numbers of tokens and edges has int32 lists on this device."""
     return device.type == "cpu" and max(sizes) <= MOST
 
 
-def as_held(index: Tensor, *sizes: int) -> Tensor:
-    """An index as a graph holds it, a copy in int32 where it lies on a CPU and all `sizes` fit.
+def as_stored(index: Tensor, *sizes: int) -> Tensor:
+    """Convert an index to the width in which a graph stores it.
 
-    What torch.compile traces is int64: sizes may be unknown there.
+    It is int32 if the index is on a CPU and all `sizes` fit, and int64 otherwise. Under
+    torch.compile it is int64, because sizes may be unknown.
 
     Args:
         index: numbers of tokens, of edges, or of places in a list of edges.
-        sizes: how many of each of these there are.
+        sizes: how many tokens, edges or places there are.
 
     Example:
         >>> import torch
-        >>> from graphattn.graphs.edges.index_width import as_held
-        >>> as_held(torch.tensor([2, 0]), 3).dtype, as_held(torch.tensor([2, 0]), 2**40).dtype
+        >>> from graphattn.graphs.edges.index_width import as_stored
+        >>> as_stored(torch.tensor([2, 0]), 3).dtype, as_stored(torch.tensor([2, 0]), 2**40).dtype
         (torch.int32, torch.int64)
     """
     if not torch.compiler.is_compiling() and are_narrow(index.device, *sizes):
@@ -40,6 +41,6 @@ def as_held(index: Tensor, *sizes: int) -> Tensor:
     return index.long()
 
 
-def is_kept_wide(index: Tensor) -> bool:
-    """Whether a list is small enough to be kept in both widths."""
-    return index.numel() <= KEPT_WIDE
+def is_stored_wide(index: Tensor) -> bool:
+    """Whether a list is small enough to be stored in int64, too."""
+    return index.numel() <= STORED_WIDE

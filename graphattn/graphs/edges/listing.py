@@ -1,7 +1,7 @@
-"""Edges of large structures, listed some rows at a time into the narrow list that a graph holds.
+"""Listing the edges of large structures into an int32 list, a few rows at a time.
 
-A structure lists its edges in int64 and by tables of all candidates, which take several times the
-memory of what is kept. Some rows of it take little, and stay in cache.
+A structure lists its edges in int64 and makes tables of all candidates, which take several times
+the memory of the final list. For a few rows at a time, these tables are small and stay in cache.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from graphattn.graphs.structures.structure import (
 )
 from graphattn.kernels.cpu.edge_order import Wrong, has_edge_order, sorted_edges
 
-AT_ONCE = 1 << 18  # edges of a piece, about: a few megabytes with all that it is made from
+AT_ONCE = 1 << 18  # edges of a piece, roughly: a few megabytes including the tables
 BY_ROWS = (Band, Blocks, Complete, Cycle, GlobalTokens, Grid, GridBlocks, GridWindows)
 
 
 def edges_of_structure(structure: GraphStructure, device: torch.device) -> Tensor:
-    """All edges [2, E], in order: int32 of large structures on a CPU, int64 of others.
+    """List all edges [2, E] in order; int32 for large structures on a CPU, int64 for others.
 
     Example:
         >>> import torch, graphattn as ga
@@ -54,20 +54,20 @@ def edges_of_structure(structure: GraphStructure, device: torch.device) -> Tenso
 
 
 def _lists_rows(structure: GraphStructure) -> bool:
-    """Whether some rows can be listed without the others."""
+    """Whether a few rows of the structure can be listed without listing the others."""
     if isinstance(structure, Section):
         whole = structure.whole
         return not isinstance(whole, Union | Parts | Section) and _lists_rows(whole)
     if isinstance(structure, Union | Parts):
         return all(_lists_rows(part) for part in structure.parts)
-    if isinstance(structure, GridWindows):  # the tables of its axes are made anew for every piece
+    if isinstance(structure, GridWindows):  # every piece computes the tables of the axes again
         windows = zip(structure.shape, structure.before, structure.after, strict=True)
         return sum(size * (before + after + 1) for size, before, after in windows) <= AT_ONCE
     return isinstance(structure, BY_ROWS)
 
 
 def _fill(structure: GraphStructure, edges: Tensor) -> None:
-    """Write all edges of a structure into [2, E]."""
+    """Write all edges of a structure into the tensor `edges` [2, E]."""
     if isinstance(structure, Parts):
         _fill_parts(structure, edges)
     elif isinstance(structure, Band):
@@ -100,7 +100,7 @@ def _fill_parts(parts: Parts, edges: Tensor) -> None:
 
 
 def _fill_band(band: Band, edges: Tensor) -> None:
-    """Targets that have every neighbour are one broadcast sum; those near an end have not."""
+    """Write the edges of a band: one broadcast sum, except for targets near the two ends."""
     before, after = band._reach(band.before), band._reach(band.after)
     offsets = (
         torch.arange(-before, after + 1, dtype=edges.dtype, device=edges.device) * band._stride
@@ -122,7 +122,7 @@ def _fill_band(band: Band, edges: Tensor) -> None:
 
 
 def _rows_of(structure: GraphStructure, start: int, stop: int, device: torch.device) -> Tensor:
-    """The edges of targets start .. stop - 1, in order."""
+    """List the edges of targets start .. stop - 1, in order."""
     if isinstance(structure, Section):
         first = structure.start
         rows = edges_of_rows(structure.whole, start + first, stop + first, device)

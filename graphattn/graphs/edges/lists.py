@@ -1,4 +1,4 @@
-"""Lists of edges: sorted and checked, or made from tables of neighbours."""
+"""Lists of edges: sorting, checking, and making them from tables of neighbours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int, as_plain_edge_index
-from graphattn.graphs.edges.index_width import are_narrow, as_held
+from graphattn.graphs.edges.index_width import are_narrow, as_stored
 from graphattn.graphs.structures.structure import masked_rows
 from graphattn.kernels.cpu.edge_order import (
     BAD_SOURCE,
@@ -22,14 +22,14 @@ from graphattn.kernels.cpu.edge_order import (
 
 
 def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False) -> Tensor:
-    """The sorted edge list [2, E] of a neighbour table [N, k], -1 meaning none, in its dtype.
+    """Make the sorted edge list [2, E] of a table of neighbours [N, k], in its dtype.
 
-    How many edges there are stands on the device: this waits for it.
+    On a GPU this waits for the device, because the number of edges has to be read.
 
     Args:
-        index: the sources of every row; in any order, unless `is_sorted`.
+        index: the sources of every row in any order (unless `is_sorted`); -1 stands for no source.
         first_row: the target of row 0.
-        is_sorted: whether every row ascends already.
+        is_sorted: whether every row is in ascending order already.
 
     Example:
         >>> import torch
@@ -43,7 +43,7 @@ def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False)
     found = index >= 0
     last = first_row + len(index)
     row = torch.arange(first_row, last, dtype=index.dtype, device=index.device)
-    if found.all():  # as nearly always; several times faster than to look for every entry
+    if found.all():  # This is the usual case, and several times faster than selecting entries.
         edges = index.new_empty((2, *index.shape))
         edges[0], edges[1] = index, row[:, None]
         return edges.flatten(1)
@@ -65,10 +65,11 @@ def sorted_edge_list(
 def sorted_edge_list(
     edge_index: Any, num_targets: int, num_sources: int, *, return_permutation: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """A checked edge list in sorted order, and the permutation that sorts the caller's edges.
+    """Check and sort an edge list; return it with the permutation that sorts the caller's edges.
 
-    The list is as a graph holds it (:mod:`~graphattn.graphs.edges.index_width`), and never the
-    caller's own; the permutation is a LongTensor [E], or None where nobody asks for it.
+    The list is a new tensor in the width in which a graph stores it
+    (:mod:`~graphattn.graphs.edges.index_width`). The permutation is a LongTensor [E]; without
+    `return_permutation` it may be None.
     """
     edge_index = as_plain_edge_index(edge_index)
     num_targets = as_int("num_targets", num_targets, 0)
@@ -84,22 +85,22 @@ def sorted_edge_list(
         assert isinstance(found.place, tuple)
         j, i = found.place
         raise ValueError(
-            f"edge_index holds the edge (source {j}, target {i}) more than once: "
-            "edges are a set (torch_geometric.utils.coalesce merges duplicates)"
+            f"edge_index must have every edge once, but it has the edge (source {j}, target {i}) "
+            "more than once: torch_geometric.utils.coalesce merges duplicates"
         )
     assert isinstance(found.place, int)
     row = int(found.kind == BAD_TARGET)
     name, count = ("source", "target")[row], (num_sources, num_targets)[row]
     raise ValueError(
         f"edge_index[{row}, {found.place}] = {int(edge_index[row, found.place])} is not a {name}: "
-        f"allowed are 0 .. {count - 1}"
+        f"the {name}s are 0 .. {count - 1}"
         if count
-        else f"edge_index has edges, but there are no {name}s"
+        else f"edge_index has edges, but there are no {name}s: it must be empty"
     )
 
 
 def order_by_source(rowptr: Tensor, source: Tensor, num_sources: int) -> Tensor:
-    """The order by source, then target, of edges that are sorted by target, [E].
+    """Return the order [E] by source, then target, of edges that are sorted by target.
 
     Example:
         >>> import torch
@@ -107,7 +108,7 @@ def order_by_source(rowptr: Tensor, source: Tensor, num_sources: int) -> Tensor:
         >>> order_by_source(torch.tensor([0, 2, 3]), torch.tensor([1, 2, 1]), num_sources=3)
         tensor([0, 2, 1])
     """
-    # By source alone: that it is stable does the rest.
+    # A stable sort by source keeps the order of targets within each source.
     if has_edge_order(source) and rowptr.dtype == source.dtype:
         return edges_by_source(rowptr.contiguous(), source.contiguous(), num_sources)[2]
     return source.argsort(stable=True)
@@ -116,7 +117,7 @@ def order_by_source(rowptr: Tensor, source: Tensor, num_sources: int) -> Tensor:
 def _sorted_by_key(
     edge_index: Tensor, num_targets: int, num_sources: int
 ) -> tuple[Tensor, Tensor] | Wrong:
-    """Sort edges by one key in operations of torch, on every device: by one number per edge."""
+    """Sort edges by one number per edge, with torch operations, on any device."""
     edge_index = edge_index.long()
     for row, count in ((0, num_sources), (1, num_targets)):
         bad = (edge_index[row] < 0) | (edge_index[row] >= count)
@@ -128,4 +129,4 @@ def _sorted_by_key(
     if repeated.any():
         j, i = edge_index[:, permutation[int(repeated.nonzero()[0])]].tolist()
         return Wrong(REPEATED, (j, i))
-    return as_held(edge_index[:, permutation], num_targets, num_sources), permutation
+    return as_stored(edge_index[:, permutation], num_targets, num_sources), permutation

@@ -1,4 +1,4 @@
-"""A graph's edges as they are held: in closed form, as a table of neighbours, or as a list."""
+"""Storage of a graph's edges: in closed form, as a table of neighbours, or as a list."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from graphattn.graphs.edges.index_width import are_narrow, as_held, is_kept_wide
-from graphattn.graphs.edges.keeping import kept_for_training, makes_fakes, usable_for_training
+from graphattn.graphs.edges.index_width import are_narrow, as_stored, is_stored_wide
 from graphattn.graphs.edges.listing import edges_of_structure
 from graphattn.graphs.edges.lists import edges_of_rows, order_by_source, sorted_edge_list
+from graphattn.graphs.edges.stored_values import kept_for_training, makes_fakes, usable_for_training
 from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.graph_code import encode
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Device, GraphStructure
 
 T = TypeVar("T")
-G = TypeVar("G", bound="HeldGraph")  # a new graph is of the class of the one that it is made of
-MOST_DERIVED = 32  # results that a graph keeps for others
-NOT_KEPT: Any = object()  # None is a result
+# A graph that is made from another one has the class of that one.
+G = TypeVar("G", bound="StoredGraph")
+MOST_DERIVED = 32  # results that a graph stores for operations
+NOT_STORED: Any = object()  # stands for a missing result, because None may be a result
 INDICES = ("_edge_index", "_neighbors", "_rowptr", "_transpose_permutation")
 
 
-class HeldGraph:
-    """Edges between targets and sources, how they are held, and what follows from that alone.
+class StoredGraph:
+    """The stored edges between targets and sources, and everything that is derived from them.
 
-    :class:`~graphattn.TokenGraph` is what everybody has; it adds what makes other graphs and other
-    libraries' types. Functions that need no more than the edges take this class.
+    Users have a :class:`~graphattn.TokenGraph`, which adds the methods that make other graphs and
+    convert to other libraries. Functions that need only the edges take this base class.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class HeldGraph:
             num_targets, num_sources = structure.num_targets, structure.num_sources
             is_causal, has_causal_part = structure.is_causal, structure.has_causal_part
         elif listed is None or num_targets is None or num_sources is None:
-            raise ValueError("a TokenGraph is made by a builder, such as graphattn.from_edge_index")
+            raise ValueError(
+                "TokenGraph() must not be called directly: make graphs by a builder, such as "
+                "graphattn.from_edge_index"
+            )
         else:
             device = listed.device
         assert num_targets is not None
@@ -68,12 +72,12 @@ class HeldGraph:
         self._starts = _starts_of(starts or ((0, 0),) * len(self._sizes), self._sizes)
         with kept_for_training():
             if neighbors is not None:
-                neighbors = usable_for_training(self._as_held(neighbors, neighbors.numel()))
+                neighbors = usable_for_training(self._as_stored(neighbors, neighbors.numel()))
             if edge_index is not None:
-                edge_index = usable_for_training(self._as_held(edge_index, edge_index.shape[1]))
+                edge_index = usable_for_training(self._as_stored(edge_index, edge_index.shape[1]))
             self._neighbors, self._edge_index = neighbors, edge_index
-            # Of targets and of sources where they do not count up, as after `permute`; the second
-            # is None where both are one.
+            # Positions that do not just count the tokens, as after `permute`. Those of the sources
+            # are None if they are the same as those of the targets.
             of_targets, of_sources = _own_positions(positions)
             self._own_positions = usable_for_training(of_targets)
             self._own_source_positions = usable_for_training(of_sources)
@@ -86,38 +90,40 @@ class HeldGraph:
         if self._structure is not None or self._neighbors is not None:
             self._edge_index = None
         self._rowptr: Tensor | None = None
-        # Small lists in int64, with the versions that they and what they were made of had then.
+        # Small lists in int64, each with its version and that of the list it was converted from.
+        # The version of a tensor changes when somebody writes into it.
         self._wide: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._points_backward: bool | None = None
-        self.warned_backward = False  # whether its user was told what that may mean
+        self.warned_backward = False  # whether the warning about backward edges was given already
         self._positions = self._own_positions
         self._source_positions = self._own_source_positions
         self._transposed: Self | None = None
         self._transpose_permutation: Tensor | None = None
         self._derived: dict[Any, Any] = {}
 
-    def _as_held(self, index: Tensor, count: int) -> Tensor:
-        """A list of so many edges, or places for them, in the width that it is held in."""
-        return as_held(index, self._num_targets, self._num_sources, count)
+    def _as_stored(self, index: Tensor, count: int) -> Tensor:
+        """Convert a list with `count` edges, or places of edges, to the width that is stored."""
+        return as_stored(index, self._num_targets, self._num_sources, count)
 
-    def _widened(self, name: str, held: Tensor) -> Tensor:
-        """A list as its user sees it: in int64, and kept if it is small."""
-        if held.dtype == torch.int64:
-            return held
-        if torch.compiler.is_compiling():  # what is kept would be a reason to compile again
-            return held.long()
+    def _widened(self, name: str, stored: Tensor) -> Tensor:
+        """Return a stored list in int64, as users see it; store the result if it is small."""
+        if stored.dtype == torch.int64:
+            return stored
+        if torch.compiler.is_compiling():  # storing the result would cause a recompilation
+            return stored.long()
         found = self._wide.get(name)
-        if found is not None and found[0] == (held._version, found[1]._version):  # nobody wrote
+        # Equal versions mean that nobody has written into the lists since the conversion.
+        if found is not None and found[0] == (stored._version, found[1]._version):
             return found[1]
         with kept_for_training():
-            wide = held.long()
-        # Under a mode, such as that of fake tensors, it may be something else than a tensor.
-        if is_kept_wide(held) and torch._C._len_torch_dispatch_stack() == 0:
-            self._wide[name] = (held._version, wide._version), wide
+            wide = stored.long()
+        # Under a dispatch mode, such as that of fake tensors, it may be another kind of tensor.
+        if is_stored_wide(stored) and torch._C._len_torch_dispatch_stack() == 0:
+            self._wide[name] = (stored._version, wide._version), wide
         return wide
 
-    def _kept(self, name: str, made: T) -> T:
-        """Keep a value that is made once under a name."""
+    def _store(self, name: str, made: T) -> T:
+        """Store a value as an attribute, unless it is a fake tensor, and return it."""
         if not makes_fakes():
             setattr(self, name, made)
         return made
@@ -126,29 +132,29 @@ class HeldGraph:
 
     @property
     def num_targets(self) -> int:
-        """N, the number of tokens that update."""
+        """N, the number of targets."""
         return self._num_targets
 
     @property
     def num_sources(self) -> int:
-        """M, the number of tokens that are looked at; N unless the graph is bipartite."""
+        """M, the number of sources; it equals N unless the graph is bipartite."""
         return self._num_sources
 
     @property
     def num_tokens(self) -> int:
-        """N of a graph whose targets and sources are equally many; ValueError otherwise."""
+        """N, if there are as many targets as sources; otherwise reading it raises ValueError."""
         if self._num_targets != self._num_sources:
             raise ValueError(
-                f"num_tokens: this graph has {self._num_targets} targets and "
-                f"{self._num_sources} sources; use num_targets, num_sources"
+                f"num_tokens is undefined, because this graph has {self._num_targets} targets and "
+                f"{self._num_sources} sources: use num_targets or num_sources"
             )
         return self._num_targets
 
     @property
     def num_edges(self) -> int:
-        """E, counted without listing edges.
+        """E, the number of edges; they are counted without being listed.
 
-        A table of neighbours is counted where it lies: on a GPU that waits for it.
+        For a table of neighbours on a GPU, this waits for the device.
         """
         if self._edge_index is not None:
             return self._edge_index.shape[1]
@@ -158,20 +164,18 @@ class HeldGraph:
 
     @property
     def structure(self) -> GraphStructure | None:
-        """Structure of the graph in closed form, if it is known; None for a plain edge list or
-        table.
-        """
+        """The structure of the graph in closed form; None if it stores an edge list or a table."""
         return self._structure
 
     @property
     def neighbors(self) -> Tensor | None:
-        """LongTensor [N, k]: what every target sees, in ascending order; None in other graphs.
+        """LongTensor [N, k], the sources of every target in ascending order.
 
-        Where there are fewer than k sources, -1 stands first. :func:`~graphattn.knn_graph` makes
-        such graphs: their size is known without looking at a tensor, so on a GPU neither building
-        them nor attending over them (kernels read the table) waits for the device. What counts or
-        lists edges does: :attr:`num_edges`, :attr:`edge_index`, ``==``, ``repr`` and the ``to_*``
-        of other libraries.
+        None if the graph does not store a table of neighbours. If a target has fewer than k
+        sources, its row begins with -1. :func:`~graphattn.knn_graph` makes such graphs. Their size
+        is known without reading a tensor, so on a GPU neither building them nor attention over them
+        waits for the device (the kernels read the table). :attr:`num_edges`, :attr:`edge_index`,
+        ``==``, ``repr`` and the methods ``to_*`` count or list the edges, and do wait.
 
         Example:
             >>> import torch, graphattn as ga
@@ -191,32 +195,33 @@ class HeldGraph:
 
     @property
     def is_table(self) -> bool:
-        """Whether the graph is held as a table of neighbours, :attr:`neighbors`."""
+        """Whether the graph stores a table of neighbours, :attr:`neighbors`."""
         return self._neighbors is not None
 
     @property
     def is_causal(self) -> bool:
-        """Whether no target sees a source after it, by construction.
+        """Whether the graph was constructed such that no target sees a source after it.
 
-        Known from the structure. A foreign edge list is never causal by itself, even where all
-        its edges happen to point backward: "after" is then a matter of reading.
+        This follows from the structure. A graph made from a list of edges is never causal, even if
+        all its edges point backward, because it is not known whether the numbers of its tokens are
+        an order in time.
         """
         return self._is_causal
 
     @property
     def has_causal_part(self) -> bool:
-        """Whether the graph, or some graph of a batch, is causal by construction.
+        """Whether the graph, or at least one graph of a batch, is causal by construction.
 
-        So it stays when tokens get other numbers (:meth:`permute`): who saw the past alone still
-        does.
+        It does not change when the tokens are numbered in another order (:meth:`permute`), because
+        every token still sees the same tokens.
         """
         return self._has_causal_part
 
     @property
     def points_backward(self) -> bool:
-        """Whether a graph that is not causal by construction still has only edges j <= i, some <.
+        """Whether a list or table has only edges with j <= i, at least one of them with j < i.
 
-        Counted once, for plain edge lists and tables only.
+        It is computed once. For a structured graph it is False.
         """
         if self._points_backward is None:
             if self._structure is not None:
@@ -227,28 +232,32 @@ class HeldGraph:
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """(targets, sources) of every graph in a :func:`~graphattn.batch`; one pair otherwise."""
+        """(targets, sources) of every graph of a :func:`~graphattn.batch`; one pair otherwise."""
         return self._sizes
 
     @property
     def starts(self) -> tuple[tuple[int, int], ...]:
         """Positions of the first target and the first source of every graph in :attr:`sizes`.
 
-        Zeros, but for graphs with a past and for the rows that :meth:`targets` cuts out of others.
+        They are 0, except in graphs with `past` and in graphs that :meth:`targets` returned.
         """
         return self._starts
 
     @property
     def has_same_tokens(self) -> bool:
-        """Whether its sources are its targets: in every sequence as many, from one position on."""
+        """Whether targets and sources are the same tokens.
+
+        It is True if every sequence has as many targets as sources, and both begin at the same
+        position.
+        """
         pairs = (*self._sizes, *self._starts)
         return all(of_targets == of_sources for of_targets, of_sources in pairs)
 
     @property
     def batch(self) -> Tensor:
-        """LongTensor [N]: the graph of a :func:`~graphattn.batch` that every target belongs to.
+        """LongTensor [N], the graph of a :func:`~graphattn.batch` to which every target belongs.
 
-        PyG's batch vector, made anew on each call; zeros for a single graph.
+        It is PyG's batch vector, computed at each call, and 0 for a single graph.
 
         Example:
             >>> import graphattn as ga
@@ -261,21 +270,20 @@ class HeldGraph:
 
     @property
     def device(self) -> torch.device:
-        """Device of the edges and positions, also before they are listed."""
+        """The device of edges and positions, even if they are not listed yet."""
         return self._device
 
     @property
     def code(self) -> Tensor:
-        """Sizes and structure as numbers, int64 on the CPU: how a graph enters an operator."""
+        """Sizes and structure as an int64 tensor on the CPU, which a custom operator takes."""
         return self._code
 
     @property
     def listed(self) -> Tensor | None:
-        """Tensor that lists the part of the graph that :attr:`code` does not hold: a table of
-        neighbours, or a list of edges.
+        """The stored table of neighbours or list of edges; None for a structured graph.
 
-        None for a structured graph. It enters an operator beside `code`, which says what it is,
-        and has the width that it is held in: int32 on a CPU where numbers fit, int64 elsewhere.
+        A custom operator takes it together with :attr:`code`, which says which of the two it is. It
+        is int32 on a CPU if all numbers fit, and int64 otherwise.
         """
         if self._structure is not None:
             return None
@@ -287,7 +295,7 @@ class HeldGraph:
     def edge_index(self) -> Tensor:
         """LongTensor [2, E]: row 0 = source j, row 1 = target i; sorted by target, then source.
 
-        Of a large graph it is made anew whenever it is asked for: read it once.
+        For a large graph on a CPU, every access makes a new tensor, so read it once.
         """
         return self._widened("edge_index", self.compact_edges)
 
@@ -297,15 +305,15 @@ class HeldGraph:
 
     @property
     def rowptr(self) -> Tensor:
-        """LongTensor [N + 1]: where the edges of every target begin."""
+        """LongTensor [N + 1]: the first edge of every target, and E at the end."""
         return self._widened("rowptr", self.compact_rowptr)
 
     @property
     def compact_edges(self) -> Tensor:
-        """:attr:`edge_index` as it is held, in int32 on a CPU where numbers fit: for reading only.
+        """:attr:`edge_index` as it is stored: int32 on a CPU if all numbers fit, otherwise int64.
 
-        Indices of int32 do in ``index_select``, ``index_add`` and ``x[index]``, but not in
-        ``gather`` and ``scatter``; and their products may overflow.
+        Do not write into it. ``index_select``, ``index_add`` and ``x[index]`` take int32 indices;
+        ``gather`` and ``scatter`` do not. Products of int32 indices may overflow.
 
         Example:
             >>> import graphattn as ga
@@ -319,32 +327,32 @@ class HeldGraph:
                     edges = edges_of_rows(self._neighbors, is_sorted=True)
                 else:
                     edges = edges_of_structure(cast(GraphStructure, self._structure), self._device)
-                return self._kept("_edge_index", self._as_held(edges, edges.shape[1]))
+                return self._store("_edge_index", self._as_stored(edges, edges.shape[1]))
         return self._edge_index
 
     @property
     def compact_rowptr(self) -> Tensor:
-        """:attr:`rowptr`, as wide as :attr:`compact_edges`."""
+        """:attr:`rowptr`, with the dtype of :attr:`compact_edges`."""
         if self._rowptr is None:
             with kept_for_training():
                 degree = self.in_degree()
                 rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
                 if self._device.type == "cpu" and not torch.compiler.is_compiling():
-                    rowptr = self._as_held(rowptr, int(rowptr[-1]))
-                return self._kept("_rowptr", rowptr)
+                    rowptr = self._as_stored(rowptr, int(rowptr[-1]))
+                return self._store("_rowptr", rowptr)
         return self._rowptr
 
     @property
     def compact_neighbors(self) -> Tensor | None:
-        """:attr:`neighbors` as they are held, as wide as :attr:`compact_edges`."""
+        """:attr:`neighbors` as stored: int32 on a CPU if all numbers fit, otherwise int64."""
         return self._neighbors
 
     def compact_csr(self) -> tuple[Tensor, Tensor]:
-        """:meth:`csr` as it is held, as wide as :attr:`compact_edges`."""
+        """:meth:`csr`, with the dtype of :attr:`compact_edges`."""
         return self.compact_rowptr, self.compact_edges[0]
 
     def in_degree(self) -> Tensor:
-        """LongTensor [N]: how many sources every target sees."""
+        """Count the sources of every target; LongTensor [N]."""
         if self._structure is not None and self._edge_index is None:
             return self._structure.in_degree(self._device)
         if self._neighbors is not None:
@@ -352,7 +360,10 @@ class HeldGraph:
         return torch.bincount(self.compact_edges[1], minlength=self._num_targets)
 
     def transpose(self) -> Self:
-        """The graph with sources and targets exchanged; see :meth:`transpose_permutation`."""
+        """Return the graph with sources and targets exchanged.
+
+        :meth:`transpose_permutation` says which edge is which.
+        """
         if self._transposed is None:
             flipped = None if self._structure is None else self._structure.transpose()
             edge_index = None
@@ -369,13 +380,13 @@ class HeldGraph:
                 device=self._device,
             )
             transposed._transposed = self
-            return self._kept("_transposed", transposed)
+            return self._store("_transposed", transposed)
         return self._transposed
 
     def transpose_permutation(self) -> Tensor:
-        """LongTensor [E]: edge e of ``transpose()`` is edge ``permutation[e]`` of this graph.
+        """Return a LongTensor [E]: edge e of ``transpose()`` is edge ``permutation[e]`` here.
 
-        Per-edge values follow: ``weights[graph.transpose_permutation()]`` belongs to
+        So ``weights[graph.transpose_permutation()]`` are weights per edge in the order of
         ``graph.transpose().edge_index``.
         """
         return self._widened("transpose_permutation", self._order_by_source())
@@ -384,22 +395,23 @@ class HeldGraph:
         if self._transpose_permutation is None:
             with kept_for_training():
                 order = order_by_source(*self.compact_csr(), self._num_sources)
-                return self._kept("_transpose_permutation", self._as_held(order, len(order)))
+                return self._store("_transpose_permutation", self._as_stored(order, len(order)))
         return self._transpose_permutation
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """``make()``, kept under `key` as long as the graph lives: plans of operations, say.
+        """Return ``make()``, and store the result under `key`, for example a plan of an operation.
 
-        What lists the edges may be changed in place by somebody: then it is made anew. Copies and
-        files do not have it, and no more than a few are kept.
+        If the list or table of edges was changed in place, the result is computed again. Copies and
+        files do not contain stored results. If there are too many results, all are deleted.
         """
         listed, found = self.listed, self._derived
         key = key, None if listed is None else listed._version
-        result: T = found.get(key, NOT_KEPT)  # asked once: another thread may clear in between
-        if result is NOT_KEPT:
+        # One lookup only, because another thread may clear the dict between two lookups.
+        result: T = found.get(key, NOT_STORED)
+        if result is NOT_STORED:
             with kept_for_training():
                 result = make()
-            # Under capture a tensor is filled only when the CUDA graph is replayed.
+            # During capture, a tensor has no values: only the replay of the CUDA graph fills it.
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return result
             if makes_fakes():
@@ -413,34 +425,32 @@ class HeldGraph:
 
     @property
     def positions(self) -> Tensor:
-        """LongTensor [N]: the place of every target in its own sequence; rotary layers read it.
+        """LongTensor [N], the position of every target in its own sequence; rotary layers read it.
 
-        After :meth:`permute` it is the place that the token had before.
+        After :meth:`permute` it is the position that the token had before.
         """
         if self._positions is None:
             with kept_for_training():
-                return self._kept("_positions", self._counted(0))
+                return self._store("_positions", self._counted(0))
         return self._positions
 
     @property
     def source_positions(self) -> Tensor:
-        """LongTensor [M]: the same for the sources; `positions` unless the graph is bipartite."""
+        """LongTensor [M], the position of every source; `positions` if they are the targets."""
         if self._source_positions is None:
             if self._own_positions is not None or self.has_same_tokens:
                 return self.positions
             with kept_for_training():
-                return self._kept("_source_positions", self._counted(1))
+                return self._store("_source_positions", self._counted(1))
         return self._source_positions
 
     @property
     def own_positions(self) -> tuple[Tensor, Tensor] | None:
-        """Positions of targets and of sources after :meth:`permute`; None where both just count
-        up.
-        """
+        """Positions of targets and sources after :meth:`permute`; None if they count the tokens."""
         return None if self._own_positions is None else (self.positions, self.source_positions)
 
     def _counted(self, side: int) -> Tensor:
-        """Up from the start of every sequence, on the side of targets (0) or of sources."""
+        """Count the positions of targets (side 0) or sources (side 1) in every sequence."""
         runs = zip(self._starts, self._sizes, strict=True)
         return torch.cat(
             [
@@ -452,14 +462,14 @@ class HeldGraph:
     # Devices, comparison, pickling.
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return this graph on another device (itself where it is there already)."""
-        device = torch.empty(0, device=device).device  # "cuda" means the current one
+        """Return this graph on another device; if it is there already, return the same object."""
+        device = torch.empty(0, device=device).device  # "cuda" means the current CUDA device
         if device == self._device:
             return self
         return self._with_tensors(lambda x: x.to(device, non_blocking=non_blocking), device)
 
     def pin_memory(self) -> Self:
-        """A copy whose listed edges lie in page-locked memory, as a DataLoader asks for it."""
+        """Copy the graph's tensors to page-locked memory; a DataLoader calls this."""
         return self._with_tensors(Tensor.pin_memory, self._device)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor], device: torch.device) -> Self:
@@ -471,16 +481,17 @@ class HeldGraph:
         for name, value in vars(changed).items():
             if isinstance(value, Tensor) and name != "_code":
                 if name not in INDICES:
-                    moved = change(value)
-                elif device.type == "cpu":  # narrow first: it may arrive later than this returns
-                    moved = change(self._narrowed(value, device))
+                    new = change(value)
+                elif device.type == "cpu":
+                    # Convert before the copy, which may be asynchronous and finish later.
+                    new = change(self._narrowed(value, device))
                 else:
-                    moved = change(value).long()
-                setattr(changed, name, moved)
+                    new = change(value).long()
+                setattr(changed, name, new)
         return changed
 
     def _narrowed(self, index: Tensor, device: torch.device) -> Tensor:
-        """A list that is about to move to a CPU."""
+        """Convert a list that will be copied to a CPU to int32, if all its numbers fit."""
         listed = self.listed if self._edge_index is None else self._edge_index
         count = index.numel() if listed is None else listed.numel()
         sizes = self._num_targets, self._num_sources, count
@@ -491,13 +502,13 @@ class HeldGraph:
         small.__dict__.update(self.__dict__)
         small._forget()
         state = dict(small.__dict__)
-        del state["_code"]  # follows from the rest
-        # A device that `torch.load(map_location=...)` moves, as it moves the edges.
+        del state["_code"]  # It is computed from the rest when the graph is loaded.
+        # The device is saved as an empty tensor, so that `torch.load(map_location=...)` changes it.
         state["_device"] = torch.empty(0, device=self._device)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read the facts and the edges, and derive the rest: a file may be anybody's."""
+        """Check the edges of a file, which may come from anybody, and derive everything else."""
         edge_index, neighbors = state["_edge_index"], state["_neighbors"]
         num_targets, num_sources = state["_num_targets"], state["_num_sources"]
         if edge_index is not None and not edge_index.is_meta:
@@ -508,7 +519,7 @@ class HeldGraph:
             outside = (neighbors < -1) | (neighbors >= num_sources)
             if outside.any():
                 raise ValueError(
-                    "neighbors must hold sources, -1 (none) or 0 .. num_sources - 1 = "
+                    "neighbors must hold -1 (no source) or sources, 0 .. num_sources - 1 = "
                     f"{num_sources - 1}, got {int(neighbors[outside][0])}"
                 )
         device = state["_device"]
@@ -527,7 +538,7 @@ class HeldGraph:
         )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, HeldGraph):
+        if not isinstance(other, StoredGraph):
             return NotImplemented
         if self is other:
             return True
@@ -568,8 +579,9 @@ class HeldGraph:
 
 
 def _check_neighbors(table: Tensor, num_targets: int) -> None:
-    """Check the shape and dtype of a table of neighbors: what it holds is not read, that would wait
-    for its device.
+    """Check the shape and dtype of a table of neighbours.
+
+    The entries are not checked, because reading them would wait for the device.
     """
     if (
         table.dtype not in (torch.int64, torch.int32)
@@ -585,7 +597,7 @@ def _check_neighbors(table: Tensor, num_targets: int) -> None:
 def _starts_of(
     starts: tuple[tuple[int, int], ...], sizes: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the positions of first tokens, 0 where there is none."""
+    """Return the positions of first tokens; 0 if a sequence has no target, or no source."""
     if not any(map(any, starts)):
         return starts
     return tuple(
@@ -597,7 +609,7 @@ def _starts_of(
 def _own_positions(
     positions: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None] | tuple[None, None]:
-    """None for those of sources where they are those of targets."""
+    """Return positions of targets and sources; None for the sources if both are the same tensor."""
     if positions is None:
         return None, None
     of_targets, of_sources = positions
@@ -605,7 +617,7 @@ def _own_positions(
 
 
 def _saved_positions(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return saved positions, checked; None where a file of an earlier version has none."""
+    """Check and return saved positions; None if there are none, as in files of older versions."""
     of_targets = state.get("_own_positions")
     if of_targets is None:
         return None

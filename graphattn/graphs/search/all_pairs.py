@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by looking at all pairs, in torch: on any device."""
+"""Exact nearest neighbours from the distances of all pairs, with torch operations on any device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def nearest_by_pairs(
     self_loops: bool,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The k nearest candidates of every point, or of some rows; N x M is never stored.
+    """Find the k nearest candidates of every point (or of some rows), without storing N x M.
 
-    Rounding may exchange neighbours that are nearly equally far, so everything within rounding of
-    the k-th is a candidate, and exact distances decide. Distances from matrix products find few
-    candidates fast; where they find many (tokens closer to each other than products can tell), or
-    have no bound, differences do.
+    Rounding may change the order of neighbours that are nearly equally far. So all sources whose
+    distance is within rounding of the k-th are selected, and exact distances decide among them.
+    Distances from matrix products select them fast. Distances from differences of coordinates are
+    used if products select too many (because tokens are closer to each other than the rounding of
+    products) or if the rounding of products is unknown.
     """
     finite = points.isfinite().all(dim=1), candidates.isfinite().all(dim=1)
     products = None if rows is not None else DistanceProducts.of(points, candidates, finite)
@@ -58,7 +59,7 @@ def nearest_by_pairs(
 def _near_by_differences(
     distance: Tensor, tile: Tensor, k: int, finite: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Rows and sources of all pairs that may be among the k nearest, sorted by row, then source."""
+    """Select all pairs that may be among the k nearest; rows and sources, sorted by both."""
     kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
     near = distance <= with_rounding(kth, tile)
     near &= finite[0][:, None] & finite[1]

@@ -1,4 +1,4 @@
-"""Distances between tokens, and the nearest of them: rounded first, exact where it matters."""
+"""Distances between tokens: rounded distances of many pairs, and exact distances of few."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from torch import Tensor
 from graphattn.kernels.cpu.neighbors import has_neighbors, squared_distances
 from graphattn.kernels.shared.launch import is_transformed, untraced
 
-TILE = 1 << 21  # distances held at a time
-PAIRS = 1 << 19  # coordinates of pairs held at a time
-IN_ORDER = 3  # terms up to which torch adds one after the other, so that we may, too
+TILE = 1 << 21  # distances in memory at a time
+PAIRS = 1 << 19  # coordinates of pairs in memory at a time
+# Up to this many terms, a sum of torch adds them one after the other. So adding the coordinates in
+# a loop gives the same bits.
+IN_ORDER = 3
 
 
 def nearest_pairs(row: Tensor, source: Tensor, squared: Tensor, num_rows: int, k: int) -> Tensor:
-    """The k nearest sources of every row, [num_rows, k]; -1 where fewer are in finite reach.
+    """Select the k nearest sources of every row, [num_rows, k]; -1 if there are fewer than k.
 
-    Pairs stand sorted by row, then source. Two stable sorts, by distance and then by row, leave
-    equal distances in order of source.
+    The pairs must be sorted by row, then source. Two stable sorts, by distance and then by row,
+    leave equal distances in the order of sources. Pairs at infinite distance are left out.
     """
     order = squared.argsort(stable=True)
     order = order[row[order].argsort(stable=True)]
@@ -31,41 +33,41 @@ def nearest_pairs(row: Tensor, source: Tensor, squared: Tensor, num_rows: int, k
 
 
 def rounded_distances(points: Tensor, candidates: Tensor) -> Tensor:
-    """Distances [n, M], up to rounding; infinite where a coordinate is not finite."""
+    """Compute distances [n, M] up to rounding; infinite if a coordinate is not finite."""
     distance = torch.cdist(points, candidates, compute_mode="donot_use_mm_for_euclid_dist")
     return distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 class DistanceProducts:
-    r"""Squared distances by matrix products, and what rounding may have done to them.
+    r"""Squared distances by matrix products, with a bound on their rounding errors.
 
-    With both sets centred, :math:`s_{ij} = |b_j|^2 - 2 a_i \cdot b_j` ranks the sources j of a row
-    as :math:`|a_i - b_j|^2` does, up to
-    :math:`E_i = (C + 8) \, \epsilon \, (|a_i| + \max_j |b_j|)^2`: a product of C terms is off by at
-    most C eps / 2 of the product of norms (Higham, *Accuracy and Stability of Numerical
-    Algorithms*, 3.1), twice, and centring and the norms by a few eps more.
+    With both sets of points centred, :math:`s_{ij} = |b_j|^2 - 2 a_i \cdot b_j` orders the sources
+    j of row i as :math:`|a_i - b_j|^2` does, up to an error of
+    :math:`E_i = (C + 8) \, \epsilon \, (|a_i| + \max_j |b_j|)^2`. A product of C terms has an error
+    of at most C eps / 2 times the product of the norms (Higham, *Accuracy and Stability of
+    Numerical Algorithms*, 3.1), which counts twice. Centring and the norms add a few eps.
     """
 
-    BLOCK = 32  # sources whose smallest s is found first
-    COLUMNS = 2048  # sources multiplied at a time, so that minima are taken in cache
-    MOST = 8  # candidates per neighbour, beyond which differences are better
+    BLOCK = 32  # sources per block; the smallest s of every block is found first
+    COLUMNS = 2048  # sources that are multiplied at a time, so that the products stay in cache
+    MOST = 8  # the most candidates per neighbour; with more, differences are faster
 
     def __init__(self, rows: Tensor, columns: Tensor, rounding: Tensor) -> None:
         self.rows, self.columns, self.rounding = rows, columns, rounding
-        self.products = rows.new_empty(0)  # written again for every tile
+        self.products = rows.new_empty(0)  # a buffer that every tile overwrites
 
     @classmethod
     def of(
         cls, points: Tensor, candidates: Tensor, finite: tuple[Tensor, Tensor]
     ) -> DistanceProducts | None:
-        """None where products are not exact to rounding (TF32) or overflow."""
+        """Prepare products of all pairs; None if their error is unknown (TF32) or they overflow."""
         if torch.get_float32_matmul_precision() != "highest" or len(candidates) < 2 * cls.BLOCK:
             return None
         if points.device.type != "cpu" and torch.backends.cuda.matmul.allow_tf32:
             return None
         known = candidates[finite[1]]
         if len(known) < len(candidates) or not finite[0].all():
-            return None  # tokens that hold NaN: rare, and differences know what to do
+            return None  # Tokens with NaN are rare, and differences handle them.
         center = known.double().mean(dim=0).to(points.dtype)
         a, b = points - center, candidates - center
         square_of_b = b.square().sum(dim=1)
@@ -83,9 +85,14 @@ class DistanceProducts:
     def nearest(
         self, start: int, count: int, k: int, own: float | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Rows and sources that may be among the k nearest, sorted; None if they are too many.
+        """Select the pairs that may be among the k nearest, sorted; None if they are too many.
 
-        Of each of `count` rows, with `own` in place of the product of a token with itself.
+        Args:
+            start: the first row.
+            count: the number of rows.
+            k: neighbours per row.
+            own: the value that replaces s of a token with itself; None if targets and sources are
+                different tokens.
         """
         M = len(self.columns)
         blocks = -(-M // self.BLOCK)
@@ -99,9 +106,9 @@ class DistanceProducts:
                 part.diagonal(start - j).fill_(own)
             some = slice(j // self.BLOCK, j // self.BLOCK + part.shape[1] // self.BLOCK)
             least[:, some] = part.unflatten(1, (-1, self.BLOCK)).amin(dim=2)
-        # The k-th smallest of the blocks' minima: at least k sources are no farther, and few more
-        # than k, where there are many blocks for each neighbour. (It is finite: at most one block,
-        # of oneself alone, is not.)
+        # The k-th smallest of the minima of blocks. At least k sources are no farther, and few more
+        # than k if there are many blocks per neighbour. It is finite, because at most one minimum
+        # is infinite: that of a block which holds only the token itself.
         kth = untraced(kth_smallest)(least if blocks >= 4 * k else s, k)
         limit = kth + 2 * self.rounding[start : start + count]
         near = (least <= limit).flatten().nonzero()[:, 0]
@@ -116,16 +123,16 @@ class DistanceProducts:
 
 
 def kth_smallest(values: Tensor, k: int) -> Tensor:
-    """The k-th smallest of every row, [N, 1]."""
+    """Find the k-th smallest value of every row, [N, 1]."""
     if values.device.type != "cpu" or is_transformed():
         return values.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
     return torch.from_numpy(np.partition(values.numpy(), k - 1, axis=1)[:, k - 1 : k])
 
 
 def with_rounding(limit: Tensor | float, points: Tensor) -> Tensor | float:
-    """Bound the rounded distance of points whose exact distance is `limit`, generously.
+    """Return an upper bound of the rounded distance of points whose exact distance is `limit`.
 
-    One rounding per coordinate and a few more, and squares that vanish below the smallest number.
+    The bound allows one rounding per coordinate, a few more, and squares that underflow to 0.
     """
     finfo, coordinates = torch.finfo(points.dtype), points.shape[1]
     return limit * (1 + 2 * (coordinates + 8) * finfo.eps) + (coordinates * finfo.tiny) ** 0.5
@@ -134,7 +141,7 @@ def with_rounding(limit: Tensor | float, points: Tensor) -> Tensor | float:
 def exact_squared_distances(
     points: Tensor, candidates: Tensor, row: Tensor, source: Tensor
 ) -> Tensor:
-    """Squared distances of pairs, [E], in float64; infinite where a coordinate is not finite."""
+    """Compute squared distances of pairs [E] in float64; infinite if a coordinate is not finite."""
     if has_neighbors(points):
         squared = untraced(squared_distances)(points, candidates, row, source)
         return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
@@ -153,9 +160,10 @@ def exact_squared_distances(
 
 
 def place_self(squared: Tensor, own: Tensor, self_loops: bool) -> None:
-    """Give pairs of a token with itself a distance that makes them first, or never chosen.
+    """Set the squared distance of a token to itself, in place.
 
-    First even before equal points of smaller index; a token that holds NaN has no neighbours.
+    With `self_loops` it is -1, so that the token comes first, even before an equal point with a
+    smaller index. Without, or if the token has a NaN, it is infinite, so that it is not selected.
     """
     first = own & squared.isfinite() & self_loops
     squared.masked_fill_(own, torch.inf).masked_fill_(first, -1)

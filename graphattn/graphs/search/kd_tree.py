@@ -1,7 +1,7 @@
 """Exact neighbours of points in few dimensions, found by scipy's k-d tree.
 
-The tree proposes and float64 decides: its proposals are ordered by exact squared distances, and a
-row counts as found only where whatever the tree left out is provably farther than the k-th.
+The tree selects candidates, which are then sorted by exact squared distances in float64. The result
+of a row is used only if all points that the tree did not select are provably farther than the k-th.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from graphattn.kernels.shared.launch import is_transformed
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-FEWEST = 256  # candidates, below which the products of all pairs are as fast
-# Coordinates, beyond which a tree visits so many of its points that products are as fast (of
-# normally distributed points, 16 nearest: as measured with 16,384 and with 65,536 of them).
+FEWEST = 256  # the fewest candidates: with less, the products of all pairs are as fast
+# The most coordinates: with more, a tree visits so many of its points that products are as fast.
+# This was measured for the 16 nearest of 16,384 and of 65,536 normally distributed points.
 WIDEST = 6
-WIDEST_OF_MANY = 8
+WIDEST_OF_MANY = 8  # the same, for at least MANY candidates
 MANY = 1 << 16
-LARGEST = 1e150  # coordinates and radii whose squares fit into float64
-# What distances of a tree may be off by, relatively, generously: it adds up the distance to a cell
-# on the way down, one rounding a level, and not even coordinates that halve from point to point
-# make more than some ten thousand levels.
+LARGEST = 1e150  # the largest coordinate or radius whose square fits into float64
+# A generous bound on the relative error of a tree's distances. The tree adds up the distance to a
+# cell on the way down, with one rounding per level. Even coordinates that halve from point to point
+# make only about ten thousand levels.
 ROUNDING = 1e-9
-SPARE = 1  # candidates beyond those that are asked for: they say how far all others are
-ROWS = 4096  # asked at a time
+SPARE = 1  # additional candidates, which give a lower bound for the distance of all others
+ROWS = 4096  # rows that are searched at a time
 FIRST_ROWS = 256  # the same, until it is known how many candidates are needed
-SAMPLE = 64  # points whose neighbours are counted first
+SAMPLE = 64  # points whose neighbours are counted first, as a sample
 
 
 def is_for_trees(points: Tensor, candidates: Tensor, k: int = 1) -> bool:
-    """Whether a tree is the faster way to the k nearest candidates of points."""
+    """Whether a tree is the fastest way to find the k nearest candidates of points."""
     widest = WIDEST if len(candidates) < MANY else WIDEST_OF_MANY
     return (
         points.device.type == "cpu"
@@ -50,29 +50,30 @@ def is_for_trees(points: Tensor, candidates: Tensor, k: int = 1) -> bool:
 
 
 class PointTree:
-    """Points that are finite, and few of each that are equal, to be asked for neighbours."""
+    """A tree of finite points, with at most `copies` of equal ones, to search for neighbours."""
 
     def __init__(self, candidates: Floats, copies: int) -> None:
         from scipy.spatial import cKDTree
 
-        kept = np.flatnonzero(np.isfinite(candidates).all(axis=1))
-        kept = kept[_among_first_copies(candidates[kept], copies)]
-        self.is_whole = len(kept) == len(candidates)
-        self.tree = cKDTree(candidates[kept])
+        selected = np.flatnonzero(np.isfinite(candidates).all(axis=1))
+        selected = selected[_among_first_copies(candidates[selected], copies)]
+        self.is_whole = len(selected) == len(candidates)
+        self.tree = cKDTree(candidates[selected])
         self.coordinates = candidates.shape[1]
-        # The tree says n, the number of its points, where there is none.
-        self.source = np.append(kept, -1)
-        nowhere = np.full((1, self.coordinates), np.inf)
-        self.places = np.concatenate([candidates[kept], nowhere])
+        # If there are too few points, the tree returns n, the number of its points, as an index.
+        self.source = np.append(selected, -1)
+        infinite = np.full((1, self.coordinates), np.inf)
+        self.places = np.concatenate([candidates[selected], infinite])
 
     def __len__(self) -> int:
         return len(self.source) - 1
 
     def candidates(self, points: Floats, many: int, radius: float) -> tuple[Integers, Floats]:
-        """Sources near points and their exact squared distances, [rows, many].
+        """Find the sources nearest to points, and their exact squared distances, [rows, many].
 
-        They stand in order up to rounding, and nobody is left out who is nearer than the last by
-        more than :data:`ROUNDING`. Where fewer are within the radius, -1 and infinity are last.
+        They are sorted up to rounding. No source that was left out is nearer than the last one by
+        more than :data:`ROUNDING`. If fewer sources are within the radius, the rest of a row is -1
+        and infinity.
         """
         found = self.tree.query(
             points,
@@ -91,18 +92,19 @@ def nearest_by_tree(
     self_loops: bool,
     radius: float = np.inf,
 ) -> tuple[Tensor, Tensor] | None:
-    """The k nearest candidates of every point, [N, k], -1 where fewer are within the radius.
+    """Find the k nearest candidates of every point, [N, k]; -1 if fewer are within the radius.
 
-    Beside them the rows that a tree has not found: too many candidates are nearly as far as the
-    k-th. None where that is the rule, or squares of coordinates overflow.
+    The second result lists the rows for which the tree gives no proof, because too many candidates
+    are nearly as far as the k-th. The result is None if there are many such rows, or if squares of
+    coordinates overflow.
     """
     a = points.numpy(force=True).astype(np.float64)
     b = a if to_self else candidates.numpy(force=True).astype(np.float64)
     if not (_fits(a) and _fits(b)) or LARGEST < radius < np.inf:
         return None
-    # Of equal points the k + 1 of the smallest indices are enough for everyone, oneself included.
+    # Of equal points, the k + 1 with the smallest indices are enough, including the point itself.
     tree = PointTree(b, copies=k + 1)
-    if to_self and tree.is_whole:  # neighbours one after the other find what they read in cache
+    if to_self and tree.is_whole:  # In the order of the tree, neighbouring rows share the cache.
         rows = np.asarray(tree.tree.indices, dtype=np.int64)
     else:
         rows = np.flatnonzero(np.isfinite(a).all(axis=1))
@@ -125,7 +127,7 @@ def nearest_by_tree(
 
 
 class _TreeSearch(NamedTuple):
-    """Search in a tree: the number of neighbors, their sources and their targets."""
+    """The arguments of a search in a tree."""
 
     points: Floats
     tree: PointTree
@@ -135,16 +137,21 @@ class _TreeSearch(NamedTuple):
     radius: float
 
     def answer(self, rows: Integers, many: int, index: Integers) -> Integers:
-        """Writes neighbours of rows; returns the rows that need more than so many candidates.
+        """Write the neighbours of rows into `index`; return the rows that need more candidates.
 
-        A row is proven where its last candidate is farther than the k-th (or than the radius) by
-        more than rounding, or where the tree has left nobody out.
+        The neighbours of a row are proven if its last candidate is farther than the k-th (or than
+        the radius) by more than rounding, or if all points of the tree are candidates.
+
+        Args:
+            rows: the points to search for.
+            many: candidates per row.
+            index: int64 [N, k], the result.
         """
         many = min(many, len(self.tree))
         if many == 0:
             return rows[:0]
         source, squared = _in_order(*self.tree.candidates(self.points[rows], many, self.radius))
-        last = squared[:, -1]  # infinite where all in reach were found
+        last = squared[:, -1]  # infinite if all points within the radius were found
         if self.radius < np.inf:
             squared[squared > self.radius * self.radius] = np.inf
         if self.to_self:
@@ -163,9 +170,9 @@ class _TreeSearch(NamedTuple):
 
 
 def _in_order(source: Integers, squared: Floats) -> tuple[Integers, Floats]:
-    """Every row by distance, equal distances by index."""
+    """Sort every row by distance, and equal distances by index."""
     in_order = squared[:, 1:] > squared[:, :-1]
-    if not in_order.all():  # a few rows, but for lattices
+    if not in_order.all():  # These are few rows, unless the points form a lattice.
         rows = np.flatnonzero(~(in_order | np.isinf(squared[:, 1:])).all(axis=1))
         order = np.lexsort((source[rows], squared[rows]), axis=1)
         source[rows] = np.take_along_axis(source[rows], order, axis=1)
@@ -176,7 +183,7 @@ def _in_order(source: Integers, squared: Floats) -> tuple[Integers, Floats]:
 def _with_oneself_first(
     rows: Integers, source: Integers, squared: Floats
 ) -> tuple[Integers, Floats]:
-    """Every row itself before its candidates: also where equal points were, and it was none."""
+    """Put every point before its candidates, even if equal points displaced it from them."""
     if (source[:, 0] == rows).all():
         return source, squared
     own = source == rows[:, None]
@@ -188,9 +195,10 @@ def _with_oneself_first(
 
 
 def pairs_by_tree(points: Tensor, radius: float) -> Tensor | None:
-    """The pairs i < j of points that may be at distance <= radius, [2, pairs], in no order.
+    """Find the pairs i < j of points that may be at distance <= radius, [2, pairs], unsorted.
 
-    None where they are so many that a tree does not help, or squares of coordinates overflow.
+    The result is None if there are so many pairs that a tree is no faster, or if squares of
+    coordinates overflow.
     """
     a = points.numpy(force=True).astype(np.float64)
     if not _fits(a) or radius > LARGEST:
@@ -212,15 +220,16 @@ def _fits(points: Floats) -> bool:
 
 
 def _widened(distance: Any, coordinates: int) -> Any:
-    """Bound the distance in a tree of points up to this distance, generously: squares may vanish,
-    too.
+    """Return an upper bound for the distance that a tree computes for points at this distance.
+
+    The bound also allows for squares that underflow to 0.
     """
     tiny = np.finfo(np.float64).tiny
     return distance * (1 + 2 * ROUNDING) + 2 * (coordinates * tiny) ** 0.5
 
 
 def _squared(points: Floats, places: Floats, found: Integers) -> Floats:
-    """Squared distances from candidates, rounded as `exact_squared_distances` rounds them."""
+    """Compute squared distances of candidates, with the same bits as `exact_squared_distances`."""
     if points.shape[1] > IN_ORDER:
         tensors = torch.from_numpy(points), torch.from_numpy(places)
         if has_neighbors(tensors[0]):
@@ -236,11 +245,11 @@ def _squared(points: Floats, places: Floats, found: Integers) -> Floats:
 
 
 def _among_first_copies(points: Floats, copies: int) -> Integers:
-    """Places of points without those that so many equal points stand before."""
+    """Return the indices of points, leaving out a point that has `copies` equal ones before it."""
     everyone = np.arange(len(points))
     if len(points) <= copies:
         return everyone
-    # Equal points have equal sums; and few others, where weights are no ratios of whole numbers.
+    # Equal points have equal weighted sums. With irrational weights, few other points do.
     sums = np.zeros(len(points))
     for c in range(points.shape[1]):
         sums += points[:, c] * np.sqrt(2 + c)

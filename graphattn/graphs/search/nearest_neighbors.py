@@ -26,8 +26,7 @@ from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest,
 from graphattn.kernels.shared.launch import is_transformed, untraced, why_not_on
 
 BACKENDS = ("auto", "reference", "triton")
-# What the kernels take.
-MOST = 256  # neighbours of a token
+MOST = 256  # the most neighbours per token that the kernels find
 
 
 def knn(
@@ -39,34 +38,36 @@ def knn(
     self_loops: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The `k` nearest sources of every token, by squared Euclidean distance.
+    """Find the `k` nearest sources of every token by squared Euclidean distance.
 
-    Squared distances come from coordinate differences in float64, never from
-    ``|a|^2 + |b|^2 - 2 a.b``, so a common offset costs no accuracy. Neighbours stand in order of
-    distance, equal distances in order of index. Tokens holding NaN or infinity are never neighbours
-    and have none. The search itself is not differentiable; the returned distances are.
+    The distances that decide are computed from differences of coordinates in float64, never as
+    ``|a|^2 + |b|^2 - 2 a.b``, so a common offset of all tokens costs no accuracy. Neighbours are
+    sorted by distance, and by index if distances are equal. A token whose coordinates contain NaN
+    or infinity has no neighbours and is no neighbour. The choice of neighbours is not
+    differentiable; the returned distances are.
 
     Args:
-        x: tokens that look, [N, C]; half precision is searched in float32.
+        x: coordinates or features of the targets, [N, C]; half precision is searched in float32.
         k: neighbours per token, 1 <= k <= number of possible sources.
-        source: tokens that are looked at, [M, C]; the tokens `x` themselves if None.
-        within: only edges of this graph are candidates (a TokenGraph, or an edge_index [2, E]).
-            A token with fewer than k candidates keeps them all.
+        source: coordinates or features of the sources, [M, C]; `x` if None.
+        within: a TokenGraph, or an edge_index [2, E]; only its edges are candidates. A token with
+            fewer than k candidates has all of them as neighbours.
         self_loops: with ``source=None``, whether a token may be its own neighbour; it then comes
             first and counts as one of the k.
-        backend: "reference" (torch), "triton" (fused kernels, which neither store distances nor
-            make the host wait for the device), or "auto": kernels on a GPU where they take the
-            case. They take float32 and half precision, k up to 256, and as `within` windows,
-            blocks, causal and complete graphs and batches of them. Both find the same neighbours,
-            except that distances which agree in all but the last bits of float64 may come in either
-            order, and at the k-th place either may be chosen.
+        backend: "reference" (on a CPU also compiled code, or a k-d tree), "triton" (fused kernels,
+            which neither store distances nor make the host wait for the device), or "auto", which
+            takes the kernels on a GPU if they can run the case. They take float32 and half
+            precision, k up to 256, and as `within` windows, blocks, causal and complete graphs, and
+            batches of these. All backends find the same neighbours, except that two distances which
+            differ only in the last bits of float64 may be in either order, and at the k-th place
+            either of the two may be selected.
 
     Returns:
-        ``(index, squared_distance)``, both [N, k]; -1 and infinity where there are fewer than k.
+        ``(index, squared_distance)``, both [N, k], with -1 and infinity if there are fewer than k.
 
     Raises:
-        ValueError: if shapes, dtypes or devices disagree, k is not in the range above, or a backend
-            is asked for that cannot run the case.
+        ValueError: if shapes, dtypes or devices do not fit, k is not in the range above, or
+            `backend` cannot run the case.
 
     Example:
         >>> import torch, graphattn as ga
@@ -91,7 +92,7 @@ def nearest_index(
     self_loops: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The first of what :func:`knn` returns: sources in order of distance, int64 [N, k]."""
+    """Return only the indices of :func:`knn`: sources in order of distance, int64 [N, k]."""
     search = _checked(x, k, source, within, bool(self_loops))
     as_choice("backend", backend, BACKENDS)
     if backend == "triton" or (backend == "auto" and x.device.type == "cuda"):
@@ -115,21 +116,24 @@ def nearest_in_items(
     self_loops: bool,
     backend: str,
 ) -> Tensor:
-    """:func:`nearest_index` in every item of a batch by itself, int64 [N, at most k].
+    """Apply :func:`nearest_index` to every item of a batch separately; int64 [N, at most k].
 
-    `sizes` are the (targets, sources) of the items. Where an item has fewer than k possible
-    sources, its tokens find them all, and -1 stands for the rest.
+    `sizes` are the (targets, sources) of the items. If an item has fewer than k possible sources,
+    its tokens get all of them, and -1 for the rest.
     """
     k, sources = as_int("k", k, 1), x if source is None else source
     as_choice("backend", backend, BACKENDS)
     to_self = source is None
     if self_loops and not to_self:
-        raise ValueError("self_loops=True needs source=None: other sources are other tokens")
+        raise ValueError(
+            "self_loops must be False if source is given, because sources are then other tokens; "
+            "got self_loops=True"
+        )
     possible = [max(count - int(to_self and not self_loops), 0) for _, count in sizes]
     k = max(min(k, max(possible, default=0)), 1)
     if max(possible, default=0) > 0 and (
         backend == "triton" or (backend == "auto" and x.device.type == "cuda")
-    ):  # one search for all
+    ):  # The kernels search all items in one call.
         parts = tuple(Complete(*pair) for pair in sizes)
         within = TokenGraph(structure=Parts(parts), device=x.device)
         search = _checked(x, k, source, within, bool(self_loops))
@@ -158,12 +162,12 @@ class _Search(NamedTuple):
     tokens: tuple[Tensor, Tensor]  # targets [N, C] and sources [M, C]
     k: int
     within: TokenGraph | None
-    to_self: bool  # targets are the sources
+    to_self: bool  # whether targets and sources are the same tokens
     self_loops: bool
 
     @property
     def points(self) -> tuple[Tensor, Tensor]:
-        """Targets and sources as they are searched: in float32 or float64, without gradients."""
+        """Targets and sources in float32 or float64, detached."""
         wide = torch.promote_types(self.tokens[0].dtype, torch.float32)
         x, source = self.tokens
         points = x.detach().to(wide)
@@ -190,7 +194,10 @@ def _checked(
             f"got {sources.dtype}, {sources.device}"
         )
     if self_loops and not to_self:
-        raise ValueError("self_loops=True needs source=None: other sources are other tokens")
+        raise ValueError(
+            "self_loops must be False if source is given, because sources are then other tokens; "
+            "got self_loops=True"
+        )
     possible = max(len(sources) - int(to_self and not self_loops), 0)
     if k > possible:
         raise ValueError(f"k must be <= {possible}, the number of possible sources, got {k}")
@@ -202,16 +209,17 @@ def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) ->
     try:
         graph = as_token_graph(within, len(x), len(sources))
     except ValueError as error:
-        raise ValueError(f"within does not fit the tokens: {error}") from None
+        raise ValueError(f"within must fit the tokens, but it does not: {error}") from None
     if graph.device != x.device:
-        raise ValueError(f"within must be on {x.device}, like x, got {graph.device}")
+        raise ValueError(f"within must be on the device of x, {x.device}, got {graph.device}")
     return graph
 
 
 def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
-    """Squared distances of neighbours, float64 [N, k], differentiable; infinite where none is.
+    """Compute squared distances of neighbours, float64 [N, k], differentiable.
 
-    What is missing is 0 before the square and infinite after it, so its gradient is exactly 0.
+    A missing neighbour (-1) has infinite distance. Its difference is set to 0 before the square, so
+    that its gradient is exactly 0.
     """
     N, k = index.shape
     found, place = index >= 0, index.clamp(min=0)
@@ -234,12 +242,12 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
 
 
 def _why_no_kernels(search: _Search) -> str | None:
-    """The reason why no kernel takes a search; None where they do."""
+    """Say why the kernels cannot run a search; None if they can."""
     x, source = search.tokens
     if (reason := why_not_on(x)) is not None:
         return reason
     if is_transformed():
-        return "its kernels run neither inside torch.func nor under forward-mode differentiation"
+        return "its kernels cannot run inside torch.func or under forward-mode differentiation"
     if search.k > MOST:
         return f"its kernels find up to {MOST} neighbours, not {search.k}"
     if max(len(x), len(source)) >= 2**29:
@@ -249,14 +257,14 @@ def _why_no_kernels(search: _Search) -> str | None:
         if structure is None or not has_bands(structure):
             got = "a list or table of edges" if structure is None else type(structure).__name__
             return (
-                "its kernels take as `within` windows, blocks, causal and complete graphs and "
-                f"batches of them, not {got}"
+                "its kernels take as `within` only windows, blocks, causal and complete graphs and "
+                f"batches of these, not {got}"
             )
         bands = bands_of(structure)
         if bands is not None and not set(bands.sequences[:, 7].tolist()) <= {0, 1}:
             return (
-                "its kernels take as `within` windows without self-loops over one set of tokens, "
-                "not such rows of them in which sources are numbered otherwise than targets"
+                "its kernels do not take as `within` a section of a window without self-loops in "
+                "which a token has different numbers as a source and as a target"
             )
     return None
 
@@ -283,10 +291,10 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
 def nearest_of_all(
     points: Tensor, candidates: Tensor, k: int, to_self: bool, self_loops: bool
 ) -> Tensor:
-    """Among all candidates: by compiled code where it is there.
+    """Find the nearest among all candidates.
 
-    Otherwise by a tree where coordinates are few, by products where they are many. Rows in which a
-    tree cannot tell the nearest from others look at all pairs, too.
+    Compiled code is used if it is available. Otherwise it is a k-d tree for few coordinates, and
+    matrix products for many. Rows for which the tree gives no proof are searched in all pairs.
     """
     if has_nearest(points, candidates):
         return untraced(nearest)(points, candidates, k, to_self, self_loops)
@@ -309,7 +317,7 @@ def _nearest_in_graph(
     to_self: bool,
     self_loops: bool,
 ) -> Tensor:
-    """Select the nearest among the edges of a graph."""
+    """Find the nearest among the edges of a graph."""
     source, target = graph.edge_index
     squared = exact_squared_distances(points, candidates, target, source)
     if to_self:

@@ -1,1 +1,1 @@
-"""Structures: what is known of a graph in closed form, and tables of it for kernels."""
+"""Structures of graphs in closed form, and the tables of them that kernels read."""

@@ -1,8 +1,8 @@
-"""Graphs made of bands, as one table: what kernels read in place of a structure.
+"""Graphs made of bands, as one table that kernels read instead of a structure.
 
-Windows, causal and complete graphs, blocks and dilated windows, alone or side by side, are all
+Windows, dilated windows, blocks, causal and complete graphs, and batches of these, all consist of
 sequences of tokens in which target i sees the sources from i - before to i + after. A block is a
-short complete sequence; a dilated window is one sequence for every remainder of the token's index.
+short complete sequence. A dilated window has one sequence for every remainder of the token's index.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
 from graphattn.kernels.bands.schedule import BandSchedule
 
-Run = tuple[int, int]  # from, and up to but not including
+Run = tuple[int, int]  # the first token, and the one after the last
 
 
 @dataclass(frozen=True, eq=False)
 class Bands:
-    """`sequences` [S, 8], int64 on the CPU, and what they have in common.
-
-    The columns are: first target, number of targets, first source, number of sources, step from a
-    token of the sequence to its next, `before`, `after`, and 1 where a target sees all of that run;
-    otherwise -2 times the hop that is left out: 0 where tokens do not see themselves.
-    In a section targets and sources are shifted against each other: `before` or `after` may then be
-    negative.
+    """The sequences of a graph that is made of bands.
 
     Attributes:
-        shifts: [S], how many steps the first target of a sequence stands after its first source.
-        origin: the row of a table of offsets that target i reads for source i; None: no such table,
-            or sequences that differ in it.
+        sequences: int64 [S, 8] on the CPU, a row per sequence. The columns are: first target,
+            number of targets, first source, number of sources, the step from a token of the
+            sequence to the next one, `before`, `after`, and a code. The code is 1 if a target sees
+            all sources from i - before to i + after. Otherwise one hop is left out, and the code is
+            -2 times this hop: 0 if tokens do not see themselves. In a section, targets and sources
+            may be shifted against each other, and `before` or `after` may be negative.
+        shifts: [S], how many steps the first target of a sequence is after its first source.
+        origin: the row of a table of offsets that target i reads for source i; None if there is no
+            such table, or if the row is not the same in all sequences.
     """
 
     sequences: Tensor
@@ -43,30 +43,30 @@ class Bands:
 
     @cached_property
     def has_self_loops(self) -> bool:
-        """Every target is a source, too, and sees itself."""
+        """Whether every target is also a source and sees itself."""
         target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)
         same = (target == source) & (targets == sources)
         return bool((same & (before >= 0) & (after >= 0) & (loops == 1)).all())
 
     @cached_property
     def _covered(self) -> tuple[int, int]:
-        """How many targets and sources the sequences hold."""
+        """The number of targets and of sources in all sequences."""
         return int(self.sequences[:, 1].sum()), int(self.sequences[:, 3].sum())
 
     def covers(self, num_targets: int, num_sources: int) -> bool:
-        """Whether so many targets and sources all are in some sequence."""
+        """Whether all of `num_targets` targets and `num_sources` sources are in a sequence."""
         return self._covered == (num_targets, num_sources)
 
     @cached_property
     def is_symmetric(self) -> bool:
-        """Targets and sources are the same tokens, and see each other."""
+        """Whether targets and sources are the same tokens, and every edge has its reverse edge."""
         target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)
         same = (target == source) & (targets == sources) & ((loops == 0) | (loops == 1))
         return bool((same & (before == after)).all())
 
 
 def has_bands(structure: GraphStructure) -> bool:
-    """Whether :func:`bands_of` finds some, and every token's sources are one run of neighbours."""
+    """Whether a structure is made of bands, so that :func:`bands_of` returns a table."""
     if isinstance(structure, Parts):
         return all(has_bands(part) for part in structure.parts)
     if isinstance(structure, Section):
@@ -76,7 +76,7 @@ def has_bands(structure: GraphStructure) -> bool:
 
 @lru_cache(maxsize=64)
 def bands_of(structure: GraphStructure) -> Bands | None:
-    """The table of a structure; None where it is not made of bands.
+    """Make the table of a structure; None if it is not made of bands.
 
     Example:
         >>> import graphattn as ga
@@ -88,7 +88,7 @@ def bands_of(structure: GraphStructure) -> Bands | None:
         >>> bands_of(ga.window_cycle_graph(9, window=2).structure) is None
         True
     """
-    with torch.device("cpu"):  # for everybody, whatever torch's default device is now
+    with torch.device("cpu"):  # The cached result must not depend on torch's default device.
         found = _sequences(structure)
     if found is None:
         return None
@@ -103,16 +103,17 @@ def bands_of(structure: GraphStructure) -> Bands | None:
 
 @lru_cache(maxsize=64)
 def band_schedule_of(structure: GraphStructure, device: torch.device) -> BandSchedule:
-    """Kept: made on the host, and copied to the device once per graph, for all kernels."""
+    """Make the schedule of a structure on the host, and copy it to the device; cached."""
     bands = bands_of(structure)
     assert bands is not None
     return BandSchedule(bands.sequences, device, origin=bands.origin)
 
 
 def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor] | None:
-    """A structure made of bands and, [2, E], the other edges; None where bands hold less than half.
+    """Split a union, such as a window with global tokens, into bands and other edges [2, E].
 
-    Splits a union, such as a window with global tokens, or a batch of such unions.
+    The structure may also be a batch of such unions. The result is None if the bands have less than
+    half of the edges.
 
     Example:
         >>> import graphattn as ga
@@ -155,7 +156,7 @@ def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor]
 
 
 def _sequences(structure: GraphStructure) -> Tensor | None:
-    """The table with one column more: how many steps target 0 stands after source 0."""
+    """Make the table with one column more: how many steps the first target is after the source."""
     match structure:
         case Complete(targets, sources):
             return torch.tensor([_full(targets, sources)])
@@ -188,13 +189,13 @@ def _sequences(structure: GraphStructure) -> Tensor | None:
 
 
 def _full(targets: int, sources: int) -> list[int]:
-    """The row of a sequence whose targets see all of its sources."""
+    """Make the row of a sequence whose targets see all of its sources."""
     last = max(targets, sources, 1) - 1
     return [0, targets, 0, sources, 1, last, last, 1, 0]
 
 
 def _of_band(band: Band, targets: Run, sources: Run) -> Tensor:
-    """Targets and sources of every remainder; where the two are shifted, so is what they see."""
+    """Make a row for every remainder, of those tokens of a band that are in the two runs."""
     step, remainder = band._stride, torch.arange(min(band.dilation, band.num_tokens))
     (target, n), (source, m) = (_strided(remainder, run, step) for run in (targets, sources))
     shift = (targets[0] + target - sources[0] - source) // step
@@ -205,7 +206,7 @@ def _of_band(band: Band, targets: Run, sources: Run) -> Tensor:
 
 
 def _strided(remainder: Tensor, run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """The first token of a run, counted from its start, with these remainders; and how many."""
+    """Find, for each remainder, the first token of a run that has it, and count such tokens."""
     first = (remainder - run[0]) % step
     return first, (run[1] - run[0] - first + step - 1).clamp(min=0) // step
 

@@ -1,4 +1,4 @@
-"""Structures made of others: random sources outside one, unions of edges, packed sequences."""
+"""Structures made of other structures: random sources, unions of edges, packed sequences."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from graphattn.graphs.structures.structure import (
 
 @dataclass(frozen=True)
 class RandomSources(GraphStructure):
-    """`num_random` sources per target, drawn without replacement outside `base` (BigBird).
+    """`num_random` random sources per target, drawn without replacement outside `base` (BigBird).
 
-    A function of the seed alone, the same on every device; a target with fewer sources left
-    takes them all.
+    They depend only on the fields, and are the same on every device. A target with fewer sources
+    left sees all of them.
     """
 
     base: GraphStructure
@@ -57,7 +57,8 @@ class RandomSources(GraphStructure):
         degree = self.base.in_degree()
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
         left = self.num_sources - degree
-        # Floyd's algorithm, all targets at once: `num_random` distinct ranks among those left.
+        # Floyd's algorithm for all targets at once: `num_random` distinct ranks among the sources
+        # that are left.
         generator = torch.Generator().manual_seed(self.seed)
         uniform = torch.rand(
             (self.num_random, self.num_targets), generator=generator, dtype=torch.float64
@@ -71,7 +72,7 @@ class RandomSources(GraphStructure):
             rank = torch.where(taken, bound, rank)
             ranks[:, draw] = torch.where(draw < count, rank, -1)
         ranks = ranks.sort(dim=1).values
-        # The r-th source outside `base`: r plus the base sources that stand before it.
+        # The r-th source outside `base` is r plus the number of base sources before it.
         position = torch.arange(len(base_source)) - rowptr[base_target]
         stride = self.num_sources + 1
         keys = base_target * stride + base_source - position
@@ -85,7 +86,7 @@ class RandomSources(GraphStructure):
 
 @dataclass(frozen=True)
 class Union(GraphStructure):
-    """The set union of structures of one size; a shared edge belongs to the first that has it."""
+    """The union of structures of one size; an edge of several counts for the first of them."""
 
     parts: tuple[GraphStructure, ...]
 
@@ -137,7 +138,7 @@ class Union(GraphStructure):
                 yield self._not_earlier(k, piece)
 
     def _not_earlier(self, k: int, edge_index: Tensor) -> Tensor:
-        """Edges of part k that no earlier part has."""
+        """Select the edges of part k that no earlier part has."""
         source, target = edge_index
         new = torch.ones_like(source, dtype=torch.bool)
         for earlier in self.parts[:k]:
@@ -150,12 +151,12 @@ class Union(GraphStructure):
 
 
 def union_of(parts: list[GraphStructure] | tuple[GraphStructure, ...]) -> GraphStructure:
-    """The union of parts; one part stands for itself."""
+    """Return the union of parts, or the part itself if there is only one."""
     return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
 def intersection_of(a: GraphStructure, b: GraphStructure) -> GraphStructure | None:
-    """The edges that both have, where that is a structure too."""
+    """Return the structure of the edges that both have; None if it is not known."""
     match a, b:
         case (Complete(), _):
             return b
@@ -173,7 +174,7 @@ def intersection_of(a: GraphStructure, b: GraphStructure) -> GraphStructure | No
 
 
 def _shared_in_degree(a: GraphStructure, b: GraphStructure, device: Device) -> Tensor:
-    """Edges per target that both have, [N]: in closed form, or counted piece by piece."""
+    """Count the edges per target that both have, [N], in closed form or piece by piece."""
     both = intersection_of(a, b)
     if both is not None:
         return both.in_degree(device)
@@ -186,7 +187,7 @@ def _shared_in_degree(a: GraphStructure, b: GraphStructure, device: Device) -> T
 
 @dataclass(frozen=True)
 class Parts(GraphStructure):
-    """Structures side by side, without edges between them: a batch of packed sequences."""
+    """A batch of packed sequences: structures without edges between them."""
 
     parts: tuple[GraphStructure, ...]
 
@@ -198,7 +199,8 @@ class Parts(GraphStructure):
     def source_ptr(self) -> list[int]:
         return _running_sum([part.num_sources for part in self.parts])
 
-    # (Not the end of what is kept below: torch.compile knows no cached_property.)
+    # These two add up sizes instead of reading the cached lists above, because torch.compile does
+    # not support cached_property.
 
     @property
     def num_targets(self) -> int:
@@ -217,7 +219,7 @@ class Parts(GraphStructure):
         return any(part.has_causal_part for part in self._without_padding())
 
     def _without_padding(self) -> list[GraphStructure]:
-        """Padding has no order of its own, and reads no row of a table of offsets."""
+        """Leave out padding, which has no order and reads no row of a table of offsets."""
         return [part for part in self.parts if not is_padding(part)]
 
     @property
@@ -256,7 +258,7 @@ class Parts(GraphStructure):
                 yield piece + offset
 
     def _shifted(self, device: Device) -> Iterator[tuple[GraphStructure, Tensor]]:
-        """Every part, and what to add to its edges [2, E]."""
+        """Yield every part with the first source and target, to be added to its edges [2, E]."""
         for part, s0, t0 in zip(self.parts, self.source_ptr, self.target_ptr, strict=False):
             yield part, torch.tensor([[s0], [t0]], device=device)
 

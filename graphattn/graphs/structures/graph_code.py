@@ -1,4 +1,4 @@
-"""The code of a graph: its sizes and its structure as numbers, and back."""
+"""The code of a graph, which is its sizes and its structure as numbers, and the decoding."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ KINDS: tuple[type[GraphStructure], ...] = (
     grid_blocks.GridBlocks,
 )
 WORDS = ("chebyshev", "manhattan")
-HAS_TABLE = 4  # place of the fact that a graph is a table of neighbours
-SIZES = 6  # where the sizes begin; how many sequences there are stands before them
-PER_SEQUENCE = 4  # targets, sources, and the positions of the first of each
+HAS_TABLE = 4  # the index of the number that says whether a graph stores a table of neighbours
+SIZES = 6  # the index of the first size; the number of sequences is before it
+PER_SEQUENCE = 4  # numbers per sequence: targets, sources, and the positions of the first of each
 
 
 class Facts(Protocol):
-    """Facts that generated code reads of a graph."""
+    """The attributes of a graph that its code contains."""
 
     @property
     def num_targets(self) -> int: ...
@@ -55,11 +55,11 @@ class Facts(Protocol):
 
 
 def encode(graph: Facts) -> Tensor:
-    """Everything about a graph but its list of edges or table of neighbours, int64 on the CPU.
+    """Encode a graph as an int64 tensor on the CPU, without its list of edges or table.
 
-    (And but the positions of a permuted graph: layers read them, operators do not.)
-
-    Tensors are not read, wherever they lie: only which of the two there is.
+    The positions of a permuted graph are not encoded either, because layers read them, but
+    operators do not. No tensor is read, so this never waits for a device. The code only says
+    whether the graph stores a table or a list.
 
     Example:
         >>> import graphattn as ga
@@ -75,8 +75,8 @@ def encode(graph: Facts) -> Tensor:
         for size, start in zip(graph.sizes, graph.starts, strict=True)
         for number in (*size, *start)
     ]
-    traced = torch.compiler.is_compiling()  # sizes may be left open then: no key of a cache
-    of_structure = _numbers if traced else _kept_numbers
+    traced = torch.compiler.is_compiling()  # Sizes may be symbolic then, which is no cache key.
+    of_structure = _numbers if traced else _cached_numbers
     own = [] if graph.structure is None else of_structure(graph.structure)
     return _as_tensor([*facts, len(graph.sizes), *sizes, *own])
 
@@ -89,7 +89,7 @@ def _as_tensor(numbers: list[int]) -> Tensor:
 
 
 def facts_of(code: list[int]) -> dict[str, Any]:
-    """Arguments of a graph, all but its structure, edges and device."""
+    """Decode the arguments of a graph except for its structure, edges and device."""
     numbers = code[SIZES : SIZES + PER_SEQUENCE * code[SIZES - 1]]
     targets, sources, *first = (tuple(numbers[k::PER_SEQUENCE]) for k in range(PER_SEQUENCE))
     return {
@@ -103,13 +103,13 @@ def facts_of(code: list[int]) -> dict[str, Any]:
 
 
 def _numbers(own: GraphStructure) -> tuple[int, ...]:
-    """The kind of a structure, then its fields in their order; lists begin with their length."""
+    """Encode a structure: the number of its class, then its fields; tuples begin with a length."""
     if type(own) not in KINDS:
         raise TypeError(
-            f"structure {type(own).__name__} is not known to operators, which take a graph as "
-            "numbers: build the graph with from_edge_index(structure.edges(), ...), or add the "
-            "class to graphattn.graphs.structures.graph_code.KINDS "
-            f"({', '.join(k.__name__ for k in KINDS)})"
+            f"structure must be one of ({', '.join(k.__name__ for k in KINDS)}), got "
+            f"{type(own).__name__}: operators take a graph as numbers, and do not know this class. "
+            "Build the graph with from_edge_index(structure.edges(), ...), or add the class to "
+            "graphattn.graphs.structures.graph_code.KINDS"
         )
     found = [KINDS.index(type(own))]
     for field in fields(cast(Any, own)):
@@ -130,17 +130,17 @@ def _number(item: Any) -> Any:
     return WORDS.index(item) if isinstance(item, str) else int(item)
 
 
-_kept_numbers = lru_cache(maxsize=1024)(_numbers)
+_cached_numbers = lru_cache(maxsize=1024)(_numbers)
 
 
 def structure_of(numbers: Iterator[int]) -> GraphStructure:
-    """The structure that these numbers are, or begin with."""
+    """Decode the structure at the beginning of these numbers."""
     kind = KINDS[next(numbers)]
     return kind(*(_field(field.type, numbers) for field in fields(cast(Any, kind))))
 
 
 def _field(annotation: Any, numbers: Iterator[int]) -> Any:
-    """The next field; its annotation (text) says how to read it."""
+    """Decode the next field, whose annotation (a string) says what it is."""
     match annotation:
         case "GraphStructure":
             return structure_of(numbers)

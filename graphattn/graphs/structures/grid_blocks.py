@@ -1,7 +1,8 @@
-"""Blocks of a grid, each complete: the windows of Swin, shifted or not.
+"""Complete blocks of a grid: the windows of Swin, shifted or not.
 
-A block is a product: a run of rows times a run of columns, so each axis is one of
-:class:`~graphattn.graphs.structures.structure.Blocks`, and everything here is made of the two.
+A block is a run of rows times a run of columns. So each axis has
+:class:`~graphattn.graphs.structures.structure.Blocks`, and all results here are computed from the
+blocks of the two axes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from graphattn.graphs.structures.structure import (
 class GridBlocks(RowsOfCells):
     """Tokens of a grid in row-major order; each sees its block of `block` (down, right) tokens.
 
-    Along every axis the first block ends at the axis's `shift`; the first and the last are cut.
+    If `shift` is not 0, the first block along that axis ends at `shift`. The first and the last
+    block may be cut.
     """
 
     height: int
@@ -85,7 +87,7 @@ class GridBlocks(RowsOfCells):
                 yield torch.stack([source[inside], cell[inside]])
 
     def _sources(self, cell: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Rows and columns that cells may see, [n, most], and which of them are there."""
+        """Return the rows and the columns that cells may see, [n, most], each with a mask."""
         found = []
         for axis, place in zip(self.axes, (cell // self.width, cell % self.width), strict=True):
             first, stop = axis._bounds(place)
@@ -99,11 +101,11 @@ class GridBlocks(RowsOfCells):
 
 
 def _pairs(axis: Blocks) -> int:
-    """How many pairs of one axis stand in one block: a sum of squares."""
+    """Count the pairs of places on an axis that are in the same block."""
     size = axis.block_size
     first = min(axis.shift, axis.num_tokens)
     rest = axis.num_tokens - first
-    full, last = rest // size, rest % size  # (torch.compile knows no divmod of open sizes)
+    full, last = rest // size, rest % size  # torch.compile has no divmod of symbolic sizes
     return first * first + full * size * size + last * last
 
 
@@ -112,9 +114,9 @@ class EqualBlocks:
     """Blocks of one shape.
 
     Attributes:
-        height, width: of each.
-        start: the place of the first token of the first of them, in the order of blocks.
-        count: how many they are.
+        height, width: the size of each block.
+        start: the place of the first token of the first block in the order of blocks.
+        count: the number of blocks.
     """
 
     height: int
@@ -124,10 +126,10 @@ class EqualBlocks:
 
 
 class BlockOrder(NamedTuple):
-    """An order of tokens in which every block is a run, and blocks of one shape stand together.
+    """An order of tokens in which every block is a run, and blocks of one shape are adjacent.
 
     Attributes:
-        blocks: the shapes.
+        blocks: the blocks of every shape.
         tokens: [N], the token at every place.
         places: [N], the place of every token.
     """
@@ -139,7 +141,7 @@ class BlockOrder(NamedTuple):
 
 @lru_cache(maxsize=64)
 def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
-    """How tokens are put in order for work on whole blocks; kept.
+    """Compute the order of tokens for operations on whole blocks; cached.
 
     Example:
         >>> import torch, graphattn as ga
@@ -165,7 +167,7 @@ def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
 
 
 def _runs(axis: Blocks) -> dict[int, list[int]]:
-    """Return where the blocks of one axis begin, by their length."""
+    """List the first places of the blocks of one axis, by the length of the blocks."""
     borders = [0, *range(axis.shift or axis.block_size, axis.num_tokens, axis.block_size)]
     found: dict[int, list[int]] = {}
     for first, stop in zip(borders, [*borders[1:], axis.num_tokens], strict=True):

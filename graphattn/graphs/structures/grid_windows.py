@@ -1,7 +1,7 @@
-"""Windows on a grid of any number of axes: dilated, causal, shifted inside at the border.
+"""Windows on a grid with any number of axes, which may be dilated, causal or shifted inside.
 
-What a token sees is a product: its sources along one axis times its sources along the next. So
-everything here is said of one axis (:class:`AxisWindow`) and multiplied.
+The window of a token is the product of its windows along all axes. So everything is computed for
+each axis (:class:`AxisWindow`) and multiplied.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from torch import Tensor
 
 from graphattn.graphs.structures.structure import Device, GridOffsets, RowsOfCells, masked_rows
 
-AT_ONCE = 1 << 20  # places of a piece
+AT_ONCE = 1 << 20  # candidate edges of a piece
 
 
 @dataclass(frozen=True)
 class AxisWindow:
-    """Window along one axis: the places that a place sees.
+    """The window along one axis, which says which places a place sees.
 
-    The places of one remainder modulo `dilation` form a line of their own, along which a step is a
-    hop. On a line of L places, place q sees
+    The places with the same remainder modulo `dilation` form a line. On a line of L places, place q
+    shares a window with the `stride` places of its group (only with itself if stride is 1). One of
+    the group is its leader. Place q sees
 
-    - cut at the border: the places from leader - before to q + after, where the leader is the last
-      of the `stride` places that share a window with q; q itself with stride 1;
-    - shifted inside (``shift``): the places from centre - before to centre + after, where the
-      centre is the leader, here the middle of those `stride` places, moved so far that the whole
-      window lies inside. It is NATTEN's rule (Hassani et al., 2023; 2025 for strides).
+    - with windows that are cut at the border: the places from leader - before to q + after, where
+      the leader is the last of the group;
+    - with windows that are shifted inside (``shift``): the places from centre - before to
+      centre + after, where the leader is the middle of the group, and the centre is the place
+      nearest to the leader for which the whole window is inside. This is NATTEN's rule (Hassani et
+      al., 2023; 2025 for strides).
     """
 
     size: int
@@ -42,17 +44,17 @@ class AxisWindow:
 
     @property
     def step(self) -> int:
-        """The dilation, cut where one hop is beyond the axis anyway."""
+        """The dilation, or the size of the axis if that is smaller."""
         return min(self.dilation, self.size)
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """The least and the largest hop from a place to one it sees, for strides <= window."""
+        """The smallest and the largest hop of an edge, if the stride is at most the window."""
         window = self.before + self.after
         return (-window, window) if self.shift else (-self.before, self.after)
 
     def bounds(self, place: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last place of its line that each place sees, counted along the line."""
+        """Return the first and the last place that each place sees, counted along its line."""
         q, last = place // self.step, (self.size - 1 - place % self.step) // self.step
         before, after = min(self.before, self.size), min(self.after, self.size)
         group = q // self.stride * self.stride
@@ -70,37 +72,37 @@ class AxisWindow:
         return (hop >= first) & (hop <= last) & ((source - target) % self.step == 0)
 
     def num_edges(self) -> int:
-        """How many pairs there are, in closed form."""
-        longer = self.size % self.step  # so many lines have one place more than the others
+        """Count the pairs in closed form."""
+        longer = self.size % self.step  # the number of lines that have one place more than others
         length = self.size // self.step
         return longer * self._on_line(length + 1) + (self.step - longer) * self._on_line(length)
 
     def _on_line(self, length: int) -> int:
         if self.shift:
             return length * min(self.before + self.after + 1, length)
-        # The sum of the last places seen, less that of the first ones, and one for each place.
+        # The sum of (last place seen - first place seen + 1) over all places.
         after = min(self.after, length - 1)
         lasts = (length - after) * (after + length - 1) // 2 + after * (length - 1)
-        full, rest = divmod(length, self.stride)  # groups that share a window
-        start = max((self.before + 1 - self.stride) // self.stride + 1, 0)  # reaches no border
+        full, rest = divmod(length, self.stride)  # groups of places that share a window
+        start = max((self.before + 1 - self.stride) // self.stride + 1, 0)  # first uncut group
         groups = max(full - start, 0)
         leaders = self.stride * (groups * (start + full + 1) // 2) - groups * (self.before + 1)
         firsts = self.stride * leaders + rest * max(length - 1 - self.before, 0)
         return lasts - firsts + length
 
     def by_distance(self, most: int) -> list[int]:
-        """How many pairs are 0, 1, ..., `most` hops apart, of a window that is cut."""
+        """Count the pairs that are 0, 1, ..., `most` hops apart, for windows that are cut."""
         pairs = [max(self.size - hops * self.step, 0) for hops in range(most + 1)]
         sides = [(hops <= self.before) + (hops <= self.after) for hops in range(most + 1)]
         return [pairs[0], *(n * k for n, k in zip(pairs[1:], sides[1:], strict=True))]
 
     def degree(self, device: Device, *, transposed: bool) -> Tensor:
-        """How many places every place sees, or is seen by, [size]."""
+        """Count the places that every place sees or, if `transposed`, is seen by; [size]."""
         place = torch.arange(self.size, device=device)
         first, last = self.bounds(place)
         if not transposed:
             return last - first + 1
-        # Along a line, windows begin and end: +1 at their first place, -1 behind their last.
+        # Add +1 where a window begins, and -1 after its last place; the running sum is the count.
         line, lines = place % self.step, -(-self.size // self.step) + 1
         change = torch.zeros(lines * self.step, dtype=torch.int64, device=device)
         change.index_add_(0, line + first * self.step, torch.ones_like(place))
@@ -108,7 +110,7 @@ class AxisWindow:
         return change.view(lines, self.step).cumsum(0).view(-1)[: self.size]
 
     def table(self, device: Device, *, transposed: bool) -> tuple[Tensor, Tensor]:
-        """List the places that each one sees or is seen by, ascending, and a mask, [size, most]."""
+        """List what each place sees or, if `transposed`, is seen by, with a mask; [size, most]."""
         place = torch.arange(self.size, device=device)
         first, last = self.bounds(place)
         slot = torch.arange(int((last - first).max()) + 1, device=device)
@@ -129,12 +131,12 @@ class AxisWindow:
 
 @dataclass(frozen=True)
 class GridWindows(RowsOfCells):
-    """Tokens of a grid in row-major order; each sees a window along every axis, and their product.
+    """Tokens of a grid in row-major order; each sees the product of its windows along all axes.
 
-    `before`, `after`, `dilation`, `stride` and `shift` hold an entry per axis, those of
-    :class:`AxisWindow`. With ``metric="manhattan"`` (windows that are cut, strides 1, one reach) a
-    token sees only what is so many hops away, added up over all axes. With `class_token`, token 0
-    sees and is seen by all, and the grid starts at token 1.
+    `before`, `after`, `dilation`, `stride` and `shift` have an entry per axis, the fields of
+    :class:`AxisWindow`. With ``metric="manhattan"``, the sum of hops over all axes is limited to
+    the reach, too; windows are then cut, strides are 1, and the reach is the same on all axes. With
+    `class_token`, token 0 sees all tokens and is seen by all, and the grid starts at token 1.
     """
 
     shape: tuple[int, ...]
@@ -159,7 +161,7 @@ class GridWindows(RowsOfCells):
 
     @property
     def is_causal(self) -> bool:
-        """No axis looks ahead: then every source stands before its target in row-major order."""
+        """Whether no axis looks ahead; then no source is after its target in row-major order."""
         ahead = zip(self.axes, self._offsets().last, strict=True)
         return not self.class_token and all(
             last == 0 or axis.size <= axis.dilation for axis, last in ahead
@@ -193,7 +195,7 @@ class GridWindows(RowsOfCells):
 
     @property
     def _reach(self) -> int:
-        """The most hops of a diamond that can land inside at all."""
+        """The reach of a diamond, or the largest number of hops inside the grid if smaller."""
         farthest = sum((axis.size - 1) // axis.step for axis in self.axes)
         return min(max(*self.before, *self.after), farthest)
 
@@ -224,7 +226,10 @@ class GridWindows(RowsOfCells):
         return degree
 
     def _degree_of_diamonds(self, device: Device) -> Tensor:
-        """Count the sources by hops, [reach + 1, tokens], one axis after the other."""
+        """Count the sources of every token in a diamond; [tokens].
+
+        Each axis in turn extends a table [reach + 1, tokens] of sources by their number of hops.
+        """
         reach = self._reach
         degree = torch.zeros((reach + 1, 1), dtype=torch.int64, device=device)
         degree[0] = 1
@@ -259,7 +264,7 @@ class GridWindows(RowsOfCells):
         source, present = self._rows(cell - lead, self._tables(device))
         if not lead:
             return masked_rows(source, cell, present)
-        # Token 0 stands first in every row, and its own row holds everything.
+        # Token 0 is first in every row, and its own row has all tokens.
         always = torch.ones_like(present[:, :1])
         source = torch.cat([torch.zeros_like(source[:, :1]), source + 1], dim=1)
         grid = masked_rows(source, cell, torch.cat([always, present], dim=1))
@@ -284,9 +289,9 @@ class GridWindows(RowsOfCells):
         return [axis.table(device, transposed=self.transposed) for axis in self.axes]
 
     def _rows(self, cell: Tensor, tables: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Candidate sources of some cells, ascending, [n, most], and which of them are there.
+        """Return candidate sources of some cells in ascending order, [n, most], with a mask.
 
-        Cells are numbered without the class token.
+        The class token is not counted in the numbers of cells.
         """
         source = torch.zeros_like(cell)[:, None]
         hops, present = torch.zeros_like(source), torch.ones_like(source, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Recognition of graphs whose rows are runs of sources: windows, blocks, sequences packed."""
+"""Recognition of structures from rows that are runs of sources: windows, blocks, batches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from graphattn.graphs.structures.composites import Parts, Union
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
 
-MOST_PARTS = 4096  # sequences side by side; more are a list of edges
+MOST_PARTS = 4096  # the most sequences of a batch that is recognised
 
 
 @dataclass(frozen=True)
 class ListedRows:
-    """Row i holds every `step`-th source from ``first[i]`` to ``last[i]``; none where that is less.
+    """Rows of a graph: row i has every `step`-th source from ``first[i]`` to ``last[i]``.
 
-    Without `loops`, no token sees itself.
+    The row is empty if ``last[i] < first[i]``. Without `loops`, no token sees itself.
     """
 
     first: Tensor
@@ -29,22 +29,22 @@ class ListedRows:
 
     @classmethod
     def all_of(cls, num_targets: int, num_sources: int, device: torch.device) -> ListedRows:
-        """Every target sees every source."""
+        """Make rows in which every target sees every source."""
         first = torch.zeros(num_targets, dtype=torch.int64, device=device)
         return cls(first, torch.full_like(first, num_sources - 1), 1, True, num_sources)
 
     def of(self, rows: Tensor) -> Tensor:
-        """Some rows of its mask, bool [n, M]."""
+        """Make the mask of some rows, bool [n, M]."""
         first, last = self.first[rows, None], self.last[rows, None]
         source = torch.arange(self.num_sources, device=rows.device)
         inside = (source >= first) & (source <= last)
         if self.step > 1:
-            inside &= source % self.step == first % self.step  # remainders cost more than the rest
+            inside &= source % self.step == first % self.step  # slow, so only if it is needed
         return inside if self.loops else inside & (source != rows[:, None])
 
 
 def structure_of_rows(rows: ListedRows) -> GraphStructure | None:
-    """The structure with exactly these rows; None where it is none that is known.
+    """Find the structure with exactly these rows; None if no known structure has them.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def structure_of_rows(rows: ListedRows) -> GraphStructure | None:
 
 
 def _one_sequence(first: Tensor, last: Tensor, rows: ListedRows) -> GraphStructure | None:
-    """A band, everything, nothing, or a prefix that all see before causal tokens."""
+    """Recognise a band, a complete graph, no edges, or a prefix that all see and causal tokens."""
     N, step = len(first), rows.step
     i = torch.arange(N, device=first.device)
     if bool((last < first).all()):
@@ -76,7 +76,8 @@ def _one_sequence(first: Tensor, last: Tensor, rows: ListedRows) -> GraphStructu
     if before >= 0 and after >= 0:
         same = (first == i - step * left.clamp(max=before)).all()
         if bool(same and (last == i + step * right.clamp(max=after)).all()):
-            if step == 1 and rows.loops and before == after == N - 1 > 0:  # one token is causal
+            # A single token is not complete but causal.
+            if step == 1 and rows.loops and before == after == N - 1 > 0:
                 return Complete(N, N)
             return Band(N, before, after, step, rows.loops)
     prefix = int(last[0]) + 1
@@ -91,7 +92,7 @@ def _one_sequence(first: Tensor, last: Tensor, rows: ListedRows) -> GraphStructu
 
 
 def _blocks(first: Tensor, last: Tensor) -> GraphStructure | None:
-    """Blocks of one size; the first one may be cut."""
+    """Recognise blocks of one size, of which the first and the last may be cut."""
     N = len(first)
     size = int((last - first).max()) + 1
     shift = (int(last[0]) + 1) % size
@@ -101,12 +102,13 @@ def _blocks(first: Tensor, last: Tensor) -> GraphStructure | None:
 
 
 def _side_by_side(rows: ListedRows) -> GraphStructure | None:
-    """Sequences between which there is no edge; rows that see nothing in a row are one of them."""
+    """Recognise sequences without edges between them; consecutive empty rows are one sequence."""
     N = len(rows.first)
     i = torch.arange(N, device=rows.first.device)
     empty = rows.last < rows.first
     first, last = torch.where(empty, i, rows.first), torch.where(empty, i, rows.last)
-    # A border before token c: nobody before it sees it or beyond, nobody from it on sees back.
+    # There is a border before token c if no token before c sees c or a later one, and no token
+    # from c on sees one before c.
     ahead = last.cummax(0).values[:-1]
     back = first.flip(0).cummin(0).values.flip(0)[1:]
     border = (ahead < i[1:]) & (back >= i[1:]) & ~(empty[1:] & empty[:-1])

@@ -1,7 +1,7 @@
-"""Some rows of a structure, and the run of its sources that they look at: rectangular graphs.
+"""Sections: a run of targets and a run of sources of a structure, as a rectangular graph.
 
-Queries of a prompt against a cache, a halo around a shard, a chunk of rows under checkpointing:
-each is a section of a graph that is known in closed form, so it is known in closed form as well.
+Examples are the queries of a prompt with the keys of a cache, a shard with its halo, and a chunk of
+rows for checkpointing. A section of a graph in closed form is known in closed form as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 20  # edges of a piece
 
 @dataclass(frozen=True)
 class Section(GraphStructure):
-    """Targets start .. stop - 1 of `whole`, and of its sources source_start .. source_stop - 1.
+    """Targets start .. stop - 1 and sources source_start .. source_stop - 1 of `whole`.
 
     Both are numbered from 0 again. Edges to other sources are left out.
     """
@@ -54,19 +54,17 @@ class Section(GraphStructure):
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Place of the section in the whole, as the constructor takes it."""
+        """The four fields that say where the section is in the whole."""
         return self.start, self.stop, self.source_start, self.source_stop
 
     @property
     def shift(self) -> int:
-        """Target i stands where source i + shift does."""
+        """The number such that target i is the same token as source i + shift."""
         return self.start - self.source_start
 
     @property
     def is_causal(self) -> bool:
-        """Whether the section is causal, as the whole is: by where tokens stand there, not by how
-        they are numbered here.
-        """
+        """Whether the whole is causal; the numbers of tokens in the section do not matter."""
         return self.whole.is_causal
 
     @property
@@ -89,7 +87,7 @@ class Section(GraphStructure):
         return int(self.in_degree().sum())
 
     def _edges_of_band(self, band: Band) -> int:
-        """Pairs between two diagonals of a rectangle, less those of tokens with themselves."""
+        """Count the pairs between two diagonals of a rectangle, without missing self-loops."""
         n, m, shift = self.num_targets, self.num_sources, self.shift
         last, before_first = shift + band.after, shift - band.before - 1
         total = pairs_up_to(n, m, last) - pairs_up_to(n, m, before_first)
@@ -149,7 +147,7 @@ class Section(GraphStructure):
                     yield self._inside(edges_of_rows(whole, start, stop, device))
 
     def _inside(self, edge_index: Tensor) -> Tensor:
-        """Return the edges of the whole that lie inside, with the section's numbers."""
+        """Select the edges of the whole that are in the section, and renumber them."""
         source, target = edge_index
         inside = (target >= self.start) & (target < self.stop)
         inside &= (source >= self.source_start) & (source < self.source_stop)
@@ -165,16 +163,16 @@ class Section(GraphStructure):
 
 
 def section_of_band(section: Any) -> Band | None:
-    """The band of a section of one; None for everything else."""
+    """Return the band of which this is a section; None if it is not a section of a band."""
     return (
         section.whole if isinstance(section, Section) and isinstance(section.whole, Band) else None
     )
 
 
 def edges_of_rows(whole: GraphStructure, start: int, stop: int, device: Device = None) -> Tensor:
-    """The edges of targets start .. stop - 1, numbered as in the whole, in its order.
+    """List the edges of targets start .. stop - 1, with the numbers and in the order of the whole.
 
-    Only these are listed, wherever a structure can tell a target's sources from its number.
+    Other edges are not listed, if the class of the structure can list single rows.
     """
     i = torch.arange(start, stop, device=device)
     match whole:
@@ -225,20 +223,20 @@ def _edges_of_cells(grid: Grid, start: int, stop: int, device: Device) -> Tensor
     y, x = cell[:, None] // grid.width + dy, cell[:, None] % grid.width + dx
     inside = (y >= 0) & (y < grid.height) & (x >= 0) & (x < grid.width)
     source = y * grid.width + x + lead
-    if lead:  # token 0 stands first in every row
+    if lead:  # Token 0 is first in every row,
         source = torch.cat([torch.zeros_like(source[:, :1]), source], dim=1)
         inside = torch.cat([torch.ones_like(inside[:, :1]), inside], dim=1)
     found = masked_rows(source, cell + lead, inside)
-    if start < lead and start < stop:  # and its own row holds everything
+    if start < lead and start < stop:  # and its own row has all tokens.
         everyone = torch.arange(grid.num_targets, device=device)
         found = torch.cat([torch.stack([everyone, torch.zeros_like(everyone)]), found], dim=1)
     return found
 
 
 def pairs_up_to(n: int, m: int, k: int) -> int:
-    """How many of the pairs (i, j), i < n and j < m, have j - i <= k."""
+    """Count the pairs (i, j) with i < n, j < m and j - i <= k."""
 
-    def summed(v: int) -> int:  # of w cut to 0 .. m, over all w <= v
+    def summed(v: int) -> int:  # the sum of min(max(w, 0), m) over all integers w <= v
         inside = min(max(v, 0), m)
         return inside * (inside + 1) // 2 + m * max(v - m, 0)
 

@@ -1,10 +1,10 @@
 """Structures: graphs that are known in closed form.
 
-A structure says which edges a graph has without listing them: building one costs O(1), and fast
-paths read it instead of the edges. Each class answers the same few questions: how many edges, how
-many per target, is this pair an edge, and, only when somebody asks, the sorted edge list.
+A structure says which edges a graph has without listing them. Building one costs O(1), and fast
+implementations read it instead of the edges. Every class has methods for the number of edges, the
+number of sources per target, whether a pair is an edge, and the sorted list of edges.
 
-An edge is (source j, target i): target i looks at source j. Papers write that pair as (i, j).
+An edge (source j, target i) means that target i sees source j. Papers write this pair as (i, j).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Device = torch.device | str | None
 
 
 class GridOffsets(NamedTuple):
-    """A relative-position table of a grid: a row per hops along every axis, row-major.
+    """A relative-position table of a grid, with a row for every combination of hops, row-major.
 
-    Along axis a hops go from ``first[a]`` to ``last[a]``, each of ``step[a]`` tokens.
+    Along axis a, hops go from ``first[a]`` to ``last[a]``, and a hop is ``step[a]`` tokens.
     """
 
     first: tuple[int, ...]
@@ -37,10 +37,10 @@ OffsetTable = tuple[str, int, int, int] | GridOffsets
 
 
 class GraphStructure:
-    """Base of all structures: a set of edges between `num_sources` and `num_targets` tokens."""
+    """Base class of structures: edges between `num_sources` sources and `num_targets` targets."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what is cached can be derived again."""
+        """Return only the fields, because cached values can be computed again."""
         return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
 
     @property
@@ -53,22 +53,22 @@ class GraphStructure:
 
     @property
     def is_causal(self) -> bool:
-        """No target sees a source after it."""
+        """Whether no target sees a source after it."""
         return False
 
     @property
     def has_causal_part(self) -> bool:
-        """Some sequence of two tokens or more is causal, be it one of a batch."""
+        """Whether at least one sequence with two tokens or more is causal."""
         return self.is_causal and self.num_targets > 1
 
     @property
     def offset_table(self) -> OffsetTable | None:
-        """Table of relative positions over this structure, as its rows are read; None: no table."""
+        """The kind of relative-position table of this structure; None if it has none."""
         return None
 
     @property
     def num_offsets(self) -> int | None:
-        """Rows of a relative-position table; None where there is none."""
+        """The number of rows of the relative-position table; None if there is none."""
         match self.offset_table:
             case ("sequence", first, last, _):
                 return last - first + 1
@@ -79,58 +79,67 @@ class GraphStructure:
         return None
 
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
-        """The row of a relative-position table that an edge reads."""
+        """Return the row of the relative-position table for every edge."""
         match self.offset_table:
             case ("sequence", first, _, step):
                 return torch.div(source - target, step, rounding_mode="floor") - first
-        raise NotImplementedError(f"{type(self).__name__} has no table of offsets")
+        raise NotImplementedError(
+            f"offset_index() is not defined for {type(self).__name__}: it has no table of offsets"
+        )
 
     def num_edges(self) -> int:
         return int(self.in_degree().sum())
 
     def in_degree(self, device: Device = None) -> Tensor:
-        """Number of sources of every target, [N]."""
+        """Count the sources of every target, [N]."""
         raise NotImplementedError
 
     def contains(self, target: Tensor, source: Tensor) -> Tensor:
-        """Whether each pair is an edge (elementwise, bool)."""
+        """Say elementwise whether a pair is an edge (bool)."""
         raise NotImplementedError
 
     def edges(self, device: Device = None) -> Tensor:
-        """All edges, [2, E], row 0 = source, row 1 = target, sorted by target, then source."""
+        """List all edges [2, E]; row 0 = source, row 1 = target, sorted by target, then source."""
         raise NotImplementedError
 
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        """The edges again, a bounded piece [2, n] at a time and in any order: for counting."""
+        """Yield all edges in any order, in pieces [2, n] of bounded size, for counting."""
         yield self.edges(device)
 
     def transpose(self) -> GraphStructure | None:
-        """Return this structure with sources and targets exchanged; None if not known in closed
-        form.
-        """
+        """Return the structure with sources and targets exchanged; None if there is none."""
         raise NotImplementedError
 
 
 class RowsOfCells(GraphStructure):
-    """Base of structures of a grid that list some of their rows by themselves."""
+    """Base class of structures of a grid that can list single rows."""
 
     def edges(self, device: Device = None) -> Tensor:
         return self.edges_of_rows(0, self.num_targets, device)
 
     def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
-        """The edges of targets start .. stop - 1, numbered as in the whole, in its order."""
+        """List the edges of targets start .. stop - 1, sorted."""
         raise NotImplementedError
 
 
 def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Edge list of rows of candidate sources [n, k] (ascending) of `target` [n]."""
-    found = source.masked_select(mask)  # in half the time of source[mask]
+    """Make the edge list of rows of candidate sources.
+
+    Args:
+        source: candidate sources of every row, [n, k], in ascending order.
+        target: the target of every row, [n].
+        mask: which candidates are edges, bool [n, k].
+    """
+    found = source.masked_select(mask)  # takes half the time of source[mask]
     return torch.stack([found, target.repeat_interleave(mask.sum(1), output_size=len(found))])
 
 
 @dataclass(frozen=True)
 class Band(GraphStructure):
-    """j = i + dilation * o for offsets o in [-before, after]; a causal graph has after = 0."""
+    """A band: target i sees sources i + dilation * o for all offsets o in [-before, after].
+
+    A causal graph has after = 0. Without `self_loops`, the offset 0 is left out.
+    """
 
     num_tokens: int
     before: int
@@ -152,11 +161,11 @@ class Band(GraphStructure):
 
     @property
     def _stride(self) -> int:
-        """The dilation, cut where one hop is beyond the sequence anyway."""
+        """The dilation, or the length of the sequence if that is smaller."""
         return min(self.dilation, max(self.num_tokens, 1))
 
     def _reach(self, hops: int) -> int:
-        """Hops that can land inside the sequence at all."""
+        """Limit a number of hops to the largest number inside the sequence."""
         return min(hops, max(self.num_tokens - 1, 0) // self.dilation)
 
     def num_edges(self) -> int:
@@ -180,7 +189,7 @@ class Band(GraphStructure):
         return inside if self.self_loops else inside & (distance != 0)
 
     def edges(self, device: Device = None) -> Tensor:
-        # Interior targets have every neighbour, so their edges are one broadcast sum; only the
+        # Targets in the interior have all neighbours, so their edges are one broadcast sum. Only
         # targets near the two ends need a mask. 16 million edges take a fraction of a second.
         before, after = self._reach(self.before), self._reach(self.after)
         offsets = torch.arange(-before, after + 1, device=device) * self.dilation
@@ -224,12 +233,12 @@ class Band(GraphStructure):
 
 
 def no_edges(num_tokens: int) -> Band:
-    """Tokens that see nothing and are seen by nobody: what stands for padding."""
+    """Return a structure without edges, which represents padding."""
     return Band(num_tokens, 0, 0, 1, self_loops=False)
 
 
 def is_padding(structure: GraphStructure) -> bool:
-    """Whether a structure is one of :func:`no_edges`, or has tokens of one side alone."""
+    """Whether a structure is from :func:`no_edges`, or has only targets or only sources."""
     if isinstance(structure, Complete):
         return (structure.targets == 0) != (structure.sources == 0)
     return (
@@ -241,7 +250,10 @@ def is_padding(structure: GraphStructure) -> bool:
 
 @dataclass(frozen=True)
 class Cycle(GraphStructure):
-    """j = i +- 1, ..., +- window modulo num_tokens, 2 * window < num_tokens (Remark 4.1)."""
+    """A ring: target i sees i +- 1, ..., i +- window modulo num_tokens (Remark 4.1).
+
+    It requires 2 * window < num_tokens.
+    """
 
     num_tokens: int
     window: int
@@ -279,7 +291,7 @@ class Cycle(GraphStructure):
 
 @dataclass(frozen=True)
 class Complete(GraphStructure):
-    """Every target sees every source (self included where they are the same tokens)."""
+    """A complete graph: every target sees every source."""
 
     targets: int
     sources: int
@@ -322,7 +334,7 @@ class Complete(GraphStructure):
 
 @dataclass(frozen=True)
 class Blocks(GraphStructure):
-    """Non-overlapping blocks of consecutive tokens, each complete; the first ends at `shift`."""
+    """Complete blocks of consecutive tokens; if `shift` is not 0, the first block ends there."""
 
     num_tokens: int
     block_size: int
@@ -342,11 +354,11 @@ class Blocks(GraphStructure):
 
     @property
     def _size(self) -> int:
-        """The block size, cut where it is beyond the sequence anyway."""
+        """The block size, or a smaller number if the sequence is shorter than that."""
         return min(self.block_size, max(self.num_tokens, self.shift + 1))
 
     def block_of(self, token: Tensor) -> Tensor:
-        """The block every token belongs to; with `shift`, the cut first one is -1."""
+        """Return the block of every token; with `shift`, the first block has the number -1."""
         return torch.div(token - self.shift, self._size, rounding_mode="floor")
 
     def _bounds(self, i: Tensor) -> tuple[Tensor, Tensor]:
@@ -412,7 +424,7 @@ class Grid(GraphStructure):
         return dy, source % self.width - target % self.width
 
     def _half_width(self, dy: int) -> int:
-        """How far a window reaches sideways, `dy` rows away."""
+        """How many tokens a window reaches to each side in a row that is `dy` rows away."""
         return self.radius if self.metric == "chebyshev" else self.radius - abs(dy)
 
     def in_degree(self, device: Device = None) -> Tensor:
@@ -438,7 +450,7 @@ class Grid(GraphStructure):
         return inside | (target == 0) | (source == 0) if self.class_token else inside
 
     def _moves(self) -> list[tuple[int, int]]:
-        """Displacements (down, right) of a window, in order of the source."""
+        """List the displacements (down, right) of a window, in the order of sources."""
         down, right = min(self.radius, self.height - 1), min(self.radius, self.width - 1)
         return [
             (dy, dx)
@@ -454,7 +466,7 @@ class Grid(GraphStructure):
         inside = (y >= 0) & (y < self.height) & (x >= 0) & (x < self.width)
         if not self.class_token:
             return masked_rows(y * self.width + x, cell, inside)
-        # Token 0 stands first in every row, and its own row holds everything.
+        # Token 0 is first in every row, and its own row has all tokens.
         always = torch.ones_like(inside[:, :1])
         source = torch.cat([torch.zeros_like(cell)[:, None], y * self.width + x + 1], dim=1)
         grid = masked_rows(source, cell + 1, torch.cat([always, inside], dim=1))
@@ -481,7 +493,7 @@ class Grid(GraphStructure):
 
 @dataclass(frozen=True)
 class GlobalTokens(GraphStructure):
-    """The given tokens see everything and are seen by everything (themselves included)."""
+    """Global tokens: they see all tokens and are seen by all tokens, including themselves."""
 
     num_tokens: int
     tokens: tuple[int, ...]
@@ -524,5 +536,5 @@ class GlobalTokens(GraphStructure):
 
 
 def sort_edges(edge_index: Tensor, num_sources: int) -> Tensor:
-    """Edges sorted by target, then source."""
+    """Sort edges by target, then source."""
     return edge_index[:, (edge_index[1] * num_sources + edge_index[0]).argsort()]

@@ -1,4 +1,4 @@
-"""The call that replaces the attention modules of PyTorch."""
+"""Replace the attention modules of PyTorch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from graphattn.integrations.torch.multihead import (
 
 MIXERS = ("dot", "rbf", "krause", "gka", "vlt", "consensus")
 BY_DISTANCE = ("rbf", "krause", "gka")
-OF_TOKENS = ("gka", "vlt", "consensus")  # what they average is the tokens: no cross-attention
-CONSENSUS_WINDOW = 2  # the paper's
+OF_TOKENS = (
+    "gka",
+    "vlt",
+    "consensus",
+)  # they average the tokens themselves, so they cannot do cross-attention
+CONSENSUS_WINDOW = 2  # as in the paper
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +46,11 @@ def convert(
 ) -> nn.Module:
     r"""Replace every `nn.MultiheadAttention` inside a module by attention over a token graph.
 
-    That reaches into `nn.TransformerEncoderLayer`, `nn.TransformerEncoder`,
+    This includes the modules inside `nn.TransformerEncoderLayer`, `nn.TransformerEncoder`,
     `nn.TransformerDecoderLayer`, `nn.TransformerDecoder`, `nn.Transformer` and your own modules.
-    The call stays as it was: masks, padding, both orders of dimensions, returned weights. With
-    ``mixer="dot"`` and nothing else, results and gradients are those of the module that was
-    replaced.
+    Calls do not change: masks, padding, both orders of dimensions and returned weights work as
+        before. With ``mixer="dot"`` and no other option, results and gradients are those of the
+        replaced module.
 
     =============== =========================================================================
     `mixer`         what takes the place of attention; its parameters
@@ -67,35 +71,36 @@ def convert(
     =============== =========================================================================
 
     All modules are checked before the first is replaced. Parameters that stay are the same tensors
-    as before, so that an optimizer that holds them goes on; those of "vlt" (query, key) and
-    "consensus" (value) start as copies, since they were parts of one.
+    as before, so an optimizer continues to train them. Those of "vlt" (query, key) and "consensus"
+    (value) are copies, because they were parts of one tensor.
 
     Args:
         module: any module; changed in place, unless it is an `nn.MultiheadAttention` itself.
-        mixer: from the table.
-        graph: who sees whom, within the masks of a call: a TokenGraph, for one number of tokens, or
-            a function ``(num_targets, num_sources) -> TokenGraph``, for any (decorated with
-            ``functools.cache``, masks are read once instead of once per layer).
-        window: in the place of a graph: how many tokens on each side a token sees; with a causal
-            mask these are the `window` tokens before it and itself. None for no limit, but for
-            "consensus" without `graph`, where it is 2.
-        top_k: how many sources every target keeps in each head; for "dot", "rbf", "krause", "vlt".
-        sigma: bandwidth of "rbf", and the first of "krause" and "gka". If None, :math:`D^{1/4}` of
-            D features per head for "rbf" and "krause", where logits differ from those of dot
-            products by squared lengths alone; :math:`D^{1/2}` for "gka".
-        layers: which modules, as numbers in the order of ``module.named_modules()``, where a
-            decoder layer has two (`self_attn`, then `multihead_attn`); negative ones from the end;
-            all if None.
+        mixer: a name from the table.
+        graph: which tokens see which, in addition to the masks of a call: a TokenGraph, for one
+            number of tokens, or a function ``(num_targets, num_sources) -> TokenGraph``, for any.
+            Decorate it with ``functools.cache``, so that masks are read once instead of once per
+            layer.
+        window: instead of a graph: how many tokens on each side a token sees; with a causal mask,
+            it sees itself and the `window` tokens before it. None for no limit, except for
+            "consensus" without `graph`, where it means 2.
+        top_k: how many sources every target sees in each head; for "dot", "rbf", "krause", "vlt".
+        sigma: bandwidth of "rbf", and initial bandwidth of "krause" and "gka". None means
+            :math:`D^{1/4}` with D features per head for "rbf" and "krause" (logits then differ from
+            those of dot products only by squared lengths), and :math:`D^{1/2}` for "gka".
+        layers: which modules, as numbers in the order of ``module.named_modules()``; a decoder
+            layer has two (`self_attn`, then `multihead_attn`). Negative numbers count from the end;
+            None for all.
 
     Returns:
-        The module itself; a new module where `module` is an `nn.MultiheadAttention`.
-        :func:`converted` names what was replaced, and a message of that number is logged.
+        The module itself, or a new module if `module` is an `nn.MultiheadAttention`.
+        :func:`converted` returns the names of the replaced modules; their number is logged.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed: where there is no attention
-            to replace, for modules with ``add_bias_kv`` or ``add_zero_attn``, subclasses that have
-            their own `forward`, parametrized weights, and cross-attention with a mixer or window
-            that has no meaning there. Nothing is changed then.
+        ValueError: if there is no attention to replace; if a module has ``add_bias_kv`` or
+            ``add_zero_attn``, its own `forward`, or parametrized weights; or if a mixer or window
+            cannot be used in cross-attention. The message names the argument and says what is
+            allowed. Nothing is changed then.
 
     Example:
         >>> import torch
@@ -112,8 +117,8 @@ def convert(
     modules = attention_modules(module)
     if not modules:
         raise ValueError(
-            "module must hold an nn.MultiheadAttention, got a "
-            f"{type(module).__name__} without any{_hint(module)}"
+            f"module must contain an nn.MultiheadAttention, got a {type(module).__name__} without "
+            f"any{_hint(module)}"
         )
     numbers = chosen(layers, len(modules))
     made: dict[int, ConvertedAttention] = {}
@@ -130,14 +135,14 @@ def convert(
         inside = isinstance(parent, nn.TransformerEncoder) and any(
             isinstance(child, ConvertedAttention) for child in parent.modules()
         )
-        if inside:  # its nested tensors are for the fused path
+        if inside:  # nested tensors only work with PyTorch's fused code
             parent.use_nested_tensor = False  # type: ignore[assignment]
     logger.info("converted %d of %d attention modules", len(made), len(modules))
     return made.get(id(module), module)
 
 
 def _hint(module: nn.Module) -> str:
-    """Return a hint for a model of transformers: whose call it is. Nothing is imported for that."""
+    """Return a hint for a model of transformers, without importing transformers."""
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
         return ""
     return "; for models of transformers use graphattn.integrations.transformers.configure"
@@ -158,7 +163,7 @@ def converted(module: nn.Module) -> list[str]:
 
 
 def attention_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that `layers=` counts: those to be converted, and those that were."""
+    """Return the modules that `layers=` counts: attention modules and converted ones."""
     kinds = (nn.MultiheadAttention, ConvertedAttention)
     return [(name, child) for name, child in module.named_modules() if isinstance(child, kinds)]
 
@@ -166,7 +171,7 @@ def attention_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def checked_options(
     mixer: Any, graph: Any, window: Any, top_k: Any, sigma: Any
 ) -> MultiheadOptions:
-    """Return the options, or say what is wrong with them."""
+    """Return the options, or raise a ValueError."""
     as_choice("mixer", mixer, MIXERS)
     if graph is not None and not isinstance(graph, TokenGraph) and not callable(graph):
         raise ValueError(
@@ -177,8 +182,8 @@ def checked_options(
         check_takes_two(graph)
     if graph is not None and window is not None:
         raise ValueError(
-            f"window must be None where a graph is given, got window={window}: put the window into "
-            "the graph"
+            f"window must be None if graph is given, got window={window}: put the window into the "
+            "graph"
         )
     window = None if window is None else as_int("window", window, 1)
     if top_k is not None:
@@ -188,7 +193,8 @@ def checked_options(
     if sigma is not None:
         if mixer not in BY_DISTANCE:
             raise ValueError(
-                f"sigma must be None for mixer={mixer!r}, got {sigma}; it is for {BY_DISTANCE}"
+                f"sigma must be None for mixer={mixer!r}, got {sigma}: only {BY_DISTANCE} have a "
+                "bandwidth"
             )
         sigma = as_float("sigma", sigma, positive=True)
     if mixer == "consensus" and graph is None and window is None:
@@ -197,20 +203,20 @@ def checked_options(
 
 
 def chosen(layers: Any, count: int) -> list[int]:
-    """Return the numbers that `layers` chooses of `count` modules."""
+    """Return the numbers of the modules that `layers` chooses, out of `count`."""
     if layers is None:
         return list(range(count))
     numbers = numbers_of_layers(layers)
     if not numbers or min(numbers) < -count or max(numbers) >= count:
         raise ValueError(
-            f"layers must name some of the {count} attention modules, -{count} .. {count - 1}, "
-            f"got {sorted(numbers)}"
+            f"layers must contain numbers of the {count} attention modules, -{count} .. "
+            f"{count - 1}, got {sorted(numbers)}"
         )
     return sorted({number % count for number in numbers})
 
 
 def is_cross_attention(root: nn.Module, module: nn.Module) -> bool:
-    """Whether a module is known to attend to other tokens than its own."""
+    """Return whether a module is known to do cross-attention."""
     kdim, vdim = getattr(module, "kdim", None), getattr(module, "vdim", None)
     return {kdim, vdim} != {getattr(module, "embed_dim", None)} or any(
         isinstance(parent, nn.TransformerDecoderLayer) and parent.multihead_attn is module
@@ -219,18 +225,19 @@ def is_cross_attention(root: nn.Module, module: nn.Module) -> bool:
 
 
 def is_adapted(root: nn.Module, module: nn.Module) -> bool:
-    """Whether a module stands inside an adapter, as peft's LoRA has it."""
+    """Return whether a module is inside an adapter, such as peft's LoRA."""
     return any(parent._modules.get("base_layer") is module for parent in root.modules())
 
 
 def check_module(
     module: Any, cross: bool, adapted: bool, options: MultiheadOptions, where: str
 ) -> None:
-    """Refuse what would not be served exactly."""
+    """Raise an error for a module that cannot be replaced exactly."""
     if isinstance(module, LayerAttention):
         raise ValueError(
-            f"layers must be nn.MultiheadAttention: {where} is mixer={module.options.mixer!r} now, "
-            "whose other projections are gone"
+            f"layers must be nn.MultiheadAttention modules, but {where} is already converted to "
+            f"mixer={module.options.mixer!r}, and its other projections no longer exist: convert "
+            "the original module"
         )
     if parametrize.is_parametrized(module) or parametrize.is_parametrized(module.out_proj):
         raise ValueError(f"{where} must not have parametrized weights: remove them first")
@@ -238,33 +245,37 @@ def check_module(
     if native and type(module).forward is not nn.MultiheadAttention.forward:
         raise ValueError(
             f"{where} must be an nn.MultiheadAttention, got {type(module).__name__}, whose own "
-            "forward() would be lost"
+            "forward() would be lost: leave it out with layers="
         )
     if "forward" in vars(module):
-        raise ValueError(f"{where} must not have a forward() of its own, which would be lost")
+        raise ValueError(
+            f"{where} must not have its own forward(), which would be lost: remove it, or leave "
+            "the module out with layers="
+        )
     if module.bias_k is not None or module.bias_v is not None:
         raise ValueError(f"{where} must be made with add_bias_kv=False, got add_bias_kv=True")
     if module.add_zero_attn:
         raise ValueError(f"{where} must be made with add_zero_attn=False, got add_zero_attn=True")
     if cross and options.mixer in OF_TOKENS:
         raise ValueError(
-            f"mixer={options.mixer!r} must not be used in cross-attention, since it mixes the "
-            f"tokens themselves: {where}; choose others with layers="
+            f"mixer={options.mixer!r} must not be used in cross-attention, because it averages the "
+            f"tokens of one sequence, got {where}: choose other modules with layers="
         )
     if adapted and options.mixer in OF_TOKENS:
         raise ValueError(
-            f"mixer={options.mixer!r} must not be used inside an adapter, which needs projections "
-            f"that would be gone: {where}; convert first"
+            f"mixer={options.mixer!r} must not be used inside an adapter, which needs the "
+            f"projections that it removes, got {where}: convert before adding adapters"
         )
     if cross and options.window is not None:
         raise ValueError(
-            f"window={options.window} must not be used in cross-attention, where tokens have no "
-            f"common order: {where}; choose others with layers=, or give graph="
+            f"window={options.window} must not be used in cross-attention, where targets and "
+            f"sources are not the same tokens, got {where}: choose other modules with layers=, or "
+            "give graph="
         )
 
 
 def replacement(old: Any, options: MultiheadOptions) -> ConvertedAttention:
-    """The module that takes the place of another, with its weights and hooks."""
+    """Make the module that replaces another one, with its weights and hooks."""
     new: ConvertedAttention
     if options.mixer in OF_TOKENS:
         new = LayerAttention(old, options, _layer(old, options))

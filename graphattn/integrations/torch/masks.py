@@ -1,4 +1,4 @@
-"""Masks of torch's attention as graphs: a graph given in code, within the masks of a call."""
+"""Convert masks of torch's attention to graphs, together with a graph or window given in code."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ GraphOf = Callable[[int, int], TokenGraph]
 
 
 class Places(NamedTuple):
-    """Pairs that are seen without any mask: everybody, a window on each side, or a graph."""
+    """Edges without any mask: all pairs, a window on each side, or a graph."""
 
     graph: TokenGraph | GraphOf | None = None
     window: int | None = None
 
     def of(self, num_targets: int, num_sources: int, device: torch.device) -> TokenGraph:
-        """The graph of a call.
+        """Return the graph of a call.
 
-        Raises:
-            ValueError: for a graph of another size, with both sizes; for a window where targets
-                and sources are not the same tokens.
+        Raises: ValueError: if the graph has another size, or if there is a window but targets and
+            sources are not the same tokens.
         """
         if self.graph is not None:
             return _checked(self.graph, num_targets, num_sources).to(device)
         if self.window is not None and num_targets != num_sources:
             raise ValueError(
                 f"window={self.window} needs self-attention, where targets and sources are the "
-                f"same tokens, got {num_targets} targets and {num_sources} sources: convert other "
-                "modules with layers=, or give graph="
+                f"same tokens, got {num_targets} targets and {num_sources} sources: convert only "
+                "other modules with layers=, or give graph="
             )
         if self.window is not None and self.window < num_targets - 1:
             return window_path_graph(num_targets, self.window, self_loops=True).to(device)
@@ -53,7 +52,7 @@ class Places(NamedTuple):
 
     @property
     def everywhere(self) -> bool:
-        """Whether nothing but masks says who is seen."""
+        """Return whether only masks limit what is seen."""
         return self.graph is None and self.window is None
 
 
@@ -66,20 +65,20 @@ def _checked(graph: TokenGraph | GraphOf, num_targets: int, num_sources: int) ->
             raise ValueError(f"{call} must return a TokenGraph, got {type(graph).__name__}")
     if (graph.num_targets, graph.num_sources) != (num_targets, num_sources):
         raise ValueError(
-            f"{call} must have {num_targets} targets and {num_sources} sources, as many as this "
-            f"call has tokens, got {graph.num_targets} and {graph.num_sources}"
+            f"{call} must have {num_targets} targets and {num_sources} sources, the numbers of "
+            f"tokens of this call, got {graph.num_targets} and {graph.num_sources}"
         )
     return graph
 
 
 class SeenMask(NamedTuple):
-    """Pairs that the targets of a batch see.
+    """Edges of the targets of a batch.
 
     Attributes:
-        graph: N targets and M sources, which all samples share; B N and B M where `packed`.
+        graph: N targets and M sources, the same for all samples; B N and B M if `packed`.
         valid: which sources are real, bool [B, M]; None for all.
-        packed: whether the graph holds every sample with tokens of its own.
-        bias: what is added to the logits, [B or 1, H or 1, N, M]; None for nothing.
+        packed: whether the graph contains every sample with its own tokens.
+        bias: tensor that is added to the logits, [B or 1, H or 1, N, M], or None.
         key_bias: the same for every target, [B, M].
     """
 
@@ -90,7 +89,7 @@ class SeenMask(NamedTuple):
     key_bias: Tensor | None = None
 
     def per_edge(self, heads: int) -> Tensor | None:
-        """The biases of all edges, [E, H] or [B, E, H]."""
+        """Return the biases of all edges, [E, H] or [B, E, H]."""
         if self.bias is None and self.key_bias is None:
             return None
         source, target = self.graph.edge_index
@@ -115,7 +114,7 @@ class SeenMask(NamedTuple):
         return total.expand(*total.shape[:-1], heads)
 
     def dense(self, weights: Tensor, batch: int) -> Tensor:
-        """Weights of edges [B, E, H] (or [1, E, H] where packed) as [B, H, N, M]."""
+        """Convert weights of edges [B, E, H] (or [1, E, H] if packed) to [B, H, N, M]."""
         source, target = self.graph.edge_index
         if not self.packed:
             n, m = self.graph.num_targets, self.graph.num_sources
@@ -138,7 +137,7 @@ def seen_everywhere(
     valid: Tensor | None = None,
     key_bias: Tensor | None = None,
 ) -> SeenMask:
-    """Return the pairs that are seen without a mask; nothing is read from a tensor."""
+    """Return the edges without a mask, without reading a tensor."""
     if not causal:
         return SeenMask(places.of(num_targets, num_sources, device), valid, key_bias=key_bias)
     n, window = num_targets, places.window
@@ -158,14 +157,14 @@ def seen_in_mask(
     valid: Tensor | None = None,
     key_bias: Tensor | None = None,
 ) -> list[SeenMask]:
-    """Return the pairs that a mask lets through: one for all heads, or one for each.
+    """Return the edges that a mask allows: one set for all heads, or one for each.
 
     Args:
-        places: who may be seen at all.
-        mask: bool (True: is seen) or floats that are added, of which -inf is not seen,
-            [B or 1, H or 1, N, M].
+        places: the edges without a mask.
+        mask: bool (True: is seen), or floats that are added to logits (-inf: is not seen), [B or 1,
+            H or 1, N, M].
         valid: which sources are real, bool [B, M].
-        key_bias: what is added to all logits of a source, [B, M].
+        key_bias: numbers that are added to all logits of a source, [B, M].
     """
     allowed, bias = mask, None
     if mask.dtype != torch.bool:
@@ -194,7 +193,7 @@ def seen_in_mask(
 
 
 def _within(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGraph:
-    """The edges of a graph that a mask [N, M] allows; structured where they are runs."""
+    """Return the edges of a graph that a mask [N, M] allows, in a structured form if possible."""
     if bool(allowed.all()):
         return base
     if not everywhere:
@@ -213,7 +212,7 @@ def _within(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGrap
 
 
 def _packed(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGraph:
-    """The edges that a mask of every sample [B, N, M] allows, with tokens of its own each."""
+    """Return the edges that a mask [B, N, M] allows, each sample with its own tokens."""
     if not everywhere:
         allowed = allowed & base.to_mask().to(allowed.device)
     B, N, M = allowed.shape
@@ -224,10 +223,10 @@ def _packed(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGrap
     return from_edge_index(edges, B * N, B * M, batch=borders)
 
 
-# Layers get the same mask one after the other, and training steps too.
+# All layers, and several training steps, use the same mask.
 
-MOST_MASKS = 4  # that a thread remembers,
-MOST_PAIRS = 2**27  # and how many pairs they may have together, beside the newest
+MOST_MASKS = 4  # number of masks in the cache of a thread
+MOST_PAIRS = 2**27  # number of pairs of all masks in the cache, without the newest
 _kept = threading.local()
 
 
@@ -236,12 +235,12 @@ class _MaskEntry(NamedTuple):
     base: TokenGraph
     allowed: Tensor
     graph: TokenGraph
-    inference: bool  # what is made in inference mode cannot be trained with
+    inference: bool  # tensors made in inference mode cannot be used in training
 
     def is_of(self, places: Places, base: TokenGraph, allowed: Tensor) -> bool:
         if self.inference != torch.is_inference_mode_enabled():
             return False
-        same = base is self.base  # a function may give another graph every time
+        same = base is self.base  # a function may return another graph every time
         if places.graph is None:
             same = self.places == places
         kinds = (allowed.device, allowed.shape) == (self.allowed.device, self.allowed.shape)
@@ -249,7 +248,7 @@ class _MaskEntry(NamedTuple):
 
 
 def _once(places: Places, base: TokenGraph, allowed: Tensor) -> TokenGraph:
-    """`_within`, remembered by what the mask holds, so that no later change can go unseen."""
+    """Call `_within` with a cache; the key is the content of the mask, which may change later."""
     entries: list[_MaskEntry] = _kept.__dict__.setdefault("entries", [])
     for entry in entries:
         if entry.is_of(places, base, allowed):

@@ -1,4 +1,4 @@
-"""Modules that take the place of `nn.MultiheadAttention`."""
+"""Modules that replace `nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphattn.ops import attention_weights, dot_product_attention, rbf_attentio
 
 @dataclass(frozen=True)
 class MultiheadOptions:
-    """How a converted module mixes."""
+    """Options of a converted module."""
 
     mixer: str = "dot"
     graph: TokenGraph | GraphOf | None = None
@@ -42,9 +42,10 @@ class MultiheadOptions:
 class ConvertedAttention(nn.Module):
     """Base of all converted modules: the call of `nn.MultiheadAttention`, and its masks.
 
-    They are no `nn.MultiheadAttention`, and say of themselves what PyTorch's fused paths do not
-    take (``_qkv_same_embed_dim = False``): `nn.TransformerEncoderLayer` would otherwise read the
-    weights in evaluation and compute attention over all tokens without calling the module.
+    They do not inherit `nn.MultiheadAttention`, and set ``_qkv_same_embed_dim = False``, which
+    PyTorch's fused code does not support. Otherwise, in evaluation mode,
+    `nn.TransformerEncoderLayer` would read their weights and compute attention over all tokens
+    without calling them.
     """
 
     _qkv_same_embed_dim: ClassVar[bool] = False
@@ -64,7 +65,7 @@ class ConvertedAttention(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         graph = self.options.graph
-        if isinstance(graph, TokenGraph):  # it goes where the weights go
+        if isinstance(graph, TokenGraph):  # move the graph together with the weights
             device = next(self.parameters()).device
             if device.type != "meta" and graph.device != device:
                 moved = {**vars(self.options), "graph": graph.to(device)}
@@ -88,12 +89,12 @@ class ConvertedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `nn.MultiheadAttention` does, over the graph and within the masks.
 
-        Arguments, shapes and results are those of :class:`torch.nn.MultiheadAttention`, but for
-        these: a target that sees nothing gets the bias of the output projection instead of NaN;
-        returned weights are those of no dropout.
+        Arguments, shapes and results are those of :class:`torch.nn.MultiheadAttention`, with two
+        differences: a target that sees nothing gets the bias of the output projection instead of
+        NaN, and returned weights are without dropout.
 
         Raises:
-            ValueError: for shapes that do not fit, for what the mixer cannot serve, and for
+            ValueError: if shapes do not fit, if the mixer does not support an argument, or for
                 nested tensors.
         """
         _check_inputs(query, key, value)
@@ -101,7 +102,7 @@ class ConvertedAttention(nn.Module):
         same_source = key is value
         batched = query.dim() == 3
         query, key, value = (self._batch_first(x, batched) for x in (query, key, value))
-        if same:  # what is one tensor stays one, and is projected once
+        if same:  # keep one tensor for all three, so that it is projected once
             key = value = query
         elif same_source:
             value = key
@@ -120,7 +121,7 @@ class ConvertedAttention(nn.Module):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, seen: list[SeenMask], need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [B, L, E] and, where they are asked for, the weights [B, H, L, S]."""
+        """Return the output [B, L, E] and, if requested, the weights [B, H, L, S]."""
         raise NotImplementedError
 
     def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
@@ -154,8 +155,8 @@ class ConvertedAttention(nn.Module):
     ) -> list[SeenMask]:
         if is_causal and attn_mask is None:
             raise ValueError(
-                "is_causal=True is a hint about attn_mask, which must be given, got "
-                "attn_mask=None; see nn.Transformer.generate_square_subsequent_mask"
+                "attn_mask must be given with is_causal=True, which is only a hint about it, got "
+                "attn_mask=None: make it with nn.Transformer.generate_square_subsequent_mask"
             )
         valid, key_bias = _read_padding(key_padding_mask, B, S)
         rest: dict[str, Any] = {"valid": valid, "key_bias": key_bias}
@@ -163,12 +164,13 @@ class ConvertedAttention(nn.Module):
             return [seen_everywhere(self.places, L, S, like.device, **rest)]
         mask = self._pairs(attn_mask, B, L, S)
         if is_causal and torch.compiler.is_compiling() and L == S:
-            # What a mask holds cannot be read there; without compile() it is, hint or not.
+            # torch.compile cannot read the mask. Without it, the mask is read, whatever the hint
+            # says.
             return [seen_everywhere(self.places, L, S, like.device, causal=True, **rest)]
         return seen_in_mask(self.places, mask, **rest)
 
     def _pairs(self, attn_mask: Tensor, B: int, L: int, S: int) -> Tensor:
-        """PyTorch's mask (True: not seen) as [B or 1, H or 1, L, S] (True: seen)."""
+        """Convert PyTorch's mask (True: not seen) to [B or 1, H or 1, L, S] (True: seen)."""
         _check_mask("attn_mask", attn_mask)
         H = self.num_heads
         if attn_mask.shape == (L, S):
@@ -270,13 +272,14 @@ class LayerAttention(ConvertedAttention):
         mixer = self.options.mixer
         if query is not key or key is not value:
             raise ValueError(
-                f"mixer={mixer!r} mixes the tokens themselves: query, key and value must be one "
-                "tensor, got others (cross-attention, or positions that are added to some)"
+                f"query, key and value must be the same tensor with mixer={mixer!r}, which "
+                "averages the tokens themselves, got different tensors (as in cross-attention, or "
+                "if positions are added to some of them)"
             )
         if len(seen) > 1:
             raise ValueError(
-                f"mixer={mixer!r} needs an attn_mask that is the same for all heads, got "
-                f"{len(seen)} different ones"
+                f"attn_mask must be the same for all heads with mixer={mixer!r}, got {len(seen)} "
+                "different ones"
             )
         [what] = seen
         graph, valid, B = what.graph, what.valid, len(query)
@@ -284,13 +287,13 @@ class LayerAttention(ConvertedAttention):
         if mixer == "consensus":
             if what.bias is not None or what.key_bias is not None:
                 raise ValueError(
-                    "mixer='consensus' has no logits that a mask could be added to: attn_mask and "
-                    "key_padding_mask must be bool, or hold 0 and -inf"
+                    "attn_mask and key_padding_mask must be bool, or contain only 0 and -inf, "
+                    "with mixer='consensus', which has no logits, got other numbers"
                 )
             if need_weights:
                 raise ValueError(
-                    "mixer='consensus' has no attention weights: call it with need_weights=False, "
-                    "got need_weights=True"
+                    "need_weights must be False with mixer='consensus', which has no attention "
+                    "weights, got need_weights=True"
                 )
             return self.layer(x, graph, valid=valid).view_as(query), None
         pair = None if valid is None else (None, valid)
@@ -317,11 +320,11 @@ def attend(
     dropout: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The averages [B, L, H, D] of queries, keys and values, and the weights [B, H, L, S]."""
+    """Return the averages [B, L, H, D] of attention, and the weights [B, H, L, S]."""
     if len(seen) == 1:
         return _attend(q, k, v, seen[0], sigma, top_k, dropout, need_weights)
     outs, weights = [], []
-    for head, what in enumerate(seen):  # a mask for every head is a graph for every head
+    for head, what in enumerate(seen):  # with one mask per head, there is one graph per head
         one = slice(head, head + 1)
         of_head = sigma[one] if isinstance(sigma, Tensor) else sigma
         qh, kh, vh = (x[:, :, one] for x in (q, k, v))
@@ -362,7 +365,7 @@ def _attend(
 
 
 def new_bandwidths(sigma: float, heads: int, like: Tensor) -> nn.Parameter:
-    """`log_sigma` [heads], a bandwidth that every head learns."""
+    """Make `log_sigma` [heads], a learned bandwidth per head."""
     start = torch.full((heads,), math.log(sigma), dtype=like.dtype, device=like.device)
     return nn.Parameter(start)
 
@@ -370,7 +373,7 @@ def new_bandwidths(sigma: float, heads: int, like: Tensor) -> nn.Parameter:
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     if any(x.is_nested for x in (query, key, value)):
         raise ValueError(
-            "query, key and value must not be nested tensors; if an nn.TransformerEncoder made "
+            "query, key and value must not be nested tensors. If an nn.TransformerEncoder made "
             "them, convert() the whole encoder instead of its layers, or set its "
             "use_nested_tensor = False"
         )

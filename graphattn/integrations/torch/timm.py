@@ -1,4 +1,4 @@
-"""Attention over a token graph where timm's models take an `attn_layer`."""
+"""Attention over a token graph for the `attn_layer` of timm's models."""
 
 from __future__ import annotations
 
@@ -31,28 +31,30 @@ def timm_attention(
 ) -> type[TimmAttention]:
     """Return a class that timm's vision transformers take as their `attn_layer`.
 
-    It is made and called as ``timm.layers.Attention`` is, and has its parameters under the same
-    names (`qkv`, `proj`, `q_norm`, `k_norm`, `norm`), so that pretrained weights load.
-    ``mixer="krause"`` has `log_sigma` [heads] besides, which they lack: load first, then replace
-    with :meth:`TimmAttention.from_attention`, as with versions of timm whose models take no
-    `attn_layer`.
+    It has the constructor and the call of ``timm.layers.Attention``, and parameters with the same
+    names (`qkv`, `proj`, `q_norm`, `k_norm`, `norm`), so pretrained weights can be loaded. With
+    ``mixer="krause"`` it also has `log_sigma` [heads], which pretrained weights lack: load them
+    first, then replace modules with :meth:`TimmAttention.from_attention`. Do the same in versions
+    of timm without `attn_layer`.
 
     Args:
         mixer: "dot", "rbf" or "krause", as in :func:`convert`.
-        grid: height and width of the image in patches, (14, 14) of 224 pixels by patches of 16;
-            with `radius`, patches see those of a square window.
-        radius: reach of that window, in patches.
-        prefix_tokens: tokens before the patches (class token, registers), the model's
-            ``num_prefix_tokens``; they see and are seen by all.
-        graph: in the place of a grid: a TokenGraph, or a function
-            ``(num_tokens, num_tokens) -> TokenGraph``, prefix tokens included. Without both, every
-            token sees every other.
-        top_k: how many sources every target keeps in each head.
-        sigma: bandwidth of "rbf", the first of "krause"; D ** 0.25 of D features per head if None.
+        grid: height and width of the image in patches, such as (14, 14) for 224 pixels and patches
+            of 16. Together with `radius`, it gives each patch a square window.
+        radius: radius of that window, in patches.
+        prefix_tokens: tokens before the patches (class token, registers), as in
+            ``num_prefix_tokens`` of the model; they see and are seen by all.
+        graph: instead of a grid: a TokenGraph, or a function ``(num_tokens, num_tokens) ->
+            TokenGraph``, including prefix tokens. Without grid and graph, every token sees all
+            tokens.
+        top_k: how many sources every target sees in each head.
+        sigma: bandwidth of "rbf", and initial bandwidth of "krause". None means D ** 0.25 with D
+            features per head.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed. Calls with another number of
-            tokens than the graph has (images of another size, dropped patches) name both.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed. A
+            call raises it if its number of tokens differs from that of the graph (images of another
+            size, dropped patches).
 
     Example:
         >>> import torch
@@ -65,10 +67,12 @@ def timm_attention(
     as_choice("mixer", mixer, MIXERS)
     prefix_tokens = as_int("prefix_tokens", prefix_tokens, 0)
     if (grid is None) != (radius is None):
-        raise ValueError(f"grid and radius go together, got grid={grid} and radius={radius}")
+        raise ValueError(
+            f"grid and radius must be given together, got grid={grid} and radius={radius}"
+        )
     if grid is not None and radius is not None:
         if graph is not None:
-            raise ValueError(f"graph must be None where a grid is given, got grid={grid}")
+            raise ValueError(f"graph must be None if grid is given, got grid={grid} and a graph")
         graph = _grid_graph(grid, radius, prefix_tokens)
     return _class_of(checked_options(mixer, graph, None, top_k, sigma))
 
@@ -78,17 +82,17 @@ class TimmAttention(nn.Module):
 
     Args:
         dim: width of the tokens.
-        num_heads: H.
+        num_heads: H, the number of heads.
         attn_head_dim: D; dim / H if None.
         dim_out: width of the output; dim if None.
-        qkv_bias, qk_norm, scale_norm, proj_bias: which biases and normalisations there are.
-        attn_drop, proj_drop: dropout of the weights, and of the output.
-        norm_layer: what `qk_norm` and `scale_norm` are made of.
+        qkv_bias, qk_norm, scale_norm, proj_bias: whether there are these biases and normalisations.
+        attn_drop, proj_drop: dropout of the attention weights, and of the output.
+        norm_layer: class of the norms for `qk_norm` and `scale_norm`.
 
     Shapes:
         - **x**: [B, N, dim]
-        - **attn_mask**: bool (True: is seen) or floats that are added, [N, N] or
-          [B or 1, H or 1, N, N], as SDPA takes it
+        - **attn_mask**: bool (True: is seen) or floats that are added, [N, N] or [B or 1, H or 1,
+          N, N], as in torch's scaled_dot_product_attention
         - **output**: [B, N, dim_out]
     """
 
@@ -116,7 +120,8 @@ class TimmAttention(nn.Module):
             raise ValueError(f"num_heads must divide dim = {dim}, got {num_heads}")
         if norm_layer is None and (qk_norm or scale_norm):
             raise ValueError(
-                f"norm_layer must be given where qk_norm={qk_norm} or scale_norm={scale_norm}"
+                f"norm_layer must be given with qk_norm={qk_norm} and scale_norm={scale_norm}, got "
+                "None"
             )
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         placed = {name: given for name, given in placed.items() if given is not None}
@@ -138,7 +143,7 @@ class TimmAttention(nn.Module):
         """Return a module of this class with the parameters of a ``timm.layers.Attention``.
 
         Raises:
-            ValueError: for attention that is built in another way.
+            ValueError: if the attention has other parts.
 
         Example:
             >>> from graphattn.integrations import torch as gtorch
@@ -152,8 +157,8 @@ class TimmAttention(nn.Module):
         missing = [name for name in needed if getattr(attention, name, None) is None]
         if not known or missing:
             raise ValueError(
-                "attention must be a timm.layers.Attention (whose formula this is), got a "
-                f"{type(attention).__name__}" + (f" without {missing}" if missing else "")
+                f"attention must be a timm.layers.Attention, got a {type(attention).__name__}"
+                + (f" without {missing}" if missing else "")
             )
         qkv, proj = attention.qkv, attention.proj
         new = cls.__new__(cls)
@@ -184,7 +189,7 @@ class TimmAttention(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend over the graph, within the mask."""
+        """Attend over the graph, limited by the mask."""
         B, N, _ = x.shape
         heads = (3, self.num_heads, self.head_dim)
         q, k, v = self.qkv(x).unflatten(-1, heads).unbind(2)  # [B, N, H, D]
@@ -204,15 +209,18 @@ class TimmAttention(nn.Module):
         graph = self.options.graph
         if isinstance(graph, TokenGraph) and graph.num_targets != N:
             raise ValueError(
-                f"graph must have {N} targets and {N} sources, as many as this call has tokens, "
+                f"graph must have {N} targets and {N} sources, the number of tokens of this call, "
                 f"got {graph.num_targets} and {graph.num_sources}: check grid= (height, width) and "
-                "prefix_tokens= (class token, registers), and give graph= a function where images "
-                "have several sizes"
+                "prefix_tokens= (class token, registers); if images have several sizes, pass a "
+                "function as graph="
             )
         if attn_mask is None:
             return [seen_everywhere(places, N, N, device, causal=is_causal)]
         if is_causal:
-            raise ValueError("attn_mask must be None with is_causal=True, as SDPA has it")
+            raise ValueError(
+                "attn_mask must be None with is_causal=True, as in torch's "
+                "scaled_dot_product_attention, got both"
+            )
         mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         wanted = ((1, B), (1, self.num_heads), (N,), (N,))
         fits = mask.dim() == 4 and all(
@@ -230,7 +238,7 @@ class TimmAttention(nn.Module):
         return f"num_heads={self.num_heads}, mixer={self.options.mixer!r}{self.options.shown()}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the options, since the class itself is made when it is asked for."""
+        """Pickle and copy by the options, because the class itself is made dynamically."""
         return _empty, (self.options,), self.__dict__.copy()
 
 

@@ -1,4 +1,4 @@
-"""The attention function that belongs to "graphattn"."""
+"""The attention function of the implementation "graphattn"."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from graphattn.ops.attention.step import all_pairs
 # model chooses for a kernel of its own (indices, block_indices), and sinks per query (sinks).
 HARMLESS = frozenset(
     {
-        "cache_position",  # where new keys were written: the mask knows
-        "deterministic",  # of flash-attention's gradients
+        "cache_position",  # where new keys were written; it is in the mask
+        "deterministic",  # for the gradients of flash-attention
         "inputs_embeds",
         "is_causal",
         "layer_idx",
         "logits_to_keep",
-        "num_items_in_batch",  # of the loss
+        "num_items_in_batch",  # for the loss
         "output_attentions",  # read here
         "output_hidden_states",
         "output_router_logits",
-        "past_key_value",  # has been written to
+        "past_key_value",  # the keys are already in it
         "past_key_values",
         "position_embeddings",  # have been applied
         "position_ids",  # have been applied, and packing by them is in the mask
@@ -71,43 +71,42 @@ def graph_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend over the graph that the mask is, within the window or graph of `configure`.
+    """Attend over the graph of the mask, limited by the window or graph of `configure`.
 
     The interface is that of ``transformers.AttentionInterface``. A query that sees nothing, such
     as padding on the left, gets exactly 0.
 
     Args:
-        module: the attention module, which holds its options.
+        module: the attention module, which contains its options.
         query: [B, H, Q, D].
         key: [B, Hk, K, D]; Hk divides H.
         value: [B, Hk, K, Dv].
         attention_mask: from :func:`.masks.graph_mask`; or a bool mask (True: is seen) or a float
             mask (is added) [B or 1, 1 or H, Q or 1, n], n <= K.
-        dropout: share of the weights that is dropped, in training.
-        scaling: of the dot products, 1 / sqrt(D) if None; RBF attention has sigma =
-            scaling ** -0.5 unless `configure` said otherwise.
-        is_causal: read where there is no mask; the module's own if None.
+        dropout: share of the weights that training sets to zero.
+        scaling: factor of the dot products; None means 1 / sqrt(D). RBF attention uses sigma =
+            scaling ** -0.5 unless `configure` has set another one.
+        is_causal: used if there is no mask; None takes the module's own.
         s_aux: [H], attention sinks (GPT-OSS).
-        softcap: of the dot products (Gemma 2).
+        softcap: softcap of the dot products (Gemma 2).
         position_bias: [B or 1, H or 1, Q, K], added to the logits (T5).
 
     Returns:
-        [B, Q, H, Dv], and the weights [B, H, Q, K] where ``output_attentions=True`` asks for them.
+        [B, Q, H, Dv], and with ``output_attentions=True`` the weights [B, H, Q, K], otherwise None.
 
     Raises:
-        ValueError: for an argument that would change the result and is not supported.
+        ValueError: if an argument is not supported and could change the result.
     """
     _refuse_unknown(module, kwargs)
     options = options_of(module)
     if options.mixer != "dot" and softcap is not None:
         raise ValueError(
-            f"mixer must be 'dot' where logits are capped (softcap={softcap}), "
-            f"got {options.mixer!r}"
+            f"mixer must be 'dot' if logits are capped (softcap={softcap}), got {options.mixer!r}"
         )
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
         raise ValueError(
-            f"attention_mask must have at most {key.shape[2]} keys, as many as there are, "
-            f"got shape {list(attention_mask.shape)}"
+            f"attention_mask must have at most {key.shape[2]} keys, the number of keys of this "
+            f"call, got shape {list(attention_mask.shape)}"
         )
     logits = CallLogits(options, scaling, s_aux, softcap, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -125,7 +124,7 @@ def graph_attention(
 
 
 class CallLogits(NamedTuple):
-    """How the logits of one call are made, and what becomes of the weights."""
+    """How the logits of one call are computed, and how the weights are used."""
 
     options: Options
     scaling: float | None
@@ -160,10 +159,10 @@ class CallLogits(NamedTuple):
 
 
 def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
-    """Whether weights are wanted: GPT-2 and OPT keep the argument, and collect what is returned."""
+    """Return whether a call wants weights: GPT-2 and OPT do not pass the argument on."""
     if kwargs.get("output_attentions"):
         return True
-    if torch.compiler.is_compiling():  # a context variable cannot be read there
+    if torch.compiler.is_compiling():  # torch.compile cannot read a context variable
         return False
     collected = _active_collector.get()
     return collected is not None and any("attentions" in kind for kind in collected)
@@ -189,7 +188,7 @@ def _attend(
     logits: CallLogits,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if not query.dtype == key.dtype == value.dtype:  # as under autocast
+    if not query.dtype == key.dtype == value.dtype:  # with autocast they can differ
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
         out, weights = _attend(*tensors, mask, position_bias, causal, logits, wants_weights)
@@ -201,7 +200,7 @@ def _attend(
 
 
 def _fits_pairs(options: Options, query: Tensor) -> bool:
-    """Whether all pairs are to be computed where there are many, or nobody can count them."""
+    """Return whether all pairs can be computed if they are many, or their number is unknown."""
     by_products = options.mixer == "dot" and options.top_k is None
     return by_products or query.shape[2] == 1 or torch.compiler.is_compiling()
 
@@ -214,7 +213,7 @@ def _seen_or_pairs(
     causal: bool,
     options: Options,
 ) -> SeenEdges | Pairs:
-    """A graph where that is faster, or needed; else all pairs, some of them hidden."""
+    """Return a graph if that is faster or necessary; else all pairs with a mask."""
     (B, _, Q, _), K, device = query.shape, key.shape[2], query.device
     window, graph_of = options.window, options.graph
     if mask is not None and not is_sketch(mask):
@@ -251,7 +250,7 @@ def _over_pairs(
     tensors = query, key[:, :, keys], value[:, :, keys], seen.allowed
     of_pairs, weights = logits.of_pairs(query.shape[-1]), None
     out, _ = all_pairs.attend_pairs(*tensors, of_pairs, bias=bias)
-    if wants_weights:  # by themselves: asking for them changes no bit of the output
+    if wants_weights:  # compute them separately, so that the output is the same, bit for bit
         kept = of_pairs._replace(dropout=0.0)
         _, weights = all_pairs.attend_pairs(*tensors, kept, bias=bias, need_weights=True)
         assert weights is not None
@@ -302,7 +301,7 @@ def _by_head(
     logits: CallLogits,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """A mask for every head is a graph for every head."""
+    """Run every head with its own mask, and so with its own graph."""
     H, Hk = query.shape[1], key.shape[1]
     outs, weights = [], []
     for head in range(H):

@@ -1,4 +1,4 @@
-"""The calls that give a model's attention to graphattn, and say how it mixes."""
+"""Let graphattn compute the attention of a model, and choose the mixer of each layer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NAME = "graphattn"
 
 
 def register() -> None:
-    """Make "graphattn" a name that transformers' `attn_implementation` takes.
+    """Register "graphattn" as an `attn_implementation` of transformers.
 
-    Attention and masks come together, since one without the other would be wrong. Calling it again
-    does nothing.
+    It registers the attention function and the mask function, which only work together. A second
+    call has no effect.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -56,37 +56,40 @@ def configure(
 ) -> list[int]:
     r"""Choose how the attention of a Hugging Face model mixes, layer by layer.
 
-    The weights of the model stay what they are; its attention implementation becomes "graphattn".
-    The options stand in ``model.config.graphattn`` and are saved with the model
-    (:func:`from_pretrained` reads them). A later call takes the place of an earlier one in the
-    layers that it names.
+    The weights of the model do not change; its attention implementation becomes "graphattn". The
+    options are stored in ``model.config.graphattn`` and saved with the model;
+    :func:`from_pretrained` reads them. A later call replaces the options of the layers that it
+    names.
 
     Args:
-        model: a model of transformers; compiled, with adapters of peft, or in DDP or FSDP as well.
-            Configure the whole model rather than a part of it: files hold numbers of its layers.
+        model: a model of transformers. It can be compiled, have adapters of peft, or be wrapped in
+            DDP or FSDP. Configure the whole model, not a part of it, because files contain the
+            numbers of its layers.
         mixer: "dot", the model's own softmax attention; "rbf", attention by distance,
             :math:`\exp(-\lVert q - k \rVert^2 / 2 \sigma^2)`
             (:func:`~graphattn.rbf_attention`); or "krause", the same within a window or among the
             nearest (Krause Synchronization Transformers).
-        window: how far tokens see: of a causal model the last `window` keys, itself included; of
-            others `window` tokens on each side. Within the model's own mask.
-        top_k: how many keys every query keeps in each head, those with the largest logits.
-        sigma: bandwidth of "rbf" and "krause"; ``scaling ** -0.5`` of the layer if None, with which
-            logits differ from the model's own by the squared lengths of queries and keys alone.
+        window: how far tokens see: in a causal model the last `window` keys, including its own; in
+            others `window` tokens on each side. The mask of the model still applies.
+        top_k: how many keys every query sees in each head: those with the largest logits.
+        sigma: bandwidth of "rbf" and "krause". None means ``scaling ** -0.5`` of the layer: logits
+            then differ from the model's own only by the squared lengths of queries and keys.
         graph: a function of (num_targets, num_sources) that returns a TokenGraph of these sizes,
-            which is intersected with the mask. Targets are the last of the sources; for a few new
-            tokens beside a cache the graph of all num_sources tokens will do as well.
-        layers: numbers of attention modules, as in ``range(4, 12)``, negative ones from the end;
-            all if None, but for cross-attention where there is a window or graph.
+            which is intersected with the mask. The targets are the last of the sources. For new
+            tokens with a cache, the function may also return the graph of all num_sources tokens.
+        layers: numbers of attention modules, such as ``range(4, 12)``; negative numbers count from
+            the end. None means all, but without cross-attention if there is a window or graph.
 
     Returns:
         The numbers of the layers that were configured.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; nothing is changed then.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
+            Nothing is changed then.
 
     Warns:
-        UserWarning: names attention that does not call transformers' interface, and stays as it is.
+        UserWarning: if some attention modules do not use transformers' interface; these do not
+            change.
 
     Example:
         >>> import torch
@@ -105,9 +108,10 @@ def configure(
     inside = unwrapped(model)
     if steps_of(inside.config) and not is_marked(inside):
         raise ValueError(
-            "model.config.graphattn holds steps that were not done to this model: load it with "
-            "graphattn.integrations.transformers.from_pretrained, or set model.config.graphattn = "
-            "None to begin anew. Of two models made of one config object, make each of a copy"
+            "model.config.graphattn contains changes that were not made to this model: load the "
+            "model with graphattn.integrations.transformers.from_pretrained, or set "
+            "model.config.graphattn = None to start without them. If two models share one config "
+            "object, make each from its own copy"
         )
     numbers = apply(inside, options, layers)
     count = len(attention_modules(inside))
@@ -128,27 +132,28 @@ def replay_configure(
     graph: GraphOf | None = None,
     modules: int | None = None,
 ) -> None:
-    """:func:`configure` as a config keeps it."""
+    """Repeat a call of :func:`configure` from a config."""
     count = len(attention_modules(model))
     if modules not in (None, count):
         raise ValueError(
             f"config.graphattn was written for a model of {modules} attention modules, but "
-            f"{type(model).__name__} has {count}: it was configured as a part of this model, or as "
-            "another class. Load it with transformers itself, set model.config.graphattn = None, "
-            "and configure the whole model"
+            f"{type(model).__name__} has {count}: only a part of this model was configured, or a "
+            "model of another class. Load it with transformers, set model.config.graphattn = "
+            "None, and configure the whole model"
         )
     apply(model, checked_options(mixer, window, top_k, sigma, graph), layers)
 
 
 def apply(model: Any, options: Any, layers: Any) -> list[int]:
-    """Set options and the implementation of a model, all or nothing, without writing them down."""
+    """Set the options and the implementation of a model, all or none, without changing its
+    config."""
     register()
     numbers = layers_for(model, options, layers)
     if model.config._attn_implementation != NAME and not _can_change(model):
         raise ValueError(
             f"model must be made with attn_implementation={NAME!r} (an argument of from_pretrained "
-            f"and from_config): this transformers cannot change the attention of a "
-            f"{type(model).__name__} afterwards, it is {model.config._attn_implementation!r}"
+            "and from_config): this version of transformers cannot change the attention of a "
+            f"{type(model).__name__} later, got {model.config._attn_implementation!r}"
         )
     configs = [model.config, *(module.config for _, module in _with_config(model))]
     before = [(config, config._attn_implementation) for config in configs]
@@ -158,8 +163,9 @@ def apply(model: Any, options: Any, layers: Any) -> list[int]:
         for name, module in _with_config(model):
             if module.config._attn_implementation != NAME:
                 raise ValueError(
-                    f"model must take attn_implementation={NAME!r} in all of its attention, but "
-                    f"{name} ({type(module).__name__}) kept {module.config._attn_implementation!r}"
+                    f"model must accept attn_implementation={NAME!r} in all of its attention "
+                    f"modules, but {name} ({type(module).__name__}) still has "
+                    f"{module.config._attn_implementation!r}"
                 )
     except BaseException:
         for config, name in before:
@@ -181,7 +187,7 @@ OWN = ("softmax", "scaled_dot_product_attention")
 
 
 def _warn_of_others(model: nn.Module) -> None:
-    """Name modules that compute attention by themselves, which nothing here can change."""
+    """Warn about modules with their own code for attention, which cannot be changed."""
     others = [
         name
         for name, module in model.named_modules()
@@ -193,8 +199,8 @@ def _warn_of_others(model: nn.Module) -> None:
     ]
     if others:
         warnings.warn(
-            f"{len(others)} attention modules do not call transformers' attention interface and "
-            f"stay as they are: {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}",
+            f"{len(others)} attention modules do not use transformers' attention interface and are "
+            f"not changed: {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}",
             stacklevel=3,
         )
 
@@ -203,6 +209,6 @@ _NO_CODE = compile("", "", "exec")
 
 
 def _can_change(model: Any) -> bool:
-    """Whether `set_attn_implementation` does anything but warn."""
+    """Return whether `set_attn_implementation` works, rather than only warn."""
     can = getattr(model, "_can_set_attn_implementation", None)
     return can is None or bool(can())

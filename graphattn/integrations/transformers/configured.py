@@ -1,4 +1,4 @@
-"""Record of the changes to a model, layer by layer."""
+"""Show the changes to a model, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from graphattn.integrations.transformers.wrapped import unwrapped
 
 
 def configured(model: nn.Module) -> dict[str, list[dict[str, Any]]]:
-    """Return what this package did to the attention of a model, by the names of its modules.
+    """Return the changes of this package to the attention of a model, by names of modules.
 
     Args:
-        model: a model of transformers; compiled, with adapters of peft, or in DDP or FSDP as well.
+        model: a model of transformers. It can be compiled, have adapters of peft, or be wrapped in
+            DDP or FSDP.
 
     Returns:
-        For every attention module that was changed, what was done to it: the `call` ("configure",
-        which comes first, "convert" or "add_krause_shortcut") and its arguments, those that are
-        None left out. A `graph` is the function itself. Layers that a later call of
-        :func:`configure` set back to the plain dot product are not there.
+        For every changed attention module a list of changes: the `call` ("configure", which comes
+            first, "convert" or "add_krause_shortcut") and its arguments without those that are
+            None. A `graph` is the function itself. Layers that a later call of :func:`configure`
+            has reset to the plain dot product are not included.
 
     Example:
         >>> from transformers import BertConfig, BertModel

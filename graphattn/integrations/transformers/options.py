@@ -1,4 +1,4 @@
-"""Options of `configure`: checked, kept in the model's config, and found again by its modules."""
+"""Options of `configure`: check them, and store them in the config and modules of a model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from graphattn.integrations.transformers.conversion.modules import (
     is_cross_attention,
 )
 
-VERSION = 1  # of config.graphattn
+VERSION = 1  # version of the format of config.graphattn
 MIXERS = ("dot", "rbf", "krause")
-GRAPH = "given in code"  # what a config says of a graph, which is a function
+GRAPH = "given in code"  # value in a config for a graph, which is a function
 
 GraphOf = Callable[[int, int], TokenGraph]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How one attention module mixes; the defaults are what the model itself does."""
+    """Options of one attention module; the defaults do what the model itself does."""
 
     mixer: str = "dot"
     window: int | None = None
@@ -38,25 +38,31 @@ AS_IT_IS = Options()
 
 
 def checked_options(mixer: Any, window: Any, top_k: Any, sigma: Any, graph: Any) -> Options:
-    """Return the options, or say what is wrong with them."""
+    """Return the options, or raise a ValueError."""
     if mixer not in MIXERS:
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (mixers that "
-            "replace projections, such as 'gka', are for convert())"
+            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (for mixers that "
+            "replace projections, such as 'gka', use convert())"
         )
     window = None if window is None else as_int("window", window, 1)
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
     if sigma is not None:
         if mixer == "dot":
-            raise ValueError(f"sigma is for mixer='rbf' and 'krause', got sigma={sigma} with 'dot'")
+            raise ValueError(
+                f"sigma must be None with mixer='dot', got {sigma}: it is the bandwidth of 'rbf' "
+                "and 'krause'"
+            )
         sigma = as_float("sigma", sigma, positive=True)
     if mixer == "krause" and window is None and graph is None and top_k is None:
-        raise ValueError("mixer='krause' needs window=, top_k= or graph=; without use mixer='rbf'")
+        raise ValueError(
+            "mixer='krause' needs window=, top_k= or graph=, got none of them: without these, use "
+            "mixer='rbf'"
+        )
     if graph is not None and not callable(graph):
         raise ValueError(
-            "graph must be a function of (num_targets, num_sources) that returns a TokenGraph, got "
-            f"{type(graph).__name__}: lengths change from call to call; write graph=lambda "
-            "num_targets, num_sources: graph where the length is fixed"
+            "graph must be a function of (num_targets, num_sources) that returns a TokenGraph, "
+            f"got {type(graph).__name__}: lengths can change from call to call. If the length is "
+            "fixed, write graph=lambda num_targets, num_sources: graph"
         )
     check_takes_two(graph)
     return Options(mixer, window, top_k, sigma, graph)
@@ -67,8 +73,9 @@ def chosen_layers(model: nn.Module, layers: Any) -> list[int]:
     count = len(attention_modules(model))
     if count == 0:
         raise ValueError(
-            f"model has no module that calls transformers' attention interface: {type(model)} "
-            f"cannot be changed, it computes attention in code of its own{_hint(model)}"
+            "model must have a module that uses transformers' attention interface, got "
+            f"{type(model)}, which cannot be changed, because it computes attention in its own "
+            f"code{_hint(model)}"
         )
     if layers is None:
         return list(range(count))
@@ -76,18 +83,18 @@ def chosen_layers(model: nn.Module, layers: Any) -> list[int]:
     for number in found:
         if not -count <= number < count:
             raise ValueError(
-                f"layers must be within {-count} .. {count - 1} (negative from the end), got "
-                f"{number}"
+                f"layers must be numbers in {-count} .. {count - 1} (negative ones count from the "
+                f"end), got {number}"
             )
     if not found:
-        raise ValueError("layers must name at least one layer (None for all), got none")
+        raise ValueError("layers must contain at least one layer (None for all), got none")
     return sorted({number % count for number in found})
 
 
 def _hint(model: nn.Module) -> str:
     if not any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         return ""
-    return "; for nn.MultiheadAttention there is graphattn.integrations.torch.convert"
+    return "; for nn.MultiheadAttention use graphattn.integrations.torch.convert"
 
 
 def options_of(module: nn.Module) -> Options:
@@ -100,8 +107,8 @@ def options_of(module: nn.Module) -> Options:
         raise ValueError(
             f"config.graphattn of this model has options for its attention, but {type(module)} was "
             "made without them: load the model with "
-            "graphattn.integrations.transformers.from_pretrained, or, where two models were made "
-            "of one config object, make each of a copy of it"
+            "graphattn.integrations.transformers.from_pretrained, or, if two models share one "
+            "config object, make each from its own copy"
         )
     return AS_IT_IS
 
@@ -109,7 +116,7 @@ def options_of(module: nn.Module) -> Options:
 def layers_for(model: nn.Module, options: Options, layers: Any) -> list[int]:
     """Return the numbers of the layers that get `options`, after checking that they can.
 
-    A window or graph has no meaning in cross-attention: `layers=None` leaves it out.
+    A window or graph has no meaning in cross-attention, so `layers=None` skips it.
     """
     numbers = chosen_layers(model, layers)
     modules = attention_modules(model)
@@ -117,14 +124,17 @@ def layers_for(model: nn.Module, options: Options, layers: Any) -> list[int]:
     if places and layers is None:
         numbers = [number for number in numbers if not is_cross_attention(*modules[number])]
         if not numbers:
-            raise ValueError("model has cross-attention only, where no window or graph has meaning")
+            raise ValueError(
+                "model must have self-attention for a window or graph, got a model with only "
+                "cross-attention, where these have no meaning"
+            )
     for number in numbers:
         name, module = modules[number]
         if places and is_cross_attention(name, module):
             raise ValueError(
                 f"layers must not include {number} ({name}), which attends to another sequence, "
-                "where a window or graph has no meaning; choose others with layers= (None: all "
-                "but these)"
+                "where a window or graph has no meaning: choose other layers with layers= (None "
+                "for all without cross-attention)"
             )
         if options.mixer != "dot" and _softcap(module) is not None:
             raise ValueError(
@@ -135,7 +145,7 @@ def layers_for(model: nn.Module, options: Options, layers: Any) -> list[int]:
 
 
 def give_options(model: nn.Module, options: Options, numbers: list[int]) -> None:
-    """Give `options` to the modules of these numbers, and to others what they have or had."""
+    """Set `options` for the modules with these numbers; others keep theirs."""
     modules = attention_modules(model)
     for number in numbers:
         modules[number][1].graphattn_options = options  # type: ignore[assignment]
@@ -151,18 +161,18 @@ def _softcap(module: nn.Module) -> float | None:
     )
 
 
-# What is kept.
+# Storage in the config.
 
 
 def add_step(model: nn.Module, call: str, arguments: dict[str, Any]) -> None:
-    """Write a call and its arguments into ``model.config.graphattn``, to be replayed on loading.
+    """Store a call and its arguments in ``model.config.graphattn``, to be repeated on loading.
 
-    The configs of its parts, which masks and attention of a text or vision part read, say only
-    that they are parts.
+    The configs of its parts (such as a text or vision part), which masks and attention read,
+    contain only a mark that they are parts.
     """
     config: Any = model.config
     steps = [*steps_of(config), {"call": call, **arguments}]
-    if call == "configure":  # a later one takes the place of what it covers
+    if call == "configure":  # a later call replaces earlier options of the same layers
         covered = set(arguments["layers"])
         steps = [
             step
@@ -178,23 +188,23 @@ def add_step(model: nn.Module, call: str, arguments: dict[str, Any]) -> None:
 
 
 def steps_of(config: Any) -> list[dict[str, Any]]:
-    """Return the steps that a config holds, after checking that this version can read them."""
-    kept = getattr(config, "graphattn", None)
-    if kept is None:
+    """Return the changes in a config, after checking that this version can read them."""
+    stored = getattr(config, "graphattn", None)
+    if stored is None:
         return []
-    version = kept.get("version") if isinstance(kept, dict) else None
+    version = stored.get("version") if isinstance(stored, dict) else None
     if type(version) is not int or version < 1:
-        raise ValueError(f"config.graphattn must hold a version and steps, got {kept!r}")
+        raise ValueError(f"config.graphattn must contain a version >= 1 and steps, got {stored!r}")
     if version > VERSION:
         raise ValueError(
             f"config.graphattn was written by a newer graphattn (its version is {version}, this "
             f"one reads up to {VERSION}): update graphattn"
         )
-    steps = kept.get("steps")
+    steps = stored.get("steps")
     if not isinstance(steps, list) or not all(map(_is_step, steps)):
         raise ValueError(
-            "config.graphattn must hold a version and steps, each with a call and layers (numbers, "
-            f"or None for all), got {kept!r}"
+            "config.graphattn must contain a version and steps, each with a call and layers "
+            f"(numbers, or None for all), got {stored!r}"
         )
     return steps
 
@@ -209,24 +219,24 @@ def _is_step(step: Any) -> bool:
 
 
 def _part_of(config: Any) -> dict[str, Any]:
-    kept = getattr(config, "graphattn", None)
-    of = kept.get("part_of") if isinstance(kept, dict) else None
+    stored = getattr(config, "graphattn", None)
+    of = stored.get("part_of") if isinstance(stored, dict) else None
     return of if isinstance(of, dict) else {}
 
 
 def is_part(config: Any) -> bool:
-    """Whether a config is that of a part of a changed model, which holds no steps of its own."""
+    """Return whether a config belongs to a part of a changed model."""
     return bool(_part_of(config))
 
 
 def is_configured(config: Any) -> bool:
-    """Whether a config, or that of the model it is a part of, has options for attention."""
+    """Return whether a config, or that of the whole model, has options for attention."""
     steps = any(step["call"] == "configure" for step in steps_of(config))
     return steps or bool(_part_of(config).get("configured"))
 
 
 def has_places(config: Any) -> bool:
-    """Whether any layer has a window or graph, for which it matters where queries stand."""
+    """Return whether any layer has a window or graph, which need the positions of queries."""
     return bool(_part_of(config).get("places")) or any(
         step.get("window") is not None or step.get("graph") is not None
         for step in steps_of(config)
@@ -235,7 +245,7 @@ def has_places(config: Any) -> bool:
 
 
 def as_step(options: Options, layers: list[int]) -> dict[str, Any]:
-    """Return the options as a config keeps them."""
+    """Return the options in the form of a config."""
     return {
         "mixer": options.mixer,
         "window": options.window,

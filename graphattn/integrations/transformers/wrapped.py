@@ -1,4 +1,4 @@
-"""The Hugging Face model inside what wraps it."""
+"""Remove wrappers around a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def unwrapped(model: Any) -> Any:
         inner = _inner(inside)
         if inner is None:
             raise ValueError(
-                f"model must be a model of transformers with its attention interface (compiled, "
-                f"with adapters of peft, or in DDP or FSDP as well), got {type(model)}; for "
-                "nn.MultiheadAttention in modules of PyTorch use graphattn.integrations.torch."
-                "convert"
+                "model must be a model of transformers that uses its attention interface (it can "
+                "be compiled, have adapters of peft, or be wrapped in DDP or FSDP), got "
+                f"{type(model)}; for nn.MultiheadAttention in modules of PyTorch use "
+                "graphattn.integrations.torch.convert"
             )
         inside = inner
     return inside

@@ -1,4 +1,4 @@
-"""A language model: every token sees itself and earlier ones, and predicts the next."""
+"""A causal language model: every token sees itself and earlier tokens, and predicts the next."""
 
 from __future__ import annotations
 
@@ -32,67 +32,67 @@ Window = int | None | Sequence[int | None]
 
 
 class CausalLM(TiedModel):
-    r"""A language model: tokens in, logits of the next token out, of any mixer.
+    r"""A language model with any mixer: tokens in, logits of the next token out.
 
-    Embedding, pre-norm blocks, norm, linear head. Attention layers see the last `window` tokens
-    (all earlier ones without), consensus layers the last `consensus_window`; both numbers count
-    the token itself. Consensus moves the later token of a pair alone, ``update="target"``.
-    :meth:`generate` writes on by streaming caches.
+    It has an embedding, pre-norm blocks, a norm and a linear head. Attention layers see the last
+    `window` tokens (all earlier tokens without a window), consensus layers the last
+    `consensus_window` tokens; both numbers include the token itself. Consensus moves only the later
+    token of a pair (``update="target"``). :meth:`generate` continues a text with caches.
 
     Args:
         vocab_size: number of tokens.
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: "dot" (softmax attention), "dot-window" (the same, which insists on a `window`),
-            "vlt" (no value projection), "linear", "gka" (Gaussian kernel attention), "krause" or
+        mixer: "dot" (softmax attention), "dot-window" (the same, but it needs a `window`), "vlt"
+            (no value projection), "linear", "gka" (Gaussian kernel attention), "krause" or
             "consensus"; or "mix" ("dot" in the first half of the blocks, "consensus" in the
             second), "gka-consensus" or "krause-consensus"; or one entry per block: one of the first
             seven, or a layer of width `dim`, of :mod:`graphattn.nn` or your own.
-        mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
-            takes those that it has, and one that no layer has is refused. A list holds one value
-            per block.
+        mixer_options: further options of the named layers, such as ``{"top_k": 8}``. Every layer
+            takes the options that it has; an option that no layer has is an error. A list contains
+            one value per block.
         window: keys that the attention layers see, the token itself included: one number for all,
-            None for all tokens before; a pair (short, long) with `window_pattern`; or one per
-            block, None at blocks of consensus, which have `consensus_window` in its place.
-            "krause" without a window sees all tokens before, and without
-            ``mixer_options={"top_k": k}`` nothing of what it sees is cut.
-        window_pattern: "S" for the short and "L" for the long window of a block, repeated over the
-            blocks: "SSSL" is every fourth block long, as in the language model of
-            *Projection-Free Transformers via Gaussian Kernel Attention*, Section 5.2. There 1,024
-            and 2,048 of 2,048 tokens.
-        consensus_window: keys that consensus layers see, the token itself included: 3 is the two
-            before it, the nearer half of the consensus paper's window of 2.
-        rope: rotary positions in all named layers; "isometric" where consensus layers should keep
+            None for all earlier tokens; a pair (short, long) with `window_pattern`; or one per
+            block, None for consensus blocks, which use `consensus_window` instead. "krause" without
+            a window sees all earlier tokens, and it averages all of them unless you set
+            ``mixer_options={"top_k": k}``.
+        window_pattern: the letters S (short window) and L (long window), one per block, repeated
+            over all blocks. "SSSL" gives every fourth block the long window, as in the language
+            model of *Projection-Free Transformers via Gaussian Kernel Attention*, Section 5.2,
+            where the windows are 1,024 and 2,048 of 2,048 tokens.
+        consensus_window: keys that consensus layers see, the token itself included: 3 means the two
+            tokens before it, which is the earlier half of the consensus paper's window of 2.
+        rope: whether all named layers use rotary positions; with "isometric", consensus layers keep
             their guarantees (attention layers then use the usual rotation).
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
         norm: "layer" or "rms", of the blocks and before the head.
         norm_affine: whether the norms have weights.
-        activation: of the perceptrons: "gelu", or "relu2", the square of ReLU.
-        bias: whether the perceptrons and norms have biases, and the projections of named mixers,
-            where `mixer_options` says nothing else. The head has none.
-        dropout: share of features zeroed after every layer and perceptron, in training.
-        drop_path: share of sequences for which a part of the last block is left out in training;
-            that of earlier blocks grows evenly from 0 (Huang et al., 2016).
+        activation: activation of the perceptrons: "gelu", or "relu2", the square of ReLU.
+        bias: whether the perceptrons and norms have biases. It also holds for the projections of
+            named mixers, unless `mixer_options` contains "bias". The head has no bias.
+        dropout: share of the features that training sets to zero after every layer and perceptron.
+        drop_path: share of the sequences for which training leaves out a part of the last block.
+            The share grows evenly from 0 in the first block (Huang et al., 2016).
         tie_weights: whether the head's weight is the embedding.
-        logit_softcap: cap c > 0 on the logits, ``c * tanh(logits / c)`` (Gemma 2: 30); none if
-            None.
+        logit_softcap: c > 0, which bounds the logits: ``c * tanh(logits / c)`` (30 in Gemma 2).
+            None for no bound.
 
     Attributes:
-        windows: the window of every block, consensus included; None for all tokens before.
+        windows: the window of every block, consensus included; None for all earlier tokens.
 
     Shapes:
         - **tokens**: integers [*, N]
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`), which
-          then says alone what is seen. Packed sequences take ``model.graphs(lengths)``
+          replaces all windows. For packed sequences use ``model.graphs(lengths)``
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
         - **edge_features**, **edge_bias**: as :class:`SequenceEncoder` takes them (keywords)
         - **output**: [*, N, vocab_size]; the logits at token i are those of token i + 1
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; for a consensus layer whose
-            update moves earlier tokens, too.
+        ValueError: if an argument is not allowed, or if the update of a consensus layer moves
+            earlier tokens; the message names the argument and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -172,7 +172,7 @@ class CausalLM(TiedModel):
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` with the window of every block, however it was said."""
+        """Return `config` with one window per block, for every form of `window`."""
         depth, mixer = config.get("depth"), config.get("mixer")
         if not isinstance(depth, int):
             return config
@@ -190,16 +190,19 @@ class CausalLM(TiedModel):
         return {**config, "window": windows, **dict.fromkeys(rest)}
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         for part in (*self.blocks, self.norm, self.head):
             part.reset_parameters()
-        nn.init.normal_(self.embedding.weight, std=0.02)  # the head's, where it is tied
+        nn.init.normal_(
+            self.embedding.weight, std=0.02
+        )  # also the weight of the head if it is tied
 
     def graphs(self, num_tokens: int | Sequence[int]) -> list[TokenGraph]:
-        """The graph of every block where `forward` is given none; of packed sequences from lengths.
+        """Return the graphs, one per block, that `forward` uses if no graph is given.
 
         Args:
-            num_tokens: of one sequence, or of each of several that stand one after the other.
+            num_tokens: number of tokens of one sequence, or a list of the numbers of packed
+                sequences.
 
         Example:
             >>> import graphattn as ga
@@ -227,7 +230,7 @@ class CausalLM(TiedModel):
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """The features before the head, [*, N, dim]."""
+        """Return the features before the head, [*, N, dim]."""
         tokens = self._readable(tokens, valid)
         x = self.run_blocks(
             self.embedding(tokens),
@@ -248,17 +251,17 @@ class CausalLM(TiedModel):
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """Logits of the token after every token, [*, N, vocab_size]."""
+        """Return the logits of the next token after every token, [*, N, vocab_size]."""
         of_edges = {"edge_bias": edge_bias, "edge_features": edge_features}
         given: dict[str, Any] = {name: x for name, x in of_edges.items() if x is not None}
         features = self.encode(tokens, graph, valid=valid, positions=positions, **given)
         return self.logits(features)
 
     def logits(self, features: Tensor) -> Tensor:
-        """The head, [*, dim] -> [*, vocab_size], with its softcap."""
+        """Apply the head with its softcap, [*, dim] -> [*, vocab_size]."""
         return capped(self.head(features), self.logit_softcap)
 
-    # Token by token.
+    # Generation, token by token.
 
     def init_cache(
         self,
@@ -269,19 +272,18 @@ class CausalLM(TiedModel):
         device: torch.device | str | None = None,
         rollback: int = 0,
     ) -> ModelCache:
-        """An empty cache for :meth:`step`, with one of every block in it.
+        """Make an empty cache for :meth:`step`, with one layer cache per block.
 
         Args:
-            batch: the leading dimensions of the tokens to come; () for a single text.
-            window: the model's own, :attr:`windows`, if None; or another for all blocks, or one
-                per block (None for all tokens before).
-            dtype, device: of what is kept; the model's own if None.
-            rollback: how many of the newest tokens ``cache.truncate`` can take back at any time.
+            batch: the leading dimensions of the tokens that will follow; () for a single text.
+            window: None for the model's own :attr:`windows`; or another one for all blocks; or a
+                list with one per block (None for all earlier tokens).
+            dtype, device: dtype and device of the stored tensors; None takes the model's own.
+            rollback: how many of the newest tokens ``cache.truncate`` can remove at any time.
 
         Raises:
-            ValueError: names the block whose mixer cannot go token by token and what it needs; for
-                arguments out of range; and where a subclass has replaced `forward` or `encode`
-                alone.
+            ValueError: if the mixer of a block cannot generate token by token, if an argument is
+                out of range, or if a subclass has replaced `forward` or `encode` but not the steps.
         """
         own = self.windows if window is None else window
         return super().init_cache(batch, own, dtype=dtype, device=device, rollback=rollback)
@@ -295,10 +297,10 @@ class CausalLM(TiedModel):
         valid: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token, or of the next few, which the cache then holds too.
+        """Read the next token, or the next n, into the cache, and return the logits after each.
 
-        T steps give what one forward over all T tokens gives in evaluation mode, to rounding.
-        There is no gradient: `forward` is for training.
+        T steps give the same logits as one call of `forward` over all T tokens in evaluation mode,
+        up to rounding. A step computes no gradients; use `forward` for training.
 
         Args:
             tokens: integers [*], the next of every text, or [*, n], the next n; * is the batch of
@@ -306,14 +308,15 @@ class CausalLM(TiedModel):
             cache: from this model's :meth:`init_cache`; updated in place.
             valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
                 others of its batch is padded on the left.
-            positions: [*] (or [*, n]), where tokens stand for rotary embeddings; counted from 0 by
-                the cache if None.
+            positions: [*] (or [*, n]), positions of the tokens for rotary embeddings. If None, the
+                cache counts them from 0.
 
         Returns:
             [*, vocab_size] or [*, n, vocab_size].
 
         Raises:
-            ValueError: as :meth:`init_cache`, and for what does not fit the model or the cache.
+            ValueError: for the same reasons as :meth:`init_cache`, and if an argument does not fit
+                the model or the cache.
         """
         return self.logits(self.encode_step(tokens, cache, valid=valid, positions=positions))
 
@@ -332,44 +335,47 @@ class CausalLM(TiedModel):
         draft: CausalLM | None = None,
         draft_tokens: int = 4,
     ) -> Tensor:
-        """Continue prompts: the prompts with their continuations, [*, N + new].
+        """Continue prompts; return the prompts with their continuations, [*, N + new].
 
-        The texts are those of whole forward passes over everything written so far, to rounding,
-        but every token is read once. Nothing is dropped out, in no mode, and there is no gradient.
+        The texts are the same as if each step called `forward` on the whole text so far, up to
+        rounding, but every token is read only once. There is no dropout, not even in training mode,
+        and there are no gradients.
 
-        With a `draft`, a smaller model of the same vocabulary, that one writes `draft_tokens`
-        tokens ahead and this one reads them in one step, which keeps those that it would have
-        written (speculative decoding; Leviathan, Kalman and Matias, 2023). Greedy texts stay the
-        same; sampled ones keep their distribution, but not the draws of a generator. A batch goes
-        on from the least number of tokens that all its texts keep.
+        A `draft` is a smaller model with the same vocabulary. It writes `draft_tokens` tokens in
+        advance, this model reads them in one step, and accepts those that it would have written
+        itself (speculative decoding; Leviathan, Kalman and Matias, 2023). Greedy texts stay the
+        same. Sampled texts have the same distribution, but a generator draws other tokens. All
+        texts of a batch continue from the smallest number of accepted tokens.
 
         Args:
             tokens: the prompts, integers [*, N], at least one token each.
-            max_new_tokens: how many tokens are written at most; 0 gives the prompts back.
-            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest
-                token every time, and draws none.
-            top_k: draw from the `top_k` likeliest tokens; all if None.
-            top_p: draw from the fewest likeliest tokens that together have this probability, in
-                (0, 1] (nucleus sampling; Holtzman et al., 2020), after `top_k`; all if None.
-            stop: a token or several, each a number or a sequence of numbers: a text ends once
-                it has written the first of them (a prompt does not count). It is filled with
-                its last token while others of its batch go on; when all have ended, so does the
-                generation.
-            generator: draws the tokens; torch's own if None.
-            valid: bool [N] or [*, N], True where a token is real: prompts of different lengths are
-                padded on the left. Each then gives what it gives alone.
-            progress: called as ``progress(step, tokens)`` after every token, with the number of
-                tokens written and the texts so far, [*, N + step]; generation ends where it
-                returns True (which some progress bars' own ``update`` does: wrap it).
-            draft: a :class:`CausalLM` of the same vocabulary that writes ahead.
-            draft_tokens: how far, at least 1.
+            max_new_tokens: maximal number of new tokens; 0 returns the prompts.
+            temperature: logits are divided by it before a token is drawn; with 0 the most likely
+                token is taken, without a draw.
+            top_k: draw from the `top_k` most likely tokens; None for all.
+            top_p: draw from the smallest set of most likely tokens that together have this
+                probability, in (0, 1] (nucleus sampling; Holtzman et al., 2020), after `top_k`;
+                None for all.
+            stop: one stop or several, each a token or a sequence of tokens. A text ends as soon as
+                it has written one of them; the prompt does not count. While other texts of the
+                batch continue, it is filled with its last token. Generation ends when all texts
+                have ended.
+            generator: random generator that draws the tokens; None for torch's default.
+            valid: bool [N] or [*, N], True where a token is real: pad prompts of different lengths
+                on the left. Each text is then the same as without a batch.
+            progress: called as ``progress(step, tokens)`` after every token, with the number of new
+                tokens and the texts so far, [*, N + step]. Generation ends if it returns True. (The
+                method ``update`` of some progress bars returns True: wrap it in a function.)
+            draft: a :class:`CausalLM` with the same vocabulary that writes tokens in advance.
+            draft_tokens: how many tokens the draft writes in advance, at least 1.
 
         Returns:
-            Integers [*, N + n], n <= max_new_tokens, prompts and their padding as they were given.
+            Integers [*, N + n], n <= max_new_tokens, with the prompts and their padding unchanged.
 
         Raises:
-            ValueError: names the argument, its value and what is allowed: also for `top_k` or
-                `top_p` at temperature 0, where they would do nothing.
+            ValueError: if an argument is not allowed, or if `top_k` or `top_p` is given with
+                temperature 0, where it has no effect; the message names the argument and says what
+                is allowed.
 
         Example:
             >>> import torch, graphattn as ga
@@ -407,7 +413,7 @@ def _causal(num_tokens: int | Sequence[int], window: int | None) -> TokenGraph:
 
 
 def _is_near(entry: Any) -> bool:
-    """Whether an entry of a config is a consensus layer."""
+    """Return whether an entry of a config is a consensus layer."""
     return entry == "consensus" or (
         isinstance(entry, dict) and entry.get("class") == SelfConsensus.__name__
     )
@@ -416,18 +422,19 @@ def _is_near(entry: Any) -> bool:
 def _window(
     place: int, entry: Any, mixing: Mixing, window: int | None, near: int, one_each: bool
 ) -> int | None:
-    """The window of a block, in keys; a ValueError where it does not fit the layer."""
+    """Return the window of a block, in keys, or raise a ValueError if it does not fit the layer."""
     layer, reach = mixing
     if isinstance(layer, SelfConsensus) and layer.update_rule == "energy":
         raise ValueError(
-            f"mixer must not see later tokens, got a SelfConsensus(update='energy') at block "
-            f"{place}: it moves earlier tokens by later ones; update='target' does not"
+            "mixer must not let later tokens change earlier ones, got a "
+            f"SelfConsensus(update='energy') in block {place}, which does: make it with "
+            "update='target'"
         )
     if reach == "near":
         if one_each and window is not None:
             raise ValueError(
-                f"window must be None at block {place}, a consensus layer, whose window is "
-                f"consensus_window={near}, got {window}"
+                f"window must be None for block {place}, because a consensus layer uses "
+                f"consensus_window={near} instead, got {window}"
             )
         return near
     if entry == "dot-window" and window is None:

@@ -1,4 +1,4 @@
-"""Texts that go on token by token: prompts, stops, and what is read when."""
+"""Generation of text: prompts, stop tokens, and the order in which a model reads tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ Progress = Callable[[int, Tensor], Any]
 
 
 class LanguageModel(Protocol):
-    """Interface of a model that can write: it reads tokens through a cache and tells what may
-    follow.
-    """
+    """Interface of a model that generates: it reads tokens into a cache and returns logits."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,18 +38,18 @@ class LanguageModel(Protocol):
 
 
 class GrowingText:
-    """Prompts, and what is written behind them.
+    """Prompts and the tokens that are written after them.
 
     Args:
         prompts: integers [*, N].
-        count: how many tokens may be written.
-        stops: sequences of tokens that end a text.
-        progress: called after every token; its True ends the generation.
+        count: maximal number of new tokens.
+        stops: sequences of tokens; each ends a text.
+        progress: called after every token; if it returns True, generation ends.
 
     Attributes:
-        tokens: [*, N + count]; behind `length` it may hold anything, such as guesses.
-        length: tokens so far.
-        is_over: whether nothing more is to be written.
+        tokens: [*, N + count]; the contents after `length` have no meaning (they may be guesses).
+        length: number of tokens so far.
+        is_over: whether the generation has ended.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class GrowingText:
         return self.tokens[..., : self.length]
 
     def append(self, newest: Tensor) -> None:
-        """One more token [*] of every text; those that have ended repeat their last."""
+        """Append one token [*] to every text; texts that have ended repeat their last token."""
         if self.stops:
             newest = torch.where(self.ended, self.tokens[..., self.length - 1], newest)
         self.tokens[..., self.length] = newest
@@ -93,10 +91,10 @@ class Reader:
     """A model that reads a growing text through a cache.
 
     Args:
-        model: reads.
-        text: what is read.
+        model: the model that reads.
+        text: the text that it reads.
         valid: bool [*, N], where the prompts are real.
-        rollback: how many tokens may be taken back.
+        rollback: how many of the newest tokens can be removed again.
     """
 
     def __init__(
@@ -107,12 +105,14 @@ class Reader:
         if valid is not None:
             more = valid.new_ones(*valid.shape[:-1], text.most - text.start)
             self.valid = torch.cat([valid, more], dim=-1)
-            # Every text counts its own tokens: some mechanisms see more than distances.
+            # Positions start at 0 in every text, because some mechanisms depend on more than
+            # distances.
             padding = (~valid).sum(-1, keepdim=True)
             self.positions = torch.arange(text.most, device=valid.device) - padding
 
     def read(self, until: int, keep: int = 1) -> Tensor:
-        """Read on to the token before `until`: logits of the last `keep` tokens, [*, keep, V]."""
+        """Read up to the token before `until`; return logits of the last `keep` tokens, [*, keep,
+        V]."""
         here = slice(self.cache.position, until)
         given = {}
         if self.valid is not None and self.positions is not None:
@@ -123,7 +123,7 @@ class Reader:
         return self.model.logits(x[..., -keep:, :])
 
     def forget(self, length: int) -> None:
-        """The tokens from `length` on."""
+        """Remove the tokens from position `length` on from the cache."""
         if length < self.cache.position:
             self.cache.truncate(length)
 
@@ -144,7 +144,7 @@ def generate(
     draft: LanguageModel | None,
     draft_tokens: int,
 ) -> Tensor:
-    """:meth:`CausalLM.generate`."""
+    """Generate text; see :meth:`CausalLM.generate`."""
     sampling = Sampling.checked(temperature, top_k, top_p)
     count = as_int("max_new_tokens", max_new_tokens, 0)
     ahead = as_int("draft_tokens", draft_tokens, 1)
@@ -156,7 +156,10 @@ def generate(
         raise ValueError(f"progress must be callable or None, got {progress!r}")
     model._readable(tokens, valid)
     if tokens.shape[-1] == 0:
-        raise ValueError("tokens must hold at least one token of every text, got none")
+        raise ValueError(
+            "tokens must contain at least one token per text, got none: give a prompt or a start "
+            "token"
+        )
     valid = _left_padding(valid, tokens)
     text = GrowingText(tokens, count, _stops(stop, model.vocab_size), progress)
     if draft is not None:
@@ -180,12 +183,12 @@ def _write_with_draft(
     valid: Tensor | None,
     ahead: int,
 ) -> None:
-    """The draft guesses, the model reads all guesses in one step and keeps what it agrees with."""
+    """Let the draft guess tokens; the model reads them in one step and accepts some of them."""
     reader = Reader(model, text, valid, rollback=ahead)
     drafter = Reader(draft, text, valid, rollback=ahead)
     while not text.is_over:
         first = text.length
-        guesses = min(ahead, text.most - first - 1)  # the model itself writes one more
+        guesses = min(ahead, text.most - first - 1)  # the model itself writes one more token
         of_draft = []
         for i in range(guesses):
             logits = drafter.read(first + i)[..., -1, :]
@@ -204,7 +207,7 @@ def _write_with_draft(
             text.append(newest)
             if text.is_over or not bool((agrees | ended).all()):
                 break
-        reader.forget(text.length - 1)  # the newest token is still to be read
+        reader.forget(text.length - 1)  # the newest token has not been read yet
         drafter.forget(text.length - 1)
 
 
@@ -215,10 +218,10 @@ def verify(
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """The token that follows, [*], and whether it is the guess.
+    """Return the next token, [*], and whether it is the guess.
 
-    A guess x of probability q(x) is kept with probability min(1, p(x) / q(x)); otherwise the token
-    is drawn from what p has more than q, max(p - q, 0) normalised. So it is one of p.
+    A guess x with probability q(x) is accepted with probability min(1, p(x) / q(x)). Otherwise the
+    token is drawn from max(p - q, 0), normalised. The result then has the distribution p.
     """
     if of_draft is None:
         best = logits.argmax(-1)
@@ -229,15 +232,15 @@ def verify(
     u = torch.rand(guess.shape, generator=generator, device=p.device, dtype=p.dtype)
     keep = u * q.gather(-1, place).squeeze(-1) < p.gather(-1, place).squeeze(-1)
     rest = (p - q).clamp_min(0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal to rounding
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p and q are equal up to rounding
     return torch.where(keep, guess, draw(rest, generator).to(guess.dtype)), keep
 
 
-# What is given.
+# Checks of arguments.
 
 
 def _left_padding(valid: Any, tokens: Tensor) -> Tensor | None:
-    """`valid` as [*, N], if some token is not real; a ValueError unless padding is on the left."""
+    """Return `valid` as [*, N], or None if all tokens are real; padding must be on the left."""
     if valid is None:
         return None
     N = tokens.shape[-1]
@@ -245,14 +248,14 @@ def _left_padding(valid: Any, tokens: Tensor) -> Tensor | None:
     valid = valid.expand(tokens.shape)
     if not bool((valid[..., -1]).all()) or bool((valid[..., :-1] & ~valid[..., 1:]).any()):
         raise ValueError(
-            "valid must be False on the left of a text alone, and True for its last token: "
-            "generation goes on behind it"
+            "valid must be False only at the start of a text, and True for its last token, "
+            "because generation continues after it: pad the prompts on the left"
         )
     return None if bool(valid.all()) else valid
 
 
 def _stops(stop: Any, vocab_size: int) -> list[tuple[int, ...]]:
-    """Sequences of tokens."""
+    """Return the stops as sequences of tokens."""
     if stop is None:
         return []
     found = []
@@ -262,8 +265,8 @@ def _stops(stop: Any, vocab_size: int) -> list[tuple[int, ...]]:
         )
         if not own or max(own) >= vocab_size:
             raise ValueError(
-                f"stop must be tokens 0 .. {vocab_size - 1} (vocab_size - 1) or sequences of at "
-                f"least one, got {entry!r}"
+                f"stop must contain tokens 0 .. {vocab_size - 1} (vocab_size - 1) or sequences of "
+                f"at least one token, got {entry!r}"
             )
         found.append(own)
     return found
@@ -272,7 +275,7 @@ def _stops(stop: Any, vocab_size: int) -> list[tuple[int, ...]]:
 def _is_sequence(value: Any) -> bool:
     if isinstance(value, Sequence | Set):
         return not isinstance(value, str)
-    return getattr(value, "ndim", 0) > 0  # a tensor, or an array of numpy's
+    return getattr(value, "ndim", 0) > 0  # a tensor or a numpy array
 
 
 def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
@@ -283,6 +286,6 @@ def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
         )
     if draft.embedding.weight.device != model.embedding.weight.device:
         raise ValueError(
-            f"draft must be on {model.embedding.weight.device} as the model is, "
-            f"got {draft.embedding.weight.device}"
+            f"draft must be on the device of the model, {model.embedding.weight.device}, got "
+            f"{draft.embedding.weight.device}"
         )

@@ -1,4 +1,4 @@
-"""The next token from logits: the likeliest, or one drawn at a temperature from the likelier."""
+"""Choose the next token from logits: the most likely one, or a random one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from graphattn.graphs.arguments import as_float, as_int
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """Settings for the choice of the next token.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: how many of the likeliest take part; all if None. Tokens that are as likely as the
-            last of them take part, too.
-        top_p: the fewest likeliest tokens that together have this probability take part, after
-            `top_k`; all if None.
+        temperature: logits are divided by it; with 0 the most likely token is taken.
+        top_k: draw from this number of most likely tokens; None for all. Tokens that are as likely
+            as the last of them are included.
+        top_p: draw from the smallest set of most likely tokens that together have this probability,
+            after `top_k`; None for all.
     """
 
     temperature: float = 0.0
@@ -29,7 +29,7 @@ class Sampling:
 
     @classmethod
     def checked(cls, temperature: Any, top_k: Any, top_p: Any) -> Self:
-        """One of these, or a ValueError."""
+        """Check the settings and make an instance, or raise a ValueError."""
         temperature = as_float("temperature", temperature, positive=False)
         if top_k is not None:
             top_k = as_int("top_k", top_k, 1)
@@ -38,47 +38,46 @@ class Sampling:
         for name, value in (("top_k", top_k), ("top_p", top_p)):
             if value is not None and temperature == 0:
                 raise ValueError(
-                    f"{name} must be None at temperature 0, which takes the likeliest token, "
-                    f"got {value}: give a temperature > 0"
+                    f"{name} must be None at temperature 0, which always takes the most likely "
+                    f"token, got {value}: give a temperature > 0"
                 )
         return cls(temperature, top_k, top_p)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most likely token is always taken, without a draw."""
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of every token, [*, V], at least in float32; 0 for those that take
-        no part.
-        """
+        """Return the probability of every token, [*, V], in float32 or float64; 0 if excluded."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            # Before the temperature: a huge one makes all as likely as the last.
+            # Before the temperature, because a very large temperature makes all tokens equally
+            # likely.
             least = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        # The likeliest stands at 0, which no temperature turns into inf or NaN.
+        # The largest logit becomes 0, so no temperature gives inf or NaN.
         kind = torch.finfo(logits.dtype)
         temperature = min(max(self.temperature, kind.tiny), kind.max)
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         found = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             ordered, order = found.sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered  # probability of the likelier tokens
-            left_out = before >= self.top_p  # never the likeliest
+            before = ordered.cumsum(-1) - ordered  # probability of all more likely tokens
+            left_out = before >= self.top_p  # this is False for the most likely token
             left_out = torch.zeros_like(left_out).scatter(-1, order, left_out)
             found = logits.masked_fill(left_out, -torch.inf).softmax(-1)
         return found
 
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The next tokens, [*], from logits [*, V]."""
+        """Choose the next tokens, [*], from logits [*, V]."""
         if self.is_greedy:
             return logits.argmax(-1)
         return draw(self.probabilities(logits), generator)
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token of every row, [*], from probabilities [*, V]."""
+    """Draw one token per row, [*], from probabilities [*, V]."""
     rows = probabilities.reshape(-1, probabilities.shape[-1])
     if len(rows) == 0:
         return torch.zeros(probabilities.shape[:-1], dtype=torch.int64, device=rows.device)

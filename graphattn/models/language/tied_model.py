@@ -1,4 +1,4 @@
-"""Models whose head may be their embedding: one weight under two names, which stay one."""
+"""Models whose head can share its weight with the embedding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from graphattn.models.token_model import TokenModel
 
 
 class TiedModel(TokenModel):
-    """A model of tokens whose head's weight is the embedding, where that was asked for.
+    """A model of tokens whose head shares its weight with the embedding, if `tie_weights` is set.
 
     Attributes:
-        tie_weights: whether it was.
+        tie_weights: whether the two share one weight.
     """
 
     tie_weights: bool = False
@@ -30,31 +30,32 @@ class TiedModel(TokenModel):
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moved to or from the device "meta", a parameter of two names would become two."""
+        """Apply `fn` and tie the weights again: moving to or from the device "meta" separates
+        them."""
         super()._apply(fn, recurse)
         self._tie()
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        """Refuse two weights in the place of one, of which one would be lost."""
+        """Raise an error if the state dict has two different weights, since one would be lost."""
         names = f"{prefix}embedding.weight", f"{prefix}head.weight"
         given = [state_dict[name] for name in names if name in state_dict]
         if self.tie_weights and len(given) == 2 and not _are_equal(*given):
             errors: list[str] = others[-1]
             errors.append(
-                f"{names[1]} must be {names[0]} in a model with tie_weights=True, got two weights "
-                "that differ: make the model with tie_weights=False"
+                f"{names[1]} must be equal to {names[0]} in a model with tie_weights=True, got two "
+                "different weights: make the model with tie_weights=False"
             )
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 def _tie_again(model: TiedModel, _: Any) -> None:
-    """After a state dict was loaded; with ``assign=True`` a parameter of two names becomes two."""
+    """Tie the weights again after a state dict was loaded: ``assign=True`` separates them."""
     model._tie()
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; on the device "meta" there are none."""
+    """Return whether two tensors are equal; tensors on the device "meta" have no values."""
     if a.shape != b.shape or a.is_meta or b.is_meta or a.data_ptr() == b.data_ptr():
         return a.shape == b.shape
     b = b.to(a.device)

@@ -1,4 +1,4 @@
-"""How many keys every block of a causal model sees."""
+"""Windows of the blocks of a causal model, in keys."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from graphattn.graphs.arguments import as_int
 
 
 def window_of_blocks(window: Any, pattern: Any, depth: int) -> list[int | None]:
-    """The window of every block, in keys, the token itself included; None for all before it.
+    """Return the window of every block, in keys, the token itself included; None for no window.
 
     Args:
         window: one for all blocks, a pair (short, long) with a `pattern`, or one per block.
-        pattern: letters S and L, laid over all blocks from the first on and repeated; None without
-            a pair. A letter beyond a short model stands for no block.
+        pattern: letters S and L, one per block from the first on, repeated for more blocks; None
+            without a pair. Letters beyond the last block are ignored.
         depth: number of blocks.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
     """
     if pattern is not None:
         if not isinstance(pattern, str) or not pattern or set(pattern) - {"S", "L"}:
             raise ValueError(
-                f"window_pattern must be a word of S (short) and L (long), got {pattern!r}"
+                "window_pattern must be a string of the letters S (short) and L (long), got "
+                f"{pattern!r}"
             )
         if not isinstance(window, list | tuple) or len(window) != 2:
             raise ValueError(
@@ -36,11 +37,12 @@ def window_of_blocks(window: Any, pattern: Any, depth: int) -> list[int | None]:
     if len(window) != depth:
         hint = "; a pair (short, long) needs a window_pattern" if len(window) == 2 else ""
         raise ValueError(
-            f"window must be one for all blocks, or one per block ({depth}), got {window!r}{hint}"
+            f"window must be one number for all blocks, or a list with one per block ({depth}), "
+            f"got {window!r}{hint}"
         )
     return [as_window(own) for own in window]
 
 
 def as_window(window: Any) -> int | None:
-    """A number of keys, or None."""
+    """Check a window: a number of keys, or None."""
     return None if window is None else as_int("window", window, 1)

@@ -1,4 +1,4 @@
-"""How the proteins of a call lie among its tokens, and graphs over them."""
+"""The layout of proteins in the tokens of a call, and graphs over them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from graphattn.models.proteins.scores import ProteinScores
 from graphattn.models.stack import Graphs
 from graphattn.nn.rotary import check_positions
 
-# Which residues are near each other is told by their places, not by shapes.
+# The neighbours of a residue depend on coordinates, which torch.compile cannot know from shapes.
 eager = torch.compiler.disable(
-    reason="graphs of a Structure depend on its coordinates: with fullgraph=True give graph, "
-    "positions and edge_features, which are computed outside, in its place"
+    reason="graphs of a Structure depend on its coordinates: with fullgraph=True, compute graph, "
+    "positions and edge_features outside and pass them instead of structure"
 )
 
 
 @dataclass(frozen=True)
-class Laid:
-    """Structures one after the other, each with the padding behind it.
+class ProteinLayout:
+    """Structures one after the other, each followed by its padding.
 
     Attributes:
-        structures: graphattn.data.Structure of every protein.
-        padding: tokens after each of them.
-        rows: (B, N) of padded rows; () where proteins stand without padding.
-        residues: where all of them are.
-        valid: bool [B, N] of padded rows.
+        structures: one graphattn.data.Structure per protein.
+        padding: number of padding tokens after each protein.
+        rows: (B, N) if proteins are padded rows; () if they have no padding.
+        residues: positions of all residues.
+        valid: bool [B, N] for padded rows, True where a residue is real.
     """
 
     structures: list[Structure]
@@ -50,7 +50,7 @@ class Laid:
     valid: Tensor | None
 
     def graph(self, window: int, neighbors: int, self_loops: bool) -> TokenGraph:
-        """Residues along the chain and in space; padding has no edges."""
+        """Make the graph along chains and in space; padding has no edges."""
 
         def near(structure: Structure) -> TokenGraph:
             along = structure.window_graph(window, self_loops=self_loops)
@@ -62,12 +62,13 @@ class Laid:
 
     @eager
     def of_each(self, make: Callable[[Structure], TokenGraph]) -> TokenGraph:
-        """One graph of what `make` gives for every structure."""
+        """Join the graphs that `make` returns for every structure."""
         graphs = []
         for structure, padding in zip(self.structures, self.padding, strict=True):
             graphs.append(make(structure))
             if padding:
-                # Listed: a structure without edges counts as causal, and the batch with it.
+                # List the edges: a structure without edges would count as causal, and so would the
+                # batch.
                 edges = torch.empty((2, 0), dtype=torch.int64, device=graphs[-1].device)
                 graphs.append(
                     TokenGraph(edge_index=edges, num_targets=padding, num_sources=padding)
@@ -75,24 +76,24 @@ class Laid:
         return graphs[0] if len(graphs) == 1 else batch(graphs)
 
 
-def laid_out(
+def lay_out(
     structures: list[Structure], tokens: Any, device: torch.device, in_rows: bool = False
-) -> Laid:
-    """How structures lie among tokens [*, N] of one, [N] of several, or [B, N] in rows.
+) -> ProteinLayout:
+    """Lay out structures in tokens [*, N] of one, [N] of several, or [B, N] in padded rows.
 
     Args:
-        structures: one or several.
-        tokens: None where the structures alone say how many there are.
-        device: of the model.
-        in_rows: whether a single structure may be a row that is padded.
+        structures: one structure or several.
+        tokens: None if the structures alone determine their number.
+        device: device of the model.
+        in_rows: whether a single structure may be a padded row.
 
     Raises:
-        ValueError: their residues are not as many as the tokens.
+        ValueError: if the numbers of residues and tokens differ.
     """
     sizes = [len(own.sequence) for own in structures]
     padding, valid = [0] * len(sizes), None
     rows: tuple[int, ...] = ()
-    # (A copy would count the places along its chains anew.)
+    # A copy of the structure would compute the positions along its chains again.
     structures = [
         own if own.ca_positions.device == device else own.to(device) for own in structures
     ]
@@ -102,7 +103,7 @@ def laid_out(
         if tokens.dim() == 2 and len(structures) == len(tokens) and is_padded:
             if max(sizes) > N:
                 raise ValueError(
-                    f"structure must hold at most {N} residues, the length of the rows of tokens, "
+                    f"structure must have at most {N} residues, the length of the rows of tokens, "
                     f"got {max(sizes)}"
                 )
             rows, padding = tuple(tokens.shape), [N - size for size in sizes]
@@ -110,16 +111,16 @@ def laid_out(
             valid = torch.arange(N, device=device) < lengths[:, None]
         elif sum(sizes) != N or (len(sizes) > 1 and tokens.dim() > 1):
             raise ValueError(
-                f"structure must hold the residues that the tokens {list(tokens.shape)} are (one "
-                "Structure of N; or a list, one after the other in tokens [N] or one per row of "
-                f"tokens [B, N]), got {sizes}"
+                f"structure must have one residue per token of tokens {list(tokens.shape)} (one "
+                "Structure of N residues; or a list, packed in tokens [N] or one per row of "
+                f"tokens [B, N]), got structures of {sizes} residues"
             )
     columns: list[list[Tensor]] = [[], [], []]
     for own, more in zip(structures, padding, strict=True):
         for column, name in zip(columns, ("ca_positions", "chain_index", "positions"), strict=True):
             value = getattr(own, name)
             column.append(torch.cat([value, value.new_zeros(more, *value.shape[1:])]))
-    return Laid(structures, padding, rows, Residues(*map(torch.cat, columns)), valid)
+    return ProteinLayout(structures, padding, rows, Residues(*map(torch.cat, columns)), valid)
 
 
 def graph_of_track(
@@ -128,62 +129,60 @@ def graph_of_track(
     is_chain: bool,
     window: int,
     graph: TokenGraph,
-    laid: Laid | None,
+    layout: ProteinLayout | None,
     rows: tuple[int, ...],
 ) -> TokenGraph:
-    """Return the graph of the `length` rows of a track: those around its own place, or a chain's
-    all.
+    """Return the graph of a track: a residue sees the rows near its own, or all of another chain.
 
     Args:
-        name: of the track.
-        length: M, of every row of a padded batch.
-        is_chain: whether it is another chain.
+        name: name of the track.
+        length: M, the number of rows of the track (per row of a padded batch).
+        is_chain: whether the track is another chain.
         window: rows on each side.
-        graph: of the tokens.
-        laid: their structures, if there are any.
-        rows: [B, N] of padded proteins.
+        graph: graph of the tokens. layout: layout of the structures, if there are any.
+        rows: (B, N) of padded proteins, or ().
 
     Raises:
-        ValueError: what is not told by the lengths.
+        ValueError: if the lengths do not determine the graph.
     """
     sizes = [targets for targets, _ in graph.sizes]
-    several = len(laid.structures) > 1 if laid is not None else len(sizes) > 1
+    several = len(layout.structures) > 1 if layout is not None else len(sizes) > 1
     N = rows[1] if rows else graph.num_targets
     if is_chain:
         if several and not rows:
             raise ValueError(
-                f"context[{name!r}] must be a pair (tokens, graph) where proteins are packed: "
-                "nothing else says which chain belongs to which protein"
+                f"context[{name!r}] must be a pair (tokens, graph) if proteins are packed, because "
+                "the graph says which chain belongs to which protein"
             )
         one = bipartite_complete_graph(N, length)
         return batch([one] * rows[0]) if rows else one
     if length not in (N, graph.num_targets):
         raise ValueError(
-            f"context[{name!r}] must have one row per token ({N}), got {length}: a pair (track, "
-            "graph) says otherwise who sees which row"
+            f"context[{name!r}] must have one row per token ({N}), got {length} rows: for another "
+            "number give a pair (track, graph), whose graph says which rows a token sees"
         )
-    if laid is not None:
-        return laid.of_each(lambda own: own.window_graph(window, self_loops=True))
+    if layout is not None:
+        return layout.of_each(lambda own: own.window_graph(window, self_loops=True))
     if len(sizes) == 1:
         return bipartite_window_graph(graph.num_targets, window)
     return batch([bipartite_window_graph(size, window) for size in sizes])
 
 
 class ProteinCall(NamedTuple):
-    """Arguments that one call gives to the blocks."""
+    """Arguments that one call passes to the blocks."""
 
     tokens: Tensor
     graphs: list[TokenGraph]
-    given: dict[str, Any]  # to every block
-    rows: tuple[int, ...]  # [B, N] of padded proteins that are laid end to end; () for others
+    given: dict[str, Any]  # for every block
+    rows: tuple[int, ...]  # (B, N) of padded proteins that are joined into one sequence; else ()
     residues: Residues
     edge_features: Any
-    known: dict[Any, Tensor]  # features of edges, by the graph
+    known: dict[Any, Tensor]  # features of edges, one tensor per graph
     tracks: dict[str, Track]
 
 
 class ProteinCalls(ProteinScores):
-    """Arguments of every block, from those of a call."""
+    """Base of ProteinModel: the arguments of every block, from those of a call."""
 
     edges: ResidueEdges
     reaches: list[Reach]
@@ -194,10 +193,13 @@ class ProteinCalls(ProteinScores):
     edge_maps: nn.ModuleDict
     tracks: TrackEmbeddings
 
-    def _laid_out(self, structure: Any, tokens: Any) -> Laid:
-        """The structures of a call, checked, as they lie among its tokens."""
+    def _lay_out(self, structure: Any, tokens: Any) -> ProteinLayout:
+        """Check the structures of a call and lay them out in its tokens."""
         if not self.structure:
-            raise ValueError("structure must be None in a model made with structure=False")
+            raise ValueError(
+                "structure must be None in a model made with structure=False, got "
+                f"{type(structure).__name__}"
+            )
         is_list = isinstance(structure, list | tuple)
         found = list(structure) if is_list else [structure]
         for own in found:
@@ -206,19 +208,19 @@ class ProteinCalls(ProteinScores):
                     "structure must be a graphattn.data.Structure or a list of them, got "
                     f"{type(own).__name__}"
                 )
-        return laid_out(found, tokens, self.embedding.weight.device, is_list)
+        return lay_out(found, tokens, self.embedding.weight.device, is_list)
 
-    def _graphs_in_space(self, laid: Laid) -> list[TokenGraph]:
-        """Consensus layers exert no force along self-loops; the others see themselves, too."""
+    def _graphs_in_space(self, layout: ProteinLayout) -> list[TokenGraph]:
+        """Return one graph per block; those of consensus have no self-loops (without effect)."""
         loops = [reach != "near" for reach in self.reaches]
-        made = {own: laid.graph(self.window, self.neighbors, own) for own in dict.fromkeys(loops)}
+        made = {own: layout.graph(self.window, self.neighbors, own) for own in dict.fromkeys(loops)}
         return [made[own] for own in loops]
 
     @eager
-    def _in_space(self, structure: Any, tokens: Any, graph: Graphs) -> tuple[Laid, Graphs]:
-        """How the structures of a call lie, and its graphs where none are given."""
-        laid = self._laid_out(structure, tokens)
-        return laid, self._graphs_in_space(laid) if graph is None else graph
+    def _in_space(self, structure: Any, tokens: Any, graph: Graphs) -> tuple[ProteinLayout, Graphs]:
+        """Return the layout of the structures of a call, and graphs if none are given."""
+        layout = self._lay_out(structure, tokens)
+        return layout, self._graphs_in_space(layout) if graph is None else graph
 
     def _call(
         self,
@@ -232,29 +234,38 @@ class ProteinCalls(ProteinScores):
     ) -> ProteinCall:
         if edge_features is not None:
             if graph is None:
-                raise ValueError("graph must be given beside edge_features, which are of its edges")
+                raise ValueError(
+                    "graph must be given together with edge_features, which are features of its "
+                    "edges, got None"
+                )
             if not self.structure:
-                raise ValueError("edge_features must be None in a model made with structure=False")
-        laid: Laid | None = None
+                raise ValueError(
+                    "edge_features must be None in a model made with structure=False, got "
+                    f"{type(edge_features).__name__}"
+                )
+        layout: ProteinLayout | None = None
         rows: tuple[int, ...] = ()
         batch = tuple(tokens.shape[:-1]) if isinstance(tokens, Tensor) else ()
         if structure is not None:
             if positions is not None:
-                raise ValueError("positions must be None beside structure, which has its own")
-            laid, graph = self._in_space(structure, tokens, graph)
-            if laid.valid is not None:  # what stands in padding does not matter
-                tokens = tokens.masked_fill(~laid.valid, 0)
+                raise ValueError(
+                    "positions must be None if structure is given, which has its own, got "
+                    f"{type(positions).__name__}"
+                )
+            layout, graph = self._in_space(structure, tokens, graph)
+            if layout.valid is not None:  # the contents of padding have no effect
+                tokens = tokens.masked_fill(~layout.valid, 0)
         tokens = self._readable(tokens, valid)
         if positions is not None:
             check_positions(positions, tokens.shape)
-        if laid is not None:
-            positions = laid.residues.positions
-            if laid.valid is not None:  # one after the other, with padding in between
-                rows = laid.rows
-                valid = laid.valid if valid is None else valid & laid.valid
+        if layout is not None:
+            positions = layout.residues.positions
+            if layout.valid is not None:  # join the rows into one sequence, with their padding
+                rows = layout.rows
+                valid = layout.valid if valid is None else valid & layout.valid
                 tokens, valid = tokens.flatten(), valid.flatten()
         graphs = list(self.graph_of_blocks(graph, tokens.shape[-1]))
-        residues = laid.residues if laid is not None else Residues(positions=positions)
+        residues = layout.residues if layout is not None else Residues(positions=positions)
         given = {"valid": valid, "positions": positions}
         call = ProteinCall(
             tokens,
@@ -267,11 +278,11 @@ class ProteinCalls(ProteinScores):
             {},
         )
         if context is not None:
-            call.tracks.update(self._tracks(context, call, laid, batch))
+            call.tracks.update(self._tracks(context, call, layout, batch))
         return call
 
     def _of_edges(self, place: int, graph: TokenGraph, call: ProteinCall) -> dict[str, Tensor]:
-        """Return the features of a block's edges, as its mixer takes them."""
+        """Return the features of the edges of a block as keyword arguments of its mixer."""
         layer: Any = self.blocks[place].mixer
         takes_bias = str(place) in self.edge_maps
         if not self.structure or not (takes_bias or getattr(layer, "edge_features", None)):
@@ -280,14 +291,14 @@ class ProteinCalls(ProteinScores):
         if isinstance(given, list | tuple):
             if len(given) != len(self.blocks):
                 raise ValueError(
-                    f"edge_features must be one tensor, or one per block ({len(self.blocks)}), "
-                    f"got {len(given)}"
+                    "edge_features must be one tensor for all blocks, or one per block "
+                    f"({len(self.blocks)}), got {len(given)}"
                 )
             given = given[place]
         if given is not None:
             features = given
         else:
-            # (Not id(graph): compiled code would be that of one graph.)
+            # Not id(graph): code compiled by torch.compile would then fit only one graph.
             key = [own is graph for own in call.graphs].index(True), takes_bias
             if key not in call.known:
                 call.known[key] = self._known_of(graph, call.residues, takes_bias)
@@ -297,7 +308,8 @@ class ProteinCalls(ProteinScores):
         return {"edge_features": features}
 
     def _known_of(self, graph: TokenGraph, residues: Residues, as_bias: bool) -> Tensor:
-        """Features of the edges of a graph; of its offsets, for a bias, where that is all."""
+        """Return features of the edges of a graph, or of its offsets for a bias if these are
+        enough."""
         dtype = self.embedding.weight.dtype
         if as_bias and residues.are_unknown:
             table = self.edges.of_offsets(graph, dtype)
@@ -306,9 +318,9 @@ class ProteinCalls(ProteinScores):
         return self.edges.of_edges(graph, residues, dtype)
 
     def _tracks(
-        self, context: Any, call: ProteinCall, laid: Laid | None, batch: tuple[int, ...]
+        self, context: Any, call: ProteinCall, layout: ProteinLayout | None, batch: tuple[int, ...]
     ) -> dict[str, Track]:
-        """The tracks of a call, embedded, with their graphs and masks."""
+        """Embed the tracks of a call, and return them with their graphs and masks."""
         if not isinstance(context, Mapping) or not set(context) <= set(self.context):
             got = list(context) if isinstance(context, Mapping) else type(context).__name__
             raise ValueError(
@@ -331,7 +343,7 @@ class ProteinCalls(ProteinScores):
                 length = features.shape[-2]
             if graph is None:
                 graph = graph_of_track(
-                    name, length, is_chain, self.context_window, call.graphs[0], laid, call.rows
+                    name, length, is_chain, self.context_window, call.graphs[0], layout, call.rows
                 ).to(features.device)
             aligned = not is_chain and features.shape[-2] == call.tokens.shape[-1]
             if aligned and valid is not None:

@@ -1,7 +1,6 @@
-"""Steps among the other tracks of a protein: what else is known of its residues, and other chains.
+"""Cross layers to other tracks of a protein: further inputs per residue, and other chains.
 
-A block's tokens look at them before they look at each other: by cross-consensus, or by
-cross-attention.
+Before the mixer of a block, its tokens see these tracks by cross-consensus or cross-attention.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.nn import CrossConsensus, DotProductAttention
 
-SEQUENCE = "sequence"  # the width of a track that holds tokens of another chain
-# Options of the model's mixers that its cross layers have, too.
+SEQUENCE = "sequence"  # given as the width of a track that contains tokens of another chain
+# Options of the mixers that the cross layers also have.
 OF_CONSENSUS = ("rank", "edge_hidden", "step_size", "edge_input", "trunk", "bias", "backend")
 OF_ATTENTION = ("bias", "backend", "attention_dropout")
 
 
 class Track(NamedTuple):
-    """One track of a call, as a cross layer takes it."""
+    """One track of a call, as input of a cross layer."""
 
     features: Tensor  # [*, M, dim]
     graph: TokenGraph
@@ -32,18 +31,18 @@ class Track(NamedTuple):
 
 
 class ContextSteps(nn.Module):
-    r"""Every token takes one step by every track: ``x + sum_t cross_t(norm(x), graph_t, c_t)``.
+    r"""Make one step of every token for every track: ``x + sum_t cross_t(norm(x), graph_t, c_t)``.
 
-    A track that is not given adds nothing.
+    A track that a call does not give adds nothing.
 
     Args:
-        names: of the tracks.
-        dim, heads: of the model.
+        names: names of the tracks.
+        dim, heads: width and heads of the model.
         mechanism: "consensus" (:class:`~graphattn.nn.CrossConsensus`) or "attention"
             (:class:`~graphattn.nn.DotProductAttention`).
-        rope: rotary positions.
-        options: further arguments of the layers; those that they do not have are left out.
-        dropout: share of features zeroed, in training.
+        rope: whether the layers use rotary positions.
+        options: further arguments of the layers; those that they do not have are ignored.
+        dropout: share of the features that training sets to zero.
     """
 
     def __init__(
@@ -69,12 +68,12 @@ class ContextSteps(nn.Module):
         self.layers = nn.ModuleList(layer(dim, heads, rope=rope, **given) for _ in names)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         for part in (self.norm, *self.layers):
             part.reset_parameters()
 
     def forward(self, x: Tensor, tracks: Mapping[str, Track]) -> Tensor:
-        """The tokens after their steps, [*, N, dim]."""
+        """Return the tokens after all steps, [*, N, dim]."""
         y = self.norm(x)
         for name, layer in zip(self.names, self.layers, strict=True):
             if (track := tracks.get(name)) is not None:
@@ -85,7 +84,7 @@ class ContextSteps(nn.Module):
 
 
 def checked_context(context: Any) -> dict[str, int | str]:
-    """Names of tracks and how wide they are, as the model's constructor takes them."""
+    """Check the option `context`: names of tracks and their widths."""
     if context is None:
         return {}
     if not isinstance(context, Mapping):
@@ -96,7 +95,10 @@ def checked_context(context: Any) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for name, width in context.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"context must name its tracks by words, got {name!r}")
+            raise ValueError(
+                "context must have names of tracks as keys that are valid Python identifiers, got "
+                f"{name!r}"
+            )
         if width != SEQUENCE:
             width = as_int(f"context[{name!r}]", width, 1)
         found[name] = width
@@ -104,7 +106,7 @@ def checked_context(context: Any) -> dict[str, int | str]:
 
 
 class TrackEmbeddings(nn.Module):
-    """A linear map per track of features; tracks of tokens are looked up in the model's table."""
+    """Embeddings of tracks: a linear map per track of features, the model's table for tokens."""
 
     def __init__(self, widths: Mapping[str, int | str], dim: int) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class TrackEmbeddings(nn.Module):
         self.maps = nn.ModuleList(nn.Linear(int(width), dim) for width in mapped.values())
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         linear: Any
         for linear in self.maps:
             linear.reset_parameters()
@@ -121,9 +123,9 @@ class TrackEmbeddings(nn.Module):
     def embed(
         self, name: str, given: Any, tokens: nn.Embedding, batch: torch.Size
     ) -> tuple[Tensor, Tensor]:
-        """Features [*, M, dim] of a track, and which rows are known.
+        """Embed a track: features [*, M, dim], and which rows are known.
 
-        Integers below 0 and rows that are not finite are not known.
+        Integers below 0 and rows with NaN or infinity are unknown.
         """
         device, dtype = tokens.weight.device, tokens.weight.dtype
         if not isinstance(given, Tensor):
@@ -142,7 +144,8 @@ class TrackEmbeddings(nn.Module):
         if not fits or rows[:-1] not in (batch, torch.Size()):
             raise ValueError(
                 f"context[{name!r}] must be {shape}, with the batch dimensions {list(batch)} of "
-                f"the tokens or none, got {given.dtype} of shape {list(given.shape)}"
+                f"the tokens or without batch dimensions, got {given.dtype} of shape "
+                f"{list(given.shape)}"
             )
         given = given.to(device)
         if is_floating:

@@ -1,4 +1,4 @@
-"""Substitutions as text, "A42G": which residue becomes which, and where that is in a sequence."""
+"""Substitutions as text, such as "A42G": residue A at number 42 becomes G."""
 
 from __future__ import annotations
 
@@ -18,35 +18,42 @@ _EXAMPLE = "a substitution such as 'A42G', or several such as 'A42G:L50P'"
 class Mutation(NamedTuple):
     """One substitution."""
 
-    residue: int  # from 0 on
+    residue: int  # index, from 0
     wild: str
     mutant: str
 
 
 def parsed(text: Any, sequence: str, structure: Any, numbering: str) -> list[Mutation]:
-    """The substitutions of a mutant, "A42G" or "A42G:L50P".
+    """Parse the substitutions of a mutant, "A42G" or "A42G:L50P".
 
     Args:
-        text: of the mutant.
+        text: the text of the mutant.
         sequence: the letters of all residues.
-        structure: what `numbering` "structure" asks for the numbers.
-        numbering: "sequence" counts residues from 1 on; "structure" has the structure's own
-            numbers, with an insertion code ("A52AG": 52A) and, where chains share a number, the
-            chain ("B/A42G").
+        structure: the structure that has the residue numbers, for `numbering` "structure".
+        numbering: "sequence" counts residues from 1; "structure" uses the numbers of the structure,
+            with an insertion code ("A52AG": 52A) and, if several chains have a number, the chain
+            ("B/A42G").
 
     Raises:
-        ValueError: names the text and what is wrong with it.
+        ValueError: if the text is not a substitution in this sequence; the message says what is
+            wrong.
     """
     as_choice("numbering", numbering, NUMBERINGS)
     if numbering == "structure" and structure is None:
-        raise ValueError("numbering must be 'sequence' for a sequence without a structure")
+        raise ValueError(
+            "numbering must be 'sequence' for a sequence of letters, got 'structure': give a "
+            "Structure to use its residue numbers"
+        )
     if not isinstance(text, str) or not text:
-        raise ValueError(f"mutations must hold strings, {_EXAMPLE}, got {text!r}")
+        raise ValueError(f"mutations must contain strings, {_EXAMPLE}, got {text!r}")
     found: dict[int, Mutation] = {}
     for part in text.split(":"):
         mutation = _one(part, text, sequence, structure, numbering)
         if mutation.residue in found:
-            raise ValueError(f"mutations must change a residue once, got {text!r}: {part!r} again")
+            raise ValueError(
+                f"mutations must change a residue only once, got {text!r}, where {part!r} changes "
+                "a residue again"
+            )
         found[mutation.residue] = mutation
     return list(found.values())
 
@@ -54,8 +61,8 @@ def parsed(text: Any, sequence: str, structure: Any, numbering: str) -> list[Mut
 def _one(part: str, text: str, sequence: str, structure: Any, numbering: str) -> Mutation:
     match = _SUBSTITUTION.fullmatch(part)
     if match is None:
-        chain = "" if structure is None else ", of chain H 'H/A42G'"
-        raise ValueError(f"mutations must hold {_EXAMPLE}{chain}; got {part!r} in {text!r}")
+        chain = "" if structure is None else ", or with chain H 'H/A42G'"
+        raise ValueError(f"mutations must contain {_EXAMPLE}{chain}; got {part!r} in {text!r}")
     wild, mutant = match["wild"].upper(), match["to"].upper()
     for letter in (wild, mutant):
         if letter not in AMINO_ACIDS:
@@ -69,26 +76,26 @@ def _one(part: str, text: str, sequence: str, structure: Any, numbering: str) ->
     else:
         if match["chain"] is not None or code:
             raise ValueError(
-                f"mutations must have no chain and no insertion code, got {part!r}: those are "
-                "of numbering='structure'"
+                f"mutations must have no chain and no insertion code, got {part!r}: use "
+                "numbering='structure' for these"
             )
         if not 1 <= number <= len(sequence):
             raise ValueError(
-                f"mutations must have numbers 1 .. {len(sequence)}, the residues of the sequence, "
-                f"got {number} in {text!r}"
+                f"mutations must have residue numbers in 1 .. {len(sequence)}, the length of the "
+                f"sequence, got {number} in {text!r}"
             )
         index = number - 1
     there = sequence[index]
     if there != wild:
         raise ValueError(
-            f"mutations must name the residue that is there: {part!r} says {wild}, the sequence "
-            f"has {there} at {number}{code}"
+            f"mutations must begin with the residue of the sequence at that number: {part!r} has "
+            f"{wild}, but the sequence has {there} at {number}{code}"
         )
     return Mutation(index, wild, mutant)
 
 
 def _in_structure(part: str, chain: str | None, number: int, code: str, structure: Any) -> int:
-    """The residue of that number."""
+    """Return the index of the residue with this number."""
     ids = structure.chain_ids
     if chain is not None and chain not in ids:
         raise ValueError(
@@ -102,17 +109,17 @@ def _in_structure(part: str, chain: str | None, number: int, code: str, structur
         and (chain is None or ids[int(structure.chain_index[index])] == chain)
     ]
     as_written = [index for index in places if structure.insertion_codes[index] == code]
-    places = as_written or places  # 52a beside 52A
+    places = as_written or places  # if both 52a and 52A exist
     if not places:
         where = "" if chain is None else f" in chain {chain!r}"
         raise ValueError(
             f"mutations must have residue numbers of the structure, got {number}{code} in "
-            f"{part!r}, which it does not have{where}"
+            f"{part!r}, which does not exist{where}"
         )
     if len(places) > 1:
         owners = ", ".join(repr(ids[int(structure.chain_index[index])]) for index in places)
         raise ValueError(
-            f"mutations must say the chain, {ids[0]}/{part} for instance, where several residues "
-            f"have one number: {number}{code} stands in the chains {owners}"
+            "mutations must name the chain if several chains have the residue number: "
+            f"{number}{code} is in the chains {owners}. Write for instance {ids[0]}/{part}"
         )
     return places[0]

@@ -1,4 +1,4 @@
-"""A model of proteins: residues as tokens, along the chain and in space."""
+"""A model of proteins: residues are tokens, with edges along the chain and in space."""
 
 from __future__ import annotations
 
@@ -17,75 +17,78 @@ from graphattn.models.proteins.residue_edges import ResidueEdges
 from graphattn.models.stack import OF_EDGES, Graphs
 from graphattn.nn import EdgeProjection, PreNormBlock, SelfConsensus
 
-OWN_OPTIONS = ("edge_features",)  # of the layers, which the model itself decides
+OWN_OPTIONS = ("edge_features",)  # options of the layers that the model itself sets
 
 
 class ProteinModel(ProteinCalls):
-    r"""Residues in, logits per residue out: along the chain, in space, beside other tracks.
+    r"""A protein model: residues in, logits per residue out, with structure and further tracks.
 
-    The tokens are the letters of :class:`graphattn.data.ProteinTokenizer` and, after them, the mask
-    token (`mask_token`), which a masked residue is read as. Logits are of the letters alone. There
-    are pre-norm blocks, one mixer each, between an embedding and a norm with a linear head.
+    The tokens are the letters of :class:`graphattn.data.ProteinTokenizer` and, after them, a mask
+    token (`mask_token`) for masked residues. Logits are only for the letters. The model has an
+    embedding, pre-norm blocks with one mixer each, a norm and a linear head.
 
-    **Structure.** With a :class:`graphattn.data.Structure`, whose residues the tokens are, every
-    block works on one graph: a residue sees the `neighbors` whose C-alpha atoms are nearest, of
-    whatever chain, and the residues of its chain up to `window` places away. What is known of an
-    edge (the distance, the offset along the chain, whether there is one: see
-    :meth:`graphattn.data.Structure.edge_features`) is a bias of the logits in attention layers, by
-    a linear map per block, and an input of the edge networks in consensus layers. All of it stays
-    as it is when the structure is moved or turned. Without a structure, attention sees all residues
-    of the call, and consensus (and attention in a window) those up to `window` places away; the
-    features of distances are then 0.
+    **Structure.** If a call has a :class:`graphattn.data.Structure`, whose residues are the tokens,
+    all blocks use one graph: a residue sees its nearest residues in any chain (`neighbors` of them,
+    by the distance of C-alpha atoms), and the residues of its own chain up to `window` positions
+    away. Each edge has features (the distance, the offset along the chain, and whether both
+    residues are in one chain: see :meth:`graphattn.data.Structure.edge_features`). In attention
+    layers, a linear map per block turns them into a bias of the logits; in consensus layers, the
+    edge networks read them. Neither changes if the structure is translated or rotated. Without a
+    structure, attention sees all residues of the call, and consensus (and attention in a window)
+    sees those up to `window` positions away; the distance features are then 0.
 
-    **Tracks.** What else is known of the residues (secondary structure, solvent accessibility), and
-    other chains, comes as `context`: in every n-th block the tokens take a step towards each track
-    before they look at each other, by cross-consensus where the model has consensus layers and by
-    cross-attention where it has none (Appendix E.1 of the consensus paper). A residue looks at the
-    rows of a track around its own place, and at all of another chain.
+    **Tracks.** `context` contains further inputs per residue (such as secondary structure or
+    solvent accessibility) and other chains. In every n-th block, before the mixer, the tokens see
+    each track: by cross-consensus if the model has consensus layers, by cross-attention if it has
+    none (Appendix E.1 of the consensus paper). A residue sees the rows of a track around its own
+    position, and all residues of another chain.
 
     Args:
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
         mixer: a name, or one entry per block: a name, or a layer of width `dim`.
-        mixer_options: further options of the named layers, such as ``{"edge_hidden": 64}``: every
-            layer takes those that it has, and one that no layer has is refused. A list holds one
-            value per block. Cross layers have those of their kind that are not such lists.
-        window: how far a residue sees along its chain, on each side; 0 for neighbours alone.
-        neighbors: how many residues it sees in space; 0 for the window alone.
-        structure: whether the model reads structures. One that does not has no features of edges.
-        num_distances: radial basis functions of a distance.
-        max_distance: the distance from which on they are alike, in Angstrom.
-        max_offset: the offset from which on they are alike, in residues.
+        mixer_options: further options of the named layers, such as ``{"edge_hidden": 64}``. Every
+            layer takes the options that it has; an option that no layer has is an error. A list
+            contains one value per block. Cross layers of the same kind also take those options,
+            except lists.
+        window: how many positions a residue sees along its chain, on each side; 0 for only the
+            `neighbors`.
+        neighbors: how many nearest residues a residue sees in space; 0 for only the `window`.
+        structure: whether the model reads structures. If False, it has no edge features.
+        num_distances: number of radial basis functions of a distance.
+        max_distance: centre of the last of these functions, in Angstrom.
+        max_offset: the largest offset with its own feature, in residues; larger offsets share it.
         context: names of tracks and their widths: an integer for features of the residues (or for
             that many classes), "sequence" for the residues of another chain.
-        context_every: tracks are looked at in block 0 and in every so many blocks after it.
-        context_window: how many rows on each side of its own a residue sees of a track.
+        context_every: tokens see the tracks in block 0 and in every `context_every`-th block after
+            it.
+        context_window: how many rows of a track a residue sees on each side of its own.
         context_mixer: "auto", "consensus" or "attention".
-        rope: rotary positions in all layers; "isometric" where consensus layers should keep their
+        rope: whether all layers use rotary positions; with "isometric", consensus layers keep their
             guarantees (attention layers then use the usual rotation).
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
-        dropout: share of features zeroed after every layer and perceptron, in training.
-        drop_path: share of sequences for which a part is left out, in training.
+        dropout: share of the features that training sets to zero after every layer and perceptron.
+        drop_path: share of the sequences for which training leaves out a part of a block.
 
     Shapes:
         - **tokens**: integers [*, N], from 0 to 21
-        - **graph**: one TokenGraph for all blocks, or one per block (a sequence of `depth`), in
-          place of those above; packed proteins come as a :func:`~graphattn.batch`
-        - **structure**: a Structure of N residues, the same for every sequence; or a list, whose
-          residues stand one after the other in tokens [N], or are the rows of tokens [B, N], padded
-          at the end (keyword)
+        - **graph**: one TokenGraph for all blocks, or one per block (a sequence of `depth`),
+          instead of the graphs above; for packed proteins use :func:`~graphattn.batch`
+        - **structure**: a Structure of N residues, the same for every sequence; or a list, packed
+          in tokens [N], or one per row of tokens [B, N], padded at the end (keyword)
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the structure or the graph if None (keyword)
-        - **edge_features**: [E, F] or [*, E, F] in place of what the structure says, for the given
-          `graph`, or one entry per block (keyword)
+        - **edge_features**: [E, F] or [*, E, F] for the given `graph`, instead of the features of
+          the structure; or one entry per block (keyword)
         - **context**: dict of tracks. Features are [*, N, width], or integers [*, N] that are
-          classes; another chain is integers [*, M]. Integers below 0 and rows that are not finite
-          are not known. A pair (track, graph) says by a graph who sees which row (keyword)
+          classes; another chain is integers [*, M]. Integers below 0 and rows with NaN or infinity
+          are unknown. A pair (track, graph) gives the graph from residues to rows of the track
+          (keyword)
         - **output**: [*, N, 21]
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Source:
         Stabilizing Transformer Training Through Consensus, Section 5.1 and Appendix E.1, for tracks
@@ -139,7 +142,8 @@ class ProteinModel(ProteinCalls):
         self.window, self.neighbors = as_int("window", window, 0), as_int("neighbors", neighbors, 0)
         if not self.window and (not self.neighbors or not structure):
             raise ValueError(
-                f"window must be >= 1 where a residue sees no neighbors in space, got {window}"
+                "window must be >= 1 if residues see no neighbors in space (neighbors=0 or "
+                f"structure=False), got {window}"
             )
         if not isinstance(structure, bool):
             raise ValueError(f"structure must be True or False, got {structure!r}")
@@ -149,7 +153,9 @@ class ProteinModel(ProteinCalls):
         self.edges = ResidueEdges(num_distances, max_distance, max_offset)
         options = dict(mixer_options or {})
         if own := [name for name in OWN_OPTIONS if name in options]:
-            raise ValueError(f"mixer_options must not hold {own[0]!r}, which the model decides")
+            raise ValueError(
+                f"mixer_options must not contain {own[0]!r}, which the model sets itself"
+            )
         entries = one_per_block(mixer, depth)
         of_layers = dict(options)
         if structure and "consensus" in entries:
@@ -163,7 +169,7 @@ class ProteinModel(ProteinCalls):
                 PreNormBlock(layer, mlp_ratio=mlp_ratio, dropout=dropout, drop_path=drop_path)
             )
             self.reaches.append(reach)
-        self.edge_maps = nn.ModuleDict()  # of the blocks that take biases, by their number
+        self.edge_maps = nn.ModuleDict()  # for blocks that take biases; the keys are block numbers
         if structure:
             self._make_edge_maps(heads)
         self._make_context(
@@ -179,14 +185,15 @@ class ProteinModel(ProteinCalls):
         for place, block in enumerate(self.blocks):
             layer: Any = block.mixer
             if takes_bias(layer):
-                # A number added to all logits of a row would change no softmax: no bias.
+                # No bias: a number added to all logits of a row does not change the softmax.
                 self.edge_maps[str(place)] = EdgeProjection(
                     self.edges.width, getattr(layer, "heads", heads), bias=False
                 )
             elif (width := getattr(layer, "edge_features", 0)) not in (0, self.edges.width):
                 raise ValueError(
-                    f"mixer must hold consensus layers with edge_features={self.edges.width} (what "
-                    f"the model knows of an edge) or 0, got {width} in block {place}"
+                    "mixer must contain consensus layers made with "
+                    f"edge_features={self.edges.width} (the number of edge features of the model) "
+                    f"or 0, got {width} in block {place}"
                 )
 
     def _make_context(
@@ -207,7 +214,7 @@ class ProteinModel(ProteinCalls):
             consensus = any(isinstance(block.mixer, SelfConsensus) for block in self.blocks)
             mechanism = "consensus" if consensus else "attention"
         self.tracks = TrackEmbeddings(self.context, dim)
-        self.context_steps = nn.ModuleDict()  # by the number of the block they come before
+        self.context_steps = nn.ModuleDict()  # the keys are the numbers of the blocks that follow
         if not self.context:
             return
         for place in range(0, len(self.blocks), self.context_every):
@@ -222,18 +229,18 @@ class ProteinModel(ProteinCalls):
             )
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         parts = [*self.blocks, *self.edge_maps.values(), *self.context_steps.values()]
         for part in (*parts, self.tracks, self.norm, self.head):
             part.reset_parameters()
 
     def graphs(self, num_tokens: int | None = None, *, structure: Any = None) -> list[TokenGraph]:
-        """The graph of every block where `forward` is given none.
+        """Return the graphs, one per block, that `forward` uses if no graph is given.
 
         Args:
-            num_tokens: N, of a sequence without a structure.
-            structure: a Structure, or a list of them one after the other.
+            num_tokens: N, for a sequence without a structure.
+            structure: a Structure, or a list of packed ones.
 
         Example:
             >>> import torch, graphattn as ga
@@ -246,13 +253,17 @@ class ProteinModel(ProteinCalls):
             [16, 12]
         """
         if (structure is None) == (num_tokens is None):
-            raise ValueError("graphs takes num_tokens or structure=, and not both")
+            raise ValueError(
+                "graphs must get either num_tokens or structure=, got "
+                f"{'neither' if structure is None else 'both'}"
+            )
         if structure is not None:
-            return self._graphs_in_space(self._laid_out(structure, None))
+            return self._graphs_in_space(self._lay_out(structure, None))
         N = as_int("num_tokens", num_tokens, 0)
         if not self.window and set(self.reaches) != {"all"}:
             raise ValueError(
-                "structure must be given to a model with window=0, whose layers see nothing else"
+                "structure must be given to a model with window=0, got None: some of its layers "
+                "see only neighbors in space"
             )
         device = self.embedding.weight.device
         of_reach = {
@@ -274,7 +285,7 @@ class ProteinModel(ProteinCalls):
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
         context: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """The features before the head, [*, N, dim]."""
+        """Return the features before the head, [*, N, dim]."""
         call = self._call(tokens, graph, structure, valid, positions, edge_features, context)
         x = self.embedding(call.tokens)
         for place, (block, own) in enumerate(zip(self.blocks, call.graphs, strict=True)):
@@ -296,7 +307,7 @@ class ProteinModel(ProteinCalls):
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
         context: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Logits over the letters for every residue, [*, N, 21]."""
+        """Return logits over the letters for every residue, [*, N, 21]."""
         given = {"edge_features": edge_features, "context": context, "structure": structure}
         given = {name: value for name, value in given.items() if value is not None}
         return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))

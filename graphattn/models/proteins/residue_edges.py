@@ -15,12 +15,12 @@ from graphattn.nn.edges.offsets import offsets_of_table
 
 
 class Residues(NamedTuple):
-    """Places of the residues of a call; None is not known of them.
+    """Positions of the residues of a call; None means unknown.
 
     Attributes:
-        ca_positions: [N, 3], Angstrom; NaN where the atom is not known.
+        ca_positions: [N, 3], in Angstrom; NaN if the atom is unknown.
         chain_index: integers [N].
-        positions: integers [N] or [*, N], places along the chain.
+        positions: integers [N] or [*, N], positions along the chain.
     """
 
     ca_positions: Tensor | None = None
@@ -29,20 +29,20 @@ class Residues(NamedTuple):
 
     @property
     def are_unknown(self) -> bool:
-        """Whether nothing is known but the graph."""
+        """Whether everything except the graph is unknown."""
         return self.ca_positions is None and self.positions is None
 
 
 class ResidueEdges:
-    """Features of edges, F numbers each: those of :meth:`graphattn.data.Structure.edge_features`.
+    """Features of edges, F numbers each, as in :meth:`graphattn.data.Structure.edge_features`.
 
-    Without a structure there are no distances, and the numbers in their place are 0; places are
-    then those of the graph, of one chain.
+    Without a structure, the distance features are 0, and all tokens are one chain with the
+    positions of the graph.
 
     Args:
-        num_distances: how many radial basis functions of a distance.
+        num_distances: number of radial basis functions of a distance.
         max_distance: the last centre, in Angstrom.
-        max_offset: the farthest offset along the chain with a feature of its own.
+        max_offset: the largest offset along the chain with its own feature.
     """
 
     def __init__(self, num_distances: int, max_distance: float, max_offset: int) -> None:
@@ -52,11 +52,11 @@ class ResidueEdges:
 
     @property
     def width(self) -> int:
-        """F."""
+        """Return F, the number of features per edge."""
         return Structure.num_edge_features(self.num_distances, self.max_distance, self.max_offset)
 
     def of_edges(self, graph: TokenGraph, residues: Residues, dtype: torch.dtype) -> Tensor:
-        """[E, F] or [*, E, F], in the order of ``graph.edge_index``."""
+        """Return features [E, F] or [*, E, F], in the order of ``graph.edge_index``."""
         edges = graph.edge_index
         places = graph.positions if residues.positions is None else residues.positions
         chains = residues.chain_index
@@ -64,7 +64,7 @@ class ResidueEdges:
             chains = torch.zeros(places.shape[-1:], dtype=torch.int64, device=edges.device)
         if places.is_floating_point():
             raise ValueError(
-                "positions must be integers where offsets along the chain are features of edges, "
+                "positions must be integers, because offsets along the chain are edge features, "
                 f"got {places.dtype}"
             )
         along = offset_features(places, chains, edges, self.max_offset).to(dtype)
@@ -77,15 +77,15 @@ class ResidueEdges:
         return torch.cat([distances.expand(*along.shape[:-1], -1), along], -1)
 
     def of_offsets(self, graph: TokenGraph, dtype: torch.dtype) -> Tensor | None:
-        """[offsets, F], a row per offset of a graph's table: the features of one chain by itself.
+        """Return features [offsets, F], one row per offset of a graph's table, for a single chain.
 
-        None where the graph has no such table.
+        Return None if the graph has no such table.
         """
         found = offsets_of_table(graph, 1)
         if found is None:
             return None
         (offset,) = found
-        # As edges from a residue at 0 to others at every offset.
+        # Compute them as edges between a residue at position 0 and one at every offset.
         place = torch.arange(len(offset), device=offset.device)
         edges = torch.stack([place, place.new_full((len(offset),), len(offset))])
         positions = torch.cat([offset, offset.new_zeros(1)])

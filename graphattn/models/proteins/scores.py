@@ -1,4 +1,4 @@
-"""Scores of a protein model, for proteins as people have them: letters, and structures."""
+"""Embeddings and scores of a protein model, for sequences of letters and structures."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Protein = str | Structure
 class ProteinScores(TokenModel):
     """Embeddings, logits and scores of mutations, without gradients and without dropout.
 
-    Subclasses have ``encode(tokens, graph, *, structure, valid, context)``, the features before the
-    head, and say by `structure` whether they read structures.
+    Subclasses need ``encode(tokens, graph, *, structure, valid, context)``, which returns the
+    features before the head, and an attribute `structure`: whether they read structures.
     """
 
     tokenizer: ProteinTokenizer
@@ -54,17 +54,18 @@ class ProteinScores(TokenModel):
         context: Mapping[str, Any] | None = None,
         batch_size: int = 8,
     ) -> Tensor | list[Tensor]:
-        """The features of every residue before the head, [N, dim]; a list of them for a list.
+        """Return the features of every residue before the head, [N, dim], or a list of these.
 
         Args:
             proteins: a sequence of letters, a Structure, or a list of these. Gaps ``-`` in a
-                sequence are no residues. A model made with ``structure=False`` reads the chains of
-                a Structure one by one.
+                sequence are removed. A model made with ``structure=False`` reads the chains of a
+                Structure as separate sequences.
             context: the tracks of one protein, as in the call of the model.
-            batch_size: how many proteins of a list are computed at once.
+            batch_size: how many proteins of a list are computed together.
 
         Raises:
-            ValueError: names the argument, its value and what is allowed.
+            ValueError: if an argument is not allowed; the message names it and says what is
+                allowed.
 
         Example:
             >>> import graphattn as ga
@@ -102,9 +103,9 @@ class ProteinScores(TokenModel):
         context: Mapping[str, Any] | None = None,
         batch_size: int = 8,
     ) -> Tensor | list[Tensor]:
-        """The logits of the letters at every residue, none of them masked, [N, 21].
+        """Return the logits of the letters at every residue, without masking, [N, 21].
 
-        Column t is ``model.tokenizer.vocabulary[t]``.
+        Column t belongs to the letter ``model.tokenizer.vocabulary[t]``.
 
         Args:
             proteins, context, batch_size: as in :meth:`embed`.
@@ -121,31 +122,32 @@ class ProteinScores(TokenModel):
         context: Mapping[str, Any] | None = None,
         batch_size: int = 8,
     ) -> Tensor:
-        r"""Log-odds of substitutions: above 0 where the model finds the mutant likelier.
+        r"""Return log-odds of substitutions: above 0 if the model finds the mutant more likely.
 
         .. math::
             s = \sum_{i \in M} \log p(x_i = \text{mutant}_i \mid x_{\setminus i})
                 - \log p(x_i = \text{wild type}_i \mid x_{\setminus i})
 
-        the masked marginals of ESM-1v (Meier et al., 2021), every residue of the mutant masked by
-        itself with all others as in the wild type: substitutions in one mutant add up.
+        These are the masked marginals of ESM-1v (Meier et al., 2021). Each changed residue is
+        masked alone, and all others are as in the wild type; the scores of several substitutions
+        are added.
 
         Args:
             protein: a sequence of letters, or a Structure.
-            mutations: mutants: a substitution, "A42G" (A at residue 42 becomes G), or several,
-                "A42G:L50P".
-            numbering: "sequence" counts the residues from 1 on; "structure" takes the residue
-                numbers of the Structure, with insertion codes ("A52AG" is residue 52A), and with
-                the chain where several have the number ("B/A42G").
+            mutations: list of mutants: each is a substitution, "A42G" (A at residue 42 becomes G),
+                or several, "A42G:L50P".
+            numbering: "sequence" counts the residues from 1; "structure" uses the residue numbers
+                of the Structure, with insertion codes ("A52AG" is residue 52A), and with the chain
+                if several chains have the number ("B/A42G").
             context: the tracks of the protein, as in the call of the model.
-            batch_size: how many masked copies are computed at once.
+            batch_size: how many masked copies are computed together.
 
         Returns:
-            [mutants], on the CPU.
+            The scores, [mutants], on the CPU.
 
         Raises:
-            ValueError: for text that is no substitution, a residue that is no amino acid or not the
-                one that is there, a number that there is not, and two substitutions of one residue.
+            ValueError: if a text is not a substitution, a letter is not an amino acid or not the
+                one in the protein, a number does not exist, or a mutant changes a residue twice.
 
         Example:
             >>> import graphattn as ga
@@ -183,23 +185,25 @@ class ProteinScores(TokenModel):
         return torch.stack(scores) if scores else torch.zeros(0)
 
     def _check_steps(self) -> None:
-        """Refuse steps of generation, which a model of proteins does not have."""
+        """Raise an error: a model of proteins cannot generate token by token."""
         raise ValueError(
-            f"a {type(self).__name__} cannot go token by token: residues see those after them, and "
-            "others in space. Call it"
+            f"a {type(self).__name__} cannot generate token by token, because residues also see "
+            "later residues and neighbors in space: call the model itself"
         )
 
-    # How proteins become calls.
+    # From proteins to the arguments of a call.
 
     def _here(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.embedding.weight.device)
 
     def _as_call(self, protein: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The tokens of a protein, [N], and the other arguments of its call."""
+        """Return the tokens of a protein, [N], and the other arguments of its call."""
         if isinstance(protein, Structure):
             tokens = self.tokenizer.encode(protein.sequence)
             if len(tokens) != len(protein.sequence):
-                raise ValueError("proteins must hold no gap '-' in the sequence of a Structure")
+                raise ValueError(
+                    "proteins must not contain a gap '-' in the sequence of a Structure"
+                )
             if self.structure:
                 return tokens, {"structure": protein}
             sizes = [size for size in protein.chain_index.bincount().tolist() if size]
@@ -210,11 +214,11 @@ class ProteinScores(TokenModel):
             )
         tokens = self.tokenizer.encode(protein)
         if not len(tokens):
-            raise ValueError(f"proteins must hold at least one residue, got {protein!r}")
+            raise ValueError(f"proteins must have at least one residue, got {protein!r}")
         return tokens, {}
 
     def _one_by_one(self, sizes: list[int]) -> list[TokenGraph]:
-        """Graphs of every block in which sequences that stand one after the other are apart."""
+        """Return the graphs of every block for packed sequences, without edges between them."""
         return [batch(own) for own in zip(*map(self.graphs, sizes), strict=True)]
 
     def _of_proteins(
@@ -232,7 +236,10 @@ class ProteinScores(TokenModel):
                 f"{type(proteins).__name__}"
             )
         if context is not None:
-            raise ValueError("context must be None for a list of proteins: call them one by one")
+            raise ValueError(
+                f"context must be None for a list of proteins, got {type(context).__name__}: pass "
+                "each protein with its context in a separate call"
+            )
         calls = [self._as_call(protein) for protein in proteins]
         found: dict[int, Tensor] = {}
         with evaluating(self):
@@ -250,11 +257,11 @@ class ProteinScores(TokenModel):
     def _together(
         self, calls: list[tuple[Tensor, dict[str, Any]]]
     ) -> tuple[Tensor, dict[str, Any], list[int]]:
-        """Several proteins as one call, and how many residues each has."""
+        """Join several proteins into one call; also return the number of residues of each."""
         tokens = [own for own, _ in calls]
         sizes = [len(own) for own in tokens]
         first = calls[0][1]
-        if not first:  # letters alone: padded, so that one graph serves all of them
+        if not first:  # only letters: padded, so that all use one graph
             padded = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
             valid = torch.arange(padded.shape[1]) < torch.tensor(sizes)[:, None]
             return self._here(padded), {"valid": self._here(valid)}, sizes
@@ -270,7 +277,7 @@ def _given(context: Any) -> dict[str, Any]:
 
 
 def _batches(calls: list[tuple[Tensor, dict[str, Any]]], batch_size: int) -> Iterator[list[int]]:
-    """Numbers of proteins that are called together: of one kind, and of about one length."""
+    """Yield indices of proteins for one call: of one kind and of similar length."""
     order = sorted(range(len(calls)), key=lambda n: ([*calls[n][1]], len(calls[n][0])))
     some: list[int] = []
     for n in order:
@@ -284,7 +291,7 @@ def _batches(calls: list[tuple[Tensor, dict[str, Any]]], batch_size: int) -> Ite
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run without gradients and dropout, after which every part is as it was."""
+    """Run without gradients and in evaluation mode, and restore the mode of every module."""
     training = [part for part in model.modules() if part.training]
     try:
         model.eval()

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def make_head(dim: int, num_classes: int) -> nn.Module:
-    """A linear map to `num_classes`, drawn; for 0 classes the identity.
+    """Make a linear map to `num_classes`, initialised; for 0 classes the identity.
 
     Example:
         >>> from graphattn.models.vision.heads import make_head
@@ -21,9 +21,9 @@ def make_head(dim: int, num_classes: int) -> nn.Module:
 
 
 def draw_head(head: nn.Module | None) -> None:
-    """Draw it anew as DeiT and Swin do: a normal distribution of deviation 0.02, biases 0.
+    """Initialise the head as DeiT and Swin do: normally distributed with deviation 0.02, biases 0.
 
-    (Their normal distribution is truncated at 2, a hundred deviations off.)
+    (Theirs is truncated at +-2, a hundred standard deviations, which makes no difference.)
     """
     if isinstance(head, nn.Linear):
         nn.init.trunc_normal_(head.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""The token graphs of images: grids of patches behind leading tokens."""
+"""Token graphs of images: grids of patches after leading tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from graphattn.graphs import TokenGraph, batch, complete_graph, from_edge_index, grid_window_graph
 from graphattn.models.mixers import Reach
 
-Radius = int | Sequence[int] | None  # of both axes, or (down, right); None sees everything
+Radius = int | Sequence[int] | None  # of both axes, or (down, right); None: see everything
 
 
 def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radius) -> TokenGraph:
-    """The graph of a layer over the patches of an image.
+    """Make the graph of a layer over the patches of an image.
 
     Args:
-        reach: "all" tokens see all; in a "window", patches see those within `radius`, and leading
-            tokens see and are seen by all; "near" is that window among patches alone.
-        grid: patches (down, right).
-        leading: tokens before the patches: a class token, a distillation token.
-        radius: reach of windows; None: everything in a "window", 1 for "near".
+        reach: "all": every token sees all; "window": patches see those within `radius`, and leading
+            tokens see and are seen by all; "near": the same window, but only among patches.
+        grid: number of patches (down, right).
+        leading: number of tokens before the patches (class token, distillation token).
+        radius: radius of windows; None means everything for "window", and 1 for "near".
 
     Example:
         >>> from graphattn.models.vision.image_graphs import vision_graph
@@ -33,9 +33,11 @@ def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radi
     window = grid_window_graph(*grid, 1 if radius is None else radius)
     if leading == 0:
         return window
-    if reach == "near":  # a leading token would have an edge to every patch: no step is safe then
+    if (
+        reach == "near"
+    ):  # without edges of leading tokens, which would be connected to every patch: no safe step
         apart = batch([*[complete_graph(1, self_loops=False)] * leading, window])
-        return TokenGraph(structure=apart.structure)  # one image: its paths are dropped together
+        return TokenGraph(structure=apart.structure)  # drop_path then drops the whole image at once
     assert radius is not None
     if leading == 1:
         return grid_window_graph(*grid, radius, class_token=True)
@@ -43,7 +45,7 @@ def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radi
 
 
 def _behind(window: TokenGraph, leading: int) -> TokenGraph:
-    """The window graph behind several tokens that see and are seen by all."""
+    """Add leading tokens, which see and are seen by all, before a window graph."""
     tokens = leading + window.num_tokens
     first, all_tokens = torch.arange(leading), torch.arange(tokens)
     seen_by_all = torch.cartesian_prod(first, all_tokens).T

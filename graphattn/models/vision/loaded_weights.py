@@ -1,4 +1,4 @@
-"""A model with the weights of another library: what is copied, drawn anew, set to 0, or refused."""
+"""Load weights of another library into a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from graphattn.models.mixers import KINDS, one_per_block
 
 Model = TypeVar("Model", bound=nn.Module)
-MIXING = (".mixer.", ".position_bias.")  # what another mixer need not have, or has more of
+MIXING = (
+    ".mixer.",
+    ".position_bias.",
+)  # parameters that another mixer may lack, or have in addition
 
 
 def with_weights(
@@ -20,19 +23,19 @@ def with_weights(
     changes: Mapping[str, Any],
     weights: Mapping[str, Tensor],
 ) -> Model:
-    """A model in evaluation mode, of the dtype and on the device of its `weights`.
+    """Make a model in evaluation mode, with the dtype and device of its `weights`.
 
     Args:
-        cls: its class.
-        arguments: all of its constructor, `changes` among them.
-        changes: what the caller asked for: without a `mixer` among them nothing stays as drawn, and
-            the caller's random numbers go on as if nothing had been drawn.
-        weights: under the names of `cls`. Those of projections that a mixer does not have are left
-            out, and those of a mixer that are not among them stay as drawn; but a bias is 0 whose
-            projection comes without one.
+        cls: class of the model.
+        arguments: all arguments of its constructor, including `changes`.
+        changes: arguments that the caller has set. Without a `mixer` among them, all parameters
+            come from `weights`, and the state of the random number generator does not change.
+        weights: weights under the names of `cls`. Those of projections that a mixer does not have
+            are ignored. Parameters of a mixer without a weight keep their random values, but a bias
+            becomes 0 if its projection has a weight and no bias.
 
     Raises:
-        ValueError: for a weight without a place, or a place without a weight, outside of mixers.
+        ValueError: if, outside of mixers, a weight has no parameter, or a parameter has no weight.
     """
     with torch.random.fork_rng(devices=[], enabled="mixer" not in changes):
         ours = cls(**arguments)
@@ -40,7 +43,8 @@ def with_weights(
     own = ours.state_dict()
     if surplus := [name for name in weights if name not in own and not _mixes(name)]:
         raise ValueError(
-            f"changes must keep the shape of the model, but there is no place for {surplus[0]!r}"
+            "changes must keep the shape of the model, but with them it has no parameter for the "
+            f"weight {surplus[0]!r}"
         )
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -48,7 +52,8 @@ def with_weights(
                 _copy(name, weights[name], parameter)
             elif not _mixes(name):
                 raise ValueError(
-                    f"changes must keep the shape of the model, which has no weights for {name!r}"
+                    "changes must keep the shape of the model, but the loaded weights have none "
+                    f"for the parameter {name!r}"
                 )
             elif name.endswith("_proj.bias") and name.removesuffix("bias") + "weight" in weights:
                 parameter.zero_()
@@ -62,8 +67,8 @@ def _mixes(name: str) -> bool:
 def _copy(name: str, value: Tensor, parameter: nn.Parameter) -> None:
     if value.shape != parameter.shape:
         raise ValueError(
-            f"changes must keep the shape of the model: {name!r} is {list(value.shape)} there and "
-            f"{list(parameter.shape)} here"
+            f"changes must keep the shape of the model: the loaded weight {name!r} has shape "
+            f"{list(value.shape)}, the parameter has {list(parameter.shape)}"
         )
     parameter.copy_(value)
 
@@ -71,20 +76,19 @@ def _copy(name: str, value: Tensor, parameter: nn.Parameter) -> None:
 def options_of_mixers(
     config: Any, arguments: Mapping[str, Any], widths: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the options of the mixers: what was given, dropout as in `config`, and Krause's
-    bandwidth.
+    """Return the options of the mixers: those given, dropout of `config`, and Krause's bandwidth.
 
     Args:
-        config: of a model of transformers.
-        arguments: of our constructor.
-        widths: features per head of every block.
+        config: the config of a model of transformers.
+        arguments: arguments of our constructor.
+        widths: number of features per head, for every block.
     """
     options = dict(arguments.get("mixer_options") or {})
     entries = one_per_block(arguments.get("mixer", "dot"), len(widths))
     taken = {o for entry in entries if isinstance(entry, str) for o in KINDS[entry].options}
     if config.attention_probs_dropout_prob > 0 and "attention_dropout" in taken:
         options.setdefault("attention_dropout", float(config.attention_probs_dropout_prob))
-    if "krause" in entries:  # squared distances are twice the products then, and squared lengths
+    if "krause" in entries:  # so that -|q - k|^2 / (2 sigma^2) contains q k / sqrt(D)
         sigmas = [
             width**0.25 if entry == "krause" else None
             for entry, width in zip(entries, widths, strict=True)

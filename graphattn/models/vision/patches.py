@@ -1,4 +1,4 @@
-"""Images as tokens: patches, leading tokens, and learned positions."""
+"""Convert images to tokens: patches, leading tokens, and learned positions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Size = int | tuple[int, int]  # of a square, or (height, width)
 
 
 class PatchEmbedding(nn.Module):
-    """Images to tokens: one per patch in row-major order, behind the leading tokens.
+    """Converts images to tokens: leading tokens, then one token per patch in row-major order.
 
     Args:
-        image_size: of the images that the learned positions are of, (height, width) in pixels.
+        image_size: size of the images for the learned positions, (height, width) in pixels.
         patch_size: (height, width) in pixels; divides `image_size`.
-        channels: of the images.
+        channels: number of channels of the images.
         dim: width of the tokens.
-        class_token: whether a token that all images share stands first.
-        distillation_token: whether another one stands behind it.
+        class_token: whether the first token is a learned class token.
+        distillation_token: whether a learned distillation token follows it.
 
     Shapes:
         - **images**: [*, channels, height, width]
         - **output**: [*, leading + patches, dim]
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch
@@ -62,18 +62,18 @@ class PatchEmbedding(nn.Module):
         self._draw()
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         self.projection.reset_parameters()
         self._draw()
 
     def _draw(self) -> None:
-        """Tokens and positions as DeiT draws them."""
+        """Initialise tokens and positions as DeiT does."""
         for drawn in (self.class_token, self.distillation_token, self.positions):
             if drawn is not None:
                 nn.init.trunc_normal_(drawn, std=0.02)
 
     def grid_of(self, image_size: tuple[int, int], name: str) -> tuple[int, int]:
-        """How many patches an image has, (down, right)."""
+        """Return the number of patches of an image, (down, right)."""
         (height, width), (down, right) = image_size, self.patch_size
         if height % down or width % right:
             raise ValueError(
@@ -83,18 +83,18 @@ class PatchEmbedding(nn.Module):
         return height // down, width // right
 
     def checked(self, images: Any, *, interpolate: bool) -> tuple[int, int]:
-        """The size of images in pixels; a ValueError names what does not fit."""
+        """Return the size of images in pixels, or raise a ValueError if it does not fit."""
         check_images(images, self.channels, self.projection.weight.dtype)
         size = images.shape[-2], images.shape[-1]
         if size != self.image_size and not interpolate:
             raise ValueError(
-                f"images must be {list(self.image_size)} pixels (image_size: height, width), "
-                f"got {list(size)}: resize them, or pass interpolate_pos_encoding=True"
+                f"images must have {list(self.image_size)} pixels (image_size: height, width), got "
+                f"{list(size)}: resize them, or pass interpolate_pos_encoding=True"
             )
         return size
 
     def forward(self, images: Tensor, *, interpolate_pos_encoding: bool = False) -> Tensor:
-        """Tokens [*, leading + patches, dim]."""
+        """Return tokens [*, leading + patches, dim]."""
         size = self.checked(images, interpolate=interpolate_pos_encoding)
         grid = self.grid_of(size, "images")
         several = images.dim() == 4
@@ -110,9 +110,10 @@ class PatchEmbedding(nn.Module):
         return x if several else x.view(*lead, *x.shape[1:])
 
     def positions_of(self, grid: tuple[int, int]) -> Tensor:
-        """Learned positions, between those of the own grid for another one.
+        """Return learned positions, interpolated if the grid is not the model's own.
 
-        Bicubic, with pixel centres in the middle, as transformers' ``interpolate_pos_encoding``.
+        The interpolation is bicubic, between the centres of pixels, as transformers'
+        ``interpolate_pos_encoding``.
         """
         if grid == self.grid:
             return self.positions
@@ -122,14 +123,14 @@ class PatchEmbedding(nn.Module):
         return torch.cat([leading, plane[0].flatten(1).mT])
 
     def extra_repr(self) -> str:
-        """The sizes, (height, width)."""
+        """Return the sizes, (height, width)."""
         return f"image_size={self.image_size}, patch_size={self.patch_size}"
 
 
 def check_images(images: Any, channels: int, dtype: torch.dtype) -> None:
     """Check that images are [*, channels, height, width] and of the model's dtype.
 
-    Autocast takes other floating point dtypes, too.
+    With autocast, other floating-point dtypes are allowed, too.
     """
     if (
         not isinstance(images, Tensor)
@@ -145,13 +146,13 @@ def check_images(images: Any, channels: int, dtype: torch.dtype) -> None:
         images.dtype != dtype and not torch.is_autocast_enabled(images.device.type)
     ):
         raise ValueError(
-            f"images must have the model's dtype {dtype}, got {images.dtype}: convert them, "
-            "bytes to normalised numbers as in training"
+            f"images must have the model's dtype {dtype}, got {images.dtype}: convert them (bytes "
+            "to normalised numbers, as in training)"
         )
 
 
 def as_size(name: str, value: Any) -> tuple[int, int]:
-    """`value`, an integer or a pair (height, width), as a pair."""
+    """Return `value`, an integer or a pair (height, width), as a pair."""
     if isinstance(value, list | tuple):
         if len(value) != 2:
             raise ValueError(f"{name} must be an integer or (height, width), got {value!r}")

@@ -1,4 +1,4 @@
-"""Swin: a vision transformer in stages, over windows that move from block to block."""
+"""Swin: a vision transformer in stages, over windows that shift in every second block."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ Size = int | Sequence[int]
 
 
 class SwinTransformer(BlockStack):
-    r"""Images in, logits per class out: stages of blocks over windows, which shift in turns.
+    r"""Swin, from images to logits of classes: stages of blocks over shifted windows.
 
-    Swin (Liu et al., 2021). Patches are tokens of a grid. In the blocks of a stage every token
-    sees those of its own window, `window_size` x `window_size` tokens, with a learned bias for
-    every relative position and head; in every other block the windows are moved by half their size.
-    Between stages, four neighbouring tokens become one of twice the width. The graph of every block
-    is a :func:`~graphattn.grid_block_graph`, and any mixer works on it: "krause" is the Swin of
-    *Krause Synchronization Transformers*.
+    Source: Liu et al. (2021). Patches are tokens of a grid. In the blocks of a stage, every token
+    sees the `window_size` x `window_size` tokens of its own window, with a learned bias for every
+    relative position and head. In every second block the windows are shifted by half their size.
+    Between stages, four neighbouring tokens become one token of twice the width. The graph of every
+    block is a :func:`~graphattn.grid_block_graph`, and any mixer works on it: "krause" is the Swin
+    of *Krause Synchronization Transformers*.
 
-    What the published code does at borders is done here: a grid no larger than a window is one
-    window along that axis and is not shifted, with a table of biases of that size; a grid that
-    windows do not divide is padded with zeros below and to the right, behind the block's first
-    norm, and the tokens of the image see these zeros; an image that patches do not divide is padded
-    so as well. Images may have any size.
+    Borders are treated as in the published code. If a grid is not larger than a window along an
+    axis, it is one window along that axis, without shift, and the table of biases has that size. If
+    windows do not divide a grid, it is padded with zeros below and to the right, after the first
+    norm of the block, and the tokens of the image see these zeros. An image is padded in the same
+    way if patches do not divide it. Images can have any size.
 
-    Tables of biases and the head are drawn as Swin draws them, from a normal distribution of
-    deviation 0.02; all other maps as PyTorch draws them, where Swin has 0.02 for those of blocks
-    and merges, too.
+    Tables of biases and the head start as in Swin, normally distributed with deviation 0.02. All
+    other maps start with PyTorch's default; Swin uses deviation 0.02 for those of blocks and
+    merges, too.
 
     Args:
-        image_size: of the images, in pixels: one number or (height, width). It decides how large
-            the tables of biases are, and is what :meth:`graphs` shows.
-        patch_size: pixels of a patch along each axis.
-        num_classes: of the head; 0 for none: the output are then the pooled features.
+        image_size: size of the images in pixels: one number or (height, width). It determines the
+            size of the tables of biases, and the default of :meth:`graphs`.
+        patch_size: number of pixels of a patch along each axis.
+        num_classes: number of classes of the head. With 0 there is no head, and the output is the
+            pooled features.
         dim: width of the first stage; every stage doubles it.
         depths: number of blocks of every stage.
         heads: heads of every stage; each divides the stage's width.
-        window_size: tokens of a window along each axis.
+        window_size: number of tokens of a window along each axis.
         mixer: a name, such as "dot", "vlt", "gka" or "krause"; or one entry per block over all
             stages: a name or a layer of the stage's width.
-        channels: of the images.
+        channels: number of channels of the images.
         mlp_ratio: hidden width of the perceptrons, in units of the stage's width.
-        dropout: share of features zeroed behind the embedding and after every layer and
-            perceptron, in training.
-        drop_path: share of images for which a part of the last block is left out, in training; it
-            rises linearly from 0 in the first block.
-        mixer_options: further options of the named layers, such as ``{"top_k": 8}``; a list holds
-            one value per block over all stages, as :func:`top_k_schedule` makes it.
+        dropout: share of the features that training sets to zero after the embedding and after
+            every layer and perceptron.
+        drop_path: share of the images for which training leaves out a part of the last block. The
+            share grows linearly from 0 in the first block.
+        mixer_options: further options of the named layers, such as ``{"top_k": 8}``; a list
+            contains one value per block over all stages, as :func:`top_k_schedule` makes it.
 
     Shapes:
         - **images**: [*, channels, height, width]
-        - **graph**: one graph per block (a sequence), over the tokens of its stage's grid; those
-          of :meth:`graphs` if None
+        - **graph**: one graph per block (a sequence), over the tokens of the grid of its stage;
+          None for those of :meth:`graphs`
         - **output**: [*, num_classes]
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -115,7 +116,7 @@ class SwinTransformer(BlockStack):
         self.depths = _as_stages("depths", depths)
         if len(heads := _as_stages("heads", heads)) != len(self.depths):
             raise ValueError(
-                f"heads must hold one number per stage ({len(self.depths)}), got {len(heads)}"
+                f"heads must have one number per stage ({len(self.depths)}), got {len(heads)}"
             )
         last = as_share("drop_path", drop_path)
         self.patches = nn.Conv2d(self.channels, dim, self.patch_size, stride=self.patch_size)
@@ -146,7 +147,7 @@ class SwinTransformer(BlockStack):
         self.head = make_head(self.dim, self.num_classes)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         for part in (self.patches, self.patch_norm, *self.blocks, *self.merges, self.norm):
             if callable(reset := getattr(part, "reset_parameters", None)):
                 reset()
@@ -154,7 +155,8 @@ class SwinTransformer(BlockStack):
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` with the windows of every stage, and without what the weights' shapes tell."""
+        """Return `config` with the windows of every stage, without what the weights' shapes
+        show."""
         same = dict(config)
         size, patch, stages = same["image_size"], same["patch_size"], same["depths"]
         grids = _grids(_as_size(size), patch, len(stages))
@@ -165,28 +167,29 @@ class SwinTransformer(BlockStack):
 
     @classmethod
     def from_transformers(cls, model: Any, **changes: Any) -> Self:
-        """A model with the weights of a Swin of Hugging Face's transformers.
+        """Make a model with the weights of a Swin of Hugging Face's transformers.
 
-        Those are SwinForImageClassification, of which it gives the logits, and SwinModel, of which
-        it gives the averaged features (``pooler_output``). Another mixer starts from those
-        projections that it has: queries, keys, values, output and the table of biases of "krause",
-        output and table of "gka"; the rest is drawn anew. Bandwidths of "krause" start at D^(1/4),
-        D features per head, where its logits differ from those of dot products by squared lengths
-        alone. Biases that a model does not have (``qkv_bias=False``) are 0 here. In training,
-        transformers drops paths of the attention alone; here, as published, of both parts.
+        `model` is a SwinForImageClassification, and the new model returns its logits; or a
+        SwinModel, and the new model returns its averaged features (``pooler_output``). Another
+        mixer copies those projections that it has: "krause" the queries, keys, values, output and
+        table of biases, "gka" the output and the table. Its other parameters are initialised. The
+        bandwidths of "krause" start at D^(1/4), where D is the number of features per head: its
+        logits then differ from those of dot products only by squared lengths. Biases that `model`
+        does not have (``qkv_bias=False``) are 0. In training, drop_path applies to both parts of a
+        block, as published; in transformers it applies only to attention.
 
         Args:
-            model: of transformers, with its weights.
-            changes: arguments of the constructor beside those that the model's config says, such
-                as `mixer`, `mixer_options` and `drop_path`.
+            model: a model of transformers with its weights.
+            changes: further arguments of the constructor, such as `mixer`, `mixer_options` and
+                `drop_path`; they replace those from the config of `model`.
 
         Returns:
-            A model in evaluation mode, of the dtype and on the device of `model`.
+            A model in evaluation mode, with the dtype and on the device of `model`.
 
         Raises:
-            ValueError: for another class, names what a configuration asks for that this model does
-                not have, and for `changes` that its weights do not fit.
-            TypeError: for an argument that the class does not have.
+            ValueError: if `model` has another class, if its config needs something that this model
+                does not have, or if its weights do not fit `changes`.
+            TypeError: if the class does not have an argument.
 
         Example:
             >>> import torch, transformers, graphattn as ga
@@ -206,7 +209,7 @@ class SwinTransformer(BlockStack):
     # Grids and graphs.
 
     def grids(self, image_size: Size | None = None) -> list[tuple[int, int]]:
-        """Height and width, in tokens, of the grid of every stage.
+        """Return the height and width, in tokens, of the grid of every stage.
 
         Example:
             >>> import graphattn as ga
@@ -218,10 +221,10 @@ class SwinTransformer(BlockStack):
         return list(_grids(size, self.patch_size, len(self.depths)))
 
     def graphs(self, image_size: Size | None = None) -> list[TokenGraph]:
-        """The graph of every block where `forward` is given none.
+        """Return the graphs, one per block, that `forward` uses if no graph is given.
 
         Args:
-            image_size: of the images, in pixels; the model's own if None.
+            image_size: size of the images in pixels; None for the model's own.
 
         Example:
             >>> import graphattn as ga
@@ -238,10 +241,10 @@ class SwinTransformer(BlockStack):
             found += [(moved if place % 2 else plain).to(device) for place in range(depth)]
         return found
 
-    # The call.
+    # The forward pass.
 
     def encode(self, images: Tensor, graph: Graphs = None) -> Tensor:
-        """The features of the last stage's tokens before they are averaged, [*, N, width].
+        """Return the features of the tokens of the last stage, before averaging, [*, N, width].
 
         N is the number of tokens of the last stage, and the width is ``self.dim``.
         """
@@ -264,13 +267,13 @@ class SwinTransformer(BlockStack):
         return features
 
     def forward(self, images: Tensor, graph: Graphs = None) -> Tensor:
-        """Logits of every image, [*, num_classes]."""
+        """Return the logits of every image, [*, num_classes]."""
         logits: Tensor = self.head(self.encode(images, graph).mean(-2))
         return logits
 
 
 def _grids(image_size: tuple[int, int], patch_size: int, stages: int) -> Iterator[tuple[int, int]]:
-    """Height and width of every stage's grid."""
+    """Yield the height and width of the grid of every stage."""
     height, width = ((size + patch_size - 1) // patch_size for size in image_size)
     for _ in range(stages):
         yield height, width
@@ -278,7 +281,7 @@ def _grids(image_size: tuple[int, int], patch_size: int, stages: int) -> Iterato
 
 
 def _as_size(image_size: Any) -> tuple[int, int]:
-    """Height and width in pixels."""
+    """Return the height and width in pixels."""
     if not isinstance(image_size, list | tuple):
         size = as_int("image_size", image_size, 1)
         return size, size
@@ -288,7 +291,7 @@ def _as_size(image_size: Any) -> tuple[int, int]:
 
 
 def _as_stages(name: str, numbers: Any) -> tuple[int, ...]:
-    """One positive integer per stage."""
+    """Check that there is one positive integer per stage."""
     if not isinstance(numbers, list | tuple) or not numbers:
-        raise ValueError(f"{name} must hold one integer >= 1 per stage, got {numbers!r}")
+        raise ValueError(f"{name} must be a list with one integer >= 1 per stage, got {numbers!r}")
     return tuple(as_int(name, number, 1) for number in numbers)

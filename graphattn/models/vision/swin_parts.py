@@ -1,4 +1,4 @@
-"""Parts of Swin beside its blocks: windows on padded grids, biases by position, and merging."""
+"""Parts of Swin: window graphs on padded grids, blocks with biases by position, and merging."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OVER_A_GRID = Grid, GridWindows, GridBlocks
 
 
 def stage_graph(height: int, width: int, window_size: int, *, shifted: bool) -> TokenGraph:
-    """The windows of a block of Swin on a grid of tokens, padded where they do not divide it.
+    """Make the graph of the windows of a Swin block on a grid of tokens, padded if necessary.
 
-    A grid no larger than a window along one axis is not shifted, and its window is that axis. Where
-    windows do not divide the grid, it is the graph of the grid with rows below and columns to the
-    right that complete them, as Swin pads it.
+    If the grid is not larger than a window along an axis, there is one window along that axis,
+    without shift. If windows do not divide the grid, the graph also has the rows below and the
+    columns to the right with which Swin pads it.
 
     Example:
         >>> from graphattn.models.vision.swin_parts import stage_graph
@@ -46,26 +46,26 @@ class WindowBlock(PreNormBlock):
         x' = x + \mathrm{mixer}(\mathrm{norm}(x), G, B), \qquad
         y = x' + W_2 \, \mathrm{gelu}(W_1 \, \mathrm{norm}(x'))
 
-    Liu et al. (2021), Eq. 3 and 4. Where the graph has more tokens than the grid, rows of zeros
-    below and columns of zeros to the right complete it behind the first norm, as Swin pads: the
-    tokens of the image see them, with the keys and values that the projections' biases give them.
+    Source: Liu et al. (2021), Eq. 3 and 4. If the graph has more tokens than the grid, the block
+        adds rows of zeros below and columns of zeros to the right after the first norm, as Swin
+        does. The tokens of the image see them: their keys and values are the biases of the
+        projections.
 
     Args:
-        mixer: as :class:`~graphattn.nn.PreNormBlock` takes it.
-        max_offset: the farthest offset along an axis that has a number of its own in the table of
-            biases, ``window_size - 1``; None for a mixer without them.
+        mixer: a mixer that :class:`~graphattn.nn.PreNormBlock` accepts.
+        max_offset: the largest offset along an axis in the table of biases, ``window_size - 1``;
+            None for a mixer that takes no biases.
         mlp_ratio, dropout, drop_path: as in :class:`~graphattn.nn.PreNormBlock`.
 
     Shapes:
         - **x**: [*, height * width, dim], the tokens of a grid in row-major order
         - **graph**: over these tokens, or over those of a larger grid
           (:func:`~graphattn.grid_block_graph`)
-        - **grid**: height and width; may be left out where nothing is padded (keyword)
+        - **grid**: height and width; can be omitted if there is no padding (keyword)
         - **output**: [*, height * width, dim]
 
     Raises:
-        ValueError: as :class:`~graphattn.nn.PreNormBlock`, and for a grid that the graph does not
-            fit.
+        ValueError: as :class:`~graphattn.nn.PreNormBlock`, and if the graph does not fit the grid.
 
     Example:
         >>> import torch, graphattn as ga
@@ -93,14 +93,14 @@ class WindowBlock(PreNormBlock):
             heads = getattr(mixer, "heads", None)
             if not isinstance(heads, int):
                 raise ValueError(
-                    "mixer must have an integer `heads`, one bias of a pair for each, got "
-                    f"{type(mixer).__name__}"
+                    "mixer must have an integer attribute `heads`, because each head has its own "
+                    f"biases, got {type(mixer).__name__}"
                 )
             reach = as_int("max_offset", max_offset, 0)
             self.position_bias = OffsetBias(heads, (reach, reach))
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         super().reset_parameters()
         if self.position_bias is not None:
             self.position_bias.reset_parameters()
@@ -131,7 +131,7 @@ class WindowBlock(PreNormBlock):
         return x + self._branch(self.mlp(self.mlp_norm(x)), graph)
 
     def _biases(self, graph: Any, grid: tuple[int, int] | None) -> Tensor:
-        """The biases of a graph: where it knows of no grid, by where the tokens stand on theirs."""
+        """Return the biases of a graph; if it has no grid, from positions on the given one."""
         assert self.position_bias is not None
         knows = isinstance(graph, TokenGraph) and isinstance(graph.structure, OVER_A_GRID)
         places = None
@@ -143,7 +143,7 @@ class WindowBlock(PreNormBlock):
 
 
 def _padding(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Rows below and columns to the right that a graph has more than the grid; None: none."""
+    """Return how many rows and columns a graph has more than the grid, or None if none."""
     if grid is None or not isinstance(graph, TokenGraph):
         return None
     height, width = grid
@@ -152,19 +152,19 @@ def _padding(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int] | None
     tall, wide = (getattr(graph.structure, name, 0) for name in ("height", "width"))
     if tall < height or wide < width:
         raise ValueError(
-            f"graph must be over the {height} x {width} tokens of the grid, or over a grid that "
-            f"holds it, got {graph}"
+            f"graph must be over the {height} x {width} tokens of the grid, or over a larger grid "
+            f"that contains it, got {graph}"
         )
     return tall - height, wide - width
 
 
 class PatchMerging(Configured, nn.Module):
-    """Four neighbouring tokens become one of twice the width: the step between stages of Swin.
+    """Merges four neighbouring tokens into one of twice the width, between two stages of Swin.
 
-    Liu et al. (2021), Section 3.1. A grid of odd size is completed with zeros.
+    Source: Liu et al. (2021), Section 3.1. A grid of odd size is padded with zeros.
 
     Args:
-        dim: width of the tokens; the output's is 2 * dim.
+        dim: width of the tokens; the output has width 2 * dim.
 
     Shapes:
         - **x**: [*, height * width, dim]
@@ -185,17 +185,17 @@ class PatchMerging(Configured, nn.Module):
         self.reduction = nn.Linear(4 * self.dim, 2 * self.dim, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         self.norm.reset_parameters()
         self.reduction.reset_parameters()
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The four tokens side by side, normalised and mapped."""
+        """Concatenate four tokens, normalise them, and apply the linear map."""
         height, width = grid
         cells = x.unflatten(-2, (height, width))
         if height % 2 or width % 2:
             cells = functional.pad(cells, (0, 0, 0, width % 2, 0, height % 2))
-        # In Swin's order: the row within a pair changes first.
+        # In Swin's order: the row within a pair of rows changes first.
         cells = cells.unflatten(-2, (-1, 2)).unflatten(-4, (-1, 2))
         four = torch.movedim(cells, (-2, -4), (-3, -2)).flatten(-3)
         merged: Tensor = self.reduction(self.norm(four.flatten(-3, -2)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.models.vision.loaded_weights import Model, options_of_mixers, with_weights
 
-# How transformers names a parameter, and how it is named here; `{}` are the stage and the block.
+# Names of parameters in transformers, and ours; `{}` stands for the stage and the block.
 BLOCK = {
     "layernorm_before": "mixer_norm",
     "layernorm_after": "mlp_norm",
@@ -45,8 +45,8 @@ def from_transformers(cls: type[Model], model: Any, changes: Mapping[str, Any]) 
     config = model.config
     if list(arguments["depths"]) != list(config.depths):
         raise ValueError(
-            f"changes must keep the shape of the model: depths is {tuple(config.depths)} there, "
-            f"got {arguments['depths']!r}"
+            f"changes must keep the shape of the model: depths must be {tuple(config.depths)}, got "
+            f"{arguments['depths']!r}"
         )
     widths = [
         config.embed_dim * 2**stage / config.num_heads[stage]
@@ -58,7 +58,8 @@ def from_transformers(cls: type[Model], model: Any, changes: Mapping[str, Any]) 
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """The constructor's arguments for a Swin of transformers; a ValueError for other models."""
+    """Return the constructor's arguments for a Swin of transformers; ValueError for other
+    models."""
     import transformers
 
     if not isinstance(model, transformers.SwinModel | transformers.SwinForImageClassification):
@@ -98,23 +99,23 @@ def arguments_of(model: Any) -> dict[str, Any]:
 
 
 def _check_windows(config: Any, patch: int) -> None:
-    """Refuse small grids: transformers cuts windows there, but no tables of biases, and fails."""
+    """Raise an error for grids smaller than a window, with which transformers fails, too."""
     size = config.image_size
     sides = size if isinstance(size, list | tuple) else (size, size)
     smallest = min(-(-side // patch) for side in sides)
     for stage in range(len(config.depths)):
         if smallest < config.window_size:
             raise ValueError(
-                f"model.config.window_size must be at most the tokens of every stage, got "
-                f"{config.window_size} with {smallest} tokens along an axis of stage {stage}: "
-                "such a model cannot run in transformers either, whose table of biases does not "
-                "fit windows of that size"
+                "model.config.window_size must be at most the number of tokens along each axis of "
+                f"every stage, got {config.window_size} with {smallest} tokens along an axis of "
+                f"stage {stage}. Such a model cannot run in transformers either, because its table "
+                "of biases does not fit"
             )
         smallest = (smallest + 1) // 2
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """The state dict of a Swin of transformers under the names of this library."""
+    """Return the state dict of a Swin of transformers under the names of this library."""
     depths = model.config.depths
     first = [sum(depths[:stage]) for stage in range(len(depths))]
     found: dict[str, Tensor] = {}
@@ -124,7 +125,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
             continue
         if match := TABLE.fullmatch(name):
             stage, block = int(match[1]), int(match[2])
-            # Rows go by target minus source there, by source minus target here.
+            # Rows are indexed by target minus source there, by source minus target here.
             found[f"blocks.{first[stage] + block}.position_bias.table"] = weight.flip(0)
         elif match := IN_BLOCK.fullmatch(name):
             stage, block = int(match[1]), int(match[2])

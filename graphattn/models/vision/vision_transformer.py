@@ -20,63 +20,67 @@ from graphattn.nn import PreNormBlock
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.dropout import as_share
 
-KEPT_SIZES = 8  # of images, whose graphs a model remembers
+CACHED_SIZES = 8  # a model stores the graphs of this many image sizes
 
 
 class VisionTransformer(BlockStack):
-    r"""Images in, logits of classes out: patches, pre-norm blocks, norm, linear head.
+    r"""A vision transformer from images to logits: patches, pre-norm blocks, norm, linear head.
 
-    The vision transformer (Dosovitskiy et al., 2021) in the shapes of DeiT (Touvron et al., 2021):
-    one token per patch, a class token in front, a learned position per token. ``mixer="gka"`` and
-    "vlt" are the GKA and the value-less models of *Projection-Free Transformers*, "krause" with a
-    `radius` and a rising `top_k` those of *Krause Synchronization Transformers*.
+    It is the vision transformer of Dosovitskiy et al. (2021) in the shapes of DeiT (Touvron et al.,
+    2021): a class token first, then one token per patch, each with a learned position.
+    ``mixer="gka"`` and "vlt" give the GKA and the value-less models of *Projection-Free
+    Transformers*; "krause" with a `radius` and an increasing `top_k` gives those of *Krause
+    Synchronization Transformers*.
 
     Layers without a window see all tokens. Those with one ("krause", "dot-window") see the patches
-    within `radius` and the class token, which sees everything; "consensus" layers move patches
-    alone, since no step is safe for a token with an edge to every other.
+    within `radius` and the class token, which sees everything. "consensus" layers move only
+    patches, because no step size is safe for a token with an edge to every other token.
 
-    Leading tokens, positions and heads are drawn as DeiT draws them, from a normal distribution of
-    deviation 0.02, with biases 0; all other maps as PyTorch draws them, where DeiT has 0.02 for
-    those of the blocks, too.
+    Leading tokens, positions and heads start as in DeiT, normally distributed with deviation 0.02,
+    with biases 0. All other maps start with PyTorch's default; DeiT uses deviation 0.02 for those
+    of the blocks, too.
 
     Args:
-        image_size: of the images, in pixels: of a square, or (height, width).
-        patch_size: of the patches, likewise; divides `image_size`.
-        num_classes: of the head; 0 for none: the output are then the pooled features.
+        image_size: size of the images in pixels: one number for squares, or (height, width).
+        patch_size: size of the patches in pixels, in the same form; it must divide `image_size`.
+        num_classes: number of classes of the head. With 0 there is no head, and the output is the
+            pooled features.
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: a name of :class:`~graphattn.models.SequenceEncoder`'s, such as "dot", "dot-window",
-            "vlt", "gka", "krause", "consensus", "mix"; or one entry per block: a name or a layer
-            of width `dim`.
+        mixer: a name as in :class:`~graphattn.models.SequenceEncoder`, such as "dot", "dot-window",
+            "vlt", "gka", "krause", "consensus", "mix"; or one entry per block: a name or a layer of
+            width `dim`.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
-            takes those that it has, and one that no layer has is refused. A list holds one value
-            per block, as :func:`top_k_schedule` makes it.
-        channels: of the images.
-        class_token: whether a token that all images share stands in front of the patches.
-        distillation_token: whether a second one stands behind it, as in distilled DeiT models.
-        pooling: what the head reads: the "class" token, the "mean" of the patches, or, "distilled",
-            both leading tokens, each with a head of its own, of which the mean is returned.
-        radius: reach of windows along both axes in patches, or (down, right). None: layers with a
-            window see everything, and consensus layers the 8 patches around each.
-        rope: rotary positions in the layers, in row-major order of the tokens, beside the learned
-            ones; "isometric" as in :class:`~graphattn.nn.SelfConsensus`.
+            takes the options that it has; an option that no layer has is an error. A list contains
+            one value per block, as :func:`top_k_schedule` makes it.
+        channels: number of channels of the images.
+        class_token: whether a learned class token comes before the patches.
+        distillation_token: whether a second learned token follows it, as in distilled DeiT models.
+        pooling: what the head reads: the "class" token, the "mean" of the patches, or with
+            "distilled" both leading tokens: each has its own head, and the mean of the two is
+            returned.
+        radius: radius of windows in patches, for both axes or (down, right). With None, layers with
+            a window see everything, and consensus layers see the 8 patches around each patch.
+        rope: whether layers use rotary positions, in row-major order of the tokens, in addition to
+            the learned ones; "isometric" as in :class:`~graphattn.nn.SelfConsensus`.
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
-        dropout: share of features zeroed after the embedding and every part, in training.
-        drop_path: share of images for which a part of the last block is left out, in training,
-            rising linearly from 0 at the first block (stochastic depth, as DeiT has it).
-        norm_eps: of all norms, added to the variance (DeiT: 1e-6; transformers: 1e-12).
+        dropout: share of the features that training sets to zero after the embedding and every
+            part.
+        drop_path: share of the images for which training leaves out a part of the last block. The
+            share grows linearly from 0 in the first block (stochastic depth, as in DeiT).
+        norm_eps: number added to the variance in all norms (DeiT: 1e-6; transformers: 1e-12).
 
     Shapes:
         - **images**: [*, channels, height, width], normalised as in training
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`)
-        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
-          [*, E, heads] over their graph, or one per block (a sequence of `depth`), None where a
-          block has none (keyword)
+        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or [*,
+          E, heads] over their graph, or one entry per block (a sequence of `depth`), None for a
+          block without a bias (keyword)
         - **output**: [*, num_classes]
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -121,7 +125,10 @@ class VisionTransformer(BlockStack):
         needs = {"class": class_token, "mean": True, "distilled": distillation_token}
         if not needs[pooling]:
             token = {"class": "class_token", "distilled": "distillation_token"}[pooling]
-            raise ValueError(f"pooling={pooling!r} needs {token}=True; without it there is 'mean'")
+            raise ValueError(
+                f"pooling={pooling!r} needs {token}=True, got {token}=False: set it, or use "
+                "pooling='mean'"
+            )
         depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
         mixings = mixers(mixer, depth, dim, heads, rope=rope, options=mixer_options)
         self.embedding = PatchEmbedding(
@@ -151,32 +158,33 @@ class VisionTransformer(BlockStack):
         if pooling == "distilled":
             self.distillation_head = make_head(dim, self.num_classes)
         self._graphs: dict[Any, list[TokenGraph]] = {}
-        self.graphs()  # refuses a radius that does not fit
+        self.graphs()  # raises an error if the radius does not fit
 
     def _check_reaches(self, mixer: Any) -> None:
-        """Check that windows have a radius, a radius a window, and the head something to read."""
+        """Check that `radius` and `pooling` fit the mixers."""
         reaches = {*self.reaches}
         if self.radius is None and "dot-window" in (
             mixer if isinstance(mixer, list | tuple) else [mixer]
         ):
             raise ValueError(
-                "radius must be given for 'dot-window', got None: without it there is 'dot'"
+                "radius must be given for 'dot-window', got None: set it, or use the mixer 'dot' "
+                "for all patches"
             )
         if self.radius is not None and reaches == {"all"}:
             raise ValueError(
-                f"radius must be None in a model without windows, got {self.radius!r}: 'krause', "
-                "'dot-window' and 'consensus' layers have one, named ones alone; other layers see "
-                "what the graph of a call says"
+                f"radius must be None in a model without windows, got {self.radius!r}: only "
+                "'krause', 'dot-window' and 'consensus' layers that are given by name have a "
+                "window. For other layers, pass a graph to the call"
             )
         if self.pooling != "mean" and self.reaches[-1] == "near":
             raise ValueError(
-                f"pooling must be 'mean' where the last layer is consensus, got {self.pooling!r}: "
-                "consensus moves patches alone, and the class token would not see what it does"
+                f"pooling must be 'mean' if the last layer is consensus, got {self.pooling!r}: "
+                "consensus moves only patches, so it would have no effect on the class token"
             )
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` with sizes as pairs, and without what the shapes of the weights tell."""
+        """Return `config` with sizes as pairs, without what the shapes of the weights show."""
         same = dict(config)
         for name in ("image_size", "patch_size", "radius"):
             if isinstance(same.get(name), int):
@@ -187,29 +195,29 @@ class VisionTransformer(BlockStack):
 
     @classmethod
     def from_transformers(cls, model: Any, **changes: Any) -> Self:
-        """A model with the weights of a ViT or DeiT of Hugging Face's transformers.
+        """Make a model with the weights of a ViT or DeiT of Hugging Face's transformers.
 
-        Those are ViTModel, ViTForImageClassification, DeiTModel, DeiTForImageClassification and
-        DeiTForImageClassificationWithTeacher. The three DeiT models have a distillation token,
-        which this one then has, too; of two heads the mean of the logits is returned. With
-        ``mixer="dot"`` logits are theirs. Another mixer starts from those projections that it has:
-        queries, keys, values and output of "krause", the output of "gka"; the rest is drawn anew.
-        Bandwidths of "krause" start at D^(1/4), D features per head, where its logits differ from
-        those of dot products by squared lengths alone.
-        Biases that a model does not have (``qkv_bias=False``) are 0 here. Nobody's pooler comes
-        along.
+        `model` can be a ViTModel, ViTForImageClassification, DeiTModel, DeiTForImageClassification
+        or DeiTForImageClassificationWithTeacher. The three DeiT models have a distillation token,
+        and so has the new model; with two heads it returns the mean of the logits. With
+        ``mixer="dot"`` the logits are those of `model`. Another mixer copies those projections that
+        it has: "krause" the queries, keys, values and output, "gka" the output. Its other
+        parameters are initialised. The bandwidths of "krause" start at D^(1/4), where D is the
+        number of features per head: its logits then differ from those of dot products only by
+        squared lengths. Biases that `model` does not have (``qkv_bias=False``) are 0. A pooler is
+        not copied.
 
         Args:
-            model: of transformers, with its weights.
-            changes: arguments of the constructor beside those that the model's config says, such
-                as `mixer`, `mixer_options`, `radius` and `drop_path`.
+            model: a model of transformers with its weights.
+            changes: further arguments of the constructor, such as `mixer`, `mixer_options`,
+                `radius` and `drop_path`; they replace those from the config of `model`.
 
         Returns:
-            A model in evaluation mode, of the dtype and on the device of `model`.
+            A model in evaluation mode, with the dtype and on the device of `model`.
 
         Raises:
-            ValueError: for a model of another class, or one that computes something else.
-            TypeError: for an argument that the class does not have.
+            ValueError: if `model` has another class, or computes something that this class cannot.
+            TypeError: if the class does not have an argument.
 
         Example:
             >>> import torch, graphattn as ga
@@ -229,7 +237,7 @@ class VisionTransformer(BlockStack):
         return found
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         for part in (self.embedding, *self.blocks, self.norm):
             if callable(reset := getattr(part, "reset_parameters", None)):
                 reset()
@@ -237,10 +245,10 @@ class VisionTransformer(BlockStack):
         draw_head(self.distillation_head)
 
     def graphs(self, image_size: Size | None = None) -> list[TokenGraph]:
-        """The graph of every block where `forward` is given none.
+        """Return the graphs, one per block, that `forward` uses if no graph is given.
 
         Args:
-            image_size: of the images, in pixels; the model's own if None.
+            image_size: size of the images in pixels; None for the model's own.
 
         Example:
             >>> import graphattn as ga
@@ -255,9 +263,9 @@ class VisionTransformer(BlockStack):
             return self._make_graphs(size, device)
         found = self._graphs.get((size, device))
         if found is None:
-            with torch.device("cpu"):  # a graph knows itself in numbers, on any device
+            with torch.device("cpu"):  # a graph stores numbers, which do not depend on the device
                 found = self._make_graphs(size, device)
-            if len(self._graphs) >= KEPT_SIZES:
+            if len(self._graphs) >= CACHED_SIZES:
                 del self._graphs[next(iter(self._graphs))]
             self._graphs[size, device] = found
         return list(found)
@@ -272,7 +280,7 @@ class VisionTransformer(BlockStack):
         return [of_reach[reach] for reach in self.reaches]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without graphs, which are made again where they are needed."""
+        """Return the state without graphs, which are made again when they are needed."""
         return {**self.__dict__, "_graphs": {}}
 
     def encode(
@@ -283,10 +291,10 @@ class VisionTransformer(BlockStack):
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         interpolate_pos_encoding: bool = False,
     ) -> Tensor:
-        """The tokens after the last norm, [*, leading + patches, dim].
+        """Return the tokens after the last norm, [*, leading + patches, dim].
 
-        The class token comes first, then the distillation token where there is one, then patches
-        in row-major order. Arguments are those of :meth:`forward`.
+        The class token comes first, then the distillation token if there is one, then patches in
+        row-major order. Arguments are those of :meth:`forward`.
         """
         x = self.embedding(images, interpolate_pos_encoding=interpolate_pos_encoding)
         graphs = self.graph_of_blocks(graph, (images.shape[-2], images.shape[-1]))
@@ -302,10 +310,10 @@ class VisionTransformer(BlockStack):
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         interpolate_pos_encoding: bool = False,
     ) -> Tensor:
-        """Logits of the classes, [*, num_classes].
+        """Return the logits of the classes, [*, num_classes].
 
-        With ``interpolate_pos_encoding=True`` images may be of any size that is a multiple of the
-        patch size: learned positions are then interpolated bicubically, as transformers does it.
+        With ``interpolate_pos_encoding=True``, images can have any size that is a multiple of the
+        patch size. Learned positions are then interpolated bicubically, as in transformers.
         """
         given: dict[str, Any] = {} if edge_bias is None else {"edge_bias": edge_bias}
         if interpolate_pos_encoding:
@@ -320,5 +328,5 @@ class VisionTransformer(BlockStack):
 
 
 def _rising(last: float, depth: int) -> list[float]:
-    """Return numbers that rise evenly from 0 to `last`."""
+    """Return numbers that grow evenly from 0 to `last`."""
     return [last * i / max(depth - 1, 1) for i in range(depth)]

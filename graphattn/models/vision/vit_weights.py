@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's ViT and DeiT in a vision transformer of ours."""
+"""Load the weights of Hugging Face's ViT and DeiT into our vision transformer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int
 from graphattn.models.vision.loaded_weights import Model, options_of_mixers, with_weights
 
-# Names of transformers 5 and of earlier versions, which files of weights have, and ours.
+# Names in transformers 5 and in earlier versions (as in files of weights), and ours.
 _PARTS = (
     (r"(?:vit|deit)\.", ""),
     (r"embeddings\.cls_token$", "embedding.class_token"),
@@ -31,14 +31,14 @@ _PARTS = (
     (r"(?:cls_)?classifier\.", "head."),
     (r"distillation_classifier\.", "distillation_head."),
 )
-_OTHERS = re.compile(r"pooler\.|embeddings\.mask_token$")  # which no logits are made of
+_OTHERS = re.compile(r"pooler\.|embeddings\.mask_token$")  # weights without effect on logits
 
 
 def our_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a ViT or DeiT of transformers under the names of a VisionTransformer.
+    """Return weights of a ViT or DeiT of transformers under the names of a VisionTransformer.
 
     Raises:
-        ValueError: for a name that none of those models has.
+        ValueError: if none of those models has a name.
 
     Example:
         >>> import torch
@@ -54,9 +54,12 @@ def our_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if _OTHERS.match(ours):
             continue
         if ours.split(".")[0] not in ("embedding", "blocks", "norm", "head", "distillation_head"):
-            raise ValueError(f"model must be a ViT or DeiT of transformers, got a weight {name!r}")
+            raise ValueError(
+                f"model must be a ViT or DeiT of transformers, but it has a weight {name!r}, which "
+                "these do not have"
+            )
         if ours.startswith("embedding.") and "projection" not in ours:
-            value = value.flatten(0, -2).squeeze(0)  # theirs have a dimension of images
+            value = value.flatten(0, -2).squeeze(0)  # in transformers they have a batch dimension
         found[ours] = value
     return found
 
@@ -83,7 +86,9 @@ def _check_class(model: Any) -> None:
         "DeiTForImageClassificationWithTeacher",
     )
     if not isinstance(model, tuple(getattr(transformers, name) for name in names)):
-        raise ValueError(f"model must be a {', '.join(names)}, got {type(model).__name__}")
+        raise ValueError(
+            f"model must be an instance of {', '.join(names)}, got {type(model).__name__}"
+        )
 
 
 def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     dim, hidden = config.hidden_size, config.intermediate_size
     if (width := weights["blocks.0.mixer.query_proj.weight"].shape[0]) != dim:
         raise ValueError(
-            f"model must have heads of {dim} features in all (hidden_size), got {width}"
+            f"model must have heads with {dim} features together (hidden_size), got {width}"
         )
     ratio = hidden / dim
     found = {

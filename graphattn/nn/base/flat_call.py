@@ -1,8 +1,9 @@
-"""The short way through an attention layer, for calls of a kind that it has checked before.
+"""A short path through an attention layer, for calls of a kind that was checked before.
 
-A call is plain where there are tokens and a graph, no masks, biases, positions or dropout, and
-nobody has replaced or looks into what the layer runs. What the checks of such a call find depends
-on sizes, dtypes and options alone: a graph keeps it. Everything else goes the long way.
+A call is plain if it has only tokens and a graph (no masks, biases, positions or dropout), if no
+method of the layer is overridden, and if no hook or mode observes it. The checks of such a call
+depend only on sizes, dtypes and options, so the graph stores their result. All other calls take the
+usual path.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NUMBERS = (int, float)
 
 
 def is_plain_call(layer: GraphLayer, x: Any, graph: Any, backends: tuple[str, ...]) -> bool:
-    """Whether nothing about a call, but for what its kind may be, asks for the long way."""
+    """Whether a call may be plain, as far as it does not depend on the kind of layer."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in PLAIN
@@ -52,16 +53,16 @@ def is_plain_call(layer: GraphLayer, x: Any, graph: Any, backends: tuple[str, ..
     )
 
 
-Projected = tuple[Tensor, Tensor, Tensor | None]
+Projected = tuple[Tensor, Tensor, Tensor | None]  # query, key, value; see `project_flat`
 
 
-# Layers have no types here: their files import this one.
+# Layers have the type Any here, because their files import this one.
 
 
 def flat_call(layer: Any, x: Any, context_dim: int, graph: Any) -> tuple[Tensor, Projected] | None:
     """The output of a plain call of an attention layer, [*, N, dim], and its projections.
 
-    None where a call is not plain.
+    None if the call is not plain.
     """
     if (
         not is_plain_call(layer, x, graph, ("auto", "native"))
@@ -75,10 +76,10 @@ def flat_call(layer: Any, x: Any, context_dim: int, graph: Any) -> tuple[Tensor,
     rotary, top_k, softcap = layer.rotary, layer.top_k, layer.softcap
     if not (top_k is None or type(top_k) is int) or not (
         softcap is None or type(softcap) in NUMBERS
-    ):  # somebody's own, which the operation checks
+    ):  # the operation itself must check these
         return None
     kind = (
-        flat_call,  # a key that nobody else has
+        flat_call,  # makes the key unique
         x.shape,
         x.dtype,
         layer.output_proj.weight.dtype,
@@ -92,9 +93,9 @@ def flat_call(layer: Any, x: Any, context_dim: int, graph: Any) -> tuple[Tensor,
         return None
     query, other, value = projected
     key = None if other is query and call.key == call.query else other
-    if not _reads(call, x, query, key, value):  # somebody's own projections
+    if not _reads(call, x, query, key, value):  # replaced projections, with other results
         assert value is not None
-        tensors = layer.turned(query, other, value, layer.rotations(x, x, graph, None))
+        tensors = layer.split_and_rotate(query, other, value, layer.rotations(x, x, graph, None))
         mixed = layer.mix(*tensors, graph, (None, None)).flatten(-2)
     else:
         scales = call.scale
@@ -110,9 +111,7 @@ def flat_linear_call(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
     """The output of a plain call of linear attention, and its projections.
 
-    None where a call is not plain.
-
-    Queries and keys that are turned, or shared by several heads, go the long way.
+    None if the call is not plain. With rotary positions, or if several heads share keys, it is not.
     """
     if (
         not is_plain_call(layer, x, graph, ("auto", "structured"))
@@ -121,7 +120,7 @@ def flat_linear_call(
     ):
         return None
     kind = (
-        flat_linear_call,  # a key that nobody else has
+        flat_linear_call,  # makes the key unique
         x.shape,
         x.dtype,
         layer.output_proj.weight.dtype,
@@ -133,7 +132,7 @@ def flat_linear_call(
     if call is None:
         return None
     query, key, value = layer.query_proj(x), layer.key_proj(x), layer.value_proj(x)
-    known = FlatLinear(graph, *call)  # the graph does not keep itself
+    known = FlatLinear(graph, *call)  # the graph stores `call`, which must not store the graph
     mixed = None
     if all(_reads_one(projected, x, known.shape) for projected in (query, key, value)):
         mixed = flat_linear_attention(known, query, key, value)
@@ -144,7 +143,7 @@ def flat_linear_call(
 
 
 def _linear_call(layer: Any, x: Tensor, graph: TokenGraph) -> tuple[Any, ...] | None:
-    """Return what calls of a kind share; None where all go the long way."""
+    """Everything that calls of one kind share; None if such calls take the usual path."""
     try:
         layer.prepare(x, x, layer.context_dim, graph, None)
         eps = as_float("eps", layer.eps, positive=False)
@@ -173,7 +172,7 @@ def flat_consensus_call(layer: Any, x: Any, graph: Any) -> Tensor | None:
         network.shear, network.shear_bias,
     )  # fmt: skip
     kind = (
-        flat_consensus_call,  # a key that nobody else has
+        flat_consensus_call,  # makes the key unique
         x.shape,
         x.dtype,
         (layer.source_proj.weight.dtype, layer.output_proj.weight.dtype),
@@ -193,16 +192,16 @@ def flat_consensus_call(layer: Any, x: Any, graph: Any) -> Tensor | None:
         step = functional.softplus(layer.raw_step_size)
     if _reads_states(call, x, u, hidden, step):
         u = u.reshape(*x.shape[:-1], *call.state[2:])
-        of_both = hidden[0].reshape(call.hidden), hidden[1].reshape(call.hidden)
-        moved = flat_consensus(call, graph, u, of_both, second, step).view(x.shape)
-    else:  # somebody's own projections
+        both_hidden = hidden[0].reshape(call.hidden), hidden[1].reshape(call.hidden)
+        new_state = flat_consensus(call, graph, u, both_hidden, second, step).view(x.shape)
+    else:  # replaced projections, with other results
         u = layer.split(u, layer.heads)
-        moved = layer.move(u, (u, u), hidden, graph, (None, None)).flatten(-2)
-    out: Tensor = layer.output_proj(moved)
+        new_state = layer.move(u, (u, u), hidden, graph, (None, None)).flatten(-2)
+    out: Tensor = layer.output_proj(new_state)
     return out
 
 
-# Methods of an edge network that a plain call restates.
+# Methods of an edge network whose work a plain call does itself.
 NETWORK_METHODS = "target_hidden", "source_hidden", "by_group", "second_layer", "edge_matrix"
 _SHIPPED = {name: getattr(EdgeNetwork, name) for name in NETWORK_METHODS}
 
@@ -217,18 +216,18 @@ def _is_as_shipped_network(network: Any) -> bool:
 
 
 def _consensus_call(layer: Any, x: Tensor, graph: TokenGraph) -> FlatConsensus | None:
-    """Return what calls of a kind share; None where all go the long way."""
+    """Everything that calls of one kind share; None if such calls take the usual path."""
     network = layer.edge_net
     try:
         layer.prepare(x, x, layer.dim, graph, None)
         if layer.update_rule == "energy":
             if not graph.is_table and graph.points_backward:
-                return None  # the long way warns
+                return None  # the usual path gives a warning
             check_energy_graph(graph)
         B, N = math.prod(x.shape[:-2]), x.shape[-2]
         state = B, N, layer.heads, layer.head_dim
         width = network.target.weight.shape[1]
-        u = x.detach().new_empty(()).expand(state)  # sizes count, not what there is
+        u = x.detach().new_empty(()).expand(state)  # a tensor of the right size, without memory
         case = ConsensusKind(u, 1 if layer.trunk == "shared" else 3)
         if choose(BACKENDS, case, layer.backend).name != "native":
             return None
@@ -250,7 +249,7 @@ def _consensus_call(layer: Any, x: Tensor, graph: TokenGraph) -> FlatConsensus |
 
 
 def _call(layer: Any, x: Tensor, context_dim: int, graph: TokenGraph) -> FlatCall | None:
-    """Return what calls of a kind share; None where all go the long way."""
+    """Everything that calls of one kind share; None if such calls take the usual path."""
     try:
         layer.prepare(x, x, context_dim, graph, None)
         rotations = layer.rotations(x, x, graph, None)
@@ -279,7 +278,7 @@ def _call(layer: Any, x: Tensor, context_dim: int, graph: TokenGraph) -> FlatCal
 def _reads(
     call: FlatCall, x: Tensor, query: Tensor, key: Tensor | None, value: Tensor | None
 ) -> bool:
-    """Whether projections gave what those of the library do."""
+    """Whether the results of projections have the expected shapes and dtype."""
     return (
         _reads_one(query, x, call.query)
         and (key is None or _reads_one(key, x, call.key))
@@ -288,7 +287,7 @@ def _reads(
 
 
 def _reads_one(projected: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether something is [*, N, H * D], or by head, of the numbers of `x`."""
+    """Whether a result is a plain tensor like x, [*, N, H * D] or [*, N, H, D]."""
     B, N, H, D = shape
     return (
         type(projected) in PLAIN
@@ -303,7 +302,7 @@ def _reads_one(projected: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
 def _reads_states(
     call: FlatConsensus, x: Tensor, u: Any, hidden: tuple[Any, Any], step: Any
 ) -> bool:
-    """Whether projections, first layers and step gave what those of the library do."""
+    """Whether the results of projections, first layers and step size have the expected form."""
     return (
         _reads_one(u, x, call.state)
         and _reads_one(hidden[0], x, call.hidden)
@@ -314,26 +313,26 @@ def _reads_states(
     )
 
 
-# Whether a layer is what the library made: its short ways restate methods.
+# Whether a layer runs the library's own methods: short paths do their work without calling them.
 
 
 def is_as_shipped(layer: Any) -> bool:
-    """Whether nothing that a step runs was replaced, by a class or since, and nobody looks on.
+    """Whether a step of this layer runs only methods of the library, and no hook observes them.
 
-    Then one that restates all of it gives the same. Asked once a token, so it is short.
+    Then C++ code that does all their work gives the same. This runs once per token, so it is short.
     """
     overrides = type(layer).class_overrides
     return overrides.as_shipped and _is_untouched(layer, overrides.methods)
 
 
 def is_called_as_shipped(layer: Any) -> bool:
-    """Whether nothing that a plain forward pass runs was replaced, and nobody looks on."""
+    """Whether a plain call of this layer runs only methods of the library, without hooks."""
     overrides = type(layer).class_overrides
     return overrides.call_as_shipped and _is_untouched(layer, overrides.call_methods)
 
 
 def _is_untouched(layer: Any, known: dict[str, Any]) -> bool:
-    """Whether neither an instance nor its class has other methods by now, and nobody looks on."""
+    """Whether no method was replaced in the instance or its class since, and there are no hooks."""
     cls, attributes = type(layer), vars(layer)
     return (
         not attributes["_explain"]

@@ -26,16 +26,16 @@ from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
 
 Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
 Rotations = tuple[Rotation, Rotation] | None  # of targets and of sources
-FEW_ANGLES = 1 << 16  # numbers that a graph may keep
+FEW_ANGLES = 1 << 16  # the most numbers of a rotation that a graph stores
 
 
 class GraphLayer(Configured, MessagePassing):
-    """A layer whose `message()` states what one edge contributes.
+    """A layer whose `message()` is the mathematics of one edge.
 
-    ``backend="reference"`` runs that through PyG's `propagate`; other backends hand the same
-    tensors to the fused operation. (PyG itself only fuses for its sparse tensor types.) Where
-    somebody has replaced a method that `propagate` runs, "auto" runs it too, and other backends
-    refuse: they know the library's own mathematics only.
+    ``backend="reference"`` runs it through PyG's `propagate`; other backends pass the same tensors
+    to a fused operation. (PyG itself fuses only for its sparse tensor types.) If a method that
+    `propagate` runs is overridden, "auto" uses `propagate`, and fused backends refuse, because they
+    compute the library's own mathematics only.
     """
 
     class_overrides: ClassVar[ClassOverrides]
@@ -43,7 +43,7 @@ class GraphLayer(Configured, MessagePassing):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         own: Any = cls
-        if "forward" in vars(cls) and is_ours(cls):  # one of somebody else gets what is given
+        if "forward" in vars(cls) and is_ours(cls):  # a user's forward gets its arguments unchanged
             own.forward = takes_padded_rows(own.forward)
         cls.class_overrides = overrides_of_class(cls)
 
@@ -57,10 +57,10 @@ class GraphLayer(Configured, MessagePassing):
         self.backend = check_backend(backend)
 
     def uses_propagate(self) -> bool:
-        """Whether `forward` runs `message()`: asked for by name, or replaced by somebody.
+        """Whether `forward` runs `message()`: by backend="reference", or because it is overridden.
 
         Raises:
-            ValueError: another backend was asked for by name, but a method was replaced that only
+            ValueError: a fused backend was asked for by name, but a method is overridden that only
                 `propagate` runs.
         """
         wanted = wanted_backend(self.backend)
@@ -80,7 +80,7 @@ class GraphLayer(Configured, MessagePassing):
         return bool(replaced)
 
     def check_message_masks(self, valid: ValidPair) -> None:
-        """A `message()` of somebody else must know of padding where there is some."""
+        """Refuse masks if `message()` is overridden and takes none: it would read padding."""
         if valid == (None, None) or {"valid_i", "valid_j"} <= {*self._user_args}:
             return
         raise ValueError(
@@ -99,7 +99,11 @@ class GraphLayer(Configured, MessagePassing):
         *,
         per_edge: bool = False,
     ) -> tuple[Tensor, Tensor, TokenGraph, ValidPair]:
-        """Checked inputs; what invalid tokens hold is replaced by zeros before any projection."""
+        """Check the inputs, and replace invalid tokens by zeros.
+
+        Returns:
+            x, context, the TokenGraph, and the masks of targets and of sources.
+        """
         for name, tokens, width in (("x", x, self.dim), ("context", context, context_dim)):
             if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
                 got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -133,7 +137,7 @@ class GraphLayer(Configured, MessagePassing):
         return x, context, graph, pair
 
     def check_dtype(self, name: str, tokens: Tensor) -> None:
-        """The layer's own dtype; under autocast any floating-point one."""
+        """Check that tokens have the layer's dtype, or under autocast any floating-point one."""
         if not tokens.is_floating_point():
             raise ValueError(f"{name} must be floating-point, got {tokens.dtype}")
         dtype = cast(torch.nn.Linear, self.output_proj).weight.dtype
@@ -144,13 +148,13 @@ class GraphLayer(Configured, MessagePassing):
             )
 
     def split(self, x: Tensor, heads: int) -> Tensor:
-        """[*, N, heads * D] -> [*, N, heads, D]."""
+        """x [*, N, heads * D] as [*, N, heads, D]."""
         return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
 
     def rotations(
         self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
     ) -> Rotations:
-        """How the positions of targets and of sources rotate features; None where rope is off."""
+        """The rotations of targets and of sources, by their positions; None without rope."""
         if self.rotary is None:
             return None
         of_target, of_source = self.resolve_positions(graph, positions)
@@ -162,7 +166,7 @@ class GraphLayer(Configured, MessagePassing):
         return rotation, self.rotation_of(of_source, x, graph)
 
     def rotation_of(self, positions: Tensor, like: Tensor, graph: TokenGraph) -> Rotation:
-        """How some positions rotate; for a graph's own, if they are few, found once and kept."""
+        """The rotation by some positions; a graph stores that by its own, if it is small."""
         assert self.rotary is not None
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         few = positions.numel() * self.head_dim <= FEW_ANGLES
@@ -175,11 +179,11 @@ class GraphLayer(Configured, MessagePassing):
         return graph.derived(key, lambda: rotary.rotation(positions, like.dtype))
 
     def rotate(self, target: Tensor, source: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
-        """Rotate two tensors by the positions of targets and of sources, where rope is on."""
+        """Rotate two tensors by the positions of targets and of sources; unchanged without rope."""
         if self.rotary is None or rotations is None:
             return target, source
         if target.shape[-3] == 1 and source is not target and rotations[0] is rotations[1]:
-            # One token at a time, calls cost more than numbers: both in one.
+            # With one token, calls of torch take longer than arithmetic: one call for both.
             both = self.rotary.turn(torch.cat([target, source], dim=-2), rotations[0])
             heads = target.shape[-2], source.shape[-2]
             rotated, rotated_source = both.split(heads, dim=-2)
@@ -190,7 +194,7 @@ class GraphLayer(Configured, MessagePassing):
         return rotated, self.rotary.turn(source, rotations[1])
 
     def resolve_positions(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Positions of targets and sources: the caller's, otherwise the graph's."""
+        """The positions of targets and of sources: those of the caller, or else of the graph."""
         if isinstance(positions, Tensor) and graph.num_targets != graph.num_sources:
             raise ValueError("positions must be a pair (targets, sources) on a bipartite graph")
         if not isinstance(positions, Tensor | tuple | None):
@@ -210,13 +214,13 @@ class GraphLayer(Configured, MessagePassing):
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` with rope=True where it holds the RotaryEmbedding that True stands for."""
+        """`config` with rope=True in place of a RotaryEmbedding that is equal to it."""
         rope = config.get("rope")
         usual = isinstance(rope, dict) and rope.get("base") == 10000
         return {**config, "rope": True} if usual else config
 
     def describe(self, options: dict[str, tuple[Any, Any]]) -> str:
-        """``Layer(dim, heads=H, option=...)`` of the options (value, default) that differ."""
+        """``Layer(dim, heads=H, option=...)``, with the options whose value is not the default."""
         facts = [f"{self.dim}", f"heads={self.heads}"]
         rope: Any = self.rotary is not None
         if self.rotary is not None and self.rotary.base != 10000:
@@ -235,7 +239,7 @@ class GraphLayer(Configured, MessagePassing):
 
 
 def valid_for_propagate(valid: ValidPair) -> tuple[Tensor | None, Tensor | None]:
-    """(sources, targets) as [*, M, 1, 1] and [*, N, 1, 1], the way `propagate` lifts pairs."""
+    """Masks of (sources, targets), [*, M, 1, 1] and [*, N, 1, 1], in the form for `propagate`."""
     of_target, of_source = valid
     return (
         None if of_source is None else of_source[..., None, None],
@@ -244,7 +248,7 @@ def valid_for_propagate(valid: ValidPair) -> tuple[Tensor | None, Tensor | None]
 
 
 def edge_mask(valid_i: Tensor | None, valid_j: Tensor | None) -> Tensor | None:
-    """Edges between valid tokens, [*, E, 1], from what `propagate` lifted; None where all are."""
+    """Edges between valid tokens, bool [*, E, 1], from `message()`'s arguments; None if all are."""
     if valid_i is None:
         return None if valid_j is None else valid_j[..., 0]
     return valid_i[..., 0] if valid_j is None else (valid_i & valid_j)[..., 0]

@@ -1,8 +1,11 @@
-"""Overrides: methods of a layer that a subclass, or somebody at an instance, has replaced.
+"""Overrides: methods of a layer that a subclass or an instance has replaced.
 
-Fused operations know the mathematics of the library's layers and no other, so a layer whose
-`message()` was replaced must not be handed to them. PyG's hooks and explainers count too: they look
-at messages, which fused operations never form.
+Fused operations compute the mathematics of the library's own layers. So they must not run a layer
+whose `message()` is overridden. Hooks and explainers of PyG count as overrides, too, because they
+read messages, which fused operations do not compute.
+
+A *twin* of a method is another method that does the same in another way: `fused` is the twin of
+`message`. If both are overridden together, nothing is wrong.
 """
 
 from __future__ import annotations
@@ -14,38 +17,38 @@ from typing import Any, NamedTuple
 
 import torch
 
-# What `propagate` runs; `fused` gives the same for the library's own.
+# Methods that `propagate` runs; the twin is `fused`.
 EDGE_METHODS = (
     "message", "aggregate", "update", "edge_update", "log_affinity", "unfused",
     "propagate", "edge_updater",
 )  # fmt: skip
-WEIGHT_METHODS = ("message", "log_affinity", "propagate")  # what `edge_weights` restates
-# What a step of generation shortens to one row, by `step_row` or the methods that it calls.
+WEIGHT_METHODS = ("message", "log_affinity", "propagate")  # the twin is `edge_weights`
+# Methods over all rows, of which a step of generation computes one; the twins do this.
 ROW_METHODS = (*EDGE_METHODS, "fused", "mix", "move", "sigma")
 ROW_TWINS = ("step_row", "fused_row", "row_logits")
-# What a compiled step restates, beside them.
+# Methods whose work a step in C++ does itself, beside those above.
 KERNEL_METHODS = (*ROW_TWINS, "score", "kernel_row", "step_scale", "sink_logits")
-# What it restates where it also turns queries and keys by their positions.
-TURN_METHODS = (
+# Methods whose work it does itself if it also rotates queries and keys by their positions.
+ROTATION_METHODS = (
     "project_step", "project_rotated", "rotate", "split", "finish_step",
-    "step_hidden", "project_back", "turn_back",
+    "step_hidden", "project_back", "rotate_back",
 )  # fmt: skip
-# What `forward` runs and steps of generation do not.
+# Methods that `forward` runs and steps of generation do not; the twins run in steps.
 FORWARD_METHODS = (
     "forward", "attend", "one_step", "project", "rotations", "resolve_positions",
 )  # fmt: skip
 STEP_TWINS = ("step", "project_step", "step_rows", *ROW_TWINS)
 
-# What a plain forward pass restates (`flat_call`), beside what happens at edges.
+# Methods whose work a plain call does itself (`flat_call.py`).
 CALL_METHODS = (
     *EDGE_METHODS, "score", "fused", "mix", "sigma", "prepare", "check_dtype", "project",
-    "project_rotated", "project_flat", "turned", "split", "rotate", "rotations", "rotation_of",
-    "resolve_positions", "uses_propagate", "current_dropout", "step_scale", "project_features",
-    "features_of", "mixed_dtype", "checked_features", "one_step", "applies_first_layer", "move",
-    "project_back", "turn_back", "step_tensor",
+    "project_rotated", "project_flat", "split_and_rotate", "split", "rotate", "rotations",
+    "rotation_of", "resolve_positions", "uses_propagate", "current_dropout", "step_scale",
+    "project_features", "features_of", "mixed_dtype", "checked_features", "one_step",
+    "applies_first_layer", "move", "project_back", "rotate_back", "step_tensor",
 )  # fmt: skip
 
-MADE_BY_PYG = ("propagate", "edge_updater")  # PyG sets compiled ones at classes and instances
+MADE_BY_PYG = ("propagate", "edge_updater")  # PyG puts compiled ones into classes and instances
 HOOKS = tuple(
     f"_{method}_forward{when}_hooks"
     for method in ("propagate", "message", "aggregate", "edge_update")
@@ -55,26 +58,39 @@ NOWHERE = 1 << 30
 
 
 class ClassOverrides(NamedTuple):
-    """Names of methods that the classes of a layer replace, found when its class is made."""
+    """The overrides of a class of layers, found when the class is made.
 
-    at_edges: tuple[str, ...]  # and `fused` is not replaced along with them
-    in_rows: tuple[str, ...]  # nor is what does the same for one row
-    in_forward: tuple[str, ...]  # nor is what does the same in steps
-    weights_unknown: tuple[str, ...]  # nor is `edge_weights`
-    in_kernel: tuple[str, ...]  # what a compiled step restates, whatever is replaced with them
-    as_shipped: bool  # whether nothing that a step runs is replaced
-    methods: dict[str, Any]  # all as they were then; somebody may patch the class later
-    call_as_shipped: bool  # whether nothing that a plain forward pass restates is replaced
-    call_methods: dict[str, Any]  # those, as they were then
+    Attributes:
+        at_edges: overridden methods of EDGE_METHODS whose twin `fused` is not overridden.
+        in_rows: the same of ROW_METHODS and their twins.
+        in_forward: the same of FORWARD_METHODS and their twins.
+        weights_unknown: the same of WEIGHT_METHODS and `edge_weights`.
+        in_kernel: overridden methods of KERNEL_METHODS.
+        as_shipped: whether a step runs only methods of the library.
+        methods: the methods of the class at that time, to notice if one is replaced later.
+        call_as_shipped: whether a plain call runs only methods of the library.
+        call_methods: the methods of a plain call at that time.
+    """
+
+    at_edges: tuple[str, ...]
+    in_rows: tuple[str, ...]
+    in_forward: tuple[str, ...]
+    weights_unknown: tuple[str, ...]
+    in_kernel: tuple[str, ...]
+    as_shipped: bool
+    methods: dict[str, Any]
+    call_as_shipped: bool
+    call_methods: dict[str, Any]
 
 
 def overrides_of_class(cls: type) -> ClassOverrides:
-    """Find the overrides of a class, called from ``__init_subclass__``: later PyG puts its own
-    `propagate` into classes.
+    """Find the overrides of a class.
+
+    It is called from ``__init_subclass__``, before PyG puts its own `propagate` into the class.
     """
 
     def depth(name: str) -> int:
-        """Return the place of the base of `cls` that replaces a method of the library's, if any."""
+        """The index of the base of `cls` that overrides a method of the library, or NOWHERE."""
         for place, base in enumerate(cls.__mro__):
             if name in base.__dict__:
                 if not is_ours(base):
@@ -88,11 +104,11 @@ def overrides_of_class(cls: type) -> ClassOverrides:
         return NOWHERE
 
     def replaced(names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
-        """Return the methods that are replaced without a twin replaced along with them or later."""
+        """The overridden methods whose twins are not overridden in the same class or a subclass."""
         last = min(depth(twin) for twin in twins)
         return tuple(name for name in names if depth(name) < last)
 
-    shortened = {*ROW_METHODS, *KERNEL_METHODS, *TURN_METHODS}
+    shortened = {*ROW_METHODS, *KERNEL_METHODS, *ROTATION_METHODS}
     watched = {*shortened, "edge_weights"} - {*MADE_BY_PYG}
     return ClassOverrides(
         at_edges=replaced(EDGE_METHODS, "fused"),
@@ -113,7 +129,7 @@ def overrides_of_class(cls: type) -> ClassOverrides:
 
 
 def is_ours(cls: type) -> bool:
-    """A class of this library, or one that it is made of."""
+    """Whether a class belongs to this library, to PyG or to torch."""
     return cls is object or cls.__module__.split(".")[0] in (
         "graphattn",
         "torch_geometric",
@@ -122,23 +138,21 @@ def is_ours(cls: type) -> bool:
 
 
 def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
-    """Return those of `names` that were replaced in an instance, or in its class since then."""
+    """The methods of `names` that were replaced in an instance, or later in its class."""
     cls, attributes = type(layer), vars(layer)
     methods = cls.class_overrides.methods
     found: tuple[str, ...] = ()
-    for name in names:  # plain and short: steps of generation come here
+    for name in names:  # a plain loop, because it runs in every step of generation
         if name in methods and (name in attributes or getattr(cls, name) is not methods[name]):
             found += (name,)
     return () if found and twins and own_methods(layer, twins) else found
 
 
 def overridden_edges(layer: Any) -> tuple[str, ...]:
-    """List the overrides that keep `fused` from giving the result of `propagate`: what was
-    replaced, by name.
-    """
+    """The names of overrides because of which `fused` would not give what `propagate` gives."""
     found: tuple[str, ...] = layer.class_overrides.at_edges
     found += own_methods(layer, EDGE_METHODS, "fused")
-    if not torch.compiler.is_compiling():  # PyG's own propagate then runs no hooks either
+    if not torch.compiler.is_compiling():  # when compiled, PyG's own propagate runs no hooks either
         attributes = vars(layer)
         for name in HOOKS:
             if attributes[name]:
@@ -147,37 +161,34 @@ def overridden_edges(layer: Any) -> tuple[str, ...]:
 
 
 def overridden_rows(layer: Any) -> tuple[str, ...]:
-    """List the overrides that keep a single row from giving the layer's result: what was replaced,
-    by name.
-    """
+    """The names of overrides because of which a step of one row would differ from the layer."""
     return layer.class_overrides.in_rows + own_methods(layer, ROW_METHODS, *ROW_TWINS)
 
 
 def overridden_kernel(layer: Any) -> tuple[str, ...]:
-    """List what keeps a compiled step from `step_row`, beside :func:`overridden_rows`."""
+    """The names of other overrides because of which a step in C++ would differ from `step_row`."""
     return layer.class_overrides.in_kernel + own_methods(layer, KERNEL_METHODS)
 
 
 def overridden_weights(layer: Any) -> tuple[str, ...]:
-    """List the overrides that keep `edge_weights` from being those of the messages: what was
-    replaced, by name.
-    """
+    """The names of overrides because of which `edge_weights` would not be those of messages."""
     found: tuple[str, ...] = layer.class_overrides.weights_unknown
     found += own_methods(layer, WEIGHT_METHODS, "edge_weights")
     return tuple(dict.fromkeys(found))
 
 
 def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of a module's `names` that are replaced without one of `twins`, then or later.
+    """The methods of `names` that are overridden in a module without one of `twins`.
 
-    By an instance, by a subclass, or in the class itself; the library's own class has the twins.
+    They may be overridden by a subclass, in the instance, or in the class itself. The library's own
+    class has the twins.
     """
     attributes = vars(module)
     found: tuple[str, ...] = ()
     for name in names:
         if name in attributes:
             found += (name,)
-    for cls in type(module).__mro__:  # plain and short: steps of generation come here
+    for cls in type(module).__mro__:  # a plain loop, because it runs in every step of generation
         own = vars(cls)
         for twin in twins:
             if twin in own:
@@ -190,7 +201,7 @@ def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...])
 
 
 def message_takes(layer: Any, argument: str) -> bool:
-    """Whether `message()` takes it: the one of the class, or what was put in its place since."""
+    """Whether `message()` takes an argument, also if it was replaced in the instance or class."""
     if not own_methods(layer, ("message",)):
         return argument in layer._user_args
     parameters = inspect.signature(layer.message).parameters
@@ -199,27 +210,27 @@ def message_takes(layer: Any, argument: str) -> bool:
 
 
 def propagate_without(layer: Any, argument: str) -> Callable[..., Any]:
-    """`propagate`, for a `message()` that may have been put in place without that argument.
+    """`propagate` that does not pass an argument to a `message()` which does not take it.
 
-    PyG hands every message what the one took that the class was made with.
+    PyG always passes the arguments that the `message()` of the original class takes.
     """
     run = getattr(layer.propagate, "__func__", None)
     if message_takes(layer, argument) or argument not in layer._user_args or run is None:
         propagate: Callable[..., Any] = layer.propagate
         return propagate
-    message, twin = layer.message, object.__new__(type(layer))
-    vars(twin).update(vars(layer))
+    message, copied = layer.message, object.__new__(type(layer))
+    vars(copied).update(vars(layer))
 
-    def handed(**arguments: Any) -> Any:
+    def message_without(**arguments: Any) -> Any:
         del arguments[argument]
         return message(**arguments)
 
-    vars(twin)["message"] = handed
-    return functools.partial(run, twin)
+    vars(copied)["message"] = message_without
+    return functools.partial(run, copied)
 
 
 def names_of(methods: tuple[str, ...]) -> str:
-    """`message() and log_affinity()`, for an error."""
+    """The names of methods for an error, such as `message() and log_affinity()`."""
     shown = []
     for name in dict.fromkeys(methods):
         if name in HOOKS:

@@ -1,9 +1,9 @@
-"""Padded items with graphs of their own: [B, N, dim] over one graph of B * N tokens.
+"""Padded items with a graph each: tokens [B, N, dim] over one graph of B * N tokens.
 
-A graph over N tokens is shared by all rows of a tensor [B, N, dim]. One over B * N tokens whose
-parts end where the rows do, as :func:`graphattn.collate` makes it of padded items, or
-:func:`graphattn.knn_graph` of points [B, N, C], has edges of its own for every row: then the rows
-are laid end to end, as in packed sequences, and the output is laid back.
+All rows of a tensor [B, N, dim] share a graph over N tokens. A graph over B * N tokens may instead
+have its own edges for every row: :func:`graphattn.collate` makes one of padded items, and
+:func:`graphattn.knn_graph` of points [B, N, C]. Its parts must end where the rows end. Then the
+rows are concatenated, as in packed sequences, and the output is split again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POSITIONAL = ("x", "graph", "context")
 
 
 def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward pass, which then reads such rows, too."""
+    """Wrap the forward pass of a layer, so that it takes such rows, too."""
 
     without_keywords = getattr(forward, "without_keywords", forward)
 
@@ -45,7 +45,7 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
         context = given.get("context")
         if context is None:
             context = x
-        if not _is_of_rows(graph, x, context):
+        if not _parts_are_rows(graph, x, context):
             return forward(self, *args, **kwargs)
         batch, rows, sides = x.shape[:-2], x.shape[:-1], (x.shape[-2], context.shape[-2])
         for name in ("x", "context"):
@@ -53,7 +53,7 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
                 given[name] = given[name].flatten(0, -2)
         for name in ("valid", "positions"):
             if given.get(name) is not None:
-                given[name] = _end_to_end(given[name], batch, sides)
+                given[name] = _flattened(given[name], batch, sides)
         out = forward(self, **given)
         if isinstance(out, tuple):  # with weights, [E, H] over the edges of all rows
             return (out[0].unflatten(0, rows), *out[1:])
@@ -62,8 +62,8 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _is_of_rows(graph: TokenGraph, x: Tensor, context: Any) -> bool:
-    """Whether the parts of the graph end where the rows of x, and of context, do."""
+def _parts_are_rows(graph: TokenGraph, x: Tensor, context: Any) -> bool:
+    """Whether the parts of the graph end where the rows of x and of context end."""
     if not isinstance(context, Tensor) or context.shape[:-2] != x.shape[:-2]:
         return False
     rows, targets, sources = math.prod(x.shape[:-2]), x.shape[-2], context.shape[-2]
@@ -76,17 +76,17 @@ def _is_of_rows(graph: TokenGraph, x: Tensor, context: Any) -> bool:
             return False
         if t == targets and s == sources:
             t = s = 0
-    return True  # as many tokens as in all rows: the last part ends with the last row
+    return True  # the sizes are equal, so the last part ends with the last row
 
 
-def _end_to_end(given: Any, batch: torch.Size, sides: tuple[int, int]) -> Any:
-    """Values of tokens [*, N], or [N] for all rows, or a pair for targets and sources, as [B * N].
+def _flattened(given: Any, batch: torch.Size, sides: tuple[int, int]) -> Any:
+    """Flatten values of tokens to [B * N], from [*, N], from [N] for all rows, or a pair of these.
 
-    What has another shape stays as it is: the layer refuses it by name.
+    A value of another shape is returned unchanged, and the layer raises an error.
     """
     if isinstance(given, tuple | list):
         return tuple(
-            value if value is None else _end_to_end(value, batch, (side, side))
+            value if value is None else _flattened(value, batch, (side, side))
             for value, side in zip(given, sides, strict=False)
         )
     if isinstance(given, Tensor) and given.shape == sides[:1]:

@@ -1,4 +1,4 @@
-"""Generation, token by token: the step that uses a layer's cache of the newest tokens."""
+"""Generation, token by token: steps of a layer, with a cache of the newest tokens."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from graphattn.ops.inputs import ValidPair, full_precision
 
 
 class StreamingLayer(GraphLayer):
-    """A layer that can go token by token, where every token sees the last `window` ones."""
+    """A layer that can run token by token; a token sees the last `window` ones, itself included."""
 
-    # What a subclass states.
+    # Methods that a subclass defines.
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
-        """Name the tensors that are kept of a token: name -> (heads, width); a ValueError where
-        steps cannot be.
+        """The tensors that a cache stores of a token: name -> (heads, features).
+
+        Raises:
+            ValueError: the layer cannot run token by token.
         """
         raise NotImplementedError
 
     def project_step(
         self, x: Tensor, rotations: Rotations
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """Project tokens [*, n, dim] as targets, and as sources: one tensor per field."""
+        """Project tokens [*, n, dim]: tensors as targets, and one tensor per field as sources."""
         raise NotImplementedError
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
-        """The newest token of the cache as target of the last window, [*, 1, H, D]."""
+        """The row of the newest token in the cache, over its last window, [*, 1, H, D]."""
         raise NotImplementedError
 
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
-        """The backend whose kernel takes steps of targets [*, H, D] like this one, if any.
-
-        See `kernel_row`.
+        """The backend with a kernel for :meth:`kernel_row`, with targets like this; or None.
 
         Raises:
-            ValueError: a backend with kernels was asked for by name and cannot.
+            ValueError: a backend with kernels was asked for by name and cannot run the step.
         """
         return None
 
@@ -59,13 +59,13 @@ class StreamingLayer(GraphLayer):
         valid: Tensor | None,
         cache: LayerCache,
     ) -> Tensor:
-        """`step_row` of a token that the cache does not hold yet: one launch does both."""
+        """Add a token to the cache and compute its row, [*, 1, H, D], in one call of a kernel."""
         raise NotImplementedError
 
     def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        """A whole step of one token [*, dim] by compiled code; None where :meth:`step` must do.
+        """A whole step of one token [*, dim] by C++ code; None if it cannot run this step.
 
-        Nothing of `x` and `cache` has been checked.
+        It must check `x` and `cache` itself.
         """
         return None
 
@@ -76,11 +76,11 @@ class StreamingLayer(GraphLayer):
         graph: TokenGraph,
         valid: ValidPair,
     ) -> Tensor:
-        """All tokens of a causal graph at once, [*, N, H, D]."""
+        """The rows of all tokens of a causal graph at once, [*, N, H, D]."""
         raise NotImplementedError
 
     def row_as_graph(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
-        """:meth:`step_row` by :meth:`step_rows`: the newest token looks at all that are held."""
+        """:meth:`step_row` by :meth:`step_rows`, over a graph with one target, the newest token."""
         n = cache.held(cache.window)
         keep = cache.valid(n)
         dtype = targets[0].dtype
@@ -95,11 +95,11 @@ class StreamingLayer(GraphLayer):
         return mixed.to(dtype)
 
     def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
-        """[*, n, H, D] -> [*, n, dim]."""
+        """The output [*, n, dim], from rows [*, n, H, D]."""
         output: Tensor = self.output_proj(mixed.flatten(-2))
         return output
 
-    # What they share.
+    # Methods that all layers share.
 
     def init_cache(
         self,
@@ -113,21 +113,21 @@ class StreamingLayer(GraphLayer):
         """An empty cache for :meth:`step`.
 
         Args:
-            batch: the leading dimensions of the tokens to come; () for a single text.
+            batch: the leading dimensions of the tokens; () for a single text.
             window: how many tokens each token sees, itself included, as in
                 :func:`~graphattn.causal_window_graph`; memory is that of 1.25 window tokens (at
                 least window + 16; of the window alone where a kernel takes the steps, on a GPU),
-                however long the text. None: all before it, as in
-                :func:`~graphattn.causal_graph`; memory then grows with the text (it doubles).
-            dtype, device: of what is kept; the layer's own if None.
-            rollback: how many of the newest tokens :meth:`LayerCache.truncate` can take back at
-                any time, to which end so many more are kept: window + rollback in the place of
-                window above. Without a window all of them can go anyway.
+                however long the text. If None, a token sees all tokens before it, as in
+                :func:`~graphattn.causal_graph`, and memory grows with the text (by doubling).
+            dtype, device: those of the cached tensors; the layer's own if None.
+            rollback: how many of the newest tokens :meth:`LayerCache.truncate` can remove at any
+                time. So many more tokens are stored: window + rollback in place of window above.
+                Without a window, all tokens can be removed anyway.
 
         Raises:
-            ValueError: for arguments out of range, and for a layer whose tokens are not moved by
-                earlier ones alone: ``SelfConsensus(update="energy")``, attention to a context. Also
-                where the backend "triton" was asked for by name and its kernel cannot take steps.
+            ValueError: for arguments out of range, and for layers in which a token does not depend
+                on earlier tokens only: ``SelfConsensus(update="energy")``, attention to a context.
+                Also if the backend "triton" was asked for by name and its kernel cannot run steps.
         """
         self._check_steps()
         fields = self.cache_fields()
@@ -135,7 +135,7 @@ class StreamingLayer(GraphLayer):
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be floating-point, got {dtype}")
         weight = self.output_proj.weight
-        kept = weight.dtype if dtype is None else dtype
+        cache_dtype = weight.dtype if dtype is None else dtype
         sizes = tuple(as_int("batch", size, 0) for size in sizes)
         window = None if window is None else as_int("window", window, 1)
         rollback = as_int("rollback", rollback, 0)
@@ -149,9 +149,9 @@ class StreamingLayer(GraphLayer):
             fields,
             sizes,
             window,
-            dtype=kept,
+            dtype=cache_dtype,
             device=target.device,
-            ring=self.step_kernel(target, kept, window) == "triton",
+            ring=self.step_kernel(target, cache_dtype, window) == "triton",
             rollback=rollback,
         )
 
@@ -163,29 +163,29 @@ class StreamingLayer(GraphLayer):
         valid: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The outputs of the next token, or of the next few, which the cache then holds too.
+        """The outputs of the next token, or of the next few; the cache stores these tokens.
 
-        T steps give what one forward over all T tokens gives on the graph
-        ``causal_window_graph(T, window)`` (or ``causal_graph(T)`` for window=None), to rounding.
-        Several tokens at once, a prompt, give what they give one by one. Never differentiated: the
-        output has no gradient, under any mode; `forward` is for training.
+        T steps give the same as one forward pass over all T tokens with the graph
+        ``causal_window_graph(T, window)`` (or ``causal_graph(T)`` for window=None), up to rounding.
+        Several tokens at once, such as a prompt, give the same as one by one. The output never has
+        a gradient; use `forward` for training.
 
         Args:
             x: [*, dim], the next token of every text, or [*, n, dim], the next n; * is the batch
                 of the cache.
             cache: from this layer's :meth:`init_cache`; updated in place.
-            valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
-                others of its batch is padded on the left; padding is no source for any token, but
-                counts as a position (padded on the right, a text goes on where the padding ends).
-            positions: [*] (or [*, n]), where tokens stand for a rotary embedding; counted from 0
-                by the cache if None.
+            valid: bool [*] (or [*, n]), True where a token is real. Pad a text on the left if it
+                starts later than others of its batch. No token sees padding, but padding counts as
+                positions (after padding on the right, a text continues where the padding ends).
+            positions: [*] (or [*, n]), positions for a rotary embedding; if None, the cache counts
+                them from 0.
 
         Returns:
             [*, dim] or [*, n, dim].
 
         Raises:
-            ValueError: for a cache that is not one of this layer and batch, and for shapes, dtypes
-                and devices that do not fit.
+            ValueError: for a cache of another layer or batch, and for shapes, dtypes and devices
+                that do not fit.
 
         Example:
             >>> import torch, graphattn as ga
@@ -206,9 +206,9 @@ class StreamingLayer(GraphLayer):
             return self._step(x, cache, valid, positions)
 
     def _step(self, x: Tensor, cache: LayerCache, valid: Any, positions: Any) -> Tensor:
-        """:meth:`step` of any tokens."""
+        """:meth:`step` for any tokens, with all checks."""
         single = self._check_step(x, cache)
-        if single:  # projected from one layout, whichever way is taken
+        if single:  # contiguous, so that projections give the same bits on every path
             x = x.contiguous().unsqueeze(-2)
         n = x.shape[-2]
         if n == 0:
@@ -231,7 +231,7 @@ class StreamingLayer(GraphLayer):
         return y.squeeze(-2) if single else y
 
     def _check_steps(self) -> None:
-        """Steps run neither `forward` nor all that it calls: refuse where that was replaced."""
+        """Refuse steps if a method is overridden that `forward` runs and steps do not."""
         if replaced := self.class_overrides.in_forward:
             raise ValueError(
                 f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
@@ -240,7 +240,7 @@ class StreamingLayer(GraphLayer):
             )
 
     def _check_step(self, x: Any, cache: Any) -> bool:
-        """Whether `x` is one token; a ValueError where it does not fit the cache, or it us."""
+        """Check that `x`, the cache and this layer fit; return whether `x` is one token."""
         self._check_steps()
         if not isinstance(cache, LayerCache):
             raise ValueError(
@@ -271,7 +271,7 @@ class StreamingLayer(GraphLayer):
         )
 
     def _step_rotations(self, x: Tensor, cache: LayerCache, positions: Any) -> Rotations:
-        """How the new tokens are rotated, as targets and as sources."""
+        """The rotations of the new tokens, as targets and as sources; None without rope."""
         if self.rotary is None:
             return None
         if positions is None:
@@ -288,12 +288,12 @@ class StreamingLayer(GraphLayer):
         mask: Tensor | None,
         cache: LayerCache,
     ) -> Tensor:
-        """The new tokens as targets, [*, n, H, D]; the cache takes them in."""
+        """Compute the rows of the new tokens, [*, n, H, D], and add the tokens to the cache."""
         n = targets[0].shape[-3]
         before = cache.held(None if cache.window is None else cache.window - 1)
         if n == 1:
             return self._mix_one(targets, sources, mask, cache)
-        # One by one reads nothing twice; all at once pays where most tokens of the graph are new.
+        # One by one, no cached token is copied. All at once is faster if many tokens are new.
         if 4 * n > before:
             mixed = self._prefill(targets, sources, mask, cache, before)
             cache.append(sources, mask)
@@ -317,7 +317,7 @@ class StreamingLayer(GraphLayer):
         mask: Tensor | None,
         cache: LayerCache,
     ) -> Tensor:
-        """One new token as target, [*, 1, H, D]; the cache takes it in."""
+        """Compute the row of one new token, [*, 1, H, D], and add the token to the cache."""
         if self.step_kernel(targets[0], cache.dtype, cache.window) is not None:
             return self.kernel_row(targets, sources, mask, cache)
         cache.append(sources, mask)
@@ -331,7 +331,7 @@ class StreamingLayer(GraphLayer):
         cache: LayerCache,
         before: int,
     ) -> Tensor:
-        """New tokens among themselves and the `before` cached ones that they see, causally."""
+        """The rows of new tokens, which see each other and `before` cached tokens, causally."""
         n = targets[0].shape[-3]
         if cache.window is None:
             graph = causal_graph(n, past=before)

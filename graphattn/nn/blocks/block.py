@@ -28,49 +28,53 @@ class PreNormBlock(Configured, nn.Module):
         x' = x + \mathrm{mixer}(\mathrm{norm}(x), G), \qquad
         y = x' + W_2 \, \mathrm{gelu}(W_1 \, \mathrm{norm}(x'))
 
-    The pre-LayerNorm block (Xiong et al., 2020; GKA paper, Eq. 8-10; consensus paper, E.1). One
-    mechanism is exchanged for another by exchanging `mixer`.
+    This is the pre-LayerNorm block (Xiong et al., 2020; GKA paper, Eq. 8-10; consensus paper, E.1).
+    To use another mechanism, pass another `mixer`.
 
-    With `condition_dim` the block is steered by a vector c, such as an embedded noise level
-    (adaLN-zero, Peebles and Xie, 2023; the backbone of Lou et al., 2024, that the consensus paper
-    takes). Both parts become
+    With `condition_dim`, a vector c such as an embedded noise level modulates the block
+    (adaLN-zero, Peebles and Xie, 2023; the consensus paper uses it through the backbone of Lou et
+    al., 2024). Both parts, the mixer and the perceptron, become
 
     .. math::
         x' = x + g \odot \mathrm{part}\big( (1 + s) \odot \mathrm{norm}(x) + b \big)
 
-    with shift b, scale s and gate g of either part from one linear map of c that starts at 0, so
-    that the block starts as the identity.
+    One linear map of c gives the shift b, the scale s and the gate g of both parts. Its weights
+    start at 0, so the block starts as the identity.
 
     Args:
-        mixer: a layer of :mod:`graphattn.nn`, or any module with a ``dim``, the block's width, and
-            ``forward(x, graph, *, valid=None, positions=None)`` from [*, N, dim] to the same shape.
-            For generation it needs, as those layers have them,
-            ``init_cache(batch, window, *, dtype=None, device=None, rollback=0)`` and
-            ``step(x, cache, *, valid=None, positions=None)``.
+        mixer: a layer of :mod:`graphattn.nn`, or any module that has ``dim``, the width of the
+            block, and ``forward(x, graph, *, valid=None, positions=None)`` from [*, N, dim] to the
+            same shape. To generate, a module of your own also needs ``init_cache(batch, window, *,
+            dtype=None, device=None, rollback=0)`` and ``step(x, cache, *, valid=None,
+            positions=None)``.
         mlp_ratio: hidden width of the perceptron, in units of dim.
-        dropout: share of features zeroed after both parts, in training.
-        drop_path: share of sequences for which a part is left out, in training, the others divided
-            by 1 - drop_path (stochastic depth, Huang et al., 2016; the GKA paper's DropPath).
+        dropout: share of the features that training sets to zero, after each of the two parts.
+        drop_path: share of the sequences for which training leaves a part out. The part's output
+            for the other sequences is divided by 1 - drop_path (stochastic depth, Huang et al.,
+            2016; the GKA paper's DropPath).
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
         norm_affine: whether the norms have weights (and LayerNorm, with `bias`, biases).
-        activation: of the perceptron: "gelu", or "relu2", the square of ReLU (So et al., 2021).
+        activation: the activation of the perceptron: "gelu", or "relu2", which is the square of
+            ReLU (So et al., 2021).
         bias: whether the perceptron and the norms have biases.
         condition_dim: width of the condition; None for a block without one.
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: as the mixer takes it
-        - **context**: [*, M, context_dim], for a mixer across two tracks; handed on as it is. For
-          some rows of one sequence it must come through ``mixer_norm``, as `x` does
+        - **graph**: a graph that the mixer takes
+        - **context**: [*, M, context_dim], for a mixer across two tracks. The block passes it on
+          without a norm. If `x` is some rows of a sequence and the context is that sequence, apply
+          ``mixer_norm`` to the context first, as the block does to `x`
         - **valid**, **positions**: passed on to the mixer (keyword)
-        - **edge_features**: passed on where given, as consensus layers take them (keyword)
-        - **edge_bias**: passed on to a mixer that takes it, as attention layers do (keyword)
+        - **edge_features**: passed on to the mixer if given; consensus layers take it (keyword)
+        - **edge_bias**: passed on to the mixer if given; attention layers take it (keyword)
         - **condition**: [*, condition_dim], one per sequence, or [*, N, condition_dim], one per
-          token, as packed sequences need it (keyword)
+          token, which packed sequences need (keyword)
         - **output**: [*, N, dim]
 
     Raises:
-        ValueError: if `mixer` is no module with a ``dim``, or a number is out of range.
+        ValueError: if `mixer` is not a module with an integer ``dim``, or if a number is out of
+            range.
 
     Example:
         >>> import torch, graphattn as ga
@@ -102,7 +106,10 @@ class PreNormBlock(Configured, nn.Module):
             )
         hidden = int(as_float("mlp_ratio", mlp_ratio, positive=True) * dim)
         if hidden < 1:
-            raise ValueError(f"mlp_ratio must leave a hidden width >= 1, got {mlp_ratio} x {dim}")
+            raise ValueError(
+                "mlp_ratio must give a hidden width mlp_ratio * dim >= 1, got "
+                f"mlp_ratio={mlp_ratio} with dim={dim}"
+            )
         if as_float("dropout", dropout, positive=False) >= 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.mixer = mixer
@@ -122,7 +129,7 @@ class PreNormBlock(Configured, nn.Module):
             self.modulation = zero_linear(self.condition_dim, 6 * dim)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew (of the mixer's, those it knows how to)."""
+        """Initialise the parameters again. A mixer without ``reset_parameters`` keeps its own."""
         if callable(reset := getattr(self.mixer, "reset_parameters", None)):
             reset()
         for part in (self.mixer_norm, self.mlp_norm, *self.mlp):
@@ -147,7 +154,7 @@ class PreNormBlock(Configured, nn.Module):
         """Mix the tokens along the graph, then transform each by itself."""
         tracks = () if context is None else (context,)
         given: dict[str, Any] = {"valid": valid, "positions": positions}
-        if edge_bias is not None:  # a mixer of somebody else need not know it
+        if edge_bias is not None:  # a user's mixer may not have this argument
             given["edge_bias"] = edge_bias
         if edge_features is not None:
             given["edge_features"] = edge_features
@@ -163,14 +170,14 @@ class PreNormBlock(Configured, nn.Module):
         return drop_paths(y, self.drop_path, graph) if self.training else y
 
     def _modulated(self, condition: Tensor | None, x: Tensor) -> Any:
-        """Shifts and scales of what goes into both parts, and gates of what comes out."""
+        """Return four functions: shift and scale the input of each part, gate its output."""
         if self.modulation is None:
             if condition is not None:
                 raise ValueError(
                     "condition must be None for a block made without condition_dim, "
                     f"got {type(condition).__name__}"
                 )
-            return (_same,) * 4
+            return (_identity,) * 4
         terms = self.modulation(self._checked(condition, x)).chunk(6, -1)
         shift_mix, scale_mix, gate_mix, shift_map, scale_map, gate_map = terms
         return (
@@ -195,7 +202,7 @@ class PreNormBlock(Configured, nn.Module):
             f"(one per token), got {got}"
         )
 
-    # Token by token.
+    # Generation, token by token.
 
     def init_cache(
         self,
@@ -206,17 +213,17 @@ class PreNormBlock(Configured, nn.Module):
         device: torch.device | str | None = None,
         rollback: int = 0,
     ) -> Any:
-        """An empty cache for :meth:`step`: the mixer's own, a :class:`LayerCache`.
+        """Make an empty cache for :meth:`step`, as the mixer makes it (a :class:`LayerCache`).
 
         Args:
-            batch: the leading dimensions of the tokens to come; () for a single text.
+            batch: the leading dimensions of the tokens that will follow; () for a single text.
             window: how many tokens each token sees, itself included; None for all before it.
-            dtype, device: of what is kept; the mixer's own if None.
+            dtype, device: dtype and device of the stored tensors; None takes the mixer's own.
             rollback: how many of the newest tokens ``cache.truncate`` can take back at any time.
 
         Raises:
-            ValueError: names the mixer that cannot go token by token and what it needs; for
-                arguments out of range; and where a subclass has replaced `forward` alone.
+            ValueError: if the mixer cannot generate token by token, if an argument is out of range,
+                or if a subclass has replaced `forward` but not `step`.
         """
         mixer = self._stepping_mixer()
         return mixer.init_cache(batch, window, dtype=dtype, device=device, rollback=rollback)
@@ -230,25 +237,27 @@ class PreNormBlock(Configured, nn.Module):
         valid: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The outputs of the next token, or of the next few, which the cache then holds too.
+        """Compute the outputs of the next token, or of the next n, and add them to the cache.
 
-        T steps give what one forward over all T tokens gives in evaluation mode on the graph
-        ``causal_window_graph(T, window)`` (``causal_graph(T)`` for window=None), to rounding.
-        Features are never dropped out and there is no gradient: `forward` is for training.
+        T steps give the same outputs as one call of `forward` in evaluation mode, over all T
+        tokens, on the graph ``causal_window_graph(T, window)`` (``causal_graph(T)`` for
+        window=None), up to rounding. A step uses no dropout and computes no gradients; use
+        `forward` for training.
 
         Args:
             x: [*, dim], the next token of every text, or [*, n, dim], the next n; * is the batch
                 of the cache.
             cache: from this block's :meth:`init_cache`; updated in place.
             valid: bool [*] (or [*, n]), True where a token is real.
-            positions: [*] (or [*, n]), where tokens stand for a rotary embedding; counted from 0
-                by the cache if None.
+            positions: [*] (or [*, n]), positions of the tokens for a rotary embedding. If None, the
+                cache counts them from 0.
 
         Returns:
             [*, dim] or [*, n, dim].
 
         Raises:
-            ValueError: as :meth:`init_cache`, and for what does not fit the mixer or the cache.
+            ValueError: for the same reasons as :meth:`init_cache`, and if `x` or another argument
+                does not fit the mixer or the cache.
 
         Example:
             >>> import torch, graphattn as ga
@@ -267,29 +276,29 @@ class PreNormBlock(Configured, nn.Module):
                 f"x must be a tensor of shape [*, {mixer.dim}] (a token) or [*, n, {mixer.dim}] "
                 f"(n of them), got {got}"
             )
-        # (The cache knows the dtype, and is asked faster than a weight.)
+        # The cache also stores the layer's dtype. Reading it there is faster than from a weight.
         other = isinstance(cache, LayerCache) and x.dtype != cache.owner[1]
         if other and isinstance(mixer, GraphLayer):
             mixer.check_dtype("x", x)
         mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions)
         dropout = self.dropout
-        if type(dropout) is nn.Dropout:  # nothing is dropped here, in no mode
+        if type(dropout) is nn.Dropout:  # step never drops features, not even in training mode
             x = x + mixed
             return x + self.mlp(self.mlp_norm(x))
         x = x + dropout(mixed)
         return x + dropout(self.mlp(self.mlp_norm(x)))
 
     def _stepping_mixer(self) -> Any:
-        """The mixer; a ValueError where steps would not give what `forward` gives."""
+        """Return the mixer, or raise a ValueError if steps would not equal `forward`."""
         if self.modulation is not None:
             raise ValueError(
-                f"a block with condition_dim={self.condition_dim} cannot go token by token: call "
-                "it with condition="
+                f"a block with condition_dim={self.condition_dim} has no step() and no cache: call "
+                "the block on all tokens, with condition="
             )
         if replaced := replaced_beside(self, ("forward",), ("step",)):
             raise ValueError(
-                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
-                "not give what forward gives: override step, too"
+                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so its "
+                "outputs would differ from those of forward: override step, too"
             )
         mixer: Any = self.mixer
         if hasattr(mixer, "step") and hasattr(mixer, "init_cache"):
@@ -297,25 +306,27 @@ class PreNormBlock(Configured, nn.Module):
         name = type(mixer).__name__
         if isinstance(mixer, GraphLayer):
             raise ValueError(
-                f"mixer {name} cannot go token by token: it attends to a context, which is there "
-                "from the start. Call the block"
+                f"mixer {name} cannot generate token by token, because it attends to a context "
+                "that is known from the start: call the block itself instead of init_cache and "
+                "step"
             )
         raise ValueError(
-            f"mixer {name} cannot go token by token: it needs init_cache(batch, window, *, "
-            "dtype=None, device=None, rollback=0) and step(x, cache, *, valid=None, "
-            "positions=None), which gives for the next tokens what forward gives on a causal graph"
+            f"mixer {name} cannot generate token by token: it needs the methods init_cache(batch, "
+            "window, *, dtype=None, device=None, rollback=0) and step(x, cache, *, valid=None, "
+            "positions=None), and step must return for the next tokens what forward returns on a "
+            "causal graph"
         )
 
 
 def make_norm(norm: Norm, dim: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
-    """The norm of that name."""
+    """Make the norm with this name."""
     if as_choice("norm", norm, ("layer", "rms")) == "layer":
         return nn.LayerNorm(dim, elementwise_affine=affine, bias=bias)
     return nn.RMSNorm(dim, elementwise_affine=affine)
 
 
 def make_activation(activation: Activation) -> nn.Module:
-    """The activation of that name."""
+    """Make the activation with this name."""
     return (
         nn.GELU() if as_choice("activation", activation, ("gelu", "relu2")) == "gelu" else ReLU2()
     )
@@ -332,18 +343,18 @@ class ReLU2(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Elementwise."""
+        """Return relu(x)^2, element by element."""
         return torch.relu(x).square()
 
 
 def zero_linear(in_features: int, out_features: int) -> nn.Linear:
-    """A linear map that starts at 0, and draws no random numbers."""
-    device = torch.get_default_device()  # skip_init asks nobody and takes the CPU
+    """Make a linear map whose weights and biases are 0, without drawing random numbers."""
+    device = torch.get_default_device()  # skip_init would ignore the default device
     made: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, device=device)
     nn.init.zeros_(made.weight)
     nn.init.zeros_(made.bias)
     return made
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x

@@ -1,4 +1,4 @@
-"""Stochastic depth: whole branches of a network that training leaves out."""
+"""Stochastic depth: training leaves whole branches of a network out, at random."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def drop_paths(x: Tensor, share: float, graph: Any = None) -> Tensor:
 
     Args:
         x: [*, N, dim], what a branch adds to its sequences.
-        share: in [0, 1).
-        graph: of the N tokens; packed sequences (:func:`~graphattn.batch`) are dropped one by one.
+        share: probability, in [0, 1), that a sequence is set to 0.
+        graph: the graph of the N tokens. If it packs several sequences (:func:`~graphattn.batch`),
+            each of them is dropped independently of the others.
 
     Example:
         >>> import torch
@@ -29,8 +30,8 @@ def drop_paths(x: Tensor, share: float, graph: Any = None) -> Tensor:
         return x
     sizes = (graph.sizes or ()) if isinstance(graph, TokenGraph) else ()
     parts = max(len(sizes), 1)
-    kept = torch.rand(*x.shape[:-2], parts, 1, device=x.device) >= share
-    scale = kept.to(x.dtype) / (1 - share)
+    keep = torch.rand(*x.shape[:-2], parts, 1, device=x.device) >= share
+    scale = keep.to(x.dtype) / (1 - share)
     if parts > 1:
         lengths = torch.tensor([size[0] for size in sizes], device=x.device)
         scale = scale.repeat_interleave(lengths, dim=-2, output_size=x.shape[-2])

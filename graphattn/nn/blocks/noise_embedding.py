@@ -1,4 +1,4 @@
-"""A number per sequence or token, such as its noise level, as a vector that steers blocks."""
+"""Embed a number per sequence or token, such as its noise level, as a vector for blocks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from graphattn.nn.files.config import Configured
 
 
 class NoiseEmbedding(Configured, nn.Module):
-    r"""A noise level as a vector: waves of many frequencies, then a perceptron with SiLU.
+    r"""Embed a noise level as a vector: waves of many frequencies, then a perceptron with SiLU.
 
     .. math::
         c = \mathrm{silu}\big(W_2 \, \mathrm{silu}(W_1 \phi(\sigma) + b_1) + b_2\big), \qquad
         \phi(\sigma) = [\cos(\omega_0 \sigma), \dots, \sin(\omega_0 \sigma), \dots], \quad
         \omega_k = P^{-k / (F / 2)}
 
-    The condition of SEDD's backbone (Lou et al., 2024), which the consensus paper takes
-    (Appendix E.1); the waves are those of diffusion models of images, with the cosines first. For
-    :class:`~graphattn.nn.PreNormBlock` with ``condition_dim``.
+    This is the condition of SEDD's backbone (Lou et al., 2024), which the consensus paper uses
+    (Appendix E.1). The waves are those of diffusion models of images, with the cosines first. Pass
+    the result as `condition` to a :class:`~graphattn.nn.PreNormBlock` made with ``condition_dim``.
 
     Args:
-        dim: width of the condition (SEDD: 128).
-        features: F, number of waves, even.
-        max_period: P, so that the slowest wave has about this period over 2 pi.
+        dim: width of the vector (128 in SEDD).
+        features: F, the number of waves; it must be even.
+        max_period: P. The slowest wave has a period of about 2 pi P.
 
     Shapes:
         - **noise_level**: floating-point [*]
         - **output**: [*, dim]
 
     Raises:
-        ValueError: for an odd number of `features`, numbers out of range, and a `noise_level` that
-            is no floating-point tensor.
+        ValueError: if `features` is odd, if a number is out of range, or if `noise_level` is not a
+            floating-point tensor.
 
     Example:
         >>> import torch, graphattn as ga
@@ -55,13 +55,13 @@ class NoiseEmbedding(Configured, nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise the parameters again."""
         for part in self.mlp:
             if isinstance(part, nn.Linear):
                 part.reset_parameters()
 
     def forward(self, noise_level: Tensor) -> Tensor:
-        """The condition of every level, [*, dim]."""
+        """Return the vector of every noise level, [*, dim]."""
         if not isinstance(noise_level, Tensor) or not noise_level.is_floating_point():
             got = getattr(noise_level, "dtype", type(noise_level).__name__)
             raise ValueError(f"noise_level must be a floating-point tensor, got {got}")
@@ -70,7 +70,7 @@ class NoiseEmbedding(Configured, nn.Module):
         return nn.functional.silu(self.mlp(waves.to(dtype)))
 
     def waves(self, noise_level: Tensor) -> Tensor:
-        """Cosines and sines of the levels, [*, features], in float32 or the levels' float64."""
+        """Return cosines and sines of the levels, [*, features], in float32 or float64."""
         level = noise_level.to(torch.promote_types(noise_level.dtype, torch.float32))
         half = self.features // 2
         order = torch.arange(half, dtype=level.dtype, device=level.device)

@@ -1,1 +1,1 @@
-"""Caches of generation: of a layer, of a model, and of running sums."""
+"""Caches for generation: of a layer, of a whole model, and of the sums of linear attention."""

@@ -1,4 +1,4 @@
-"""Cache of one layer: the tokens it has seen, to generate the next one."""
+"""Cache of one layer: the tokens that it has seen, from which it generates the next one."""
 
 from __future__ import annotations
 
@@ -13,43 +13,46 @@ from torch.nn import functional
 from graphattn.graphs.arguments import as_int
 from graphattn.nn.rotary import RotaryEmbedding, Rotation
 
-FIRST_CAPACITY = 64  # tokens that a cache without a window has room for at first; it doubles
-ANGLES_AHEAD = 64  # positions whose rotations are computed at a time
+FIRST_CAPACITY = 64  # tokens; a cache without a window starts with this room and doubles it
+ANGLES_AHEAD = 64  # positions whose rotations are computed together
 
 
 class LayerCache:
     r"""Cache of the tokens that one layer has seen; made by ``layer.init_cache``.
 
-    It keeps K = W + d tokens, W being the window and d the `rollback`: the next token sees the last
-    W, and :meth:`truncate` may take back d at any time. The newest stand side by side, oldest
-    first, in buffers with room for
+    The cache stores K = W + d tokens, where W is the window and d is `rollback`: the next token
+    sees the last W, and :meth:`truncate` can remove the last d at any time. The tokens are stored
+    in order, the oldest first, in buffers with room for
 
     .. math::
         K + \max(\lfloor K / 4 \rfloor, 16)
 
-    tokens. When those are full, the last K move to their front. So memory is constant, nothing is
-    read around a corner, and moving costs less than attending. A cache without a window doubles
-    its buffers instead. Where a kernel takes the steps, which reads around corners, the buffers are
-    rings of K places: the token of position p stands at place p modulo K. Either form serves either
-    way. It holds plain tensors outside autograd, and may be copied and pickled in any mode.
+    tokens. When a buffer is full, its last K tokens move to the front. Memory is therefore
+    constant, the stored tokens are always contiguous, and moving them costs less than attention
+    does. A cache without a window doubles its buffers instead. If a kernel runs the steps, the
+    buffers are ring buffers of K places: the token at position p is stored at place p modulo K.
+    Kernels and torch operations can both use either form. The tensors are outside autograd; a cache
+    can be copied and pickled in any mode.
 
     Args:
-        owner: name and dtype of the layer that made it.
-        fields: what is kept of a token, name -> (heads, width).
+        owner: class name and dtype of the layer that made the cache.
+        fields: what is stored for each token: a dict from a name to (heads, width).
         batch: the leading dimensions.
-        window: how many tokens a token sees, itself included; None for all.
-        dtype, device: of the buffers.
-        ring: whether they are rings; only with a window.
-        rollback: how many tokens can be taken back when more have been seen than are kept.
+        window: how many tokens each token sees, itself included; None for all earlier ones.
+        dtype, device: dtype and device of the buffers.
+        ring: whether the buffers are ring buffers; without a window they never are.
+        rollback: how many of the newest tokens :meth:`truncate` can remove when older ones are
+            already gone.
 
     Attributes:
-        batch, window, rollback: as above; :meth:`reorder` may change the first of `batch`.
-        position: tokens seen so far, which is the position of the next one.
-        min_length: the least length above 0 that :meth:`truncate` takes; 0 while all is kept.
-        num_bytes: memory held.
+        batch, window, rollback: as above; :meth:`reorder` can change the first number of `batch`.
+        position: number of tokens seen so far, which is also the position of the next token.
+        min_length: the smallest length above 0 that :meth:`truncate` accepts; 0 while every token
+            is still stored.
+        num_bytes: memory of the buffers, in bytes.
 
     Shapes:
-        - **buffers**: a field each, [batch * heads, room, width]
+        - **buffers**: one per field, [batch * heads, capacity, width]
 
     Example:
         >>> import torch, graphattn as ga
@@ -82,12 +85,12 @@ class LayerCache:
         self.capacity = FIRST_CAPACITY if self.most_kept is None else self.most_kept
         if self.most_kept is not None and not ring:
             self.capacity += max(self.most_kept // 4, 16)
-        self.end = 0  # the newest token stands at end - 1 of every buffer
-        self.masked_from = 0  # the position from which on the buffer "valid" was needed
+        self.end = 0  # the newest token is at place end - 1 of every buffer
+        self.masked_from = 0  # the first position that the buffer "valid" describes
         self.angles: tuple[int, Tensor, Tensor] | None = None  # first position, cos, sin
-        self.call: Any = None  # what a kernel's call needs to know of the buffers; made anew freely
+        self.call: Any = None  # data that kernels reuse between steps; None makes them again
         entries = math.prod(batch)
-        with torch.inference_mode(False):  # a tensor made there could never be written outside
+        with torch.inference_mode(False):  # an inference tensor could not be written later
             self.buffers = {
                 name: torch.zeros(entries * heads, self.capacity, width, dtype=dtype, device=device)
                 for name, (heads, width) in fields.items()
@@ -98,13 +101,13 @@ class LayerCache:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def held(self, most: int | None) -> int:
-        """How many tokens there are, at most `most`."""
+        """Return the number of tokens seen so far, or `most` if that is smaller."""
         return self.position if most is None else min(self.position, most)
 
     def runs(self, count: int) -> list[tuple[int, int]]:
-        """(first place, how many) of the newest `count` tokens, oldest first.
+        """Locate the newest `count` tokens: (first place, number) of each run, oldest first.
 
-        One run, or around the end of a ring two.
+        There is one run, or two where the tokens go past the end of a ring.
         """
         first = self.end - count
         if first >= 0:
@@ -112,43 +115,43 @@ class LayerCache:
         return [(first + self.capacity, -first), (0, self.end)]
 
     def rows(self, name: str, count: int) -> Tensor:
-        """The newest `count` tokens, oldest first, [batch * heads, count, width].
+        """Return the newest `count` tokens, oldest first, [batch * heads, count, width].
 
-        A view, but around the end of a ring a copy.
+        The result is a view of the buffer, or a copy where the tokens go past the end of a ring.
         """
         found = [self.buffers[name].narrow(1, *run) for run in self.runs(count)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def tokens(self, name: str, count: int) -> Tensor:
-        """Return the newest tokens as a layer has them, [*, count, heads, width]."""
+        """Return the newest `count` tokens in the layout of a layer, [*, count, heads, width]."""
         rows = self.rows(name, count)
         heads = self.fields[name][0] if name in self.fields else 1
         return rows.view(*self.batch, heads, count, rows.shape[-1]).transpose(-3, -2)
 
     def valid(self, count: int) -> Tensor | None:
-        """Mark the newest `count` tokens that are real, [*, count]; None where all are."""
+        """Say which of the newest `count` tokens are real, [*, count]; None if all are."""
         return self.tokens("valid", count)[..., 0, 0] if "valid" in self.buffers else None
 
     def append(self, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
-        """Take in n tokens, [*, n, heads, width], and `valid`, [*, n]."""
+        """Add n tokens, [*, n, heads, width], and their mask `valid`, [*, n]."""
         n = next(iter(tokens.values())).shape[-3]
-        kept = self.advance(n, masked=valid is not None)
+        num_kept = self.advance(n, masked=valid is not None)
         for name, x in tokens.items():
             if n > 1:
-                x = x[..., n - kept :, :, :].transpose(-3, -2)
-            self._write(name, x, kept)
+                x = x[..., n - num_kept :, :, :].transpose(-3, -2)
+            self._write(name, x, num_kept)
         if "valid" not in self.buffers:
             return
         if valid is None:
-            for run in self.runs(kept):
+            for run in self.runs(num_kept):
                 self.buffers["valid"].narrow(1, *run).fill_(True)
         else:
-            self._write("valid", valid[..., n - kept :], kept)
+            self._write("valid", valid[..., n - num_kept :], num_kept)
 
     def advance(self, n: int, *, masked: bool) -> int:
-        """Make n more tokens the newest, still to be written; returns how many of them are kept.
+        """Reserve places for n new tokens and return how many of them the cache will store.
 
-        `masked`: some may not be real, so that the cache tells from now on which are.
+        If `masked`, some may be padding, so the cache stores from now on which tokens are real.
         """
         if masked and "valid" not in self.buffers:
             entries = math.prod(self.batch)
@@ -158,20 +161,20 @@ class LayerCache:
                 )
             self.masked_from = self.position
         self.position += n
-        kept = n
+        num_kept = n
         if self.most_kept is not None:
-            kept = min(n, self.most_kept)
+            num_kept = min(n, self.most_kept)
             if self.position > self.most_kept:
                 self.min_length = max(self.min_length, self.position - self.rollback)
         if self.is_ring:
             self.end = (self.position - 1) % self.capacity + 1
         else:
-            self._make_room(kept)
-            self.end += kept
-        return kept
+            self._make_room(num_kept)
+            self.end += num_kept
+        return num_kept
 
     def _write(self, name: str, x: Tensor, n: int) -> None:
-        """The newest n tokens of a buffer, from [*, heads, n, width]."""
+        """Write the newest n tokens of a buffer, given as [*, heads, n, width]."""
         buffer, runs = self.buffers[name], self.runs(n)
         if len(runs) == 1:
             place = buffer.narrow(1, *runs[0])
@@ -182,7 +185,7 @@ class LayerCache:
             buffer.narrow(1, *run).copy_(part)
 
     def _make_room(self, n: int) -> None:
-        """Room for n more tokens (at most as many as are kept) behind the newest."""
+        """Make room for n more tokens (at most `most_kept`) after the newest one."""
         if self.end + n <= self.capacity:
             return
         if self.most_kept is None:
@@ -198,7 +201,7 @@ class LayerCache:
         self.end = stay
 
     def rotation(self, rotary: RotaryEmbedding, n: int, dtype: torch.dtype) -> Rotation:
-        """Return the rotation of the next n positions, computed a few positions ahead."""
+        """Return the rotation of the next n positions; some positions are computed in advance."""
         first = self.position
         if n > ANGLES_AHEAD:
             return rotary.rotation(torch.arange(first, first + n, device=self.device), dtype)
@@ -214,29 +217,30 @@ class LayerCache:
     def angles_ahead(
         self, rotary: RotaryEmbedding, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, int]:
-        """Cosines and sines of a few positions, and which of these is the next one's."""
+        """Return cosines and sines of some positions, and the index of the next position."""
         if self.angles is None or not 0 <= self.position - self.angles[0] < ANGLES_AHEAD:
             self.rotation(rotary, 1, dtype)
         assert self.angles is not None
         start, cos, sin = self.angles
         return cos, sin, self.position - start
 
-    # What a generation does with it.
+    # Changes to the text during generation.
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never been seen.
 
-        So a guess is taken back (speculative decoding). All is possible while no more tokens have
-        been seen than are kept, W + d of them, and without a window. Later at least
-        :attr:`min_length` must stay: the d newest can go, the `rollback` of ``init_cache``.
-        Length 0 empties the cache at any time. All texts of the batch go back to one length: where
-        they accept different numbers of guesses, go to the least and step again.
+        Speculative decoding removes wrong guesses this way. Without a window, or as long as no more
+        than W + d tokens have been seen, any length is possible. After that, at least
+        :attr:`min_length` tokens must stay: only the d newest can be removed, where d is the
+        `rollback` of ``init_cache``. Length 0 empties the cache at any time. All texts of the batch
+        get the same length. If they accept different numbers of guesses, truncate to the smallest
+        and run the other tokens again.
 
         Args:
             length: how many tokens stay, at most :attr:`position`.
 
         Raises:
-            ValueError: for a length out of this range; the cache stays as it is.
+            ValueError: if the length is out of this range; the cache does not change.
 
         Example:
             >>> import torch, graphattn as ga
@@ -250,14 +254,15 @@ class LayerCache:
         length = as_int("length", length, 0)
         if length > self.position:
             raise ValueError(
-                f"length must be at most {self.position}, the tokens seen so far, got {length}"
+                f"length must be at most {self.position}, the number of tokens seen so far, got "
+                f"{length}"
             )
         if 0 < length < self.min_length:
             raise ValueError(
                 f"length must be {self.min_length} to {self.position} (or 0 for an empty cache), "
-                f"got {length}: with window = {self.window} and rollback = {self.rollback}, what "
-                "earlier tokens saw is gone. init_cache(..., rollback=d) keeps what it takes to "
-                "go d tokens back"
+                f"got {length}: with window = {self.window} and rollback = {self.rollback}, the "
+                "cache no longer stores what earlier tokens saw. Make it with init_cache(..., "
+                "rollback=d) to be able to remove d tokens at any time"
             )
         if length == 0:
             self.end = self.min_length = 0
@@ -267,7 +272,7 @@ class LayerCache:
             self.end -= self.position - length
         self.position = length
         if "valid" in self.buffers and length <= self.masked_from:
-            del self.buffers["valid"]  # padding was among what is forgotten: steps are as before it
+            del self.buffers["valid"]  # all tokens that are left are real
 
     def reorder(self, index: Tensor) -> None:
         """Continue with the entries `index` of the first batch dimension (beam search).
@@ -275,10 +280,14 @@ class LayerCache:
         Entries may repeat or be left out, and their number may change.
 
         Raises:
-            ValueError: unless the cache has a batch dimension and `index` lists entries of it.
+            ValueError: if the cache has no batch dimension, or `index` is not an int64 tensor
+                [entries] of numbers in 0 .. batch[0] - 1.
         """
         if not self.batch:
-            raise ValueError("index cannot reorder a cache without batch dimensions, batch=[]")
+            raise ValueError(
+                "index cannot reorder a cache without batch dimensions: reorder needs a cache "
+                "made by init_cache with batch >= 1, got batch=[]"
+            )
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype != torch.int64:
             got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else repr(index)
             raise ValueError(f"index must be an int64 tensor [entries], got {got}")
@@ -293,7 +302,7 @@ class LayerCache:
         self.batch = (len(index), *self.batch[1:])
 
     def clone(self) -> Self:
-        """A copy that shares no memory with this cache: the text branches in two."""
+        """Copy the cache, so that one text can continue in two ways. The two share no memory."""
         twin = copy.copy(self)
         twin.call = None
         with torch.inference_mode(False), torch.no_grad():
@@ -309,7 +318,7 @@ class LayerCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        with torch.inference_mode(False):  # what is unpickled there could not be written outside
+        with torch.inference_mode(False):  # inference tensors could not be written later
             self.buffers = {
                 name: buffer.clone() if buffer.is_inference() else buffer
                 for name, buffer in self.buffers.items()

@@ -1,4 +1,4 @@
-"""The caches of a model's layers as one."""
+"""One cache for a whole model: the caches of all its layers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch import Tensor
 
 
 class ModelCache:
-    """The caches of a model's layers, which go on, back and apart together.
+    """The caches of all layers of a model, which are truncated, reordered and cloned together.
 
-    ``model.init_cache`` makes one; for a model of your own it is
-    ``ModelCache(block.init_cache(batch, window) for block in blocks)``, and its step goes through
-    ``zip(blocks, cache)``. Caches of other layers serve as well, with what :class:`LayerCache` has:
-    `position`, `batch`, `num_bytes`, `min_length`, `reorder`, `truncate` and `clone`; what one of
-    them lacks is missed when it is asked for.
+    ``model.init_cache`` makes one. For a model of your own, write
+    ``ModelCache(block.init_cache(batch, window) for block in blocks)``, and let each step loop over
+    ``zip(blocks, cache)``. Layers of your own can have caches of another class. Such a class needs
+    the attributes `position`, `batch`, `num_bytes` and `min_length` and the methods `reorder`,
+    `truncate` and `clone` of :class:`LayerCache`. If one is missing, a TypeError says so when it is
+    used.
 
     Args:
-        layers: the caches, in the order of the layers; every one once.
+        layers: the caches, one per layer, in the order of the layers.
 
     Attributes:
-        position: tokens seen so far, by every layer.
+        position: number of tokens that every layer has seen so far.
         batch: the leading dimensions.
-        num_bytes: memory held by all layers.
-        min_length: the least length above 0 that :meth:`truncate` takes; 0 while all is kept.
+        num_bytes: memory of the caches of all layers, in bytes.
+        min_length: the smallest length above 0 that :meth:`truncate` accepts; 0 while every layer
+            still stores every token.
 
     Raises:
-        ValueError: for no cache or one that comes twice; later, where layers have seen different
-            numbers of tokens, because a step was broken off between them.
+        ValueError: if there is no cache, or one comes twice. Methods also raise it if the layers
+            have seen different numbers of tokens, because a step was interrupted between them.
 
     Example:
         >>> import torch, graphattn as ga
@@ -45,9 +47,11 @@ class ModelCache:
     def __init__(self, layers: Iterable[Any]) -> None:
         self.layers = list(layers)
         if not self.layers:
-            raise ValueError("layers must hold at least one cache, got none")
+            raise ValueError("layers must contain at least one cache, got none")
         if len(set(map(id, self.layers))) < len(self.layers):
-            raise ValueError("layers must hold every cache once: a layer needs one of its own")
+            raise ValueError(
+                "layers must not contain the same cache twice: call init_cache for every layer"
+            )
 
     @property
     def position(self) -> int:
@@ -70,14 +74,16 @@ class ModelCache:
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on in every layer, as if never seen.
 
-        See :meth:`LayerCache.truncate`: what the layer with the least memory can.
+        The layer that stores the fewest tokens decides which lengths are possible (see
+        :meth:`LayerCache.truncate`).
 
         Raises:
-            ValueError: for a length out of range; then no layer has changed.
+            ValueError: if the length is out of range; then no layer changes.
         """
         self._common("position")
         truncates, most = self._each("truncate"), self.min_length
-        # The layer that keeps least refuses what any of them does, before another has changed.
+        # The layer that stores the fewest tokens comes first: it raises the error, if any layer
+        # does, before another layer has changed.
         order = sorted(range(len(self)), key=lambda i: self.layers[i].min_length != most)
         for i in order:
             truncates[i](length)
@@ -88,14 +94,15 @@ class ModelCache:
         Entries may repeat or be left out, and their number may change (beam search).
 
         Raises:
-            ValueError: unless there is a batch dimension and `index` lists entries of it.
+            ValueError: if there is no batch dimension, or `index` is not an int64 tensor [entries]
+                of numbers in 0 .. batch[0] - 1.
         """
-        self._common("batch")  # so that what the first layer takes, all do
+        self._common("batch")  # if the layers agree, an index that fits the first layer fits all
         for reorder in self._each("reorder"):
             reorder(index)
 
     def clone(self) -> Self:
-        """A copy that shares no memory with this cache: the text branches in two."""
+        """Copy the cache, so that one text can continue in two ways. The two share no memory."""
         twin = copy.copy(self)
         twin.layers = [clone() for clone in self._each("clone")]
         return twin
@@ -105,8 +112,8 @@ class ModelCache:
         for layer in self.layers:
             if not hasattr(layer, name):
                 raise TypeError(
-                    f"cache: a {type(layer).__name__} has no {name!r}; ModelCache asks its layers "
-                    "for what LayerCache has"
+                    f"cache: {type(layer).__name__} has no {name!r}, but ModelCache needs it from "
+                    "the cache of every layer: add it, as LayerCache has it"
                 )
         return [getattr(layer, name) for layer in self.layers]
 
@@ -116,8 +123,9 @@ class ModelCache:
         for other in others:
             if other != first:
                 raise ValueError(
-                    f"cache: its layers differ in {name}, {found}: a step was broken off between "
-                    "them. Start anew, or from a clone() made before"
+                    f"cache: its layers differ in {name}, got {found}, because a step was "
+                    "interrupted between two layers. Start again with a new cache, or with a "
+                    "clone() made before that step"
                 )
         return first
 

@@ -1,4 +1,4 @@
-"""Cache of linear attention: sums over the tokens it has seen, and none of these tokens."""
+"""Cache of linear attention without a window: sums over the tokens, not the tokens themselves."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from graphattn.ops.inputs import clear_invalid, compute_dtype
 class RunningCache(LayerCache):
     r"""Cache of linear attention over a text without a window: sums, in constant memory.
 
-    Made by ``LinearAttention.init_cache(batch, window=None)``. Every head keeps the sums
+    ``LinearAttention.init_cache(batch, window=None)`` makes one. Every head stores the sums
 
     .. math::
         S = \sum_j \tilde k_j v_j^\top \in \mathbb{R}^{D \times D_v}, \qquad
         z = \sum_j k_j \in \mathbb{R}^D
 
-    (Transformers are RNNs, Eq. 18-19), in float32 or better, however long the text: what rounding
-    adds to a sum is kept beside it and taken off with the next token (Kahan, 1965), so that errors
-    do not add up, not even in a text that repeats itself. A sum forgets nothing, so the newest d
-    tokens that :meth:`truncate` may take back, d being the `rollback`, stand beside it as they are,
-    and join it when they cannot be taken back any more. A token that is not a number stays in the
-    sums until the cache is emptied.
+    (Transformers are RNNs, Eq. 18-19), in float32 or float64. Compensated summation (Kahan, 1965)
+    stores the rounding error of each sum and corrects it with the next token, so that errors do not
+    accumulate in long texts, not even in repetitive ones. A token cannot be removed from a sum.
+    Therefore the newest d tokens, where d is `rollback`, are stored outside the sums, so that
+    :meth:`truncate` can remove them. They are added to the sums when they are older than that. A
+    token that contains NaN stays in the sums until the cache is emptied.
 
     Args:
         owner, fields, batch, dtype, device, rollback: as in :class:`LayerCache`; the fields are
-            "key", "value" and, where positions turn them, "turned_key".
+            "key", "value" and, with a rotary embedding, "turned_key".
 
     Attributes:
         batch, position, min_length, num_bytes, rollback: as in :class:`LayerCache`.
         window: None.
-        sums: "state" [batch * heads, D, Dv] and "total" [batch * heads, D], of the first
-            `min_length` tokens; "state_rest" and "total_rest", what rounding has added to them.
+        sums: "state" [batch * heads, D, Dv] and "total" [batch * heads, D], over the first
+            `min_length` tokens; "state_rest" and "total_rest", the rounding errors of these sums.
 
     Shapes:
-        - **buffers**: a field each, [batch * heads, rollback, width], of the newest tokens
+        - **buffers**: one per field, [batch * heads, rollback, width], of the newest tokens
 
     Example:
         >>> import torch, graphattn as ga
@@ -74,7 +74,7 @@ class RunningCache(LayerCache):
             "state_rest": of_state,
             "total_rest": of_total,
         }
-        with torch.inference_mode(False):  # a tensor made there could never be written outside
+        with torch.inference_mode(False):  # an inference tensor could not be written later
             self.sums = {
                 name: torch.zeros(shape, dtype=compute_dtype(dtype), device=device)
                 for name, shape in shapes.items()
@@ -85,35 +85,40 @@ class RunningCache(LayerCache):
         return super().num_bytes + sum(x.nbytes for x in self.sums.values())
 
     def held(self, most: int | None) -> int:
-        """How many tokens stand beside the sums, at most `most`."""
+        """Return the number of tokens outside the sums, or `most` if that is smaller."""
         count = self.position - self.min_length
         return count if most is None else min(count, most)
 
     def append(self, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
-        """Take in n tokens, [*, n, heads, width], and `valid`, [*, n]."""
+        """Add n tokens, [*, n, heads, width], and their mask `valid`, [*, n]."""
         tokens = {name: clear_invalid(x, valid) for name, x in tokens.items()}
         n = tokens["key"].shape[-3]
         held = self.held(None)
-        leaving = max(0, held + n - self.rollback)
-        old = min(leaving, held)
-        if old:
-            self._add({name: self.tokens(name, held)[..., :old, :, :] for name in self.fields})
-        if leaving > old:
-            self._add({name: x[..., : leaving - old, :, :] for name, x in tokens.items()})
+        num_added = max(0, held + n - self.rollback)
+        num_from_buffer = min(num_added, held)
+        if num_from_buffer:
+            self._add(
+                {name: self.tokens(name, held)[..., :num_from_buffer, :, :] for name in self.fields}
+            )
+        if num_added > num_from_buffer:
+            self._add(
+                {name: x[..., : num_added - num_from_buffer, :, :] for name, x in tokens.items()}
+            )
         if self.rollback:
             super().append(tokens, None)
         else:
             self.advance(n, masked=False)
 
     def _add(self, tokens: dict[str, Tensor]) -> None:
-        """Tokens [*, n, heads, width] join the sums."""
+        """Add the tokens [*, n, heads, width] to the sums."""
         state = self.sums["state"]
         rows = {
             name: x.transpose(-3, -2).to(state.dtype).reshape(len(state), -1, x.shape[-1])
             for name, x in tokens.items()
         }
         turned = rows.get("turned_key", rows["key"])
-        # The rests are what rounding added before: tokens join without them, and leave new ones.
+        # A rest is the rounding error so far: subtract it from the new terms, then store the new
+        # error.
         self.sums["state_rest"].baddbmm_(turned.transpose(1, 2), rows["value"], beta=-1)
         self.sums["total_rest"].neg_().add_(rows["key"].sum(1))
         for name in ("state", "total"):
@@ -125,14 +130,14 @@ class RunningCache(LayerCache):
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never been seen.
 
-        The `rollback` newest can go, and all (length 0); what has joined the sums cannot be taken
-        out of them again.
+        The newest `rollback` tokens can be removed, or all of them (length 0). A token that is
+        already in the sums cannot be removed alone.
 
         Args:
             length: how many tokens stay, :attr:`min_length` to :attr:`position`, or 0.
 
         Raises:
-            ValueError: for a length out of this range; the cache stays as it is.
+            ValueError: if the length is out of this range; the cache does not change.
         """
         super().truncate(length)
         if length == 0:
@@ -143,7 +148,8 @@ class RunningCache(LayerCache):
         """Continue with the entries `index` of the first batch dimension (beam search).
 
         Raises:
-            ValueError: unless the cache has a batch dimension and `index` lists entries of it.
+            ValueError: if the cache has no batch dimension, or `index` is not an int64 tensor
+                [entries] of numbers in 0 .. batch[0] - 1.
         """
         before = self.batch
         super().reorder(index)
@@ -153,7 +159,7 @@ class RunningCache(LayerCache):
                 self.sums[name] = entries.index_select(0, index.to(self.device)).flatten(0, 1)
 
     def clone(self) -> Self:
-        """A copy that shares no memory with this cache: the text branches in two."""
+        """Copy the cache, so that one text can continue in two ways. The two share no memory."""
         twin = super().clone()
         with torch.inference_mode(False), torch.no_grad():
             twin.sums = {name: x.clone() for name, x in self.sums.items()}

@@ -1,1 +1,1 @@
-"""Learned numbers of edges: biases of logits, and the edge network of consensus."""
+"""Learned values per edge: biases of logits, and the edge network of consensus."""

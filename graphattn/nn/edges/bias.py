@@ -1,6 +1,6 @@
-"""Biases of edges from what is known of them: distances in space, or any features.
+"""Biases of edges from distances in space, or from any features of the edges.
 
-(:mod:`graphattn.nn.edges.offset_bias` has those by relative position.)
+Biases by relative position are in :mod:`graphattn.nn.edges.offset_bias`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from graphattn.ops.inputs import compute_dtype, full_precision
 
 
 class DistanceBias(Configured, nn.Module):
-    r"""Biases by distance in space: radial basis functions of it, mapped to one number per head.
+    r"""Biases by distance in space: radial basis functions, mapped to one number per head.
 
     .. math::
         b_{ij}^h = c(d_{ij}) \sum_k W_{hk} \exp\Big(-\frac{(d_{ij} - \mu_k)^2}{2 \delta^2}\Big),
         \qquad c(d) = \frac{1 + \cos(\pi d / r)}{2}
 
-    with centres :math:`\mu_k` evenly from 0 to the cutoff r, their spacing :math:`\delta` (SchNet,
-    Schütt et al., 2017, Section 4), and its cosine cutoff c: bias and gradient are 0 from r on. In
-    the units of the positions: 20 with C-alpha atoms in Angstrom, as
-    :func:`graphattn.data.read_structure` gives them.
+    The centres :math:`\mu_k` go evenly from 0 to the cutoff r, with the spacing :math:`\delta`
+    (SchNet, Schütt et al., 2017, Section 4). The cosine cutoff c makes the bias and its gradient 0
+    for distances >= r. The cutoff has the unit of the positions, for example 20 for C-alpha atoms
+    in Angstrom, the unit of :func:`graphattn.data.read_structure`.
 
-    Of two tokens in one place, and of a self-loop, the distance is 0 and its gradient 0. Edges of a
-    token whose coordinates are not all finite (an atom that was not resolved: NaN) get bias 0.
+    For two tokens at the same position, and for a self-loop, the distance and its gradient are 0.
+    An edge gets bias 0 if a coordinate of one of its tokens is NaN or infinite, as for an
+    unresolved atom.
 
     Args:
-        heads: H of the attention layer.
-        num_radial: how many radial basis functions.
-        cutoff: r > 0, from where on nothing is added.
-        zero_init: start with W = 0, as the layer without biases.
+        heads: H, the number of heads of the attention layer.
+        num_radial: number of radial basis functions.
+        cutoff: r > 0; edges at this distance or farther get bias 0.
+        zero_init: start with W = 0, so that the layer first computes the same as without biases.
 
     Shapes:
-        - **positions**: [N, 3] or [*, N, 3] (any number of axes), or a pair for targets and sources
-        - **graph**: TokenGraph; N targets, M sources
+        - **positions**: [N, 3] or [*, N, 3] (any number of dimensions), or a pair for targets and
+          sources
+        - **graph**: a TokenGraph with N targets and M sources
         - **output**: [E, heads] or [*, E, heads], in the order of ``graph.edge_index``
 
-    Raises:
-        ValueError: names the argument, its value and what is allowed.
+        Raises: ValueError: if an argument is out of range, or `positions` does not fit `graph`.
 
     Example:
         >>> import torch, graphattn as ga
@@ -70,12 +71,12 @@ class DistanceBias(Configured, nn.Module):
         self.num_radial = as_int("num_radial", num_radial, 1)
         self.cutoff = as_float("cutoff", cutoff, positive=True)
         self.zero_init = bool(zero_init)
-        # No bias: beyond the cutoff there is nothing to add.
+        # No bias: beyond the cutoff, the result must be 0.
         self.projection = nn.Linear(self.num_radial, self.heads, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projection anew, or set it to zero with `zero_init`."""
+        """Initialise the projection again, or set it to zero with `zero_init`."""
         self.projection.reset_parameters()
         if self.zero_init:
             nn.init.zeros_(self.projection.weight)
@@ -90,7 +91,7 @@ class DistanceBias(Configured, nn.Module):
     def radial_basis(
         self, positions: Tensor | tuple[Tensor, Tensor] | list[Tensor], graph: TokenGraph
     ) -> Tensor:
-        """The radial basis functions of every edge, [*, E, num_radial]: features, nothing learned.
+        """Return the radial basis functions of every edge, [*, E, num_radial], without parameters.
 
         Example:
             >>> import torch, graphattn as ga
@@ -109,7 +110,7 @@ class DistanceBias(Configured, nn.Module):
                 ends.append((clean.index_select(-2, token), known.index_select(-2, token)))
             (there, known), (here, also_known) = ends
             square = (here - there).square().sum(-1, keepdim=True)
-            same = square == 0  # where the square root has no derivative
+            same = square == 0  # at 0 the square root has no derivative
             distance = square.masked_fill(same, 1).sqrt().masked_fill(same, 0)
             distance = distance.clamp(max=self.cutoff)
             centers = torch.linspace(
@@ -124,8 +125,9 @@ class DistanceBias(Configured, nn.Module):
         """Return the checked positions of targets and sources."""
         if not isinstance(graph, TokenGraph):
             raise ValueError(
-                "graph must be a TokenGraph, the second argument after positions, got "
-                f"{type(graph).__name__}"
+                "graph must be a TokenGraph (the second argument, after positions), got "
+                f"{type(graph).__name__}: graphattn.from_edge_index(edge_index, num_targets) makes "
+                "one"
             )
         single = isinstance(positions, Tensor)
         if single and graph.num_targets != graph.num_sources:
@@ -155,8 +157,8 @@ class DistanceBias(Configured, nn.Module):
                     else type(places).__name__
                 )
                 raise ValueError(
-                    f"positions must be floating-point of shape [*, {count}, 3] (one row per "
-                    f"token, * the same for targets and sources) on {graph.device}, got {got}"
+                    f"positions must be a floating-point tensor of shape [*, {count}, 3] (one row "
+                    f"per token, the same * for targets and sources) on {graph.device}, got {got}"
                 )
         return pair[0], pair[1]
 
@@ -167,28 +169,29 @@ class DistanceBias(Configured, nn.Module):
 
 
 class EdgeProjection(Configured, nn.Module):
-    r"""Biases from whatever is known of edges: a linear map from their features to one per head.
+    r"""Biases from features of edges: a linear map from F features to one number per head.
 
     .. math::
         b_{ij} = W e_{ij} + w
 
-    as in Graphormer (Ying et al., 2021, Eq. 7, there averaged along paths): what is learned of an
-    edge is added to its logit.
+    as in Graphormer (Ying et al., 2021, Eq. 7, where they are averaged along paths). The bias is
+    added to the logit of the edge.
 
     Args:
-        features: F, how many there are of an edge.
+        features: F, the number of features of an edge.
         heads: H of the attention layer.
-        bias: whether the map has one. (Added to all edges of a row alike, it changes no softmax;
-            with ``eps`` or a sink it does.)
-        zero_init: start with zeros, as the layer without biases; gradients reach the map even so.
+        bias: whether the map has a bias w. It adds the same number to all edges of a row, so it
+            does not change a softmax, except with ``eps`` or a sink.
+        zero_init: start with W = 0 and w = 0, so that the layer first computes the same as without
+            biases. The map still gets gradients.
 
     Shapes:
         - **edge_attr**: [E, F] or [*, E, F], in the order of ``graph.edge_index``
-        - **output**: [E, heads] or [*, E, heads]; NaN for an edge whose features are not all
-          finite, which matters to nobody where that edge touches an invalid token
+        - **output**: [E, heads] or [*, E, heads]; NaN for an edge with a feature that is NaN or
+          infinite. That has no effect if the edge touches an invalid token
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -210,7 +213,7 @@ class EdgeProjection(Configured, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the map anew, or set it to zero with `zero_init`."""
+        """Initialise the map again, or set it to zero with `zero_init`."""
         self.projection.reset_parameters()
         if self.zero_init:
             for parameter in self.projection.parameters():
@@ -236,9 +239,9 @@ class EdgeProjection(Configured, nn.Module):
         if edge_attr.dtype != dtype and not torch.is_autocast_enabled(edge_attr.device.type):
             raise ValueError(
                 f"edge_attr must have the module's dtype {dtype}, got {edge_attr.dtype}: convert "
-                f"one of them, edge_attr.to({dtype}) for instance"
+                f"one of them, for instance by edge_attr.to({dtype})"
             )
-        # 0 * NaN is NaN: features of an edge that nobody asks for must not reach the gradient.
+        # 0 * NaN is NaN, so features of an edge without effect must not reach the gradient.
         missing = ~edge_attr.isfinite().all(-1, keepdim=True)
         bias: Tensor = self.projection(edge_attr.masked_fill(missing, 0))
         return bias.masked_fill(missing, torch.nan)

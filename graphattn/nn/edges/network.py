@@ -1,4 +1,4 @@
-"""The network that makes an edge's matrix from the features of its two tokens."""
+"""The network that computes the matrix of an edge from the features of its two tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class GroupedLinear(nn.Module):
         return FirstLayer(x, self.weight, self.bias).hidden()
 
     def unapplied(self, x: Tensor) -> FirstLayer | Tensor:
-        """The map and what it is to be applied to; its result where :meth:`forward` is not all."""
+        """Return the map and its input, not yet applied; if :meth:`is_plain` is false, the
+        result."""
         return FirstLayer(x, self.weight, self.bias) if self.is_plain() else self(x)
 
     def is_plain(self) -> bool:
-        """Whether :meth:`forward` is all that runs: no other class or method, and no hooks."""
+        """Whether a call runs this :meth:`forward` and nothing else: no subclass, no hooks."""
         changed = type(self) is not GroupedLinear or "forward" in vars(self)
         hooks = (
             self._forward_hooks,
@@ -46,10 +47,10 @@ class GroupedLinear(nn.Module):
 
 
 def _has_global_hooks() -> bool:
-    """Whether hooks on all modules may change what one of them gives.
+    """Whether torch's global module hooks may change the output of a module.
 
-    Those of :func:`graphattn.diagnostics.record` only watch, and say so: a model that is looked at
-    takes the way that it takes otherwise, to the last bit.
+    The hooks of :func:`graphattn.diagnostics.record` are marked as read-only and do not count. A
+    recorded model therefore runs the same code, with bit-identical results.
     """
     module = torch.nn.modules.module
     tables = (
@@ -64,7 +65,7 @@ def _has_global_hooks() -> bool:
 
 
 class EdgeNetwork(nn.Module):
-    r"""alpha, beta and Lambda of every edge from [y_i; y_j] (Algorithms 2 and 3).
+    r"""Compute alpha, beta and Lambda of every edge from [y_i; y_j] (Algorithms 2 and 3).
 
     The first layer acts on the concatenation, so it is two maps, `target` on y_i (with the bias)
     and `source` on y_j, each computed once per token; their sum passes through GELU on the edge.
@@ -72,9 +73,10 @@ class EdgeNetwork(nn.Module):
     added to that sum.
     The second layer is :class:`~graphattn.EdgeNetworkParameters`.
 
-    With ``edge_input="head"`` each head's network sees its own slice of y, with "full" one network
-    sees all of it. ``trunk="shared"``: one hidden vector feeds alpha, beta and Lambda, which
-    reproduces every count of Table 9; "separate": one each, Algorithm 2 to the letter.
+    With ``edge_input="head"``, the network of a head reads that head's slice of y; with "full", one
+    network reads all of y. With ``trunk="shared"``, alpha, beta and Lambda have one hidden vector
+    in common, which reproduces every count of Table 9. With "separate", each has its own, exactly
+    as in Algorithm 2.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class EdgeNetwork(nn.Module):
     def reset_parameters(self) -> None:
         """Draw parameters as torch's Linear does: uniform in +-1/sqrt(fan_in).
 
-        Lambda's rows thus start away from zero, where R has no gradient with respect to them.
+        The rows of Lambda must not start at zero, where the gradient of R with respect to them is
+        0.
         """
         first = [self.target, self.source, *([] if self.edge is None else [self.edge])]
         fan_in = sum(layer.weight.shape[-1] for layer in first)
@@ -122,7 +125,7 @@ class EdgeNetwork(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def second_layer(self) -> EdgeNetworkParameters:
-        """The parameters after the GELU."""
+        """Return the parameters of the second layer, which follows the GELU."""
         return EdgeNetworkParameters(
             self.alpha,
             self.alpha_bias,
@@ -133,13 +136,14 @@ class EdgeNetwork(nn.Module):
         )
 
     def is_plain(self) -> bool:
-        """Whether its second layer is all that :meth:`edge_matrix` applies: no other method."""
+        """Whether :meth:`edge_matrix` is the method of this class."""
         return type(self).edge_matrix is EdgeNetwork.edge_matrix and "edge_matrix" not in vars(self)
 
     def edge_matrix(self, hidden_sum: Tensor, edge_hidden: Tensor | None = None) -> EdgeMatrix:
-        """R of every edge from target_hidden_i + source_hidden_j, in the dtype of that sum.
+        """Compute R of every edge from `hidden_sum`, in its dtype.
 
-        `edge_hidden`, F e_ij, is added to it.
+        `hidden_sum` is target_hidden_i + source_hidden_j. If given, `edge_hidden`, F e_ij, is added
+        to it.
         """
         if edge_hidden is not None:
             hidden_sum = hidden_sum + edge_hidden
@@ -149,9 +153,10 @@ class EdgeNetwork(nn.Module):
     def first_layers(
         self, target: Tensor, source: Tensor
     ) -> tuple[FirstLayer | Tensor, FirstLayer | Tensor]:
-        """The first layer on both sides, for an operation that applies it itself.
+        """Return the first layer of targets and of sources, for an operation that applies it
+        itself.
 
-        Applied here where :meth:`target_hidden` or :meth:`source_hidden` is somebody's own.
+        If :meth:`target_hidden` or :meth:`source_hidden` is overridden, the layer is applied here.
         """
         found: list[FirstLayer | Tensor] = []
         sides = (self.target, target, "target_hidden"), (self.source, source, "source_hidden")
@@ -165,24 +170,25 @@ class EdgeNetwork(nn.Module):
         return found[0], found[1]
 
     def by_group(self, y: Tensor) -> Tensor:
-        """Tokens [*, N, dim] as the groups of the first layer see them, [*, N, G, dim / G]."""
+        """Split tokens [*, N, dim] into the groups of the first layer, [*, N, G, dim / G]."""
         return y.view(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
 
     def target_hidden(self, y: Tensor) -> Tensor:
-        """First layer on the targets: [*, N, dim] -> [*, N, G, xi]."""
+        """Apply the first layer to the targets: [*, N, dim] -> [*, N, G, xi]."""
         return self.target(self.by_group(y))
 
     def source_hidden(self, y: Tensor) -> Tensor:
-        """First layer on the sources: [*, M, dim] -> [*, M, G, xi]."""
+        """Apply the first layer to the sources: [*, M, dim] -> [*, M, G, xi]."""
         return self.source(self.by_group(y))
 
     def edge_hidden(
         self, features: Tensor, graph: TokenGraph, valid: ValidPair
     ) -> FirstLayer | Tensor:
-        """First layer on the features of edges [*, E, F], for an operation that applies it itself.
+        """Return the first layer of edge features [*, E, F], for an operation that applies it
+        itself.
 
-        Where somebody has put their own in its place, it is applied here, and to nothing that edges
-        of invalid tokens hold.
+        If a user has replaced that layer, it is applied here, with the features of edges of invalid
+        tokens cleared.
         """
         layer, y = self.edge, features.unsqueeze(-2)
         assert layer is not None
@@ -195,21 +201,21 @@ class EdgeNetwork(nn.Module):
 
 
 def check_edge_features(features: Any, width: int, x: Tensor, num_edges: int, name: str) -> Tensor:
-    """`features` [E, F] or [*, E, F] of a layer called `name` that was made for F = `width`.
+    """Check `features`, [E, F] or [*, E, F], of a layer called `name` made for F = `width`.
 
-    Raises:
-        ValueError: they are missing or not wanted, or do not fit the edges of the graph or `x`.
+    Raises: ValueError: they are missing or not expected, or do not fit the edges of the graph or
+        `x`.
     """
     if features is None:
         raise ValueError(
-            f"edge_features must be given, [{num_edges}, {width}] or one of these per sequence: "
-            f"this {name} was made with edge_features={width}"
+            f"edge_features must be a tensor of shape [{num_edges}, {width}], or one of these per "
+            f"sequence, got None: this {name} was made with edge_features={width}"
         )
     if not width:
         got = features.shape[-1] if isinstance(features, Tensor) and features.dim() else "F"
         raise ValueError(
             f"edge_features cannot be given to this {name}, which was made with edge_features=0: "
-            f"make it with edge_features={got}, the features of an edge"
+            f"make the layer with edge_features={got}, the number of features of an edge"
         )
     if not isinstance(features, Tensor):
         raise ValueError(f"edge_features must be a tensor, got {type(features).__name__}")
@@ -220,5 +226,7 @@ def check_edge_features(features: Any, width: int, x: Tensor, num_edges: int, na
             f"the order of graph.edge_index, features), got {list(features.shape)}"
         )
     if features.device != x.device:
-        raise ValueError(f"edge_features must be on {x.device}, got {features.device}")
+        raise ValueError(
+            f"edge_features must be on the device of x, {x.device}, got {features.device}"
+        )
     return features

@@ -28,46 +28,48 @@ T5_DEFAULTS = {"num_buckets": 32, "max_distance": 128, "bidirectional": True}
 
 
 class OffsetBias(Configured, nn.Module):
-    r"""Biases by relative position: what an edge adds depends on how far its source is away.
+    r"""Biases by relative position: the bias of an edge depends on the offset of its source.
 
     .. math::
         b_{ij}^h = T_{h, \, \mathrm{row}(p_j - p_i)}
 
     The offset of an edge is the position of its source minus that of its target, in tokens: -1 is
     the token before, as in T5's ``memory_position - context_position``. Over a grid it is a pair
-    (down, right), in cells. Three kinds:
+    (down, right), in cells. There are three kinds:
 
     - ``OffsetBias(heads, max_offset)``: a learned number per head and offset from -max_offset to
-      max_offset; offsets beyond read the outermost one (Shaw et al., 2018). With a pair
+      max_offset; larger offsets use the outermost one (Shaw et al., 2018). With a pair
       ``max_offset=(down, right)`` it is Swin's table (Liu et al., 2021, Eq. 4), for graphs over a
       grid; edges that touch a class token get 0.
-    - :meth:`t5`: learned numbers for buckets of offsets, wider the farther (Raffel et al., 2020).
-    - :meth:`alibi`: a fixed penalty, ``-slope_h |offset|`` (Press et al., 2022). Nothing learned.
+    - :meth:`t5`: learned numbers for buckets of offsets. Buckets of larger offsets are wider
+      (Raffel et al., 2020).
+    - :meth:`alibi`: a fixed penalty, ``-slope_h |offset|`` (Press et al., 2022). It has no
+      parameters.
 
-    The last two know every length. Where the graph has a table of offsets, the result is such a
-    table, whose size does not depend on how many edges there are; structured fast paths and kernels
-    read it as it is. Elsewhere (lists of edges, nearest neighbours, two tracks, packed sequences
-    whose tables differ) it is one number per edge, from the positions of its ends.
+    The last two work for every length. If the graph has a table of offsets, the result is a table
+    with one row per offset, whose size does not depend on the number of edges; the structured
+    backend and the kernels read it directly. For other graphs (lists of edges, nearest neighbours,
+    two tracks, packed sequences whose tables differ) the result is one number per edge, from the
+    positions of its two tokens.
 
     Args:
-        heads: H of the attention layer.
-        max_offset: for ``kind="learned"``, the farthest offset with a number of its own; two or
-            three of them for offsets along several axes.
+        heads: H, the number of heads of the attention layer.
+        max_offset: for ``kind="learned"``, the largest offset with its own number. Give two or
+            three for offsets along several axes.
         kind: "learned", "t5" or "alibi".
         num_buckets, max_distance, bidirectional: for ``kind="t5"``, as in :meth:`t5`.
 
     Shapes:
-        - **graph**: TokenGraph; N targets, M sources
-        - **positions**: integers [N] or [*, N], or a pair for targets and sources, in place of the
-          graph's own; with several axes [*, N, axes] (keyword)
-        - **output**: [offsets, heads] where the graph has a table of offsets and `positions` is
-          None, otherwise [E, heads] or [*, E, heads] in the order of ``graph.edge_index``. ([1, E,
-          heads] where a graph has as many edges as offsets, so that nobody takes one for the
-          other.)
+        - **graph**: a TokenGraph with N targets and M sources
+        - **positions**: integers [N] or [*, N], or a pair for targets and sources, instead of the
+          positions of the graph; with several axes [*, N, axes] (keyword)
+        - **output**: [offsets, heads] if the graph has a table of offsets and `positions` is None,
+          otherwise [E, heads] or [*, E, heads] in the order of ``graph.edge_index``. (It is [1, E,
+          heads] if the graph has as many edges as offsets, to tell the two forms apart.)
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; also for several axes and a
-            graph that is not over a grid, without positions.
+        ValueError: if an argument is out of range; or if `max_offset` has several axes, but the
+            graph is not over a grid and no `positions` are given.
 
     Example:
         >>> import torch, graphattn as ga
@@ -107,7 +109,7 @@ class OffsetBias(Configured, nn.Module):
             most = max_offset if isinstance(max_offset, list | tuple) else (max_offset,)
             if max_offset is None or not 1 <= len(most) <= 3:
                 raise ValueError(
-                    "max_offset must be an integer, or two or three of them for a grid, got "
+                    "max_offset must be an integer >= 1, or two or three of them for a grid, got "
                     f"{max_offset!r}"
                 )
             self._most = tuple(as_int("max_offset", size, 0) for size in most)
@@ -122,7 +124,7 @@ class OffsetBias(Configured, nn.Module):
             farthest = 128 if max_distance is None else max_distance
             self.num_buckets = rows
             self.max_distance = as_int("max_distance", farthest, rows // least + 1)
-        # Called a table, not a weight: like an embedding, it has no reason to decay towards 0.
+        # The name is not "weight", because weight decay should not apply to it, as to an embedding.
         self.table = None if kind == "alibi" else nn.Parameter(torch.empty(rows, self.heads))
         self.reset_parameters()
 
@@ -135,19 +137,19 @@ class OffsetBias(Configured, nn.Module):
         max_distance: int = 128,
         bidirectional: bool = True,
     ) -> Self:
-        """T5's relative position bias: one learned number per head and bucket of offsets.
+        """Make T5's relative position bias: one learned number per head and bucket of offsets.
 
-        Half of the buckets hold one offset each, the others a range that grows with the logarithm
-        of the distance up to `max_distance`; the last one holds all that is farther. Bucket by
-        bucket those of Hugging Face's ``T5Attention``, so that its ``relative_attention_bias``
+        Half of the buckets contain one offset each. The others contain ranges that grow with the
+        logarithm of the distance, up to `max_distance`; the last one contains all larger distances.
+        The buckets are those of Hugging Face's ``T5Attention``, so its ``relative_attention_bias``
         weights can be copied into ``table``.
 
         Args:
-            heads: H of the attention layer.
-            num_buckets: rows of the table.
-            max_distance: from where on all distances share the last bucket.
-            bidirectional: whether offsets of either sign have buckets (half of them each), as in
-                an encoder; in a decoder all are for offsets <= 0.
+            heads: H, the number of heads of the attention layer.
+            num_buckets: number of rows of the table.
+            max_distance: all distances from this one on share the last bucket.
+            bidirectional: True for an encoder: half of the buckets are for positive offsets. False
+                for a decoder: all are for offsets <= 0.
 
         Example:
             >>> import graphattn as ga
@@ -165,11 +167,12 @@ class OffsetBias(Configured, nn.Module):
 
     @classmethod
     def alibi(cls, heads: int) -> Self:
-        """ALiBi: a penalty that grows linearly with the distance, with a fixed slope per head.
+        """Make ALiBi's bias: a penalty that grows linearly with distance, with a slope per head.
 
-        For 2^k heads the slopes are 2^(-8 / H), 2^(-16 / H), ...; for other numbers those of the
-        next smaller power of two, and every other one of the next larger, as published. Sources
-        after their target are penalised by their distance too. Nothing is learned.
+        For 2^k heads the slopes are 2^(-8 / H), 2^(-16 / H), ...; for other numbers they are those
+        of the next smaller power of two, then every second one of the next larger power, as
+        published. A source after its target also gets the penalty of its distance. There are no
+        parameters.
 
         Example:
             >>> import torch, graphattn as ga
@@ -182,7 +185,7 @@ class OffsetBias(Configured, nn.Module):
 
     @classmethod
     def for_graph(cls, heads: int, graph: TokenGraph) -> Self:
-        """A learned table that has a number for every offset of a graph.
+        """Make a learned table with a number for every offset of a graph.
 
         Raises:
             ValueError: the graph has no table of offsets (a list of edges, two tracks).
@@ -194,25 +197,28 @@ class OffsetBias(Configured, nn.Module):
         """
         table = axes_of_table(graph)
         if table is None:
-            raise ValueError(f"graph must have a table of offsets (a window, a grid), got {graph}")
+            raise ValueError(
+                f"graph must have a table of offsets, as a window or a grid has, got {graph}: use "
+                "OffsetBias(heads, max_offset) instead"
+            )
         most = tuple(max(-first, last, 0) * step for first, last, step in table)
         return cls(heads, most if len(most) > 1 else most[0])
 
     def reset_parameters(self) -> None:
-        """Draw the table anew, small (standard deviation 0.02)."""
+        """Initialise the table again, with standard deviation 0.02."""
         if self.table is not None:
             nn.init.normal_(self.table, std=0.02)
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` with the defaults of T5 written out."""
+        """Return `config` with the defaults of T5 filled in."""
         if config.get("kind") != "t5":
             return config
         given = {name: value for name, value in config.items() if value is not None}
         return {**T5_DEFAULTS, **given}
 
     def forward(self, graph: TokenGraph, *, positions: Any = None) -> Tensor:
-        """The table of a graph, or the bias of every edge."""
+        """Return the table of a graph, or the bias of every edge."""
         if not isinstance(graph, TokenGraph):
             raise ValueError(
                 f"graph must be a TokenGraph, got {type(graph).__name__}: "
@@ -230,7 +236,7 @@ class OffsetBias(Configured, nn.Module):
         return bias.index_select(0, rows.to(bias.device))[None]
 
     def _of_edges(self, graph: TokenGraph, positions: Any) -> Tensor:
-        """[E, heads] or [*, E, heads], from where the tokens at both ends stand."""
+        """Return [E, heads] or [*, E, heads], from the positions of the two tokens of each edge."""
         source, target = graph.edge_index
         if self.axes == 1:
             of_target, of_source = positions_of(graph, positions)
@@ -242,9 +248,9 @@ class OffsetBias(Configured, nn.Module):
         cells = cells_of(graph.structure, graph.device)
         if cells is None or cells[0].shape[-1] != self.axes:
             raise ValueError(
-                f"graph must be over a grid of {self.axes} axes, like max_offset = {self._most}, "
-                f"got {graph}: a single max_offset counts tokens, and positions= "
-                f"[N, {self.axes}] says where they stand"
+                f"graph must be over a grid of {self.axes} axes, because max_offset = "
+                f"{self._most}, got {graph}: make the bias with a single max_offset, which counts "
+                f"tokens, or give positions= [N, {self.axes}]"
             )
         place, known = cells
         bias = self._of_offsets((place[source] - place[target]).unbind(-1))
@@ -252,7 +258,8 @@ class OffsetBias(Configured, nn.Module):
         return bias.masked_fill(~in_grid, 0)
 
     def _of_offsets(self, offsets: tuple[Tensor, ...]) -> Tensor:
-        """The bias of every offset, [..., heads]; `offsets` holds one tensor [...] per axis."""
+        """Return the bias of every offset, [..., heads]; `offsets` has one tensor [...] per
+        axis."""
         if self.table is None:
             slopes = torch.tensor(
                 alibi_slopes(self.heads), dtype=torch.float64, device=offsets[0].device

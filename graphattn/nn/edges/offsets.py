@@ -1,4 +1,4 @@
-"""How far the source of an edge is from its target, and what T5 and ALiBi make of that."""
+"""Offsets of edges, T5's buckets and ALiBi's slopes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from graphattn.graphs.structures.grid_windows import GridWindows
 from graphattn.graphs.structures.structure import GraphStructure, Grid, GridOffsets
 from graphattn.graphs.token_graph import TokenGraph
 
-AXES = {"sequence": 1, "image": 2}  # of tables of offsets that are alike along all their axes
+AXES = {
+    "sequence": 1,
+    "image": 2,
+}  # number of axes of a table of offsets with the same form along each axis
 
 
 def t5_bucket(
     offset: Tensor, num_buckets: int, max_distance: int, *, bidirectional: bool
 ) -> Tensor:
-    """The bucket of every offset (source - target), as T5's published code has it."""
+    """Return the bucket of every offset (source - target), as in T5's published code."""
     bucket = torch.zeros_like(offset)
     if bidirectional:
         num_buckets //= 2
@@ -29,14 +32,14 @@ def t5_bucket(
     else:
         distance = (-offset).clamp(min=0)
     exact = num_buckets // 2
-    # In float32, as there: what stands at a border must fall on the same side.
+    # In float32, as in that code, so that values at a border fall into the same bucket.
     far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (far * (num_buckets - exact)).to(offset.dtype)).clamp(max=num_buckets - 1)
     return bucket + torch.where(distance < exact, distance, far)
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope of every head, as ALiBi's published code has it."""
+    """Return the slope of every head, as in ALiBi's published code."""
     power = 2 ** (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2.0 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
@@ -44,7 +47,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def offsets_of_table(graph: TokenGraph, axes: int) -> tuple[Tensor, ...] | None:
-    """The offset of every row of a graph's table, one tensor [rows] per axis; None: no such."""
+    """Return the offset of every row of a graph's table, one tensor [rows] per axis, or None."""
     table = axes_of_table(graph)
     if table is None or len(table) != axes:
         return None
@@ -55,7 +58,7 @@ def offsets_of_table(graph: TokenGraph, axes: int) -> tuple[Tensor, ...] | None:
 
 
 def axes_of_table(graph: TokenGraph) -> list[tuple[int, int, int]] | None:
-    """First and last hop and tokens per hop along every axis of a graph's table; None: no table."""
+    """Return (first hop, last hop, tokens per hop) for every axis of a graph's table, or None."""
     match None if graph.structure is None else graph.structure.offset_table:
         case GridOffsets(firsts, lasts, steps):
             return list(zip(firsts, lasts, steps, strict=True))
@@ -67,11 +70,13 @@ def axes_of_table(graph: TokenGraph) -> list[tuple[int, int, int]] | None:
 def positions_of(
     graph: TokenGraph, positions: Any, more: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Integers [*, N, ...] for targets and [*, M, ...] for sources: given, or the graph's own."""
+    """Return integer positions of targets and sources: those given, or those of the graph."""
     if positions is None:
         return graph.positions, graph.source_positions
     if isinstance(positions, Tensor) and graph.num_targets != graph.num_sources:
-        raise ValueError("positions must be a pair (targets, sources) on a bipartite graph")
+        raise ValueError(
+            "positions must be a pair (targets, sources) on a bipartite graph, got one tensor"
+        )
     pair = (positions, positions) if isinstance(positions, Tensor) else positions
     shown = ", ".join(map(str, ("*", "N", *more)))
     if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -93,7 +98,8 @@ def positions_of(
                 else type(places).__name__
             )
             raise ValueError(
-                f"positions must hold integers of shape [{shown}] with N = {count}, got {got}"
+                f"positions must be an integer tensor of shape [{shown}] with N = {count}, got "
+                f"{got}"
             )
     return pair[0].to(graph.device), pair[1].to(graph.device)
 
@@ -101,7 +107,7 @@ def positions_of(
 def cells_of(
     structure: GraphStructure | None, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """The place of every token along the axes of a grid, [N, axes], and whether it has one, [N]."""
+    """Return the place of every token on a grid, [N, axes], and whether it has one, [N]."""
     if isinstance(structure, Parts):
         found = [cells_of(part, device) for part in structure.parts]
         parts = [cells for cells in found if cells is not None]
@@ -124,6 +130,6 @@ def cells_of(
 
 
 def unlike_a_table(bias: Tensor, graph: TokenGraph) -> Tensor:
-    """Values of edges; with a leading dimension where they could be taken for those of offsets."""
+    """Add a leading dimension to values of edges if they could be mistaken for those of offsets."""
     rows = None if graph.structure is None else graph.structure.num_offsets
     return bias[None] if bias.dim() == 2 and len(bias) == rows and len(bias) > 1 else bias

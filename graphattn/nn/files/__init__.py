@@ -1,1 +1,1 @@
-"""Layers and models as files, and the arguments that made them."""
+"""Saving layers and models to files, together with their constructor arguments."""

@@ -1,7 +1,7 @@
-"""Answers to arguments that have another name here, or belong elsewhere.
+"""Error messages for arguments that have another name here, or belong elsewhere.
 
-People bring names from torch, timm, Hugging Face and PyTorch Geometric. Every one below is answered
-with ours; other unknown names with what is allowed.
+Users know names from torch, timm, Hugging Face and PyTorch Geometric. For the names below, the
+error says ours; for other unknown names, it lists those that are allowed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable
 
-# Ours, and what others call the same thing.
+# Our name, then the names of other libraries for the same thing.
 _RENAMED = {
     "attention_dropout": "attn_dropout attn_drop attn_drop_rate attn_pdrop dropout dropout_p "
     "attention_probs_dropout_prob",
@@ -58,7 +58,10 @@ _NOTES = {
 
 _NOTES_OF_OURS = {"radius": "patches on each side, so that radius=1 is a window of 3 x 3"}
 
-_VALID = "say it in the call: valid=~{name} (valid is True where a token is real, {name} where not)"
+_VALID = (
+    "pass in the call valid=~{name} (valid is True where a token is real, {name} is True where it "
+    "is not)"
+)
 _GRAPH = (
     "say it in the graph, the second argument of every call: ga.from_mask(mask) with mask True "
     "where a token may look"
@@ -88,7 +91,7 @@ _FIXED_BLOCK = (
     "activation='gelu' or 'relu2'"
 )
 
-# What has no argument of ours in its place.
+# Names without an argument of ours: what to do instead.
 _ADVICE = {
     "batch_first": "x is always batch first, [batch, tokens, dim]: leave it out",
     "key_padding_mask": _VALID,
@@ -176,14 +179,15 @@ def refuse_unknown(
     elsewhere: tuple[str, Collection[str]] = ("", ()),
     advice: Callable[[str], str | None] = lambda _: None,
 ) -> TypeError:
-    """The error that answers every unknown argument.
+    """Return the error that lists the unknown arguments and says what to do.
 
     Args:
-        where: "KrauseAttention(...)", or of its call "the call of KrauseAttention".
+        where: for a constructor "KrauseAttention(...)", for a call "the call of KrauseAttention".
         unknown: the names that were given.
-        allowed: the names that may be.
-        elsewhere: "the constructor" and its names for the call, "the call" for the constructor.
-        advice: what the class itself says to a name.
+        allowed: the names that are allowed.
+        elsewhere: for a call ("the constructor", its argument names), for a constructor ("the
+            call", names).
+        advice: the class's own advice on a name, or None.
     """
     told = "; none ".join(
         f"{name!r}: {_answer(name, allowed, elsewhere, advice)}" for name in unknown
@@ -198,7 +202,7 @@ def _answer(
     elsewhere: tuple[str, Collection[str]],
     advice: Callable[[str], str | None],
 ) -> str:
-    """Return advice for an argument by its usual name."""
+    """Return advice for an unknown argument."""
     key = name.lower()
     if key == "head_dim" and "heads" in allowed:
         return "a head is dim / heads wide: leave it out"

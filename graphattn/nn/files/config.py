@@ -1,11 +1,11 @@
-"""Arguments that a layer or model was made with: kept beside its weights, compared when they are
-loaded.
+"""Store the constructor arguments of layers with their weights, and compare them on loading.
 
-A layer's weights do not tell its options: those of ``top_k=2`` fit a layer of ``top_k=8``. So
-every layer and model remembers the arguments of its constructor, `config`, in plain values, and
-writes them into the metadata of its state dict (`state_dict()._metadata`, where torch keeps the
-versions of modules). There they survive ``torch.load(weights_only=True)``, deep copies and modules
-around them, and files without them load as before.
+The weights of a layer do not determine its options: weights trained with ``top_k=2`` also fit a
+    layer with ``top_k=8``. So every layer and model stores its constructor arguments as plain
+    values in `config`, and writes them into the metadata of its state dict
+    (`state_dict()._metadata`, where torch stores the versions of modules). There they survive
+    ``torch.load(weights_only=True)``, deep copies, and being part of a larger module. Files without
+    them can still be loaded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from graphattn.nn.files.pretrained import load, save
 
 NOT_COMPARED = frozenset(
     {
-        # These change no mathematics of given weights.
-        "backend",  # all compute the same
-        "dropout",  # training alone; nothing of what has been learned
+        # These do not change what given weights compute.
+        "backend",  # all backends compute the same
+        "dropout",  # used in training only
         "attention_dropout",
         "drop_path",
-        "init_sigma",  # where training began
+        "init_sigma",  # initial value, before training
         "zero_head",
         "zero_init",
-        # Names and shapes of the weights tell these.
+        # Names and shapes of the weights determine these.
         "bias",
         "condition_dim",
         "context_dim",
@@ -51,33 +51,36 @@ NOT_COMPARED = frozenset(
         "trunk",
         "value_projection",
         "vocab_size",
-        # A module inside is compared by itself.
+        # A module inside compares its own options.
         "mixer",
     }
 )
-# Values that come with a parameter of their own, so that names tell whether both have it.
+# Options with these values add a parameter, so the names of the weights show whether both have it.
 TOLD_BY_NAMES = {"step_size": "learned"}
 
 
 class Configured(Described):
-    """Base of modules that know their constructor's arguments, and answer unknown ones.
+    """Base of modules that record their constructor's arguments and explain unknown ones.
 
-    It stands before the module class: ``class Layer(Configured, nn.Module)``. Constructors are
-    ordinary ones; what they were called with is recorded around them.
+    It comes before the module class: ``class Layer(Configured, nn.Module)``. Constructors need no
+        special code; a wrapper records their arguments.
 
     Attributes of a class:
-        attribute_of: constructor argument -> attribute, where their names differ and the attribute
-            may be changed later; `config` then tells its present value.
-        options_of_parts: arguments that modules inside were made with, which compare them.
+        attribute_of: maps a constructor argument to its attribute, if their names differ and the
+            attribute may change later; `config` then contains the present value.
+        options_of_parts: arguments that are passed on to modules inside; those modules compare
+            them.
     """
 
     attribute_of: ClassVar[dict[str, str]] = {}
     options_of_parts: ClassVar[frozenset[str]] = frozenset()
 
     forward: Callable[..., Any]
-    _arguments: dict[str, Any]  # of the constructor, plain
-    _base_arguments: tuple[str, dict[str, Any]]  # of the class of graphattn below, and its name
-    _at_first: dict[str, Any]  # the attributes of those names when the constructor ended
+    _arguments: dict[str, Any]  # of the constructor, as plain values
+    _base_arguments: tuple[
+        str, dict[str, Any]
+    ]  # name and arguments of the class of graphattn that a user's class inherits
+    _at_first: dict[str, Any]  # attributes with those names, at the end of the constructor
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -91,9 +94,10 @@ class Configured(Described):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments in plain values: ``type(layer)(**layer.config)`` is its like.
+        """The constructor's arguments as plain values: ``type(x)(**x.config)`` makes another.
 
-        A module among them is a dict with its class; attributes set since then count.
+        A module among them becomes a dict with its class. An attribute that has been changed since
+        construction counts with its present value.
 
         Example:
             >>> import graphattn as ga
@@ -103,8 +107,8 @@ class Configured(Described):
         """
         if not _is_recorded(self):
             raise RuntimeError(
-                f"config is not known of this {type(self).__name__}: it was pickled by an earlier "
-                "version, or its constructor has not ended"
+                f"config of this {type(self).__name__} is not known, because it was pickled by an "
+                "earlier version, or its constructor has not finished: make it again in code"
             )
         return _present(self, self._arguments)
 
@@ -114,25 +118,24 @@ class Configured(Described):
 
     @classmethod
     def from_pretrained(cls, directory: Any, *, device: Any = "cpu") -> Self:
-        """A module of this class from its files: :func:`graphattn.load`.
+        """Load a module of this class from its files: :func:`graphattn.load`.
 
-        Raises:
-            ValueError: also where the files are those of another class.
+        Raises: ValueError: as :func:`graphattn.load`, and if the files are those of another class.
         """
         found: Self = load(directory, device=device, kind=cls)
         return found
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` with equal mathematics in equal words."""
+        """Return `config` in a normal form, so that configs that compute the same are equal."""
         return config
 
     @classmethod
     def advice(cls, name: str) -> str | None:
-        """Advise on an argument that the constructor does not have, where advice is known."""
+        """Return advice on an argument that the constructor does not have, or None."""
         return None
 
-    # What torch calls for every module of a state dict.
+    # Hooks that torch calls for every module of a state dict.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
@@ -154,9 +157,9 @@ class Configured(Described):
         if found:
             where = f" at {prefix[:-1]!r}" if prefix else ""
             error_msgs.append(
-                f"the weights of this {type(self).__name__}{where} are of other mathematics: "
-                f"{'; '.join(found)}. Make it with the saved config, or pass a plain dict to load "
-                "the numbers alone: load_state_dict(dict(state))"
+                f"the weights of this {type(self).__name__}{where} were trained with other "
+                f"options: {'; '.join(found)}. Make it with the saved config, or load the weights "
+                "without this check from a plain dict: load_state_dict(dict(state))"
             )
         super()._load_from_state_dict(  # type: ignore[misc]
             state_dict,
@@ -170,7 +173,8 @@ class Configured(Described):
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it; a module of ours as its class and config, other things by class."""
+    """Convert `value` to JSON values: a module to its class and config, other objects to a
+    class."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
@@ -189,10 +193,10 @@ def plain(value: Any) -> Any:
 
 
 def record(module: Configured) -> dict[str, Any]:
-    """Return the record of a module in the metadata of a state dict.
+    """Return the record of a module for the metadata of a state dict.
 
-    Of somebody's subclass also the class of graphattn below it and that one's arguments, so that
-    weights of one can be compared with the other.
+    For a user's subclass it also contains the class of graphattn that it inherits, with that
+    class's arguments, so that the weights of the two can be compared.
     """
     found: dict[str, Any] = {"class": class_name(type(module)), "config": module.config}
     base, arguments = module._base_arguments
@@ -202,7 +206,7 @@ def record(module: Configured) -> dict[str, Any]:
 
 
 def differences(module: Configured, saved: Any) -> list[str]:
-    """List the differences of a module and the record of a file that weights cannot show."""
+    """List the differences between a module and a saved record that the weights do not show."""
     if not isinstance(saved, dict) or "config" not in saved or not _is_recorded(module):
         return []
     own = record(module)
@@ -218,7 +222,7 @@ def differences(module: Configured, saved: Any) -> list[str]:
 def _differing(cls: type[Configured], saved: Any, own: dict[str, Any]) -> list[str]:
     if not isinstance(saved, dict):
         return [f"their config must be a dict, got {type(saved).__name__}"]
-    # An option that one side does not know is off there, or as its default has it.
+    # An option that one side does not know is off there, or has its default value.
     known = inspect.signature(cls.__init__).parameters
     defaults = {
         name: None if known[name].default is inspect.Parameter.empty else plain(known[name].default)
@@ -234,7 +238,7 @@ def _differing(cls: type[Configured], saved: Any, own: dict[str, Any]) -> list[s
         if name in TOLD_BY_NAMES and TOLD_BY_NAMES[name] in (there, here):
             continue
         if there != here and not (name not in ours and there in (None, False)):
-            found.append(f"saved with {name}={there!r}, this has {name}={here!r}")
+            found.append(f"saved with {name}={there!r}, but this one has {name}={here!r}")
     return found
 
 
@@ -247,7 +251,7 @@ def _is_described(value: Any) -> bool:
 
 
 def _built(value: Any) -> Any:
-    """`value` with the modules in it made that it describes."""
+    """Return `value` with every described module replaced by the module itself."""
     if _is_described(value):
         return build(value)
     if isinstance(value, list) and any(map(_is_described, value)):
@@ -256,7 +260,7 @@ def _built(value: Any) -> Any:
 
 
 def _present(module: Configured, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A copy of arguments, with what has been set in their place since."""
+    """Copy arguments, with attributes that have changed since construction."""
     found: dict[str, Any] = copy.deepcopy(arguments)
     for name, value in found.items():
         part = vars(module)["_modules"].get(name)
@@ -269,7 +273,7 @@ def _present(module: Configured, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_attribute(module: Configured, name: str) -> Any:
-    """The attribute of an argument where it is one number, word or None; otherwise "..."."""
+    """Return the attribute of an argument if it is a number, a string or None; else "..."."""
     value = vars(module).get(module.attribute_of.get(name, name), ...)
     return value if isinstance(value, bool | int | float | str | None) else ...
 
@@ -284,7 +288,7 @@ def _takes_any_name(parameters: list[inspect.Parameter]) -> bool:
 
 
 def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that notes what it is called with."""
+    """Wrap a constructor so that it records its arguments."""
     signature = inspect.signature(init)
     parameters = list(signature.parameters.values())[1:]
     allowed, is_open = _names(parameters), _takes_any_name(parameters)
@@ -302,7 +306,7 @@ def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[...,
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
-            init(self, *args, **kwargs)  # says what is missing
+            init(self, *args, **kwargs)  # raises Python's error for missing arguments
             raise
         state = vars(self)
         outermost = "_constructing" not in state
@@ -329,12 +333,14 @@ def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[...,
             if outermost:
                 del state["_constructing"]
         if outermost:
-            if surplus and state["_base_arguments"]:  # handed on by *args: named as below
+            if (
+                surplus and state["_base_arguments"]
+            ):  # passed on by *args: use the names of the base class
                 base = KNOWN[state["_base_arguments"][0]]
                 below = list(inspect.signature(base.__init__).parameters)[1:]
                 mine = {**dict(zip(below, map(plain, surplus), strict=False)), **mine}
             state["_arguments"] = mine
-            if state["_base_arguments"] is None:  # no class of graphattn is below
+            if state["_base_arguments"] is None:  # no base class of graphattn has recorded them
                 state["_base_arguments"] = class_name(type(self)), mine
             names = {*mine, *state["_base_arguments"][1]}
             state["_at_first"] = {name: _plain_attribute(self, name) for name in names}
@@ -343,7 +349,7 @@ def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[...,
 
 
 def _answering(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward pass that answers unknown arguments."""
+    """Wrap a forward method so that it explains unknown arguments."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     if _takes_any_name(parameters):
         return forward
@@ -357,7 +363,7 @@ def _answering(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **kwargs)
 
     answering: Any = call
-    answering.without_keywords = forward  # no argument of a call by position is unknown
+    answering.without_keywords = forward  # calls without keywords have no unknown argument
     return call
 
 

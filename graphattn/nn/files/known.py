@@ -1,4 +1,4 @@
-"""The classes of graphattn by name: what a file may ask for, and how it is made."""
+"""The classes of graphattn that a file may name, and how they are made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Described:
-    """A module that tells the arguments it was made with, from which its like can be made."""
+    """A module whose `config` contains the arguments to make another one like it."""
 
     state_dict: Callable[..., Any]
 
@@ -16,33 +16,33 @@ class Described:
         raise NotImplementedError
 
 
-# The only classes that a file may ask for.
+# The only classes that a file may name.
 KNOWN: dict[str, type[Any]] = {}
 
 
 def class_name(cls: type) -> str:
-    """A class of graphattn by its name, any other with its module, so that neither is mistaken."""
+    """Return the name of a class; classes outside graphattn get their module as a prefix."""
     return (
         cls.__name__ if KNOWN.get(cls.__name__) is cls else f"{cls.__module__}.{cls.__qualname__}"
     )
 
 
 def build(description: dict[str, Any], kind: type | None = None) -> Any:
-    """The module that a dict of class and arguments describes, made by a class of graphattn.
+    """Make the module that a dict with its class and arguments describes.
 
     Args:
-        description: as :func:`plain` writes it.
-        kind: the class to make, in place of the one that is named.
+        description: a dict made by :func:`plain`.
+        kind: the class to make instead of the named one.
 
     Raises:
-        ValueError: no class is named, or none of graphattn's.
+        ValueError: if no class is named, or the class is not one of graphattn.
     """
     arguments = {name: value for name, value in description.items() if name != "class"}
     if kind is None:
         kind = KNOWN.get(description["class"]) if isinstance(description["class"], str) else None
     if kind is None:
         raise ValueError(
-            f"class must be one of graphattn's, got {description['class']!r}, which no file can "
-            "bring along: make the model in code and load its state dict"
+            f"class must be a class of graphattn, got {description['class']!r}, which cannot be "
+            "made from files alone: make the model in code and load its state dict"
         )
     return kind(**arguments)

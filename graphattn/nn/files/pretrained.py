@@ -1,8 +1,8 @@
-"""A layer or model as files: `model.safetensors`, its numbers, and `config.json`, what it is.
+"""A layer or model as files: `model.safetensors` (weights) and `config.json` (class, arguments).
 
-Both are Hugging Face's names and forms. The numbers also carry the configs of all their layers, as
-a state dict does, so that a config.json of other mathematics is refused. Nothing in the files is
-executed: config.json names classes of graphattn and their arguments, and that is all.
+Names and formats are those of Hugging Face. Like a state dict, the file of the weights also
+contains the configs of all layers, so loading fails if config.json describes other options. Nothing
+in the files is executed: config.json only names classes of graphattn and their arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphattn.version import __version__
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
-LAYERS = "graphattn"  # what the configs of all layers are called in the header of the numbers
+LAYERS = "graphattn"  # key of the configs of all layers in the safetensors header
 
 
 def save(module: Any, directory: Any) -> None:
@@ -33,15 +33,16 @@ def save(module: Any, directory: Any) -> None:
     if not isinstance(module, Described):
         raise ValueError(
             f"model must be a layer or model of graphattn, got {type(module).__name__}, which "
-            "files alone cannot make again: save its state dict, in which graphattn's layers keep "
-            "their config (of a compiled or distributed model, save the model inside)"
+            "cannot be made again from files alone: save its state dict, in which graphattn's "
+            "layers also store their config. If the model is compiled or distributed, save the "
+            "model inside it"
         )
     config = module.config
     foreign = _foreign_part(config)
     if foreign:
         raise ValueError(
-            f"model holds {foreign} in {_where(config, foreign)!r}, which is no class of "
-            "graphattn, so that files alone cannot make it again: save its state dict instead"
+            f"model contains {foreign} in {_where(config, foreign)!r}, which is not a class of "
+            "graphattn, so it cannot be made again from files alone: save its state dict instead"
         )
     state = module.state_dict()
     _check_is_as_configured(module, config, state)
@@ -50,12 +51,12 @@ def save(module: Any, directory: Any) -> None:
     if is_file or (folder.suffix.lower() in OF_FILES and not folder.exists()):
         what = "which is a file" if is_file else "the name of a file"
         raise ValueError(
-            f"directory must be a folder, in which {WEIGHTS} and {CONFIG} are written, got "
+            f"directory must be a folder, in which {WEIGHTS} and {CONFIG} will be written, got "
             f"{str(folder)!r}, {what}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     tensors, ties = _without_ties(state)
-    # Ties as safetensors writes them: the name that is left out, and the one that is kept.
+    # Tied weights in the form of safetensors: from the name left out to the name that is stored.
     header = {"format": "pt", LAYERS: json.dumps(_layers(state)), **ties}
     described = {"class": class_name(type(module)), **config}
     text = json.dumps({**described, "graphattn_version": __version__}, indent=2) + "\n"
@@ -64,12 +65,12 @@ def save(module: Any, directory: Any) -> None:
 
 
 def load(directory: Any, *, device: Any = "cpu", kind: type | None = None) -> Any:
-    """The module that the files in `directory` are; see :func:`graphattn.load`."""
+    """Make the module from the files in `directory`; see :func:`graphattn.load`."""
     folder = _folder(directory)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"directory must be a folder that ga.save wrote, got {str(folder)!r}, which "
-            f"{'is a file' if folder.exists() else 'does not exist'} (nothing is downloaded)"
+            f"{'is a file' if folder.exists() else 'does not exist'}. Models are not downloaded"
         )
     path = folder / CONFIG
     description = _read_config(path)
@@ -89,11 +90,11 @@ def load(directory: Any, *, device: Any = "cpu", kind: type | None = None) -> An
     return module.to(device).eval()
 
 
-# What is written.
+# Writing.
 
 
 def _foreign_part(value: Any, top: bool = True) -> str | None:
-    """The first class in a config that is none of graphattn's."""
+    """Return the first class in a config that is not one of graphattn."""
     if isinstance(value, dict):
         name = value.get("class")
         if isinstance(name, str) and "." in name and not top:
@@ -108,13 +109,13 @@ def _where(config: dict[str, Any], foreign: str) -> str:
 
 
 def _check_is_as_configured(module: Described, config: dict[str, Any], state: Any) -> None:
-    """Check that a module of this config takes the numbers and computes the same with them."""
+    """Check that a module made from this config accepts the weights and computes the same."""
     try:
         again = _on_meta(lambda: build({"class": None, **config}, type(module)))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"model cannot be made again from its config, {config}: {error}. (A constructor of "
-            "your own must take what it hands on as arguments with names.)"
+            f"model cannot be made again from its config, {config}: {error}. If the class is your "
+            "own, its constructor must take the arguments that it passes on by name, not as *args"
         ) from error
     fresh = again.state_dict()
     parts: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -125,9 +126,9 @@ def _check_is_as_configured(module: Described, config: dict[str, Any], state: An
         for name in sorted({*now, *then}):
             if now.get(name) != then.get(name):
                 raise ValueError(
-                    f"model is no longer what its constructor made: of {what}, {name!r} is "
-                    f"{now.get(name, 'missing')} where its config makes {then.get(name, 'none')}. "
-                    "Save its state dict instead"
+                    f"model has been changed since its constructor made it: in its {what}, "
+                    f"{name!r} is {now.get(name, 'missing')}, but its config makes "
+                    f"{then.get(name, 'none')}. Save its state dict instead"
                 )
 
 
@@ -136,7 +137,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(state: Any) -> dict[str, Any]:
-    """The records of all layers of ours in the metadata of a state dict, by their prefix."""
+    """Return the records of our layers in the metadata of a state dict, by prefix."""
     found = getattr(state, "_metadata", {})
     return {
         prefix: {key: value for key, value in entry.items() if key in ("class", "config", "base")}
@@ -146,42 +147,47 @@ def _layers(state: Any) -> dict[str, Any]:
 
 
 def _without_ties(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor once, and of those left out the name of the one that is kept."""
+    """Return every tensor once, and for each name left out the name that is stored."""
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise ValueError(f"model must hold tensors alone, got {name!r}: {type(value).__name__}")
+            raise ValueError(
+                f"the state dict of the model must contain only tensors, got {name!r}: "
+                f"{type(value).__name__}"
+            )
         if value.is_meta:
-            raise ValueError(f"model must hold numbers, but {name!r} is on the meta device")
+            raise ValueError(
+                f"model must have values for all tensors, but {name!r} is on the meta device"
+            )
         place = value.untyped_storage().data_ptr(), value.storage_offset()
         key = (*place, value.dtype, value.shape, value.stride(), value.device)
         if value.numel() and key in seen:
             ties[name] = seen[key]
         else:
             seen[key] = name
-            # A copy of its own: parts of one storage are written apart.
+            # Copy it: safetensors does not write tensors that share storage.
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return tensors, ties
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file beside its place and move it there, so that half of one is never read."""
+    """Write to a temporary file, then move it into place, so that no reader sees half a file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
         write(Path(name))
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as open() would have made it
+        os.chmod(name, 0o666 & ~mask)  # the mode that open() would have given it
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
 
 
-# What is read.
+# Reading.
 
 
 def _folder(directory: Any) -> Path:
@@ -194,26 +200,31 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         if (inner := path.parent / "model").joinpath(path.name).is_file():
             raise FileNotFoundError(
-                f"{path} is missing: the folder is that of a run, whose model is in {inner}"
+                f"{path} is missing, because this is the folder of a run: give the folder of its "
+                f"model, {inner}"
             )
         raise FileNotFoundError(
-            f"{path} is missing: without it nothing says which class and options the numbers are "
-            "for. Make the model in code, and load_state_dict(safetensors.torch.load_file(...))"
+            f"{path} is missing, so the class and the options of the model are not known. Make the "
+            "model in code, and call model.load_state_dict(safetensors.torch.load_file(...))"
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("class"), str):
-        raise ValueError(f"{path} must be an object with a 'class' of graphattn, as ga.save writes")
+        raise ValueError(
+            f"{path} must contain an object with a 'class' of graphattn, as ga.save writes it"
+        )
     found.pop("graphattn_version", None)
     return found
 
 
 def _kind(path: Path, description: dict[str, Any], wanted: Any) -> type | None:
-    """The class to make: None for the one that is named, which must then be a `wanted` one."""
+    """Return the class to make, or None for the named class, which must be a `wanted` one."""
     named = description["class"]
-    if wanted is None or not issubclass(wanted, nn.Module):  # what layers inherit, and no layer
+    if wanted is None or not issubclass(
+        wanted, nn.Module
+    ):  # a base class such as Configured, which is not a layer
         return None
     if wanted in KNOWN.values():
         if not issubclass(KNOWN.get(named, object), wanted):
@@ -225,30 +236,30 @@ def _kind(path: Path, description: dict[str, Any], wanted: Any) -> type | None:
 
 
 def _read_weights(path: Path, device: Any) -> tuple[OrderedDict[str, Tensor], dict[str, str]]:
-    """The numbers with the configs they carry, and the names tied to others."""
+    """Return the weights with the configs in their header, and the names tied to others."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: the numbers of the model")
+        raise FileNotFoundError(f"{path} is missing: it must contain the weights of the model")
     state: OrderedDict[str, Tensor] = OrderedDict()
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             header = file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                # A copy, aligned as torch aligns: last bits of products depend on that.
+            for name in file.keys():  # noqa: SIM118 (it is not a dict)
+                # Copy it: torch's alignment of memory changes the last bits of products.
                 state[name] = file.get_tensor(name).clone()
         layers = json.loads(header.pop(LAYERS, "{}"))
         metadata = {prefix: dict(entry) for prefix, entry in layers.items()}
     except (SafetensorError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from None
     state._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
-    # What else a header may tell is no name of a tensor.
+    # Other entries of a header are not names of tensors.
     ties = {name: kept for name, kept in header.items() if kept in state and name not in state}
     return state, ties
 
 
 def _make(description: dict[str, Any], kind: type | None, names: list[str]) -> nn.Module:
-    """The module, on the meta device where the numbers of the file are all it needs."""
+    """Make the module, on the meta device if it needs no values other than those of the file."""
     module = _on_meta(lambda: build(description, kind))
     own = dict([*module.named_parameters(), *module.named_buffers()])
     if not any(tensor.is_meta and name not in names for name, tensor in own.items()):
@@ -257,13 +268,11 @@ def _make(description: dict[str, Any], kind: type | None, names: list[str]) -> n
 
 
 def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """Make a module on the meta device, without numbers; with them where its constructor computes
-    with some.
-    """
+    """Make a module on the meta device, or on the CPU if its constructor needs values."""
     try:
         with torch.device("meta"):
             return make()
-    except (NotImplementedError, RuntimeError):  # what meta tensors raise when they are read
+    except (NotImplementedError, RuntimeError):  # reading a meta tensor raises one of these
         return _undisturbed(make)
 
 

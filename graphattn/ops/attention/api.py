@@ -1,11 +1,12 @@
-"""Attention over a token graph: the front doors, and the way of every call.
+"""Attention over a token graph: the public functions, and the steps that all of them share.
 
-RBF and dot-product attention are one engine with two scores (`score.py`); a score of your own is a
-third. A call is checked (`calls.py`), one backend of the table is chosen (`backends.py`), and runs.
+RBF and dot-product attention are one engine with two scores (`logits/score.py`); a score of your
+own is a third. A call is checked (`calls.py`), one backend of the table is chosen (`backends.py`),
+and that backend runs it.
 
 RBF attention is dot-product attention with scale 1 / sigma^2 and a key bias -||k||^2 / (2 sigma^2),
-because ||q||^2 cancels in the normalisation; backends that use this form the bias themselves,
-around a centre of their choice, so that it cannot cancel.
+because ||q||^2 cancels in the normalisation. A backend that uses this computes the bias itself,
+from keys relative to a centre of its choice, so that no large numbers cancel.
 """
 
 from __future__ import annotations
@@ -159,8 +160,23 @@ def rbf_attention(
         >>> ga.rbf_attention(x, x, x, graph, sigma=1.0, top_k=1).flatten()
         tensor([  0.,   1., 100.])
     """
-    options = top_k, edge_bias, valid, backend, return_lse, sink, dropout, generator
-    return _attend(query, key, value, graph, GaussianKernel(sigma), None, eps, *options)
+    return _attend(
+        query,
+        key,
+        value,
+        graph,
+        GaussianKernel(sigma),
+        softcap=None,
+        eps=eps,
+        top_k=top_k,
+        edge_bias=edge_bias,
+        valid=valid,
+        backend=backend,
+        return_lse=return_lse,
+        sink=sink,
+        dropout=dropout,
+        generator=generator,
+    )
 
 
 @overload
@@ -245,9 +261,23 @@ def dot_product_attention(
         >>> torch.allclose(y, z, atol=1e-6)
         True
     """
-    options = top_k, edge_bias, valid, backend, return_lse, sink, dropout, generator
-    softcap = as_softcap(softcap)
-    return _attend(query, key, value, graph, DotProduct(scale), softcap, 0.0, *options)
+    return _attend(
+        query,
+        key,
+        value,
+        graph,
+        DotProduct(scale),
+        softcap=as_softcap(softcap),
+        eps=0.0,
+        top_k=top_k,
+        edge_bias=edge_bias,
+        valid=valid,
+        backend=backend,
+        return_lse=return_lse,
+        sink=sink,
+        dropout=dropout,
+        generator=generator,
+    )
 
 
 def score_attention(
@@ -295,9 +325,23 @@ def score_attention(
         >>> torch.allclose(y, ga.dot_product_attention(q, k, v, graph, scale=10.0), atol=1e-5)
         True
     """
-    options = top_k, edge_bias, valid, backend, return_lse, sink, dropout, generator
-    softcap = as_softcap(softcap)
-    return _attend(query, key, value, graph, as_score(score), softcap, eps, *options)
+    return _attend(
+        query,
+        key,
+        value,
+        graph,
+        as_score(score),
+        softcap=as_softcap(softcap),
+        eps=eps,
+        top_k=top_k,
+        edge_bias=edge_bias,
+        valid=valid,
+        backend=backend,
+        return_lse=return_lse,
+        sink=sink,
+        dropout=dropout,
+        generator=generator,
+    )
 
 
 def attention_weights(
@@ -317,10 +361,10 @@ def attention_weights(
 ) -> Tensor:
     """Weights of attention, [*, E, H] in the order of ``graph.edge_index``, for study.
 
-    With `sigma` they are those of :func:`rbf_attention`, with `score` those of
-    :func:`score_attention`, otherwise those of :func:`dot_product_attention`, whose arguments the
-    others are. Edges that are not kept have weight 0. There is no dropout: a row sums to 1, or with
-    `eps` or `sink` to less.
+    With `sigma` they are the weights of :func:`rbf_attention`, with `score` those of
+    :func:`score_attention`, otherwise those of :func:`dot_product_attention`. The other arguments
+    are those of these operations. Edges that are not selected have weight 0. There is no dropout:
+    a row sums to 1, or to less with `eps` or `sink`.
 
     Raises:
         ValueError: if more than one of `sigma`, `scale` and `score` is given, or `eps` without
@@ -337,17 +381,17 @@ def attention_weights(
     if score is not None and (sigma is not None or scale is not None):
         name, got = ("sigma", sigma) if scale is None else ("scale", scale)
         raise ValueError(f"give score or {name}, not both: {score}, {got}")
-    given = score_of(sigma, scale) if score is None else as_score(score)
-    ready = given.ready(heads, query)
+    ready = (score_of(sigma, scale) if score is None else as_score(score)).ready(heads, query)
     eps = as_float("eps", eps, positive=False)
     if eps > 0 and sigma is None and score is None:
         raise ValueError(f"eps needs sigma (RBF attention), got eps = {eps} without")
     softcap = as_softcap(softcap)
     if softcap is not None and sigma is not None:
         raise ValueError(f"softcap is of dot products, got softcap = {softcap} with sigma")
-    logits = check_sink(sink, heads, query)
+    sink_logits = check_sink(sink, heads, query)
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True)
-    pair = check_valid(valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources)
+    sizes = graph.num_targets, graph.num_sources
+    valid_pair = check_valid(valid, query.shape[:-3], query.device, *sizes)
     dtype = compute_dtype(query.dtype)
     bias = check_edge_bias(edge_bias, graph, heads, dtype, query.device, batch=query.shape[:-3])
     with full_precision(query.device):
@@ -359,9 +403,9 @@ def attention_weights(
             eps=eps,
             edge_bias=per_edge(bias, graph),
             top_k=None if top_k is None else as_int("top_k", top_k, 1),
-            valid=pair,
+            valid=valid_pair,
             softcap=softcap,
-            sink=logits,
+            sink=sink_logits,
         )
     return weights.to(query.dtype)
 
@@ -372,6 +416,7 @@ def _attend(
     value: Tensor,
     graph: TokenGraph | Tensor,
     score: Score,
+    *,
     softcap: float | None,
     eps: float,
     top_k: int | None,
@@ -383,12 +428,28 @@ def _attend(
     dropout: float,
     generator: torch.Generator | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The way of every call: checks, one backend, and what joins the denominator."""
+    """Check a call, choose its backend, run it, and apply eps and the sink to the result.
+
+    Backends compute the softmax over the edges alone. `eps` and the sink add to the denominator,
+    so they scale the output of a row by one number, which follows from its log-sum.
+
+    Args:
+        query: [*, N, H, D].
+        key, value: [*, M, Hk, D] and [*, M, Hk, Dv].
+        graph: N targets, M sources, E edges.
+        score: gives the logits [*, E, H].
+        edge_bias: [E, H], [*, E, H] or [offsets, H].
+        valid: bool [N] or [*, N], or a pair with [M] or [*, M].
+        sink: a number, or a tensor broadcastable to [H].
+
+    Returns:
+        The output [*, N, H, Dv], or with `return_lse` a pair of it and the log-sums [*, N, H].
+    """
     heads = check_qkv(query, key, value)
     ready = score.ready(heads, query)
     eps = as_float("eps", eps, positive=False)
-    logits = check_sink(sink, heads, query)
-    shares = eps > 0 or logits is not None
+    sink_logits = check_sink(sink, heads, query)
+    has_extra_mass = eps > 0 or sink_logits is not None  # in the denominator, beside the edges
     call = checked_call(
         query,
         key,
@@ -401,15 +462,15 @@ def _attend(
         backend=backend,
         softcap=softcap,
         dropout=dropout,
-        rounded=not shares,
+        rounded=not has_extra_mass,
     )
     chosen = choose(BACKENDS, call, backend)
     if call.dropout > 0:
         call = call._replace(seed=draw_seed(generator, query.device))
     with full_precision(query.device):
         out, lse = chosen(call)
-    if shares:
-        out = _beside_eps(out, lse, eps, logits)
+    if has_extra_mass:
+        out = _with_extra_mass(out, lse, eps, sink_logits)
     out = out.to(query.dtype)
     return (out, lse) if return_lse else out
 
@@ -425,9 +486,10 @@ def known_backend(
     softcap: Any,
     backend: str,
 ) -> tuple[str, AttentionCall]:
-    """The backend of all calls of this kind, and such a call.
+    """Choose the backend of a call without masks, biases and dropout, and return the call, too.
 
-    Sizes and dtypes of tensors count, not what they hold. There are no masks, biases or dropout.
+    The answer depends on sizes and dtypes of the tensors, not on their values, so that callers may
+    store it.
 
     Raises:
         ValueError: as in the operation itself.
@@ -440,12 +502,19 @@ def known_backend(
     return choose(BACKENDS, call, backend).name, call
 
 
-def _beside_eps(out: Tensor, lse: Tensor, eps: float, sink: Tensor | None) -> Tensor:
-    """out * sum / (eps + exp(sink) + sum); rows that nobody asks for send back 0."""
-    share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink)[..., None]
-    # Elsewhere looking would wait for the device, or is not allowed.
-    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
-    if looks and math.isfinite(out.detach().sum()):
+def _with_extra_mass(out: Tensor, lse: Tensor, eps: float, sink_logits: Tensor | None) -> Tensor:
+    """Scale the output [*, N, H, Dv] by sum / (eps + exp(sink) + sum), from log-sums [*, N, H].
+
+    A NaN in a row of the output gets the gradient 0, so that a NaN in a row that a loss does not
+    use cannot spread.
+    """
+    share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink_logits)[..., None]
+    # On other devices, to read a value would wait for the device. Under torch.compile and
+    # torch.func, Python cannot depend on values.
+    can_read_values = (
+        out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
+    )
+    if can_read_values and math.isfinite(out.detach().sum()):
         return out * share
     bad = ~out.isfinite()  # 0 * NaN is NaN
     return torch.where(bad, out * share.detach(), out.masked_fill(bad, 0) * share)

@@ -1,4 +1,4 @@
-"""The backends of attention: who can run a call, and how each is run."""
+"""The backends of attention: which can run a call, and how each runs it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ Result = tuple[Tensor, Tensor]  # [*, N, H, Dv] and log-sums [*, N, H]
 
 
 def _why_not_triton(call: AttentionCall) -> str | None:
+    """The reason why the kernels of "triton" cannot run a call; None if they can."""
     if call.score.kernel is None:
         return f"its kernels know DotProduct and GaussianKernel, not the score {call.score}"
     width = call.value.shape[-1]
@@ -29,31 +30,33 @@ def _why_not_triton(call: AttentionCall) -> str | None:
 
 
 def _why_not_native(call: AttentionCall) -> str | None:
+    """The reason why the C++ code of "native" cannot run a call; None if it can."""
     if call.score.kernel is None:
         return f"its compiled code knows DotProduct and GaussianKernel, not the score {call.score}"
     return compiled_code.why_not(call.query)
 
 
 def _why_not_structured(call: AttentionCall) -> str | None:
+    """The reason why "structured" cannot run a call; None if it can."""
     if call.score.kernel is None and torch.compiler.is_compiling():
         return f"torch.compile takes the score {call.score} edge by edge, as the reference does"
     return None
 
 
 def _is_on_gpu(call: AttentionCall) -> bool:
-    """Whether "auto" may take Triton's kernels, which are interpreted elsewhere."""
+    """Whether "auto" may take "triton": elsewhere its kernels run in an interpreter."""
     return call.query.device.type == "cuda"
 
 
 def _run_triton(call: AttentionCall) -> Result:
-    """Half precision stays what it is: kernels sum up in float32."""
+    """Run the kernels, which read half precision as it is and sum in float32."""
     return operators.attend(
         call.query,
         call.key,
         call.value,
         call.graph,
-        score=_kernel(call),
-        scale=_strength(call),
+        score=_score_name(call),
+        scale=_scale(call),
         bias=call.bias,
         per_offset=call.per_offset,
         top_k=call.top_k,
@@ -63,30 +66,34 @@ def _run_triton(call: AttentionCall) -> Result:
 
 
 def _run_native(call: AttentionCall) -> Result:
+    """Run the C++ code, which can read half precision and round its output to it."""
     if is_watched(call.query):
         return _run_operator(call, "native")
-    widened = not call.rounded  # compiled code reads halves itself
-    return native.attend(*_tensors(call, widened), call.graph, **_options(call, _kernel(call)))
+    widened = not call.rounded
+    return native.attend(*_tensors(call, widened), call.graph, **_options(call, _score_name(call)))
 
 
 def _run_structured(call: AttentionCall) -> Result:
+    """Run operations of torch over tiles or rows of the graph."""
     if call.score.kernel is None:
-        # Tiles form pairs that are no edges, and 0 * NaN in the gradient of one is NaN.
+        # Tiles hold pairs that are no edges, too. If the logit of such a pair is NaN, autograd
+        # computes 0 * NaN = NaN for its gradient, which the reference does not.
         if not _are_finite(call):
             return _run_reference(call)
         return structured.attend(*_tensors(call), call.graph, **_options(call, call.score))
     if is_watched(call.query):
         return _run_operator(call, "structured")
-    return structured.attend(*_tensors(call), call.graph, **_options(call, _kernel(call)))
+    return structured.attend(*_tensors(call), call.graph, **_options(call, _score_name(call)))
 
 
 def _run_operator(call: AttentionCall, backend: str) -> Result:
-    """One operator of torch.library, which those who follow the steps of a call see whole."""
-    options = _options(call, _kernel(call))
+    """Run a call as one operator of torch.library, for torch.compile, traces and modes."""
+    options = _options(call, _score_name(call))
     return operators.attend(*_tensors(call), call.graph, backend=backend, **options)
 
 
 def _run_reference(call: AttentionCall) -> Result:
+    """Run the readable form, one message per edge."""
     note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
     dropout = None
     if call.seed is not None:
@@ -104,7 +111,11 @@ def _run_reference(call: AttentionCall) -> Result:
 
 
 def _are_finite(call: AttentionCall) -> bool:
-    """Whether queries and keys are numbers. Elsewhere than on a CPU looking would wait: True."""
+    """Whether all valid queries and keys are finite.
+
+    The answer is True wherever their values cannot be read: on other devices than a CPU, to read
+    them would wait for the device.
+    """
     if call.query.device.type != "cpu" or is_watched(call.query):
         return True
     masks = call.valid
@@ -115,7 +126,7 @@ def _are_finite(call: AttentionCall) -> bool:
 
 
 def _tensors(call: AttentionCall, widened: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, in the compute dtype where they are `widened`."""
+    """Query, key and value, converted to the compute dtype if `widened`."""
     tensors = call.query, call.key, call.value
     if not widened:
         return tensors
@@ -125,9 +136,13 @@ def _tensors(call: AttentionCall, widened: bool = True) -> tuple[Tensor, Tensor,
 
 
 def _options(call: AttentionCall, score: Any) -> dict[str, Any]:
+    """The keyword arguments that `native`, `structured` and the operator share.
+
+    `score` is the name of a score that compiled code knows, or the score itself.
+    """
     return {
         "score": score,
-        "scale": _strength(call),
+        "scale": _scale(call),
         "bias": call.bias,
         "per_offset": call.per_offset,
         "top_k": call.top_k,
@@ -138,13 +153,14 @@ def _options(call: AttentionCall, score: Any) -> dict[str, Any]:
     }
 
 
-def _strength(call: AttentionCall) -> Tensor:
-    """The factor [H] of scores that compiled code knows; 1 for others, which have their own."""
+def _scale(call: AttentionCall) -> Tensor:
+    """The factor [H] of a score that compiled code knows; 1 for a score of your own."""
     scale = call.score.strength
     return per_head("scale", 1.0, call.query.shape[-2], call.query) if scale is None else scale
 
 
-def _kernel(call: AttentionCall) -> str:
+def _score_name(call: AttentionCall) -> str:
+    """The name of a score that compiled code knows, "dot" or "rbf"."""
     assert call.score.kernel is not None
     return call.score.kernel
 

@@ -1,4 +1,4 @@
-"""One call of attention, checked: what every backend is given."""
+"""The checks of a call of attention, and the checked call that every backend gets."""
 
 from __future__ import annotations
 
@@ -28,12 +28,22 @@ class AttentionCall(NamedTuple):
     """The arguments of an attention operation after their checks.
 
     Attributes:
-        query, key, value: [*, N, H, D], [*, M, Hk, D] and [*, M, Hk, Dv], as they were given.
-        score: with its numbers as tensors [H].
-        bias: per edge, per sample and edge, or with `per_offset` a table of offsets; or None.
-        seed: from which the dropout of the call is drawn; None where there is none.
-        rounded: whether a backend may round the output of half precision: nothing more is
-            computed with it.
+        query: [*, N, H, D], in the dtype of the caller.
+        key: [*, M, Hk, D], in the same dtype; Hk divides H.
+        value: [*, M, Hk, Dv], in the same dtype.
+        graph: N targets, M sources, E edges.
+        score: gives the logits; its numbers are tensors [H].
+        top_k: sources kept per target and head; all if None.
+        bias: added to the logits, in the compute dtype: [E, H], [*, E, H], or with `per_offset` a
+            table [offsets, H]; none if None.
+        per_offset: whether `bias` is such a table.
+        valid: bool [N] or [*, N] for targets, and [M] or [*, M] for sources; None for either if all
+            are valid.
+        softcap: the bound of the logits, a number > 0; none if None.
+        dropout: the share of the weights that is set to 0, in [0, 1).
+        seed: int64 [], from which the dropout is drawn; None without dropout.
+        rounded: whether a backend may round its output to half precision. It may not if eps or a
+            sink is to be applied to the output.
     """
 
     query: Tensor
@@ -66,7 +76,7 @@ def checked_call(
     dropout: float = 0.0,
     rounded: bool = True,
 ) -> AttentionCall:
-    """The call of checked tensors and a checked score; the other arguments are checked here.
+    """Check the other arguments of a call whose tensors and score are checked already.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -79,24 +89,24 @@ def checked_call(
     dtype = compute_dtype(query.dtype)
     bias = check_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device, batch)
     return AttentionCall(
-        query,
-        key,
-        value,
-        graph,
-        score,
-        top_k,
-        bias,
-        is_table(bias, graph),
-        check_valid(valid, batch, query.device, N, M),
-        softcap,
-        dropout,
-        None,
-        rounded,
+        query=query,
+        key=key,
+        value=value,
+        graph=graph,
+        score=score,
+        top_k=top_k,
+        bias=bias,
+        per_offset=is_table(bias, graph),
+        valid=check_valid(valid, batch, query.device, N, M),
+        softcap=softcap,
+        dropout=dropout,
+        seed=None,
+        rounded=rounded,
     )
 
 
 def check_qkv(query: Any, key: Any, value: Any) -> int:
-    """The number of query heads of tensors that fit each other."""
+    """Check that query, key and value fit each other, and return the number of query heads."""
     check_tensors(query=query, key=key, value=value)
     heads, features = query.shape[-2:]
     if key.shape[-1] != features:
@@ -112,12 +122,15 @@ def check_qkv(query: Any, key: Any, value: Any) -> int:
 
 
 def check_sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | None:
-    """Logits [H] of a sink. Tensors on other devices are not read: that would wait for them."""
+    """The logits [H] of a sink; None without one.
+
+    Values are checked on a CPU only: on other devices, to read them would wait for the device.
+    """
     if sink is None:
         return None
     logits = per_head("sink", sink, heads, query)
-    looks = logits.device.type == "cpu" and not torch.compiler.is_compiling()
-    if looks and not all(logit < math.inf for logit in logits.tolist()):
+    can_read_values = logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    if can_read_values and not all(logit < math.inf for logit in logits.tolist()):
         got = sink.tolist() if isinstance(sink, Tensor) else sink
         raise ValueError(f"sink must be finite, or -inf for none, got {got}")
     return logits

@@ -39,23 +39,23 @@ def top_k_candidates(
 ) -> Candidates:
     """Find the k best sources of every target and head among the edges of one part.
 
-    The first of three steps of attention with `top_k` over sources that stand in several places,
-    chunks of a cache or shards of a sequence, of which each is a graph over all targets and its own
-    sources: candidates of every part, :func:`merge_top_k` of all of them, and
-    :func:`attend_candidates` where the values are. Values never travel, only k numbers a row do.
+    Use it for attention with `top_k` over sources in several places, such as chunks of a cache or
+    shards of a sequence. Every part is a graph over all targets and its own sources. There are
+    three steps: the candidates of every part, :func:`merge_top_k` of all of them, and
+    :func:`attend_candidates` in every part. Only k numbers per row are exchanged, never values.
 
     Args:
         query: [*, N, H, D].
         key: [*, M, Hk, D], the sources of this part.
         graph: N targets, M sources: the edges of this part.
         k: candidates per target and head, >= 1.
-        sigma, scale: what the logits are, as in :func:`~graphattn.attention_weights`.
-        first_source: the number of this part's first source among all sources.
+        sigma, scale: as in :func:`~graphattn.attention_weights`; they define the logits.
+        first_source: the index of this part's first source among all sources.
         valid: as in :func:`~graphattn.rbf_attention`.
 
     Returns:
-        (logits, index), both [*, N, H, k], the largest logits first and of equal ones the smaller
-        index; -inf and -1 where a target has fewer sources. `index` counts from `first_source`;
+        (logits, index), both [*, N, H, k], the largest logits first, of equal ones the smaller
+        index first; -inf and -1 where a target has fewer sources. `index` is among all sources.
         `logits` can be differentiated, and are float32 for half-precision inputs.
 
     Raises:
@@ -93,7 +93,7 @@ def top_k_candidates(
     with full_precision(query.device):
         while start < N:
             widest, stop = 1, start
-            while stop < N:  # rows side by side, as many as fit
+            while stop < N:  # as many rows as fit into a chunk
                 widest = max(widest, degrees[stop])
                 if stop > start and (stop - start + 1) * widest * query[:, 0].numel() > CHUNK:
                     break
@@ -113,9 +113,9 @@ def top_k_candidates(
 def _table(
     rowptr: Tensor, source: Tensor, width: int, valid: tuple[Tensor | None, ...], rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Sources of some targets, [n, w] with anything as padding, and which are real [1 or B, n, w].
+    """The sources of some targets, padded, [n, w], and which are no padding, bool [1 or B, n, w].
 
-    They stand in rising order, as edges do.
+    They are in rising order, as in the list of edges.
     """
     slot = torch.arange(width, device=source.device)
     present = slot < rowptr.diff()[:, None]
@@ -138,7 +138,7 @@ def _best_of_rows(
     k: int,
     score: DotProduct | GaussianKernel,
 ) -> Candidates:
-    """Logits and sources [B, n, H, k] of the best of `sources` [n, w], in order."""
+    """The k largest logits of rows and their sources, [B, n, H, k], among `sources` [n, w]."""
     B, n, H, _ = query.shape
     with torch.no_grad():
         shown = key.index_select(1, sources.flatten()).unflatten(1, sources.shape)
@@ -162,7 +162,7 @@ def _best_of_rows(
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Gather sources `index` [B, n, H, k] of every row from x [B, M, Hk, D], 0 where it is -1."""
+    """Gather x [B, M, Hk, D] at the sources `index` [B, n, H, k]; 0 where the index is -1."""
     B, _, H, _ = index.shape
     device = x.device
     text = torch.arange(B, device=device)[:, None, None, None]
@@ -175,17 +175,17 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
 def merge_top_k(parts: Iterable[Candidates], k: int) -> Candidates:
     """Choose the k best among the candidates of several parts, exactly as one pass would.
 
-    A row's k best sources are among the k best of every part, so that nothing is lost; of equal
-    logits the smaller index stays, in whatever part it stands.
+    The k best sources of a row are among the k best of every part, so nothing is lost. Of equal
+    logits, the smaller index is selected, whatever its part.
 
     Args:
-        parts: pairs (logits [*, N, H, k'], index [*, N, H, k']) of disjoint sources, one at least,
-            from :func:`top_k_candidates` with k' >= k; or from this function.
-        k: how many are kept.
+        parts: at least one pair (logits [*, N, H, k'], index [*, N, H, k']) with k' >= k, from
+            :func:`top_k_candidates` or this function; no source may be in two parts.
+        k: how many sources per row are selected.
 
     Returns:
-        The pair of the best, [*, N, H, k], largest first; -inf and -1 where there are fewer.
-        Logits can be differentiated.
+        (logits, index) of the selected sources, [*, N, H, k], the largest first; -inf and -1 where
+        there are fewer. Logits can be differentiated.
 
     Raises:
         ValueError: names the part, its shapes and what is allowed.
@@ -227,20 +227,20 @@ def merge_top_k(parts: Iterable[Candidates], k: int) -> Candidates:
 def attend_candidates(
     logits: Tensor, index: Tensor, value: Tensor, *, first_source: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Average the values of chosen candidates, of those that stand in one part.
+    """Average the values of those selected candidates that are in one part.
 
-    The softmax over the candidates whose `index` is first_source .. first_source + M - 1; others
-    are of other parts and count as no edges, so that :func:`~graphattn.merge_attention` of all
-    parts gives attention over all candidates. Where one part holds all values, this is it already.
+    The softmax is over the candidates whose `index` is first_source .. first_source + M - 1. The
+    others belong to other parts. :func:`~graphattn.merge_attention` of the results of all parts is
+    attention over all candidates. If one part holds all values, its result is that already.
 
     Args:
         logits, index: [*, N, H, k], from :func:`merge_top_k` or :func:`top_k_candidates`.
         value: [*, M, Hk, Dv], the values of this part; Hk divides H.
-        first_source: the number of this part's first source among all sources.
+        first_source: the index of this part's first source among all sources.
 
     Returns:
-        (out [*, N, H, Dv], lse [*, N, H]): out in the dtype of `value`, 0 and -inf where no
-        candidate of a row stands here. Both can be differentiated.
+        (out [*, N, H, Dv], lse [*, N, H]), out in the dtype of `value`; 0 and -inf for a row
+        without candidates in this part. Both can be differentiated.
 
     Raises:
         ValueError: names the argument, its shape and what is allowed.

@@ -1,4 +1,4 @@
-"""Attention over disjoint sets of sources, merged by the log-sums of its parts."""
+"""The merging of attention over disjoint sets of sources, by the log-sums of the parts."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ def merge_attention(parts: Iterable[Part]) -> Part:
     The parts share no edge, and none of them may have applied `eps` or a sink: that is done once,
     to the result, as ``out * torch.sigmoid(lse - sink)[..., None]``.
 
-    **top_k cannot be merged so.** A row keeps the k best of all its sources, and a part does not
-    know which of its own are among them: keeping k of every part was measured 51 % wrong. What can
-    be merged are the k best candidates of every part, which :func:`~graphattn.top_k_candidates`
-    finds and :func:`~graphattn.merge_top_k` compares. :func:`~graphattn.attend_candidates` then
-    averages what is left of every part, and those averages are merged here.
+    **Results with top_k cannot be merged like this.** A row selects the k best of all its sources,
+    and a part does not know which of its own are among them. To select k in every part was measured
+    to be 51 % wrong. Merge candidates instead: :func:`~graphattn.top_k_candidates` finds the k best
+    of every part, and :func:`~graphattn.merge_top_k` compares them.
+    :func:`~graphattn.attend_candidates` then averages the selected sources of every part, and this
+    function merges those averages.
 
-    A part without sources for a row has the log-sum -inf there; whatever its output holds, NaN too
-    (torch's fused attention gives it), is not read. A row that no part has sources for gets exactly
-    0 and -inf, and no gradient turns NaN. A NaN in a part that does have sources reaches the
-    result, even with a weight that is too small for a number, as it would in one pass. Gradients
-    flow into outputs and log-sums, any number of times.
+    A part without sources for a row has the log-sum -inf there, and its output is not read, even if
+    it is NaN (as from torch's fused attention). A row without sources in any part gets exactly 0
+    and -inf, and its gradients are not NaN. A NaN in a part that does have sources reaches the
+    result, even if its weight underflows to 0, as it would in one pass. Outputs and log-sums can be
+    differentiated any number of times.
 
     Args:
         parts: pairs (out [*, N, H, Dv], lse [*, N, H]), one at least, all of one shape.
 
     Returns:
-        The pair of all edges together: out in the dtype of the parts, lse in float32 for parts in
-        half precision, which are merged in float32.
+        The pair (out, lse) over all edges: out in the dtype of the parts, lse in the same or, for
+        parts in half precision, in float32. Those are merged in float32.
 
     Raises:
         ValueError: names the part, its shape, dtype or device and what is allowed.
@@ -72,9 +73,9 @@ def merge_attention(parts: Iterable[Part]) -> Part:
 
 
 def merged(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> Part:
-    """:func:`merge_attention` of checked tensors, with outputs that are 0 where a log-sum is -inf.
+    """Merge checked tensors, whose outputs are 0 where a log-sum is -inf.
 
-    In operations that can be differentiated any number of times.
+    The operations can be differentiated any number of times.
     """
     parts = torch.stack(list(sums), dim=-1)
     empty = (parts == -torch.inf).all(-1)
@@ -87,6 +88,7 @@ def merged(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> Part:
 
 
 def _check_parts(parts: list[Any]) -> None:
+    """Check the parts of :func:`merge_attention`."""
     if not parts:
         raise ValueError("parts must hold at least one pair (out, lse), got none")
     first: Tensor | None = None

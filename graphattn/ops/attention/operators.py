@@ -1,11 +1,12 @@
-"""Structured and Triton attention as an operator of torch.library: torch.compile keeps it whole.
+"""Attention as one operator of torch.library, which torch.compile does not trace into.
 
-The graph travels as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
-windows and lengths. Torch keeps compiled graphs on disk, with the shapes that fake kernels told,
-and finds them again under another version of this library: shapes depend on the arguments alone.
+The graph is passed as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
+windows and lengths. Torch stores compiled functions on disk, with the shapes that fake kernels
+returned, and may load them under another version of this library. So shapes must depend on the
+arguments only.
 
-Eager second derivatives go through structured attention, in operations that can be differentiated
-again; of a compiled function nobody can take second ones.
+Second derivatives of eager calls are computed by structured attention, in operations that can be
+differentiated again. Compiled functions have no second derivatives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import native, structured, triton
 from graphattn.ops.attention.structured.recompute import saved_per_head
-from graphattn.ops.inputs import ValidPair, compute_dtype
+from graphattn.ops.inputs import ValidPair, compute_dtype, gradients_by_autograd
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (
@@ -58,7 +59,7 @@ def attend(
 
 
 def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The inputs as a plan wants them, and the plan."""
+    """The inputs with one batch dimension, and the plan of "native" or "structured"."""
     of_target, of_source, code, listed, seed, score, top_k, per_offset, *more = options
     plan_call = native.plan_call if more[-2] == "native" else structured.plan_call
     return plan_call(
@@ -75,6 +76,7 @@ def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
 
 
 def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.KernelCall:
+    """The call of the kernels of "triton"."""
     of_target, of_source, code, listed, _, score, top_k, per_offset, *_, shared = options
     return triton.KernelCall(
         inputs,
@@ -93,17 +95,19 @@ def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.KernelC
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sums, and what the backward wants to see again."""
+    """The output, the log-sums, and the numbers to save for the backward pass."""
     of_out, of_lse, of_saved = _shapes(*arguments)
     if arguments[-2] == "triton":
         out, lse, saved = _triton(arguments[:5], arguments[5:]).forward()
     else:
         inputs, plan = _structured(arguments[:5], arguments[5:])
         out, lse, saved = plan.forward(inputs)
-        saved = saved.clone() if saved is lse else saved  # an operator's results share no memory
+        saved = (
+            saved.clone() if saved is lse else saved
+        )  # results of an operator must not share memory
         if saved.shape[-1] < of_saved[-1]:
             saved = pad(saved, (0, of_saved[-1] - saved.shape[-1]))
-    # Resized in place: a view could not be changed in place by those who get it.
+    # Resized in place, not viewed: callers may change the result in place.
     out, lse, saved = (x.contiguous() for x in (out, lse, saved))
     return out.resize_(of_out), lse.resize_(of_lse), saved.resize_(of_saved)
 
@@ -118,9 +122,10 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the output, the log-sums (kernels write them head by head), and what is saved.
+    """The shapes of the output, of the log-sums, and of the saved numbers.
 
-    Compiled plans save different amounts. `saved_per_head` is the largest, and others are padded.
+    Kernels write log-sums head by head. Plans save different amounts of numbers; `saved_per_head`
+    is the largest, to which others are padded.
     """
     query, _, value = arguments[:3]
     *batch, tokens, heads, _ = query.shape
@@ -137,7 +142,7 @@ def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[in
     "Tensor d_lse, bool needs_scale, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of the inputs; empty tensors for those that are not there or not asked for."""
+    """Gradients of the inputs; an empty tensor for one that is missing or not needed."""
     given, (*results, needs_scale, needs_bias) = arguments[:5], arguments[-7:]
     gradients: tuple[Tensor | None, ...]
     if arguments[-9] == "triton":
@@ -185,8 +190,8 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor
     *tensors, out, lse, saved = ctx.saved_tensors
     needed = ctx.needs_input_grad[:5]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # create_graph=True: somebody differentiates this again.
-        return *_plain_gradients(ctx, tensors, (d_out, d_lse), needed), *[None] * 13
+        # create_graph=True: this is differentiated again.
+        return *_gradients_by_autograd(ctx, tensors, (d_out, d_lse), needed), *[None] * 13
     found = torch.ops.graphattn.attention_backward(
         *tensors, *ctx.options, out, lse, saved, d_out, d_lse, *needed[3:]
     )
@@ -196,46 +201,38 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor
     return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 13
 
 
-def _plain_gradients(
+def _gradients_by_autograd(
     ctx: Any,
     tensors: list[Any],
     upstream: tuple[Tensor, Tensor],
     needed: tuple[bool, ...],
-) -> list[Tensor | None]:
-    *given, of_target, of_source, code, listed, seed = tensors
-    # Each an alias: one tensor in several places has one gradient for every place.
-    inputs: list[Any] = [None if x is None else x.view_as(x) for x in given]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by structured attention, in operations that can be differentiated again."""
+    *inputs, of_target, of_source, code, listed, seed = tensors
     score, top_k, per_offset, softcap, dropout, _, backend, _ = ctx.options
     dtype = compute_dtype(inputs[0].dtype)
-    wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
-    query, key, value, scale, bias = wide
-    out, lse = structured.attend(
-        query,
-        key,
-        value,
-        decode(code, listed, query.device),
-        scale=scale,
-        bias=bias,
-        score=score,
-        per_offset=per_offset,
-        top_k=top_k,
-        valid=(of_target, of_source),
-        softcap=softcap,
-        dropout=dropout,
-        seed=seed,
-    )
-    results = out, lse.transpose(-1, -2) if backend == "triton" else lse
-    wanted = [x for x, n in zip(inputs, needed, strict=True) if n]
-    gradients = iter(
-        torch.autograd.grad(
-            results,
-            wanted,
-            [d.to(x.dtype) for d, x in zip(upstream, results, strict=True)],
-            create_graph=True,
-            allow_unused=True,
+
+    def attend_again(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
+        query, key, value, scale, bias = wide
+        out, lse = structured.attend(
+            query,
+            key,
+            value,
+            decode(code, listed, query.device),
+            scale=scale,
+            bias=bias,
+            score=score,
+            per_offset=per_offset,
+            top_k=top_k,
+            valid=(of_target, of_source),
+            softcap=softcap,
+            dropout=dropout,
+            seed=seed,
         )
-    )
-    return [next(gradients) if n else None for n in needed]
+        return out, lse.transpose(-1, -2) if backend == "triton" else lse
+
+    return gradients_by_autograd(attend_again, inputs, needed, upstream)
 
 
 _attention.register_autograd(_backward, setup_context=_remember)

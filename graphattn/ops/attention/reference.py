@@ -1,6 +1,6 @@
-"""Attention, readable: one message per edge, summed at its target.
+"""Attention in its readable form: one message per edge, summed at its target.
 
-Everything is stated per edge, in the order of ``graph.edge_index``, so memory is O(E * H * D).
+Everything is computed per edge, in the order of ``graph.edge_index``, so memory is O(E * H * D).
 Exact in float64, twice differentiable; the other backends are tested against it.
 """
 
@@ -29,7 +29,7 @@ def edge_weights(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights [*, E, H], log-sums [*, N, H], and which edges are kept ([*, E, H]; None: all)."""
+    """Weights [*, E, H], log-sums [*, N, H], and the selected edges, bool [*, E, H] (None: all)."""
     source, target = graph.edge_index
     query = clear_invalid(query, valid[0])
     key = repeat_heads(clear_invalid(key, valid[1]), query.shape[-2])
@@ -70,6 +70,6 @@ def attend(
         kept = Kept(dropout.p, dropout.kept_edges(source, target, query.shape[:-3]))
         weights, keep = kept.weights(weights), kept.among(keep)
     value_j = repeat_heads(clear_invalid(value, valid[1]), query.shape[-2]).index_select(-3, source)
-    if keep is not None:  # 0 * NaN is NaN: a value that is not kept must not be read either
+    if keep is not None:  # a value that is not selected may be NaN, and 0 * NaN is NaN
         value_j = value_j.masked_fill(~keep[..., None], 0)
     return segment_sum(weights[..., None] * value_j, target, graph.num_targets), lse

@@ -1,8 +1,8 @@
-"""Attention by fused kernels: which cases they take, and the way from a graph to their tables.
+"""Attention by Triton kernels: which calls they can run, and the tables that they read of a graph.
 
-Windows, blocks, causal and complete graphs go to the band kernels, tile by tile. All other graphs
-go to the edge kernels, edge by edge; where they are mostly bands (a window with global tokens) the
-band kernels take those, and the edge kernels carry on with the rest of every row.
+Band kernels process windows, blocks, causal and complete graphs, tile by tile. Edge kernels process
+all other graphs, edge by edge. If most edges of a graph are bands (a window with global tokens),
+band kernels process these, and edge kernels continue with the other edges of every row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.edges.schedule import EdgeSchedule
 from graphattn.kernels.shared.launch import why_not_heads
+from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.inputs import ValidPair, flat_masks
-from graphattn.ops.kept import kept
 
 if TYPE_CHECKING:
     from graphattn.kernels.bands.inputs import BandInputs
@@ -43,7 +43,7 @@ def why_not(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> str | None:
-    """The reason why no kernel takes a case, whatever its graph; None where one does."""
+    """The reason why no kernel can run a call with queries like these; None if one can."""
     if softcap is not None:
         return "its kernels have no softcap"
     if dropout > 0:
@@ -55,12 +55,17 @@ def why_not(
 class KernelCall:
     """One call of the kernels: tensors, tables, options.
 
-    `inputs` are query [*, N, H, D], key [*, M, Hk, D], value [*, M, Hk, Dv], scale [H] and a bias
-    or None: [E, H], [*, E, H], or a table of offsets [offsets, H] if `per_offset`; `shared` says
-    that the first three are one tensor.
+    Args:
+        inputs: query [*, N, H, D], key [*, M, Hk, D], value [*, M, Hk, Dv], scale [H], and a bias
+            or None: [E, H], [*, E, H], or with `per_offset` a table [offsets, H].
+        shared: whether query, key and value are one tensor.
 
-    Bands alone take windows, blocks, causal and complete graphs, with biases per offset and top_k;
-    bands and edges together unions with a band in them, without either; edges alone all others.
+    There are three cases:
+
+    - band kernels alone: windows, blocks, causal and complete graphs, also with top_k and with
+      biases per offset;
+    - band and edge kernels: unions that contain a band, without top_k and bias;
+    - edge kernels alone: all other calls.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class KernelCall:
             self.edges.kept = select(self.edges, top_k)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [B, N, H, Dv], log-sums [B, H, N], and log-sums for the backward [B, H, N]."""
+        """Output [B, N, H, Dv], log-sums [B, H, N], and those to save for the backward pass."""
         from graphattn.kernels.bands.forward import forward as over_bands
         from graphattn.kernels.bands.one_tensor import shared_forward
         from graphattn.kernels.edges.forward import forward as over_edges
@@ -126,7 +131,8 @@ class KernelCall:
         out, lse, saved = over_bands(self.bands, torch.float32)
         of_bands = lse
         out, lse, _ = over_edges(self.edges, (out, lse))
-        # What the band kernels saved, over all edges; rows without any band edge stay empty there.
+        # The log-sums that band kernels saved, changed to those over all edges. A row without edges
+        # in a band stays empty there.
         return out, lse, torch.where(lse == -torch.inf, saved, saved + (lse - of_bands) * LOG2E)
 
     def backward(
@@ -140,7 +146,7 @@ class KernelCall:
         needs_scale: bool,
         needs_bias: bool,
     ) -> Gradients:
-        """Gradients of the inputs; of one tensor that is all three, the whole one first."""
+        """Gradients of the inputs; if query, key and value are one tensor, the first is its own."""
         out, d_out = self._flat(out), self._flat(d_out)
         B = self.batch.numel()
         lse, saved, d_lse = (t.reshape(B, *t.shape[-2:]) for t in (lse, saved, d_lse))
@@ -206,12 +212,15 @@ class KernelCall:
         )
         if d_bias is not None and self.offset_rows is not None:
             table = d_bias.new_zeros(self.num_offsets, d_bias.shape[1])
-            # It sorts on a GPU; index_add_ would add atomically, in any order.
+            # On a GPU, this sorts first; index_add_ would add in any order.
             d_bias = table.index_put_((self.offset_rows,), d_bias, accumulate=True)
         return *found, d_bias
 
     def _look_for_one_tensor(self, structure: GraphStructure) -> None:
-        """Whether weights need no running maximum, and gradients five products instead of seven."""
+        """Find out whether faster kernels for one tensor can run, forward and backward.
+
+        Their weights need no running maximum, and their gradients five products in place of seven.
+        """
         from graphattn.kernels.bands.one_tensor import has_shared_backward, has_shared_forward
 
         bands = bands_of(structure)
@@ -232,12 +241,12 @@ class KernelCall:
         return EdgeInputs(*self.tensors, self.scale, tables, self.is_rbf, bias, *self.valid)
 
     def _flat(self, x: Tensor) -> Tensor:
-        """[*, tokens, heads, features] with one batch dimension."""
+        """x [*, tokens, heads, features] with one batch dimension."""
         return x.reshape(self.batch.numel(), *x.shape[-3:])
 
 
 def _reads_bands(structure: GraphStructure, bias: Tensor | None, per_offset: bool) -> bool:
-    """Whether band kernels take all of it: its bias, too, if that is a table with one origin."""
+    """Whether band kernels can run the whole call, with its bias if that has one origin."""
     if not has_bands(structure) or (bias is not None and not per_offset):
         return False
     bands = bands_of(structure)
@@ -248,7 +257,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return None if a is None or b is None else a + b
 
 
-# Tables are kept: those of structures are made on the host and copied to the device once.
+# Tables are cached. Those of structures are made on the host and copied to the device once.
 
 
 @lru_cache(maxsize=64)
@@ -266,7 +275,7 @@ def _tables_of_bands_and_others(
 
 
 def _edge_tables(graph: TokenGraph) -> EdgeSchedule:
-    return kept(graph, _tables_of_list)
+    return cached_by_edges(graph, _tables_of_list)
 
 
 def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeSchedule:

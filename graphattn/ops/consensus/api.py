@@ -1,6 +1,7 @@
-"""Consensus over a token graph: the front doors, and the way of every call.
+"""Consensus over a token graph: the public functions.
 
-A call is checked (`calls.py`), one backend of the table is chosen (`backends.py`), and runs.
+A call is checked (`calls.py`), one backend of the table is chosen (`backends.py`), and that backend
+runs it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def consensus_update(
     (Stabilizing Transformer Training Through Consensus, Eq. 14, Algorithms 1, 2 and 5): it moves
     both ends of every edge, :math:`g_i = \sum_j R_{ij} (u_i - u_j) + \sum_k R_{ki} (u_i - u_k)`.
     update = "target" moves the target only, :math:`g_i = \sum_j R_{ij} (u_i - v_j)` (Algorithms 3,
-    4 and 6); this is what a causal graph or another track as neighbour needs.
+    4 and 6). Causal graphs and cross-consensus need this one.
 
     R is positive definite and never formed. An edge's hidden vector is
     ``gelu(target_hidden_i + source_hidden_j)`` (exact GELU): the edge network's first layer acts
@@ -75,8 +76,9 @@ def consensus_update(
     edge itself (a distance, a kind of bond) are a third input of that layer: `edge_hidden`.
 
     Args:
-        state: u, what moves, [*, N, H, D].
-        neighbor_state: v, what it is compared with, [*, M, H, D]; `state` itself in self-consensus.
+        state: u, the states that move, [*, N, H, D].
+        neighbor_state: v, the states of the sources, [*, M, H, D]; `state` itself in
+            self-consensus.
         target_hidden: [*, N, G, xi], G = H or 1 (one network for all heads). With 3 * xi features
             the thirds feed alpha, beta and Lambda (``trunk="separate"``: Algorithm 2, literally).
         source_hidden: [*, M, G, xi], likewise. Either may be a :class:`~graphattn.FirstLayer`,
@@ -91,27 +93,28 @@ def consensus_update(
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read. They keep their
             state; NaN and infinity in it read as 0.
-        backend: "reference" keeps tensors of every edge; "structured" goes over the edges of any
-            graph in chunks, and over those of a window without listing them; "native" does so by
-            compiled code on a CPU, with edges in the lanes of vectors; "triton" by fused kernels,
-            which take one trunk and multiply numbers of the tensors' own dtype. "auto" takes
-            "triton" on a GPU, "native" on a CPU and "structured" elsewhere, but "reference" inside
-            torch.func, which looks into its steps. With `edge_hidden`, "triton" refuses and "auto"
-            takes "structured" on a GPU, too.
-        edge_hidden: what is added to an edge's sum, F e_ij for features e_ij: a
-            :class:`~graphattn.FirstLayer` of ``tokens`` [E, 1, F] or [*, E, 1, F], the features in
-            the order of ``graph.edge_index``, and ``weight`` [G, xi, F] (no bias), which is applied
-            to a chunk of edges at a time; or the product itself, [E, G, xi] or [*, E, G, xi], as
-            large as that is. An edge_index must be sorted. Edge (i, j) and edge (j, i) have each
-            their own; what edges of invalid tokens hold is never read.
+        backend: "reference" stores tensors with numbers of every edge. "structured" computes the
+            edges in chunks, and does not list those of a window. "native" does the same in C++ on
+            a CPU, and "triton" in fused kernels on a GPU, which support one trunk and multiply in
+            the dtype of the tensors. "auto" takes "triton" on a GPU, "native" on a CPU and
+            "structured" elsewhere. Inside torch.func, which must see every operation, it takes
+            "reference". With `edge_hidden`, "triton" refuses and "auto" takes "structured" on a
+            GPU, too.
+        edge_hidden: F e_ij for features e_ij of edges, which is added to the hidden vector of an
+            edge before GELU. Either a :class:`~graphattn.FirstLayer` with ``tokens`` [E, 1, F] or
+            [*, E, 1, F], the features in the order of ``graph.edge_index``, and ``weight``
+            [G, xi, F] (no bias), which is applied to a chunk of edges at a time. Or the product
+            itself, [E, G, xi] or [*, E, G, xi], which needs more memory. An edge_index must be
+            sorted. Edges (i, j) and (j, i) have their own features; those of edges of invalid
+            tokens are never read.
 
     Returns:
-        u', [*, N, H, D] in the dtype of `state`; half precision is computed in float32 (by "triton"
-        but for the factors of matrix products, and what is summed up at the ends of edges).
+        u', [*, N, H, D] in the dtype of `state`. Half precision is computed in float32; "triton"
+        keeps the factors of matrix products and the messages of edges in half precision.
 
     Raises:
         ValueError: names the argument, its value and what is allowed. "energy" on a causal graph
-            is refused: edge (i, j), j < i, would also move j, by what j must not know.
+            is refused, because edge (i, j), j < i, would also move j, depending on the later i.
 
     Example:
         >>> import torch, graphattn as ga
@@ -133,7 +136,7 @@ def consensus_update(
     compared = as_disagreement(disagreement, state, neighbor_state)
     step = as_step(step_size, state, dtype)
     moving = state
-    if pair[0] is not None:  # an invalid token keeps its state, but hands on no NaN
+    if pair[0] is not None:  # an invalid token keeps its state, but must not spread a NaN
         moving = torch.where(pair[0][..., None, None], state, state.nan_to_num(0.0, 0.0, 0.0))
         if step is not None:
             step = torch.where(pair[0][..., None], step, 0)
@@ -147,7 +150,7 @@ def consensus_update(
     )
     chosen = choose(BACKENDS, call, backend)
     new: Tensor = chosen(call)
-    if pair[0] is not None and step is None:  # a source that is valid pulls at it all the same
+    if pair[0] is not None and step is None:  # the automatic step may have moved it
         new = torch.where(pair[0][..., None, None], new, moving)
     return as_dtype(new, state.dtype)
 
@@ -162,8 +165,8 @@ def consensus_edge_matrices(
 ) -> Tensor:
     """R of every edge and head, [*, E, H, D, D] in the order of ``graph.edge_index``, for study.
 
-    The arguments are those of :func:`consensus_update`; symmetric positive definite, with
-    eigenvalues between alpha and alpha + beta.
+    The arguments are those of :func:`consensus_update`. Every R is symmetric positive definite,
+    with eigenvalues between alpha and alpha + beta.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.

@@ -1,4 +1,4 @@
-"""One call of a consensus step, checked: what every backend is given."""
+"""The checks of a consensus step, and the checked call that every backend gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ from graphattn.ops.inputs import (
 
 
 class ConsensusKind(NamedTuple):
-    """Facts that decide which backends can run a step: states, trunks, and what edges have."""
+    """The facts that decide which backends can run a step.
+
+    Attributes:
+        state: a tensor [*, N, H, D] with the sizes, dtype and device of the states.
+        trunks: 1 or 3, the number of trunks of the edge network.
+        edge_hidden: not None if edges have features.
+    """
 
     state: Tensor
     trunks: int = 1
@@ -39,11 +45,17 @@ class ConsensusCall(NamedTuple):
     """The arguments of a consensus step after their checks.
 
     Attributes:
-        state: [*, N, H, D], in which invalid tokens hold numbers.
-        target_hidden, source_hidden: hidden vectors, or the first layers that make them.
+        state: [*, N, H, D]; those of invalid tokens are finite.
+        target_hidden: hidden vectors [*, N, G, xi or 3 xi], or the first layer that computes them.
+        source_hidden: [*, M, G, xi or 3 xi], likewise.
+        network: the second layer, in the compute dtype.
+        graph: N targets, M sources, E edges.
         step_size: broadcastable to [*, N, H]; None for the automatic one.
-        disagreement: the pair (u, v) that is compared.
-        edge_hidden: what is added for every edge, in the compute dtype; or None.
+        update: "energy" or "target".
+        disagreement: u [*, N, H, D] and v [*, M, H, D], of which the differences are taken.
+        valid: bool [N] or [*, N] for targets, and [M] or [*, M] for sources; None for either if all
+            are valid.
+        edge_hidden: [E, G, xi] or [*, E, G, xi], or a first layer, in the compute dtype; or None.
     """
 
     state: Tensor
@@ -59,14 +71,14 @@ class ConsensusCall(NamedTuple):
 
     @property
     def trunks(self) -> int:
-        """How many trunks of the edge network hidden vectors hold side by side."""
+        """How many trunks of the edge network the hidden vectors hold, 1 or 3."""
         hidden = self.target_hidden
         width = hidden.weight.shape[1] if isinstance(hidden, FirstLayer) else hidden.shape[-1]
         return width // self.network.alpha.shape[-1]
 
 
 def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
-    """Refuse "energy" where it would leak the future; warn where that is a matter of reading."""
+    """Refuse update="energy" on causal graphs; warn if an edge list may be meant as one."""
     if graph.num_targets != graph.num_sources:
         raise ValueError(
             "update='energy' moves both ends of an edge and needs one set of tokens, got "
@@ -84,8 +96,8 @@ def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
             "edge (i, j) with j < i also moves j, by what i knows. Use update='target', which "
             "moves i only"
         )
-    traced = torch.compiler.is_compiling()  # warnings, and facts of edges, are for eager calls
-    # A table of neighbours would wait for its device, and meta tensors hold nothing.
+    traced = torch.compiler.is_compiling()  # there are no warnings in compiled functions
+    # To read a table of neighbours would wait for its device; meta tensors have no values.
     asked = not graph.is_table and graph.device.type != "meta"
     if not traced and asked and graph.points_backward and not graph.warned_backward:
         graph.warned_backward = True

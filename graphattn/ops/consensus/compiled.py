@@ -1,8 +1,8 @@
-"""The sums of a consensus step as one operator of torch.library, which torch.compile keeps whole.
+"""The sums of a consensus step as one operator, which torch.compile does not trace into.
 
-The graph travels as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
-windows and lengths. Eager second derivatives go through plain autograd; of a compiled function
-nobody can take second ones.
+The graph is passed as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
+windows and lengths. Second derivatives of eager calls are computed by autograd. Compiled functions
+have no second derivatives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS = (
     "bool energy, bool degrees, str backend"
 )
 OF_EDGES = "Tensor? edge, Tensor? edge_weight"
-COUNT, PLACES = len(NAMES), len(NAMES) + 7  # how many tensors, and how many arguments before edges
+COUNT, PLACES = len(NAMES), len(NAMES) + 7  # tensors, and arguments before those of edges
 
 
 def _sums_over_edges(
@@ -49,15 +49,15 @@ def _sums_over_edges(
 
 
 def consensus_update(*arguments: Any, backend: str, **options: Any) -> Tensor:
-    """u' = u - step * g, by the code that `backend` names, "structured" or "native"."""
+    """Compute u' = u - step * g by the code of `backend`, "structured" or "native"."""
     sums = partial(_sums_over_edges, backend=backend)
     return structured.consensus_update(*arguments, sums=sums, **options)
 
 
-def _understood(
+def _decoded(
     arguments: tuple[Any, ...],
 ) -> tuple[tuple[Any, ...], TokenGraph, ValidPair, dict[str, bool]]:
-    """All tensors of a step, the graph, valid tokens and options of the operator's arguments."""
+    """The tensors, graph, masks and options of a step, from the arguments of the operator."""
     tensors = arguments[:COUNT] + arguments[PLACES : PLACES + 2]
     of_target, of_source, code, listed, energy, degrees, _ = arguments[COUNT:PLACES]
     graph = decode(code, listed, tensors[0].device)
@@ -70,8 +70,8 @@ def _understood(
     schema=f"({INPUTS}, {OPTIONS}, {OF_EDGES}) -> (Tensor, Tensor)",
 )
 def _consensus_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """g and the degrees; an empty tensor where nobody wants them."""
-    tensors, graph, valid, options = _understood(arguments)
+    """The sums g, and the degrees, or an empty tensor if they are not needed."""
+    tensors, graph, valid, options = _decoded(arguments)
     module: Any = native if arguments[PLACES - 1] == "native" else structured
     gradient, degree = module.sums_over_edges(graph, tensors, valid, **options)
     return gradient, gradient.new_empty(0) if degree is None else degree
@@ -90,8 +90,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     f"bool d_edge, bool d_edge_weight) -> ({', '.join(['Tensor'] * (COUNT + 2))})",
 )
 def _consensus_sums_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of the ten inputs and of what edges have: empty where nobody wants those."""
-    tensors, graph, valid, options = _understood(arguments)
+    """Gradients of the ten inputs and of the two of edges; empty tensors if not needed."""
+    tensors, graph, valid, options = _decoded(arguments)
     d_gradient, d_degree, *wanted = arguments[PLACES + 2 :]
     d_sums = d_gradient.contiguous(), d_degree if options["degrees"] else None
     needed = (*[True] * COUNT, *wanted)
@@ -126,13 +126,13 @@ def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | 
     arguments = *before, ctx.energy, ctx.degrees, ctx.backend, edge, edge_weight
     wanted = ctx.needs_input_grad[PLACES:]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # create_graph=True: somebody differentiates this again.
-        tensors, graph, valid, options = _understood(arguments)
+        # create_graph=True: this is differentiated again.
+        tensors, graph, valid, options = _decoded(arguments)
         plan = structured.plan_of(graph, tensors, valid, **options)
         d_sums = d_gradient, d_degree if ctx.degrees else None
         needed = (*ctx.needs_input_grad[:COUNT], *wanted)
         with full_precision(d_gradient.device):
-            *found, d_edge, d_weight = structured.gradients_by_autograd(
+            *found, d_edge, d_weight = structured.gradients_of_sums_by_autograd(
                 tensors, needed, plan, d_sums
             )
         return (*found, *[None] * 7, d_edge, d_weight)

@@ -1,7 +1,7 @@
-"""Fused consensus as an operator of torch.library: torch.compile keeps it whole.
+"""Consensus by Triton kernels as one operator, which torch.compile does not trace into.
 
-The graph travels as tensors (:mod:`graphattn.graphs.encoding`). Eager second derivatives go through
-structured consensus; of a compiled function nobody can take second ones.
+The graph is passed as tensors (:mod:`graphattn.graphs.encoding`). Second derivatives of eager calls
+are computed by structured consensus. Compiled functions have no second derivatives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameter
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.consensus.triton import Groups, add_layer_gradients
-from graphattn.ops.inputs import ValidPair, flat_masks, full_precision
+from graphattn.ops.inputs import ValidPair, flat_masks, full_precision, gradients_by_autograd
 
 LAYER = ("tokens", "weight", "bias")
 NAMES = (
@@ -27,7 +27,12 @@ NAMES = (
 )  # fmt: skip
 COUNT = len(NAMES)
 OF_TOKENS = ("target_tokens", "source_tokens", "u", "v")
-OPTIONAL = ("target_weight", "target_bias", "source_weight", "source_bias")  # none: hidden vectors
+OPTIONAL = (
+    "target_weight",
+    "target_bias",
+    "source_weight",
+    "source_bias",
+)  # None if hidden vectors are given
 INPUTS = ", ".join(f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in NAMES)
 OPTIONS = (
     "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, "
@@ -48,8 +53,11 @@ def consensus_update(
     disagreement: tuple[Tensor, Tensor],
     valid: ValidPair,
 ) -> Tensor:
-    """u' = u - step * g, computed in float32; `step_size` broadcastable to [*, N, H], None for the
-    automatic one. All tensors but those of the edge network have one dtype."""
+    """Compute u' = u - step * g in float32.
+
+    `step_size` is broadcastable to [*, N, H], or None for the automatic one. All tensors except
+    those of the edge network have one dtype.
+    """
     u, v = disagreement
     batch = state.shape[:-3]
     layers = [_as_layer(hidden, state.dtype) for hidden in (target_hidden, source_hidden)]
@@ -66,13 +74,13 @@ def consensus_update(
 
 
 def _as_layer(hidden: Hidden, dtype: torch.dtype) -> list[Any]:
-    """A first layer in the dtype of the state; hidden vectors are one without weights."""
+    """A first layer in the dtype of the state; hidden vectors become one without weights."""
     layer = hidden if isinstance(hidden, FirstLayer) else (hidden, None, None)
     return [None if x is None else x.to(dtype) for x in layer]
 
 
 def _flat(x: Tensor, entries: int) -> Tensor:
-    """[*, tokens, heads, features] with one batch dimension."""
+    """x [*, tokens, heads, features] with one batch dimension."""
     return x.reshape(entries, *x.shape[-3:])
 
 
@@ -96,7 +104,7 @@ def _groups(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Groups:
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor)",
 )
 def _consensus(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """g [B, N, H, D], and the degrees [B, N, H] in float32: empty where nobody wants them."""
+    """The sums g [B, N, H, D], and the degrees [B, N, H] in float32, empty if not needed."""
     from graphattn.kernels.consensus.forward import forward
 
     groups = _groups(arguments[:COUNT], arguments[COUNT:])
@@ -126,14 +134,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     f"({', '.join(['Tensor'] * COUNT)})",
 )
 def _consensus_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of the inputs; empty tensors for those that are not there or not asked for."""
+    """Gradients of the inputs; an empty tensor for one that is missing or not needed."""
     from graphattn.kernels.consensus.backward import backward
 
     tensors, options = arguments[:COUNT], arguments[COUNT:-3]
     d_gradient, d_degree, network = arguments[-3:]
     groups = _groups(tensors, options)
     totals = [
-        # What several groups add to is added up in float32: half precision would lose the later.
+        # Sums over several groups are computed in float32: half precision would lose small parts.
         x.zero_() if name in OF_TOKENS and x.dim() == 4 and x.shape[2] > 1 else x.float().zero_()
         for name, x in zip(NAMES, _empty_gradients(*arguments), strict=True)
     ]
@@ -183,10 +191,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad[:COUNT]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # create_graph=True: somebody differentiates this again.
+        # create_graph=True: this is differentiated again.
         with full_precision(d_gradient.device):
-            plain = _plain_gradients(ctx, (d_gradient, d_degree), needed)
-        return *plain, *[None] * 7
+            found = _gradients_by_autograd(ctx, (d_gradient, d_degree), needed)
+        return *found, *[None] * 7
     network = any(needed[:6]) or any(needed[8:])
     found = torch.ops.graphattn.consensus_backward(
         *ctx.saved_tensors, *ctx.options, d_gradient, d_degree, network
@@ -197,32 +205,28 @@ def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | 
     return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 7
 
 
-def _plain_gradients(
+def _gradients_by_autograd(
     ctx: Any, upstream: tuple[Tensor, Tensor], needed: tuple[bool, ...]
-) -> list[Tensor | None]:
-    """The gradients in operations of float32 that can be differentiated again."""
-    *given, of_target, of_source, code, listed = ctx.saved_tensors
+) -> tuple[Tensor | None, ...]:
+    """The gradients by structured consensus, in float32, which can be differentiated again."""
+    *tensors, of_target, of_source, code, listed = ctx.saved_tensors
     energy, degrees, _ = ctx.options
-    # Each an alias: one tensor in several places has one gradient for every place.
-    inputs: list[Any] = [None if x is None else x.view_as(x) for x in given]
-    wide: list[Any] = [None if x is None else x.float() for x in inputs]
-    hidden = (
-        wide[i] if wide[i + 1] is None else FirstLayer(*wide[i : i + 3]).hidden() for i in (0, 3)
-    )
-    found = structured.sums_over_edges(
-        decode(code, listed, wide[6].device),
-        (*hidden, *wide[6:]),
-        (of_target, of_source),
-        energy=energy,
-        degrees=degrees,
-    )
-    wanted = [x for x, n in zip(inputs, needed, strict=True) if n]
-    pairs = [(x, d.float()) for x, d in zip(found, upstream, strict=True) if x is not None]
-    outputs, given_back = zip(*pairs, strict=True)
-    gradients = iter(
-        torch.autograd.grad(outputs, wanted, given_back, create_graph=True, allow_unused=True)
-    )
-    return [next(gradients) if n else None for n in needed]
+
+    def sums_again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        wide: list[Any] = [None if x is None else x.float() for x in tensors]
+        hidden = (
+            wide[i] if wide[i + 1] is None else FirstLayer(*wide[i : i + 3]).hidden()
+            for i in (0, 3)
+        )
+        return structured.sums_over_edges(
+            decode(code, listed, wide[6].device),
+            (*hidden, *wide[6:]),
+            (of_target, of_source),
+            energy=energy,
+            degrees=degrees,
+        )
+
+    return gradients_by_autograd(sums_again, tensors, needed, upstream)
 
 
 _consensus.register_autograd(_backward, setup_context=_remember)

@@ -1,8 +1,8 @@
-"""The edges of a graph, a bounded piece at a time, without listing those of a band.
+"""The edges of a graph, in pieces of bounded size, without listing those of a band.
 
-Target i of a band sees i + dilation * hop, so the edges of one hop and a run of targets have two
-contiguous slices of tokens as their ends, and nothing is gathered. Any other graph has the two rows
-of its edge list.
+Target i of a band sees i + dilation * hop. So the edges with one hop, from a run of neighbouring
+targets, have contiguous slices of targets and of sources, and nothing is gathered. A *move* is
+source minus target, dilation * hop. Pieces of any other graph are parts of its edge list.
 """
 
 from __future__ import annotations
@@ -23,28 +23,32 @@ from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameter
 from graphattn.ops.inputs import ValidPair
 
 MANY_HOPS = 16
-SHORT = 4096  # edges of one hop
-SHORTEST = 512  # tokens of a sequence: one gathered list costs less than the calls for every hop
+SHORT = 4096  # edges per hop: with fewer and many hops, a list of edges is faster
+SHORTEST = 512  # tokens: in shorter sequences, a list of edges is faster than a call per hop
 
 Tokens = slice | Tensor  # a run of tokens, or their indices [n]
 
 
 class EdgePiece(NamedTuple):
-    """n edges of a few sequences b, for a few networks k: edge e joins target[e] and source[e].
+    """n edges, of b sequences of the batch, for k networks; edge e joins target[e] and source[e].
 
-    `places` says where their values stand in a list of all edges; None where nobody asks.
+    Attributes:
+        networks, batch: slices of the k networks and of the b sequences.
+        target, source: the tokens at the ends of the edges.
+        counts: which of the pairs are edges, bool [b or 1, n]; all if None.
+        places: the indices of the edges in ``graph.edge_index``; None if they are not needed.
     """
 
     networks: slice
     batch: slice
     target: Tokens
     source: Tokens
-    counts: Tensor | None  # bool [b or 1, n]: which of them are edges at all; None: every one
+    counts: Tensor | None
     places: Tokens | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """b, n."""
+        """The sizes b and n."""
         n = (
             self.target.stop - self.target.start
             if isinstance(self.target, slice)
@@ -53,22 +57,22 @@ class EdgePiece(NamedTuple):
         return self.batch.stop - self.batch.start, n
 
     def of_networks(self, network: EdgeNetworkParameters) -> EdgeNetworkParameters:
-        """The piece's own, of parameters whose first dimension counts networks."""
+        """The parameters of the networks of this piece."""
         if self.is_first and self.networks.stop == len(network.alpha):
             return network
         return EdgeNetworkParameters(*(x[self.networks] for x in network))
 
     @property
     def is_first(self) -> bool:
-        """Whether its runs of networks and of sequences are those that start at 0."""
+        """Whether both its slices, of networks and of sequences, start at 0."""
         return self.networks.start == self.batch.start == 0
 
     def clear(self, x: Tensor) -> Tensor:
-        """x [k, b, n, heads, features], zero for pairs that are no edges: those may hold NaN."""
+        """x [k, b, n, heads, features] with 0 for pairs that are no edges, which may hold NaN."""
         return x if self.counts is None else x.masked_fill(~self.counts[..., None, None], 0)
 
     def of_edges(self, x: Tensor) -> Tensor:
-        """Values of its edges, [b or 1, n, 1 or G, features], of those of all, [B or 1, E, ...]."""
+        """Values [b or 1, n, 1 or G, features] of its edges, from those of all [B or 1, E, ...]."""
         assert self.places is not None
         x = x if len(x) == 1 else x[self.batch]
         found = (
@@ -77,7 +81,7 @@ class EdgePiece(NamedTuple):
         return found if self.counts is None else found.masked_fill(~self.counts[..., None, None], 0)
 
     def add_to_edges(self, total: Tensor, values: Tensor) -> None:
-        """Adds values [b, n, 1 or G, features], 0 for pairs that are no edges, at the edges."""
+        """Add values [b, n, 1 or G, features] to those of all edges; they are 0 for other pairs."""
         assert self.places is not None
         if len(total) == 1:
             values = values.sum(0, keepdim=True)
@@ -85,7 +89,7 @@ class EdgePiece(NamedTuple):
             total = total[self.batch]
         if isinstance(self.places, slice):
             total[:, self.places].add_(values)
-        else:  # every edge stands here once: the order of additions does not matter
+        else:  # every edge occurs once, so the order of additions does not matter
             total.index_add_(1, self.places, values)
 
 
@@ -103,7 +107,7 @@ def _without_loops(graph: TokenGraph) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _of_piece(x: Tensor, piece: EdgePiece) -> Tensor:
-    """The networks and sequences of a piece, of x [G, B, ...]."""
+    """The networks and sequences of a piece, from x [G, B, ...]."""
     whole = x.shape[:2] == (piece.networks.stop, piece.batch.stop)  # runs start at 0
     return x if whole and piece.is_first else x[piece.networks, piece.batch]
 
@@ -115,13 +119,13 @@ def at(x: Tensor, piece: EdgePiece, tokens: Tokens) -> Tensor:
 
 
 def add_at(total: Tensor, piece: EdgePiece, tokens: Tokens, values: Tensor, sign: int = 1) -> None:
-    """Adds values [k, b, n, heads, features] at the tokens of one end, in a fixed order."""
+    """Add values [k, b, n, heads, features] at the tokens of one end, in a fixed order."""
     total = _of_piece(total, piece)
     if isinstance(tokens, slice):
         total[:, :, tokens].add_(values, alpha=sign)
     elif total.device.type == "cpu":
         total.index_add_(2, tokens, values, alpha=sign)
-    else:  # elsewhere index_add_ is atomic, in any order; this sorts first
+    else:  # on a GPU, index_add_ adds in any order; this sorts first
         values = (values if sign == 1 else -values).movedim(2, 0)
         total.movedim(2, 0).index_put_((tokens,), values, accumulate=True)
 
@@ -129,8 +133,8 @@ def add_at(total: Tensor, piece: EdgePiece, tokens: Tokens, values: Tensor, sign
 class Pieces:
     """Every edge of a graph, for every network and every sequence of a batch, exactly once.
 
-    Self-loops are left out if `loops` is False. The order, and with it that of every sum, is fixed.
-    With `places`, every piece says where its edges stand in the order of ``graph.edge_index``.
+    Self-loops are left out if `loops` is False. The order of edges, and so that of every sum, is
+    fixed. With `places`, every piece has the indices of its edges in ``graph.edge_index``.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class Pieces:
         self.valid = [  # [B or 1, tokens]
             None if of is None else of.reshape(of.shape[:-1].numel(), of.shape[-1]) for of in valid
         ]
-        # Where the edges of a section stand is not counted: they are gone over as a list.
+        # The indices of edges are not known in a section of a band, so its edges are listed.
         listed = places and isinstance(graph.structure, Section)
         self.bands = () if listed else _bands(graph)
         if self.bands:
@@ -161,21 +165,21 @@ class Pieces:
             self.num_edges = graph.num_edges
         else:
             make = _with_loops if loops else _without_loops
-            # `listed`: where an edge stands, if not all are gone over.
+            # `listed` are the indices of the edges, if some are left out.
             self.source, self.target, self.listed = graph.derived(make, lambda: make(graph))
             self.length = len(self.source)
 
     @property
     def rows(self) -> int:
-        """How many edges of networks and sequences there are, or pairs of them on bands."""
+        """The number of edges (on bands, of tokens) times that of networks and sequences."""
         return self.length * self.batch * self.networks
 
     def chunks(self, rows: int | None = None) -> Iterator[EdgePiece]:
-        """Pieces with k b n <= `rows`; with None, as few as there can be."""
+        """Pieces with k * b * n <= `rows`; if None, as few pieces as possible."""
         if self.rows == 0:
             return
         rows = rows or self.rows
-        # As many tokens or edges as fit; where all do several sequences, then several networks.
+        # As many tokens or edges as fit. If all do, several sequences; then several networks.
         n = min(self.length, rows)
         b = min(self.batch, rows // n)
         k = min(self.networks, rows // (n * b))
@@ -188,7 +192,7 @@ class Pieces:
                         yield EdgePiece(networks, batch, target, source, counts, places)
 
     def no_edges(self) -> EdgePiece:
-        """A piece that changes no sum but makes it depend on every tensor, even without edges."""
+        """A piece without edges: it makes sums depend on every tensor, and does not change them."""
         none = slice(0, 0)
         return EdgePiece(slice(0, self.networks), slice(0, self.batch), none, none, None, none)
 
@@ -199,7 +203,7 @@ class Pieces:
     def _band_edges(
         self, run: slice
     ) -> Iterator[tuple[Tokens, Tokens, Tensor | None, Tensor | None]]:
-        """The in-edges of a run of targets, one hop after the other."""
+        """The edges of a run of targets, one hop after the other."""
         for move in self.moves:
             start, stop = max(run.start, -move), min(run.stop, self.num_sources - move)
             if start < stop:
@@ -207,7 +211,7 @@ class Pieces:
                 low, high = min(start, source.start), max(stop, source.stop)
                 part, last = (bisect_right(self.borders, token) for token in (low, high - 1))
                 inside = None
-                if part < last:  # several sequences: a pair may join two of them
+                if part < last:  # with several sequences, a pair may join two of them
                     if all(band.num_tokens <= abs(move) for band in self.bands[part : last + 1]):
                         continue
                     token = torch.arange(low, high, device=self.device)
@@ -217,10 +221,9 @@ class Pieces:
                 yield target, source, inside, self._places(target, move)
 
     def _places(self, target: slice, move: int) -> Tensor | None:
-        """Return the places of the edges of one hop: so far from the middle of their rows as its
-        hops say.
+        """The indices of the edges of one hop, counted from the middle of their rows.
 
-        A pair that joins two sequences is no edge, and gets the place of some other.
+        A pair that joins two sequences is no edge, and gets the index of some other edge.
         """
         if self.middle is None:
             return None
@@ -232,6 +235,7 @@ class Pieces:
     def _counts(
         self, batch: slice, target: Tokens, source: Tokens, inside: Tensor | None
     ) -> Tensor | None:
+        """Mark the pairs that are edges between valid tokens, bool [b or 1, n]; None: all."""
         counts = inside
         for of, tokens in zip(self.valid, (target, source), strict=True):
             if of is not None:
@@ -255,14 +259,14 @@ def equal_bands(structure: GraphStructure | None) -> tuple[Band, ...]:
 
 
 def shift_of(structure: GraphStructure | None) -> int:
-    """Return how much further on a section's targets stand than sources of the same number."""
+    """How much larger the position of a target is than that of the source with the same index."""
     return structure.shift if isinstance(structure, Section) else 0
 
 
 def moves_of(bands: tuple[Band, ...], *, loops: bool, shift: int = 0) -> list[int]:
-    """Source minus target of every edge that a token of equal bands may have, ascending.
+    """The moves, source minus target, of all edges that a token of equal bands may have, ascending.
 
-    Without `loops`, of those from one number to another.
+    Without `loops`, edges from an index to itself are left out.
     """
     longest = max(bands, key=lambda band: band.num_tokens)
     first, last = -longest._reach(longest.before), longest._reach(longest.after)
@@ -274,7 +278,7 @@ def moves_of(bands: tuple[Band, ...], *, loops: bool, shift: int = 0) -> list[in
 
 
 def _middle_of_rows(graph: TokenGraph, bands: tuple[Band, ...]) -> Tensor:
-    """[N]: where the edge of every token to itself stands, or the first beyond, in the list."""
+    """The index of the edge of every token to itself, or of the first one after it, [N]."""
     before = [
         (torch.arange(band.num_tokens) // band.dilation).clamp(max=band.before) for band in bands
     ]
@@ -282,7 +286,7 @@ def _middle_of_rows(graph: TokenGraph, bands: tuple[Band, ...]) -> Tensor:
 
 
 def _bands(graph: TokenGraph) -> tuple[Band, ...]:
-    """Equal bands, but for short sequences, or many hops: a list of edges is faster there."""
+    """The equal bands of a graph; none if a list is faster: in short sequences, with many hops."""
     bands = equal_bands(graph.structure)
     if all(band.num_tokens < SHORTEST for band in bands):
         return ()
@@ -291,7 +295,7 @@ def _bands(graph: TokenGraph) -> tuple[Band, ...]:
 
 
 def _runs(length: int, most: int) -> Iterator[slice]:
-    """0 .. length - 1 in runs of at most so many, equally long but for the last."""
+    """Cut 0 .. length - 1 into slices of at most `most`, equally long except for the last."""
     size = math.ceil(length / math.ceil(length / most))
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))

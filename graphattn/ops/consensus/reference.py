@@ -1,6 +1,6 @@
-"""Consensus, readable: one disagreement per edge, weighted by its matrix, summed at the ends.
+"""Consensus in its readable form: one difference per edge, times its matrix, summed at its ends.
 
-Everything is stated per edge, in the order of ``graph.edge_index``, so memory is
+Everything is computed per edge, in the order of ``graph.edge_index``, so memory is
 O(E * H * (xi + r * D)). Exact in float64, twice differentiable; the other backends are tested
 against it.
 """
@@ -49,7 +49,7 @@ def consensus_update(
     valid: ValidPair,
     edge_hidden: EdgeHidden = None,
 ) -> Tensor:
-    """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
+    """Compute u' = u - step * g; `step_size` is broadcastable to [*, N, H], None if automatic."""
     source, target = graph.edge_index
     u, v = clear_invalid(disagreement[0], valid[0]), clear_invalid(disagreement[1], valid[1])
     R = edge_matrices(target_hidden, source_hidden, network, graph, valid, edge_hidden)

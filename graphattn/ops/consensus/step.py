@@ -1,6 +1,6 @@
-"""Steps of generation by compiled code: which it takes.
+"""Steps of generation: whether C++ code can run one.
 
-(Elsewhere a step is a few operations of torch; the layer states them.)
+Elsewhere a step is a few operations of torch in the layer.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from graphattn.ops.compiled_code import why_no_step
 
 
 def step_kernel(backend: str, like: Tensor, cache_dtype: torch.dtype) -> str | None:
-    """ "native" where compiled code takes a step of targets like these, [*, H, D]; otherwise None.
+    """Return "native" if C++ code can run a step of targets like these, [*, H, D], else None.
 
     Raises:
-        ValueError: it was asked for by name, and cannot.
+        ValueError: "native" was asked for by name and cannot run the step.
     """
     wanted = wanted_backend(backend)
     if wanted not in ("auto", "native") or torch.compiler.is_compiling():
-        return None  # what is traced are operations of torch
+        return None  # torch.compile traces operations of torch
     reason = why_no_step(like, cache_dtype)
     if reason is not None and wanted == "native":
         raise refusal(wanted, reason)

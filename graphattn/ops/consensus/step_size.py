@@ -1,4 +1,4 @@
-"""The step that never overshoots."""
+"""The automatic step size, which never overshoots."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def automatic_step(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
     "energy": with d_i the sum of the bounds over the in- and out-edges of i,
     lambda_max(L_sym) <= max_i d_i (Gershgorin, blockwise: L_sym has diagonal blocks of norm
     <= d_i / 2 and off-diagonal norms that sum to <= d_i / 2), so eta = 1 / (2 max d_i); the
-    maximum is per head over one sequence. "target": per row, eta_i = 1 / d_i over its own edges;
-    a maximum over tokens would let the future in. A token (sequence) without edges stays: eta = 0.
+    maximum is per head over one sequence. "target": per row, eta_i = 1 / d_i over its own edges,
+    because a maximum over tokens would depend on later tokens. A token (or under "energy" a
+    sequence) without edges has eta = 0.
 
-    Under "energy" a self-loop exerts no force (what it adds at the target it takes at the source)
-    and does not count. Under "target" it does: the row becomes an average that includes itself.
+    Under "energy" a self-loop does not count, because its parts at target and source cancel. Under
+    "target" it does, and the row becomes an average that includes the token itself.
     """
     source, target = graph.edge_index
     if update == "energy":
@@ -41,7 +42,7 @@ def step_of_degrees(degree: Tensor, graph: TokenGraph, update: str) -> Tensor:
 
 
 def _maximum_per_sequence(degree: Tensor, graph: TokenGraph) -> Tensor:
-    """The largest entry over the tokens of each sequence of a batch, at each of its tokens."""
+    """The maximum over the tokens of every sequence of a batch, repeated for each of its tokens."""
     if degree.shape[-2] == 0:
         return degree
     pieces = degree.split([targets for targets, _ in graph.sizes], dim=-2)

@@ -1,8 +1,8 @@
-"""Consensus by fused kernels: which cases they take, and the way from a graph to its edges.
+"""Consensus by Triton kernels: which calls they can run, and the tables that they read of a graph.
 
-Kernels go over the edges, forward and backward, and keep nothing of them. Hidden vectors, larger
-than the tokens, are formed from a :class:`~graphattn.FirstLayer` for a few heads and entries of the
-batch at a time, and formed again in the backward.
+Kernels store no numbers of edges, neither forward nor backward. Hidden vectors are larger than the
+tokens, so they are computed from a :class:`~graphattn.FirstLayer` for a few heads and entries of
+the batch at a time, and computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared.launch import why_not_heads
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
+from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.inputs import ValidPair
-from graphattn.ops.kept import kept
 
 if TYPE_CHECKING:
     from graphattn.kernels.consensus.inputs import ConsensusInputs
 
-SHARE_OF_PLACES = 0.4  # of a window's offsets that must be edges; otherwise they are listed
+SHARE_OF_PLACES = 0.4  # if fewer of a window's offsets are edges, the edges are listed
 
 
 def why_not(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> str | None:
-    """The reason why no kernel takes a case, whatever its graph; None where one does."""
+    """The reason why no kernel can run a step with states like these; None if one can."""
     if (reason := why_not_heads(state)) is not None:
         return reason
     if trunks > 1:
@@ -41,11 +41,11 @@ def why_not(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> str | 
 
 
 class Groups:
-    """A step, a few heads of a few entries of the batch at a time.
+    """A consensus step in groups: a few heads of a few entries of the batch at a time.
 
     Args:
-        layers: of targets and of sources: tokens [B, N, G, in], weight [G, xi, in] and bias [G, xi]
-            or None; hidden vectors [B, N, G, xi] and twice None.
+        layers: the first layers of targets and of sources, each tokens [B, N, G, in], weight
+            [G, xi, in] and bias [G, xi] or None; or hidden vectors [B, N, G, xi], None and None.
         states: u [B, N, H, D] and v [B, M, H, D], one tensor if `shared`.
         energy, degrees: as of :class:`~graphattn.kernels.consensus.inputs.ConsensusInputs`.
     """
@@ -68,7 +68,7 @@ class Groups:
         self.edges = edges_of(graph, loops=not energy)
 
     def cut(self, backward: bool) -> Iterator[tuple[slice, slice]]:
-        """Entries of the batch, and heads, whose hidden vectors and messages there is room for."""
+        """Slices of the batch and of heads whose hidden vectors and messages fit into memory."""
         from graphattn.kernels.consensus import inputs
 
         (B, N, H, D), M, xi = self.u.shape, self.v.shape[1], self.network.alpha.shape[-1]
@@ -83,7 +83,7 @@ class Groups:
                 yield slice(b, min(b + entries, B)), slice(h, min(h + heads, H))
 
     def inputs_of(self, batch: slice, heads: slice) -> ConsensusInputs:
-        """Return the arguments of the kernels for a group; its hidden vectors are formed here."""
+        """The arguments of the kernels for a group, with its hidden vectors."""
         from graphattn.kernels.consensus.inputs import ConsensusInputs
 
         hidden = [form(layer, batch, heads) for layer in self.layers]
@@ -106,7 +106,7 @@ class Groups:
 
 
 def form(layer: tuple[Any, ...], batch: slice, heads: slice) -> Tensor:
-    """Hidden vectors of a group, [entries, tokens, heads or 1, xi]."""
+    """The hidden vectors of a group, [entries, tokens, heads or 1, xi]."""
     tokens, weight, bias = layer
     tokens = own_part(tokens, batch, heads)
     if weight is None:
@@ -122,19 +122,19 @@ def form(layer: tuple[Any, ...], batch: slice, heads: slice) -> Tensor:
 
 
 def own_part(x: Tensor, batch: slice, heads: slice) -> Tensor:
-    """x [B, tokens, H or 1, features] of a group."""
+    """The part of x [B, tokens, H or 1, features] that a group reads."""
     return x[batch] if x.shape[2] == 1 else x[batch, :, heads]
 
 
 def by_group(x: Tensor) -> Tensor:
-    """[entries, tokens, groups, features] -> [groups, entries * tokens, features]."""
+    """Reorder x [entries, tokens, groups, features] to [groups, entries * tokens, features]."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def add_layer_gradients(
     total: Sequence[Tensor], layer: tuple[Any, ...], d_hidden: Tensor, batch: slice, heads: slice
 ) -> None:
-    """Add gradients of first layers from those of hidden vectors, [entries, tokens, heads, xi]."""
+    """Add gradients of a first layer from d_hidden, [entries, tokens, heads, xi]."""
     tokens, weight, bias = layer
     if tokens.shape[2] == 1:
         d_hidden = d_hidden.sum(2, keepdim=True)
@@ -152,16 +152,16 @@ def add_layer_gradients(
         d_bias += by_head.sum(1, dtype=torch.float32)
 
 
-# What the kernels read in place of a graph is made once.
+# Tables that the kernels read in place of a graph; they are cached.
 
 
 def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusSchedule:
-    """The edges of a graph, without self-loops unless they count."""
+    """The edges of a graph, with or without self-loops."""
     if graph.structure is not None:
         found = _of_structure(graph.structure, graph.device, loops)
         if found is not None:
             return found
-    return kept(graph, _listed_with_loops if loops else _listed_without_loops)
+    return cached_by_edges(graph, _listed_with_loops if loops else _listed_without_loops)
 
 
 @lru_cache(maxsize=64)
@@ -175,7 +175,7 @@ def _of_structure(
     moves = tuple(
         move
         for move in moves_of(bands, loops=loops, shift=shift_of(structure))
-        if -N < move < M  # others lead from nowhere to nowhere
+        if -N < move < M  # others join no target and source
     )
     if len(moves) * N * SHARE_OF_PLACES > structure.num_edges():
         return None
@@ -201,7 +201,7 @@ def _of_list(graph: TokenGraph, listed: Tensor, *, loops: bool) -> ConsensusSche
     if graph.is_table:
         target = torch.arange(N, device=listed.device).repeat_interleave(listed.shape[1])
         listed = torch.stack([listed.flatten(), target])
-    if not loops:  # no edge, rather than a shorter list, whose length the device would have to tell
+    if not loops:  # marked as no edge: to know the length of a shorter list, one would have to wait
         source, target = listed
         listed = torch.stack([source.masked_fill(source == target, -1), target])
     return ConsensusSchedule(N, M, listed.device, edge_index=listed)

@@ -1,4 +1,4 @@
-"""Linear attention over a token graph: the front door, its checks, and the choice of backend."""
+"""Linear attention over a token graph: the public functions, their checks, and the backends."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from graphattn.ops.segments import segment_sum
 def elu_features(x: Tensor) -> Tensor:
     r"""The positive features :math:`\phi(x) = \operatorname{elu}(x) + 1` of linear attention.
 
-    That is :math:`1 + x` above 0 and :math:`e^x` below (Transformers are RNNs, Eq. 7), here without
-    the subtraction and addition of 1, which would leave nothing of :math:`e^x` below -17.
+    That is :math:`1 + x` above 0 and :math:`e^x` below (Transformers are RNNs, Eq. 7), computed
+    without subtracting and adding 1, which would round :math:`e^x` to 0 below -17.
 
     Example:
         >>> import torch, graphattn as ga
@@ -148,16 +148,20 @@ def linear_attention_weights(
 
 
 def average(above: Tensor, below: Tensor, eps: float) -> Tensor:
-    """above [*, D] / (eps + below [*, 1]); 0 where that is 0 / 0.
+    """Divide: above [*, D] / (eps + below [*, 1]), and 0 in place of 0 / 0.
 
-    A row that is no number, and that nobody asks for, sends back 0.
+    A row that is not finite gets the gradient 0, so that NaN in a row that a loss does not use
+    cannot spread.
     """
     total = below + eps if eps > 0 else below
     empty = total == 0
     out = above / total.masked_fill(empty, 1)
-    # Elsewhere looking would wait for the device, or is not allowed.
-    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
-    if looks and math.isfinite(out.detach().sum()):
+    # On other devices, to read a value would wait for the device. Under torch.compile and
+    # torch.func, Python cannot depend on values.
+    can_read_values = (
+        out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
+    )
+    if can_read_values and math.isfinite(out.detach().sum()):
         return out
     bad = ~(
         above.isfinite().all(-1, keepdim=True) & total.isfinite() & out.isfinite().all(-1, True)
@@ -167,7 +171,11 @@ def average(above: Tensor, below: Tensor, eps: float) -> Tensor:
 
 
 class Features(NamedTuple):
-    """Features in the dtype that an operation computes in; one head of keys per query's."""
+    """Features in the compute dtype, with keys and values repeated for every query head.
+
+    `turned_query` and `turned_key` are the rotated features of the numerator, or the same tensors
+    as `query` and `key`.
+    """
 
     query: Tensor
     key: Tensor
@@ -177,7 +185,7 @@ class Features(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """One call of linear attention after its checks; no edge touches invalid tokens."""
+    """One call of linear attention after its checks; features of invalid tokens are 0."""
 
     tensors: Features
     graph: TokenGraph
@@ -187,6 +195,7 @@ class LinearCall(NamedTuple):
 def _check(
     query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None
 ) -> None:
+    """Check that the features and values of a call fit each other."""
     check_tensors(query=query, key=key, value=value)
     H, Hk = query.shape[-2], key.shape[-2]
     if query.shape[-1] != key.shape[-1]:
@@ -223,7 +232,7 @@ def _readable(
     rotated: tuple[Tensor, Tensor] | None,
     valid: ValidPair,
 ) -> Features:
-    """Invalid tokens have no feature, so that no edge touches them."""
+    """Features in the compute dtype, with 0 in place of those of invalid tokens."""
     dtype, heads = compute_dtype(query.dtype), query.shape[-2]
 
     def of_target(x: Tensor) -> Tensor:
@@ -254,12 +263,12 @@ def _sums(call: LinearCall) -> tuple[Tensor, Tensor]:
 
 
 def by_head(x: Tensor) -> Tensor:
-    """[*, N, H, D] -> [*, H, N, D], laid out so: its products read it several times."""
+    """x [*, N, H, D] as [*, H, N, D], contiguous, because products read it several times."""
     return x.transpose(-3, -2).contiguous()
 
 
 def _products(tensors: Features, graph: TokenGraph) -> tuple[Tensor, Tensor]:
-    """Return every edge's share of the numerator and of the denominator, [*, E, H]."""
+    """The products of every edge for the numerator and for the denominator, [*, E, H]."""
     source, target = graph.edge_index
     query, key, _, turned_query, turned_key = tensors
     pairs = [(turned_query, turned_key), (query, key)]
@@ -285,10 +294,11 @@ def _sums_of_edges(call: LinearCall) -> tuple[Tensor, Tensor]:
 
 
 def _has_no_code(_: Any) -> str:
+    """The reason why "native" and "triton" cannot run linear attention."""
     return "linear attention has no code of its own: it is products of matrices already"
 
 
-BACKENDS = (
+BACKENDS = (  # fastest first
     Backend("triton", _has_no_code),
     Backend("native", _has_no_code),
     Backend("structured", run=_sums),

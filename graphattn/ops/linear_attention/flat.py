@@ -1,34 +1,35 @@
-"""Linear attention of features as projections give them, in one step of autograd.
+"""Linear attention of plain calls: from the projections of a layer to averages, in one function.
 
-The arithmetic is that of :func:`~graphattn.linear_attention` over
-:func:`~graphattn.elu_features`, operation by operation. What is spared are the steps of autograd
-in between, of which a call of few tokens takes longer than of its numbers.
+The arithmetic is that of :func:`~graphattn.linear_attention` over :func:`~graphattn.elu_features`,
+operation by operation. In a call with few tokens, autograd takes longer than arithmetic, and here
+it has one function in place of many.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.inputs import full_precision
+from graphattn.ops.inputs import full_precision, gradients_by_autograd
 from graphattn.ops.linear_attention.api import elu_features, linear_attention
 from graphattn.ops.linear_attention.sums import plain_sums, sums_over_graph
 
 
 class FlatLinear(NamedTuple):
-    """Facts that plain calls of linear attention share.
+    """Everything that plain calls of one kind share.
 
     Attributes:
         shape: [B, N, H, D] of queries, keys and values.
         out: the shape [*, N, H * D].
-        eps: stands beside the denominator.
-        outside: bool [N, M], the pairs that are no edges, where tokens are so few that sums go over
-            all pairs; or None.
-        one: a tensor [], the number 1 in the dtype of all.
+        eps: added to the denominator.
+        outside: bool [N, M], the pairs that are no edges, if tokens are so few that sums are over
+            all pairs; None otherwise.
+        one: a tensor [], the number 1 in the dtype of the tokens.
     """
 
     graph: TokenGraph
@@ -42,12 +43,12 @@ class FlatLinear(NamedTuple):
 def flat_linear_attention(
     call: FlatLinear, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor | None:
-    """Averages [*, N, H * D] of tokens before their features are taken, on the CPU.
+    """The averages [*, N, H * D], on a CPU, from projections before the feature function.
 
-    None where a sum is no number: the operation itself knows what its rows then are.
+    None if a sum is not finite; then the operation itself must be called.
     """
     with torch.no_grad():
-        found = _Found.of(call, query, key, value)
+        found = _Saved.of(call, query, key, value)
     if found is None:
         return None
     if torch.is_grad_enabled() and (
@@ -58,19 +59,19 @@ def flat_linear_attention(
     return found.flat(call)
 
 
-class _Found(NamedTuple):
-    """Rows head by head, [B * H, N, features], as the backward wants to see them again."""
+class _Saved(NamedTuple):
+    """The tensors that are saved for the backward pass, head by head, [B * H, N, features]."""
 
     query: Tensor  # positive features
     key: Tensor
-    value: Tensor  # with a column of ones
+    value: Tensor  # with a column of ones, for the denominator
     out: Tensor
-    total: Tensor  # denominators; 1 where they are 0
-    empty: Tensor  # where they are
-    pairs: Tensor | None  # weights of few tokens, [B * H, N, N]
+    total: Tensor  # denominators, with 1 in place of 0
+    empty: Tensor  # where denominators are 0
+    pairs: Tensor | None  # products of all pairs, [B * H, N, N], if sums are over all pairs
 
     @classmethod
-    def of(cls, call: FlatLinear, query: Tensor, key: Tensor, value: Tensor) -> _Found | None:
+    def of(cls, call: FlatLinear, query: Tensor, key: Tensor, value: Tensor) -> _Saved | None:
         a, b = (_by_head(_features(x), call.shape) for x in (query, key))
         B, N, H, D = call.shape
         values = value.reshape(call.shape).transpose(1, 2)
@@ -102,7 +103,7 @@ class _Found(NamedTuple):
 class _FlatLinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: FlatLinear, found: _Found, query: Tensor, key: Tensor, value: Tensor
+        ctx: Any, call: FlatLinear, found: _Saved, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(query, key, value, *found)
@@ -110,13 +111,23 @@ class _FlatLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors  # asked for once
+        # Read once only: under a gradient checkpoint, every reading computes the tensors again.
+        query, key, value, *saved = ctx.saved_tensors
         call: FlatLinear = ctx.call
         needs = ctx.needs_input_grad[2:]
         with full_precision(d_out.device):
-            if torch.is_grad_enabled():  # create_graph=True: somebody differentiates this again
-                return None, None, *_plain_gradients(call, (query, key, value), needs, d_out)
-            a, b, c, out, total, empty, pairs = kept
+            if torch.is_grad_enabled():  # create_graph=True: this is differentiated again
+                return (
+                    None,
+                    None,
+                    *gradients_by_autograd(
+                        partial(_attend_again, call),
+                        (query, key, value),
+                        needs,
+                        (d_out.reshape(call.shape),),
+                    ),
+                )
+            a, b, c, out, total, empty, pairs = saved
             d = _by_head(d_out, call.shape)
             d_above = d / total
             d_below = (out / total).mul_(d).sum(-1, keepdim=True).neg_().masked_fill_(empty, 0)
@@ -131,6 +142,12 @@ class _FlatLinearAttention(torch.autograd.Function):
         )
 
 
+def _attend_again(call: FlatLinear, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
+    """The averages [B, N, H, D], in operations that can be differentiated any number of times."""
+    q, k, v = (x.reshape(call.shape) for x in (query, key, value))
+    return (linear_attention(elu_features(q), elu_features(k), v, call.graph, eps=call.eps),)
+
+
 def _gradients(
     call: FlatLinear,
     a: Tensor,
@@ -140,11 +157,12 @@ def _gradients(
     d_out: Tensor,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the three that sums are made of, as far as they are needed."""
+    """The needed gradients of the three factors of the sums."""
     if pairs is not None and call.outside is not None:
         d_pairs = torch.bmm(d_out, c.transpose(1, 2)).masked_fill_(call.outside, 0)
         d_a = torch.bmm(d_pairs, b)
-        if math.isfinite(d_a.sum() + d_out.sum()):  # or what nobody sees would show
+        # Otherwise NaN could spread through pairs that are no edges.
+        if math.isfinite(d_a.sum() + d_out.sum()):
             return (
                 d_a if needs[0] else None,
                 torch.bmm(d_pairs.transpose(1, 2), a) if needs[1] else None,
@@ -158,33 +176,18 @@ def _gradients(
     )
 
 
-def _plain_gradients(
-    call: FlatLinear, tensors: tuple[Tensor, ...], needs: tuple[bool, ...], d_out: Tensor
-) -> list[Tensor | None]:
-    # Each apart, also where one tensor was given several times: each gets a share of the gradient.
-    tensors = tuple(x.view_as(x) for x in tensors)
-    query, key, value = (x.reshape(call.shape) for x in tensors)
-    out = linear_attention(elu_features(query), elu_features(key), value, call.graph, eps=call.eps)
-    wanted = [x for x, n in zip(tensors, needs, strict=True) if n]
-    found = torch.autograd.grad(
-        out, wanted, d_out.reshape(out.shape), create_graph=True, allow_unused=True
-    )
-    each = iter(found)
-    return [next(each) if n else None for n in needs]
-
-
 def _features(x: Tensor) -> Tensor:
     """:func:`elu_features` in fewer tensors."""
     return x.clamp(max=0).exp_().add_(x.relu())
 
 
 def _through_features(gradient: Tensor, features: Tensor, one: Tensor) -> Tensor:
-    """The gradient of what the features are of: their slope is e^x below 0, and 1 above."""
-    return gradient.mul_(features.fmin(one))  # of NaN, which nobody sees, 1, too
+    """The gradient of x, from that of its features: their slope is e^x below 0, and 1 above."""
+    return gradient.mul_(features.fmin(one))  # fmin: 1 for a NaN, too, since no edge reads it
 
 
 def _by_head(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """[*, N, H * D] -> [B * H, N, D]."""
+    """x [*, N, H * D] as [B * H, N, D]."""
     B, N, H, D = shape
     if B == 1:
         return x.reshape(N, H, D).transpose(0, 1)
@@ -192,6 +195,6 @@ def _by_head(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def _flat(x: Tensor, call: FlatLinear, like: Tensor) -> Tensor:
-    """[B * H, N, D] -> the shape [*, N, H * D]."""
+    """x [B * H, N, D] in the shape of `like`, [*, N, H * D]."""
     B, N, H, D = call.shape
     return x.reshape(B, H, N, D).transpose(1, 2).reshape(like.shape)

@@ -1,8 +1,8 @@
-"""Graphs whose targets see runs of sources, as sums over which linear attention needs no edge.
+"""Intervals: graphs in which every target sees a run of neighbouring sources.
 
 Target i of an interval sees the sources from i + first to i + last. Complete, causal and window
-graphs are such intervals, or two of them where a token does not see itself; blocks and batches
-are several, side by side.
+graphs are one interval, or two if a token does not see itself. Blocks and batches are several, side
+by side. Linear attention needs no list of their edges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphS
 
 
 class Interval(NamedTuple):
-    """Target i of `targets` sees sources i + first .. i + last, as far as they are there."""
+    """Target i of `targets` sees the sources i + first .. i + last, if they exist."""
 
     targets: int
     sources: int
@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Whether one running sum serves: a side of every target is seen to its end."""
+        """Whether one running sum is enough: targets see all sources before or after a point."""
         return self.first + self.targets <= 1 or self.last >= self.sources - 1
 
     def num_edges(self) -> int:
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 class IntervalRun(NamedTuple):
-    """Run of parts of one kind, end to end; its intervals share no edge."""
+    """`times` equal parts of a graph, one after another; the intervals of a part share no edge."""
 
     times: int
     intervals: tuple[Interval, ...]
@@ -50,7 +50,7 @@ class IntervalRun(NamedTuple):
 
 
 def runs_of(structure: GraphStructure | None) -> tuple[IntervalRun, ...] | None:
-    """The runs that a graph is made of, in their order; None where it is not made of intervals."""
+    """The runs of which a graph consists, in order; None if it does not consist of intervals."""
     found: list[tuple[Interval, ...]] = []
     for part in _parts(structure):
         intervals = _intervals(part)
@@ -89,9 +89,9 @@ def _intervals(part: GraphStructure | None) -> tuple[Interval, ...] | None:
 
 
 def _of_band(band: Band, targets: int, sources: int, shift: int) -> tuple[Interval, ...]:
-    """Offsets -before .. after around a target that stands where source i + shift does."""
+    """The intervals of a band in which target i has the position of source i + shift."""
     first, last = shift - band.before, shift + band.after
-    # Beyond the ends there is nothing: one number for all that reaches there.
+    # Beyond the ends there are no sources: cut, so that equal intervals have equal numbers.
     first, last = max(first, -targets), min(last, sources)
     if band.self_loops:
         return (Interval(targets, sources, first, last),)

@@ -1,8 +1,8 @@
 """The sums of linear attention as one operator, whose gradients are three such sums.
 
-torch.compile keeps it whole: the graph travels as tensors (:mod:`graphattn.graphs.encoding`), so
-one compilation serves all windows and lengths. Since its backward pass is itself, it can be
-differentiated as often as somebody likes.
+torch.compile does not trace into it. The graph is passed as tensors
+(:mod:`graphattn.graphs.encoding`), so one compilation serves all windows and lengths. Because the
+backward pass calls the operator itself, it can be differentiated any number of times.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def linear_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
     """sum_j (a_i . b_j) c_j over the sources of every target, [*, H, N, Dv].
 
     Args:
-        a: of targets, [*, H, N, D].
-        b, c: of sources, [*, H, M, D] and [*, H, M, Dv].
+        a: [*, H, N, D], a row per target.
+        b, c: [*, H, M, D] and [*, H, M, Dv], a row per source.
         graph: N targets, M sources.
     """
-    if not is_watched(a):  # an operator costs more than a few tokens do
+    if not is_watched(a):  # to call an operator takes longer than a few tokens do
         return _eager_sums(a, b, c, graph, False)
     found: Tensor = torch.ops.graphattn.linear_sums(a, b, c, graph.code, graph.listed, False)
     return found

@@ -3,9 +3,10 @@ r"""The sums that linear attention is made of, without the matrix of its weights
 .. math::
     o_i = \sum_{j \in N(i)} (a_i \cdot b_j) \, c_j
 
-for rows a_i of targets, b_j and c_j of sources, all [G, tokens, features], one head after the
-other. Where targets see all sources it is a_i times one matrix, the sum of b_j c_j^T; where they
-see all before them, times a running sum of it, which is kept once per chunk of tokens.
+for rows a_i of targets, b_j and c_j of sources, all [G, tokens, features], where G counts the heads
+of all samples. If targets see all sources, o_i is a_i times one matrix, the sum of b_j c_j^T. If
+they see all sources before them, it is a_i times a running sum, which is stored once per chunk of
+tokens.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.kept import kept
+from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.linear_attention.intervals import Interval, IntervalRun, runs_of
 from graphattn.ops.memory import keep_freed_memory
 
-CHUNK = 64  # tokens between two matrices of a running sum: this, or about as many as features
-AT_ONCE = 1 << 22  # numbers of a piece: 16 megabytes of float32
+CHUNK = 64  # tokens of a chunk of a running sum; about as many as features if these are more
+AT_ONCE = 1 << 22  # the most numbers of a piece: 16 megabytes of float32
 
 
 def sums_over_graph(
     a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, *, transposed: bool
 ) -> Tensor:
-    """The sums, [G, targets, features of c]; over the graph's transpose on request.
+    """The sums [G, targets, features of c], over a graph or its transpose.
 
-    A row of zeros among a, b or c brings nothing, whatever the others hold; and what a target does
-    not see, NaN or too large for its square, changes no bit of its sum.
+    A row of zeros in a, b or c adds nothing, even if the other rows are NaN. A source that a target
+    does not see changes no bit of its sum, even if it is NaN or so large that its square overflows.
     """
     if a.device.type == "cpu":
         keep_freed_memory()
     out = _sums(a, b, c, graph, transposed)
-    # Looking would wait for another device than a CPU.
+    # On other devices than a CPU, to read the sum would wait for the device.
     if out.device.type == "cpu" and math.isfinite(out.sum()):
         return out
     there = (b != 0).any(-1) & (c != 0).any(-1)
@@ -51,7 +52,7 @@ def sums_over_graph(
 
 
 def plain_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
-    """:func:`sums_over_graph` for who looks at the sums: NaN spreads to whatever it stands near."""
+    """:func:`sums_over_graph` without care for NaN, which may spread; callers check the sums."""
     if a.device.type == "cpu":
         keep_freed_memory()
     return _sums(a, b, c, graph, False)
@@ -76,7 +77,7 @@ def _sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) 
 
 
 def _over_run(a: Tensor, b: Tensor, c: Tensor, run: IntervalRun) -> Tensor:
-    """Equal parts, end to end, as one batch."""
+    """The sums over equal parts of a graph, as one batch."""
     first, *others = run.intervals
     groups = len(a)
     if run.times > 1:
@@ -92,20 +93,20 @@ def _over_run(a: Tensor, b: Tensor, c: Tensor, run: IntervalRun) -> Tensor:
 
 
 def over_interval(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor:
-    """Target i sees sources i + first .. i + last."""
+    """The sums over an interval, in which target i sees the sources i + first .. i + last."""
     N, M, first, last = interval
     if N == 0 or M == 0 or last < first or first >= M or last <= -N:
         return c.new_zeros(len(a), N, c.shape[-1])
     before, after = first + N <= 1, last >= M - 1
     if before and after:
         return a @ (b.transpose(1, 2) @ c)
-    if before:  # source i + last is the last that target i sees
+    if before:  # target i sees all sources up to i + last
         out = running_sums(a, _rows(b, last, N), _rows(c, last, N))
         return _add_all(out, a, b[:, : max(last, 0)], c[:, : max(last, 0)])
     if after:
         out = running_sums(a, _rows(b, first, N), _rows(c, first, N), backward=True)
         return _add_all(out, a, b[:, max(first + N, 0) :], c[:, max(first + N, 0) :])
-    if N <= CHUNK and M <= CHUNK:  # all pairs at once
+    if N <= CHUNK and M <= CHUNK:  # few tokens: all pairs at once
         pairs = (a @ b.transpose(1, 2)).masked_fill_(_outside(interval, a.device), 0)
         return pairs @ c
     if last - first + 1 > 4 * a.shape[-1]:
@@ -115,7 +116,7 @@ def over_interval(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
 
 @lru_cache(maxsize=64)
 def _outside(interval: Interval, device: torch.device) -> Tensor:
-    """Bool [N, M]: the pairs that are none of an interval of a few tokens."""
+    """Mark the pairs that are not in an interval of a few tokens, bool [N, M]."""
     N, M, first, last = interval
     with torch.inference_mode(False):
         hop = torch.arange(M, device=device) - torch.arange(N, device=device)[:, None]
@@ -123,19 +124,19 @@ def _outside(interval: Interval, device: torch.device) -> Tensor:
 
 
 def pairs_outside(graph: TokenGraph) -> Tensor | None:
-    """Bool [N, M]: the pairs that are no edges, where sums of a few tokens go over all pairs."""
+    """Mark pairs that are no edges, bool [N, M], if sums are over all pairs; None otherwise."""
     runs = graph.derived(runs_of, lambda: runs_of(graph.structure))
     if runs is None or len(runs) != 1 or runs[0].times != 1 or len(runs[0].intervals) != 1:
         return None
     (interval,) = runs[0].intervals
     N, M, first, last = interval
     is_some = 0 < N <= CHUNK and 0 < M <= CHUNK and first <= last and first < M and last > -N
-    is_all = first + N <= 1 and last >= M - 1  # then products go another way
+    is_all = first + N <= 1 and last >= M - 1  # this is computed without pairs
     return _outside(interval, graph.device) if is_some and not is_all else None
 
 
 def _rows(x: Tensor, first: int, count: int) -> Tensor:
-    """Rows first .. first + count - 1 of x [G, M, F]; zeros where there are none."""
+    """Rows first .. first + count - 1 of x [G, M, F], with zeros for rows that do not exist."""
     M = x.shape[1]
     start, stop = min(max(first, 0), M), min(max(first + count, 0), M)
     inside = x[:, start:stop]
@@ -145,7 +146,7 @@ def _rows(x: Tensor, first: int, count: int) -> Tensor:
 
 
 def _add_all(out: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The sums, and those of sources that all targets see."""
+    """Add to `out` the sums over sources that all targets see."""
     if b.shape[1] == 0:
         return out
     return out + a @ (b.transpose(1, 2) @ c)
@@ -154,10 +155,11 @@ def _add_all(out: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def running_sums(
     a: Tensor, b: Tensor, c: Tensor, *, backward: bool = False, strict: bool = False
 ) -> Tensor:
-    """Target i sees sources j <= i, or with `backward` j >= i; with `strict` not i itself.
+    """The sums over sources j <= i of target i, with `backward` j >= i, with `strict` not j = i.
 
-    Within a chunk by the products of its pairs; from chunk to chunk by a running sum of b c^T. That
-    takes memory for one matrix [D, Dv] in so many tokens as it has rows.
+    Within a chunk, products of all pairs are computed. Earlier chunks enter by a running sum of
+    b c^T, with one matrix [D, Dv] per chunk. A chunk has about D tokens, so the matrices need about
+    as much memory as the tokens.
     """
     G, N, D = a.shape
     size = min(CHUNK * max(1, round(D / CHUNK)), N)
@@ -168,7 +170,7 @@ def running_sums(
     pairs = pairs.triu_(inside) if backward else pairs.tril_(-inside)
     if chunks == 1:
         return pairs @ c
-    # What stands behind every chunk, or before it: the sum of the others' matrices up to there.
+    # For every chunk, the sum of the matrices of all chunks before it (after it if `backward`).
     matrices = (b.transpose(1, 2) @ c).unflatten(0, (G, chunks))
     known = matrices.new_zeros(matrices.shape)
     if backward:
@@ -180,7 +182,7 @@ def running_sums(
 
 
 def _windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor:
-    """Windows by the products of pairs: a block of targets and the run of sources they see."""
+    """The sums over windows, from products of a block of targets and the sources that it sees."""
     G, (N, _, first, last) = len(a), interval
     seen = last - first + 1
     size = min(max(CHUNK, 1 << (seen - 1).bit_length()), N)
@@ -203,10 +205,10 @@ def _windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor:
 
 
 def _long_windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor:
-    """Windows by running sums that start anew in every block of their length.
+    """The sums over windows, from running sums that start again in every block of their length.
 
-    A window that ends in a block is the block's beginning up to there, and the end of the block
-    before (van Herk and Gil-Werman): nothing is subtracted, so nothing cancels.
+    A window that ends in a block consists of the first part of that block and the last part of the
+    block before (van Herk and Gil-Werman). Nothing is subtracted, so nothing cancels.
     """
     G, (N, _, first, last) = len(a), interval
     size = last - first + 1
@@ -224,7 +226,8 @@ def _long_windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
 
 
 def _edges(graph: TokenGraph) -> Tensor:
-    return kept(graph, _of_table) if graph.is_table else graph.compact_edges
+    """The edge list of a graph, [2, E]."""
+    return cached_by_edges(graph, _of_table) if graph.is_table else graph.compact_edges
 
 
 def _of_table(graph: TokenGraph, _: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ def _of_table(graph: TokenGraph, _: Tensor) -> Tensor:
 
 
 def over_edges(a: Tensor, b: Tensor, c: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """One product per edge, some edges at a time."""
+    """The sums from one product per edge, for some edges at a time."""
     out = c.new_zeros(len(a), a.shape[1], c.shape[-1])
     at_once = max(1, AT_ONCE // max(1, len(a) * (a.shape[-1] + c.shape[-1])))
     for j, i in zip(source.split(at_once), target.split(at_once), strict=True):

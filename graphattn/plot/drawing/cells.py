@@ -1,4 +1,4 @@
-"""How many edges every cell of a coarse matrix holds, without listing those of a closed form."""
+"""Number of edges in every cell of a coarse adjacency matrix, mostly without listing the edges."""
 
 from __future__ import annotations
 
@@ -26,36 +26,38 @@ from graphattn.graphs.structures.structure import (
     Grid,
 )
 
-AT_ONCE = 1 << 22  # edges, or entries of a tile of rows: some tens of megabytes
+# Edges, or entries of a tile of rows, that are processed in one step: some tens of megabytes.
+AT_ONCE = 1 << 22
 
 
 class Cut(NamedTuple):
-    """Tokens start .. stop - 1 in so many cells, whose sizes differ by one token at most."""
+    """Tokens start .. stop - 1, divided into `number` cells that differ by at most one token."""
 
     start: int
     stop: int
     number: int
 
     def bounds(self) -> Tensor:
-        """Return where the cells begin, and the end of the last: [number + 1]."""
+        """Return the first token of every cell, and the end of the last cell: [number + 1]."""
         cell = torch.arange(self.number + 1)
         return self.start + cell * (self.stop - self.start) // self.number
 
     def cell(self, token: Tensor) -> Tensor:
-        """The cell of every token, from 0; that of `stop` would be `number`."""
+        """Return the number of each token's cell, counted from 0; for `stop` it is `number`."""
         return ((token - self.start + 1) * self.number - 1) // (self.stop - self.start)
 
     def rows(self, length: int, first: int) -> Tensor:
-        """Return which of `length` tokens are cut up here, token 0 being number `first`."""
+        """Return which of the tokens from `first` on are in cells, counted from `first`."""
         low, high = max(0, self.start - first), min(length, self.stop - first)
         return torch.arange(low, max(low, high))
 
 
 def edge_counts(graph: TokenGraph, rows: Cut, columns: Cut) -> Tensor:
-    """The number of edges in every cell: targets cut into `rows`, sources into `columns`.
+    """Count the edges in every cell, with targets divided into `rows` and sources into `columns`.
 
-    What is known in closed form is counted by its runs of consecutive sources, at a cost of the
-    tokens and the cells; lists of edges and tables of neighbours are read a part at a time.
+    For a graph with a structure, most edges are counted as runs of consecutive sources, so that the
+    cost depends on the number of tokens and cells and not on the number of edges. Lists of edges
+    and tables of neighbors are read a part at a time.
 
     Returns:
         LongTensor [rows.number, columns.number], on the CPU.
@@ -83,29 +85,30 @@ def edge_counts(graph: TokenGraph, rows: Cut, columns: Cut) -> Tensor:
 
 
 class _Counter:
-    """Adds up edges, one by one or as runs of consecutive sources.
+    """Counts edges per cell; edges are added singly or as runs of consecutive sources.
 
-    A run of sources start .. stop - 1 of one target is two ends: `stop` counts for +1, `start` for
-    -1. An end fills all cells before its own and a part of that one, so runs of any length cost two
-    additions, and a running sum at the end.
+    The run of sources start .. stop - 1 of one target is the difference of two runs that begin at
+    the first column: the run up to `stop` is added and the run up to `start` is subtracted. Each of
+    these fills all cells before the cell of its end, and a part of that cell. A run of any length
+    thus costs two additions, and :meth:`total` takes one cumulative sum over all of them.
     """
 
     def __init__(self, rows: Cut, columns: Cut) -> None:
         self.row_cut, self.columns = rows, columns
         self.single = torch.zeros(rows.number * columns.number, dtype=torch.int64)
-        # A run may end where the last cell does: one column more.
+        # A run may end where the last cell ends, so there is one more column for ends.
         self.ends = torch.zeros(rows.number * (columns.number + 1), dtype=torch.int64)
         self.filled = torch.zeros_like(self.ends)
 
     def total(self) -> Tensor:
-        """Edges per cell."""
+        """Return the number of edges in every cell, [rows, columns]."""
         R, C = self.row_cut.number, self.columns.number
         ends, filled = self.ends.view(R, C + 1), self.filled.view(R, C + 1)
-        beyond = ends.flip(1).cumsum(1).flip(1) - ends  # ends in a later cell
-        return self.single.view(R, C) + filled[:, :C] + self.columns.bounds().diff() * beyond[:, :C]
+        later = ends.flip(1).cumsum(1).flip(1) - ends  # the number of ends in later cells
+        return self.single.view(R, C) + filled[:, :C] + self.columns.bounds().diff() * later[:, :C]
 
     def add_edges(self, target: Tensor, source: Tensor, sign: int = 1) -> None:
-        """Edges one by one."""
+        """Add single edges (subtract them if `sign` is -1)."""
         rows, columns = self.row_cut, self.columns
         inside = (target >= rows.start) & (target < rows.stop)
         inside &= (source >= columns.start) & (source < columns.stop)
@@ -113,23 +116,23 @@ class _Counter:
         self.single += sign * torch.bincount(cell, minlength=len(self.single))
 
     def add_runs(self, target: Tensor, start: Tensor, stop: Tensor, sign: int = 1) -> None:
-        """Sources start .. stop - 1 of every target."""
+        """Add the edges from sources start .. stop - 1 to every target (or subtract them)."""
         rows, columns = self.row_cut, self.columns
         start = start.clamp(columns.start, columns.stop)
         stop = stop.clamp(columns.start, columns.stop)
         inside = (target >= rows.start) & (target < rows.stop) & (start < stop)
         row, bounds = rows.cell(target[inside]), columns.bounds()
-        for end, way in ((stop[inside], sign), (start[inside], -sign)):
+        for end, end_sign in ((stop[inside], sign), (start[inside], -sign)):
             column = columns.cell(end)
             cell = row * (columns.number + 1) + column
-            self.ends += way * torch.bincount(cell, minlength=len(self.ends))
-            # Sums of whole numbers far below 2^53: exact in float64.
+            self.ends += end_sign * torch.bincount(cell, minlength=len(self.ends))
+            # These are sums of integers far below 2^53, so float64 is exact.
             part = (end - bounds[column]).double()
             filled = torch.bincount(cell, weights=part, minlength=len(self.filled))
-            self.filled += way * filled.long()
+            self.filled += end_sign * filled.long()
 
     def add(self, structure: GraphStructure, t0: int = 0, s0: int = 0, sign: int = 1) -> None:
-        """All edges of a structure whose target 0 is token `t0`, and source 0 token `s0`."""
+        """Add all edges of a structure whose first target is token `t0` and first source `s0`."""
         i = self.row_cut.rows(structure.num_targets, t0)
         if not len(i):
             return
@@ -164,14 +167,15 @@ class _Counter:
             case Grid():
                 self._add_grid(structure, i, t0, s0, sign)
             case GlobalTokens(num_tokens=N, tokens=tokens):
-                seen = torch.tensor(tokens, dtype=torch.int64)
-                zero = torch.zeros_like(seen)
-                self.add_runs(seen + t0, zero + s0, zero + s0 + N, sign)
-                everyone, hubs = self._per_row(i + t0), self._per_row(seen + t0)
-                inside = seen[(seen + s0 >= self.columns.start) & (seen + s0 < self.columns.stop)]
-                place = self.columns.cell(inside + s0)
-                columns = torch.bincount(place, minlength=self.columns.number)
-                self.single += sign * torch.outer(everyone - hubs, columns).view(-1)
+                global_tokens = torch.tensor(tokens, dtype=torch.int64)
+                zero = torch.zeros_like(global_tokens)
+                self.add_runs(global_tokens + t0, zero + s0, zero + s0 + N, sign)
+                # All other targets see the global tokens only.
+                others = self._per_row(i + t0) - self._per_row(global_tokens + t0)
+                source = global_tokens + s0
+                source = source[(source >= self.columns.start) & (source < self.columns.stop)]
+                columns = torch.bincount(self.columns.cell(source), minlength=self.columns.number)
+                self.single += sign * torch.outer(others, columns).view(-1)
             case Parts():
                 pairs = zip(structure.target_ptr, structure.source_ptr, strict=True)
                 for part, (t, s) in zip(structure.parts, pairs, strict=False):
@@ -183,7 +187,7 @@ class _Counter:
                     self.add_edges(target + t0, source + s0, sign)
 
     def _per_row(self, token: Tensor) -> Tensor:
-        """How many of these tokens every row of cells holds."""
+        """Return how many of these tokens are in every row of cells."""
         rows = self.row_cut
         inside = token[(token >= rows.start) & (token < rows.stop)]
         return torch.bincount(rows.cell(inside), minlength=rows.number)
@@ -191,17 +195,21 @@ class _Counter:
     def _add_section(
         self, section: Section, band: Band, i: Tensor, t0: int, s0: int, sign: int
     ) -> None:
-        """Runs that are shifted, and cut at the ends of the section's sources."""
-        N, M, place = band.num_tokens, section.num_sources, i + section.shift
-        start = (place - min(band.before, N)).clamp(0, M)
-        stop = (place + min(band.after, N) + 1).clamp(0, M)
+        """Add the edges of a part of a band: shifted runs, cut off at the part's sources."""
+        N, M, position = band.num_tokens, section.num_sources, i + section.shift
+        start = (position - min(band.before, N)).clamp(0, M)
+        stop = (position + min(band.after, N) + 1).clamp(0, M)
         self.add_runs(i + t0, start + s0, stop + s0, sign)
         if not band.self_loops:
-            itself = (place >= 0) & (place < M)
-            self.add_edges(i[itself] + t0, place[itself] + s0, -sign)
+            is_source = (position >= 0) & (position < M)
+            self.add_edges(i[is_source] + t0, position[is_source] + s0, -sign)
 
     def _add_dilated(self, band: Band, i: Tensor, t0: int, s0: int, sign: int) -> None:
-        """Every d-th source: hop by hop, or where those are many, counted up to every border."""
+        """Add the edges of a dilated band, where each target sees every d-th source.
+
+        A band with few hops is added hop by hop. For one with many hops, the sources before every
+        column border are counted.
+        """
         N, d = band.num_tokens, min(band.dilation, max(band.num_tokens, 1))
         before, after = (min(hops, max(N - 1, 0) // d) for hops in (band.before, band.after))
         if before + after <= self.columns.number:
@@ -211,7 +219,7 @@ class _Counter:
                     inside = (j >= 0) & (j < N)
                     self.add_edges(i[inside] + t0, j[inside] + s0, sign)
             return
-        # Columns outside of 0 .. N - 1 hold no source of this band.
+        # Columns outside 0 .. N - 1 have no source of this band.
         border = (self.columns.bounds() - s0).clamp(0, N)
         single = self.single.view(self.row_cut.number, self.columns.number)
         for tile in i.split(max(1, AT_ONCE // len(border))):
@@ -222,7 +230,7 @@ class _Counter:
             self.add_edges(i + t0, i + s0, -sign)
 
     def _add_grid(self, grid: Grid, i: Tensor, t0: int, s0: int, sign: int) -> None:
-        """A window on an image is a run per line of it."""
+        """Add the edges of windows on an image: one run for each row of pixels in a window."""
         lead, W = int(grid.class_token), grid.width
         pixel = i[i >= lead] - lead
         y, x = pixel // W, pixel % W
@@ -240,19 +248,19 @@ class _Counter:
             self.add_runs(row, row - t0 + s0, row - t0 + s0 + grid.num_targets, sign)
 
     def _add_union(self, union: Union, t0: int, s0: int, sign: int) -> None:
-        """Every part, less what earlier parts have already."""
+        """Add every part, and subtract the edges that an earlier part already has."""
         for k, part in enumerate(union.parts):
             self.add(part, t0, s0, sign)
             if k == 0:
                 continue
             earlier = union_of(union.parts[:k])
             if isinstance(part, RandomSources) and part.base == earlier:
-                continue  # drawn outside of it
+                continue  # These random edges are drawn outside the earlier parts.
             shared = intersection_of(part, earlier)
             if shared is not None:
                 self.add(shared, t0, s0, -sign)
                 continue
-            few, many = sorted((part, earlier), key=lambda either: either.num_edges())
-            for source, target in few.pieces():
-                both = many.contains(target, source)
-                self.add_edges(target[both] + t0, source[both] + s0, -sign)
+            smaller, larger = sorted((part, earlier), key=lambda either: either.num_edges())
+            for source, target in smaller.pieces():
+                in_both = larger.contains(target, source)
+                self.add_edges(target[in_both] + t0, source[in_both] + s0, -sign)

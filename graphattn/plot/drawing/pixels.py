@@ -1,6 +1,6 @@
-"""A matrix drawn at whatever size there is, so that none of its lines falls between two pixels.
+"""Image of a matrix of any size in which no row or column falls between two pixels.
 
-This module imports matplotlib: import it where something is drawn.
+This module imports matplotlib, so it is only imported inside functions that draw.
 """
 
 from __future__ import annotations
@@ -17,28 +17,33 @@ from numpy.typing import NDArray
 
 from graphattn.plot.drawing.cells import Cut
 
-# A cell covers at least a pixel (and a bit: rounding may cost some) or nearest-neighbour resampling
-# drops it, and at least a point of 1/72 inch, so that it is still seen on paper or a phone.
+# A cell must cover at least one pixel, and a little more because of rounding; otherwise
+# nearest-neighbor resampling drops it. It must also cover at least one point (1/72 inch), so that
+# it can be seen on paper or on a phone.
 LEAST_PIXELS, LEAST_POINTS = 1.2, 1.0
 
 
 class CellImage(AxesImage):
-    """Cells of whole rows and columns, as small as can be told apart where they are drawn.
+    """Image of a matrix, divided into the smallest cells that can still be told apart.
 
-    How many rows and columns share a cell is decided when the picture is drawn, when its size and
-    the part in view are known; `cells` then gives the value of every cell. matplotlib alone would
-    pick one row out of several.
+    A cell stands for several rows and columns if the matrix is larger than the image. Their number
+    is chosen when the figure is drawn, because only then the size of the image and the visible part
+    are known; `cells` then computes the value of every cell. matplotlib alone would draw one row
+    out of several and leave out the others.
 
     Args:
         ax: where to draw; its limits must be set.
         shape: (rows, columns) of the matrix.
-        cells: what the cells of these rows and columns show; an array [rows, columns].
+        cells: returns the values of the cells for given cuts of rows and columns, an array
+            [rows.number, columns.number].
         first: the number of the first row and column.
-        style: of an AxesImage, such as `cmap` and `norm`.
+        style: keyword arguments of an AxesImage, such as `cmap` and `norm`.
 
     Attributes:
-        sizes: rows and columns per cell; where they do not come out even, some have one more.
-        on_new_cells: called with them where they change, to tell it in a legend.
+        sizes: number of rows and of columns per cell; some cells have one more if the numbers do
+            not divide evenly.
+        on_new_cells: function that is called with `sizes` whenever they change, for example to
+            update a label.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class CellImage(AxesImage):
         self.fit()
 
     def fit(self, magnification: float = 1.0) -> None:
-        """Cut the part in view into cells that suit the size it has now."""
+        """Divide the visible part into cells that fit its present size."""
         ax = self.axes
         assert ax is not None
         cuts = []
@@ -70,7 +75,8 @@ class CellImage(AxesImage):
             low, high = (limit - self._first + 0.5 for limit in sorted(limits))
             start = min(max(math.floor(low), 0), number - 1)
             stop = min(max(math.ceil(high), start + 1), number)
-            # A last cell of a few tokens left over would be a hair: all get their share of them.
+            # A last cell with the few remaining tokens would be too thin to see; instead, these
+            # tokens are distributed over all cells.
             cuts.append(Cut(start, stop, max(1, (stop - start) // size)))
         rows, columns = cuts
         if self._cut == (rows, columns):
@@ -86,14 +92,17 @@ class CellImage(AxesImage):
             self.on_new_cells(*self.sizes)
 
     def draw(self, renderer: RendererBase) -> None:
-        """Fit, then draw: vector files have pixels of their own in the pictures they hold."""
+        """Fit the cells, then draw.
+
+        The magnification is needed because images in vector files have their own pixel size.
+        """
         if self.get_visible():
             self.fit(renderer.get_image_magnification())
         super().draw(renderer)
 
 
 def cell_sizes(ax: Axes, shape: tuple[int, int], magnification: float = 1.0) -> tuple[int, int]:
-    """How many rows and columns share a cell at the size the axes have now."""
+    """Return how many rows and how many columns a cell needs at the present size of the axes."""
     ax.apply_aspect()
     least = max(LEAST_POINTS * ax.figure.dpi / 72, LEAST_PIXELS / magnification)
     origin, one = ax.transData.transform([(0, 0), (1, 1)])
@@ -106,7 +115,7 @@ def cell_sizes(ax: Axes, shape: tuple[int, int], magnification: float = 1.0) -> 
 
 
 def largest(matrix: NDArray[Any]) -> Callable[[Cut, Cut], NDArray[Any]]:
-    """Cells that show the largest of their entries; NaN where all are."""
+    """Return a function for cells that show their largest entry, or NaN if all entries are NaN."""
 
     def cells(rows: Cut, columns: Cut) -> NDArray[Any]:
         part = matrix[rows.start : rows.stop, columns.start : columns.stop]

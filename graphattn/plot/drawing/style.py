@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 INK = "#333333"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-SHADES = ("white", "#8fbfdd", COLOURS[0], "#00253d")  # of a heat map
+SHADES = ("white", "#8fbfdd", COLOURS[0], "#00253d")  # the colours of a heat map
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = False) -> Axes:
-    """`ax` itself, or the axes of a new pyplot figure of so many inches.
+    """Return `ax`, or if it is None the axes of a new pyplot figure of this size in inches.
 
-    With `square`, the layout is for axes of a fixed aspect: others leave them too little room.
+    With `square`, the figure gets the layout for axes with a fixed aspect ratio; the other layout
+    would draw such axes too small.
     """
     if ax is None:
         import matplotlib.pyplot as plt
@@ -31,9 +32,9 @@ def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = 
 
 
 def style_axes(ax: Axes, *, frame: bool = False) -> None:
-    """Small ticks and a thin grey frame, or its lower left half: the data should be seen.
+    """Give the axes small ticks and a thin grey frame (only left and bottom without `frame`).
 
-    Ticks say whole numbers: 3.12, and not 0.12 with "+3" in a corner.
+    Tick labels show complete numbers: 3.12, not 0.12 with the offset "+3" in a corner.
     """
     from matplotlib.ticker import ScalarFormatter
 
@@ -47,9 +48,10 @@ def style_axes(ax: Axes, *, frame: bool = False) -> None:
 
 
 def colour_bar(image: AxesImage | Collection, label: str) -> Colorbar:
-    """A colour bar as high as the image, beside its axes."""
+    """Draw a colour bar next to the axes of the image, as high as the image."""
     ax: Any = image.axes
-    if ax.figure.get_layout_engine() is None:  # nobody will make room for it
+    # Without a layout engine, nothing would make room for a colour bar outside the axes.
+    if ax.figure.get_layout_engine() is None:
         bar = ax.figure.colorbar(image, ax=ax)
     else:
         bar = ax.figure.colorbar(image, cax=ax.inset_axes((1.04, 0, 0.045, 1)))

@@ -1,4 +1,4 @@
-"""Ticks of axes. This module imports matplotlib: import it where it is used."""
+"""Ticks of axes. This module imports matplotlib, so it is only imported inside functions."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import math
 
 from matplotlib.ticker import Locator, MaxNLocator
 
-FEW = 6
+FEW = 6  # ticks
 
 
-class WholeNumbers(Locator):
-    """Ticks of a logarithmic axis of counts: whole numbers, a few however short the axis is.
+class IntegerTicks(Locator):
+    """Ticks of a logarithmic axis of counts: a few integers, also on a short axis.
 
-    matplotlib's own are powers of ten, and parts of them where there is no power: ``3 x 10^1``.
+    matplotlib's default ticks are powers of ten or, on an axis without a power of ten, multiples
+    such as ``3 x 10^1``.
     """
 
     def __call__(self) -> list[int]:
-        """The ticks of what is in view."""
+        """Return the ticks of the visible part of the axis."""
         assert self.axis is not None
         low, high = sorted(self.axis.get_view_interval())
         return self.tick_values(low, high)
 
     def tick_values(self, vmin: float, vmax: float) -> list[int]:
-        """Whole numbers from `vmin` to `vmax`."""
+        """Return a few integers from `vmin` to `vmax`."""
         low, high = max(1, math.ceil(vmin)), math.floor(vmax)
         if high - low < FEW:
             return list(range(low, high + 1))
@@ -32,5 +33,5 @@ class WholeNumbers(Locator):
             ticks = [tick for tick in ticks if low <= tick <= high]
             if len(ticks) >= 3:
                 return ticks
-        evenly = MaxNLocator(FEW, integer=True).tick_values(low, high)
-        return [round(tick) for tick in evenly if low <= tick <= high]
+        even = MaxNLocator(FEW, integer=True).tick_values(low, high)
+        return [round(tick) for tick in even if low <= tick <= high]

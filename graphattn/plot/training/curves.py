@@ -1,4 +1,4 @@
-"""Curves of a training."""
+"""Figure of training losses."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ def loss_curves(
     reference: Mapping[str, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Losses over training steps, one line per model, named in the legend.
+    """Draw losses over training steps, one line per model, with the names in the legend.
 
     Args:
-        curves: name of a model -> its (step, loss) points, numbers or tensors of one number.
-        reference: name -> loss of what needs no model (guessing by frequency, say): dashed lines.
+        curves: for each name of a model its (step, loss) points; a loss is a number or a tensor
+            with one number.
+        reference: for each name a loss to compare with, such as that of guessing by frequency;
+            drawn as a dashed line.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there is no curve, or one has no points.
+        ValueError: if there is no curve, or a curve has no points.
 
     Example:
         >>> import graphattn as ga
@@ -39,10 +41,10 @@ def loss_curves(
         ['attention', 'mix']
     """
     if not curves:
-        raise ValueError("curves must hold at least one curve, got none")
+        raise ValueError("curves must have at least one curve, got none")
     for name, points in curves.items():
         if len(points) == 0:
-            raise ValueError(f"curves must have points, got none for {name!r}")
+            raise ValueError(f"each of curves must have points, got none for {name!r}")
     ax = axes_or_new(ax, 5.5, 3.4)
     for i, (name, points) in enumerate(curves.items()):
         ax.plot(
@@ -61,6 +63,6 @@ def loss_curves(
     names = [*curves, *(reference or {})]
     legend = ax.legend(ax.lines[-len(names) :], names, frameon=False, fontsize=8)
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a "$" in a name is no mathematics
+        text.set_parse_math(False)  # A "$" in a name does not begin a formula.
     style_axes(ax)
     return ax

@@ -1,4 +1,4 @@
-"""Figures of training runs: curves, learning rates, the state of layers, reliability."""
+"""Figures of training runs: curves, learning rates, the state of layers, and reliability."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 Runs = Run | Sequence[Row] | Mapping[str, Run | Sequence[Row]]
 
-SIZE = 4.6, 3.2  # inches: what a phone shows without making it much smaller
-DASHES: tuple[Any, ...] = (
-    "-",
-    (0, (4, 2)),
-    (0, (1, 1.5)),
-)  # where there are more lines than colours
+SIZE = 4.6, 3.2  # inches; a phone can show this size without making it much smaller
+# Lines with the same colour have different dashes, if there are more lines than colours.
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))
 WHOLE = "whole model"
-LAYER_MEASURES = {  # what a layer's row is called -> the label of its axis
+LAYER_MEASURES = {  # the name of a measure in the rows and the label of its axis
     "alpha_max": "largest stable learning rate",
     "share_stable": "share of stable steps",
     "sink_share": "attention on the first token",
@@ -32,7 +29,7 @@ LAYER_MEASURES = {  # what a layer's row is called -> the label of its axis
     "max_step_size": "largest step size of a low-pass filter",
     "1 - 2 eta lambda_max": "1 - 2 eta lambda_max",
 }
-FEW = 7  # lines that a legend names one by one
+FEW = 7  # Up to this number of lines, the legend names every line.
 
 
 def training_curves(
@@ -42,22 +39,24 @@ def training_curves(
     reference: Mapping[str, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Losses of one run or several over their steps: in training, and on the validation split.
+    """Draw the training and validation losses of one or several runs over their steps.
 
-    A run that diverged ends with a cross at its last finite loss. Losses far above those of the
-    start are cut off, or drawn on a logarithmic axis where most are.
+    A run that diverged ends with a cross at its last finite loss. Losses far above the first losses
+    are cut off; if most losses are that large, the axis is logarithmic instead.
 
     Args:
-        runs: a :class:`~graphattn.train.Run`, its rows, or several of either by name.
-        measure: of the rows: "loss", or what the objective reports of validation ("accuracy").
-        reference: name -> what needs no model (guessing by frequency, say): dashed lines.
+        runs: a :class:`~graphattn.train.Run`, its rows, or a mapping from names to runs or rows.
+        measure: which number of the rows to draw: "loss", or one that the objective reports for the
+            validation split, such as "accuracy".
+        reference: for each name a value to compare with, such as that of guessing by frequency;
+            drawn as a dashed line.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if no run has the measure.
+        ValueError: if no run has a finite value of the measure.
 
     Example:
         >>> import graphattn as ga
@@ -78,18 +77,19 @@ def training_curves(
         raise ValueError(f"runs must have rows with a finite {measure!r}, got none")
     ax = axes_or_new(ax, *SIZE)
     for i, (name, own) in enumerate(curves.items()):
-        judged = bool(own["validation"])
+        has_validation = bool(own["validation"])
         for split, points in own.items():
             if not points:
                 continue
-            behind = split == "train" and judged  # noisy, and not what runs are compared by
-            label = {"train": "training"}.get(split, split) if alone else "" if behind else name
+            # Runs are compared by the validation loss; the noisy training loss is drawn paler.
+            is_pale = split == "train" and has_validation
+            label = {"train": "training"}.get(split, split) if alone else "" if is_pale else name
             ax.plot(
                 *zip(*points, strict=True),
                 color=COLOURS[1 if alone and split == "validation" else i % len(COLOURS)],
                 linestyle=DASHES[i // len(COLOURS) % len(DASHES)],
-                linewidth=1.0 if behind else 1.6,
-                alpha=0.45 if behind and not alone else 0.8 if behind else 1.0,
+                linewidth=1.0 if is_pale else 1.6,
+                alpha=0.45 if is_pale and not alone else 0.8 if is_pale else 1.0,
                 marker="o" if split == "validation" and len(points) < 40 else None,
                 markersize=3,
                 label=label or "_",
@@ -119,17 +119,17 @@ def training_curves(
 
 
 def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
-    """Learning rates of one run or several over their steps.
+    """Draw the learning rates of one or several runs over their steps.
 
     Args:
-        runs: a :class:`~graphattn.train.Run`, its rows, or several of either by name.
+        runs: a :class:`~graphattn.train.Run`, its rows, or a mapping from names to runs or rows.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if no row has a learning rate.
+        ValueError: if no training row has a learning rate.
 
     Example:
         >>> import graphattn as ga
@@ -139,7 +139,7 @@ def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
     """
     named = {name: _points(run, "train", "lr") for name, run in _by_name(runs).items()}
     if not any(named.values()):
-        raise ValueError("runs must have rows of training with 'lr', got none")
+        raise ValueError("runs must have training rows with 'lr', got none")
     ax = axes_or_new(ax, *SIZE)
     for i, (name, points) in enumerate(named.items()):
         if points:
@@ -156,13 +156,15 @@ def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
 def layer_curves(
     run: Run | Sequence[Row], measure: str = "effective_rank", *, ax: Axes | None = None
 ) -> Axes:
-    """How one number of every layer changed in training, a line per layer, lighter with depth.
+    """Draw how one number of every layer changed in training, one line per layer.
+
+    Deeper layers have lighter lines.
 
     Args:
-        run: one whose config has ``record_every``, or its rows.
+        run: a run whose config sets ``record_every``, or its rows.
         measure: "alpha_max", "share_stable", "sink_share", "effective_rank", "max_step_size" or
-            "1 - 2 eta lambda_max", as :func:`graphattn.train.layer_state` gives them. Where that
-            is known of the whole model, too, it is a dashed line.
+            "1 - 2 eta lambda_max", as :func:`graphattn.train.layer_state` returns them. If the rows
+            have this number for the whole model too, it is drawn as a dashed line.
         ax: where to draw; new axes if None.
 
     Returns:
@@ -185,7 +187,10 @@ def layer_curves(
     as_choice("measure", measure, tuple(LAYER_MEASURES))
     curves = _of_layers(run, measure)
     if not curves:
-        raise ValueError(f"run must have rows of layers with a finite {measure!r}, got none")
+        raise ValueError(
+            f"run must have rows of layers with a finite {measure!r}, got none: set record_every "
+            f"in the config of the run"
+        )
     ax = axes_or_new(ax, *SIZE)
     layers = [name for name in curves if name != WHOLE]
     shades = colormaps["viridis"]
@@ -221,10 +226,10 @@ def layer_curves(
 def reliability_diagram(
     calibration: Calibration | Sequence[Mapping[str, Any]], *, ax: Axes | None = None
 ) -> Axes:
-    """How often guesses are right, beside how sure the model was of them.
+    """Draw the accuracy of a model's predictions against its confidence in them.
 
-    A point per bin of confidence; on the diagonal a model is right as often as it says. Grey bars
-    are the share of all guesses that a bin holds.
+    Every bin of confidence is a point. On the diagonal the accuracy equals the confidence. Grey
+    bars show the share of all predictions that are in the bin.
 
     Args:
         calibration: a :class:`~graphattn.train.Calibration`, or its ``rows()``.
@@ -234,7 +239,7 @@ def reliability_diagram(
         The matplotlib axes.
 
     Raises:
-        ValueError: if there is no guess.
+        ValueError: if there are no predictions.
 
     Source:
         Guo et al., 2017, *On Calibration of Modern Neural Networks*, Figure 1.
@@ -249,7 +254,7 @@ def reliability_diagram(
     rows = calibration.rows() if isinstance(calibration, Calibration) else calibration
     total = sum(row["count"] for row in rows)
     if not total:
-        raise ValueError("calibration must hold at least one guess, got none")
+        raise ValueError("calibration must have at least one prediction, got none")
     ax = axes_or_new(ax, *SIZE)
     ax.bar(
         [row["from"] for row in rows],
@@ -276,13 +281,13 @@ def reliability_diagram(
     return ax
 
 
-# Rows.
+# Reading rows.
 
 
 def _by_name(runs: Runs) -> dict[str, Run | Sequence[Row]]:
     named = dict(runs) if isinstance(runs, Mapping) else {"": runs}
     if not named:
-        raise ValueError("runs must hold at least one run, got none")
+        raise ValueError("runs must have at least one run, got none")
     return named
 
 
@@ -293,14 +298,14 @@ def _rows(run: Run | Sequence[Row], split: str) -> Iterator[Row]:
 
 
 def _points(run: Run | Sequence[Row], split: str, measure: str) -> list[tuple[int, float]]:
-    """Return the points that can be drawn; in the log, a number that is not finite is None."""
+    """Return the points that can be drawn; the log has None for a number that is not finite."""
     return [
         (row["step"], row[measure]) for row in _rows(run, split) if _is_finite(row.get(measure))
     ]
 
 
 def _of_layers(run: Run | Sequence[Row], measure: str) -> dict[str, list[tuple[int, float]]]:
-    """The points of every layer in their order, those of the whole model last."""
+    """Return the points of every layer, in the order of the rows; those of the whole model last."""
     found: dict[str, list[tuple[int, float]]] = {}
     whole = []
     for row in _rows(run, "layers"):
@@ -308,7 +313,7 @@ def _of_layers(run: Run | Sequence[Row], measure: str) -> dict[str, list[tuple[i
             whole.append((row["step"], row[measure]))
         for name, own in (row.get("layers") or {}).items():
             value = own.get(measure)
-            # Half a digit below 0 is no learning rate, and none at all on a logarithmic axis.
+            # alpha_max is a learning rate on a logarithmic axis, so only values > 0 are drawn.
             if _is_finite(value) and (value > 0 or measure != "alpha_max"):
                 found.setdefault(name, []).append((row["step"], value))
     return {**found, WHOLE: whole} if whole else found
@@ -325,11 +330,11 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# Axes.
+# Drawing.
 
 
 def _cut_off(ax: Axes, curves: list[dict[str, list[Any]]], reference: list[float]) -> None:
-    """Leave out what lies far above the first losses, so that all else can be told apart."""
+    """Cut off losses far above the first losses, so that the others remain distinguishable."""
     values = [value for own in curves for points in own.values() for _, value in points]
     starts = [own["train"] or own["validation"] for own in curves]
     low = min(values + reference)
@@ -337,17 +342,17 @@ def _cut_off(ax: Axes, curves: list[dict[str, list[Any]]], reference: list[float
     span = (high - low) or abs(high) or 1.0
     above = sum(value > high + 0.5 * span for value in values)
     if above > 0.5 * len(values) and low > 0:
-        ax.set_yscale("log")  # little would be left
+        ax.set_yscale("log")  # Cutting off would leave out more than half of the values.
     elif above:
         ax.set_ylim(low - 0.06 * span, high + 0.25 * span)
 
 
 def _some(names: list[str]) -> list[str]:
-    """Select those of many lines that a legend names: first, last, and some between."""
+    """Select which of many lines the legend names: the first, the last, and some between."""
     if len(names) <= FEW:
         return names
-    places = {round(k * (len(names) - 1) / (FEW - 3)) for k in range(FEW - 2)}
-    return [names[place] for place in sorted(places)]
+    selected = {round(k * (len(names) - 1) / (FEW - 3)) for k in range(FEW - 2)}
+    return [names[i] for i in sorted(selected)]
 
 
 def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
@@ -357,13 +362,13 @@ def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
     ax.set_ylabel(quantity)
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
     handles, labels = ax.get_legend_handles_labels()
-    kept = [
+    named = [
         (handle, label)
         for handle, label in zip(handles, labels, strict=True)
         if shown is None or label in shown or label in (WHOLE, "learning rate")
     ]
-    if len(kept) > 1:
-        legend = ax.legend(*zip(*kept, strict=True), frameon=False, fontsize=8)
+    if len(named) > 1:
+        legend = ax.legend(*zip(*named, strict=True), frameon=False, fontsize=8)
         for text in legend.get_texts():
-            text.set_parse_math(False)  # a "$" in a name is no mathematics
+            text.set_parse_math(False)  # A "$" in a name does not begin a formula.
     style_axes(ax)

@@ -1,4 +1,4 @@
-"""Losses of a sweep over its learning rates."""
+"""Figure of the losses of a sweep over learning rates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from graphattn.train.sweeps.results import losses_by_rate, summarize_sweep
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MARKERS = ("o", "s", "^", "D", "v", "P")  # beside colours: mixers are told apart in grey too
+# Mixers have different markers as well as colours, so that they can be told apart in grey.
+MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -> Axes:
-    """Loss over learning rate, a curve per mixer, diverged trials on the shelf at the top.
+    """Draw the loss over the learning rate, one curve per mixer.
 
-    Every trial is a point, the curve is the mean over seeds, and a ring marks its lowest value. A
-    curve has a gap where a trial diverged: there is no mean.
+    Every finished trial is a point, the curve is the mean over seeds, and a ring marks its lowest
+    value. A learning rate at which a trial diverged has no mean, so the curve has a gap there.
+    Diverged trials are crosses above the curves.
 
     Args:
-        rows: of :func:`graphattn.train.read_sweep`; those without a result yet are left out.
+        rows: the result of :func:`graphattn.train.read_sweep`; trials without a result yet are left
+            out.
         ax: where to draw; new axes if None.
 
     Returns:
@@ -45,13 +48,13 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
     """
     found = [dict(row) for row in rows if row["status"] in ("finished", "diverged")]
     if not found:
-        raise ValueError("rows must hold at least one result, got none")
+        raise ValueError("rows must have at least one trial with a result, got none")
     ax = axes_or_new(ax, 5.5, 3.6)
     ax.set_xscale("log")
     summaries = summarize_sweep(found)
-    for place, summary in enumerate(summaries):
+    for i, summary in enumerate(summaries):
         trials = [row for row in found if row["mixer"] == summary.mixer]
-        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
         means = losses_by_rate(trials)
         ax.plot(
@@ -71,7 +74,7 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
                 summary.best_lr, summary.loss, "o", markersize=9, fillstyle="none",
                 color=colour, markeredgewidth=1,
             )  # fmt: skip
-    _shelf(ax, found, [summary.mixer for summary in summaries])
+    _draw_diverged(ax, found, [summary.mixer for summary in summaries])
     ax.set_xlabel("learning rate")
     ax.set_ylabel("validation loss (nats)")
     lines = [line for line in ax.lines if not str(line.get_label()).startswith("_child")]
@@ -83,8 +86,8 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
     return ax
 
 
-def _shelf(ax: Axes, rows: list[dict[str, Any]], names: list[str]) -> None:
-    """A cross above the curves for every diverged trial, a line of them per mixer."""
+def _draw_diverged(ax: Axes, rows: list[dict[str, Any]], names: list[str]) -> None:
+    """Draw a cross above the curves for every diverged trial, with one line of them per mixer."""
     diverged = [row for row in rows if row["status"] == "diverged"]
     if not diverged:
         return
@@ -94,10 +97,10 @@ def _shelf(ax: Axes, rows: list[dict[str, Any]], names: list[str]) -> None:
     ax.axhline(high, color="#999999", linewidth=0.6)
     for line, name in enumerate(shown):
         rates = [row["lr"] for row in diverged if row["mixer"] == name]
-        place = names.index(name)
+        i = names.index(name)
         ax.plot(
             rates, [high + (line + 0.75) * step] * len(rates), "x", markersize=5,
-            markeredgewidth=1.4, color=COLOURS[place % len(COLOURS)],
+            markeredgewidth=1.4, color=COLOURS[i % len(COLOURS)],
         )  # fmt: skip
     ax.set_ylim(low, high + (len(shown) + 0.5) * step)
     ax.annotate(

@@ -1,1 +1,1 @@
-"""Certificates: which theorems hold for a graph, a layer, a model."""
+"""Certificates, which say which theorems hold for a graph, a layer or a model."""

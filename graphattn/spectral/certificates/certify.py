@@ -1,4 +1,4 @@
-"""Certificates: claims of theory about a graph or a layer, beside measurements."""
+"""Certificates: theorems about a graph or a layer, compared with measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphattn.spectral.filters import energy_gradient, steps_of_rates
 if TYPE_CHECKING:
     from torch import nn
 
-STEPS = 200  # of the filter, at most, to measure its rate
+STEPS = 200  # the most steps of the filter to measure its rate
 
 
 def certify(
@@ -35,54 +35,58 @@ def certify(
     edge_features: Tensor | None = None,
     **given: Any,
 ) -> Certificate:
-    r"""Every theorem that speaks of a graph or a layer, checked on it, and which do not and why.
+    r"""Check which theorems about a graph, a layer or a model hold, and which do not apply.
 
-    Of a graph: whether it hangs together, its Fiedler value beside closed form and bounds, the
-    largest step, the predicted rate of smoothing. With a signal `x`, that rate is measured on it.
+    For a **graph**, the certificate says whether it is connected. It compares the Fiedler value
+    with its bounds, and gives the largest step and the predicted rate of smoothing. With a signal
+    `x`, the rate is also measured.
 
-    Of a layer, on tokens `x` over `graph`. For :class:`~graphattn.nn.SelfConsensus`, R is held at
-    what these tokens give, and one step is a linear map: is it a low-pass filter, does the energy
-    fall, do constants stay? With ``update="target"`` or ``rope=True`` (Eq. 42) the theorems do not
-    apply; the certificate says so and gives the measured norm. For attention layers: are rows
-    averages, and how many closed classes of tokens are there?
+    For a **layer**, the theorems are checked on tokens `x` with a `graph`. For
+    :class:`~graphattn.nn.SelfConsensus`, the matrices R are computed once from these tokens, so one
+    step is a linear map. The certificate says whether it is a low-pass filter, whether the energy
+    falls, and whether constants do not change. With ``update="target"`` or ``rope=True`` (Eq. 42),
+    these theorems do not apply; the certificate says so, and gives the measured norm. For attention
+    layers, it says whether rows are averages, and counts the closed classes of tokens.
 
-    Of a block, an encoder or any module with ``forward(x, graph)``: every layer in it on the tokens
-    that reach it when the module runs on `x`. The certificate's own facts are the worst over layers
-    and ``parts`` holds one certificate per layer. Of a batch (x [*, N, dim], or a packed graph) in
-    the same way: one certificate per sequence, without its padding, and the worst. A module that
-    holds none of these layers is measured: how much its derivative at `x` amplifies.
+    For a **block, an encoder or any module** with ``forward(x, graph)``, every layer in it is
+    checked on the tokens that it gets when the module runs on `x`. ``parts`` has one certificate
+    per layer, and the facts of the whole certificate are the worst over all layers. A **batch**
+    (x [*, N, dim], or a packed graph) is handled in the same way, with one certificate per
+    sequence, without padding. For a module without such layers, the certificate gives the norm of
+    its derivative at `x`.
 
-    Everything is computed in float64 on the CPU; a layer is copied, put in evaluation mode, and
-    left as it is. Of a consensus layer, no matrix N D x N D is formed: eigenvalues come from
-    products with the edges' matrices, and where the graph is narrow (a window), elimination counts
-    the eigenvalues beyond them, which bounds the error: the number "error bound". Where that would
-    take too long (wide graphs of wide heads), the certificate gives the residual in its place: some
-    eigenvalue lies that near, and that it is the extreme one is as good as certain, not proven.
+    Everything is computed in float64 on the CPU, with a copy of the layer in evaluation mode. For a
+    consensus layer, no matrix N D x N D is formed. Eigenvalues are computed from products with the
+    edges' matrices. If the graph is narrow (such as a window), elimination then counts the
+    eigenvalues beyond the computed one, which bounds the error; this is the number "error bound".
+    If that would take too long (for wide graphs and wide heads), the number "residual" is given
+    instead. It proves that some eigenvalue is at most this far away. That it is the extreme
+    eigenvalue is very likely then, but not proven.
 
     Source: Stabilizing Transformer Training Through Consensus, Sections 2-4 and Appendices A, B,
-    with the errata of the documentation; Krause attention's multi-cluster theorem.
+    with the errata in the documentation; Krause attention's multi-cluster theorem.
 
     Args:
         graph_or_layer: a TokenGraph with N tokens, a layer of ``graphattn.nn``, or a module with
             ``forward(x, graph)``.
         x: for a graph, a signal [N] or [N, C]; for a layer, tokens [*, N, dim]; for another module,
-            what it takes first, such as the token numbers of a
+            its first argument, such as the token numbers for a
             :class:`~graphattn.models.SequenceEncoder`.
-        graph: for a layer or module, the graph over which it runs; may be left out where the
-            module's ``forward`` has a default.
+        graph: for a layer or module, its graph; it may be None if the module's ``forward`` has a
+            default.
         valid: for a layer or module, bool [N] or [*, N], True where a token is real.
-        positions: for a layer or module, as its ``forward`` takes them.
-        edge_features: likewise, where its networks see features of edges.
-        given: what else a module's ``forward`` takes, such as the `noise_level` of an encoder or
+        positions: for a layer or module, the argument `positions` of its ``forward``.
+        edge_features: the same, for layers whose networks take features of edges.
+        given: other arguments of a module's ``forward``, such as the `noise_level` of an encoder or
             the `structure` of a protein.
 
     Returns:
-        A :class:`Certificate`; a table at the prompt and in a notebook, a list where printed, and
-        ``to_json()``.
+        A :class:`Certificate`. It is shown as a table at the prompt and in a notebook, and as a
+        list by ``print``. ``to_json()`` converts it.
 
     Raises:
-        ValueError: if a layer comes without `x` or `graph`, a module has no ``forward(x, graph)``,
-            shapes disagree, or `x` is not finite.
+        ValueError: if `x` or `graph` is missing for a layer, a module has no ``forward(x, graph)``,
+            shapes do not fit, or `x` is not finite.
 
     Example:
         >>> import torch, graphattn as ga
@@ -103,7 +107,10 @@ def certify(
     of_layers = {"valid": valid, "positions": positions, "edge_features": edge_features, **given}
     for name, value in {"graph": graph, **of_layers}.items():
         if value is not None:
-            raise ValueError(f"{name} is for layers; pass the graph itself as the first argument")
+            raise ValueError(
+                f"{name} must be None if the first argument is a graph, because {name} is an "
+                "argument of layers"
+            )
     return _certify_graph(as_square_graph(graph_or_layer), x)
 
 
@@ -125,12 +132,14 @@ def _certify_graph(graph: TokenGraph, x: Tensor | None) -> Certificate:
 
 def _connectedness(graph: TokenGraph, fiedler: float) -> Fact:
     if fiedler > 0 or graph.num_targets < 2:
-        return Fact("connected", "holds", "every token reaches every other, directions aside")
+        return Fact(
+            "connected", "holds", "every token reaches every other, ignoring the edges' directions"
+        )
     return Fact(
         "connected",
         "not applicable",
-        "the graph falls into parts; each has a mean of its own, and theorems about one consensus "
-        "hold within the parts only",
+        "the graph is not connected; each of its parts has its own mean, and theorems about one "
+        "consensus hold only within a part",
     )
 
 
@@ -161,7 +170,7 @@ def _fiedler_fact(graph: TokenGraph, value: float, residual: float) -> Fact:
 
 def _step_fact(largest: float) -> Fact:
     if largest == 0:
-        return Fact("step", "not applicable", "without edges every step changes nothing")
+        return Fact("step", "not applicable", "without edges, no step changes anything")
     return Fact(
         "step",
         "holds",
@@ -177,12 +186,12 @@ def _step_fact(largest: float) -> Fact:
 
 def _rate_fact(fiedler: float, largest: float) -> Fact:
     if fiedler == 0:
-        return Fact("rate", "not applicable", "a graph in parts has no rate of consensus")
+        return Fact("rate", "not applicable", "a disconnected graph has no rate of consensus")
     steps = steps_of_rates((fiedler, largest), 1 / (2 * largest), 1e-3)
     return Fact(
         "rate",
         "holds",
-        "at the step 1 / (2 lambda_max) every step shrinks the slowest mode by "
+        "with step size eta = 1 / (2 lambda_max), every step multiplies the slowest mode by "
         "omega_1 = 1 - 2 eta lambda_1",
         {"omega_1": 1 - fiedler / largest, "steps until a thousandth is left": float(steps)},
         "Stabilizing Transformer Training Through Consensus, Eq. 13",
@@ -193,8 +202,8 @@ def _classes_fact(graph: TokenGraph) -> Fact:
     return Fact(
         "closed classes",
         "holds",
-        "so many groups of tokens see nobody outside. Attention on these edges has the eigenvalue "
-        "1 once for each (but not for tokens without an edge, whose rows are zero)",
+        "the number of groups of tokens that see no token outside. Attention on these edges has "
+        "the eigenvalue 1 once for each (except for tokens without edges, whose rows are zero)",
         {"classes": float(len(closed_classes(graph)))},
         "Krause attention, multi-cluster formation",
     )
@@ -205,23 +214,23 @@ def _direction_fact(graph: TokenGraph) -> Fact:
         return Fact(
             "energy updates",
             "not applicable",
-            "on a causal graph they leak the future: an edge moves its source too. Use "
-            "update='target', of which the theorems do not speak",
+            "on a causal graph they leak the future, because an edge also changes its source. Use "
+            "update='target', for which there are no theorems",
         )
-    return Fact("energy updates", "holds", "the Laplacian above is what they descend")
+    return Fact("energy updates", "holds", "they reduce the energy of the Laplacian above")
 
 
 def _facts_of_signal(
     graph: TokenGraph, x: Tensor, fiedler: float, largest: float
 ) -> tuple[Fact, ...]:
-    """The filter at its largest non-oscillating step, run on a signal."""
+    """Run the filter with its largest step without oscillation on a signal, and measure it."""
     N = graph.num_targets
     if not isinstance(x, Tensor) or x.dim() not in (1, 2) or x.shape[0] != N:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x must be a signal of shape [{N}] or [{N}, C], got {got}")
     check_finite(x)
     if fiedler == 0:
-        reason = "a graph in parts has no rate of consensus"
+        reason = "a disconnected graph has no rate of consensus"
         return (Fact("measured rate", "not applicable", reason),)
     u = x.detach().to("cpu", torch.float64).reshape(N, -1)
     mean, eta = u.mean(0), 1 / (2 * largest)
@@ -242,7 +251,8 @@ def _facts_of_signal(
         Fact(
             "measured rate",
             "holds" if worst <= predicted + SLACK else "violated",
-            "the distance from the mean never shrinks by less than omega_1 a step, and tends to it",
+            "every step multiplies the distance from the mean by at most omega_1, and in the end "
+            "by omega_1",
             {
                 "predicted": predicted,
                 "slowest step": worst,

@@ -1,4 +1,4 @@
-"""Parts of a certificate: facts, in a table; of several layers or sequences, the worst of each."""
+"""Certificates and their facts: how they are shown, and the worst of several."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from typing import Any, Literal
 
 Status = Literal["holds", "violated", "not applicable", "measured"]
 
-SLACK = 1e-7  # relative, for what is an equality in exact arithmetic
-SHOWN = 16  # parts that are printed
-WIDTHS = 18, 14, 38, 40  # of a table's columns, in characters
+SLACK = 1e-7  # relative tolerance for equalities that hold in exact arithmetic
+SHOWN = 16  # the most parts that are printed
+WIDTHS = 18, 14, 38, 40  # widths of a table's columns in characters
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One statement about a graph or a layer.
+    """One statement about a graph or a layer, with its status and numbers.
+
+    Attributes:
+        name: a short name, by which a certificate finds the fact.
+        status: "holds", "violated", "not applicable" or "measured".
+        statement: what the fact says, or why it does not apply.
+        numbers: measured and predicted numbers by name.
+        source: the paper and the equation, if there is one.
 
     Example:
         >>> import graphattn as ga
@@ -37,14 +44,19 @@ class Fact:
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """Facts about one subject; a table at the prompt and in a notebook, a list where it is printed.
+    """Facts about a graph, a layer or a model, from :func:`certify`.
 
-    A fact "holds" or is "violated" where a theorem speaks of the subject and can be checked; it is
-    "not applicable" where the theorem's conditions fail, and says which; "measured" where no
-    theorem speaks, or none is needed.
+    It is shown as a table at the prompt and in a notebook, and as a list by ``print``. A fact
+    "holds" or is "violated" if a theorem applies and can be checked. It is "not applicable" if the
+    conditions of the theorem are not met, and says which. It is "measured" if there is no theorem.
 
-    The certificate of a batch or of a model has `parts`, a certificate for every sequence or layer;
-    its own facts are then the worst of theirs, and say where that is.
+    The certificate of a batch or of a model has `parts`, a certificate for every sequence or layer.
+    Its own facts are then the worst of those in `parts`, and say in which part they are.
+
+    Attributes:
+        subject: the graph, layer or model, as text.
+        facts: the facts, which ``certificate[name]`` finds by name.
+        parts: certificates by the name of a layer or sequence; empty for a single one.
 
     Example:
         >>> import graphattn as ga
@@ -61,14 +73,17 @@ class Certificate:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is violated."""
+        """Whether no fact is violated."""
         return all(fact.status != "violated" for fact in self.facts)
 
     def __getitem__(self, name: str) -> Fact:
         for fact in self.facts:
             if fact.name == name:
                 return fact
-        raise KeyError(f"no fact {name!r}; there are {[fact.name for fact in self.facts]}")
+        raise KeyError(
+            f"there is no fact {name!r} in this certificate, whose facts are "
+            f"{[fact.name for fact in self.facts]}"
+        )
 
     def __str__(self) -> str:
         lines = [self.subject, *_listing(self)]
@@ -84,11 +99,15 @@ class Certificate:
         for row in rows[1:]:
             lines += _row(row)
         if self.parts:
-            lines += [rule, f"the worst of {len(self.parts)}, each in .parts: {_some(self.parts)}"]
+            lines += [
+                rule,
+                f"the worst of {len(self.parts)} certificates, which are in .parts: "
+                f"{_some(self.parts)}",
+            ]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """A table for notebooks."""
+        """Return HTML with a table, for notebooks."""
         rows = [_html_rows(self, "")]
         rows += [_html_rows(part, name) for name, part in list(self.parts.items())[:SHOWN]]
         rows += [f'<tr><td colspan="4">{escape(line)}</td></tr>' for line in _left_out(self.parts)]
@@ -102,12 +121,12 @@ class Certificate:
         )
 
     def to_json(self) -> str:
-        """All facts as JSON; numbers that JSON does not have (infinity, NaN) become strings."""
-        return json.dumps(_plain(self), indent=2)
+        """Convert all facts to JSON; infinity and NaN, which JSON does not have, become strings."""
+        return json.dumps(_as_dict(self), indent=2)
 
 
-# By which number a fact is worse than another of its name and status. The numbers of other facts
-# (norms, counts of classes) are no more than numbers: of them, the largest of each.
+# The number by which one fact is worse than another of the same name and status. The numbers of
+# other facts (such as norms and counts) cannot be better or worse: the largest of each is reported.
 WORSE: Mapping[str, Callable[[Mapping[str, float]], float]] = {
     "low-pass filter": lambda numbers: -numbers["1 - 2 eta lambda_max"],
     "energy falls": lambda numbers: numbers["after"] / max(numbers["before"], 1e-300),
@@ -120,9 +139,10 @@ ORDER: Mapping[Status, int] = {"violated": 3, "holds": 2, "measured": 1, "not ap
 
 
 def worst_of(subject: str, parts: Mapping[str, Certificate]) -> Certificate:
-    """The certificate of several layers or sequences: of every fact the worst, and where it is.
+    """Make the certificate of several layers or sequences, with the worst of every fact.
 
-    A violation anywhere is a violation; a fact holds if it holds wherever a theorem speaks.
+    A fact is violated if it is violated in any part. It holds if it holds in all parts to which the
+    theorem applies.
     """
     leaves = dict(_leaves(parts))
     names = dict.fromkeys(fact.name for leaf in leaves.values() for fact in leaf.facts)
@@ -130,7 +150,7 @@ def worst_of(subject: str, parts: Mapping[str, Certificate]) -> Certificate:
 
 
 def _leaves(parts: Mapping[str, Certificate]) -> Iterator[tuple[str, Certificate]]:
-    """Every certificate of one layer on one sequence, by its path."""
+    """Yield all certificates without parts of their own, with their paths."""
     for name, part in parts.items():
         if part.parts:
             yield from ((f"{name}, {inner}", leaf) for inner, leaf in _leaves(part.parts))
@@ -186,7 +206,7 @@ def _cells(fact: Fact) -> tuple[str, str, str, str]:
 
 
 def _row(cells: tuple[str, str, str, str]) -> list[str]:
-    """The lines of one row, every cell wrapped to the width of its column."""
+    """Format one row as lines, with every cell wrapped to the width of its column."""
     columns = [
         [line for text in cell.split("\n") for line in wrap(text, width)]
         for cell, width in zip(cells, WIDTHS, strict=True)
@@ -226,7 +246,7 @@ def _html_rows(certificate: Certificate, name: str) -> str:
     return f"<tbody>{''.join(rows)}</tbody>"
 
 
-def _plain(certificate: Certificate) -> dict[str, Any]:
+def _as_dict(certificate: Certificate) -> dict[str, Any]:
     def number(value: float) -> float | str:
         return value if math.isfinite(value) else str(value)
 
@@ -240,7 +260,7 @@ def _plain(certificate: Certificate) -> dict[str, Any]:
         }
         for fact in certificate.facts
     ]
-    plain = {"subject": certificate.subject, "sound": certificate.sound, "facts": facts}
+    found = {"subject": certificate.subject, "sound": certificate.sound, "facts": facts}
     if certificate.parts:
-        plain["parts"] = {name: _plain(part) for name, part in certificate.parts.items()}
-    return plain
+        found["parts"] = {name: _as_dict(part) for name, part in certificate.parts.items()}
+    return found

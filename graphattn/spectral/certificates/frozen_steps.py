@@ -1,4 +1,4 @@
-"""One step of a consensus layer with R, step size and rotations held at what given tokens make."""
+"""One step of a consensus layer as a linear map, with R, step size and rotations held fixed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
 from graphattn.ops.consensus.step_size import automatic_step
 from graphattn.spectral.matrix_weighted.block_laplacian import Array, BlockLaplacian
 
-AGREE = 1e-9  # relative: how far the layer's own step may be from what is written here
-EDGES = 2**22  # numbers of hidden vectors that are formed at a time
+AGREE = 1e-9  # the largest relative difference between the layer's own step and this one
+EDGES = 2**22  # numbers in hidden vectors that are formed at a time
 
 
 class FrozenStep:
-    r"""u -> u' for states u [N, H, D] of one sequence, as numbers of its edges.
+    r"""The linear map u -> u' of one consensus step, for states u [N, H, D] of one sequence.
 
     .. math:: u' = u - \eta A^\top R G Q u
 
-    with Q the rotations (or none), G the differences (targets minus sources) of all edges, R their
-    matrices, alpha I + rows^T rows, and A the ends that move: G itself for update "energy", the
-    targets for "target".
+    Here Q are the rotations (if any), G takes the differences of all edges (target minus source), R
+    are the edges' matrices alpha I + rows^T rows, and A selects the tokens that an edge changes:
+    A = G for update "energy", and the targets for update "target".
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FrozenStep:
         self.rotations = layer.rotations(self.x, self.x, self.graph, positions)
         net = layer.edge_net
         self.hidden = net.target_hidden(self.x), net.source_hidden(self.x)
-        self.edge_hidden: dict[str, Tensor] = {}  # F e_ij, a keyword of the layer's own step
+        self.edge_hidden: dict[str, Tensor] = {}  # F e_ij, a keyword argument of the layer's step
         if given := layer.checked_features(edge_features, self.x, self.graph):
             part = net.edge_hidden(given["edge_features"], self.graph, (None, None))
             self.edge_hidden["edge_hidden"] = form(part, None)
@@ -65,7 +65,7 @@ class FrozenStep:
         self.shape = len(x), layer.heads, layer.head_dim
 
     def _matrices(self) -> EdgeMatrix:
-        """R of every edge, self-loops included, some edges at a time."""
+        """Compute R of every edge, including self-loops, some edges at a time."""
         source, target = self.graph.edge_index
         of_target, of_source = self.hidden
         at_a_time = max(1, EDGES // max(1, of_target[0].numel() if len(of_target) else 1))
@@ -80,27 +80,27 @@ class FrozenStep:
         alpha, beta, rows = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         return EdgeMatrix(alpha, beta, rows)
 
-    # The step, as the layer takes it and as it is written here.
+    # The step of the layer, and the step of this class.
 
     def of_layer(self, u: Tensor) -> Tensor:
-        """The layer's own step of u [N, H, D]."""
+        """Apply the layer's own step to u [N, H, D]."""
         layer = self.layer
         compared = layer.rotate(u, u, self.rotations)
         start = compared[0] if layer.isometric else u
         valid = None, None
-        moved = layer.move(start, compared, self.hidden, self.graph, valid, **self.edge_hidden)
-        return layer.turn_back(moved, self.rotations)
+        updated = layer.move(start, compared, self.hidden, self.graph, valid, **self.edge_hidden)
+        return layer.rotate_back(updated, self.rotations)
 
     @property
     def states(self) -> Tensor:
-        """u = W_s y + b_s of the tokens, [N, H, D]."""
+        """States u = W_s y + b_s of the tokens, [N, H, D]."""
         return self.layer.split(self.layer.source_proj(self.x), self.layer.heads)
 
     def is_of_layer(self) -> bool:
-        """Whether this is the layer's own step, tried on states drawn at random and on its own.
+        """Whether this map is the layer's own step, tested on its states and on random states.
 
-        Two linear maps that agree on a random state are the same with probability 1; a layer whose
-        `message()` is somebody else's is found out here.
+        Two linear maps that agree on a random state are equal with probability 1. They differ if a
+        subclass of the layer overrides `message()`.
         """
         drawn = np.random.default_rng(0).standard_normal(self.shape)
         for u in (self.states, torch.from_numpy(drawn)):
@@ -110,22 +110,22 @@ class FrozenStep:
         return True
 
     def apply(self, u: Tensor) -> Tensor:
-        """u' of u [N, H, D], in the layer's own frame."""
+        """Apply the map to u [N, H, D] without rotation."""
         if self.layer.isometric:
-            turned = self._turned(u.numpy())
-            moved = turned - self._moved(turned, self._ends)
-            return self.layer.turn_back(torch.from_numpy(moved), self.rotations)
+            rotated = self._rotated(u.numpy())
+            updated = rotated - self._change(rotated, self._ends)
+            return self.layer.rotate_back(torch.from_numpy(updated), self.rotations)
         return torch.from_numpy(self._step(u.numpy()))
 
     def energy(self, u: Tensor) -> float:
-        """1/2 sum_e (u_i - u_j)^T R_e (u_i - u_j), over all heads, of rotated states."""
-        d = self._per_edge(self._turned(u.numpy()), self._differences)
+        """Compute 1/2 sum_e (u_i - u_j)^T R_e (u_i - u_j) over all heads, for rotated states."""
+        d = self._per_edge(self._rotated(u.numpy()), self._differences)
         along = np.matmul(self.rows, d[..., None])
         return float(np.sum(self.alpha * np.square(d).sum(-1)) + np.square(along).sum()) / 2
 
     @cached_property
     def smallest_matrix_eigenvalue(self) -> float:
-        """The least eigenvalue of R over all edges and heads; 0 without edges."""
+        """The smallest eigenvalue of R over all edges and heads; 0 without edges."""
         if self.alpha.size == 0:
             return 0.0
         rank, features = self.rows.shape[-2:]
@@ -137,14 +137,14 @@ class FrozenStep:
     # As operators.
 
     def heads(self) -> list[BlockLaplacian]:
-        """M of every head, where the step is I - M: update "energy", u in the frame of R."""
+        """Return M of every head, where I - M is the step of update "energy" on rotated states."""
         return [
             BlockLaplacian(self.source, self.target, alpha, rows, step)
             for alpha, rows, step in zip(self.alpha, self.rows, self.step_size, strict=True)
         ]
 
     def operator(self) -> LinearOperator:
-        """The step and its transpose, over states [N H D]."""
+        """Return the step and its transpose as an operator on states [N H D]."""
         size = int(np.prod(self.shape))
 
         def step(u: Array) -> Array:
@@ -153,48 +153,51 @@ class FrozenStep:
         def transposed(v: Array) -> Array:
             v = v.reshape(self.shape)
             d = self._per_edge(self.step_size.T[..., None] * v, self._ends)
-            return (v - self._turned(self._summed(d, self._differences), back=True)).reshape(-1)
+            return (v - self._rotated(self._summed(d, self._differences), back=True)).reshape(-1)
 
         return LinearOperator((size, size), matvec=step, rmatvec=transposed, dtype=np.float64)
 
     def diagonal_blocks(self) -> Array:
-        """[H, N, D, D]: how every token's new state depends on its own; update "target"."""
+        """Return the derivative of every token's new state by its own state, [H, N, D, D].
+
+        It is for update "target".
+        """
         N, heads, D = self.shape
         blocks = np.zeros((heads, N, D, D))
-        turn = self._turned(np.broadcast_to(np.eye(D)[:, None, None], (D, N, heads, D)))
+        rotation = self._rotated(np.broadcast_to(np.eye(D)[:, None, None], (D, N, heads, D)))
         for head, out in enumerate(blocks):
             matrices = self.rows[head].swapaxes(-1, -2) @ self.rows[head]
             matrices += self.alpha[head][:, None, None] * np.eye(D)
             np.add.at(out, self.target, matrices)
-            # Column k of Q_i is e_k turned: R Q_i.
+            # The product is R Q_i: column k of Q_i is the rotated unit vector e_k.
             out[:] = self.step_size[head][:, None, None] * (
-                out @ turn[:, :, head].transpose(1, 2, 0)
+                out @ rotation[:, :, head].transpose(1, 2, 0)
             )
         return np.eye(D) - blocks
 
     def _step(self, u: Array) -> Array:
-        return u - self._moved(self._turned(u), self._ends)
+        return u - self._change(self._rotated(u), self._ends)
 
-    def _moved(self, turned: Array, ends: scipy.sparse.csr_array) -> Array:
-        """eta A^T R G u of rotated states [N, H, D]."""
-        d = self._per_edge(turned, self._differences)
+    def _change(self, rotated: Array, ends: scipy.sparse.csr_array) -> Array:
+        """Compute eta A^T R G u for rotated states [N, H, D]."""
+        d = self._per_edge(rotated, self._differences)
         return self.step_size.T[..., None] * self._summed(d, ends)
 
     def _per_edge(self, u: Array, ends: scipy.sparse.csr_array) -> Array:
-        """[H, E, D] of u [N, H, D]."""
+        """Multiply u [N, H, D] by a matrix [E, N], to values per edge [H, E, D]."""
         N, heads, D = self.shape
         return (ends @ u.reshape(N, heads * D)).reshape(len(self.source), heads, D).swapaxes(0, 1)
 
     def _summed(self, d: Array, ends: scipy.sparse.csr_array) -> Array:
-        """R d of every edge, [H, E, D], added up at its `ends`: [N, H, D]."""
+        """Multiply d [H, E, D] by R of every edge, and add it up at the `ends`: [N, H, D]."""
         _, heads, D = self.shape
-        moved = self.alpha[..., None] * d
+        force = self.alpha[..., None] * d
         along = np.einsum("herd,hed->her", self.rows, d)
-        moved += np.einsum("herd,her->hed", self.rows, along)
-        moved = moved.swapaxes(0, 1).reshape(len(self.source), heads * D)
-        return (ends.T @ moved).reshape(self.shape)
+        force += np.einsum("herd,her->hed", self.rows, along)
+        force = force.swapaxes(0, 1).reshape(len(self.source), heads * D)
+        return (ends.T @ force).reshape(self.shape)
 
-    def _turned(self, u: Array, back: bool = False) -> Array:
+    def _rotated(self, u: Array, back: bool = False) -> Array:
         if self.rotations is None:
             return u
         assert self.layer.rotary is not None

@@ -1,4 +1,4 @@
-"""Certificates of a layer on the tokens of one sequence, beside measurements."""
+"""Certificates of a layer on the tokens of one sequence."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PAPER = "Stabilizing Transformer Training Through Consensus"
 THEOREMS = "low-pass filter", "energy falls", "constants stay"
 CERTIFIED = SelfConsensus, DotProductAttention, KrauseAttention, GaussianKernelAttention
 TWO_TRACKS = (
-    "CrossConsensus: its output lives on the targets and its input on the sources, so it has no "
-    "eigenvalues"
+    "CrossConsensus: its input and its output belong to different tokens (the sources and the "
+    "targets), so it has no eigenvalues"
 )
 
 
@@ -46,7 +46,7 @@ def certify_sequence(
     positions: Tensor | None,
     edge_features: Tensor | None = None,
 ) -> Certificate:
-    """The certificate of a layer in float64 on the CPU, on tokens x [N, dim]."""
+    """Make the certificate of a layer in float64 on the CPU, on tokens x [N, dim]."""
     if isinstance(layer, CrossConsensus) or graph.num_targets != graph.num_sources:
         name = type(layer).__name__
         reason = TWO_TRACKS if isinstance(layer, CrossConsensus) else f"{name} across two tracks"
@@ -77,18 +77,18 @@ def _consensus_facts(
     ours = step.is_of_layer()
     if not ours:
         reason = (
-            f"{type(layer).__name__} does not take the step of Algorithm 1 (message() or another "
-            "part of it is its own), and no theorem is known of it"
+            f"{type(layer).__name__} overrides message() or another part of Algorithm 1, so the "
+            "theorems about Algorithm 1 do not apply"
         )
     elif layer.update_rule == "target":
         reason = (
-            "update='target' moves only one end of an edge: it is no gradient step, and its map "
-            "can have eigenvalues of negative real part at any step size"
+            "update='target' changes only one end of an edge, so it is no gradient step, and its "
+            "map can have eigenvalues of negative real part for any step size"
         )
     elif layer.rotary is not None and not layer.isometric:
         reason = (
-            "rope=True compares rotated tokens but moves unrotated ones (Eq. 42): no gradient "
-            "step any more. rope='isometric' restores the theorem"
+            "rope=True compares rotated tokens but changes unrotated ones (Eq. 42), so it is no "
+            "gradient step. The theorem holds for rope='isometric'"
         )
     else:
         return _energy_facts(layer, step)
@@ -100,15 +100,16 @@ def _consensus_facts(
     }
     return [
         *(Fact(name, "not applicable", reason) for name in THEOREMS),
-        Fact("map", "measured", "of one step with R held fixed, the largest over heads", numbers),
+        Fact("map", "measured", "one step with R held fixed, the largest over heads", numbers),
     ]
 
 
 def _radius_of_triangle(step: FrozenStep) -> float | None:
-    """The spectral radius where no token sees a later one; None where some do.
+    """Compute the spectral radius if no token sees a later one, or none sees an earlier one.
 
-    The map is block triangular then, and its eigenvalues are those of the diagonal blocks: exact,
-    where Arnoldi's iteration is at the mercy of a matrix far from normal.
+    Otherwise the result is None. The map is block triangular then, and its eigenvalues are exactly
+    those of the diagonal blocks. Arnoldi's iteration would be inaccurate, because the matrix is far
+    from normal.
     """
     if step.layer.update_rule != "target":
         return None
@@ -125,27 +126,28 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep) -> list[Fact]:
     top = largest_eigenvalue(heads)
     lowest = 1 - top.value  # 1 - 2 eta lambda_max of the worst head
     u = step.states
-    moved = step.of_layer(u)
-    before, after = step.energy(u), step.energy(moved)
-    constant = layer.turn_back(torch.ones_like(u) * u[:1], step.rotations)
-    what = "tokens that agree do not move"
+    updated = step.of_layer(u)
+    before, after = step.energy(u), step.energy(updated)
+    constant = layer.rotate_back(torch.ones_like(u) * u[:1], step.rotations)
+    what = "equal tokens do not change"
     if layer.isometric:
-        what = "tokens that agree after rotation do not move"
+        what = "tokens that are equal after rotation do not change"
     drift = _largest(step.of_layer(constant) - constant) / max(_largest(constant), 1e-300)
     facts = [
         Fact(
             "low-pass filter",
             "holds" if lowest >= -SLACK else "violated",
-            "no mode changes sign: 1 - 2 eta lambda_max >= 0"
+            "no mode changes sign, because 1 - 2 eta lambda_max >= 0"
             if lowest >= -SLACK
-            else "some mode changes sign in every step: the step is larger than 1 / (2 lambda_max)",
+            else "a mode changes sign in every step, because the step is larger than "
+            "1 / (2 lambda_max)",
             {"1 - 2 eta lambda_max": lowest, **_accuracy(top)},
             f"{PAPER}, Section 2.2 and Appendix A",
         ),
         Fact(
             "energy falls",
             "holds" if after <= before * (1 + SLACK) else "violated",
-            "in this step, on these tokens; for certain while 1 - 2 eta lambda_max > -1",
+            "in this step, on these tokens; on all tokens if 1 - 2 eta lambda_max > -1",
             {"before": before, "after": after},
             f"{PAPER}, Eq. 5-7, with R",
         ),
@@ -159,12 +161,12 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep) -> list[Fact]:
     ]
     if layer.isometric:
         return facts
-    mean = _largest(moved.mean(0) - u.mean(0))
+    mean = _largest(updated.mean(0) - u.mean(0))
     facts.append(
         Fact(
             "mean stays",
             "holds" if mean <= SLACK * float(1 + u.abs().max()) else "violated",
-            "every edge moves both ends by the same amount",
+            "every edge changes both ends by opposite amounts",
             {"drift": mean},
             f"{PAPER}, Algorithm 1",
         )
@@ -174,7 +176,7 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep) -> list[Fact]:
 
 
 def _rate_fact(layer: SelfConsensus, step: FrozenStep, top: End, low: End) -> Fact:
-    """The slowest mode beside those of constants, and what the sandwich says of it."""
+    """Compare the rate of the slowest mode that is not constant with the bound of Appendix A."""
     ends = [abs(1 - top.value), *([abs(1 - low.value)] if low.value < np.inf else [])]
     slowest = max(ends)
     numbers = {"slowest mode": slowest, **_accuracy(top if slowest == ends[0] else low)}
@@ -183,23 +185,24 @@ def _rate_fact(layer: SelfConsensus, step: FrozenStep, top: End, low: End) -> Fa
         return Fact(
             "rate",
             "measured",
-            "of the slowest mode, over heads; the sandwich of Appendix A speaks of a given "
-            "step no larger than 1 / (2 lambda_max)",
+            "the slowest mode over all heads; the bounds of Appendix A need a fixed step that is "
+            "at most 1 / (2 lambda_max)",
             numbers,
         )
-    # Smallest eigenvalue over all edges and heads times the unweighted Fiedler value.
+    # The bound uses the smallest eigenvalue of R over all edges and heads, times the Fiedler value
+    # of the graph without weights.
     bound = 1 - 2 * eta * step.smallest_matrix_eigenvalue * fiedler_value(step.graph)
     return Fact(
         "rate",
         "holds" if slowest <= bound + SLACK else "violated",
-        "the slowest mode shrinks at least as fast as the sandwich of Appendix A says",
+        "the slowest mode shrinks at least as fast as the bounds of Appendix A say",
         {**numbers, "bound": bound},
         f"{PAPER}, Appendix A",
     )
 
 
 def _accuracy(end: End) -> dict[str, float]:
-    """How far a number may be off, where counts enclose it; or the residual of its vector."""
+    """Return the error bound of an eigenvalue if it is known, or else the residual."""
     return {"error bound" if end.enclosed else "residual": end.error}
 
 
@@ -224,9 +227,10 @@ def _attention_facts(
         Fact(
             "rows are averages",
             "holds" if averages else "not applicable",
-            "every token's values are an average of those it sees: nothing leaves their hull"
+            "every token's new value is an average of the values that it sees, so values stay in "
+            "their convex hull"
             if averages
-            else "rows do not sum to 1 (eps > 0, or a sink): values shrink towards 0",
+            else "rows do not sum to 1 (because eps > 0, or of a sink), so values shrink towards 0",
             {"largest |row sum - 1|": error},
         )
     ]
@@ -238,11 +242,11 @@ def _attention_facts(
             Fact(
                 "eigenvalue 1",
                 "holds",
-                "as often as there are closed classes of tokens, per head",
+                "its multiplicity is the number of closed classes of tokens, per head",
                 {f"head {h}": float(count) for h, count in enumerate(classes)},
                 "Krause attention, multi-cluster formation",
             )
         )
-    reason = "attention is no gradient step on an energy of the graph: rows are normalised"
+    reason = "attention is no gradient step of an energy, because its rows are normalised"
     facts.append(Fact("energy falls", "not applicable", reason))
     return facts

@@ -1,4 +1,4 @@
-"""Certificates of whole modules: layer by layer, sequence by sequence."""
+"""Certificates of modules, with one certificate per layer and per sequence."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ def certify_module(
     edge_features: Tensor | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Certificate:
-    """See :func:`graphattn.spectral.certify`."""
+    """Implement :func:`graphattn.spectral.certify` for modules."""
     with _one_thread():
         return _certify_module(module, x, graph, valid, positions, edge_features, given or {})
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Thousands of products of small blocks, in which threads mostly wait for each other.
+    """Limit torch and BLAS to one thread.
 
-    Beside other work, two threads took more than ten times as long as one.
+    A certificate takes thousands of products of small blocks, in which threads mostly wait for each
+    other. On a busy machine, two threads took more than ten times as long as one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -70,13 +71,15 @@ def _certify_module(
     given: Mapping[str, Any],
 ) -> Certificate:
     if isinstance(module, CrossConsensus):
-        raise ValueError(f"graph_or_layer must mix one set of tokens, got {TWO_TRACKS}")
+        raise ValueError(
+            f"graph_or_layer must have the same tokens as sources and targets, got {TWO_TRACKS}"
+        )
     takes = inspect.signature(module.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     if unknown := [name for name in given if name not in takes and not takes_any]:
         raise TypeError(
-            f"certify() got {unknown[0]!r}, which neither it nor the forward of this "
-            f"{type(module).__name__} takes"
+            f"certify() got the argument {unknown[0]!r}, which is neither an argument of certify() "
+            f"nor of forward() of {type(module).__name__}"
         )
     if "graph" not in takes:
         names = ", ".join(kind.__name__ for kind in CERTIFIED)
@@ -88,8 +91,9 @@ def _certify_module(
     if not isinstance(x, Tensor) or (graph is None and needs_graph):
         missing = "x" if not isinstance(x, Tensor) else "graph"
         raise ValueError(
-            f"{missing} is needed to certify a module: what its forward(x, graph) takes, such as "
-            "tokens x [N, dim] and the graph over which it runs"
+            f"{missing} must be given to certify a module: x and graph are the arguments of its "
+            "forward(x, graph), such as tokens [N, dim] and their TokenGraph, got "
+            f"{type(x if missing == 'x' else graph).__name__}"
         )
     if x.is_floating_point():
         check_finite(x if valid is None else x.masked_fill(~valid[..., None], 0))
@@ -114,7 +118,7 @@ def _certify_module(
 
 
 def _in_full(given: Any) -> Any:
-    """Tensors, those in lists and dicts too, on the CPU; real numbers in float64."""
+    """Copy tensors, also in lists and dicts, to the CPU, and floating-point ones to float64."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -135,12 +139,12 @@ def _check_tokens(layer: nn.Module, x: Tensor, graph: Any) -> None:
     tokens = graph.num_targets if isinstance(graph, TokenGraph) else x.shape[-2]
     if x.dim() < 2 or x.shape[-2:] != (tokens, layer.dim):
         raise ValueError(
-            f"x must have shape [{tokens}, {layer.dim}] (tokens of the graph, width of the layer), "
-            f"or a batch of them, got {list(x.shape)}"
+            f"x must have shape [*, {tokens}, {layer.dim}] (tokens of the graph, width of the "
+            f"layer), got {list(x.shape)}"
         )
 
 
-# The layers of a module, as they are called.
+# The calls of layers in a module.
 
 Call = tuple[nn.Module, Mapping[str, Any]]
 
@@ -148,7 +152,7 @@ Call = tuple[nn.Module, Mapping[str, Any]]
 def _calls_of_layers(
     module: nn.Module, x: Tensor, graph: Any, keywords: Mapping[str, Any]
 ) -> dict[str, Call]:
-    """Every call of a layer of ours while the module runs, by the layer's name."""
+    """Run the module, and record all calls of graphattn's layers by the names of the layers."""
     calls: dict[str, Call] = {}
     handles: list[RemovableHandle] = []
 
@@ -175,7 +179,7 @@ def _calls_of_layers(
 
 
 def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
-    """The certificate of one call: of its one sequence, or the worst of all of them."""
+    """Make the certificate of one call, which is the worst of its sequences."""
     x, graph = given["x"], given["graph"]
     if isinstance(layer, CrossConsensus) or given.get("context") is not None:
         reason = f"{type(layer).__name__} across two tracks"
@@ -202,10 +206,11 @@ Sequence = tuple[Tensor, TokenGraph, Tensor | None, Tensor | None]
 
 
 def _checked_features(layer: nn.Module, features: Any, x: Tensor, graph: TokenGraph) -> Tensor:
-    """`features`, which only consensus layers know, and only those that were made for some."""
+    """Check features of edges, which only consensus layers with `edge_features` take."""
     if not isinstance(layer, SelfConsensus):
         raise ValueError(
-            f"edge_features are for consensus layers, got a {type(layer).__name__}: leave them out"
+            "edge_features must be None unless the layer is a consensus layer, got "
+            f"edge_features for a {type(layer).__name__}"
         )
     found = layer.checked_features(features, x, graph)
     return found["edge_features"]
@@ -214,14 +219,14 @@ def _checked_features(layer: nn.Module, features: Any, x: Tensor, graph: TokenGr
 def sequences_of(
     x: Tensor, graph: TokenGraph, valid: Any, positions: Any, edge_features: Tensor | None
 ) -> Iterator[tuple[str, Sequence]]:
-    """Every sequence of a batch [*, N, C] or a packed graph by itself, without its padding."""
+    """Yield every sequence of a batch [*, N, C] or of a packed graph, without padding."""
     batch, N = x.shape[:-2], x.shape[-2]
     valid = check_valid(valid, batch, x.device, N, N)[0]
     if isinstance(positions, tuple):
         positions = positions[0]
     whole = _packed(graph)
     for b, tokens in enumerate(x.reshape(-1, *x.shape[-2:])):
-        kept, own_positions = (
+        own_valid, own_positions = (
             None if t is None else t.expand(*batch, N).reshape(-1, N)[b] for t in (valid, positions)
         )
         for p, (start, own) in enumerate(whole):
@@ -230,18 +235,18 @@ def sequences_of(
             names += [f"sequence {p}"] if len(whole) > 1 else []
             place = None if own_positions is None else own_positions[here]
             of_edges = edge_features
-            if of_edges is not None:  # sorted by target: those of a sequence stand together
+            if of_edges is not None:  # Edges are sorted by target, so a sequence's are adjacent.
                 first, last = (int(graph.rowptr[t]) for t in (here.start, here.stop))
                 of_sequence = of_edges if of_edges.dim() == 2 else of_edges.flatten(0, -3)[b]
                 of_edges = of_sequence[first:last]
             sequence: Sequence = tokens[here], own, place, of_edges
-            if kept is not None and not bool(kept[here].all()):
-                sequence = _without_padding(*sequence, kept[here])
+            if own_valid is not None and not bool(own_valid[here].all()):
+                sequence = _without_padding(*sequence, own_valid[here])
             yield ", ".join(names), sequence
 
 
 def _packed(graph: TokenGraph) -> list[tuple[int, TokenGraph]]:
-    """(first token, graph) of every sequence of a packed batch; the graph itself otherwise."""
+    """List (first token, graph) of every sequence of a packed batch, or of the graph itself."""
     sizes = graph.sizes
     if len(sizes) == 1 or any(targets != sources for targets, sources in sizes):
         return [(0, graph)]
@@ -267,33 +272,33 @@ def _without_padding(
     edge_features: Tensor | None,
     valid: Tensor,
 ) -> Sequence:
-    """The valid tokens, the edges between them, and the positions and features they had."""
+    """Select the valid tokens and the edges between them; positions do not change."""
     source, target = graph.edge_index
-    place, kept = valid.cumsum(0) - 1, valid[source] & valid[target]
-    edges = place[graph.edge_index[:, kept]]
+    place, is_real = valid.cumsum(0) - 1, valid[source] & valid[target]
+    edges = place[graph.edge_index[:, is_real]]
     if edge_features is not None:
-        edge_features = edge_features[kept]
+        edge_features = edge_features[is_real]
     positions = graph.positions if positions is None else positions
     graph = from_edge_index(edges, int(valid.sum()))
     return x[valid], graph, positions[valid], edge_features
 
 
-# Modules without a layer that theory knows.
+# Modules without a layer that a theorem is about.
 
 
 def _certify_derivative(
     module: nn.Module, x: Tensor, graph: Any, keywords: Mapping[str, Any], subject: str
 ) -> Certificate:
-    """How much a module amplifies around `x`, which needs no theorem."""
+    """Measure the norm and the spectral radius of a module's derivative at `x`."""
     keywords = {**({} if graph is None else {"graph": graph}), **keywords}
     with torch.no_grad():
         y = module(x, **keywords)
-    reason = f"{type(module).__name__} holds no layer that a theorem speaks of"
+    reason = f"{type(module).__name__} has no layer to which a theorem applies"
     facts = [Fact("low-pass filter", "not applicable", reason)]
     if x.is_floating_point() and isinstance(y, Tensor) and y.shape == x.shape:
-        with use_backend("reference"):  # differentiable twice
+        with use_backend("reference"):  # This backend can be differentiated twice.
             T = derivative_of(lambda u: module(u, **keywords), x)
             numbers = {"norm": largest_singular_value(T), "spectral radius": spectral_radius(T)}
-        what = "of the module's derivative at these tokens"
+        what = "the module's derivative at these tokens"
         facts.append(Fact("map", "measured", what, numbers))
     return Certificate(subject, tuple(facts))

@@ -1,1 +1,1 @@
-"""Laplacians of token graphs: as matrices, as operators, and how to solve with them."""
+"""Laplacians of token graphs: as matrices, as operators, and solvers for them."""

@@ -1,8 +1,9 @@
-"""Banded Cholesky: what window graphs allow, and most others do not.
+"""Banded Cholesky factorisation of Laplacians, which is fast for window graphs.
 
 A window of w tokens has a Laplacian of bandwidth w, so a factorisation takes N w^2 multiplications.
-Rounding there does no harm: what is solved is only a correction, and the residual it corrects is
-taken from differences u_i - u_j, which lose nothing (see :func:`slowest_mode`).
+Rounding errors of the factor do no harm, because it is only used for corrections. The residual that
+is corrected is computed from differences u_i - u_j, without cancellation (see
+:func:`slowest_mode`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 Array = NDArray[np.float64]
 
-STORED = 2e7  # numbers of a factor, tokens x bandwidth: 160 megabytes
-UNEVEN = 1e-9  # smallest weight next to the largest; beyond, the factor may miss weak links
-BLOCK = 4  # vectors iterated together
-STEPS = 40  # of the iteration; a window takes about ten
-PRECISION = 1e-11  # of the eigenvalue, relative: what Temple allows; the error is smaller by far
+STORED = 2e7  # the most numbers in a factor, tokens x bandwidth, which take 160 MB
+# The smallest ratio of weights. Smaller ones may be lost in the rounding of the factor.
+UNEVEN = 1e-9
+BLOCK = 4  # vectors that are iterated together
+STEPS = 40  # the most iterations; a window needs about ten
+PRECISION = 1e-11  # Temple's bound of the relative error; the actual error is much smaller
 
 
 class Mode(NamedTuple):
-    """An eigenpair of a Laplacian, and how far it is from one."""
+    """An approximate eigenpair of a Laplacian, with its residual."""
 
     value: float
     vector: Array  # [N], norm 1
@@ -34,7 +36,7 @@ class Mode(NamedTuple):
 
 
 class BandedMatrix:
-    """A symmetric sparse matrix [N, N] with its tokens in an order that keeps it narrow."""
+    """A symmetric sparse matrix [N, N] with tokens in an order in which its bandwidth is small."""
 
     def __init__(self, matrix: scipy.sparse.csr_array) -> None:
         num_tokens = matrix.shape[0]
@@ -43,12 +45,12 @@ class BandedMatrix:
         tokens = reverse_cuthill_mckee(scipy.sparse.csr_matrix(matrix), symmetric_mode=True)
         place = np.empty_like(natural)
         place[tokens] = natural
-        as_is, sorted_ = (
+        unsorted_width, sorted_width = (
             int(np.abs(p[rows] - p[matrix.indices]).max(initial=0)) for p in (natural, place)
         )
-        if as_is <= sorted_:
+        if unsorted_width <= sorted_width:
             tokens, place = natural, natural
-        self.tokens, self.width = tokens, min(as_is, sorted_)
+        self.tokens, self.width = tokens, min(unsorted_width, sorted_width)
         self.num_tokens = num_tokens
         row, column = place[rows], place[matrix.indices]
         lower = row >= column
@@ -57,20 +59,22 @@ class BandedMatrix:
 
     @property
     def stored(self) -> float:
-        """How many numbers the factor has."""
+        """The number of entries of the factor."""
         return float(self.num_tokens) * (self.width + 1)
 
     def solver(self, shift: float = 0.0, grounded: bool = False) -> Callable[[Array], Array] | None:
-        """u -> (shift I + matrix)^-1 u, [N] or [N, k]; None unless it is positive definite.
+        """Return u -> (shift I + matrix)^-1 u for u [N] or [N, k].
+
+        The result is None unless the matrix is positive definite.
 
         Args:
-            shift: what to add to the diagonal.
-            grounded: hold one token at zero, as a Laplacian needs it to be invertible.
+            shift: a number that is added to the diagonal.
+            grounded: whether one token is fixed at zero, so that a Laplacian is invertible.
         """
         bands = np.zeros((self.width + 1, self.num_tokens))
         bands[self._place] = self._numbers
         bands[0] += shift
-        if grounded:  # the last in the order: its row and column are nobody else's then
+        if grounded:  # The last token gets a row and a column of the identity matrix.
             bands[0, -1] = 1
             reach = np.arange(1, min(self.width + 1, self.num_tokens))
             bands[reach, self.num_tokens - 1 - reach] = 0
@@ -93,18 +97,20 @@ class BandedMatrix:
 def slowest_mode(
     L: scipy.sparse.csr_array, adjacency: scipy.sparse.csr_array, refinements: int = 0
 ) -> Mode | None:
-    r"""The Fiedler value and vector of a connected graph; None where this is not the way.
+    r"""Compute the Fiedler value and vector of a connected graph with a small bandwidth.
 
-    Inverse iteration on a few vectors at once, written as a correction: u - L^-1 (L u - lambda u),
-    with the residual from differences, L u = B^T W B u. The value is their Rayleigh quotient, which
-    has the square of the vector's error. It is accepted when ||r||^2 / (gap * value) is below
-    1e-11 (Temple's bound on the relative error), with the gap to the next vectors' values.
+    The method is inverse iteration with a few vectors at once, in the form of a correction:
+    u - L^-1 (L u - lambda u). The residual is computed from differences, L u = B^T W B u. The value
+    is the Rayleigh quotient, whose error is the square of the vector's error. It is accepted if
+    ||r||^2 / (gap * value), Temple's bound of the relative error, is below 1e-11. The gap is that
+    between the eigenvalues near this one and the next one. The result is None if the bandwidth is
+    too large, the weights are too uneven, or the iteration does not converge.
 
     Args:
         L: the Laplacian [N, N].
-        adjacency: its weights >= 0, symmetric, without loops.
-        refinements: iterations after the value is accepted, for more digits of the vector; each
-            leaves a share of about value / (fifth value) of its error.
+        adjacency: its weights >= 0, symmetric, without self-loops.
+        refinements: further iterations after the value is accepted, which make the vector more
+            accurate; each multiplies its error by about value / (fifth value).
     """
     bands = BandedMatrix(L)
     if bands.stored > STORED or adjacency.data.min() < UNEVEN * adjacency.data.max():
@@ -118,13 +124,13 @@ def slowest_mode(
     u = np.random.default_rng(0).standard_normal((num_tokens, min(BLOCK, num_tokens - 1)))
     for _ in range(STEPS):
         u, _ = np.linalg.qr(u - u.mean(axis=0))
-        moved = back @ (weight * (differences @ u))
-        value, mix = np.linalg.eigh(u.T @ moved)
-        u, residual = u @ mix, moved @ mix - value * (u @ mix)
-        # Values that crowd around the first share its error; the gap is to those beyond them.
-        crowd = int(np.searchsorted(value, 1.5 * value[0]))
-        size = np.square(residual[:, :crowd]).sum()
-        if crowd < len(value) and size <= PRECISION * value[0] * (value[crowd] - value[crowd - 1]):
+        L_u = back @ (weight * (differences @ u))
+        value, mix = np.linalg.eigh(u.T @ L_u)
+        u, residual = u @ mix, L_u @ mix - value * (u @ mix)
+        # Values near the first one are treated together; the gap is between them and the next.
+        near = int(np.searchsorted(value, 1.5 * value[0]))
+        size = np.square(residual[:, :near]).sum()
+        if near < len(value) and size <= PRECISION * value[0] * (value[near] - value[near - 1]):
             if refinements > 0:
                 refinements -= 1
                 u = u - solve(residual)
@@ -137,7 +143,7 @@ def slowest_mode(
 
 
 def _incidence(adjacency: scipy.sparse.csr_array) -> tuple[scipy.sparse.csr_array, Array]:
-    """B [pairs, N], 1 at one end of a pair and -1 at the other, and the pairs' weights."""
+    """Return B [pairs, N], with 1 and -1 for the two tokens of a pair, and the pairs' weights."""
     upper = scipy.sparse.triu(adjacency, k=1, format="coo")
     pair = np.arange(upper.nnz)
     ends = np.concatenate([upper.row, upper.col])

@@ -1,13 +1,13 @@
-"""Solving with a Laplacian to full relative accuracy, however small its eigenvalues are.
+"""Solving with a Laplacian with full relative accuracy, however small its eigenvalues are.
 
-A Laplacian stored as a matrix has already lost its weak edges: next to a weight of 1, a weight of
-1e-20 vanishes in the rounding of the diagonal. Elimination that works on the weights alone and
-forms every diagonal as a sum of them never subtracts, so each intermediate number keeps its
+The matrix of a Laplacian has lost its weak edges: in the sum on the diagonal, a weight of 1e-20 is
+rounded away beside a weight of 1. The elimination here uses only the weights, and computes every
+diagonal entry as a sum of weights. It never subtracts, so every intermediate number has full
 relative accuracy (Grassmann, Taksar & Heyman 1985; for the smallest eigenvalue: Alfa, Xue & Ye,
 Accurate computation of the smallest eigenvalue of a diagonally dominant M-matrix, 2002).
 
-One token, the ground, is held at zero to make the Laplacian invertible. The weights that lead
-there are the `leak` of a token.
+One token, the ground, is fixed at zero, so that the Laplacian is invertible. The `leak` of a token
+is its weight to the ground.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 Array = NDArray[np.float64]
 
-BLOCK = 32  # tokens eliminated together: large enough for BLAS, small enough for a window's band
-HUB = 16  # a token with so many times the mean number of neighbours is eliminated last
+BLOCK = 32  # tokens that are eliminated together: a compromise between BLAS and small windows
+HUB = 16  # tokens with this many times the mean number of neighbours are eliminated last
 
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """Tokens in blocks whose edges reach no further than the next block, hubs, and the ground."""
+    """An order of tokens: blocks with edges only to the same and the next block, hubs, ground."""
 
     tokens: NDArray[np.intp]  # [N]: the tokens of the blocks, then the hubs, then the ground
-    block_ends: list[int]  # where each block ends in `tokens`; the last end is the first hub
+    block_ends: list[int]  # the end of each block in `tokens`; the last one is the first hub
 
     @property
     def num_banded(self) -> int:
-        """Tokens in blocks: all but the hubs and the ground."""
+        """The number of tokens in blocks, which are all except the hubs and the ground."""
         return self.block_ends[-1]
 
     def blocks(self) -> list[tuple[int, int, int]]:
-        """(start, end, end of the next block) of every block."""
+        """List (start, end, end of the next block) of every block."""
         ends = self.block_ends
         return list(zip([0, *ends[:-1]], ends, [*ends[1:], ends[-1]], strict=True))
 
     @property
     def cost(self) -> float:
-        """Multiplications of the elimination, roughly."""
+        """The approximate number of multiplications of the elimination."""
         num_hubs = len(self.tokens) - 1 - self.num_banded
         in_blocks = sum(
             (end - start) * (next_end - start + num_hubs) ** 2
@@ -54,18 +54,19 @@ class EliminationOrder:
 
 
 def elimination_order(adjacency: scipy.sparse.csr_array) -> EliminationOrder:
-    """An order for a symmetric adjacency matrix [N, N], N >= 2, that keeps blocks narrow."""
+    """Find an order for a symmetric adjacency matrix [N, N], N >= 2, with small blocks."""
     num_tokens = adjacency.shape[0]
     degree = np.diff(adjacency.indptr)
     by_degree = np.argsort(degree, kind="stable")
     num_hubs = int((degree > max(HUB * degree.mean(), BLOCK)).sum())
-    last = by_degree[num_tokens - max(num_hubs, 1) :]  # the hubs; the largest is the ground
+    # The hubs; the one with the most neighbours, which comes last, is the ground.
+    last = by_degree[num_tokens - max(num_hubs, 1) :]
     rest = np.setdiff1d(np.arange(num_tokens), last)
     band = scipy.sparse.csr_matrix(adjacency[rest][:, rest])
     order = reverse_cuthill_mckee(band, symmetric_mode=True)
     position = np.empty(len(rest), dtype=np.intp)
     position[order] = np.arange(len(rest))
-    # How far to the right the edges of the tokens up to each position reach.
+    # The last position that an edge from any token up to each position leads to.
     reach = np.arange(len(rest))
     rows = np.repeat(position, np.diff(band.indptr))
     np.maximum.at(reach, rows, position[band.indices])
@@ -79,11 +80,11 @@ def elimination_order(adjacency: scipy.sparse.csr_array) -> EliminationOrder:
 
 @dataclass(frozen=True)
 class GroundedLaplacian:
-    """The Laplacian of a connected graph, its ground held at zero, ready to solve with."""
+    """The factorised Laplacian of a connected graph, with its ground fixed at zero."""
 
     order: EliminationOrder
-    inverses: list[Array]  # of every block, grounded by all tokens after it
-    shares: list[Array]  # of a block's tokens [n] in the next block's and the hubs' [m + h]
+    inverses: list[Array]  # the inverse of every block, with all later tokens as ground
+    shares: list[Array]  # the shares [n, m + h] of n tokens of a block in the next block and hubs
     hub_inverse: Array
 
     @classmethod
@@ -95,14 +96,14 @@ class GroundedLaplacian:
         num_last = len(order.tokens) - num_banded  # hubs and ground
         hubs = adjacency[num_banded:, num_banded:].toarray()
         inverses, shares = [], []
-        # What eliminating the block before has added to the rows of the block at hand.
+        # The weights that the elimination of the previous block adds to the current one.
         added = np.zeros((order.block_ends[0], order.block_ends[0] + num_last))
         for start, end, next_end in order.blocks():
             size, num_next = end - start, next_end - end
             entries = slice(indptr[start], indptr[end])
             column, weight = indices[entries], data[entries]
             row = np.repeat(np.arange(size), np.diff(indptr[start : end + 1]))
-            # The rows of the block, with the columns [block, next block, hubs, ground].
+            # The rows of this block, with the columns [block, next block, hubs, ground].
             front = np.zeros((size, size + num_next + num_last))
             ahead = column >= start
             gap = np.where(column < num_banded, 0, num_banded - next_end)
@@ -119,15 +120,15 @@ class GroundedLaplacian:
         return cls(order, inverses, shares, grounded_inverse(hubs[:-1, :-1], hubs[:-1, -1]))
 
     def solve(self, right: Array) -> Array:
-        """u with L u = `right` except at the ground, where u = 0; [N] or [N, k]."""
+        """Solve L u = `right`, except at the ground, where u = 0; [N] or [N, k]."""
         right = right[self.order.tokens]
         num_banded = self.order.num_banded
         blocks = list(zip(self.order.blocks(), self.inverses, self.shares, strict=True))
         hubs = right[num_banded:-1]
         for (start, end, next_end), _, share in blocks:
-            moved = share.T @ right[start:end]
-            right[end:next_end] += moved[: next_end - end]
-            hubs += moved[next_end - end :]
+            change = share.T @ right[start:end]
+            right[end:next_end] += change[: next_end - end]
+            hubs += change[next_end - end :]
         hubs = self.hub_inverse @ hubs
         solution = np.zeros_like(right)
         solution[num_banded:-1] = hubs
@@ -140,16 +141,17 @@ class GroundedLaplacian:
 
 
 def grounded_inverse(weight: Array, leak: Array) -> Array:
-    """Inverse of diag(row sums of `weight` + `leak`) - `weight`, every entry accurate.
+    """Invert diag(row sums of `weight` + `leak`) - `weight`, with every entry accurate.
 
     Args:
         weight: symmetric, >= 0, [n, n]; the diagonal is ignored.
-        leak: weight to everything outside, >= 0, [n]; it must be reachable from every token.
+        leak: the weight of every token to the outside, >= 0, [n]. From every token, a path of
+            positive weights must lead to the outside.
     """
     n = len(leak)
     if n <= BLOCK:
         return _small_grounded_inverse(weight, leak)
-    # Eliminate the first half, A, from the second, B. Nothing is ever subtracted.
+    # Eliminate the first half, A, from the second half, B. There are no subtractions.
     a, b = slice(None, n // 2), slice(n // 2, None)
     across = weight[a, b]
     inverse_a = grounded_inverse(weight[a, a], leak[a] + across.sum(axis=1))
@@ -160,8 +162,8 @@ def grounded_inverse(weight: Array, leak: Array) -> Array:
 
 
 def _small_grounded_inverse(weight: Array, leak: Array) -> Array:
-    # The matrix is C^-T diag(pivot) C^-1: row i of the unit upper triangular C says how much of
-    # token i passes through each later token when the tokens between them are gone.
+    # The matrix is C^-T diag(pivot) C^-1, with a unit upper triangular matrix C. Row i of C says
+    # which share of token i passes through each later token after the tokens between are removed.
     n = len(leak)
     left = np.column_stack([weight, leak])
     pivot = np.empty(n)
@@ -170,7 +172,7 @@ def _small_grounded_inverse(weight: Array, leak: Array) -> Array:
         pivot[k] = row.sum()
         row /= pivot[k]
         through = left[:, k].copy()
-        through[k] = 0.0  # the row of k itself is final
+        through[k] = 0.0  # the row of token k is final
         left[:, k + 1 :] += through[:, None] * row
     passage = np.triu(left[:, :n], 1) + np.eye(n)
     return (passage / pivot) @ passage.T

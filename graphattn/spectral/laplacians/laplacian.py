@@ -61,53 +61,53 @@ def laplacian(
     layout: Literal["scipy", "torch", "dense", "operator"] = "scipy",
     normalization: Normalization = None,
 ) -> scipy.sparse.csr_array | Tensor | LinearOperator:
-    r"""The Laplacian L of the symmetrised weights: the matrix of the energy, E(u) = u^T L u.
+    r"""Compute the Laplacian L of the symmetrised weights, for which E(u) = u^T L u is the energy.
 
     .. math::
         W_{sym} = \tfrac12 (W + W^\top), \qquad
         L = D(W_{sym}) - W_{sym}, \qquad
         \nabla E(u) = 2 L u
 
-    with D the diagonal matrix of row sums. L is symmetric and positive semidefinite, constants are
-    in its kernel, and self-loops drop out.
-
-    Normalised, with d the degrees of W_sym without self-loops, these are
+    Here D is the diagonal matrix of row sums. L is symmetric and positive semidefinite, constants
+    are in its kernel, and self-loops have no effect. The normalised Laplacians, with the degrees of
+    W_sym without self-loops, are
 
     .. math::
         L_{symmetric} = D^{-1/2} L D^{-1/2}, \qquad L_{random\ walk} = D^{-1} L
 
-    The first is symmetric, with eigenvalues in [0, 2]; the second has the same eigenvalues, is not
-    symmetric, and I - L_random_walk is the random walk that averages over the neighbours. A token
-    without a neighbour has a row and a column of zeros in both (not a 1 on the diagonal), as it has
-    in L: its value stays.
+    The first one is symmetric, with eigenvalues in [0, 2]. The second one has the same eigenvalues,
+    but is not symmetric; I - L_random_walk is the random walk that averages over the neighbours. A
+    token without neighbours has a row and a column of zeros in both (not a 1 on the diagonal), as
+    in L, so its value does not change.
 
-    With matrices :math:`R_{ij}` for weights, ``edge_weight`` [E, C, C], L is the matrix-weighted
-    Laplacian of Appendix A for signals of C numbers per token, flattened token by token
-    (``signal.reshape(-1)``): its block (i, j) is :math:`-(R_{ij} + R_{ji}) / 2`, and rows of blocks
-    sum to zero. Constants are again in its kernel, C of them: :math:`\mathbf 1_N \otimes e_k`, one
-    per coordinate. (**Erratum**: Eq. 24 gives a vector that is constant on one token and zero on
-    the others; that one is in the kernel only if the token has no neighbours.)
+    If the weights are matrices :math:`R_{ij}`, ``edge_weight`` [E, C, C], L is the matrix-weighted
+    Laplacian of Appendix A. It is for signals with C numbers per token, flattened token by token
+    (``signal.reshape(-1)``). Its block (i, j) is :math:`-(R_{ij} + R_{ji}) / 2`, and the blocks of
+    a row sum to zero. Its kernel contains the C constants :math:`\mathbf 1_N \otimes e_k`, one per
+    coordinate. (**Erratum**: Eq. 24 gives a vector that is constant on one token and zero on the
+    others, but it is in the kernel only if the token has no neighbours.)
 
     Source: Stabilizing Transformer Training Through Consensus, Eq. 4-6 and 21-24, with an
-    **erratum**. The paper symmetrises later: it takes L = D_out - W with the out-degrees of Eq. 4,
-    and L_sym = (L + L^T) / 2. Where in- and out-degrees differ, that matrix is neither positive
-    semidefinite nor the matrix of the energy: a random digraph on 5 tokens has E(u) = 4.710, but
-    u^T L_sym u = 4.289 and an eigenvalue -0.143. Symmetrising the weights first gives Eq. 5 and the
-    gradient of Eq. 6 exactly, for any directed graph; where in- and out-degrees agree, the two are
-    the same.
+    **erratum**. The paper computes L = D_out - W with the out-degrees of Eq. 4 first, and then
+    L_sym = (L + L^T) / 2. If in- and out-degrees differ, this matrix is not positive semidefinite,
+    and is not the matrix of the energy: a random directed graph on 5 tokens has E(u) = 4.710, but
+    u^T L_sym u = 4.289 and an eigenvalue -0.143. If the weights are symmetrised first, as here,
+    Eq. 5 and the gradient of Eq. 6 are exact for any directed graph. If in- and out-degrees are
+    equal, both are the same.
 
     Args:
-        graph: N tokens. Direction does not matter: an edge counts half in each.
+        graph: N tokens. Direction does not matter: an edge counts half in each direction.
         edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E], or symmetric positive
             semidefinite matrices, [E, C, C]; ones if None.
-        layout: ``"scipy"``: a ``csr_array`` of float64 (zeros are not stored); ``"torch"``: a
-            coalesced sparse COO tensor; ``"dense"``: a tensor. Tensors lie where the graph lies,
-            have the dtype of `edge_weight` (the default dtype for integers and None) and are
-            differentiable in it. ``"operator"``: a ``scipy.sparse.linalg.LinearOperator`` of
-            float64 on the CPU that forms no matrix. Without weights, a graph of windows, blocks or
-            an image (alone or in a batch) is applied by shifted slices, and not even its edges are
-            listed; otherwise edges are arrays.
-        normalization: None, ``"symmetric"`` or ``"random_walk"``; None only with matrices.
+        layout: the type of the result. ``"scipy"`` is a ``csr_array`` of float64, without stored
+            zeros. ``"torch"`` is a coalesced sparse COO tensor, and ``"dense"`` a dense tensor.
+            Tensors are on the graph's device, have the dtype of `edge_weight` (the default dtype
+            for integers and None) and are differentiable with respect to it. ``"operator"`` is a
+            ``scipy.sparse.linalg.LinearOperator`` of float64 on the CPU, without a matrix. For a
+            graph of windows, blocks or an image (or a batch of these) without weights, it works
+            with shifted slices, and lists no edges; for other graphs it stores the edges.
+        normalization: None, ``"symmetric"`` or ``"random_walk"``; it must be None if the weights
+            are matrices.
 
     Returns:
         L, [N, N] or [N C, N C].
@@ -115,7 +115,7 @@ def laplacian(
     Raises:
         ValueError: if `graph` is not a TokenGraph or is bipartite (N != M), if `edge_weight` is
             neither a tensor [E] of finite numbers >= 0 nor one of matrices as above, if `layout` or
-            `normalization` is unknown, or matrices are to be normalised.
+            `normalization` is unknown, or `normalization` is given for matrices.
 
     Example:
         >>> import torch, graphattn as ga
@@ -128,8 +128,9 @@ def laplacian(
                 [-0.5000,  1.0000, -0.5000],
                 [-0.5000, -0.5000,  1.0000]])
         >>> long = ga.window_path_graph(1_000_000, window=2)
-        >>> moved = ga.spectral.laplacian(long, layout="operator") @ torch.arange(1_000_000).numpy()
-        >>> moved[:4].tolist(), moved[-4:].tolist()  # a straight line bends at its ends alone
+        >>> line = torch.arange(1_000_000).numpy()
+        >>> result = ga.spectral.laplacian(long, layout="operator") @ line
+        >>> result[:4].tolist(), result[-4:].tolist()  # 0, except near the ends of the line
         ([-3.0, -2.0, 0.0, 0.0], [0.0, 0.0, 2.0, 3.0])
         >>> R = torch.tensor([[2.0, 1.0], [1.0, 2.0]]).expand(2, 2, 2)
         >>> ga.spectral.laplacian(ga.window_path_graph(2, window=1), R, layout="dense")
@@ -145,7 +146,7 @@ def laplacian(
         edge_weight = as_edge_blocks(edge_weight, graph.num_edges)
         if normalization is not None:
             raise ValueError(
-                "normalization must be None where edge_weight holds matrices [E, C, C], "
+                "normalization must be None if edge_weight has matrices [E, C, C], "
                 f"got {normalization!r}"
             )
     elif edge_weight is not None:
@@ -162,14 +163,14 @@ def laplacian(
 
 
 def float64_weights(edge_weight: Tensor | None, num_edges: int) -> NDArray[np.float64]:
-    """Checked weights [E] as a numpy array; ones if None."""
+    """Convert checked weights [E] to a numpy array of float64; ones if None."""
     if edge_weight is None:
         return np.ones(num_edges)
     return edge_weight.detach().to("cpu", torch.float64).numpy()
 
 
 def symmetrised_adjacency(graph: TokenGraph, weight: NDArray[np.float64]) -> scipy.sparse.csr_array:
-    """W_sym = (W + W^T) / 2 [N, N] without self-loops and stored zeros."""
+    """Compute W_sym = (W + W^T) / 2 [N, N], without self-loops and stored zeros."""
     source, target = graph.edge_index.cpu().numpy()
     edge = (source != target) & (weight > 0)
     shape = (graph.num_targets, graph.num_targets)
@@ -181,7 +182,7 @@ def symmetrised_adjacency(graph: TokenGraph, weight: NDArray[np.float64]) -> sci
 def laplacian_of(
     adjacency: scipy.sparse.csr_array, normalization: Normalization = None
 ) -> scipy.sparse.csr_array:
-    """D(A) - A of a symmetric adjacency matrix without self-loops, or a normalised form of it."""
+    """Compute D(A) - A, or a normalised form, of a symmetric adjacency matrix A without loops."""
     degree = np.asarray(adjacency.sum(axis=1)).ravel()
     token = np.arange(len(degree))
     if normalization is not None:
@@ -193,10 +194,10 @@ def laplacian_of(
             per_edge = share[row]
         entries = (adjacency.data * per_edge, adjacency.indices, adjacency.indptr)
         adjacency = scipy.sparse.csr_array(entries, shape=adjacency.shape)
-        degree = (degree > 0).astype(np.float64)  # the diagonal is exactly 1 then
+        degree = (degree > 0).astype(np.float64)  # the diagonal of a normalised form is exactly 1
     diagonal = scipy.sparse.coo_array((degree, (token, token)), shape=adjacency.shape)
     L = scipy.sparse.csr_array(diagonal.tocsr() - adjacency)
-    L.eliminate_zeros()  # isolated tokens
+    L.eliminate_zeros()  # removes the diagonal entries of isolated tokens
     return L
 
 
@@ -212,12 +213,13 @@ def _torch_laplacian(
     edge = edge_index[0] != edge_index[1]
     source, target = edge_index[:, edge]
     half = edge_weight[edge] / 2
-    # Each edge adds half its weight to the degrees of both ends, and to both entries off them.
+    # Each edge adds half of its weight to the degrees of both tokens, and subtracts it from the
+    # two entries off the diagonal.
     at_source = at_target = to_target = to_source = half
     if normalization is not None:
         degree = half.new_zeros(graph.num_targets)
         degree = degree.index_add(0, source, half).index_add(0, target, half)
-        # Never 1 / 0, not even where it is masked out: its gradient would be NaN.
+        # 1 / 0 must not be computed even where it is masked out, because its gradient is NaN.
         share = torch.where(degree > 0, 1 / degree.where(degree > 0, 1), 0)
         at_source, at_target = half * share[source], half * share[target]
         to_target, to_source = at_source, at_target
@@ -228,7 +230,7 @@ def _torch_laplacian(
     columns = torch.cat([source, target, target, source])
     values = torch.cat([at_source, at_target, -to_target, -to_source])
     size = graph.num_targets
-    if values.dim() == 3:  # a block of C rows and C columns for each
+    if values.dim() == 3:  # Every entry is a block of C rows and C columns.
         channel = torch.arange(values.shape[2], device=values.device)
         size *= len(channel)
         rows = (rows[:, None, None] * len(channel) + channel[:, None]).expand_as(values)

@@ -1,4 +1,4 @@
-"""The norm and the spectral radius of a linear map that is only known by what it does."""
+"""The norm and the spectral radius of a linear map that is given as a function."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from graphattn.spectral.matrix_weighted.block_laplacian import Array
 
-DENSE = 600  # rows of a matrix up to which it is written out
+DENSE = 600  # rows up to which the map is written as a dense matrix
 Map = Callable[[Tensor], Tensor]
 
 
 def operator_of(step: Map, shape: tuple[int, ...]) -> LinearOperator:
-    """A linear map of tensors of this shape, float64; its transpose comes from autograd."""
+    """Make an operator of a linear map of float64 tensors; autograd computes its transpose."""
     size = int(np.prod(shape))
 
     def apply(u: Array) -> Array:
         with torch.no_grad():
-            moved: Array = step(torch.from_numpy(np.array(u)).view(shape)).flatten().numpy()
-        return moved
+            result: Array = step(torch.from_numpy(np.array(u)).view(shape)).flatten().numpy()
+        return result
 
     def transposed(v: Array) -> Array:
         with torch.enable_grad():
@@ -36,7 +36,7 @@ def operator_of(step: Map, shape: tuple[int, ...]) -> LinearOperator:
 
 
 def derivative_of(function: Map, x: Tensor) -> LinearOperator:
-    """The derivative of a function [*] -> [*] at `x`; products by differentiating twice."""
+    """Make an operator of the derivative of a function [*] -> [*] at `x`, by autograd."""
     shape = x.shape
 
     def back(v: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def derivative_of(function: Map, x: Tensor) -> LinearOperator:
 
 
 def spectral_radius(T: LinearOperator) -> float:
-    """The largest |eigenvalue|; NaN where Arnoldi's iteration finds none."""
+    """Compute the largest |eigenvalue|; NaN if Arnoldi's iteration finds none."""
     if T.shape[0] <= DENSE:
         return float(np.abs(np.linalg.eigvals(_dense(T))).max(initial=0.0))
     try:
@@ -74,7 +74,7 @@ def spectral_radius(T: LinearOperator) -> float:
 
 
 def largest_singular_value(T: LinearOperator) -> float:
-    """The norm of the map."""
+    """Compute the norm of the map."""
     if T.shape[0] <= DENSE:
         return float(np.linalg.norm(_dense(T), 2)) if T.shape[0] else 0.0
     square = LinearOperator(T.shape, matvec=lambda u: T.rmatvec(T.matvec(u)), dtype=np.float64)

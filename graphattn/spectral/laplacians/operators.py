@@ -1,6 +1,6 @@
-"""Laplacians that are applied, never formed: by shifted slices of a window, or edge by edge.
+"""Laplacians as operators without a matrix: with shifted slices for windows, or edge by edge.
 
-Everything is a sum of differences u_i - u_j, so constants give exactly 0.
+All results are sums of differences u_i - u_j, so constants give exactly 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Apply = Callable[[Array], Array]  # u -> L u, [N] or [N, k]
 def laplacian_operator(
     graph: TokenGraph, edge_weight: Tensor | None, normalization: str | None
 ) -> LinearOperator:
-    """The Laplacian of checked weights ([E], [E, C, C] or None) as a matrix-free operator."""
+    """Make a matrix-free operator of the Laplacian with checked weights [E], [E, C, C] or None."""
     if edge_weight is not None and edge_weight.dim() == 3:
         forward = by_blocks(graph, edge_weight)
         size = graph.num_targets * edge_weight.shape[2]
@@ -56,8 +56,8 @@ def laplacian_operator(
         return _operator(graph.num_targets, forward, forward)
     share = np.divide(1.0, degree, out=np.zeros(len(degree)), where=degree > 0)
     if normalization == "symmetric":
-        both = _scaled(np.sqrt(share), forward, np.sqrt(share))
-        return _operator(graph.num_targets, both, both)
+        symmetric = _scaled(np.sqrt(share), forward, np.sqrt(share))
+        return _operator(graph.num_targets, symmetric, symmetric)
     one = np.ones_like(share)
     return _operator(graph.num_targets, _scaled(share, forward, one), _scaled(one, forward, share))
 
@@ -65,7 +65,7 @@ def laplacian_operator(
 def half_edges(
     graph: TokenGraph, edge_weight: Tensor | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
-    """Sources, targets and half the weights of all edges but self-loops and those of weight 0."""
+    """Return sources, targets and half the weights of edges, without self-loops and weights 0."""
     source, target = graph.edge_index.cpu().numpy()
     edge = source != target
     if edge_weight is None:
@@ -76,7 +76,7 @@ def half_edges(
 
 
 def connections(graph: TokenGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_array:
-    """[N, N], a 1 from every target to every source it gives a weight that is not 0; no loops."""
+    """Return [N, N] with 1 for a target and a source if their weight is not 0; no self-loops."""
     source, target, _ = half_edges(graph, edge_weight)
     shape = (graph.num_targets, graph.num_targets)
     ones = np.ones(len(source))
@@ -84,7 +84,10 @@ def connections(graph: TokenGraph, edge_weight: Tensor | None) -> scipy.sparse.c
 
 
 def component_of(graph: TokenGraph, edge_weight: Tensor | None) -> NDArray[np.int32]:
-    """Return the connected component of every token, [N]; an edge of weight 0 connects nothing."""
+    """Number the connected components; [N], the component of every token.
+
+    Edges with weight 0 do not count.
+    """
     if graph.num_targets == 0:
         return np.empty(0, dtype=np.int32)
     return connected_components(connections(graph, edge_weight), directed=False)[1]
@@ -93,36 +96,36 @@ def component_of(graph: TokenGraph, edge_weight: Tensor | None) -> NDArray[np.in
 def by_pairs(
     first: NDArray[np.integer], second: NDArray[np.integer], weight: Array, num_tokens: int
 ) -> Apply:
-    """u -> L u of the undirected pairs (first, second), [E], a pair's weights added up."""
+    """Return u -> L u for undirected pairs (first, second) [E]; repeated pairs add up."""
 
     def one_column(u: Array) -> Array:
-        moved = weight * (u[second] - u[first])
-        out = _weighted_count(second, moved, num_tokens)
-        out -= _weighted_count(first, moved, num_tokens)
+        difference = weight * (u[second] - u[first])
+        out = _weighted_count(second, difference, num_tokens)
+        out -= _weighted_count(first, difference, num_tokens)
         return out
 
     return _column_by_column(one_column)
 
 
 def by_blocks(graph: TokenGraph, edge_weight: Tensor) -> Apply:
-    """u -> L u of matrix weights [E, C, C]; u [N * C], the C numbers of a token side by side."""
+    """Return u -> L u for matrix weights [E, C, C]; u is [N * C], flattened token by token."""
     source, target, half = half_edges(graph, edge_weight)
     num_tokens, channels = graph.num_targets, edge_weight.shape[2]
 
     def one_column(u: Array) -> Array:
         u = u.reshape(num_tokens, channels)
-        moved = np.einsum("eab,eb->ea", half, u[target] - u[source])
+        difference = np.einsum("eab,eb->ea", half, u[target] - u[source])
         out = np.empty_like(u)
         for c in range(channels):
-            out[:, c] = _weighted_count(target, moved[:, c], num_tokens)
-            out[:, c] -= _weighted_count(source, moved[:, c], num_tokens)
+            out[:, c] = _weighted_count(target, difference[:, c], num_tokens)
+            out[:, c] -= _weighted_count(source, difference[:, c], num_tokens)
         return out.reshape(-1)
 
     return _column_by_column(one_column)
 
 
 def by_structure(structure: GraphStructure) -> Apply | None:
-    """u -> L u of weights 1, no edge listed; None where the structure has no such form here."""
+    """Return u -> L u for weights 1 without listing edges; None for other structures."""
     match structure:
         case Band():
             return _by_slices(structure)
@@ -150,18 +153,18 @@ def by_structure(structure: GraphStructure) -> Apply | None:
                 return None
             inner = structure.target_ptr[1:-1]
 
-            def side_by_side(u: Array) -> Array:
+            def of_batch(u: Array) -> Array:
                 pieces = np.split(u, inner)
                 return np.concatenate([part(v) for part, v in zip(parts, pieces, strict=True)])
 
-            return side_by_side
+            return of_batch
     return None
 
 
 def _by_slices(band: Band) -> Apply:
-    last = max(band.num_tokens - 1, 0) // band.dilation  # hops that can land inside
+    last = max(band.num_tokens - 1, 0) // band.dilation  # the largest hop inside the sequence
     before, after = min(band.before, last), min(band.after, last)
-    if band.dilation == 1 and {before, after} <= {0, last}:  # complete, from one side or both
+    if band.dilation == 1 and {before, after} <= {0, last}:  # complete on one side, or on both
         everyone = _by_blocks_of_tokens([0], band.num_tokens)
         share = ((before == last) + (after == last)) / 2
         return lambda u: share * everyone(u)
@@ -179,36 +182,36 @@ def _by_slices(band: Band) -> Apply:
 
 
 def _by_blocks_of_tokens(starts: list[int], num_tokens: int) -> Apply:
-    """Blocks of consecutive tokens, each complete: L u = size * (u - mean)."""
+    """Return u -> L u for complete blocks of consecutive tokens: L u = size * (u - mean)."""
     size = np.diff([*starts, num_tokens])
 
     def apply(u: Array) -> Array:
         if num_tokens == 0:
             return u.copy()
         per_row = (slice(None),) + (None,) * (u.ndim - 1)
-        first = np.repeat(u[starts], size, axis=0)  # so that constants give exactly 0
-        moved = u - first
-        total = np.repeat(np.add.reduceat(moved, starts, axis=0), size, axis=0)
-        return np.repeat(size, size)[per_row] * moved - total
+        # Subtracting the first token of every block makes constants give exactly 0.
+        relative = u - np.repeat(u[starts], size, axis=0)
+        total = np.repeat(np.add.reduceat(relative, starts, axis=0), size, axis=0)
+        return np.repeat(size, size)[per_row] * relative - total
 
     return apply
 
 
 def _by_image(grid: Grid) -> Apply:
     lead = int(grid.class_token)
-    moves = [(dy, dx) for dy, dx in grid._moves() if (dy, dx) > (0, 0)]  # each pair once
+    moves = [(dy, dx) for dy, dx in grid._moves() if (dy, dx) > (0, 0)]  # counts each pair once
 
     def apply(u: Array) -> Array:
         out = np.zeros_like(u)
         shape = (grid.height, grid.width, *u.shape[1:])
-        image, moved = u[lead:].reshape(shape), out[lead:].reshape(shape)
+        image, result = u[lead:].reshape(shape), out[lead:].reshape(shape)
         for dy, dx in moves:
             down, up = slice(dy, None), slice(0, grid.height - dy)
             right = slice(max(dx, 0), grid.width - max(-dx, 0))
             left = slice(max(-dx, 0), grid.width - max(dx, 0))
             difference = image[down, right] - image[up, left]
-            moved[down, right] += difference
-            moved[up, left] -= difference
+            result[down, right] += difference
+            result[up, left] -= difference
         if lead:
             difference = u[1:] - u[0]
             out[1:] += difference
@@ -219,17 +222,17 @@ def _by_image(grid: Grid) -> Apply:
 
 
 def _weighted_count(token: NDArray[np.integer], weight: Array, num_tokens: int) -> Array:
-    """The weights that fall on every token, summed, [N]."""
+    """Sum the weights of every token, [N]."""
     return np.bincount(token, weight, num_tokens).astype(np.float64, copy=False)
 
 
 def _structured_degree(structure: GraphStructure) -> Array:
-    """The diagonal of the Laplacian of weights 1, where `by_structure` knows the structure."""
+    """Compute the diagonal of the Laplacian with weights 1 for a structure of `by_structure`."""
     flipped = structure.transpose()
     assert flipped is not None
     token = torch.arange(structure.num_targets)
-    both = structure.in_degree() + flipped.in_degree()
-    return both.double().numpy() / 2 - structure.contains(token, token).double().numpy()
+    degree = structure.in_degree() + flipped.in_degree()
+    return degree.double().numpy() / 2 - structure.contains(token, token).double().numpy()
 
 
 def _scaled(left: Array, apply: Apply, right: Array) -> Apply:

@@ -1,1 +1,1 @@
-"""Spectra of graphs with a matrix on every edge, as consensus layers have them."""
+"""Spectra of graphs with a matrix on every edge, as in consensus layers."""

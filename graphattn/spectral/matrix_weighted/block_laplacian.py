@@ -1,8 +1,9 @@
 """Laplacians with a matrix on every edge, R = alpha I + rows^T rows: products, and counts.
 
-Nothing of size N D x N D is formed. A product costs as much as the edges have numbers. And where a
-window makes the matrix block banded, elimination counts the eigenvalues beyond a shift (Sylvester's
-law of inertia): a count bounds an eigenvalue from the side that Rayleigh quotients leave open.
+No matrix of size N D x N D is formed. The cost of a product is proportional to the numbers that the
+edges have. If the graph is a window, the matrix is block banded, and elimination can count the
+eigenvalues above or below a shift (Sylvester's law of inertia). A count bounds an eigenvalue from
+one side, and a Rayleigh quotient from the other side.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from scipy.sparse.linalg import LinearOperator
 Array = NDArray[np.float64]
 Tokens = NDArray[np.integer]
 
-COUNTABLE = 4e9  # multiplications up to which a count is worth its price: about half a second
-BLOCK = 64  # rows of a block at least: smaller ones cost calls
+COUNTABLE = 4e9  # the most multiplications for a count, which take about half a second
+BLOCK = 64  # the fewest rows of a block, because small blocks need more calls
 
 
 class BlockLaplacian:
-    r"""M = S G^T R G S of one head, with G the differences u_i - u_j of all edges.
+    r"""The matrix M = S G^T R G S of one head, where G takes differences u_i - u_j of all edges.
 
     For update "energy", I - M is one step of consensus: R_e counts once in each direction, and S is
-    the diagonal of the roots of the step sizes (one number on tokens that hang together).
+    the diagonal matrix of the square roots of the step sizes (which are equal for connected
+    tokens).
 
     Args:
-        source, target: ends of the edges, [E]; none of them a self-loop.
-        alpha: [E].
-        rows: [E, r, D]; R_e = alpha_e I + rows_e^T rows_e.
-        step: step size of every token, [N].
+        source, target: the tokens of the edges, [E], without self-loops.
+        alpha: alpha of every edge, [E].
+        rows: rows of every edge, [E, r, D], so that R_e = alpha_e I + rows_e^T rows_e.
+        step: the step size of every token, [N].
     """
 
     def __init__(
@@ -46,14 +48,14 @@ class BlockLaplacian:
         self.size = self.num_tokens * self.features
 
     def apply(self, u: Array) -> Array:
-        """M u of u [N D] or [N D, k]."""
+        """Compute M u for u [N D] or [N D, k]."""
         wide = u.shape[1] if u.ndim == 2 else 1
         columns = u.reshape(self.num_tokens, self.features * wide)
         d = self._differences @ (self.root[:, None] * columns)
         d = d.reshape(len(self.source), self.features, wide)
-        moved = self.alpha[:, None, None] * d
-        moved += self.rows.transpose(0, 2, 1) @ (self.rows @ d)
-        out = self._differences.T @ moved.reshape(len(self.source), self.features * wide)
+        force = self.alpha[:, None, None] * d
+        force += self.rows.transpose(0, 2, 1) @ (self.rows @ d)
+        out = self._differences.T @ force.reshape(len(self.source), self.features * wide)
         return (self.root[:, None] * out).reshape(u.shape)
 
     @cached_property
@@ -72,7 +74,7 @@ class BlockLaplacian:
 
     @cached_property
     def adjacency(self) -> scipy.sparse.csr_array:
-        """Graph with one number per pair of tokens, the mean eigenvalue of R."""
+        """The graph with one weight per pair of tokens, the mean eigenvalue of R, [N, N]."""
         mean = self.alpha + np.square(self.rows).sum(axis=(1, 2)) / self.features
         mean = mean * self.root[self.source] * self.root[self.target]
         shape = self.num_tokens, self.num_tokens
@@ -89,22 +91,22 @@ class BlockLaplacian:
 
     @cached_property
     def bound(self) -> float:
-        """Never less than the largest eigenvalue: blockwise Gershgorin."""
+        """An upper bound of the largest eigenvalue, by Gershgorin's theorem for blocks."""
         norm = self.alpha + np.square(self.rows).sum(axis=(1, 2))
         degree = np.bincount(self.source, norm, self.num_tokens)
         degree += np.bincount(self.target, norm, self.num_tokens)
         return float(2 * (self.root**2 * degree).max(initial=0.0))
 
     def dense_eigenvalues(self) -> Array:
-        """All of them, by a dense solver."""
+        """Compute all eigenvalues by a dense solver."""
         values: Array = np.asarray(np.linalg.eigvalsh(self.apply(np.eye(self.size))), np.float64)
         return values
 
-    # How many eigenvalues lie beyond a shift.
+    # Counting the eigenvalues above or below a shift.
 
     @cached_property
     def _order(self) -> tuple[Tokens, int]:
-        """Every token's place in a narrow order, and how many tokens make a block."""
+        """The place of every token in an order with a small bandwidth, and the tokens per block."""
         natural = np.arange(self.num_tokens)
         order = reverse_cuthill_mckee(scipy.sparse.csr_matrix(self.adjacency), symmetric_mode=True)
         sorted_ = np.empty_like(natural)
@@ -117,16 +119,17 @@ class BlockLaplacian:
 
     @property
     def countable(self) -> bool:
-        """Whether eigenvalues can be counted at a reasonable price."""
+        """Whether eigenvalues can be counted in a reasonable time."""
         tokens = self._order[1]
         starts = np.arange(0, self.num_tokens, tokens)
         rows = self.features * np.minimum(tokens, self.num_tokens - starts).astype(np.float64)
-        price = (rows**3 / 3).sum()  # factors; then what they do to the block after
-        price += (rows[:-1] ** 2 * rows[1:] + 2 * rows[:-1] * rows[1:] ** 2).sum()
-        return bool(price <= COUNTABLE)
+        # The multiplications for the factors, and for updating the next block.
+        cost = (rows**3 / 3).sum()
+        cost += (rows[:-1] ** 2 * rows[1:] + 2 * rows[:-1] * rows[1:] ** 2).sum()
+        return bool(cost <= COUNTABLE)
 
     def _blocks(self) -> Iterator[tuple[Array, Array]]:
-        """The block tridiagonal M: (on the diagonal, what joins it to the block before)."""
+        """Yield the blocks of the block tridiagonal M: (diagonal block, block to its left)."""
         place, tokens = self._order
         D = self.features
         source, target = place[self.source], place[self.target]
@@ -163,10 +166,11 @@ class BlockLaplacian:
             before = start
 
     def count(self, shift: float, side: int) -> int | None:
-        """How many eigenvalues lie below `shift` (side 1) or above it (side -1).
+        """Count the eigenvalues below `shift` (side 1) or above it (side -1).
 
-        They are the negative pivots of a block elimination of side * (M - shift I). None where a
-        pivot is so near 0 that rounding could turn its sign.
+        Their number is the number of negative pivots in a block elimination of
+        side * (M - shift I). The result is None if a pivot is so near 0 that rounding could change
+        its sign.
         """
         negative = 0
         carried: tuple[Callable[[Array], Array], Array | None] | None = None
@@ -175,7 +179,7 @@ class BlockLaplacian:
             pivot = side * here
             pivot.flat[:: len(pivot) + 1] -= side * shift
             if carried is not None:
-                half_of, signs = carried  # the pivot before is half_of^-1 signs half_of^-T
+                half_of, signs = carried  # the previous pivot is half_of^-1 signs half_of^-T
                 half = half_of(back.T)
                 pivot -= half.T @ (half if signs is None else signs[:, None] * half)
             try:

@@ -1,4 +1,4 @@
-"""How fast signals mix where every edge weighs with a matrix (Appendix A)."""
+"""The Fiedler value of graphs with a matrix on every edge (Appendix A)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from graphattn.spectral.laplacians.operators import component_of
 
 Array = NDArray[np.float64]
 
-DENSE = 1200  # rows of a matrix up to which all its eigenvalues are taken
-PRECISION = 1e-11  # of what Lanczos leaves
+DENSE = 1200  # rows up to which a dense solver computes all eigenvalues
+PRECISION = 1e-11  # relative residual of Lanczos
 ATTEMPTS = ((40, 400),)  # (basis size, restarts)
 
 
 class MatrixFiedlerBounds(NamedTuple):
-    """Result of :func:`matrix_fiedler_bounds`.
+    """The result of :func:`matrix_fiedler_bounds`: a lower and an upper bound.
 
     Example:
         >>> import torch, graphattn as ga
@@ -47,24 +47,25 @@ class MatrixFiedlerBounds(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Every pair of tokens with an edge between them, in whichever direction."""
+    """All pairs of tokens with an edge between them in any direction."""
 
     first: NDArray[np.int64]
     second: NDArray[np.int64]
     block: Array  # [P, C, C], the symmetrised block
-    weight: Array  # [P], the symmetrised weight of the unweighted graph: 1, or 1/2 if one-sided
+    weight: Array  # [P], the symmetrised weight of the unweighted graph: 1, or 1/2 for one edge
 
 
 def matrix_fiedler_value(graph: TokenGraph, edge_weight: Tensor) -> float:
-    r"""The smallest eigenvalue of the matrix-weighted Laplacian beyond its C constant modes.
+    r"""Compute the smallest eigenvalue of the matrix-weighted Laplacian, without constant modes.
 
     .. math:: \lambda = \min \Big\{ \tfrac12 \sum_{(i,j)} (u_i - u_j)^\top R_{ij} (u_i - u_j) :
         \sum_i u_i = 0, \ \sum_i \lVert u_i \rVert^2 = 1 \Big\}
 
-    the rate at which one step of consensus with these matrices (update "energy") mixes what tokens
-    hold, as :func:`fiedler_value` is where weights are numbers. Up to N C = 1,200 by a dense solver
-    (errors are roundings of the largest eigenvalue); beyond, by Lanczos on a factorised inverse,
-    and from differences, to a relative accuracy of about 1e-8.
+    It is the rate at which consensus with these matrices (update "energy") mixes the tokens, as
+    :func:`fiedler_value` is for weights that are numbers. There are C constant modes. Up to
+    N C = 1,200, it is computed by a dense solver, whose absolute error is a few roundings of the
+    largest eigenvalue. For larger graphs, it is computed by Lanczos with a factorised inverse and a
+    Rayleigh quotient of differences, to a relative accuracy of about 1e-8.
 
     Source: Stabilizing Transformer Training Through Consensus, Appendix A.1 (Eq. 21-24).
 
@@ -74,12 +75,13 @@ def matrix_fiedler_value(graph: TokenGraph, edge_weight: Tensor) -> float:
             ``graph.edge_index``, [E, C, C].
 
     Returns:
-        The value; exactly 0.0 if the edges of non-zero matrices leave the graph disconnected, or
-        N < 2. Matrices that are only semidefinite can make it 0 (to rounding) on a connected graph.
+        The value; exactly 0.0 if the graph of edges with non-zero matrices is disconnected, or
+        N < 2. With semidefinite matrices, it can be 0 (up to rounding) on a connected graph.
 
     Raises:
-        ValueError: if `graph` is not a TokenGraph or is bipartite, or `edge_weight` is otherwise.
-        RuntimeError: if a large problem with singular matrices does not converge.
+        ValueError: if `graph` is not a TokenGraph or is bipartite, or `edge_weight` has another
+            shape or other matrices.
+        RuntimeError: if Lanczos does not converge for a large graph with singular matrices.
 
     Example:
         >>> import torch, graphattn as ga
@@ -105,27 +107,27 @@ def matrix_fiedler_value(graph: TokenGraph, edge_weight: Tensor) -> float:
 
 
 def matrix_fiedler_bounds(graph: TokenGraph, edge_weight: Tensor) -> MatrixFiedlerBounds:
-    r"""Bounds on :func:`matrix_fiedler_value` from the unweighted graph and the extremes of R.
+    r"""Compute bounds of :func:`matrix_fiedler_value` from the unweighted graph and from R.
 
     .. math:: a \, \lambda_1 \le \lambda \le b \, \lambda_1
 
-    with lambda_1 the Fiedler value of the unweighted graph, and a, b the smallest and the largest
-    eigenvalue over all edges. An edge and its reverse count with their mean
-    :math:`(R_{ij} + R_{ji}) / 2`. A one-sided edge counts with R itself: the Laplacian has half of
-    it, and lambda_1 belongs to a graph where such an edge weighs a half. Self-loops do not count.
-    The bounds meet where R is the same multiple of I on all edges.
+    Here lambda_1 is the Fiedler value of the unweighted graph, and a and b are the smallest and the
+    largest eigenvalue of R over all edges. For an edge and its reverse, R is the mean
+    :math:`(R_{ij} + R_{ji}) / 2`. For an edge without a reverse, it is R itself, because it counts
+    half in the Laplacian, and also half in lambda_1. Self-loops do not count. The two bounds are
+    equal if R is the same multiple of I on all edges.
 
     Source: Stabilizing Transformer Training Through Consensus, end of Section 4, and Appendix A.
 
     Args:
         graph: N tokens; direction does not matter, see :func:`laplacian`.
-        edge_weight: as in :func:`matrix_fiedler_value`.
+        edge_weight: matrices R, [E, C, C], as in :func:`matrix_fiedler_value`.
 
     Returns:
-        ``(lower, upper)``; zeros if the graph (its edges, whatever they weigh) is disconnected.
+        ``(lower, upper)``; zeros if the graph without weights is disconnected.
 
     Raises:
-        ValueError: as :func:`matrix_fiedler_value`.
+        ValueError: in the same cases as :func:`matrix_fiedler_value`.
 
     Example:
         >>> import torch, graphattn as ga
@@ -160,15 +162,15 @@ def _pairs(graph: TokenGraph, blocks: Tensor) -> _Pairs:
 
 
 def _slowest_vector(L: scipy.sparse.csr_array, num_tokens: int, channels: int) -> Array:
-    """An eigenvector of the smallest eigenvalue beyond the constants, [N * C]."""
+    """Compute an eigenvector of the smallest eigenvalue without constant modes, [N * C]."""
 
     def centred(u: Array) -> Array:
         v = u.reshape(num_tokens, channels)
         return (v - v.mean(axis=0)).reshape(-1)
 
-    # One token held at zero makes the matrix invertible, unless blocks are singular.
-    kept = slice(channels, None)
-    grounded = scipy.sparse.csr_array(L[kept, kept])
+    # Without the rows of one token, the matrix is invertible, unless blocks are singular.
+    others = slice(channels, None)
+    grounded = scipy.sparse.csr_array(L[others, others])
     bands = BandedMatrix(grounded)
     if bands.stored <= STORED:
         solve = bands.solver()
@@ -177,14 +179,15 @@ def _slowest_vector(L: scipy.sparse.csr_array, num_tokens: int, channels: int) -
     if solve is None:
         bound = 2 * abs(L).sum(axis=1).max()
 
-        def constants_moved_up(u: Array) -> Array:
+        def with_shifted_constants(u: Array) -> Array:
+            # The eigenvalue 0 of constants becomes `bound`, so that the next one is the smallest.
             return L @ u + bound * (u - centred(u))
 
-        return _extreme_vector(constants_moved_up, L.shape[0], "SA")
+        return _extreme_vector(with_shifted_constants, L.shape[0], "SA")
 
     def pseudo_inverse(u: Array) -> Array:
         solution = np.zeros_like(u)
-        solution[kept] = solve(centred(u)[kept])
+        solution[others] = solve(centred(u)[others])
         return centred(solution)
 
     u = _extreme_vector(pseudo_inverse, L.shape[0], "LA")
@@ -194,5 +197,8 @@ def _slowest_vector(L: scipy.sparse.csr_array, num_tokens: int, channels: int) -
 def _extreme_vector(apply: Callable[[Array], Array], size: int, which: str) -> Array:
     found = lanczos_pair(apply, size, which, ATTEMPTS, tolerance=PRECISION)
     if found is None:
-        raise RuntimeError("the Fiedler value of the matrix weights has not converged")
+        raise RuntimeError(
+            "the Lanczos iteration for the Fiedler value of matrix weights has not converged: use "
+            "matrices that are not singular"
+        )
     return found[1]

@@ -1,8 +1,9 @@
-"""The largest eigenvalue, and the smallest beyond constants, of matrix-weighted Laplacians.
+"""The largest eigenvalue of matrix-weighted Laplacians, and the smallest without constant modes.
 
-What Lanczos and LOBPCG find is a Rayleigh quotient, which lies on one side of the truth; a count of
-eigenvalues bounds the other (:meth:`BlockLaplacian.count`). Together they are an enclosure, not an
-estimate. Of several heads only the extreme one is solved: for the others a count is enough.
+Lanczos and LOBPCG find a Rayleigh quotient, which bounds an eigenvalue from one side. A count of
+eigenvalues bounds it from the other side (:meth:`BlockLaplacian.count`). So the result is a proven
+interval, not an estimate. Of several heads, only the extreme one is solved; for the others, a count
+is enough.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh, lobp
 from graphattn.spectral.eigenvalues import slowest_pair
 from graphattn.spectral.matrix_weighted.block_laplacian import Array, BlockLaplacian
 
-DENSE = 400  # rows of a matrix up to which all its eigenvalues are taken
-WITHIN = 1e-10  # width of an enclosure, next to the larger of 1 and the eigenvalue
-TOGETHER = 8  # vectors that LOBPCG iterates
+DENSE = 400  # rows up to which a dense solver computes all eigenvalues
+WITHIN = 1e-10  # width of an interval, relative to the larger of 1 and the eigenvalue
+TOGETHER = 8  # the most vectors that LOBPCG iterates
 ATTEMPTS = ((1e-7, 40), (1e-9, 400))  # residuals and iterations of LOBPCG
-NUDGES = (0.5, 0.6, 0.75, 1.0)  # shares of the width where a count is tried
+NUDGES = (0.5, 0.6, 0.75, 1.0)  # shares of the width at which a count is tried
 
 
 class End(NamedTuple):
-    """An eigenvalue at an end of a spectrum, and how far it may be from the true one."""
+    """A computed smallest or largest eigenvalue, with its error."""
 
     value: float
-    error: float  # a bound if `enclosed`; else the residual: some eigenvalue lies that near
+    error: float  # a bound if `enclosed`; otherwise the distance to some eigenvalue (the residual)
     enclosed: bool
 
 
 def largest_eigenvalue(heads: Sequence[BlockLaplacian]) -> End:
-    """The largest eigenvalue of all heads."""
+    """Compute the largest eigenvalue of all heads."""
     if not heads or heads[0].size == 0:
         return End(0.0, 0.0, True)
     if heads[0].size <= DENSE:
@@ -52,14 +53,14 @@ def largest_eigenvalue(heads: Sequence[BlockLaplacian]) -> End:
             return None if count is None else count == 0
 
         if not _certain(below, value, width):
-            # Lanczos missed the top, which its random start makes very unlikely.
+            # Lanczos missed the largest eigenvalue, which is very unlikely with a random start.
             low, high = _bisect(below, True, value, head.bound, width)
             value, upper = max(value, low), max(upper, high - low)
     return End(value, upper, True)
 
 
 def smallest_eigenvalue(heads: Sequence[BlockLaplacian]) -> End:
-    """The smallest eigenvalue of all heads beyond those of constants; 0 if a graph is in parts."""
+    """Compute the smallest eigenvalue of all heads without constant modes; 0 if disconnected."""
     if not heads or heads[0].num_tokens < 2:
         return End(np.inf, 0.0, True)
     if not all(head.connected for head in heads):
@@ -101,7 +102,7 @@ def _certain(claim: Callable[[float], bool | None], value: float, width: float) 
     """Whether the claim holds at a distance of at most `width` from the value."""
     for share in NUDGES:
         answer = claim(value + share * width)
-        if answer is not None:  # None: an eigenvalue too near the shift
+        if answer is not None:  # It is None if an eigenvalue is too near the shift.
             return answer
     return False
 
@@ -109,7 +110,7 @@ def _certain(claim: Callable[[float], bool | None], value: float, width: float) 
 def _bisect(
     claim: Callable[[float], bool | None], upwards: bool, low: float, high: float, width: float
 ) -> tuple[float, float]:
-    """Two numbers at most `width` apart, between which a claim starts to hold (or ends to)."""
+    """Find two numbers at most `width` apart between which a claim begins (or stops) to hold."""
     while high - low > width:
         middle = (low + high) / 2
         if middle in (low, high):
@@ -126,7 +127,7 @@ def _rounding(heads: Sequence[BlockLaplacian]) -> float:
 
 
 def _by_lanczos(head: BlockLaplacian) -> tuple[float, float]:
-    """The largest eigenvalue from below, and its residual."""
+    """Compute a lower bound of the largest eigenvalue, and its residual."""
     start = np.random.default_rng(0).standard_normal(head.size)
     for tolerance, restarts in ((1e-8, 100), (1e-4, 100)):
         try:
@@ -146,15 +147,18 @@ def _by_lanczos(head: BlockLaplacian) -> tuple[float, float]:
 
 
 def _rayleigh(head: BlockLaplacian, u: Array) -> tuple[float, float]:
-    """The Rayleigh quotient of a vector and the norm of its residual."""
+    """Compute the Rayleigh quotient of a vector and the norm of its residual."""
     u = u / np.linalg.norm(u)
-    moved = head.apply(u)
-    value = float(u @ moved)
-    return value, float(np.linalg.norm(moved - value * u))
+    product = head.apply(u)
+    value = float(u @ product)
+    return value, float(np.linalg.norm(product - value * u))
 
 
 def _smooth(head: BlockLaplacian) -> tuple[float, Array]:
-    """The slowest modes among multiples of the bare graph's: a good guess and its value."""
+    """Compute a good guess of the slowest modes, and its value.
+
+    The guesses are the slowest mode of the graph with scalar weights, times vectors of features.
+    """
     D = head.features
     adjacency = head.adjacency
     f = slowest_pair(adjacency / adjacency.data.max())[1]
@@ -162,21 +166,21 @@ def _smooth(head: BlockLaplacian) -> tuple[float, Array]:
     f /= np.linalg.norm(f)
     modes = np.kron(f[:, None], np.eye(D))  # [N D, D]
     values, mix = np.linalg.eigh(modes.T @ head.apply(modes))
-    few = max(1, min(TOGETHER, D, (head.size - D) // 5))  # LOBPCG wants five times as many rows
+    few = max(1, min(TOGETHER, D, (head.size - D) // 5))  # LOBPCG needs five times as many rows
     return float(values[0]), modes @ mix[:, :few]
 
 
 def _by_lobpcg(
     head: BlockLaplacian, start: Array, tolerance: float, iterations: int
 ) -> tuple[float, float]:
-    """The smallest eigenvalue beyond constants from above, and its residual."""
+    """Compute an upper bound of the smallest eigenvalue without constants, and its residual."""
     N, D = head.num_tokens, head.features
     constants = np.kron(np.full((N, 1), N**-0.5), np.eye(D))
     shape = head.size, head.size
     solve = _bare_solver(head)
     inverse = LinearOperator(shape, matvec=solve, matmat=solve, dtype=np.float64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it stopped early: the residual tells
+        warnings.simplefilter("ignore")  # It warns if it stops early, but the residual says so.
         _, vectors = lobpcg(
             head.operator,
             start,
@@ -191,10 +195,10 @@ def _by_lobpcg(
 
 
 def _bare_solver(head: BlockLaplacian) -> Callable[[Array], Array]:
-    """The pseudo-inverse of the bare graph's Laplacian, per feature: M is never far from it."""
+    """Return the pseudo-inverse of the Laplacian with scalar weights, as a preconditioner of M."""
     adjacency = head.adjacency
     L = scipy.sparse.diags_array(np.asarray(adjacency.sum(axis=1)).ravel()) - adjacency
-    factor = splu(scipy.sparse.csc_matrix(L.tocsr()[:-1, :-1]))  # one token held at zero
+    factor = splu(scipy.sparse.csc_matrix(L.tocsr()[:-1, :-1]))  # one token is fixed at zero
 
     def solve(u: Array) -> Array:
         right = u.reshape(head.num_tokens, -1)

@@ -1,1 +1,1 @@
-"""Batches of training examples: their order, how they are joined, how a model is called on them."""
+"""Batches of training examples: order, collation, and calls of a model."""

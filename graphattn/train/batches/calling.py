@@ -1,4 +1,4 @@
-"""A model's answers to a batch: padded, or with its sequences packed into one row."""
+"""Call a model on a batch: padded, or with its sequences packed into one row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphattn.train.objectives.objective import Batch
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside torch.compile, DistributedDataParallel and what else keeps it as `module`.
+    """Return the model inside wrappers such as torch.compile and DistributedDataParallel.
 
     Example:
         >>> import torch
@@ -37,29 +37,29 @@ def answers_at(
     """Return a model's answers for some of the tokens of a batch, [n, K], in their order.
 
     Args:
-        model: gives [B, N, K] for tokens [B, N].
-        tokens: integers [B, N], as the model is to read them.
-        batch: as :func:`~graphattn.train.batches.collation.collate_tokens` makes it.
+        model: returns [B, N, K] for tokens [B, N].
+        tokens: integers [B, N], the input of the model.
+        batch: a batch made by :func:`~graphattn.train.batches.collation.collate_tokens`.
         where: bool [B, N], True at n tokens, none of them padding.
-        packed: call the model with sequences of unequal lengths one after the other, [total, K].
+        packed: whether sequences of unequal lengths are packed for the call, [total, K].
 
     Raises:
-        ValueError: the model gives something else.
+        ValueError: if the output of the model has another shape.
     """
     answers, is_packed = call(model, tokens, batch, packed=packed)
     if answers.dim() != (2 if is_packed else 3):
         raise ValueError(
-            "model must give answers [B, N, K] for tokens [B, N], one per token, got "
-            f"{list(answers.shape)} for {list(tokens.shape)}"
+            "model must return a tensor [B, N, K] for tokens [B, N], with K numbers per token, "
+            f"got {list(answers.shape)} for tokens {list(tokens.shape)}"
         )
     return answers[where[batch["valid"]] if is_packed else where]
 
 
 def pooled_answers(model: nn.Module, batch: Batch, *, packed: bool = False) -> Tensor:
-    """Return a model's answers for every sequence, [B, K]: its own answer, or the mean over its
-    tokens.
+    """Return a model's output for every sequence, [B, K], or the mean of its output per token.
 
-    The head of a model is linear: the mean of its answers is that to the mean of its features.
+    The head of a model is linear, so the mean of the outputs is the head applied to the mean of the
+    features.
     """
     answers, is_packed = call(model, batch["tokens"], batch, packed=packed)
     if answers.dim() == 2 and not is_packed:
@@ -79,9 +79,9 @@ def pooled_answers(model: nn.Module, batch: Batch, *, packed: bool = False) -> T
 def call(
     model: nn.Module, tokens: Tensor, batch: Batch, *, packed: bool = False
 ) -> tuple[Tensor, bool]:
-    """A model's answers, and whether those are of packed tokens.
+    """Return a model's output, and whether its tokens are packed.
 
-    A structure is handed to models that read them, others see the sequence alone.
+    A structure is passed to models that read structures; other models get only the sequence.
     """
     inside = unwrapped(model)
     valid, structure = batch.get("valid"), batch.get("structure")
@@ -89,7 +89,7 @@ def call(
         structure = None
     given = {"positions": batch.get("positions"), "context": batch.get("context")}
     if structure is not None:
-        given["positions"] = None  # it has its own
+        given["positions"] = None  # the structure has its own positions
         given["structure"] = structure
     if not packed or valid is None:
         given["valid"] = valid
@@ -103,7 +103,7 @@ def call(
 
 
 def packed_graphs(model: Any, lengths: Sequence[int]) -> list[TokenGraph]:
-    """The graph of every block for sequences that stand one after the other and are apart.
+    """Return the graph of every block for packed sequences, without edges between them.
 
     Example:
         >>> import graphattn as ga
@@ -114,7 +114,7 @@ def packed_graphs(model: Any, lengths: Sequence[int]) -> list[TokenGraph]:
     """
     if not hasattr(model, "graphs"):
         raise ValueError(
-            "packed must be False for a model that has no graphs(num_tokens), got a "
+            "packed must be False for a model without a method graphs(num_tokens), got True for a "
             f"{type(model).__name__}"
         )
     own = {length: model.graphs(length) for length in set(lengths)}
@@ -144,8 +144,8 @@ def _packed_context(model: Any, context: Any, valid: Tensor) -> dict[str, Tensor
     for name, track in context.items():
         if isinstance(known, Mapping) and known.get(name) == "sequence":
             raise ValueError(
-                f"packed must be False with context[{name!r}], another chain: it is told apart by "
-                "rows"
+                f"packed must be False with context[{name!r}], because it is another chain, which "
+                "needs padded rows, got True"
             )
         found[name] = track[valid]
     return found

@@ -1,4 +1,4 @@
-"""Examples as one batch: padded on the right where they differ in length, and nowhere else."""
+"""Join examples into one batch, padded on the right if they differ in length."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 from graphattn.train.objectives.objective import Batch, Example
 
-MISSING_LABEL = -100  # of integers, as in torch.nn.functional.cross_entropy; NaN of numbers
+MISSING_LABEL = -100  # of integers, as in torch's cross_entropy; floats use NaN
 _OF_CALLS = ("graph", "edge_bias", "edge_features", "noise_level", "valid")
 
 
 def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Batch:
-    """Sequences as one batch, and what is known of them beside their tokens.
+    """Join sequences into one batch, with their structures, positions, context and labels.
 
     Args:
         examples: dicts with "tokens", a LongTensor [N]. All of them, or none, may have "positions"
-            [N] and a "structure"; any may have a "context", a dict of tracks, as
-            :class:`~graphattn.models.ProteinModel` takes them. Names and groups are left out.
-        labels: the key of labels [N] or [N, targets], one per token.
+            [N] and a "structure"; any may have a "context", a dict of tracks, as in
+            :class:`~graphattn.models.ProteinModel`. Names and groups are ignored.
+        labels: key of the labels [N] or [N, targets], one per token.
 
     Returns:
-        "tokens" [B, N]; "valid" bool [B, N] where lengths differ; "structure", a list, "positions",
-        "context" and `labels` where there are any. What pads them is position 0, rows of tracks
-        that are not known (-1 or NaN) and labels that are missing (:data:`MISSING_LABEL` or NaN).
+        A dict with "tokens" [B, N]; "valid", bool [B, N], if lengths differ; and, if the examples
+        have them, "structure" (a list), "positions", "context" and `labels`. Padding has position
+        0, unknown rows of tracks (-1 or NaN) and missing labels (:data:`MISSING_LABEL` or NaN).
 
     Raises:
-        ValueError: for examples that do not fit together.
+        ValueError: if the examples do not fit together.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
         batch["positions"] = _padded([_per_token(own, "positions") for own in examples], 0)
     if labels is not None:
         if not all_have(examples, labels):
-            raise ValueError(f"examples must hold {labels!r}, got {sorted(examples[0])}")
+            raise ValueError(f"examples must contain {labels!r}, got {sorted(examples[0])}")
         found = [_per_token(example, labels) for example in examples]
         batch[labels] = _padded(found, MISSING_LABEL)
     if context := _context(examples):
@@ -63,45 +63,47 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
 
 
 def collate_images(examples: Sequence[Example]) -> Batch:
-    """Images of one size as a batch: "image" [B, C, H, W].
+    """Join images of one size into a batch: "image" [B, C, H, W].
 
     Raises:
-        ValueError: their sizes differ, or one is no image.
+        ValueError: if their sizes differ, or one is not an image.
     """
     images: list[Any] = [example.get("image") for example in checked(examples)]
     for image in images:
         if not isinstance(image, Tensor) or image.dim() != 3 or not image.is_floating_point():
             raise ValueError(
-                "examples must hold an 'image', a floating-point tensor [C, H, W], got "
+                "examples must contain an 'image', a floating-point tensor [C, H, W], got "
                 f"{_what(image)}"
             )
     shapes = {tuple(image.shape) for image in images}
     if len(shapes) > 1:
-        raise ValueError(f"examples must hold images of one size, got {sorted(shapes)}")
+        raise ValueError(
+            f"examples must contain images of one size, got the shapes {sorted(shapes)}"
+        )
     return {"image": torch.stack(images)}
 
 
 def checked(examples: Sequence[Example]) -> Sequence[Example]:
-    """A list of dicts, and not an empty one."""
+    """Check that the examples are a non-empty list of dicts."""
     if not len(examples):
-        raise ValueError("examples must hold at least one example, got none")
+        raise ValueError("examples must contain at least one example, got none")
     for example in examples:
         if not isinstance(example, dict):
             raise ValueError(f"examples must be dicts, got {type(example).__name__}")
         if unread := [key for key in _OF_CALLS if key in example]:
             raise ValueError(
-                f"examples must not hold {unread[0]!r}, which no objective hands on: it would "
-                "change nothing"
+                f"examples must not contain {unread[0]!r}, because no objective passes it to the "
+                "model: remove it"
             )
     return examples
 
 
 def all_have(examples: Sequence[Example], key: str) -> bool:
-    """Whether all examples hold `key`; ValueError where only some do."""
+    """Return whether all examples have `key`; raise a ValueError if only some do."""
     have = sum(example.get(key) is not None for example in examples)
     if have not in (0, len(examples)):
         raise ValueError(
-            f"examples must all hold {key!r}, or none of them, got {have} of {len(examples)}"
+            f"either all examples or none must contain {key!r}, got {have} of {len(examples)}"
         )
     return have > 0
 
@@ -116,7 +118,7 @@ def _tokens(example: Example) -> Tensor:
         or not len(tokens)
     ):
         raise ValueError(
-            "examples must hold 'tokens', an integer tensor [N] with N >= 1, got "
+            "examples must contain 'tokens', an integer tensor [N] with N >= 1, got "
             f"{_what(tokens)}{_of(example)}"
         )
     return tokens.long()
@@ -127,14 +129,14 @@ def _per_token(example: Example, key: str) -> Tensor:
     N = len(example["tokens"])
     if not isinstance(found, Tensor) or found.dim() < 1 or len(found) != N:
         raise ValueError(
-            f"examples must hold one row of {key!r} per token ({N}), got {_what(found)}"
-            f"{_of(example)}"
+            f"examples must contain one row of {key!r} per token ({N}), got "
+            f"{_what(found)}{_of(example)}"
         )
     return found
 
 
 def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
-    """Tracks side by side; rows of a sequence that has none are not known."""
+    """Join tracks; the rows of a sequence without a track are unknown."""
     tracks: dict[str, dict[int, Tensor]] = {}
     for place, example in enumerate(examples):
         for name, track in (example.get("context") or {}).items():
@@ -154,8 +156,8 @@ def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
                 own = _filler(first).expand(len(example["tokens"]), *first.shape[1:])
             if own.shape[1:] != first.shape[1:] or own.dtype != first.dtype:
                 raise ValueError(
-                    f"context[{name!r}] must be alike in all examples, got {_what(first)} and "
-                    f"{_what(own)}"
+                    f"context[{name!r}] must have the same width and dtype in all examples, got "
+                    f"{_what(first)} and {_what(own)}"
                 )
             rows.append(own)
         found[name] = _padded(rows, -1)
@@ -167,11 +169,12 @@ def _filler(like: Tensor) -> Tensor:
 
 
 def _padded(rows: Sequence[Tensor], fill: int) -> Tensor:
-    """Rows [N, *] as [B, N, *]; floating-point ones are padded with NaN unless `fill` is 0."""
+    """Join rows [N, *] into [B, N, *]; floating-point ones are padded with NaN unless `fill` is
+    0."""
     shapes = {(tuple(row.shape[1:]), row.dtype) for row in rows}
     if len(shapes) > 1:
         raise ValueError(
-            f"examples must be alike in shape and dtype, got {sorted(map(str, shapes))}"
+            f"examples must have the same shape per token and dtype, got {sorted(map(str, shapes))}"
         )
     value = torch.nan if fill and rows[0].is_floating_point() else fill
     return pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -1,4 +1,4 @@
-"""Order in which a run sees its examples: batches without end, split among processes."""
+"""Order of the examples of a run: endless batches, split among processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graphattn.train.objectives.objective import Example
 
 
 class EndlessBatches(Sampler[list[int]]):
-    """Epoch after epoch, as one sequence of batches, of which a process takes every n-th.
+    """Batches of all epochs as one endless sequence, of which a process takes every n-th.
 
     Args:
-        batches: of one epoch.
-        start: how many batches, of all processes together, were seen before.
+        batches: the batches of one epoch.
+        start: how many batches all processes together have seen before.
         rank, processes: the process takes batches `rank`, ``rank + processes``, ...
     """
 
@@ -42,11 +42,11 @@ class EndlessBatches(Sampler[list[int]]):
 
 
 class TrainingLoader(torch.utils.data.DataLoader):
-    """A loader of batches without end that says how many of them a run takes."""
+    """A loader of endless batches whose length is the number that a run takes."""
 
     def __init__(self, dataset: Any, *, batches: int, **options: Any) -> None:
-        # A generator of its own: torch's is that of masks and dropout, whose numbers must be the
-        # same whether a run is continued or not.
+        # Use a separate generator: torch's own draws masks and dropout, whose numbers must be the
+        # same # for a continued run.
         own: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), **options}
         super().__init__(dataset, **own)
         self._batches = batches
@@ -61,14 +61,13 @@ def lengths_of(
     batch_tokens: int | None = None,
     name: str = "train",
 ) -> Tensor:
-    """How many tokens every example has; of images, what the model makes of them.
+    """Return the number of tokens of every example; for images, of tokens in the model.
 
-    Raises:
-        ValueError: there is no example, or one with more than `batch_tokens` tokens; `name` is what
-            the examples are called.
+    Raises: ValueError: if there is no example, or one has more than `batch_tokens` tokens; the
+        message calls the examples `name`.
     """
     if len(dataset) == 0:
-        raise ValueError(f"{name} must hold examples, got none")
+        raise ValueError(f"{name} must contain at least one example, got none")
     known = getattr(dataset, "lengths", None)
     if known is None:
         known = [_length(dataset[i], model) for i in range(len(dataset))]
@@ -88,7 +87,9 @@ def _length(example: Example, model: nn.Module) -> int:
     if "tokens" in example:
         return len(example["tokens"])
     if "image" not in example:
-        raise ValueError(f"examples must hold tokens or an image, got {sorted(example)}")
+        raise ValueError(
+            f"examples must contain 'tokens' or an 'image', got the keys {sorted(example)}"
+        )
     size = getattr(model, "patch_size", 1)
     sides = size if isinstance(size, tuple) else (size, size)
     height, width = example["image"].shape[-2:]

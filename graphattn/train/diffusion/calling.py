@@ -1,4 +1,4 @@
-"""How diffusion calls a model: with the noise level where it takes one, and without dropout."""
+"""Call a model for diffusion: with the noise level if it takes one, and without dropout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Denoiser = Callable[..., Any]
 
 
 def takes_noise_level(model: Denoiser) -> bool:
-    """Whether `model` is to be given a `noise_level`.
+    """Return whether `model` takes a `noise_level`.
 
-    A model of this library says so by its `noise_dim`; any other callable by an argument of that
-    name. What engines wrap around a model is looked through.
+    A model of this library takes one if its `noise_dim` is not None; any other callable if it has
+    an argument of that name. Wrappers around the model, such as torch.compile's, are removed first.
     """
     while isinstance(model, nn.Module):
         inner = getattr(model, "_orig_mod", None)  # torch.compile
@@ -30,15 +30,15 @@ def takes_noise_level(model: Denoiser) -> bool:
         return model.noise_dim is not None
     try:
         named = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
-    except (TypeError, ValueError):  # built in
+    except (TypeError, ValueError):  # builtins have no signature
         return False
     return "noise_level" in named.parameters
 
 
 def call(model: Denoiser, tokens: Tensor, noise_level: Tensor, **given: Any) -> Tensor:
-    """Logits [*, N, vocab_size] of `model` for `tokens` [*, N] at a noise level [*] or [*, N].
+    """Return logits [*, N, vocab_size] for `tokens` [*, N] at a noise level [*] or [*, N].
 
-    What is None in `given` is left out.
+    Arguments in `given` that are None are not passed.
     """
     arguments = {name: value for name, value in given.items() if value is not None}
     if takes_noise_level(model):
@@ -47,7 +47,8 @@ def call(model: Denoiser, tokens: Tensor, noise_level: Tensor, **given: Any) -> 
 
 
 def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
-    """Logits [*, N, vocab_size] from what a model answers: a tensor, or what has them."""
+    """Return logits [*, N, vocab_size] from a model's output, a tensor or an object with
+    `logits`."""
     logits = getattr(output, "logits", output)
     if (
         not isinstance(logits, Tensor)
@@ -58,7 +59,7 @@ def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
         if isinstance(logits, Tensor):
             got = f"{logits.dtype} of shape {list(logits.shape)}"
         raise ValueError(
-            f"{name} must give floating-point logits [{', '.join(map(str, tokens.shape))}, "
+            f"{name} must return floating-point logits [{', '.join(map(str, tokens.shape))}, "
             f"vocab_size] for tokens of shape {list(tokens.shape)}, got {got}"
         )
     return logits
@@ -66,7 +67,7 @@ def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
 
 @contextlib.contextmanager
 def without_dropout(model: Any) -> Iterator[None]:
-    """All modules of `model` in evaluation mode; afterwards each is as it was."""
+    """Set all modules of `model` to evaluation mode, and restore their modes afterwards."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     training = [module for module in modules if module.training]
     try:
@@ -79,9 +80,7 @@ def without_dropout(model: Any) -> Iterator[None]:
 
 
 def device_of(model: Any, *others: Any) -> torch.device:
-    """Return the device of a model's parameters; else where the first of the others is that is
-    somewhere.
-    """
+    """Return the device of a model's parameters, or of the first of `others` that has one."""
     if isinstance(model, nn.Module):
         for parameter in model.parameters():
             return parameter.device
@@ -92,7 +91,7 @@ def device_of(model: Any, *others: Any) -> torch.device:
 
 
 def check_generator(generator: Any) -> None:
-    """ValueError unless it is a generator or None."""
+    """Raise a ValueError unless it is a generator or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(
             f"generator must be a torch.Generator or None, got {type(generator).__name__}"

@@ -1,4 +1,4 @@
-"""How likely sequences are: under the model that learned diffusion, and samples under a judge."""
+"""Likelihoods: of sequences under a diffusion model, and of samples under a judge."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Likelihood:
     """Negative log-likelihoods of sequences, or bounds on them.
 
     Attributes:
-        nats: of every sequence, [*].
-        num_tokens: of every sequence that were counted, integers [*].
-        standard_error: of :attr:`per_token`.
+        nats: the number of nats of every sequence, [*].
+        num_tokens: the number of counted tokens of every sequence, integers [*].
+        standard_error: the standard error of :attr:`per_token`.
 
     Example:
         >>> import torch
@@ -51,12 +51,12 @@ class Likelihood:
 
     @property
     def per_token(self) -> float:
-        """Nats per token, over all sequences."""
+        """Return the nats per token, over all sequences."""
         return float(self.nats.double().sum()) / max(int(self.num_tokens.sum()), 1)
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token)."""
+        """Return exp(nats per token)."""
         return math.exp(self.per_token) if self.per_token < 700 else math.inf
 
     def __repr__(self) -> str:
@@ -88,31 +88,32 @@ def likelihood_bound(
         \;+\; \mathbb{E}_{t_{\min}} \sum_{i \text{ masked}} -\log \mathrm{softmax}(z_i)_{x_i}
         \;+\; N e^{-\sigma(1)} \log V
 
-    the loss of :class:`AbsorbingDiffusion`, what is left to guess at `t_min`, and the start. Times
-    are drawn twice in each of ``samples / 2`` equal parts of [t_min, 1], so that the estimate
-    varies less than with independent ones and its standard error is still known.
+    The three terms are the loss of :class:`AbsorbingDiffusion`, the tokens that are still masked at
+    `t_min`, and the start of generation. Two times are drawn in each of ``samples / 2`` equal parts
+    of [t_min, 1]. The estimate then varies less than with independent times, and its standard error
+    is still known.
 
     Source: Lou et al. 2024 (SEDD), Theorem 3.6.
 
     Args:
-        model: as :func:`sample_diffusion` takes it; its logits count as they are, not their softmax
-            alone (add log V to log-probabilities).
+        model: a model as in :func:`sample_diffusion`. The bound depends on the logits themselves,
+            not only on their softmax (add log V to log-probabilities).
         tokens: integers [*, N], without masks.
-        mask_token: the token that stands for a gap.
-        noise: the schedule of the training.
-        samples: even, at least 2: calls of the model per sequence, and at most as many again for
-            the second term, which seldom masks anything.
-        t_min: where the integral starts, in [0, 1).
-        valid: bool [N] or [*, N]; padding is not counted, and given to the model.
-        generator: draws times and masks; torch's own if None.
+        mask_token: the token of a masked position.
+        noise: the noise schedule of the training.
+        samples: an even number >= 2: calls of the model per sequence. The second term needs at most
+            the same number again, usually far fewer, because it rarely masks a token.
+        t_min: start of the integral, in [0, 1).
+        valid: bool [N] or [*, N]; padding is not counted; the model also gets this mask.
+        generator: random generator for times and masks; None for torch's default.
         batch_size: sequences per call.
         given: further arguments of the model, such as a graph.
 
     Returns:
-        The bounds; ``standard_error`` is that of their estimate.
+        The bounds; ``standard_error`` is the error of their estimate.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -127,7 +128,7 @@ def likelihood_bound(
     mask_token = as_int("mask_token", mask_token, 0)
     samples = as_int("samples", samples, 2)
     if samples % 2:
-        raise ValueError(f"samples must be even, got {samples}")
+        raise ValueError(f"samples must be an even number >= 2, got {samples}")
     size = as_int("batch_size", batch_size, 1)
     schedule, t_min = as_noise(noise), as_t_min(t_min)
     check_generator(generator)
@@ -176,25 +177,25 @@ def generative_nll(
     """Measure samples by their negative log-likelihood under a judge.
 
     The consensus paper averages it over 1000 samples of a text model, under GPT-2 Large (Appendix
-    E.1, E.2). Low is not good by itself: repeated words are likely.
+    E.1, E.2). A low value alone does not mean good samples: repeated words are likely.
 
     Args:
         samples: integers [*, N], in the vocabulary of the judge.
         judge: a causal model, such as :class:`~graphattn.models.CausalLM` or one of transformers:
             tokens [B, N] to logits [B, N, vocab_size] of the next token (or an object with these as
-            ``logits``); or an oracle, tokens [B, N] to log-probabilities of whole sequences [B],
-            such as ``MarkovChain.log_probability``.
-        valid: bool [N] or [*, N]: padding on the right, of samples of different lengths.
-        start_token: read by a causal judge before each sample. Without one nothing judges the
-            first token, and it is not counted.
+            ``logits``); or a function from tokens [B, N] to log-probabilities of whole sequences
+            [B], such as ``MarkovChain.log_probability``.
+        valid: bool [N] or [*, N]: padding on the right, for samples of different lengths.
+        start_token: a token that a causal judge reads before each sample. Without it, the first
+            token of a sample has no probability and is not counted.
         batch_size: samples per call.
 
     Returns:
-        ``nats`` of every sample; ``standard_error`` says how well these samples, as independent
-        ones, fix the mean (0 for a single one).
+        A :class:`Likelihood` with ``nats`` of every sample. Its ``standard_error`` is that of the
+        mean over independent samples (0 for a single one).
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -208,7 +209,9 @@ def generative_nll(
     size = as_int("batch_size", batch_size, 1)
     samples, real = _sequences("samples", samples, valid)
     if bool((real[..., 1:] & ~real[..., :-1]).any()):
-        raise ValueError("valid must be False on the right of a sample alone")
+        raise ValueError(
+            "valid must be False only at the end of a sample: pad samples on the right"
+        )
     batch = samples.shape[:-1]
     device = device_of(judge, samples)
     rows = samples.masked_fill(~real, 0).reshape(-1, samples.shape[-1]).to(device)
@@ -225,8 +228,8 @@ def generative_nll(
             if isinstance(answer, Tensor) and answer.shape == some.shape[:1]:
                 if start_token is not None or not bool(own.all()):
                     raise ValueError(
-                        "valid and start_token must be None where judge gives one number per "
-                        "sequence: it judges whole sequences"
+                        "valid and start_token must be None if judge returns one number per "
+                        "sequence, because it then judges whole sequences"
                     )
                 nats.append(-answer.double())
                 counts.append(own.sum(-1))
@@ -240,13 +243,13 @@ def generative_nll(
             counts.append(own[:, 1:].sum(-1))
     found, count = torch.cat(nats), torch.cat(counts)
     total, n = max(int(count.sum()), 1), len(found)
-    off = found - found.sum() / total * count  # of a ratio of two means
+    off = found - found.sum() / total * count  # for the standard error of a ratio of two means
     error = math.sqrt(float(off.square().sum()) * n / max(n - 1, 1)) / total
     return Likelihood(found.view(batch), count.view(batch), error)
 
 
 def _sequences(name: str, tokens: Any, valid: Any) -> tuple[Tensor, Tensor]:
-    """Tokens [*, N] and where they are real."""
+    """Check tokens [*, N], and return them with the mask of real ones."""
     if (
         not isinstance(tokens, Tensor)
         or tokens.dtype not in (torch.int32, torch.int64)
@@ -264,7 +267,7 @@ def _sequences(name: str, tokens: Any, valid: Any) -> tuple[Tensor, Tensor]:
 
 
 def _masked(real: Tensor, share: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Real tokens [B, N], each masked with the probability of its row."""
+    """Mask real tokens [B, N], each with the probability of its row."""
     u = torch.rand(real.shape, generator=generator, device=real.device)
     return (u < share.unsqueeze(-1)) & real
 
@@ -279,7 +282,7 @@ def _left_to_guess(
     generator: torch.Generator | None,
     given: dict[str, Any],
 ) -> Tensor:
-    """Cross-entropy of what is masked at `t_min`, [B]; the model is called where something is."""
+    """Return the cross-entropy of tokens masked at `t_min`, [B]; rows without any need no call."""
     t = torch.full(tokens.shape[:1], t_min, device=tokens.device)
     masked = _masked(real, noise.mask_probability(t), generator)
     nats = torch.zeros(tokens.shape[:1], dtype=torch.float64, device=tokens.device)

@@ -1,4 +1,4 @@
-"""Markov chains: sequences whose probabilities, and whose exact denoiser, are known."""
+"""Markov chains: sequences with known probabilities and a known exact denoiser."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from graphattn.train.diffusion.score_entropy import check_tokens
 
 
 class MarkovChain:
-    r"""A stationary Markov chain of tokens: an oracle for what models of sequences learn.
+    r"""A Markov chain of tokens with exact probabilities, for comparison with models.
 
-    Called with tokens among which the token V = ``len(transition)`` (or any above) stands for a
-    mask, it gives logits of the exact distribution of each place given all that is not masked
-    beside it,
+    It can be called like a model. In the tokens of a call, V = ``len(transition)`` (or any larger
+    number) is a mask. The result are logits of the exact distribution of each token, given all
+    other tokens that are not masked,
 
     .. math::
         z_v = \log p(x_i = v \mid x_j, j \ne i \text{ not masked}) + \log V,
 
-    by the forward-backward recursion: the exact scores of absorbing diffusion
-    (:func:`absorbing_log_scores`), so it samples and is judged as a model is.
+    computed by the forward-backward recursion. They are the exact scores of absorbing diffusion
+    (:func:`absorbing_log_scores`), so the chain can be sampled and evaluated like a model.
 
     Args:
         transition: floating-point [V, V], rows sum to 1: entry [a, b] is the probability that b
             follows a.
-        initial: of the first token, [V]; the stationary distribution if None.
+        initial: distribution of the first token, [V]; the stationary distribution if None.
 
     Raises:
-        ValueError: for what is no matrix of probabilities.
+        ValueError: if an argument does not contain probabilities, or the shapes do not fit.
 
     Example:
         >>> import torch, graphattn as ga
@@ -53,12 +53,12 @@ class MarkovChain:
         self.initial = _probabilities("initial", initial, 1).to(self.transition)
         if self.transition.shape[1] != self.num_tokens or len(self.initial) != self.num_tokens:
             raise ValueError(
-                "transition and initial must be [V, V] and [V], "
-                f"got {list(self.transition.shape)} and {list(self.initial.shape)}"
+                "transition and initial must have shapes [V, V] and [V], got "
+                f"{list(self.transition.shape)} and {list(self.initial.shape)}"
             )
 
     def sample(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-        """Sequences of a shape such as (batch, N)."""
+        """Draw sequences of a shape such as (batch, N)."""
         *batch, length = shape
         tokens = [draw(self.initial.expand(*batch, -1), generator)]
         for _ in range(length - 1):
@@ -66,13 +66,13 @@ class MarkovChain:
         return torch.stack(tokens, -1)
 
     def log_probability(self, tokens: Tensor) -> Tensor:
-        """The log-probability of whole sequences, [*], from tokens [*, N]."""
+        """Return the log-probability of whole sequences, [*], from tokens [*, N]."""
         check_tokens(tokens, self.num_tokens)
         steps = self.transition[tokens[..., :-1], tokens[..., 1:]]
         return self.initial[tokens[..., 0]].log() + steps.log().sum(-1)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits of the exact denoiser, [*, N, V]; NaN where what is not masked cannot be."""
+        """Return logits of the exact denoiser, [*, N, V]; NaN if unmasked tokens are impossible."""
         known = torch.nn.functional.one_hot(tokens.clamp(0, self.num_tokens), self.num_tokens + 1)
         is_gap = known[..., -1:].to(self.transition)
         evidence = (known[..., :-1].to(self.transition) + is_gap).unbind(-2)
@@ -92,7 +92,7 @@ class MarkovChain:
 
 
 def _stationary(transition: Tensor) -> Tensor:
-    """pi with pi P = pi and sum 1: least squares of both."""
+    """Return pi with pi P = pi and sum 1, by least squares."""
     V = len(transition)
     system = torch.cat([transition.T.double().cpu() - torch.eye(V), torch.ones(1, V)])
     right = torch.cat([torch.zeros(V), torch.ones(1)]).double().unsqueeze(-1)
@@ -106,5 +106,5 @@ def _probabilities(name: str, values: Any, dim: int) -> Tensor:
         raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions, got {got}")
     off = (values.sum(-1) - 1).abs().max()
     if bool((values < 0).any()) or not off < 1e-4:
-        raise ValueError(f"{name} must hold probabilities whose rows sum to 1, got {values}")
+        raise ValueError(f"{name} must contain probabilities whose rows sum to 1, got {values}")
     return values

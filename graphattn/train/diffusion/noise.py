@@ -1,4 +1,4 @@
-"""How much noise there is at a time: schedules of the forward process that masks tokens."""
+"""Noise schedules: how many tokens the forward process has masked at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphattn.graphs.arguments import as_float
 
 
 class Noise(abc.ABC):
-    r"""How much noise there is at time t in [0, 1]: a total sigma(t) that grows with t.
+    r"""A noise schedule: the total noise sigma(t), which grows with the time t in [0, 1].
 
     In the absorbing process a token is masked by time t with probability
     :math:`1 - e^{-\sigma(t)}`, independently of all others.
@@ -28,14 +28,14 @@ class Noise(abc.ABC):
 
     @abc.abstractmethod
     def total(self, t: Tensor) -> Tensor:
-        """The total noise sigma(t), of the shape and dtype of `t`."""
+        """Return the total noise sigma(t), with the shape and dtype of `t`."""
 
     @abc.abstractmethod
     def rate(self, t: Tensor) -> Tensor:
         """Return the derivative of sigma by time, d sigma / dt."""
 
     def mask_probability(self, t: Tensor) -> Tensor:
-        """The probability that a token is masked by time t, 1 - exp(-sigma(t))."""
+        """Return the probability that a token is masked by time t, 1 - exp(-sigma(t))."""
         return -torch.expm1(-self.total(t))
 
     def weight(self, t: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Noise(abc.ABC):
         return self.rate(t) / torch.expm1(self.total(t))
 
     def range(self) -> tuple[float, float]:
-        """sigma(0) and sigma(1)."""
+        """Return sigma(0) and sigma(1)."""
         first, last = self.total(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
         return first, last
 
@@ -63,7 +63,7 @@ class LogLinearNoise(Noise):
         eps: the share of tokens that is not masked at t = 1, in (0, 1).
 
     Raises:
-        ValueError: for an `eps` out of range.
+        ValueError: if `eps` is out of range.
 
     Example:
         >>> import torch, graphattn as ga
@@ -93,7 +93,7 @@ class LogLinearNoise(Noise):
 
 
 class GeometricNoise(Noise):
-    r"""A total noise that grows by equal factors in equal times.
+    r"""A total noise that grows exponentially with time.
 
     .. math::
         \sigma(t) = \sigma_{\min}^{1 - t} \, \sigma_{\max}^{t}, \qquad
@@ -105,11 +105,11 @@ class GeometricNoise(Noise):
 
     Args:
         sigma_min: the noise at t = 0, > 0.
-        sigma_max: the noise at t = 1, above `sigma_min`; exp(-sigma_max) of the tokens is not
-            masked then.
+        sigma_max: the noise at t = 1, above `sigma_min`; the share exp(-sigma_max) of the tokens is
+            then not masked.
 
     Raises:
-        ValueError: for a range out of order.
+        ValueError: if `sigma_max` is not above `sigma_min`, or one is not above 0.
 
     Example:
         >>> import torch, graphattn as ga
@@ -141,18 +141,20 @@ SCHEDULES: dict[str, type[Noise]] = {"log-linear": LogLinearNoise, "geometric": 
 
 
 def as_noise(noise: Any, options: Mapping[str, Any] | None = None) -> Noise:
-    """`noise` as a schedule: its name and its `options`, or one that is there already."""
+    """Return a schedule from its name and `options`, or the given schedule."""
     if isinstance(noise, Noise):
         if options:
             raise ValueError(
-                f"noise_options must be None where noise is a schedule itself, got {dict(options)}"
+                f"noise_options must be None if noise is a schedule itself, got {dict(options)}"
             )
         return noise
     if not isinstance(noise, str) or noise not in SCHEDULES:
         names = ", ".join(repr(name) for name in SCHEDULES)
-        raise ValueError(f"noise must be one of {names}, or a Noise, got {noise!r}")
+        raise ValueError(f"noise must be one of {names}, or an instance of Noise, got {noise!r}")
     try:
         return SCHEDULES[noise](**(options or {}))
     except TypeError:
         allowed = {"log-linear": "eps", "geometric": "sigma_min and sigma_max"}[noise]
-        raise ValueError(f"noise_options of {noise!r} must be {allowed}, got {options!r}") from None
+        raise ValueError(
+            f"noise_options for noise={noise!r} must be a dict with {allowed}, got {options!r}"
+        ) from None

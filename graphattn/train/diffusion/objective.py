@@ -25,55 +25,54 @@ FOR_THE_MODEL = (
 class AbsorbingDiffusion(Objective):
     r"""Absorbing discrete diffusion, trained by score entropy (SEDD).
 
-    A time t is drawn for every sequence, every token is masked with probability
-    :math:`1 - e^{-\sigma(t)}`, and what the model makes of the rest is scored by
+    A time t is drawn for every sequence, every token is masked with probability :math:`1 -
+    e^{-\sigma(t)}`, and the output of the model for the masked sequence is scored by
 
     .. math::
         \int_{t_{\min}}^1 \sigma'(t) \; \mathbb{E} \sum_{i \text{ masked}}
         \Big[ \sum_v s_{i,v} - \frac{\log s_{i,x_i}}{e^\sigma - 1} + K\Big(\frac{1}{e^\sigma - 1}
         \Big) \Big] dt, \qquad K(a) = a (\log a - 1)
 
-    the diffusion-weighted denoising score entropy, with the scores of
+    This is the diffusion-weighted denoising score entropy, with the scores of
     :func:`absorbing_log_scores`. Per masked token the integrand is
 
     .. math::
         \frac{\sigma'}{e^\sigma - 1} \big( -\log \mathrm{softmax}(z)_x + S - 1 - \log S \big),
         \qquad S = \frac1V \sum_v e^{z_v}
 
-    **masked cross-entropy with a weight**, 1 / t with log-linear noise, where the scores are
-    normalised (S = 1), and more by a penalty where they are not. Models whose head starts at 0
-    start normalised.
+    If the scores are normalised (S = 1), this is **masked cross-entropy with a weight**, 1 / t with
+    log-linear noise. Otherwise there is an additional penalty. Models whose head starts at 0 start
+    with normalised scores.
 
-    The loss, in nats per token, is an unbiased estimate of that integral plus
-    :math:`e^{-\sigma(1)} \log V`, what the start of generation costs. It bounds the negative
-    log-likelihood from above up to the few tokens that are masked before `t_min` (a share of
-    `t_min` with log-linear noise), which :func:`likelihood_bound` adds.
+    The loss, in nats per token, is an unbiased estimate of that integral plus :math:`e^{-\sigma(1)}
+    \log V`, the cost of the start of generation. It is an upper bound on the negative
+    log-likelihood, except for the few tokens that are masked before `t_min` (a share of `t_min`
+    with log-linear noise); :func:`likelihood_bound` adds these.
 
     Source: Lou et al. 2024 (SEDD, arXiv 2310.16834), diffusion weighted denoising score entropy and
-    the bound on the likelihood that it is. The text models of *Stabilizing Transformer Training
-    Through Consensus* are trained with it (Appendix E.1).
+    its bound on the likelihood. The text models of *Stabilizing Transformer Training Through
+    Consensus* are trained with it (Appendix E.1).
 
     Args:
-        mask_token: the token that stands for a gap; no other token of a text.
+        mask_token: the token of a masked position; texts must not contain it.
         noise: "log-linear" or "geometric", or a schedule with `total` and `rate`.
-        noise_options: of a schedule by its name: ``{"eps": 1e-3}``, or ``{"sigma_min": 1e-4,
-            "sigma_max": 20}``.
-        t_min: the least time that is drawn (SEDD: 1e-3), in [0, 1). Earlier times hide hardly a
-            token and weigh it much.
-        low_discrepancy: draw the times of a batch evenly, from one random number: each is uniform,
-            and together they vary less (Kingma et al. 2021, *Variational Diffusion Models*,
+        noise_options: options of a schedule given by name: ``{"eps": 1e-3}``, or ``{"sigma_min":
+            1e-4, "sigma_max": 20}``.
+        t_min: the smallest time that is drawn, in [0, 1) (1e-3 in SEDD). Smaller times mask almost
+            no token, but give it a large weight.
+        low_discrepancy: draw evenly spaced times for a batch from one random number: each is
+            uniform, and their mean varies less (Kingma et al. 2021, *Variational Diffusion Models*,
             Appendix I.1). False draws them independently, as SEDD does.
 
-    A batch has ``tokens`` [*, N] and may have ``valid`` (padding, which loses nothing and is not
-    counted), ``lengths`` [S] (several sequences packed along N, which have a time each), ``graph``,
+    A batch has ``tokens`` [*, N] and may have ``valid`` (False for padding, which is not counted),
+    ``lengths`` [S] (for several sequences packed along N, each with its own time), ``graph``,
     ``positions``, ``edge_features``, ``edge_bias`` and ``context`` for the model, and a
-    ``structure`` for one that reads structures. A model that takes a
-    ``noise_level`` gets sigma, one per sequence, or one per token of a packed batch. It gives
-    logits [*, N, vocab_size]; that of the mask is not read.
+    ``structure`` for one that reads structures. A model that takes a ``noise_level`` gets sigma,
+    one per sequence, or one per token of a packed batch. It must return logits [*, N, vocab_size];
+    the logit of the mask is not read.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; in `loss`, for tokens that
-            are masks already.
+        ValueError: if an argument is not allowed; in `loss`, also if a token is already the mask.
 
     Example:
         >>> import torch, graphattn as ga
@@ -106,17 +105,17 @@ class AbsorbingDiffusion(Objective):
         self.low_discrepancy = bool(low_discrepancy)
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Sequences, with their structures and context, as one batch; the mask is their padding."""
+        """Join sequences into one batch, padded with the mask, with structures and context."""
         batch = collate_tokens(examples)
         if "valid" in batch:
             batch["tokens"] = batch["tokens"].masked_fill(~batch["valid"], self.mask_token)
         return batch
 
     def loss(self, model: Denoiser, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The bound's estimate, summed over the tokens of a batch.
+        """Estimate the bound, summed over the tokens of a batch.
 
-        ``sums`` has "masked", the masked tokens, and "normalization", the part of the loss that is
-        no cross-entropy.
+        ``sums`` contains "masked", the number of masked tokens, and "normalization", the part of
+        the loss that is not cross-entropy.
         """
         tokens, valid = batch["tokens"], batch.get("valid")
         check_no_masks(tokens, valid, self.mask_token)
@@ -129,9 +128,9 @@ class AbsorbingDiffusion(Objective):
             count = int(valid.expand(tokens.shape).sum())
         given = {name: batch.get(name) for name in FOR_THE_MODEL}
         if getattr(unwrapped(model), "structure", False) is not True:
-            del given["structure"]  # others see the sequence alone
+            del given["structure"]  # other models get only the sequence
         elif given["structure"] is not None:
-            del given["positions"]  # it has its own
+            del given["positions"]  # the structure has its own positions
         entropy, penalty, num_tokens = diffusion_losses(
             model, tokens, masked, t, self.mask_token, self.noise, **given
         )
@@ -147,7 +146,7 @@ class AbsorbingDiffusion(Objective):
         lengths: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Times in [t_min, 1], [*] for tokens [*, N]; of packed sequences one per token, [*, N]."""
+        """Draw times in [t_min, 1]: [*] for tokens [*, N], or [*, N] for packed sequences."""
         shape: tuple[int, ...] = tokens.shape[:-1]
         if lengths is not None:
             lengths = _lengths(lengths, tokens)
@@ -175,14 +174,14 @@ def diffusion_losses(
     noise: Noise,
     **given: Any,
 ) -> tuple[Tensor, Tensor, int]:
-    """The integrand at given times and masks: cross-entropy and penalty, [*, N], with its weight.
+    """Return the integrand at given times and masks: weighted cross-entropy and penalty, [*, N].
 
-    The third is V, how many tokens there are beside the mask.
+    The third result is V, the number of tokens without the mask.
     """
     if t.shape not in (tokens.shape[:-1], tokens.shape):
         raise ValueError(
-            f"t must have shape {list(tokens.shape[:-1])} or {list(tokens.shape)}, "
-            f"got {list(t.shape)}"
+            f"t must have shape {list(tokens.shape[:-1])} (one per sequence) or "
+            f"{list(tokens.shape)} (one per token), got {list(t.shape)}"
         )
     inputs = tokens.masked_fill(masked, mask_token)
     logits = call(model, inputs, noise.total(t), **given)
@@ -198,14 +197,15 @@ def diffusion_losses(
 def prior_loss(noise: Noise, num_tokens: int) -> float:
     r"""Return the cost of the start of generation per token, in nats: e^{-sigma(1)} log V.
 
-    Generation is bounded as if it started from tokens that are masked with the probability of
-    t = 1 and any of the V with even chances else; the divergence of a true token's noise from that.
+    The bound assumes that generation starts from tokens that are masked with the probability at t =
+    1, and otherwise are one of the V tokens with equal probability. The cost is the divergence
+    between the noise of a true token at t = 1 and that distribution.
     """
     return math.exp(-noise.range()[1]) * math.log(num_tokens)
 
 
 def as_t_min(value: Any) -> float:
-    """`t_min` in [0, 1)."""
+    """Check that `t_min` is in [0, 1)."""
     t_min = as_float("t_min", value, positive=False)
     if t_min >= 1:
         raise ValueError(f"t_min must be in [0, 1), got {t_min}")
@@ -213,7 +213,7 @@ def as_t_min(value: Any) -> float:
 
 
 def _lengths(lengths: Any, tokens: Tensor) -> Tensor:
-    """Lengths of packed sequences, on the device of `tokens`."""
+    """Check the lengths of packed sequences, and move them to the device of `tokens`."""
     lengths = torch.as_tensor(lengths, device=tokens.device)
     if lengths.dim() != 1 or lengths.is_floating_point() or int(lengths.sum()) != tokens.shape[-1]:
         raise ValueError(

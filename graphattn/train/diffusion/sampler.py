@@ -1,4 +1,4 @@
-"""Text from a model of masked diffusion: masks become tokens, in few steps or one by one."""
+"""Sample from a masked diffusion model: masks become tokens, several per step or one by one."""
 
 from __future__ import annotations
 
@@ -44,51 +44,53 @@ def sample_diffusion(
     device: torch.device | str | None = None,
     **given: Any,
 ) -> Tensor:
-    r"""Draw sequences from a model of absorbing diffusion, starting from masks alone.
+    r"""Draw sequences from a model of absorbing diffusion, starting from masks.
 
-    - ``"ancestral"`` goes back in time in `steps` equal steps. In each, a masked token is unmasked
-      with probability :math:`(m(t) - m(s)) / m(t)`, m being the schedule's share of masks at the
-      times t > s, and drawn from the model's softmax. With a model that gives the exact
-      :math:`p(x_i \mid \text{unmasked})`, sequences are exact as `steps` grows: tokens that are
-      unmasked in the same step are drawn independently of each other.
+    - ``"ancestral"`` goes back in time in `steps` equal steps. In a step from time t to s < t, a
+      masked token is unmasked with probability :math:`(m(t) - m(s)) / m(t)`, where m is the share
+      of masks in the schedule, and drawn from the model's softmax. Tokens that are unmasked in the
+      same step are drawn independently. If the model is exact, :math:`p(x_i \mid \text{unmasked})`,
+      the distribution of sequences becomes exact as `steps` grows.
     - ``"tweedie"`` is SEDD's analytic sampler (Tweedie tau-leaping): the same, but that probability
-      is multiplied by the sum S of what the scores say, at most 1. The last step unmasks all.
-      For normalised scores it is "ancestral".
-    - ``"top-probability"`` unmasks in every step the places whose likeliest token is likeliest, and
-      draws a token for each from the model's softmax. One at a time if `steps` is None, as the
-      consensus paper generates text (Appendix E.1), else evenly many per step. That is not the
-      model's distribution: sure places come first.
+      is multiplied by S, the sum of the scores, at most to 1. The last step unmasks all tokens. For
+      normalised scores (S = 1) it equals "ancestral".
+    - ``"top-probability"`` unmasks in every step the positions where the largest probability of a
+      token is highest, and draws a token for each from the model's softmax. If `steps` is None, it
+      unmasks one position per step, as the consensus paper does for text (Appendix E.1); otherwise
+      equally many in each step. The result does not follow the model's distribution, because the
+      most certain positions come first.
 
     Source: Lou et al. 2024 (SEDD), simulation of the reverse process; Kim et al. 2025, *Train for
     the Worst, Plan for the Best* ("top probability").
 
     Args:
-        model: logits [*, N, vocab_size] from tokens [*, N]; called with ``noise_level`` [*] where
-            it takes one, as :class:`~graphattn.models.SequenceEncoder` with ``noise_dim`` does.
+        model: logits [*, N, vocab_size] from tokens [*, N]; called with ``noise_level`` [*] if it
+            takes one, as :class:`~graphattn.models.SequenceEncoder` with ``noise_dim`` does.
             Dropout is off. Logits of the mask are not read.
-        shape: of the tokens, such as (batch, N), or N.
-        steps: calls of the model at most; as many as tokens if None.
-        mask_token: the token that stands for a gap.
+        shape: shape of the tokens, such as (batch, N), or N.
+        steps: maximal number of calls of the model; None for one per token.
+        mask_token: the token of a masked position.
         method: "ancestral", "tweedie" or "top-probability".
-        noise: the schedule of the training.
-        temperature: logits are divided by it before a token is drawn; 0 takes the likeliest. Which
-            places are unmasked does not depend on it.
-        top_p: draw from the fewest likeliest tokens that together have this probability; all if
-            None.
-        generator: draws places and tokens; torch's own if None.
-        prompt: tokens [*, n] or [n], n <= N, at the first places; masks among them are gaps to
-            fill, and all others stay as they are.
-        valid: bool [N] or [*, N]; padding (False) is not written, and given to the model.
+        noise: the noise schedule of the training.
+        temperature: logits are divided by it before a token is drawn; with 0 the most likely token
+            is taken. It does not change which positions are unmasked.
+        top_p: draw from the smallest set of most likely tokens that together have this probability;
+            None for all.
+        generator: random generator for positions and tokens; None for torch's default.
+        prompt: tokens [*, n] or [n] for the first n <= N positions. Masks among them are filled;
+            the others do not change.
+        valid: bool [N] or [*, N]; padding (False) is not filled; the model also gets this mask.
         progress: called as ``progress(step, tokens)`` after every step with a copy of the tokens,
-            masks included; sampling ends where it returns True.
-        device: of the tokens; the model's, the prompt's or the generator's if None.
+            including masks; sampling ends if it returns True.
+        device: device of the tokens; None for that of the model, the prompt or the generator.
         given: further arguments of the model, such as a graph.
 
     Returns:
         Integers of `shape`; padding is `mask_token`.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; where the model gives NaN.
+        ValueError: if an argument is not allowed (the message names it and says what is allowed),
+            or if the model returns NaN.
 
     Example:
         >>> import torch, graphattn as ga
@@ -126,7 +128,8 @@ def sample_diffusion(
     def logits(now: Tensor, noise_level: Tensor) -> Tensor:
         return call(model, now.clone(), noise_level, valid=valid, **given)
 
-    with without_dropout(model):  # (A walk sees what is written into tokens and gaps.)
+    # The iterator `walk` reads `tokens` and `gaps`, which the loop below changes.
+    with without_dropout(model):
         if method == "top-probability":
             walk = _surest_first(logits, tokens, gaps, valid, steps, mask_token, schedule)
         else:
@@ -139,7 +142,7 @@ def sample_diffusion(
                     sampling.choose(guesses, generator)
                     if sampling.is_greedy
                     else draw(sampling.probabilities(guesses.double()), generator)
-                )  # float32's coarse random numbers would favour the likely: Zheng et al. 2024
+                )  # float32 is too coarse: it draws likely tokens too often (Zheng et al. 2024)
                 tokens[places] = chosen
                 gaps &= ~places
             if progress is not None and progress(step, tokens.clone()):
@@ -157,13 +160,13 @@ def _back_in_time(
     generator: torch.Generator | None,
     with_sums: bool,
 ) -> Any:
-    """Per step its number, the places to unmask, and logits [places, vocab_size] for them.
+    """Yield for each step its number, the positions to unmask, and their logits [n, vocab_size].
 
-    The model is not called in a step that unmasks nothing.
+    A step that unmasks nothing does not call the model.
     """
     times = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     shares = noise.mask_probability(times).tolist()
-    shares[0], shares[-1] = 1.0, 0.0  # all is masked at first, and nothing in the end
+    shares[0], shares[-1] = 1.0, 0.0  # everything is masked at the start, nothing at the end
     levels = noise.total(times).tolist()
     for step in range(steps):
         leaves = (shares[step] - shares[step + 1]) / shares[step]
@@ -192,8 +195,9 @@ def _surest_first(
     mask_token: int,
     noise: Noise,
 ) -> Any:
-    """Unmask the surest tokens first, with the arguments of :func:`_back_in_time`; the noise level
-    is that of the share of tokens that are masked.
+    """Unmask the most certain tokens first; arguments are those of :func:`_back_in_time`.
+
+    The noise level follows from the share of tokens that are masked.
     """
     least, most = noise.range()
     real = torch.ones_like(gaps) if valid is None else valid.expand(gaps.shape)
@@ -207,17 +211,21 @@ def _surest_first(
         of_place = torch.full(gaps.shape, -torch.inf, device=gaps.device, dtype=certainty.dtype)
         of_place = of_place.masked_scatter(gaps, certainty)
         rank = of_place.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        count = -(-left // (steps - step))  # the rest, evenly over the steps that are left
+        count = -(
+            -left // (steps - step)
+        )  # spread the remaining tokens evenly over the remaining steps
         places = gaps & (rank < count.unsqueeze(-1))
         yield step + 1, places, guesses[places[gaps]]
 
 
 def _guesses(logits: Tensor, places: Tensor, mask_token: int) -> tuple[Tensor, int]:
-    """Logits [places, vocab_size] with -inf for the mask, and how many other tokens there are."""
+    """Return logits [n, vocab_size] with -inf for the mask, and the number of other tokens."""
     with full_precision(logits.device):
         found, num_tokens = without_mask(logits[places], mask_token)
         if not bool(found.logsumexp(-1).isfinite().all()):
-            raise ValueError("model must give finite logits for masked tokens, got NaN or infinity")
+            raise ValueError(
+                "model must return finite logits for masked tokens, got NaN or infinity"
+            )
     return found, num_tokens
 
 
@@ -225,12 +233,12 @@ def _shape(shape: Any) -> tuple[int, ...]:
     entries = shape if isinstance(shape, tuple | list) else [shape]
     found = tuple(as_int("shape", size, 0) for size in entries)
     if not found or found[-1] == 0:
-        raise ValueError(f"shape must be (*, N) with N >= 1, got {shape!r}")
+        raise ValueError(f"shape must be a tuple (*, N), or N, with N >= 1, got {shape!r}")
     return found
 
 
 def _start(shape: tuple[int, ...], mask_token: int, prompt: Any, device: torch.device) -> Tensor:
-    """Masks of `shape`, behind or around what is given."""
+    """Make masks of `shape`, with the prompt at the first positions."""
     tokens = torch.full(shape, mask_token, device=device)
     if prompt is None:
         return tokens
@@ -244,7 +252,7 @@ def _start(shape: tuple[int, ...], mask_token: int, prompt: Any, device: torch.d
         tokens[..., :n] = prompt.to(device).expand(*shape[:-1], n)
     except RuntimeError:
         raise ValueError(
-            f"prompt must have shape [*, n] with n <= {shape[-1]} and * that of shape "
-            f"{list(shape)}, or [n], got {list(prompt.shape)}"
+            f"prompt must have shape [n] or [*, n] with n in 1 .. {shape[-1]} and the leading "
+            f"dimensions of shape {list(shape)}, got {list(prompt.shape)}"
         ) from None
     return tokens

@@ -1,4 +1,4 @@
-"""Score entropy: what it costs a model to be wrong about ratios of probabilities."""
+"""Score entropy: a loss for estimates of ratios of probabilities."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from graphattn.ops.inputs import compute_dtype, full_precision
 
 
 def score_entropy(log_scores: Tensor, ratios: Tensor) -> Tensor:
-    r"""Cost of scores s where the true ratios of probabilities are r, element by element.
+    r"""Return the loss of scores s when the true ratios of probabilities are r, elementwise.
 
     .. math::
         s - r \log s + r (\log r - 1) \;\ge\; 0,
 
-    which is 0 exactly at s = r and convex in log s, with the gradient s - r there.
+    which is 0 exactly at s = r and convex in log s. Its gradient with respect to log s is s - r.
 
     Source: Lou et al. 2024 (SEDD), Definition 3.1 (without the weights and the sum).
 
@@ -27,7 +27,7 @@ def score_entropy(log_scores: Tensor, ratios: Tensor) -> Tensor:
         ratios: r >= 0, broadcastable to `log_scores`.
 
     Returns:
-        [*], at least in float32.
+        The loss, [*], at least in float32.
 
     Example:
         >>> import torch, graphattn as ga
@@ -45,21 +45,22 @@ def score_entropy(log_scores: Tensor, ratios: Tensor) -> Tensor:
 
 
 def absorbing_log_scores(logits: Tensor, noise_level: Tensor, mask_token: int) -> Tensor:
-    r"""Log-scores that a model's logits stand for in the absorbing process.
+    r"""Convert a model's logits to log-scores of the absorbing process.
 
     .. math::
         \log s_v = z_v - \log V - \log(e^\sigma - 1)
 
-    for each of the V tokens but the mask, which has none (log s is -inf). The exact score of a
-    masked place is :math:`p(v \mid \text{what is not masked}) / (e^\sigma - 1)`, so that
-    :math:`e^{z_v} / V` stands for a probability, and logits of 0 for even chances.
+    for each of the V tokens. The mask itself has no score (log s is -inf). The exact score of a
+    masked position is :math:`p(v \mid \text{what is not masked}) / (e^\sigma - 1)`, so
+    :math:`e^{z_v} / V` is the model's probability, and logits of 0 mean equal probabilities.
 
     Source: Lou et al. 2024 (SEDD), the absorbing case and its scaled scores.
 
     Args:
         logits: z, [*, vocab_size].
         noise_level: sigma > 0, broadcastable to the leading dimensions of `logits`.
-        mask_token: the absorbing token; where it is not below vocab_size, logits hold none of it.
+        mask_token: the absorbing token; if it is not below vocab_size, the logits have no column
+            for it.
 
     Returns:
         [*, vocab_size], at least in float32.
@@ -73,14 +74,16 @@ def absorbing_log_scores(logits: Tensor, noise_level: Tensor, mask_token: int) -
     with full_precision(logits.device):
         logits, num_tokens = without_mask(logits, as_int("mask_token", mask_token, 0))
         sigma = noise_level.to(logits.dtype).unsqueeze(-1)
-        log_expm1 = sigma + torch.log(-torch.expm1(-sigma))  # overflows for no sigma
+        log_expm1 = sigma + torch.log(
+            -torch.expm1(-sigma)
+        )  # this form does not overflow for any sigma
         return logits - math.log(num_tokens) - log_expm1
 
 
 def denoising_score_entropy(
     logits: Tensor, tokens: Tensor, masked: Tensor, noise_level: Tensor, mask_token: int
 ) -> Tensor:
-    r"""Denoising score entropy of every token, in the absorbing process.
+    r"""Return the denoising score entropy of every token, in the absorbing process.
 
     With the true ratio :math:`1 / (e^\sigma - 1)` at the token :math:`x` that was masked, and 0 at
     all others, the sum over v of :func:`score_entropy` is
@@ -89,15 +92,15 @@ def denoising_score_entropy(
         \frac{1}{e^\sigma - 1} \big( -\log \mathrm{softmax}(z)_x + S - 1 - \log S \big), \qquad
         S = \frac1V \sum_v e^{z_v}
 
-    which is how it is computed: the cross-entropy of masked-token modelling, and a penalty that is
-    0 where S = 1, that is, where the scores sum to what they must.
+    and it is computed in this form: the cross-entropy of masked-token modelling, and a penalty that
+        is 0 if S = 1, that is, if the scores have the right sum.
 
     Source: Lou et al. 2024 (SEDD), denoising score entropy.
 
     Args:
-        logits: z, [*, N, vocab_size], as :func:`absorbing_log_scores` takes them.
+        logits: z, [*, N, vocab_size], as in :func:`absorbing_log_scores`.
         tokens: the tokens before they were masked, integers [*, N].
-        masked: bool [*, N]; other tokens lose nothing.
+        masked: bool [*, N]; the result is 0 for other tokens.
         noise_level: sigma > 0, [*] or [*, N].
         mask_token: the absorbing token.
 
@@ -105,7 +108,7 @@ def denoising_score_entropy(
         [*, N] >= 0, at least in float32; multiply by d sigma / dt for the bound's integrand.
 
     Raises:
-        ValueError: if the shapes do not fit, or a masked token is none of the vocabulary.
+        ValueError: if the shapes do not fit, or a masked token is not in the vocabulary.
 
     Example:
         >>> import torch, graphattn as ga
@@ -124,7 +127,7 @@ def denoising_score_entropy(
 def score_entropy_parts(
     logits: Any, tokens: Tensor, masked: Tensor, mask_token: int
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and penalty of :func:`denoising_score_entropy`, [*, N]; 0 where not masked.
+    """Return cross-entropy and penalty of :func:`denoising_score_entropy`, [*, N]; 0 if unmasked.
 
     Their sum is the denoising score entropy times (exp(sigma) - 1).
     """
@@ -154,20 +157,22 @@ def score_entropy_parts(
 
 
 def without_mask(logits: Tensor, mask_token: int) -> tuple[Tensor, int]:
-    """Logits, at least in float32, with -inf for the mask; and how many other tokens there are."""
+    """Return logits, at least in float32, with -inf for the mask, and the number of other
+    tokens."""
     logits = logits.to(compute_dtype(logits.dtype))
     if mask_token >= logits.shape[-1]:
         return logits, logits.shape[-1]
     if logits.shape[-1] < 2:
         raise ValueError(
-            f"logits must hold a token beside the mask, got {list(logits.shape)} (vocab_size 1)"
+            f"logits must have at least one token besides the mask, got {list(logits.shape)} "
+            "(vocab_size 1)"
         )
     place = torch.arange(logits.shape[-1], device=logits.device) == mask_token
     return logits.masked_fill(place, -torch.inf), logits.shape[-1] - 1
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens") -> None:
-    """ValueError for tokens that have no score; values are read where that costs nothing."""
+    """Raise a ValueError for tokens outside the vocabulary, if reading values is cheap."""
     if tokens.device.type != "cpu" or tokens.numel() == 0:
         return
     least, most = (int(t) for t in tokens.aminmax())
@@ -177,9 +182,11 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens") -> None:
 
 
 def check_no_masks(tokens: Tensor, valid: Tensor | None, mask_token: int) -> None:
-    """ValueError where a token is the mask already; values are read where that costs nothing."""
+    """Raise a ValueError if a token is already the mask, if reading values is cheap."""
     if tokens.device.type != "cpu":
         return
     found = tokens == mask_token
     if bool((found if valid is None else found & valid).any()):
-        raise ValueError(f"tokens must not hold mask_token, {mask_token}: it stands for a gap")
+        raise ValueError(
+            f"tokens must not contain mask_token, {mask_token}, which is only for masked positions"
+        )

@@ -1,1 +1,1 @@
-"""Evaluation of trained models, beside guesses without a model."""
+"""Evaluation of trained models, and losses of guessing without a model."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 
-CHUNK = 1 << 20  # tokens that are counted at once
-DENSE = 1 << 24  # pairs up to which all of a vocabulary are counted in one table
+CHUNK = 1 << 20  # tokens that are counted together
+DENSE = 1 << 24  # up to this number of possible pairs, counts are in a dense table
 
 Sequences = Tensor | Iterable[Any]
 
@@ -19,21 +19,22 @@ Sequences = Tensor | Iterable[Any]
 def frequency_loss(
     train: Sequences, held_out: Sequences, vocab_size: int, *, smoothing: float = 1.0
 ) -> float:
-    r"""Return the loss of guessing held-out tokens by their frequency in training, in nats a token.
+    r"""Return the loss of guessing tokens by their frequency in training, in nats per token.
 
     .. math::
         p(a) = \frac{c(a) + s}{n + s V}
 
-    with the counts c of n tokens and the smoothing s (Laplace's rule: 1). Classes are tokens, too.
+    with the counts c of n tokens and the smoothing s (1 is Laplace's rule). Classes can be given as
+    tokens, too.
 
     Args:
-        train, held_out: LongTensors [N], or dicts with "tokens", one after the other: anything that
-            can be iterated, once; or one LongTensor. They are read as they come, not kept.
-        vocab_size: V, tokens are 0 .. V - 1.
+        train, held_out: an iterable of LongTensors [N] or of dicts with "tokens"; or one
+            LongTensor. It is iterated once, without storing it.
+        vocab_size: V; tokens are 0 .. V - 1.
         smoothing: s.
 
     Raises:
-        ValueError: a token is out of range, or there is none.
+        ValueError: if a token is out of range, or there is no token.
 
     Example:
         >>> import torch, graphattn as ga
@@ -52,30 +53,30 @@ def frequency_loss(
 def bigram_loss(
     train: Sequences, held_out: Sequences, vocab_size: int, *, smoothing: float | None = None
 ) -> float:
-    r"""Return the loss of guessing every held-out token by the one before it, in nats a token.
+    r"""Return the loss of guessing every held-out token from the one before it, in nats per token.
 
-    Pairs are counted within sequences, so the first token of each is not guessed: these are the
-    tokens that :class:`NextToken` asks for. Without `smoothing`, counts of pairs are mixed with
-    those of tokens, the more, the more different tokens T(a) followed a (Witten and Bell, 1991;
-    Chen and Goodman, 1998):
+    Pairs are counted within sequences, so the first token of each is not guessed, as in
+    :class:`NextToken`. Without `smoothing`, counts of pairs are mixed with counts of tokens. The
+    weight of the latter grows with T(a), the number of different tokens that follow a (Witten and
+    Bell, 1991; Chen and Goodman, 1998):
 
     .. math::
         p(b \mid a) = \frac{c(a, b) + T(a) \, p(b)}{c(a) + T(a)}, \qquad
         p(b) = \frac{c(b) + 1}{n + V}
 
-    and p(b) alone after a token that was never followed. With it, s is added to every count:
+    If no token followed a, the result is p(b). With `smoothing`, s is added to every count:
 
     .. math::
         p(b \mid a) = \frac{c(a, b) + s}{c(a) + s V}
 
-    Memory is that of the pairs that occur, however long the text is.
+    Memory depends on the number of different pairs, not on the length of the text.
 
     Args:
         train, held_out, vocab_size: as in :func:`frequency_loss`.
-        smoothing: s > 0; None for Witten and Bell's.
+        smoothing: s > 0; None for the rule of Witten and Bell.
 
     Raises:
-        ValueError: a token is out of range, or no sequence has two tokens.
+        ValueError: if a token is out of range, or no sequence has two tokens.
 
     Example:
         >>> import torch, graphattn as ga
@@ -88,7 +89,7 @@ def bigram_loss(
     tokens = torch.zeros(vocab_size, dtype=torch.int64)
     codes, counts = _count_pairs("train", train, vocab_size, tokens)
     asked, times = _count_pairs("held_out", held_out, vocab_size)
-    # The count of every pair that is asked for; 0 where it was never seen.
+    # The training count of every held-out pair; 0 if it never occurred.
     place = torch.searchsorted(codes, asked).clamp(max=max(len(codes) - 1, 0))
     seen = torch.zeros(len(asked), dtype=torch.float64)
     if len(codes):
@@ -108,16 +109,16 @@ def bigram_loss(
 
 
 def _mean_nats(times: Tensor, share: Tensor) -> float:
-    """The mean of -log(share) over what occurs `times` times; infinite where a share is 0."""
+    """Return the mean of -log(share), weighted by `times`; infinite if a share is 0."""
     occurs = times > 0
     times, share = times[occurs].double(), share[occurs].double()
     return float(-(times * share.log()).sum() / times.sum())
 
 
 def _chunks(name: str, sequences: Sequences, vocab_size: int) -> Iterator[Tensor]:
-    """Pieces of every sequence, each with the last token of the one before it; all of them checked.
+    """Yield checked chunks of every sequence, each starting with the last token of the one before.
 
-    Of one token, where a sequence has no more.
+    A chunk has a single token only if its sequence has no more.
     """
     own: Iterable[Any] = [sequences] if isinstance(sequences, Tensor) else sequences
     for sequence in own:
@@ -126,34 +127,34 @@ def _chunks(name: str, sequences: Sequences, vocab_size: int) -> Iterator[Tensor
             got = type(tokens).__name__
             if isinstance(tokens, Tensor):
                 got = f"{tokens.dtype} of shape {list(tokens.shape)}"
-            raise ValueError(f"{name} must hold integer tensors [N], got {got}")
+            raise ValueError(f"{name} must contain integer tensors [N], got {got}")
         for start in range(0, len(tokens), CHUNK):
             piece = tokens[max(start - 1, 0) : start + CHUNK].long().cpu()
             least, most = (int(x) for x in piece.aminmax())
             if least < 0 or most >= vocab_size:
                 raise ValueError(
-                    f"{name} must hold tokens 0 .. {vocab_size - 1}, got "
+                    f"{name} must contain tokens 0 .. {vocab_size - 1}, got "
                     f"{least if least < 0 else most}"
                 )
             yield piece if start else torch.cat([piece.new_full((1,), -1), piece])
 
 
 def _count_tokens(name: str, sequences: Sequences, vocab_size: int) -> Tensor:
-    """How often every token occurs, float64 [vocab_size]."""
+    """Count every token, float64 [vocab_size]."""
     found = torch.zeros(vocab_size, dtype=torch.int64)
     for piece in _chunks(name, sequences, vocab_size):
         found += piece[1:].bincount(minlength=vocab_size)
     if not found.any():
-        raise ValueError(f"{name} must hold at least one token, got none")
+        raise ValueError(f"{name} must contain at least one token, got none")
     return found.double()
 
 
 def _count_pairs(
     name: str, sequences: Sequences, vocab_size: int, tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The pairs that occur, as sorted ``before * vocab_size + after``, and how often they do.
+    """Return the pairs that occur, as sorted ``before * vocab_size + after``, and their counts.
 
-    What occurs as a token is added to `tokens`.
+    The counts of single tokens are added to `tokens`.
     """
     dense = torch.zeros(vocab_size**2 if vocab_size**2 <= DENSE else 0, dtype=torch.int64)
     codes, counts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
@@ -173,14 +174,14 @@ def _count_pairs(
         codes = dense.nonzero()[:, 0]
         counts = dense[codes]
     if not len(codes):
-        raise ValueError(f"{name} must hold a sequence of at least two tokens, got none")
+        raise ValueError(f"{name} must contain a sequence of at least two tokens, got none")
     return codes, counts
 
 
 def _added(
     codes: Tensor, counts: Tensor, dense: Tensor, waiting: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Counts with those of some more pairs: in the table, or else among the sorted ones."""
+    """Add the counts of more pairs, to the table or to the sorted list."""
     pairs = torch.cat([codes[:0], *waiting])
     if len(dense):
         dense += pairs.bincount(minlength=len(dense))

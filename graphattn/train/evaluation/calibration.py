@@ -1,4 +1,4 @@
-"""Calibration: whether a model is right as often as it says that it is sure."""
+"""Calibration: whether the confidence of a model equals its accuracy."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from graphattn.train.objectives.objective import Batch, evaluation_generator
 
 
 class Calibration:
-    r"""Reliability of guesses: how sure they were, beside how often they were right.
+    r"""Reliability of guesses: their confidence, compared with how often they are right.
 
-    The confidence of a guess is the probability of the likeliest choice. Guesses are put into bins
-    of equal width, ((k - 1) / K, k / K], and the expected calibration error is
+    The confidence of a guess is the probability of the most likely choice. Guesses are put into
+    bins of equal width, ((k - 1) / K, k / K], and the expected calibration error is
 
     .. math::
         \text{ECE} = \sum_{k=1}^{K} \frac{|B_k|}{n}
             \left| \text{accuracy}(B_k) - \text{confidence}(B_k) \right|
 
     Args:
-        bins: K.
+        bins: K, the number of bins.
 
     Attributes:
-        counts: int64 [bins], guesses of every bin.
+        counts: int64 [bins], the number of guesses in every bin.
         confidence: float64 [bins], their mean confidence; NaN in an empty bin.
-        accuracy: float64 [bins], the share that is right; NaN in an empty bin.
+        accuracy: float64 [bins], the share of right guesses; NaN in an empty bin.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Source:
         Guo et al., 2017, *On Calibration of Modern Neural Networks*, Equation 3.
@@ -65,17 +65,17 @@ class Calibration:
         seed: int = 0,
         bins: int = 15,
     ) -> Calibration:
-        """The calibration of a model's guesses in an objective, on all batches.
+        """Measure the calibration of a model's guesses on all batches.
 
-        The model is in evaluation mode meanwhile, and random numbers are those of `seed`, as in
-        :meth:`Objective.evaluate`: the guesses are the same.
+        The model runs in evaluation mode with the random numbers of `seed`, as in
+        :meth:`Objective.evaluate`, so the guesses are the same.
 
         Args:
-            objective: one of guesses: "masked", "causal" or "classification".
-            model: what guesses.
-            batches: of ``objective.collate``.
-            seed: of masks.
-            bins: of the confidence.
+            objective: an objective with guesses: "masked", "causal" or "classification".
+            model: the model to evaluate.
+            batches: batches made by ``objective.collate``.
+            seed: seed of the masks.
+            bins: number of bins.
 
         Example:
             >>> import torch, graphattn as ga
@@ -87,7 +87,7 @@ class Calibration:
         """
         if not isinstance(objective, LikelihoodObjective):
             raise ValueError(
-                "objective must be one that guesses ('masked', 'causal' or 'classification'), got "
+                "objective must be one with guesses ('masked', 'causal' or 'classification'), got "
                 f"{objective!r}"
             )
         found = cls(bins)
@@ -102,11 +102,11 @@ class Calibration:
         """Count guesses.
 
         Args:
-            logits: [*, K], of any number of choices.
-            truth: integers [*], which one is right.
+            logits: [*, K], for any number of choices K.
+            truth: integers [*], the right choices.
 
         Raises:
-            ValueError: the shapes do not fit, or the truth is none of the choices.
+            ValueError: if the shapes do not fit, or the truth is not one of the choices.
         """
         for name, found in (("logits", logits), ("truth", truth)):
             is_floating = isinstance(found, Tensor) and found.is_floating_point()
@@ -121,8 +121,8 @@ class Calibration:
             )
         if outside := truth[(truth < 0) | (truth >= logits.shape[-1])].tolist():
             raise ValueError(
-                f"truth must be 0 .. {logits.shape[-1] - 1}, one of the choices, got {outside[0]}: "
-                "leave out guesses whose label is missing"
+                f"truth must contain choices 0 .. {logits.shape[-1] - 1}, got {outside[0]}: leave "
+                "out guesses with a missing label"
             )
         sure, guess = logits.to(compute_dtype(logits.dtype)).softmax(-1).max(-1)
         sure, right = sure.double().flatten(), (guess == truth).double().flatten()
@@ -133,23 +133,23 @@ class Calibration:
 
     @property
     def confidence(self) -> Tensor:
-        """The mean confidence of every bin."""
+        """Return the mean confidence of every bin."""
         return self._sure / self.counts
 
     @property
     def accuracy(self) -> Tensor:
-        """The share of right guesses of every bin."""
+        """Return the share of right guesses of every bin."""
         return self._right / self.counts
 
     @property
     def error(self) -> float:
-        """The expected calibration error, in 0 .. 1."""
+        """Return the expected calibration error, in 0 .. 1."""
         if not self.counts.sum():
-            raise ValueError("calibration needs at least one guess, got none")
+            raise ValueError("error needs at least one guess, got none: call add or of first")
         return float((self._right - self._sure).abs().sum() / self.counts.sum())
 
     def rows(self) -> list[dict[str, Any]]:
-        """The bins that hold guesses, as JSON has them: a reliability diagram."""
+        """Return the non-empty bins as JSON values, for a reliability diagram."""
         return [
             {
                 "from": place / self.bins,

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: its numbers on data, beside what guessing gives."""
+"""Evaluation of a trained model, with the losses of guessing for comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphattn.train.evaluation.pseudo_likelihood import pseudo_perplexity
 from graphattn.train.objectives.likelihood import LikelihoodObjective
 from graphattn.train.objectives.objective import Batch, Example, Objective
 
-PER_SEQUENCE = 16  # tokens of a sequence that are asked for one by one
+PER_SEQUENCE = 16  # tokens per sequence that are masked one at a time
 
 
 def evaluate_model(
@@ -30,23 +30,23 @@ def evaluate_model(
     bins: int = 15,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The numbers of a model on examples, as JSON keeps them.
+    """Evaluate a model on examples and return the numbers as JSON values.
 
     Args:
-        model: is in evaluation mode meanwhile.
-        objective: whose `evaluate` gives the loss and what comes with it.
-        examples: with an attribute ``lengths``, such as :class:`graphattn.data.Windows`.
-        train: what the model learned from; with it, what guessing by its frequencies costs is told
-            ("frequency", and "bigram" of causal models, in nats per answer).
-        batch_tokens: of a batch; one of a longer example holds it alone.
-        pseudo_tokens: of models of masked tokens, so many tokens at most are masked one at a time
-            for the pseudo-perplexity, some of each sequence; 0 leaves it out.
-        bins: of the calibration.
-        seed: of masks and noise.
+        model: the model; it runs in evaluation mode.
+        objective: its `evaluate` computes the loss and related numbers.
+        examples: examples with an attribute ``lengths``, such as :class:`graphattn.data.Windows`.
+        train: the training data. With it, the result contains the losses of guessing by its
+            frequencies ("frequency", and "bigram" for causal models, in nats per guess).
+        batch_tokens: maximal number of tokens per batch; a longer example is a batch by itself.
+        pseudo_tokens: for models of masked tokens: the maximal number of tokens that are masked one
+            at a time for the pseudo-perplexity, some of each sequence; 0 for no pseudo-perplexity.
+        bins: number of bins of the calibration.
+        seed: seed of masks and noise.
 
     Returns:
-        What the objective reports, and "examples", how many there were; for objectives that
-        guess, "calibration" with the expected "error" and its "bins"; for masked tokens
+        A dict with what the objective reports, and "examples", their number; for objectives with
+        guesses, "calibration" with the expected "error" and its "bins"; for masked tokens,
         "pseudo_perplexity" and "pseudo_tokens"; with `train`, "frequency_loss" and "bigram_loss".
 
     Example:
@@ -61,7 +61,7 @@ def evaluate_model(
     batch_tokens = as_int("batch_tokens", batch_tokens, 1)
     seed = as_int("seed", seed, 0)
     if not len(examples):
-        raise ValueError("examples must hold at least one example, got none")
+        raise ValueError("examples must contain at least one example, got none")
     found: dict[str, Any] = {
         **objective.evaluate(model, _batches(objective, examples, batch_tokens), seed=seed),
         "examples": len(examples),

@@ -1,4 +1,4 @@
-"""Losses of guessing without a model, on the examples that a model is judged by."""
+"""Losses of guessing without a model, on the examples of an evaluation."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from graphattn.data import Part
 from graphattn.train.evaluation.baselines import bigram_loss, frequency_loss
 from graphattn.train.objectives.objective import Example, Objective
 
-PIECE = 2**16  # tokens of a part that are read at once
+PIECE = 2**16  # tokens of a part that are read together
 
 
 def guesses_of(
     objective: Objective, train: Part, examples: Sequence[Example], model: nn.Module
 ) -> dict[str, float]:
-    """The loss of guesses by frequency in the training part, in nats per answer.
+    """Return the losses of guessing by frequency in the training part, in nats per guess.
 
-    For "causal" also by the token before ("bigram"), and for both the same tokens count that the
-    model is asked for.
+    For "causal" it also returns the loss of guessing from the token before ("bigram"). Both count
+    the same tokens that the model guesses.
 
     Args:
-        objective: what is guessed: tokens or classes; of others there is nothing to tell.
-        train: what is counted.
-        examples: what is guessed.
-        model: whose vocabulary it is.
+        objective: determines what is guessed, tokens or classes; for other objectives the result is
+            empty.
+        train: the data whose tokens or classes are counted.
+        examples: the data to guess.
+        model: the model whose vocabulary is used.
     """
     if objective.name == "classification":
         classes = int(objective.num_classes)  # type: ignore[attr-defined]
@@ -50,7 +51,7 @@ def guesses_of(
 
 
 def _vocab_size(objective: Objective, model: nn.Module) -> int:
-    """How many tokens there are to guess; a mask behind all others is none of them."""
+    """Return the number of tokens to guess, without a mask token at the end of the vocabulary."""
     read = int(getattr(model, "vocab_size", 0))
     mask = getattr(objective, "mask_token", None)
     return int(mask) if mask is not None and mask >= read - 1 else read
@@ -61,7 +62,7 @@ def _each(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _stretches(part: Part) -> Iterator[Example]:
-    """A part in pieces that fit into memory."""
+    """Yield pieces of a part that fit into memory."""
     for record, first, last in part.spans.tolist():
         for start in range(first, last, PIECE):
             yield part.corpus.example(record, start, min(start + PIECE, last))
@@ -74,7 +75,7 @@ def _tokens(part: Part) -> Iterator[Tensor]:
 
 
 def _labels(examples: Iterable[Example], per_token: bool) -> Iterator[Tensor]:
-    """The classes of examples, or of their tokens; some thousands at once."""
+    """Yield the classes of examples, or of their tokens, some thousands at once."""
     waiting: list[Any] = []
     for example in examples:
         if per_token:

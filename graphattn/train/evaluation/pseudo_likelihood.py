@@ -1,4 +1,4 @@
-"""Pseudo-perplexity: how well a model of masked tokens guesses each one from all the others."""
+"""Pseudo-perplexity: how well a masked model guesses each token from all the others."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def pseudo_log_likelihood(
     positions: Tensor | None = None,
     batch_size: int = 32,
 ) -> Tensor:
-    r"""The log-probability of every token with that token alone masked, and all others seen.
+    r"""Return the log-probability of every token, given all others, with only that token masked.
 
     .. math::
         \log p(x_i \mid x_{\setminus i})
 
-    One copy of the sequence per token is computed, `batch_size` of them at once.
+    The model runs on one copy of the sequence per token, `batch_size` copies at once.
 
     Args:
-        model: of masked tokens; it is in evaluation mode meanwhile.
+        model: a model of masked tokens; it runs in evaluation mode.
         example: tokens, a LongTensor [N]; or a dict with these, and a structure and context.
-        mask_token: what hides a token.
-        positions: which tokens are asked for, integers [n]; all if None.
-        batch_size: copies that are computed at once.
+        mask_token: the token of a masked position.
+        positions: the tokens to guess, integers [n]; all if None.
+        batch_size: number of copies per call.
 
     Returns:
-        [N], or [n] of `positions`, in nats: float32, or the model's dtype if that is finer.
+        [N], or [n] for `positions`, in nats; float32, or float64 if the model's output is.
 
     Source:
         Salazar et al., 2020, *Masked Language Model Scoring*: the terms of the PLL.
@@ -89,27 +89,28 @@ def pseudo_perplexity(
     max_tokens: int | None = None,
     generator: torch.Generator | None = None,
 ) -> float:
-    r"""The pseudo-perplexity of a model on sequences: 1 for a model that is always right and sure.
+    r"""Return the pseudo-perplexity of a model on sequences: 1 if it is always right and certain.
 
     .. math::
         \exp\left(-\frac{1}{\sum_b N_b} \sum_b \sum_{i=1}^{N_b}
             \log p(x_{b,i} \mid x_{b, \setminus i})\right)
 
-    where a token that is asked for is masked, it alone, and all others of its sequence are seen.
-    The mean is over the tokens of all sequences, so that long ones count more. It is no perplexity
-    of a distribution over sequences, and not to be compared with that of a :class:`NextToken`.
+    Each token is guessed with only itself masked, from all others of its sequence. The mean is over
+    the tokens of all sequences, so long sequences count more. It is not the perplexity of a
+    distribution over sequences, so do not compare it with that of :class:`NextToken`.
 
     Args:
-        model: of masked tokens.
+        model: a model of masked tokens.
         examples: tokens [N], or dicts with these, a structure and context.
-        mask_token: what hides a token.
-        batch_size: copies of a sequence that are computed at once.
-        max_tokens: of every sequence so many tokens at most are asked for, drawn without
-            replacement; what they say counts for all of the sequence. None: all.
+        mask_token: the token of a masked position.
+        batch_size: number of copies of a sequence per call.
+        max_tokens: maximal number of tokens to guess per sequence, drawn without replacement; their
+            mean then counts for the whole sequence. None for all tokens.
         generator: source of the random numbers of `max_tokens`.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; if there is no sequence.
+        ValueError: if an argument is not allowed (the message names it and says what is allowed),
+            or if there is no sequence.
 
     Source:
         Salazar et al., 2020, *Masked Language Model Scoring*: the PPPL.
@@ -135,7 +136,7 @@ def pseudo_perplexity(
         )
         total, count = total + length * float(found.double().mean()), count + length
     if not count:
-        raise ValueError("examples must hold at least one sequence, got none")
+        raise ValueError("examples must contain at least one sequence, got none")
     return math.exp(-total / count) if -total / count < 700 else math.inf
 
 
@@ -149,4 +150,4 @@ def _of_copies(key: str, value: Any, copies: int, device: torch.device) -> Any:
         return {name: _of_copies("", track, copies, device) for name, track in value.items()}
     if isinstance(value, Tensor):
         return value.to(device).expand(copies, *value.shape[1:])
-    return value[0]  # a structure, the same for all of them
+    return value[0]  # a structure, which is the same for all copies

@@ -1,1 +1,1 @@
-"""Objectives: how examples become a batch, a loss, and numbers to report."""
+"""Objectives: from examples to a batch, a loss, and numbers to report."""

@@ -1,4 +1,4 @@
-"""Causal language modelling: every token is guessed from those before it."""
+"""Causal language modelling: every token is guessed from the tokens before it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from graphattn.train.objectives.objective import Batch, Example, Loss
 
 
 class NextToken(LikelihoodObjective):
-    r"""Causal language modelling: the model's answer at a token is a guess of the one behind it.
+    r"""Causal language modelling: the model's output at a token is a guess of the next token.
 
     The loss is the mean over all tokens but the first of every sequence, in nats per token:
 
     .. math::
         \frac{1}{\sum_b (N_b - 1)} \sum_b \sum_{i \geq 2} -\log p(x_{b,i} \mid x_{b,1 .. i-1})
 
-    Windows of a document are sequences of their own: nothing is guessed, and nothing seen, across
-    their borders. Evaluations report bits per token, and bits per byte where the bytes are known,
-    which compares tokenizers: bits of all guessed tokens over the bytes that these stand for.
+    Windows of a document are separate sequences: no token is guessed or seen across their borders.
+        Evaluations report bits per token and, if the bytes are known, bits per byte, with which
+        different tokenizers can be compared: the bits of all guessed tokens divided by the bytes of
+        these tokens.
 
     Args:
-        bytes_per_token: of the text, on average; or a list with the bytes of every token of the
-            vocabulary, which counts exactly. 1 for bytes. None: bits per byte are not reported.
-        packed: call the model with sequences of unequal lengths one after the other in one row,
-            over graphs that keep them apart, in place of padded rows. It changes no answer.
+        bytes_per_token: average number of bytes per token; or a list with the bytes of every token
+            of the vocabulary, which is exact. 1 if tokens are bytes. None: do not report bits per
+            byte.
+        packed: pack sequences of unequal lengths into one row, over graphs without edges between
+            them, instead of padding rows. The outputs do not change.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; in `loss`, for a model whose
-            graphs show tokens what they are to guess.
+        ValueError: if an argument is not allowed; in `loss`, also if the graphs of the model let a
+            token see later tokens.
 
     Example:
         >>> import torch, graphattn as ga
@@ -62,16 +64,16 @@ class NextToken(LikelihoodObjective):
         self.packed = as_choice("packed", packed, (False, True))
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Sequences as one batch."""
+        """Join sequences into one batch."""
         return collate_tokens(examples)
 
     def guesses(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits [n, vocab_size] of all tokens but the first of every sequence, and these [n].
+        """Return logits [n, vocab_size] for all tokens but each first, and these tokens [n].
 
-        The model reads whole sequences, the last token too, of which nothing is asked: their
-        lengths stay round.
+        The model also reads the last token, although its output is not used, so that lengths such
+        as powers of 2 do not change.
         """
         _check_causal(unwrapped(model))
         tokens, valid = batch["tokens"], batch.get("valid")
@@ -79,19 +81,21 @@ class NextToken(LikelihoodObjective):
             logits, _ = call(model, tokens, batch)
             if logits.shape[:-1] != tokens.shape:
                 raise ValueError(
-                    f"model must give logits [B, N, K] for tokens {list(tokens.shape)}, got "
+                    f"model must return logits [B, N, K] for tokens {list(tokens.shape)}, got "
                     f"{list(logits.shape)}"
                 )
             return logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         is_guessed = torch.zeros_like(valid)
-        is_guessed[:, 1:] = valid[:, 1:] & valid[:, :-1]  # and no padding is what guesses
-        before = is_guessed.roll(-1, 1)  # (the last column gets the first one: False)
+        is_guessed[:, 1:] = (
+            valid[:, 1:] & valid[:, :-1]
+        )  # neither the token nor the one before it is padding
+        before = is_guessed.roll(-1, 1)  # the last column becomes the first one, which is False
         return answers_at(model, tokens, batch, before, packed=self.packed), tokens[is_guessed]
 
     def loss(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> Loss:
-        """Nats of all tokens but the first of every sequence; "accuracy", and "bytes" if known."""
+        """Return the nats of all tokens but each first, "accuracy", and "bytes" if known."""
         logits, truth = self.guesses(model, batch, generator)
         sums = {"accuracy": num_right(logits, truth)}
         if isinstance(self._bytes, float):
@@ -99,14 +103,14 @@ class NextToken(LikelihoodObjective):
         elif self._bytes is not None:
             if self._bytes.numel() != logits.shape[-1]:
                 raise ValueError(
-                    f"bytes_per_token must hold one number per token ({logits.shape[-1]}), got "
-                    f"{self._bytes.numel()}"
+                    "bytes_per_token must contain one number per token of the vocabulary "
+                    f"({logits.shape[-1]}), got {self._bytes.numel()}"
                 )
             sums["bytes"] = float(self._bytes.to(truth.device)[truth].sum())
         return Loss(nats(logits, truth).sum(), len(truth), sums)
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
-        """Loss, perplexity, accuracy, bits per token and, where bytes are known, per byte."""
+        """Return loss, perplexity, accuracy, bits per token and (if known) bits per byte."""
         means = dict(means)
         num_bytes = means.pop("bytes", 0.0)
         found = super().report(mean, means)
@@ -116,7 +120,7 @@ class NextToken(LikelihoodObjective):
         return found
 
 
-_CAUSAL: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were looked at
+_CAUSAL: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have passed the check below
 
 
 def _as_bytes(found: Any) -> float | Tensor | None:
@@ -137,14 +141,14 @@ def _as_bytes(found: Any) -> float | Tensor | None:
 
 
 def _check_causal(model: Any) -> None:
-    """ValueError for a model whose own graphs show tokens those that follow."""
+    """Raise a ValueError if the graphs of a model let tokens see later ones."""
     if not hasattr(model, "graphs") or model in _CAUSAL:
         return
     for place, graph in enumerate(model.graphs(4)):
         source, target = graph.edge_index
         if bool((source > target).any()):
             raise ValueError(
-                "model must let a token see earlier ones alone, as CausalLM does; block "
-                f"{place} of this {type(model).__name__} shows a token what it is to guess"
+                "model must let a token see only itself and earlier tokens, as CausalLM does, but "
+                f"in block {place} of this {type(model).__name__} it sees the token that it guesses"
             )
     _CAUSAL.add(model)

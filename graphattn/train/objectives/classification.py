@@ -20,27 +20,27 @@ from graphattn.train.objectives.objective import Batch, Example, Loss
 class Classification(LikelihoodObjective):
     r"""Classification: cross-entropy of the classes of images, sequences or tokens.
 
-    Images and sequences have a "label", an integer. A model that answers per token, [B, N, K], is
-    taken by the mean over the tokens of a sequence, which is its head on the mean of its features.
-    With ``per_token=True`` every token has its own, "labels" [N]; those below 0 are missing and
-    cost nothing.
+    Images and sequences have a "label", an integer. If a model returns [B, N, K], one output per
+    token, the mean over the tokens of a sequence is used, which is its head applied to the mean of
+    its features. With ``per_token=True`` every token has its own class, "labels" [N]; labels below
+    0 are missing and are not counted.
 
-    With label smoothing s the loss is that of guessing a distribution which gives the right class
-    1 - s + s / K and each other s / K (Szegedy et al., 2016, Section 7):
+    With label smoothing s, the target is a distribution with probability 1 - s + s / K for the
+    right class and s / K for every other class (Szegedy et al., 2016, Section 7):
 
     .. math::
         -(1 - s) \log p_y - \frac{s}{K} \sum_{k=1}^{K} \log p_k
 
-    Evaluations report it as "loss", and without smoothing as "nats".
+    Evaluations report it as "loss", and the value without smoothing as "nats".
 
     Args:
-        num_classes: K, as many as the model tells apart.
+        num_classes: K, the number of classes of the model.
         label_smoothing: s, in [0, 1).
-        per_token: whether tokens have classes.
+        per_token: whether every token has a class.
         packed: as in :class:`MaskedTokens`.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -69,7 +69,7 @@ class Classification(LikelihoodObjective):
         self.packed = as_choice("packed", packed, (False, True))
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Images or sequences with their classes as one batch: "label" [B], or "labels" [B, N]."""
+        """Join images or sequences into one batch with "label" [B] or "labels" [B, N]."""
         if self.per_token:
             return collate_tokens(examples, "labels")
         is_image = all_have(checked(examples), "image")
@@ -83,7 +83,7 @@ class Classification(LikelihoodObjective):
             label = as_int("label", label, 0)
         except ValueError as error:
             named = f" ({example['name']!r})" if example.get("name") else ""
-            raise ValueError(f"examples must have a class each{named}: {error}") from None
+            raise ValueError(f"every example must contain a class{named}: {error}") from None
         if label >= self.num_classes:
             raise ValueError(f"label must be 0 .. {self.num_classes - 1}, got {label}")
         return label
@@ -91,7 +91,7 @@ class Classification(LikelihoodObjective):
     def guesses(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits [n, num_classes] and the classes [n] of images, sequences, or labelled tokens."""
+        """Return logits [n, num_classes] and classes [n] of images, sequences, or tokens."""
         if self.per_token:
             labels = batch["labels"]
             if labels.is_floating_point():
@@ -107,16 +107,16 @@ class Classification(LikelihoodObjective):
                 logits = pooled_answers(model, batch, packed=self.packed)
         if logits.dim() != 2 or logits.shape[-1] != self.num_classes:
             raise ValueError(
-                f"model must tell num_classes={self.num_classes} classes apart, got answers "
-                f"{list(logits.shape)} of a {type(unwrapped(model)).__name__}: "
-                "ga.train.WithHead gives a model of tokens a head of another width"
+                f"model must return num_classes={self.num_classes} logits, got shape "
+                f"{list(logits.shape)} from a {type(unwrapped(model)).__name__}: ga.train.WithHead "
+                "gives a model of tokens a head of another width"
             )
         return logits, truth
 
     def loss(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> Loss:
-        """The smoothed cross-entropy; "accuracy", and "nats" without smoothing."""
+        """Return the smoothed cross-entropy, "accuracy", and "nats" without smoothing."""
         logits, truth = self.guesses(model, batch, generator)
         total = nats(logits, truth, self.label_smoothing).sum()
         with torch.no_grad():
@@ -124,7 +124,7 @@ class Classification(LikelihoodObjective):
         return Loss(total, len(truth), {"accuracy": num_right(logits, truth), "nats": plain})
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
-        """Loss, nats and accuracy; the perplexity is that of the nats."""
+        """Return loss, nats, accuracy and the perplexity, exp(nats)."""
         unsmoothed = means["nats"]
         perplexity = math.exp(unsmoothed) if unsmoothed < 700 else math.inf
         return {"loss": mean, "perplexity": perplexity, **means}

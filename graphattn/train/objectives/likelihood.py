@@ -1,4 +1,4 @@
-"""Objectives that are likelihoods: a model gives every choice a probability, and one is right."""
+"""Objectives of guessing: a model gives every choice a probability, and one choice is right."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ from graphattn.train.objectives.objective import Batch, Loss, Objective
 class LikelihoodObjective(Objective):
     """Objective of guessing one of K choices: a token, a class.
 
-    Subclasses say which choices (:meth:`guesses`); the loss is the negative logarithm of the
-    probability of the right one, in nats, and beside it the share of guesses that are right.
+    Subclasses define the choices in :meth:`guesses`. The loss is the negative logarithm of the
+    probability of the right choice, in nats; the share of right guesses is also reported.
     """
 
     @abc.abstractmethod
     def guesses(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits [n, K] and what is right, integers [n]."""
+        """Return logits [n, K] and the right choices, integers [n]."""
 
     def loss(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> Loss:
-        """The sum over all guesses, in nats, and the share that is right as "accuracy"."""
+        """Return the sum over all guesses, in nats, and the number of right ones as "accuracy"."""
         logits, truth = self.guesses(model, batch, generator)
         return Loss(nats(logits, truth).sum(), len(truth), {"accuracy": num_right(logits, truth)})
 
 
 def nats(logits: Tensor, truth: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of every guess: -log p(truth), in nats; float32 for half precision.
+    """Return the cross-entropy of every guess, -log p(truth), in nats; float32 for half precision.
 
     Args:
         logits: [n, K].
         truth: integers [n].
-        label_smoothing: the share of the right choice's weight that all K choices get evenly.
+        label_smoothing: the share of the target probability that is spread evenly over all K
+            choices.
 
     Raises:
-        ValueError: the truth is none of the K choices (on a CPU, where reading it costs nothing).
+        ValueError: if the truth is not one of the K choices (checked only on a CPU, where reading
+            it is cheap).
     """
     truth = truth.long()
     if truth.device.type == "cpu" and truth.numel():
         least, most = (int(x) for x in truth.aminmax())
         if least < 0 or most >= logits.shape[-1]:
             raise ValueError(
-                f"tokens and labels must be 0 .. {logits.shape[-1] - 1}, the model's choices, got "
-                f"{least if least < 0 else most}"
+                f"tokens and labels must be 0 .. {logits.shape[-1] - 1}, one per output of the "
+                f"model, got {least if least < 0 else most}"
             )
     logits = logits.to(compute_dtype(logits.dtype))
     return functional.cross_entropy(
@@ -59,5 +61,5 @@ def nats(logits: Tensor, truth: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 def num_right(logits: Tensor, truth: Tensor) -> float:
-    """How many guesses are right."""
+    """Return the number of right guesses."""
     return float((logits.argmax(-1) == truth).sum()) if len(truth) else 0.0

@@ -1,4 +1,4 @@
-"""Masked tokens: a model guesses tokens that it does not see from those that it sees."""
+"""Masked-token modelling: a model guesses hidden tokens from the others."""
 
 from __future__ import annotations
 
@@ -20,38 +20,40 @@ from graphattn.train.objectives.schedules import MaskSchedule, Schedule
 class MaskedTokens(LikelihoodObjective):
     r"""Masked-token modelling: a share of the tokens is hidden, and the model guesses them.
 
-    The share is drawn per sequence from a :class:`MaskSchedule`, and every token is masked with it
-    as its probability. The loss is the mean over all masked tokens, in nats per masked token:
+    The share is drawn per sequence from a :class:`MaskSchedule`, and every token is masked with
+    this probability. The loss is the mean over all masked tokens, in nats per masked token:
 
     .. math::
         \frac{\sum_b \sum_{i \in M_b} -\log p(x_{b,i} \mid x_{b, \setminus M_b})}{\sum_b |M_b|}
 
-    A sequence of which no token was drawn has one masked, each as likely.
+    If no token of a sequence is drawn, one token is masked, each with the same probability.
 
-    With ``weight="1/ratio"`` a sequence counts by one over its ratio r, in nats per token:
+    With ``weight="1/ratio"``, a sequence with the ratio r has the weight 1 / r, and the loss is in
+    nats per token:
 
     .. math::
         \frac{\sum_b \frac{1}{r_b} \sum_{i \in M_b}
             -\log p(x_{b,i} \mid x_{b, \setminus M_b})}{\sum_b N_b}
 
     For the schedule "linear" its expectation is an upper bound of the negative log-likelihood of
-    the text, that of absorbing diffusion. Then no token is masked that was not drawn.
+    the text, the one of absorbing diffusion. With this weight, a sequence without a drawn token
+    stays unmasked.
 
     Args:
-        mask_token: the token that stands for "guess this one"; that of a
-            :class:`~graphattn.models.ProteinModel` is ``model.mask_token``.
+        mask_token: the token of a masked position; for a :class:`~graphattn.models.ProteinModel` is
+            ``model.mask_token``.
         schedule: "constant", "linear", "cosine", "sqrt" or "betalinear30".
-        mask_ratio: of "constant", in (0, 1].
-        replace: of the masked tokens, 80 % become the mask token, 10 % a random one and 10 % stay
-            (BERT), in place of all of them the mask token.
-        vocab_size: with `replace`, random tokens are those of 0 .. vocab_size - 1 but the mask
-            token; `mask_token` if None.
+        mask_ratio: the ratio of "constant", in (0, 1].
+        replace: if True, 80 % of the masked tokens become the mask token, 10 % a random token, and
+            10 % do not change (BERT). If False, all become the mask token.
+        vocab_size: with `replace`, random tokens are drawn from 0 .. vocab_size - 1 without the
+            mask token; `mask_token` if None.
         weight: "none" or "1/ratio".
-        packed: call the model with sequences of unequal lengths one after the other in one row,
-            over graphs that keep them apart, in place of padded rows. It changes no answer.
+        packed: pack sequences of unequal lengths into one row, over graphs without edges between
+            them, instead of padding rows. The outputs do not change.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Source:
         BERT (Devlin et al., 2019), Section 3.1 and Appendix A.1; ESM3 (Hayes et al., 2024),
@@ -94,27 +96,27 @@ class MaskedTokens(LikelihoodObjective):
         self.packed = as_choice("packed", packed, (False, True))
         if vocab_size is not None and not replace:
             raise ValueError(
-                f"vocab_size must be None without replace=True, which alone needs it, got "
-                f"{vocab_size}"
+                f"vocab_size must be None without replace=True, got {vocab_size}: only random "
+                "tokens need it"
             )
-        # Refuses a vocabulary that leaves no random token.
+        # This raises an error if the vocabulary leaves no random token.
         mask_tokens(torch.zeros(0).long(), mask_token, replace=replace, vocab_size=vocab_size)
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Sequences, with their structures and context, as one batch."""
+        """Join sequences into one batch, with structures and context."""
         return collate_tokens(examples)
 
     def guesses(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits [n, vocab_size] of the masked tokens, and what they were, [n]."""
+        """Return logits [n, vocab_size] of the masked tokens, and the original tokens, [n]."""
         logits, truth, _ = self._guesses(model, batch, generator)
         return logits, truth
 
     def loss(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> Loss:
-        """Nats of the masked tokens, weighted as `weight` says; "accuracy" where it is "none"."""
+        """Return the nats of the masked tokens with `weight`; "accuracy" if it is "none"."""
         if self.weight == "none":
             return super().loss(model, batch, generator)
         logits, truth, ratio = self._guesses(model, batch, generator)
@@ -125,7 +127,8 @@ class MaskedTokens(LikelihoodObjective):
     def _guesses(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [n, vocab_size], the truth [n], and the ratio of the sequence of each [n]."""
+        """Return logits [n, vocab_size], the truth [n], and the mask ratio of each one's sequence
+        [n]."""
         tokens = batch["tokens"]
         inside = unwrapped(model)
         vocab_size = getattr(inside, "vocab_size", None)

@@ -1,4 +1,4 @@
-"""Masked-token modelling: hide tokens, and score the guesses."""
+"""Functions of masked-token modelling: mask tokens, and compute the loss of guesses."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def mask_tokens(
     vocab_size: int | None = None,
     at_least_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens of which a random share is replaced by `mask_token`, and which ones those are.
+    """Replace a random share of the tokens by `mask_token`, and return which ones.
 
     Every token is masked independently with probability `mask_ratio` (BERT, Devlin et al. 2019).
-    All masked tokens become mask tokens; with ``replace=True``, as in BERT, 80 % do, 10 % become a
-    random token, each as likely, and 10 % stay as they are, and all of them are to be guessed.
+    All masked tokens become mask tokens. With ``replace=True``, as in BERT, only 80 % do; 10 %
+    become a random token, and 10 % do not change. The model has to guess all of them.
 
     Args:
         tokens: integers of any shape.
-        mask_token: the token that stands for "guess this one", often the last of the vocabulary.
+        mask_token: the token of a masked position, often the last of the vocabulary.
         mask_ratio: in (0, 1]; or a floating-point tensor in [0, 1], broadcastable to `tokens`, such
             as [B, 1] for one ratio per sequence (:func:`mask_ratios`).
         valid: bool, broadcastable to `tokens`; padding (False) is never masked.
         generator: source of the random numbers.
-        replace: BERT's 80/10/10.
-        vocab_size: with `replace`, random tokens are those of 0 .. vocab_size - 1 but the mask
-            token; `mask_token` if None.
-        at_least_one: mask one token of a sequence (a row of the last dimension) of which none was
-            masked, each as likely; where nothing is valid there is still none.
+        replace: whether to use BERT's 80/10/10 rule.
+        vocab_size: with `replace`, random tokens are drawn from 0 .. vocab_size - 1 without the
+            mask token; `mask_token` if None.
+        at_least_one: if no token of a sequence (a row of the last dimension) was masked, mask one
+            valid token of it, each with the same probability.
 
     Returns:
-        (inputs, masked): `tokens` with what the model reads in place of masked ones, and a bool
-        tensor of their shape.
+        (inputs, masked): the input of the model, in which masked tokens are replaced, and a bool
+        tensor of the same shape.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -60,7 +60,10 @@ def mask_tokens(
     _check_tokens(tokens)
     mask_token = as_int("mask_token", mask_token, 0)
     if mask_token > torch.iinfo(tokens.dtype).max:
-        raise ValueError(f"mask_token must be a number of {tokens.dtype}, got {mask_token}")
+        raise ValueError(
+            f"mask_token must be a number that fits the dtype of tokens, {tokens.dtype}, got "
+            f"{mask_token}"
+        )
     if isinstance(mask_ratio, Tensor):
         _check_ratios(mask_ratio, tokens)
     elif as_float("mask_ratio", mask_ratio, positive=True) > 1:
@@ -87,13 +90,15 @@ def mask_tokens(
     other = torch.randint(
         letters, tokens.shape, generator=generator, device=tokens.device, dtype=tokens.dtype
     )
-    other += (other >= mask_token).to(other.dtype)  # all of the vocabulary but the mask token
+    other += (other >= mask_token).to(
+        other.dtype
+    )  # all tokens of the vocabulary except the mask token
     inputs = tokens.masked_fill(masked & (kind < 0.8), mask_token)
     return torch.where(masked & (kind >= 0.8) & (kind < 0.9), other, inputs), masked
 
 
 def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
-    """Mean cross-entropy of the masked tokens, in nats per token.
+    """Return the mean cross-entropy of the masked tokens, in nats per token.
 
     Args:
         logits: [*, vocab_size].
@@ -101,7 +106,7 @@ def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
         masked: bool [*], from :func:`mask_tokens`.
 
     Returns:
-        A scalar; 0 (with zero gradients) where nothing is masked.
+        A scalar; 0 (with zero gradients) if nothing is masked.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -141,10 +146,10 @@ def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
 
 
 def _smallest(drawn: Tensor, valid: Tensor | None) -> Tensor:
-    """True at the smallest number of every row, among those that are valid.
+    """Mark the smallest number of every row, among valid positions.
 
-    The numbers of a row of which none fell below the ratio are alike in all places: the smallest
-    is in any of them with the same probability.
+    If no number of a row is below the ratio, all have the same distribution, so the smallest is at
+    each position with the same probability.
     """
     if valid is not None:
         drawn = drawn.masked_fill(~valid, 2.0)
@@ -154,14 +159,14 @@ def _smallest(drawn: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _letters(mask_token: int, vocab_size: int | None) -> int:
-    """How many tokens there are beside the mask token."""
+    """Return the number of tokens without the mask token."""
     letters = mask_token
     if vocab_size is not None:
         letters = as_int("vocab_size", vocab_size, 1) - (mask_token < vocab_size)
     if letters < 1:
         raise ValueError(
-            "vocab_size must leave a token beside the mask token with replace=True, got "
-            f"{vocab_size} and mask_token={mask_token}"
+            "vocab_size must leave at least one token besides the mask token with replace=True, "
+            f"got {vocab_size} with mask_token={mask_token}"
         )
     return letters
 
@@ -176,7 +181,7 @@ def _check_ratios(mask_ratio: Tensor, tokens: Tensor) -> None:
             f"mask_ratio must be broadcastable to tokens {list(tokens.shape)}, "
             f"got {list(mask_ratio.shape)}"
         ) from None
-    # Values are read where that costs nothing.
+    # Check values only on a CPU, where reading them is cheap.
     if mask_ratio.device.type == "cpu" and not ((mask_ratio >= 0) & (mask_ratio <= 1)).all():
         wrong = mask_ratio[~((mask_ratio >= 0) & (mask_ratio <= 1))][0]
         raise ValueError(f"mask_ratio must be in [0, 1], got {float(wrong)}")

@@ -1,6 +1,4 @@
-"""Objectives, from which a model learns: how examples become a batch, and what its answers to it
-lose.
-"""
+"""Base classes of objectives: how examples become a batch, and what the loss of a model is."""
 
 from __future__ import annotations
 
@@ -16,18 +14,21 @@ from torch import Tensor, nn
 
 from graphattn.models.proteins.scores import evaluating
 
-Example = dict[str, Any]  # "tokens" [N], or "image" [C, H, W], and what an objective needs beside
-Batch = dict[str, Any]  # tensors, and what models take beside tensors
+Example = dict[
+    str, Any
+]  # "tokens" [N] or "image" [C, H, W], and further entries that an objective needs
+Batch = dict[str, Any]  # tensors, and other arguments of models
 
 
 @dataclass
 class Loss:
-    """Loss of a model on a batch: sums, so that batches of any size add up.
+    """Loss of a model on a batch, as sums, so that batches of different sizes can be added.
 
     Attributes:
-        total: the sum over all answers, in nats for likelihoods: a scalar with a gradient.
-        count: how many answers there were.
-        sums: other sums that are reported as means over `count`, such as right answers.
+        total: the sum over all guesses, in nats for likelihoods: a scalar with a gradient.
+        count: the number of guesses.
+        sums: other sums that are reported as means over `count`, such as the number of right
+            guesses.
 
     Example:
         >>> import torch
@@ -42,17 +43,17 @@ class Loss:
 
     @property
     def mean(self) -> Tensor:
-        """The loss per answer; 0 where there was none."""
+        """Return the loss per guess; 0 if there was none."""
         return self.total / max(self.count, 1)
 
 
 class Objective(abc.ABC):
-    """Objective that a model learns from.
+    """Base class of the objectives of training.
 
-    A subclass says how examples are put together (:meth:`collate`) and what a model's answers lose
+    A subclass defines how examples become a batch (:meth:`collate`) and the loss of a model on it
     (:meth:`loss`). Random numbers, such as those of a mask, are drawn in `loss`: from `generator`,
-    or from torch's own where it is None, so that a training run that goes on from a checkpoint
-    draws what it would have drawn.
+    or from torch's default generator if it is None. A training run that continues from a checkpoint
+    then draws the same numbers as without the interruption.
 
     Example:
         >>> import torch
@@ -72,17 +73,17 @@ class Objective(abc.ABC):
         {'loss': 0.0}
     """
 
-    name: str  # as it is chosen on the command line
+    name: str  # its name on the command line
 
     @abc.abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Examples as one batch; of unequal lengths, padded on the right with ``valid``."""
+        """Join examples into one batch; unequal lengths are padded on the right, with ``valid``."""
 
     @abc.abstractmethod
     def loss(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> Loss:
-        """Compute the loss of the model's answers."""
+        """Compute the loss of the model on a batch."""
 
     def __repr__(self) -> str:
         given = [
@@ -93,7 +94,7 @@ class Objective(abc.ABC):
         return f"{type(self).__name__}({', '.join(given)})"
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
-        """Named numbers of an evaluation, from the mean loss and the means of ``Loss.sums``."""
+        """Return named numbers from the mean loss and the means of ``Loss.sums``."""
         perplexity = math.exp(mean) if mean < 700 else math.inf
         return {"loss": mean, "perplexity": perplexity, **means}
 
@@ -101,9 +102,10 @@ class Objective(abc.ABC):
     def evaluate(
         self, model: nn.Module, batches: Iterable[Batch], seed: int = 0
     ) -> dict[str, float]:
-        """The numbers of :meth:`report` over all batches; random numbers are those of `seed`.
+        """Evaluate a model on all batches, and return the numbers of :meth:`report`.
 
-        All parts of the model are in evaluation mode meanwhile. Two calls give the same numbers.
+        The model runs in evaluation mode, and `seed` determines the random numbers, so two calls
+        give the same result.
         """
         total, count = 0.0, 0
         sums: dict[str, float] = {}
@@ -114,11 +116,11 @@ class Objective(abc.ABC):
                 for key, value in found.sums.items():
                     sums[key] = sums.get(key, 0.0) + float(value)
         if count == 0:
-            raise ValueError("batches must hold at least one answer, got none")
+            raise ValueError("batches must contain at least one guess, got none")
         return self.report(total / count, {key: value / count for key, value in sums.items()})
 
 
 def evaluation_generator(batch: Batch, place: int, seed: int) -> torch.Generator:
-    """The random numbers of one batch of an evaluation, whatever came before it."""
+    """Make the generator of one batch of an evaluation, independent of the batches before it."""
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu"))
     return torch.Generator(device).manual_seed(seed + 1_000_003 * place)

@@ -1,4 +1,4 @@
-"""Objectives by their names, as the command line and a run's file call them."""
+"""Objectives by the names that the command line and the files of runs use."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _OBJECTIVES = {  # name: module and class in graphattn.train
 
 
 def objective(name: str, **options: Any) -> Objective:
-    """The objective of a name: "masked", "causal", "classification", "regression" or "diffusion".
+    """Make an objective: "masked", "causal", "classification", "regression" or "diffusion".
 
     Args:
-        name: as ``graphattn train --objective`` takes it.
+        name: the name, as in ``graphattn train --objective``.
         options: arguments of its class, such as `mask_token` of "masked".
 
     Raises:
-        ValueError: for a name that is none, an option that it does not have, and one that it needs
-            and was not given.
+        ValueError: if the name is unknown, if the objective does not have an option, or if a
+            required option is missing.
 
     Example:
         >>> import graphattn as ga

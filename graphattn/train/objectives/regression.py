@@ -1,4 +1,4 @@
-"""Regression per residue: numbers for every token, some of them missing."""
+"""Regression per residue: predict numbers for every token; labels can be missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ResidueRegression(Objective):
         packed: as in :class:`MaskedTokens`.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -72,15 +72,16 @@ class ResidueRegression(Objective):
         self.packed = as_choice("packed", packed, (False, True))
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Sequences with "labels" [B, N, T] as one batch."""
+        """Join sequences into one batch with "labels" [B, N, T]."""
         batch = collate_tokens(examples, "labels")
         labels = batch["labels"]
         if not labels.is_floating_point():
             raise ValueError(
-                f"labels must be floating-point, NaN where missing, got {labels.dtype}"
+                "labels must be a floating-point tensor, with NaN for missing labels, got "
+                f"{labels.dtype}"
             )
         if bool(labels.isinf().any()):
-            raise ValueError("labels must be finite, or NaN where missing, got infinity")
+            raise ValueError("labels must be finite, or NaN for missing labels, got infinity")
         if labels.dim() == 2:
             labels = labels[..., None]
         if labels.dim() != 3 or labels.shape[-1] != self.targets:
@@ -93,14 +94,14 @@ class ResidueRegression(Objective):
     def loss(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> Loss:
-        """The sum over all labels that there are, and the sums that :meth:`report` needs."""
+        """Return the loss summed over all known labels, and the sums that :meth:`report` needs."""
         labels = batch["labels"]
         where = ~labels.isnan().all(-1)
         answers = answers_at(model, batch["tokens"], batch, where, packed=self.packed)
         if answers.shape[-1] != self.targets:
             raise ValueError(
-                f"model must give targets={self.targets} numbers per token, got "
-                f"{answers.shape[-1]} of a {type(unwrapped(model)).__name__}: ga.train.WithHead "
+                f"model must return targets={self.targets} numbers per token, got "
+                f"{answers.shape[-1]} from a {type(unwrapped(model)).__name__}: ga.train.WithHead "
                 "gives a model a head of another width"
             )
         labels = labels[where]
@@ -116,7 +117,7 @@ class ResidueRegression(Objective):
         found = {}
         for target in range(self.targets):
             own = known[:, target]
-            # Of standardised numbers, whose sums of squares lose no digits to their mean.
+            # Use standardised numbers, so that sums of squares do not lose digits to a large mean.
             x = answers[own, target].double()
             y = (labels[own, target].double() - self.mean) / self.std
             pieces = {
@@ -132,7 +133,7 @@ class ResidueRegression(Objective):
         return found
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
-        """The loss, mse and mae in the units of the labels, and Pearson's correlation."""
+        """Return the loss, mse and mae in the units of the labels, and Pearson's correlation."""
         squared = sum(means[f"squared_{target}"] for target in range(self.targets))
         absolute = sum(means[f"absolute_{target}"] for target in range(self.targets))
         correlations = [
@@ -150,7 +151,7 @@ class ResidueRegression(Objective):
 
 
 def _as_finite(name: str, value: Any) -> float:
-    """`value` as a finite float of either sign."""
+    """Convert `value` to a finite float, positive or negative."""
     try:
         if isinstance(value, bool | str):
             raise TypeError
@@ -163,12 +164,12 @@ def _as_finite(name: str, value: Any) -> float:
 
 
 def _correlation(means: dict[str, float]) -> float:
-    """Pearson's correlation from sums, all divided by the same number."""
+    """Compute Pearson's correlation from sums, all divided by the same number."""
     if not means["n"]:
         return math.nan
     x, y, xx, yy, xy = (means[key] / means["n"] for key in ("x", "y", "xx", "yy", "xy"))
     spread = (xx - x * x) * (yy - y * y)
-    # (Rounding leaves a constant with a variance near 0, of either sign.)
+    # Rounding can make the variance of a constant slightly positive or negative.
     if spread <= 1e-24 * max(xx * yy, 1e-300):
         return math.nan
     return (xy - x * y) / math.sqrt(spread)

@@ -1,4 +1,4 @@
-"""How many tokens are masked: a share per sequence, drawn from a schedule."""
+"""Mask schedules: distributions of the share of masked tokens in a sequence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from graphattn.graphs.arguments import as_choice, as_float, as_int
 Schedule = Literal["constant", "linear", "cosine", "sqrt", "betalinear30"]
 SCHEDULES: tuple[Schedule, ...] = ("constant", "linear", "cosine", "sqrt", "betalinear30")
 
-_RATIOS: dict[str, Callable[[Tensor], Tensor]] = {  # of t, uniform in [0, 1)
+_RATIOS: dict[str, Callable[[Tensor], Tensor]] = {  # functions of t, which is uniform in [0, 1)
     "linear": lambda t: 1 - t,
     "cosine": lambda t: torch.cos(t * (math.pi / 2)),
     "sqrt": lambda t: 1 - t.sqrt(),
 }
 _MEANS = {"linear": 1 / 2, "cosine": 2 / math.pi, "sqrt": 1 / 3, "betalinear30": 0.3}
-_BETA_SHARE = 0.8  # betalinear30: of the sequences, have a ratio of Beta(3, 9)
+_BETA_SHARE = 0.8  # betalinear30: share of sequences with a ratio from Beta(3, 9)
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class MaskSchedule:
     where t is uniform in [0, 1).
 
     Args:
-        name: of the schedule.
-        mask_ratio: of "constant", in (0, 1]; the others have none.
+        name: name of the schedule.
+        mask_ratio: the ratio of "constant", in (0, 1]; other schedules ignore it.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Source:
         MaskGIT (Chang et al., 2022), masking design, for "linear", "cosine" and "sqrt"; ESM3 (Hayes
@@ -73,7 +73,7 @@ class MaskSchedule:
 
     @property
     def mean(self) -> float:
-        """The mean ratio."""
+        """Return the mean ratio."""
         return self.mask_ratio if self.name == "constant" else _MEANS[self.name]
 
     def draw(
@@ -83,7 +83,7 @@ class MaskSchedule:
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Ratios of `size` sequences, independent of each other: float32 [size]."""
+        """Draw independent ratios of `size` sequences, float32 [size]."""
         size = as_int("size", size, 0)
         if self.name == "constant":
             return torch.full((size,), self.mask_ratio, device=device)
@@ -95,10 +95,9 @@ class MaskSchedule:
         return _RATIOS[self.name](torch.rand(size, generator=generator, device=device))
 
     def density(self, ratio: Tensor) -> Tensor:
-        """The density p(r) at ratios in (0, 1).
+        """Return the density p(r) at ratios in (0, 1).
 
-        Raises:
-            ValueError: "constant" has none.
+        Raises: ValueError: if the schedule is "constant", which has no density.
         """
         if self.name == "constant":
             raise ValueError("name must be a schedule with a density, got 'constant'")
@@ -120,20 +119,20 @@ def mask_ratios(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Shares of tokens to mask in `size` sequences, drawn from a :class:`MaskSchedule`.
+    """Draw the shares of tokens to mask in `size` sequences from a :class:`MaskSchedule`.
 
     Args:
         schedule: "constant", "linear", "cosine", "sqrt" or "betalinear30".
-        size: how many.
-        mask_ratio: of "constant".
+        size: number of sequences.
+        mask_ratio: the ratio of "constant".
         generator: source of the random numbers.
-        device: where they are drawn.
+        device: device on which they are drawn.
 
     Returns:
         float32 [size], in [0, 1].
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> import torch, graphattn as ga

@@ -1,1 +1,1 @@
-"""Runs: their configuration, their setup, their folder, and what is read back from it."""
+"""Training runs: configuration, setup, and the folder with its files."""

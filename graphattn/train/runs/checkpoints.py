@@ -1,4 +1,4 @@
-"""Checkpoints of a run: each complete or absent, the newest and the best kept."""
+"""Checkpoints of a run: never incomplete; the newest and the best are kept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from graphattn.nn.files import pretrained
 from graphattn.nn.files.config import Configured
 from graphattn.train.runs.records import sync
 
-UNFINISHED = "."  # what folders being written or removed are called begins so
-STATE = "trainer_state.json"  # what transformers calls it
+UNFINISHED = "."  # prefix of folders that are being written or removed
+STATE = "trainer_state.json"  # the name in transformers
 NAME = re.compile(r"step-(\d{8,})")
 LEFT = re.compile(r"\.(step-\d{8,}|model)\.(unfinished|removed)")
 
@@ -29,14 +29,15 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def complete_checkpoints(folder: Path) -> list[int]:
-    """The steps of all checkpoints, ascending: what has its name is complete."""
+    """Return the steps of all checkpoints, ascending; a folder with that name is complete."""
     found = folder / "checkpoints"
     names = [path.name for path in found.iterdir() if path.is_dir()] if found.is_dir() else []
     return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
 
 def best_checkpoint(folder: Path) -> int | None:
-    """The step of the lowest validation loss, as the newest checkpoint knows it, or the newest."""
+    """Return the step of the lowest validation loss in the newest checkpoint, or the newest
+    step."""
     steps = complete_checkpoints(folder)
     if not steps:
         return None
@@ -46,10 +47,9 @@ def best_checkpoint(folder: Path) -> int | None:
 
 
 def check_newest(folder: Path) -> None:
-    """Whether a run can go on from its newest checkpoint, of which nothing may be missing.
+    """Check that a run can continue from its newest checkpoint.
 
-    Raises:
-        ValueError: a file is missing or broken; the message names it.
+    Raises: ValueError: if a file is missing or broken; the message names it.
     """
     steps = complete_checkpoints(folder)
     if not steps:
@@ -59,15 +59,15 @@ def check_newest(folder: Path) -> None:
     names = [pretrained.WEIGHTS, STATE, "running_loss.json", "optimizer.pt", "scheduler.pt"]
     for name in (*names, *random):
         if (wrong := _what_is_wrong(path / name)) is not None:
-            before = f"that of step {steps[-2]}" if len(steps) > 1 else "the start"
+            before = f"the checkpoint of step {steps[-2]}" if len(steps) > 1 else "the start"
             raise ValueError(
-                f"{path / name} {wrong}: the run cannot go on from there; without the folder "
-                f"{str(path)!r} it goes on from {before}"
+                f"{path / name} {wrong}, so the run cannot continue from this checkpoint: remove "
+                f"the folder {str(path)!r}, and it continues from {before}"
             )
 
 
 def _what_is_wrong(file: Path) -> str | None:
-    """Describe what is wrong with a file: missing, or cut off, which its ends show."""
+    """Return what is wrong with a file (missing, or cut off), or None."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
@@ -79,7 +79,7 @@ def _what_is_wrong(file: Path) -> str | None:
         elif file.suffix == ".safetensors":
             with safe_open(file, "pt"):
                 pass
-        elif not zipfile.is_zipfile(file):  # what torch.save writes
+        elif not zipfile.is_zipfile(file):  # torch.save writes zip files
             return "is broken"
     except (ValueError, SafetensorError) as error:
         return f"is broken ({error})"
@@ -87,7 +87,7 @@ def _what_is_wrong(file: Path) -> str | None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process left behind: files and folders under their other name."""
+    """Remove unfinished files and folders of a killed process."""
     for place in (folder, folder / "checkpoints"):
         for path in place.glob(f"{UNFINISHED}*") if place.is_dir() else ():
             if not path.is_dir():
@@ -103,10 +103,10 @@ def unfinished_path(folder: Path, step: int) -> Path:
 
 
 def publish(aside: Path, path: Path) -> None:
-    """Give a folder that is written in full its name, everything in it being on the disk.
+    """Rename a complete folder to its final name, after its contents are on the disk.
 
-    What had that name before is gone only after the new one has taken it over; a process killed in
-    between leaves the old one or none.
+    An older folder with that name is removed only after the new one has replaced it. If the process
+    is killed in between, the old folder or none remains.
     """
     for parent, _, names in os.walk(aside):
         sync(*(Path(parent) / name for name in names), Path(parent))
@@ -120,7 +120,7 @@ def publish(aside: Path, path: Path) -> None:
 
 
 def keep_checkpoints(folder: Path, newest: int, best: int | None) -> None:
-    """Remove all checkpoints but the `newest` last ones and the one of step `best`."""
+    """Remove all checkpoints except the last `newest` ones and the one of step `best`."""
     steps = complete_checkpoints(folder)
     for step in steps[:-newest]:
         if step != best:
@@ -128,7 +128,7 @@ def keep_checkpoints(folder: Path, newest: int, best: int | None) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, which has another name before the first of its files is gone."""
+    """Rename a folder, then remove it, so that no partly removed folder has the old name."""
     aside = path.with_name(f"{UNFINISHED}{path.name}.removed")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -140,24 +140,24 @@ def _remove(path: Path) -> None:
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write a model as :func:`graphattn.save` does; what files cannot make again, as numbers."""
+    """Write a model by :func:`graphattn.save`, or only its weights if that is not possible."""
     from safetensors.torch import save_model as save_numbers
 
     if isinstance(model, Configured):
         try:
             pretrained.save(model, folder)
             return
-        except ValueError:  # it holds parts of other classes, or is not as it was made
+        except ValueError:  # it contains other classes, or has been changed after construction
             pass
     folder.mkdir(parents=True, exist_ok=True)
     save_numbers(model, str(folder / pretrained.WEIGHTS))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Read the numbers of :func:`save_model` into a model of the same shapes.
+    """Read the weights written by :func:`save_model` into a model with the same shapes.
 
     Raises:
-        ValueError: the file is broken, or does not fit the model.
+        ValueError: if the file is broken, or does not fit the model.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_model
@@ -170,7 +170,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Put the model of a checkpoint into a folder of its own."""
+    """Copy the model of a checkpoint into its own folder."""
 
     def write(aside: Path) -> None:
         for name in (pretrained.WEIGHTS, pretrained.CONFIG):
@@ -181,7 +181,7 @@ def copy_model(source: Path, target: Path) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a folder aside and give it its name when it is complete."""
+    """Write a folder under another name, and rename it when it is complete."""
     aside = path.with_name(f"{UNFINISHED}{path.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -1,4 +1,4 @@
-"""Choice of a model and an objective that fit the data and each other."""
+"""Choose a model and an objective that fit the data and each other."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from graphattn.train.runs.heads import WithHead
 if TYPE_CHECKING:
     from graphattn.data import Corpus
 
-MOST_PATCHES = 64  # of an image, where nothing else is said
+MOST_PATCHES = 64  # default for the number of patches of an image
 _TOKENS = ("text", "nucleotide", "protein", "structures")
-_KINDS = {  # what a class of models reads
+_KINDS = {  # class of models: kinds of data that it reads
     "CausalLM": _TOKENS,
     "SequenceEncoder": _TOKENS,
     "ProteinModel": ("protein", "structures"),
     "VisionTransformer": ("images",),
     "SwinTransformer": ("images",),
 }
-_OBJECTIVES = {  # what it can learn from
+_OBJECTIVES = {  # class of models: objectives that it can be trained with
     "CausalLM": ("causal", "classification", "regression"),
     "SequenceEncoder": ("masked", "diffusion", "classification", "regression"),
     "ProteinModel": ("masked", "diffusion", "classification", "regression"),
@@ -40,7 +40,7 @@ _WITH_MASK = ("masked", "diffusion")
 
 
 def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """Name the model and the objective, and refuse pairs that cannot work."""
+    """Choose the model and the objective, and raise an error for pairs that cannot work."""
     names = ("masked", "diffusion", "causal", "classification", "regression")
     if config.objective not in ("auto", *names):
         raise ValueError(
@@ -60,8 +60,9 @@ def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
     name, noise = _class_of(config)
     if kind not in _KINDS[name]:
         raise ValueError(
-            f"model {config.model!r} is a {name}, for {' and '.join(_KINDS[name])}, and data is of "
-            f"kind {kind!r}"
+            f"model {config.model!r} is a {name}, which reads data of kind "
+            f"{' and '.join(_KINDS[name])}, but data is of kind {kind!r}: choose another model or "
+            "other data"
         )
     if config.objective == "auto":
         if noise:
@@ -83,7 +84,7 @@ def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
 
 
 def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Module]:
-    """The model that a config asks for, as large as the data needs; its options are filled in."""
+    """Make the model of a config, with the sizes that the data needs; fill in its options."""
     if os.path.isdir(config.model):
         return config, _saved_model(config, corpus)
     made = graphattn.models.presets()[config.model]
@@ -92,11 +93,14 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
     known = [name for name in inspect.signature(kind).parameters if name not in _OWN_OPTIONS]
     for name in given:
         if name in _OWN_OPTIONS:
-            raise ValueError(f"model_options must not hold {name!r}, an option of its own")
+            raise ValueError(
+                f"model_options must not contain {name!r}, because it is an option of the run: set "
+                f"{name} itself"
+            )
         if name not in known:
             raise ValueError(
-                f"model_options must hold arguments of {made.model}, got {name!r}; it takes "
-                f"{', '.join(known)}"
+                f"model_options must contain arguments of {made.model} ({', '.join(known)}), got "
+                f"{name!r}"
             )
     arguments = {**arguments_of(config.model, made.model, config.mixer), **given}
     if corpus.kind == "images":
@@ -106,8 +110,8 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
         given.setdefault("vocab_size", least)
         if not isinstance(given["vocab_size"], int) or given["vocab_size"] < least:
             raise ValueError(
-                f"model_options: vocab_size must be at least {least}, the tokens of the data"
-                f"{' and a mask' if config.objective in _WITH_MASK else ''}, got "
+                f"model_options: vocab_size must be at least {least}, the number of tokens of the "
+                f"data{' and a mask' if config.objective in _WITH_MASK else ''}, got "
                 f"{given['vocab_size']!r}"
             )
     if made.model == "SequenceEncoder" and config.objective == "diffusion":
@@ -129,14 +133,14 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
 
 
 def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> dict[str, Any]:
-    """Return the objective's options that follow from the data, where nothing else was said."""
+    """Return the options of the objective, with defaults that follow from the data."""
     options = dict(config.objective_options)
     if config.objective in _WITH_MASK:
         least = _tokens_of(corpus)
         own = options.setdefault("mask_token", least)
         if not isinstance(own, int) or own < least:
             raise ValueError(
-                f"objective_options: mask_token must be at least {least}, behind the tokens of the "
+                f"objective_options: mask_token must be at least {least}, after the tokens of the "
                 f"data, got {own!r}"
             )
     elif config.objective == "causal" and corpus.kind == "text":
@@ -152,7 +156,7 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
 
 
 def tokens_of_image(model: nn.Module) -> int:
-    """How many patches a model makes of an image."""
+    """Return the number of tokens that a model makes of an image."""
     own: Any = unwrapped(model)
     height, width = _pair(own.config["image_size"])
     sides = _pair(own.config["patch_size"])
@@ -182,7 +186,7 @@ def _model_for(objective: str, kind: str) -> str:
 
 
 def _class_of(config: RunConfig) -> tuple[str, int | None]:
-    """The class of the model, and its `noise_dim` if it has one that was asked for."""
+    """Return the class of the model, and its `noise_dim` if one is set."""
     if not os.path.isdir(config.model):
         made = graphattn.models.presets()[config.model]
         return made.model, {**made.arguments, **config.model_options}.get("noise_dim")
@@ -190,7 +194,7 @@ def _class_of(config: RunConfig) -> tuple[str, int | None]:
     if not os.path.isfile(path):
         raise ValueError(
             f"model must be a preset or the folder of a saved model, got {config.model!r}, which "
-            f"holds no {pretrained.CONFIG}"
+            f"does not contain {pretrained.CONFIG}"
         )
     with torch.device("meta"):
         found: Any = pretrained.load(config.model, device="cpu")
@@ -205,21 +209,22 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
     for name in ("model_options", "mixer", "mixer_options", "window"):
         if getattr(config, name):
             raise ValueError(
-                f"{name} must not be given with a saved model, which is as it was made, got "
-                f"{getattr(config, name)!r}"
+                f"{name} must not be given together with a saved model, whose options cannot "
+                f"change, got {getattr(config, name)!r}"
             )
     model: Any = pretrained.load(config.model)
     if corpus.kind == "images":
         own = (model.config["channels"], *_pair(model.config["image_size"]))
         if own != tuple(corpus.image_shape or ()):
             raise ValueError(
-                f"model {config.model!r} takes images of (channels, height, width) = {own}, and "
-                f"those of data are {corpus.image_shape}"
+                f"model {config.model!r} reads images of (channels, height, width) = {own}, but "
+                f"the images of data have {corpus.image_shape}: choose another model, or resize "
+                "the images"
             )
         if model.num_classes < len(corpus.classes):
             raise ValueError(
-                f"model {config.model!r} tells {model.num_classes} classes apart, and data has "
-                f"{len(corpus.classes)}"
+                f"model {config.model!r} has {model.num_classes} classes, but data has "
+                f"{len(corpus.classes)}: choose a model with at least as many"
             )
     elif config.objective in ("classification", "regression"):
         if not isinstance(model, WithHead):
@@ -228,13 +233,14 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
         least = _tokens_of(corpus) + (config.objective in _WITH_MASK)
         if model.vocab_size < least and not hasattr(model, "mask_token"):
             raise ValueError(
-                f"model {config.model!r} has {model.vocab_size} tokens, and the data needs {least}"
+                f"model {config.model!r} has vocab_size={model.vocab_size}, but the data needs at "
+                f"least {least}: choose a model with a larger vocabulary"
             )
     return model.train()
 
 
 def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    """The mixer, and those options of the preset's that it takes."""
+    """Return the mixer, and those options of the preset that it takes."""
     changes: dict[str, Any] = {}
     if config.mixer is not None:
         changes["mixer"] = config.mixer
@@ -248,8 +254,8 @@ def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> d
     if config.window is not None:
         if "window" not in inspect.signature(getattr(graphattn.models, _name(config))).parameters:
             raise ValueError(
-                f"window must not be given for {config.model!r}, got {config.window!r}: how far a "
-                "patch of an image sees is radius or window_size, in model_options"
+                f"window must not be given for {config.model!r}, got {config.window!r}: for "
+                "images, set radius or window_size in model_options instead"
             )
         changes["window"] = config.window
         pair = isinstance(config.window, list) and len(config.window) == 2
@@ -267,7 +273,8 @@ def _depth(arguments: dict[str, Any]) -> int:
 
 
 def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Image size, channels and classes; and patches, where the preset's size is another."""
+    """Return image size, channels and classes, and a patch size if the preset has another image
+    size."""
     channels, *size = corpus.image_shape or (0, 0, 0)
     here = {"image_size": size, "channels": channels, "num_classes": len(corpus.classes)}
     given = config.model_options
@@ -279,8 +286,8 @@ def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> 
             )
     if given.get("num_classes", here["num_classes"]) < here["num_classes"]:
         raise ValueError(
-            f"model_options: num_classes must be at least {here['num_classes']}, those of the "
-            f"data, got {given['num_classes']}"
+            f"model_options: num_classes must be at least {here['num_classes']}, the number of "
+            f"classes of the data, got {given['num_classes']}"
         )
     here |= {name: given[name] for name in here if name in given}
     if "patch_size" not in given and "depth" in arguments:
@@ -293,7 +300,7 @@ def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> 
 
 
 def patch_size_for(height: int, width: int) -> list[int]:
-    """The smallest patches that leave no more than 64 of an image, square ones if there are any.
+    """Return the smallest patch size with at most 64 patches per image, square if possible.
 
     Example:
         >>> from graphattn.train.runs.choices import patch_size_for
@@ -318,27 +325,28 @@ def _tokens_of(corpus: Corpus) -> int:
 
 
 def _num_classes(corpus: Corpus) -> int:
-    """Return the number of classes of tokens: GenBank's labels say whether a base is coding."""
+    """Return the number of classes of tokens; the labels of GenBank files say if a base is
+    coding."""
     return 2
 
 
 def _check_labels(config: RunConfig, corpus: Corpus) -> None:
-    """ValueError where an objective needs labels that the data has not."""
+    """Raise a ValueError if an objective needs labels that the data does not have."""
     if config.objective == "regression":
         raise ValueError(
-            "objective must be another than 'regression': files of data hold no numbers per token. "
-            "ga.train.fit takes examples that do"
+            "objective must not be 'regression' for files of data, which contain no numbers per "
+            "token, got 'regression': call ga.train.fit with your own examples"
         )
     if config.objective != "classification":
         return
     if corpus.kind == "images":
         if len(corpus.classes) < 2:
             raise ValueError(
-                "data must hold images of two classes or more: a folder per class, or a file of "
-                f"labels beside an idx file; got {len(corpus.classes)}"
+                "data must contain images of at least two classes (one folder per class, or a "
+                f"file of labels next to an idx file), got {len(corpus.classes)}"
             )
     elif "labels" not in corpus.example(0, 0, 1):
         raise ValueError(
-            "objective must be another than 'classification': data has no labels, as GenBank "
-            f"files and images have, got kind {corpus.kind!r}"
+            "objective must not be 'classification' for data without labels, got data of kind "
+            f"{corpus.kind!r}: only GenBank files and images have labels"
         )

@@ -1,4 +1,4 @@
-"""All that a training run depends on, as a file: the same names as the options of the command."""
+"""Configuration of a training run, with the names of the options of the command."""
 
 from __future__ import annotations
 
@@ -19,60 +19,68 @@ from graphattn.graphs.arguments import as_float, as_int
 
 @dataclass
 class RunConfig:
-    """Config of a training run.
+    """Configuration of a training run.
 
     Every name is an option of ``graphattn train`` (``batch_tokens`` is ``--batch-tokens``) and a
-    key of its YAML file. "auto" is resolved from the data before training starts, and the resolved
-    config lies beside the results as ``config.yaml``.
+    key of its YAML file. "auto" is replaced by a value that fits the data before training starts,
+    and the resulting config is saved with the results as ``config.yaml``.
 
     Args:
         data: a file, a folder or a pattern such as ``"*.fasta"``: text, FASTA, GenBank, PDB/mmCIF,
             idx images or folders of images.
-        kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images"; "auto"
-            looks.
-        tokenizer: of text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json.
-        length: the most tokens that a model sees at once; longer records are cut into windows. 0
-            chooses 256 for text and 512 for other sequences.
-        validation: the share set aside to choose the best checkpoint by.
-        test: the share set aside that training never sees, for ``graphattn evaluate``.
-        validation_tokens: tokens of the validation set that each evaluation looks at, in windows
-            evenly spread over it; 0 for all.
-        split: what is set aside: "position" (the end of a text), "record" (some records) or "group"
-            (whole groups, such as families or organisms).
-        group: a regular expression; what its parentheses match in a header is the record's group.
-        split_seed: of the draw of records and groups; runs of other seeds have the same parts.
+        kind: what `data` contains: "text", "protein", "nucleotide", "structures" or "images";
+            "auto" finds out.
+        tokenizer: tokenizer for text: "bytes" (also "auto"), "characters", or the path of a
+            tokenizer.json.
+        length: maximal number of tokens per example; longer records are cut into windows. 0 means
+            256 for text and 512 for other sequences.
+        validation: share of the data that is set aside to choose the best checkpoint.
+        test: share of the data that training never uses, for ``graphattn evaluate``.
+        validation_tokens: number of tokens of the validation set that each evaluation uses, in
+            windows evenly spread over it; 0 for all.
+        split: how data is set aside: by "position" (the end of a text), by "record" (some records)
+            or by "group" (whole groups, such as families or organisms).
+        group: a regular expression; the part of a header that its parentheses match is the group of
+            a record.
+        split_seed: seed for drawing records and groups; `seed` does not change the split.
         model: a preset (``graphattn models`` lists them) or the folder of a saved model; "auto"
-            fits the data.
+            chooses one for the data.
         model_options: further arguments of the model, such as {depth: 2, dropout: 0.1}.
-        mixer: the layer that tokens exchange information by: dot, dot-window, vlt, linear, gka,
-            krause, consensus, mix and more, or a list of one per block. Default: the preset's.
-        mixer_options: further arguments of the mixer, such as {top_k: 8} of krause.
-        window: tokens that a token sees, or a list of one per block. Default: the preset's.
+        mixer: the layer that mixes tokens: dot, dot-window, vlt, linear, gka, krause, consensus,
+            mix and more, or a list of one per block. Default: the preset's.
+        mixer_options: further arguments of the mixer, such as {top_k: 8} for krause.
+        window: number of tokens that a token sees, or a list of one per block. Default: the
+            preset's.
         objective: "masked", "diffusion", "causal", "classification" or "regression".
-        objective_options: further arguments of the objective, such as {mask_ratio: 0.3} of masked.
-        steps: steps of the optimizer, and so updates of the weights.
-        batch_tokens: tokens of a batch, padding counted; of images, the patches of all of them.
-        accumulate: batches per step; their losses count as those of one large batch.
+        objective_options: further arguments of the objective, such as {mask_ratio: 0.3} for masked.
+        steps: number of steps of the optimizer, that is, of updates of the weights.
+        batch_tokens: number of tokens per batch, including padding; for images, the number of
+            patches.
+        accumulate: number of batches per step; together they count as one large batch.
         lr: the highest learning rate of AdamW.
-        warmup_steps: steps in which the learning rate rises from 0 to `lr`.
-        schedule: what the learning rate does then: fall to 0 along a cosine or a line, or stay.
-        weight_decay: of AdamW; norms, biases and embeddings have none.
-        clip_norm: the longest gradient; longer ones are shortened to it. 0 for no limit.
+        warmup_steps: number of steps in which the learning rate grows from 0 to `lr`.
+        schedule: what the learning rate does after that: fall to 0 along a cosine or a line, or
+            stay constant.
+        weight_decay: weight decay of AdamW; norms, biases and embeddings have none.
+        clip_norm: maximal norm of the gradient; a larger gradient is scaled down to it. 0 for no
+            limit.
         precision: "float32", "bfloat16" or "float16" (autocast).
         gradient_checkpointing: recompute activations in the backward pass.
         compile: run the model through torch.compile.
-        seed: of the split, the weights, the order, masks and dropout.
-        evaluate_every: steps between looks at the validation set.
-        save_every: steps between checkpoints, which an interrupted run goes on from.
-        log_every: steps between rows of training loss in log.jsonl.
-        keep: how many checkpoints are kept beside the best.
-        record_every: steps between records of the layers' state (stability, sinks, rank); 0: never.
-        workers: processes that load data beside the one that trains.
-        log_to: what transformers' Trainer can report to ("none", "tensorboard", "wandb", ...).
-        out: the folder of the run, which is made; config, log, checkpoints and model lie in it.
+        seed: seed of the weights, the order of the data, masks and dropout.
+        evaluate_every: number of steps between evaluations on the validation set.
+        save_every: number of steps between checkpoints, from which an interrupted run continues.
+        log_every: number of steps between rows of training loss in log.jsonl.
+        keep: how many of the newest checkpoints are kept, in addition to the best.
+        record_every: number of steps between records of the layers (stability, sinks, rank); 0 for
+            none.
+        workers: number of additional processes that load data.
+        log_to: service to which transformers' Trainer reports ("none", "tensorboard", "wandb",
+            ...).
+        out: the folder of the run, with config, log, checkpoints and model; it is created.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> from graphattn.train import RunConfig
@@ -139,21 +147,21 @@ class RunConfig:
                 raise ValueError(f"{name} must be a {plain.__name__}, got {value!r}")
         if self.validation + self.test >= 1:
             raise ValueError(
-                "validation and test must leave something to learn from: their sum must be below "
-                f"1, got {self.validation} + {self.test}"
+                "validation and test must have a sum below 1, so that data for training remains, "
+                f"got {self.validation} + {self.test}"
             )
 
     def replace(self, **changes: Any) -> RunConfig:
-        """A config with some values changed."""
+        """Return a config with some values changed."""
         _check_keys(changes, "replace")
         return dataclasses.replace(self, **changes)
 
     def as_dict(self) -> dict[str, Any]:
-        """All values by name."""
+        """Return all values by name."""
         return dataclasses.asdict(self)
 
     def digest(self) -> str:
-        """A short hash of all values but `out` and `workers`: equal where runs are to be equal."""
+        """Return a short hash of all values that influence the results of a run."""
         values = {k: v for k, v in self.as_dict().items() if k not in ("out", "workers", "log_to")}
         text = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -164,14 +172,14 @@ class RunConfig:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
-        """The value that a text says, as the command line has it: numbers, lists and dicts in YAML.
+        """Convert the text of a command-line option to a value; numbers, lists, dicts are YAML.
 
         Args:
-            name: of the option; one that holds text gets it as it is.
-            text: what was given.
+            name: name of the option; if its value is text, the text is not parsed.
+            text: the text.
 
         Raises:
-            ValueError: the text is not YAML.
+            ValueError: if the text is not YAML.
 
         Example:
             >>> from graphattn.train import RunConfig
@@ -187,7 +195,7 @@ class RunConfig:
             return from_yaml(text)
         except (_yaml().YAMLError, RecursionError) as error:
             raise ValueError(
-                f"{name} must be a value as YAML or JSON has it, got {text!r}: "
+                f"{name} must be a value in YAML or JSON, got {text!r}: "
                 f"{' '.join(str(error).split())}"
             ) from None
 
@@ -196,11 +204,11 @@ class RunConfig:
         """Read a YAML file.
 
         Args:
-            path: the file; what it does not name has its default.
-            changes: take the place of what the file says.
+            path: the file; values that it does not contain have their defaults.
+            changes: values that replace those of the file.
 
         Raises:
-            ValueError: it is no YAML, or names what is not known; the message has the file.
+            ValueError: if it is not YAML, or contains an unknown name; the message names the file.
         """
         yaml = _yaml()
         try:
@@ -211,7 +219,7 @@ class RunConfig:
             ) from None
         if not isinstance(found, dict):
             raise ValueError(
-                f"{os.fspath(path)}: must hold names and values, got a {type(found).__name__}"
+                f"{os.fspath(path)}: must contain names and values, got a {type(found).__name__}"
             )
         _check_keys(found, os.fspath(path))
         _check_keys(changes, "changes")
@@ -247,31 +255,31 @@ _NUMBERS = {
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value as YAML keeps it: paths as text, tuples as lists; ValueError for other objects."""
+    """Convert a value for YAML: paths to text, tuples to lists; ValueError for other objects."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, list | tuple):
         return [_plain(name, entry) for entry in value]
     if isinstance(value, dict):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"{name} must have names as keys, got {wrong[0]!r}")
+            raise ValueError(f"{name} must have strings as keys, got {wrong[0]!r}")
         return {key: _plain(name, entry) for key, entry in value.items()}
     if value is None or isinstance(value, str | bool | int | float):
         return value
     try:
-        return operator.index(value)  # numpy's integers, for instance
+        return operator.index(value)  # for instance an integer of numpy
     except TypeError:
         pass
     if callable(getattr(value, "item", None)) and not getattr(value, "shape", ()):
         return value.item()
     raise ValueError(
-        f"{name} must be made of text, numbers, lists and dicts, which a file keeps, got "
-        f"{type(value).__name__}"
+        f"{name} must consist of text, numbers, lists and dicts, which can be written to a file, "
+        f"got {type(value).__name__}"
     )
 
 
 def from_yaml(text: str) -> Any:
-    """Read YAML, with numbers as YAML 1.2 and JSON have them: ``1e-4`` is one, ``010`` is 10.
+    """Read YAML with the numbers of YAML 1.2 and JSON: ``1e-4`` is a number, ``010`` is 10.
 
     Example:
         >>> from graphattn.train.runs.config import from_yaml
@@ -282,14 +290,14 @@ def from_yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
         def construct_document(self, node: Any) -> Any:
-            return self.construct_object(node, deep=True)  # refuses what holds itself
+            return self.construct_object(node, deep=True)  # raises an error for recursive values
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             for key in keys:
                 if keys.count(key) > 1:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"{key!r} stands there twice", node.start_mark
+                        None, None, f"{key!r} occurs twice", node.start_mark
                     )
             return super().construct_mapping(node, deep)
 
@@ -299,11 +307,11 @@ def from_yaml(text: str) -> Any:
 
     _with_numbers(Loader)
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_integer)
-    return yaml.load(text, Loader)  # a SafeLoader: plain values alone
+    return yaml.load(text, Loader)  # a SafeLoader, which makes only plain values
 
 
 def to_yaml(value: Any) -> str:
-    """YAML that :func:`from_yaml` reads as the same: a text like ``1e-4`` stands in quotes.
+    """Write YAML that :func:`from_yaml` reads back unchanged; a text like ``1e-4`` is quoted.
 
     Example:
         >>> from graphattn.train.runs.config import from_yaml, to_yaml
@@ -330,7 +338,7 @@ _NUMBERS_OF_YAML = {
 
 
 def _with_numbers(kind: Any) -> None:
-    """Let a loader or a dumper take for numbers what YAML 1.2 does."""
+    """Let a loader or dumper recognise the numbers of YAML 1.2."""
     tags = {f"tag:yaml.org,2002:{name}": text for name, text in _NUMBERS_OF_YAML.items()}
     kind.yaml_implicit_resolvers = {
         first: [own for own in resolvers if own[0] not in tags]
@@ -344,15 +352,17 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("files of runs need PyYAML: pip install 'graphattn[train]'") from error
+        raise ImportError(
+            "files of runs need PyYAML: install it with pip install 'graphattn[train]'"
+        ) from error
     return yaml
 
 
 def _check_keys(found: dict[Any, Any], where: str) -> None:
-    """ValueError for a name that is not known, with the one that is meant."""
+    """Raise a ValueError for an unknown name, with a suggestion."""
     known = [own.name for own in dataclasses.fields(RunConfig)]
     for key in found:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"known names are {', '.join(known)}"
             raise ValueError(f"{where}: unknown name {key!r}; {hint}")

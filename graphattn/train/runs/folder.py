@@ -1,4 +1,4 @@
-"""The folder of a run: its config, how it stands, its log, and who is writing there."""
+"""The folder of a run: config, status, log, and the lock of the writing process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from graphattn.train.runs.records import Row, read_rows, replace_file, replace_t
 from graphattn.version import __version__
 
 CONFIG, STATE, LOG, LOCK = "config.yaml", "run.json", "log.jsonl", ".lock"
-FREE = ("out", "workers", "log_to")  # what a run does not depend on
-OVER = ("finished", "diverged")  # a run that is a result already
+FREE = ("out", "workers", "log_to")  # options that do not change the results of a run
+OVER = ("finished", "diverged")  # statuses of a run that has ended with a result
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Run:
     Attributes:
         path: the folder.
         config: the resolved :class:`~graphattn.train.RunConfig`.
-        status: "running", "finished", "diverged" (the loss ran away: a result like others),
-            "interrupted" (to be continued; so is one whose process was killed) or "failed".
-        info: what ``run.json`` holds: commit, digest of the config, seed, versions, times.
-        rows: all of ``log.jsonl``.
+        status: "running", "finished", "diverged" (the loss became too large, which is also a
+            result), "interrupted" (it can be continued, also if its process was killed) or
+            "failed".
+        info: contents of ``run.json``: commit, digest of the config, seed, versions, times.
+        rows: all rows of ``log.jsonl``.
 
     Example:
         >>> import graphattn as ga
@@ -52,22 +53,22 @@ class Run:
 
     @property
     def training(self) -> list[Row]:
-        """The rows of training: "step", "loss" (the mean per answer since the row before), "lr"."""
+        """Return the rows of training: "step", "loss" (mean per guess since the last row), "lr"."""
         return [row for row in self.rows if row.get("split") == "train"]
 
     @property
     def evaluations(self) -> list[Row]:
-        """The rows of evaluations on the validation split, with what the objective reports."""
+        """Return the rows of evaluations on the validation split."""
         return [row for row in self.rows if row.get("split") == "validation"]
 
     @property
     def layers(self) -> list[Row]:
-        """The rows of the layers' state, see :func:`graphattn.train.layer_state`."""
+        """Return the rows with the state of the layers, see :func:`graphattn.train.layer_state`."""
         return [row for row in self.rows if row.get("split") == "layers"]
 
     @property
     def step(self) -> int:
-        """The last step that was logged."""
+        """Return the last step in the log."""
         return max((row["step"] for row in self.rows), default=0)
 
     def __repr__(self) -> str:
@@ -75,14 +76,14 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read what a training run has left in its folder, while it goes on or afterwards.
+    """Read the folder of a training run, during the run or afterwards.
 
     Args:
-        folder: that of the run, ``config.out``.
+        folder: the folder of the run, ``config.out``.
 
     Raises:
-        FileNotFoundError: it is no folder of a run.
-        ValueError: a file in it is broken; the message names it.
+        FileNotFoundError: if it is not the folder of a run.
+        ValueError: if a file in it is broken; the message names it.
 
     Example:
         >>> import graphattn as ga
@@ -91,45 +92,47 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     """
     path = Path(folder)
     if not (path / CONFIG).is_file():
-        raise FileNotFoundError(f"folder must be that of a run, got {str(path)!r}: no {CONFIG}")
+        raise FileNotFoundError(
+            f"folder must be the folder of a run, got {str(path)!r}, which does not contain "
+            f"{CONFIG}"
+        )
     info = read_state(path)
     status = str(info.get("status", "interrupted"))
     if status == "running" and not _is_locked(path):
-        status = "interrupted"  # killed: nobody is there who could have said so
+        status = "interrupted"  # its process was killed, so it could not write this status itself
     return Run(path, RunConfig.load(path / CONFIG), status, info, read_rows(path / LOG))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read run.json; nothing where there is none yet."""
+    """Read run.json; return an empty dict if it does not exist yet."""
     file = path / STATE
     if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold a JSON object, got a {type(found).__name__}")
+        raise ValueError(f"{file} must contain a JSON object, got a {type(found).__name__}")
     return found
 
 
 def write_state(path: Path, **changes: Any) -> None:
-    """Change some of what run.json holds."""
+    """Change some values in run.json."""
     text = json.dumps({**read_state(path), **changes}, indent=2, default=str)
     replace_text(path / STATE, text + "\n")
 
 
 def write_config(path: Path, config: RunConfig) -> None:
-    """Write config.yaml, whole or not at all."""
+    """Write config.yaml, completely or not at all."""
     replace_file(path / CONFIG, config.save)
 
 
 def check_config(path: Path, config: RunConfig, processes: int) -> None:
-    """Refuse to go on with a run that another config began.
+    """Check that a run can be continued with a config.
 
-    Raises:
-        ValueError: names what differs, there and here. Steps may grow, and what a run does not
-            depend on may change.
+    Raises: ValueError: if values differ; the message names them. `steps` may grow, and options
+        without effect on the results may change.
     """
     if not (path / CONFIG).is_file():
         return
@@ -138,38 +141,38 @@ def check_config(path: Path, config: RunConfig, processes: int) -> None:
     if "steps" in names and here["steps"] > there["steps"]:
         names.remove("steps")
     if names:
-        told = "; ".join(f"{name} is {there[name]!r} there, {here[name]!r} here" for name in names)
+        told = "; ".join(f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names)
         raise ValueError(
-            f"out: {str(path)!r} holds a run of another config: {told}. Choose another folder, or "
-            "go on with that config (only steps may grow)"
+            f"out must be a new folder or that of a run with the same config, got {str(path)!r}, "
+            f"whose config differs: {told}. Choose another folder, or continue with the old config "
+            "(only steps may grow)"
         )
     before = read_state(path).get("processes", processes)
     if before != processes:
         raise ValueError(
-            f"out: {str(path)!r} holds a run of {before} processes, which sets the size of its "
-            f"batches: it goes on with as many, got {processes}"
+            "out must be continued with the same number of processes, because it determines the "
+            f"size of a batch: the run in {str(path)!r} has {before}, got {processes}"
         )
 
 
-# Making it.
+# Creation.
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of a run, where nothing of somebody else's would be written over.
+    """Make the folder of a run, without overwriting files of anything else.
 
-    Raises:
-        ValueError: it cannot be made, or holds files that a run would replace.
+    Raises: ValueError: if it cannot be made, or contains files that a run would replace.
     """
     with _as_bad_out(path):
         path.mkdir(parents=True, exist_ok=True)
         if (path / CONFIG).is_file():
             return
-        # What a process that was killed while it made the folder may have left is empty.
+        # A process that was killed while it made the folder leaves only empty files and folders.
         taken = [name for name in ("model", "checkpoints", LOG) if _holds(path / name)]
     if taken:
         raise ValueError(
-            f"out: {str(path)!r} holds {' and '.join(taken)}, which a run would replace, and no "
-            f"{CONFIG}: choose another folder"
+            f"out must be a new folder or that of a run, got {str(path)!r}, which contains "
+            f"{' and '.join(taken)} but no {CONFIG}: choose another folder"
         )
 
 
@@ -179,7 +182,7 @@ def _holds(path: Path) -> bool:
 
 @contextmanager
 def _as_bad_out(path: Path) -> Iterator[None]:
-    """An error of the system as one of the argument, but for a full disk."""
+    """Convert an OSError to a ValueError about `out`, unless the disk is full."""
     try:
         yield
     except OSError as error:
@@ -191,9 +194,9 @@ def _as_bad_out(path: Path) -> Iterator[None]:
 
 
 def forget_failed(path: Path) -> None:
-    """Remove what is left of a run that failed before its first row and checkpoint.
+    """Remove a run that failed before its first log row and checkpoint.
 
-    Nothing came of it, and what made it fail can be changed only by another config.
+    It has no results, and another config, which may be needed, can then use the folder.
     """
     if read_state(path).get("status") != "failed" or read_rows(path / LOG):
         return
@@ -202,26 +205,25 @@ def forget_failed(path: Path) -> None:
             (path / name).unlink(missing_ok=True)
 
 
-# Who is writing.
+# Locks.
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from writing into a run; the lock ends with the process that holds it.
+    """Prevent other processes from writing into a run; the lock ends with this process.
 
-    Raises:
-        ValueError: another process holds it.
+    Raises: ValueError: if another process has the lock.
     """
     with _as_bad_out(path):
         handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     holding = [handle]
-    # Processes that load data must not hold the lock of one that was killed.
+    # Data-loading processes must not inherit the lock: they may outlive a killed process.
     os.register_at_fork(after_in_child=lambda: _close(holding))
     try:
         if not _lock(handle, patience=0.5):
             raise ValueError(
-                f"out: another process is training in {str(path)!r}: wait for it, or choose "
-                "another folder"
+                f"out must not be in use, but another process is training in {str(path)!r}: wait "
+                "for it, or choose another folder"
             )
         yield
     finally:
@@ -237,7 +239,9 @@ def _close(handles: list[int]) -> None:
 def _is_locked(path: Path) -> bool:
     if not (path / LOCK).is_file():
         return False
-    handle = os.open(path / LOCK, os.O_RDONLY)  # the folder may belong to somebody else
+    handle = os.open(
+        path / LOCK, os.O_RDONLY
+    )  # read-only, because the folder may belong to another user
     try:
         return not _lock(handle)
     finally:
@@ -245,10 +249,10 @@ def _is_locked(path: Path) -> bool:
 
 
 def _lock(handle: int, patience: float = 0.0) -> bool:
-    """Whether a file could be locked; True where the system has no such locks.
+    """Try to lock a file and return whether it worked; True if the system has no such locks.
 
-    A process that only looks whether a run is locked holds the lock for a moment, so a process
-    that starts to write tries again for `patience` seconds.
+    Checking a lock takes it for a moment, so a process that starts to write tries again for
+    `patience` seconds.
     """
     try:
         import fcntl
@@ -266,11 +270,11 @@ def _lock(handle: int, patience: float = 0.0) -> bool:
             return True
 
 
-# Where results come from.
+# Provenance of results.
 
 
 def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]:
-    """Return the facts behind a result that its config does not hold: commit, versions, machine."""
+    """Return facts about a result that are not in its config: commit, versions, machine."""
     return {**origin(config), "device": device, "processes": processes}
 
 
@@ -290,7 +294,7 @@ def origin(config: RunConfig) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of graphattn's own checkout, with "-dirty" where files differ; None elsewhere."""
+    """Return the commit of graphattn's checkout, with "-dirty" if files differ, or None."""
     own = Path(__file__)
     git = ["git", "-C", str(own.parent)]
     try:
@@ -305,12 +309,12 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # Installed beside somebody else's files, it is none of that repository's.
+    # If graphattn is installed inside another repository, that commit is not its own.
     return told.stdout.strip() or None if known.returncode == told.returncode == 0 else None
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

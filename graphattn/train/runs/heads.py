@@ -1,4 +1,4 @@
-"""A model of tokens with a head of another width: for classes and numbers."""
+"""A model of tokens with a new head, for classes or numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graphattn.nn.files.config import Configured
 
 
 class WithHead(Configured, nn.Module):
-    """A model of tokens whose head answers something else: classes, or numbers per token.
+    """A model of tokens with a new head, for classes or numbers per token.
 
-    A copy of `model` whose head, a linear map to its vocabulary, is replaced by a new one. All else
-    stays, what it has learned, too.
+    It is a copy of `model`, in which a new linear map replaces the head. Everything else, including
+    trained weights, stays the same.
 
     Args:
         model: a :class:`~graphattn.models.SequenceEncoder`, ProteinModel or CausalLM.
@@ -28,7 +28,7 @@ class WithHead(Configured, nn.Module):
         - **output**: [*, N, outputs]
 
     Raises:
-        ValueError: for a model without a linear head, or one whose head is its embedding.
+        ValueError: if the model has no linear head, or its head is its embedding.
 
     Example:
         >>> import torch, graphattn as ga
@@ -51,12 +51,13 @@ class WithHead(Configured, nn.Module):
             )
         if getattr(model, "tie_weights", False):
             raise ValueError(
-                "model must be made with tie_weights=False: its head is its embedding, and cannot "
-                "answer anything else"
+                "model must be made with tie_weights=False, got True: its head is its embedding, "
+                "so it cannot be replaced"
             )
         if getattr(model, "logit_softcap", None) is not None:
             raise ValueError(
-                "model must be made with logit_softcap=None, which would bound what the head says"
+                f"model must be made with logit_softcap=None, got {model.logit_softcap}: a softcap "
+                "would bound the outputs of the new head"
             )
         self.model: Any = copy.deepcopy(model)
         self.outputs = as_int("outputs", outputs, 1)
@@ -66,35 +67,35 @@ class WithHead(Configured, nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Initialise every parameter again."""
         self.model.reset_parameters()
 
     def forward(self, tokens: Tensor, graph: Any = None, **given: Any) -> Tensor:
-        """Answers for every token, [*, N, outputs]; keywords are those of the model."""
+        """Return outputs for every token, [*, N, outputs]; keywords are those of the model."""
         found: Tensor = self.model(tokens, graph, **given)
         return found
 
     def graphs(self, *args: Any, **kwargs: Any) -> Sequence[TokenGraph]:
-        """The graph of every block, as the model has it."""
+        """Return the graphs of the model, one per block."""
         found: Sequence[TokenGraph] = self.model.graphs(*args, **kwargs)
         return found
 
     @property
     def structure(self) -> bool:
-        """Whether the model reads structures."""
+        """Return whether the model reads structures."""
         return getattr(self.model, "structure", False) is True
 
     @property
     def context(self) -> dict[str, Any]:
-        """The tracks that the model reads."""
+        """Return the tracks that the model reads."""
         return getattr(self.model, "context", None) or {}
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Compute the blocks a second time in the backward pass, instead of keeping activations."""
+        """Compute the blocks a second time in the backward pass, instead of storing activations."""
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep all activations for the backward pass again."""
+        """Store all activations for the backward pass again."""
         self.model.gradient_checkpointing_disable()

@@ -14,16 +14,15 @@ Row = dict[str, Any]  # "step", "split", and numbers by name
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a line; it is on its way to the disk when this returns, and there after :func:`sync`."""
+    """Append a line; after :func:`sync` it is on the disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(_line(row))
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows; a last line that a killed process left unfinished is not one of them.
+    """Read all rows, without an unfinished last line of a killed process.
 
-    Raises:
-        ValueError: a line that is no JSON object with a step; the message has its number.
+    Raises: ValueError: if a line is not a JSON object with a step; the message has its number.
     """
     if not path.is_file():
         return []
@@ -42,18 +41,18 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def keep_rows(path: Path, step: int) -> None:
-    """Cut off what was logged after a step: training will come by there again."""
+    """Remove rows after a step, because training will repeat those steps."""
     rows = [row for row in read_rows(path) if row["step"] <= step]
     replace_text(path, "".join(map(_line, rows)))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file aside, bring it to the disk and move it into place: whole, or as it was."""
+    """Replace the text of a file completely or not at all, also if the process is killed."""
     replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """:func:`replace_text` for what writes a file itself."""
+    """Replace a file as :func:`replace_text` does, with a function that writes it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     aside = Path(name)
@@ -62,7 +61,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         sync(aside)
         mask = os.umask(0)
         os.umask(mask)
-        aside.chmod(0o666 & ~mask)  # as open() would have made it
+        aside.chmod(0o666 & ~mask)  # the mode that open() would have given it
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -71,7 +70,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def sync(*paths: Path) -> None:
-    """Bring files and folders to the disk: what is renamed afterwards is there in full."""
+    """Flush files and folders to the disk, so that they are complete before a later rename."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -81,7 +80,7 @@ def sync(*paths: Path) -> None:
 
 
 def finite(numbers: Iterable[tuple[str, Any]]) -> Row:
-    """Numbers as JSON knows them: one that is not finite is None."""
+    """Convert numbers for JSON: NaN and infinity become None."""
     return {name: _finite(value) for name, value in numbers}
 
 

@@ -1,4 +1,4 @@
-"""Setup of a run from its config: what is "auto" is chosen by the data."""
+"""Setup of a run from its config: the data determines values that are "auto"."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from graphattn.data import Corpus, Part, Tokenizer
 
 LENGTHS = {"text": 256, "nucleotide": 512, "protein": 512, "structures": 512}
-LARGE = 64 * 2**20  # bytes of a file from which on what was read of it is kept
+LARGE = 64 * 2**20  # bytes; for files of at least this size, the parsed data is cached
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that a run needs, made by :func:`prepare`.
+    """Everything that a run needs, made by :func:`prepare`.
 
     Attributes:
-        config: resolved: nothing in it is "auto". Prepared again, it gives the same.
+        config: the config without "auto". Preparing it again gives the same result.
         corpus: all records.
-        parts: "train", "validation" and "test", as :func:`graphattn.data.split_corpus` makes them.
-        train, validation, test: examples by index; None where a part is empty. `validation` has no
-            more than ``config.validation_tokens``.
-        model: with the weights of ``config.seed``, or those of the folder that it was loaded from.
-        objective: what it learns from.
-        tokenizer: None for images.
+        parts: "train", "validation" and "test", made by :func:`graphattn.data.split_corpus`.
+        train, validation, test: sequences of examples; None if a part is empty. `validation` has at
+            most ``config.validation_tokens`` tokens.
+        model: the model, with random weights from ``config.seed`` or weights from its folder.
+        objective: the objective of the run.
+        tokenizer: the tokenizer; None for images.
 
     Example:
         >>> import graphattn as ga
@@ -61,16 +61,16 @@ class Prepared:
 
 
 class Examples(Sequence[Example]):
-    """Windows, or some of them, with how many tokens a model makes of each.
+    """Windows, or some of them, with the number of tokens of each.
 
     Args:
         windows: :class:`graphattn.data.Windows`.
-        tokens_each: of an image; None where the windows know.
-        most_tokens: windows evenly spread over all of them, with so many tokens together (at least
-            one window); 0 for all.
+        tokens_each: number of tokens of an image; None if the windows know it.
+        most_tokens: maximal number of tokens of all windows together, which are then evenly spread
+            (at least one window); 0 for all.
 
     Attributes:
-        lengths: tokens of every example.
+        lengths: number of tokens of every example.
     """
 
     def __init__(self, windows: Any, tokens_each: int | None = None, most_tokens: int = 0) -> None:
@@ -86,9 +86,7 @@ class Examples(Sequence[Example]):
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the data that the windows are cut from: a run does not go on
-        with others.
-        """
+        """Return a fingerprint of the data; a run continues only with the same data."""
         found: str = self.windows.part.corpus.fingerprint
         return found
 
@@ -106,20 +104,20 @@ class Examples(Sequence[Example]):
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Read the data of a config, and make the model and the objective that it asks for.
+    """Read the data of a config, and make its model and its objective.
 
-    "auto" becomes what fits the data: text is learnt by a CausalLM of bytes, nucleotides by one of
-    their letters, proteins by a masked encoder, structures by a masked ProteinModel, images with
-    classes by a VisionTransformer. A preset's vocabulary, image size and number of classes are
-    those of the data. torch's random numbers are left as they are.
+    "auto" is replaced by what fits the data: a CausalLM of bytes for text, a CausalLM of letters
+    for nucleotides, a masked encoder for proteins, a masked ProteinModel for structures, and a
+    VisionTransformer for images with classes. Vocabulary, image size and number of classes of a
+    preset are changed to those of the data. The state of torch's random numbers does not change.
 
     Args:
-        config: what is asked for; ``data`` is needed.
+        config: the config; ``data`` must be set.
 
     Raises:
-        ValueError: names the option that does not go with the data or with another option.
-        FileFormatError: the data cannot be read; it names the file and the line.
-        ImportError: an optional package is missing.
+        ValueError: if an option does not fit the data or another option; the message names it.
+        FileFormatError: if the data cannot be read; the message names the file and the line.
+        ImportError: if an optional package is missing.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -150,7 +148,7 @@ def prepare(config: RunConfig) -> Prepared:
         found[name] = examples_of(part, config.length, of_image, most) if len(part) else None
     objective = make_objective(config.objective, **config.objective_options)
     train = found["train"]
-    assert train is not None  # shares leave something
+    assert train is not None  # the config ensures that training data remains
     return Prepared(
         config,
         corpus,
@@ -165,19 +163,19 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def read_corpus(config: RunConfig, tokenizer: Any = None) -> Corpus:
-    """The records that ``config.data`` names.
+    """Read the records of ``config.data``.
 
-    Of files of 64 MiB or more, what was read is kept in ``GRAPHATTN_CACHE``, or else in the user's
-    cache; smaller ones are read each time.
+    The parsed data of files of 64 MiB or more is cached in ``GRAPHATTN_CACHE``, or else in the
+    user's cache folder; smaller files are read every time.
 
     Args:
-        config: `data`, `kind` and `tokenizer` count.
-        tokenizer: in place of that of the config.
+        config: a config; only `data`, `kind` and `tokenizer` are read.
+        tokenizer: a tokenizer instead of that of the config.
     """
     from graphattn.data import load_corpus
 
     if not config.data:
-        raise ValueError("data must be a file or a folder, got ''")
+        raise ValueError("data must be the path of a file or a folder, got ''")
     path = Path(config.data)
     files = path.rglob("*") if path.is_dir() else [path]
     is_large = sum(file.stat().st_size for file in files if file.is_file()) >= LARGE
@@ -195,16 +193,14 @@ def read_corpus(config: RunConfig, tokenizer: Any = None) -> Corpus:
 def examples_of(
     part: Part, length: int, tokens_each: int | None = None, most_tokens: int = 0
 ) -> Examples:
-    """The windows of a part, or some of them; see :class:`Examples`."""
+    """Return the windows of a part, or some of them; see :class:`Examples`."""
     from graphattn.data import Windows
 
     return Examples(Windows(part, length), tokens_each, most_tokens)
 
 
 def _tokenizer_name(config: RunConfig, corpus: Corpus) -> str:
-    """Return the name of the tokenizer, as the option has it; of sequences, whose letters follow
-    from their kind, "auto".
-    """
+    """Return the name of the tokenizer for the config ("auto" for proteins and nucleotides)."""
     if os.path.isfile(config.tokenizer):
         return os.path.abspath(config.tokenizer)
     if corpus.kind == "text" and config.tokenizer == "auto":
@@ -213,7 +209,7 @@ def _tokenizer_name(config: RunConfig, corpus: Corpus) -> str:
 
 
 def _split(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, dict[str, Part]]:
-    """The parts, and by what they were told apart."""
+    """Split the data; return the parts, and a config with the way they were split."""
     from graphattn.data import split_corpus
 
     shares: dict[str, Any] = {"validation": config.validation, "test": config.test}
@@ -227,19 +223,19 @@ def _split(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, dict[str, Part
     except ValueError:
         if config.split != "auto" or by != "record" or corpus.kind != "nucleotide":
             raise
-    # Few long sequences, of which none is small enough to be set aside as a whole.
+    # There are few long sequences, and each is too large to be set aside as a whole.
     return config.replace(split="position"), split_corpus(corpus, by="position", **shares)
 
 
 def _length(config: RunConfig, train: Part, of_image: int | None) -> RunConfig:
-    """The length of windows, and whether a batch holds one."""
+    """Choose the length of windows, and check that a batch can contain one."""
     longest = int((train.spans[:, 2] - train.spans[:, 1]).max())
     chosen = min(LENGTHS.get(config.kind, longest), longest)
     if of_image is not None:
         if config.length not in (0, of_image):
             raise ValueError(
-                f"length must be 0 for images, of which the model makes {of_image} tokens, got "
-                f"{config.length}"
+                f"length must be 0 or {of_image} for images, because the model makes {of_image} "
+                f"tokens of each, got {config.length}"
             )
         chosen = of_image
     elif config.length:

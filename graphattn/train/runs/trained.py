@@ -1,4 +1,4 @@
-"""A run's model, ready to be used: where evaluating and generating begin."""
+"""The trained model of a run, for evaluation and generation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Trained:
     """Trained model of a run, made by :func:`load_trained`.
 
     Attributes:
-        run: the folder's :class:`~graphattn.train.Run`.
-        model: in evaluation mode.
-        objective: what it learned from.
-        tokenizer: None for images.
-        source: the folder that the model was read from.
+        run: the :class:`~graphattn.train.Run` of the folder.
+        model: the model, in evaluation mode.
+        objective: the objective of its training.
+        tokenizer: the tokenizer; None for images.
+        source: the folder from which the model was read.
 
     Example:
         >>> import graphattn as ga
@@ -44,14 +44,15 @@ class Trained:
 
 
 def load_trained(folder: str | os.PathLike[str]) -> Trained:
-    """Read the model of a run: the best one, or that of the newest checkpoint of one not yet over.
+    """Read the best model of a run; if the run has not ended, the model of its newest checkpoint.
 
     Args:
-        folder: that of the run.
+        folder: the folder of the run.
 
     Raises:
-        FileNotFoundError: it is no folder of a run, or nothing was saved in it yet.
-        ValueError: its files do not fit each other, as where one is of another run.
+        FileNotFoundError: if it is not the folder of a run, or no model has been saved in it yet.
+        ValueError: if its files do not fit each other, for instance because one is from another
+            run.
 
     Example:
         >>> import graphattn as ga
@@ -66,7 +67,8 @@ def load_trained(folder: str | os.PathLike[str]) -> Trained:
         steps = checkpoints.complete_checkpoints(run.path)
         if not steps:
             raise FileNotFoundError(
-                f"folder must hold a model, got {os.fspath(folder)!r}: its run saved none yet"
+                f"folder must contain a model, got {os.fspath(folder)!r}, whose run has not saved "
+                "one yet: wait for its first checkpoint"
             )
         source = checkpoints.checkpoint_path(run.path, max(steps))
     model: Any = pretrained.load(source)
@@ -74,7 +76,10 @@ def load_trained(folder: str | os.PathLike[str]) -> Trained:
     tokenizer = load_tokenizer(path) if path.is_file() else None
     config = run.config
     if (tokenizer is None) != (config.kind == "images"):
-        raise ValueError(f"{path} does not fit the run's config, of kind {config.kind!r}")
+        raise ValueError(
+            f"{path} does not fit the config of the run, which has kind {config.kind!r}: one of "
+            "the two files is from another run"
+        )
     objective = make_objective(config.objective, **config.objective_options)
     mask = getattr(objective, "mask_token", None)
     vocab_size = getattr(model, "vocab_size", None)
@@ -82,7 +87,7 @@ def load_trained(folder: str | os.PathLike[str]) -> Trained:
         least = tokenizer.vocab_size
         if vocab_size < least or (mask is not None and mask < least):
             raise ValueError(
-                f"{path} has {least} tokens, and the model in {str(source)!r} {vocab_size}: they "
-                "are of different runs"
+                f"{path} has {least} tokens, but the model in {str(source)!r} has {vocab_size}: "
+                "the two are from different runs"
             )
     return Trained(run, model, objective, tokenizer, source)

@@ -1,1 +1,1 @@
-"""Sweeps: many trainings that differ in mixer, learning rate and seed."""
+"""Sweeps: many training runs with different mixers, learning rates and seeds."""

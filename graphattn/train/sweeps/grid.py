@@ -1,4 +1,4 @@
-"""Grid of a sweep: mixers, learning rates and seeds, each combination a trial."""
+"""Grid of a sweep: every combination of mixer, learning rate and seed is a trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.mixers import HALVES, KINDS, NAMES
 from graphattn.train.runs.config import RunConfig
 
-DIGITS = 4  # of the values of a range: its trials have names that can be read
+DIGITS = 4  # digits of the values of a range, so that names of trials are short
 FORMS = "numbers (1e-4,3e-4), or a range with its number of values (1e-4..5e-2:7)"
 
 
@@ -26,11 +26,11 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name of the trial, and of its folder below ``trials``."""
+        """Return the name of the trial, which is also that of its folder in ``trials``."""
         return f"mixer={self.mixer},lr={self.lr!r},seed={self.seed}"
 
     def config(self, shared: RunConfig, out: str) -> RunConfig:
-        """The config of its run: `mixer_options` are those that its mixer takes."""
+        """Return the config of its run, with those `mixer_options` that its mixer takes."""
         taken = _options_of(self.mixer)
         options = {name: own for name, own in shared.mixer_options.items() if name in taken}
         return shared.replace(
@@ -39,15 +39,15 @@ class Trial:
 
 
 def trials_of(mixers: Iterable[str], lrs: Iterable[float], seeds: int) -> list[Trial]:
-    """All combinations: every seed of a rate in turn, so that first results come early."""
+    """List all combinations, seed by seed, so that every combination has a result early."""
     return [Trial(mixer, lr, seed) for seed in range(seeds) for lr in lrs for mixer in mixers]
 
 
 def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]:
-    """Names of mixers, each once; `options` are options of at least one of them.
+    """Return the names of mixers, each once; check that at least one takes each of the `options`.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
     """
     found = [own.strip() for own in mixers.split(",")] if isinstance(mixers, str) else [*mixers]
     if not found:
@@ -57,20 +57,20 @@ def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]
     for option in options:
         if not any(option in _options_of(name) for name in found):
             raise ValueError(
-                f"mixer_options must hold options of {', '.join(found)}, got {option!r}"
+                f"mixer_options must contain options of {', '.join(found)}, got {option!r}"
             )
     return list(dict.fromkeys(found))
 
 
 def as_rates(lrs: str | float | Sequence[float]) -> list[float]:
-    """Learning rates in rising order, each once.
+    """Return learning rates in ascending order, each once.
 
     Args:
         lrs: numbers, or text: ``1e-4,3e-4``, or ``1e-4..5e-2:7`` for 7 values from 1e-4 to 5e-2,
-            ends included, each the same multiple of the one before (rounded to 4 digits).
+            including both ends, each the same multiple of the one before (rounded to 4 digits).
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Example:
         >>> from graphattn.train.sweeps.grid import as_rates
@@ -84,7 +84,7 @@ def as_rates(lrs: str | float | Sequence[float]) -> list[float]:
     else:
         found = [_rate(lrs, lrs)]
     if not found:
-        raise ValueError("lrs must hold at least one learning rate, got none")
+        raise ValueError("lrs must contain at least one learning rate, got none")
     for rate in found:
         if not (math.isfinite(rate) and rate > 0):
             raise ValueError(f"lrs must be finite numbers above 0, got {rate!r}")
@@ -92,7 +92,7 @@ def as_rates(lrs: str | float | Sequence[float]) -> list[float]:
 
 
 def as_seeds(seeds: Any) -> int:
-    """How often every combination is trained: with the seeds 0, 1, ..."""
+    """Check the number of seeds; every combination is trained with the seeds 0, 1, ..."""
     return as_int("seeds", seeds, 1)
 
 
@@ -108,21 +108,30 @@ def _rate(text: Any, whole: Any) -> float:
 
 
 def _rates(part: str) -> list[float]:
-    """The values of a number, or of ``first..last:count``."""
+    """Return the values of a number, or of ``first..last:count``."""
     if ".." not in part:
         return [_rate(part, part)]
     ends, colon, number = part.partition(":")
     first, last = (_rate(end, part) for end in ends.split("..", 1))
     if not colon or not number.strip().isdecimal():
-        raise ValueError(f"lrs: a range must say how many values it has, {FORMS}, got {part!r}")
+        raise ValueError(
+            f"lrs: a range must contain its number of values, got {part!r}: lrs must be {FORMS}"
+        )
     count = int(number)
     if not (0 < first < last < math.inf):
-        raise ValueError(f"lrs: a range must rise from a number above 0, got {part!r}")
+        raise ValueError(
+            f"lrs: a range must go from a number above 0 to a larger one, got {part!r}"
+        )
     if count < 2:
-        raise ValueError(f"lrs: a range must have at least 2 values, its ends, got {part!r}")
-    differ = f"lrs: the values of a range must differ in {DIGITS} digits, got {part!r}"
+        raise ValueError(
+            f"lrs: a range must have at least 2 values, which are its ends, got {part!r}"
+        )
+    differ = (
+        f"lrs: the values of a range must differ when rounded to {DIGITS} digits, got {part!r}: "
+        "use fewer values"
+    )
     if count > 9 * 10 ** (DIGITS - 1) * (math.log10(last / first) + 1) + 2:
-        raise ValueError(differ)  # there are no more of so few digits
+        raise ValueError(differ)  # more values than there are numbers with this number of digits
     ratio = math.log(last / first) / (count - 1)
     inner = [float(f"{first * math.exp(ratio * k):.{DIGITS}g}") for k in range(1, count - 1)]
     found = [first, *inner, last]

@@ -1,4 +1,4 @@
-"""The trials of a sweep in Optuna's storage, from which several processes take them."""
+"""The queue of trials of a sweep, in Optuna's storage, for several processes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,44 @@ from graphattn.train.sweeps.grid import Trial
 from graphattn.train.sweeps.results import ORIGIN, RESULTS, outcome
 
 SHARED, STORAGE, LOCK, ROWS = "sweep.yaml", "trials.db", ".sweep.lock", "results.jsonl"
-OF_TRIALS = (*FREE, "mixer", "lr", "seed")  # what trials differ in, or do not depend on
-MOST_KILLED = 5  # a trial whose workers die so often is not taken again by itself
-SECONDS = 120  # for which a busy database is waited for
+OF_TRIALS = (
+    *FREE,
+    "mixer",
+    "lr",
+    "seed",
+)  # options in which trials differ, or which do not change results
+MOST_KILLED = 5  # a trial whose processes were killed this often is not started again
+SECONDS = 120  # how long to wait for a busy database
 NUMBERS = ("loss", "best_loss", "best_step", "step", "diverged_at", "seconds", "error")
-NAMED = "name"  # the attribute that says which trial of a sweep a trial of Optuna is
+NAMED = "name"  # the attribute of an Optuna trial that contains the name of the trial
 
 Train = Callable[[RunConfig], Run]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run has saved its state because somebody asked it to stop."""
+    """The run was asked to stop, and has saved its state."""
 
 
 class TrialQueue:
     """Queue of trials, their workers and their outcomes.
 
-    Trials are put there and taken while a lock of the folder is held: SQLite alone would let two
-    processes take the same one, as reading a trial's state and writing it are two statements. A
-    trial is trained under a lock of its own, which ends with its process. Killed workers are known
-    by that lock on the same machine, and by Optuna's heartbeat from others.
+    A process adds and takes trials only while it has the lock of the folder: with SQLite alone, two
+    processes could take the same trial, because reading and writing its state are two statements. A
+    trial that is being trained has its own lock, which ends with its process. Killed processes are
+    detected by that lock on the same machine, and by Optuna's heartbeat on other machines.
 
     Args:
-        folder: of the sweep.
-        grace: seconds without a heartbeat after which a worker counts as killed.
+        folder: folder of the sweep.
+        grace: number of seconds without a heartbeat after which a process counts as killed.
     """
 
     def __init__(self, folder: Path, grace: int) -> None:
         try:
             import optuna
         except ImportError as error:
-            raise ImportError("sweeps need optuna: pip install 'graphattn[train]'") from error
+            raise ImportError(
+                "sweeps need optuna: install it with pip install 'graphattn[train]'"
+            ) from error
         self.optuna, self.folder = optuna, folder
         self.lock = FileLock(folder / LOCK)
         with self.lock, self._without_logs(), self._as_damaged():
@@ -67,33 +74,34 @@ class TrialQueue:
                 sampler=optuna.samplers.RandomSampler(),
                 load_if_exists=True,
             )
-        self.alone: Any = None  # the lock of the trial that is worked on
-        self.finished: Row | None = None  # the row of the trial that was worked on last
+        self.alone: Any = None  # the lock of the current trial
+        self.finished: Row | None = None  # the row of the last trial of this process
 
     @contextmanager
     def _as_damaged(self) -> Iterator[None]:
-        """A ValueError where the list of trials cannot be read, or is gone but for its results."""
+        """Raise a ValueError if the storage cannot be read, or is missing although results
+        exist."""
         from sqlalchemy.exc import SQLAlchemyError
 
         path, rows = self.folder / STORAGE, self.folder / ROWS
         is_empty = not path.is_file() or not path.stat().st_size
         if is_empty and rows.is_file() and rows.stat().st_size:
             raise ValueError(
-                f"{str(path)!r} is missing or empty, but there are results in {ROWS}: put it back, "
-                "or choose another folder as out"
+                f"{str(path)!r} is missing or empty, although {ROWS} contains results: restore the "
+                "file, or choose another folder as out"
             )
         try:
             yield
         except (SQLAlchemyError, self.optuna.exceptions.StorageInternalError) as error:
             reason = str(getattr(error, "orig", None) or error)
             raise ValueError(
-                f"{str(path)!r} cannot be read as the trials of a sweep ({reason}): put back a "
-                f"whole copy, or choose another folder as out; results are in {ROWS}"
+                f"{str(path)!r} cannot be read as the trials of a sweep ({reason}): restore a "
+                f"complete copy, or choose another folder as out. Results so far are in {ROWS}"
             ) from error
 
     @contextmanager
     def _without_logs(self) -> Iterator[None]:
-        """Optuna says nothing: errors are told by rows, and heartbeats work, if "experimental"."""
+        """Silence Optuna: rows contain errors, and its "experimental" heartbeat works."""
         logging = self.optuna.logging
         level = logging.get_verbosity()
         logging.set_verbosity(logging.CRITICAL)
@@ -105,10 +113,10 @@ class TrialQueue:
         finally:
             logging.set_verbosity(level)
 
-    # What is to be done.
+    # Waiting trials.
 
     def add(self, trials: Iterable[Trial], *, retry_failed: bool = False) -> None:
-        """Enqueue what is not there yet, what a killed process left, and what shall be retried."""
+        """Enqueue new trials, those of killed processes, and those to retry."""
         with self.lock:
             known = self._enqueue_left()
             for tries in known.values() if retry_failed else ():
@@ -123,9 +131,9 @@ class TrialQueue:
         self.study.enqueue_trial({}, user_attrs=attributes)
 
     def _enqueue_left(self) -> dict[str, list[Any]]:
-        """Enqueue again what nobody works on any more and what has no result; the tries so far.
+        """Enqueue again trials without a result and without a process; return all tries so far.
 
-        Whoever was killed, even while he did this, leaves nothing that the next one does not see.
+        If a process is killed at any time, even in this method, the next process finds its trial.
         """
         states = self.optuna.trial.TrialState
         found = self._by_name()
@@ -142,18 +150,18 @@ class TrialQueue:
         return found
 
     def _fail_if_dead(self, trial: Any) -> None:
-        """End the try of a process that is gone from this machine, and its lock with it."""
+        """Mark a try as failed if its process on this machine has ended, and remove its lock."""
         if trial.user_attrs.get("host") != platform.node():
-            return  # locks of other machines may not be seen here
+            return  # locks of other machines may not be visible here
         states = self.optuna.trial.TrialState
         with suppress(Timeout), self._lock_of(trial.user_attrs[NAMED]).acquire(timeout=0):
-            # Whoever was there may have ended it since it was looked up.
+            # Its process may have finished it in the meantime.
             now = self.study.get_trials(deepcopy=False)[trial.number]
             if now.state == states.RUNNING:
                 self.study.tell(trial.number, state=states.FAIL)
 
     def _is_gone(self, trial: Any) -> bool:
-        """Whether nobody on this machine holds the lock of a trial that was taken here."""
+        """Return whether a trial that was taken on this machine has no process any more."""
         if trial.user_attrs.get("host") != platform.node():
             return False
         with suppress(Timeout, OSError), self._lock_of(trial.user_attrs[NAMED]).acquire(timeout=0):
@@ -165,13 +173,13 @@ class TrialQueue:
         folder.mkdir(exist_ok=True)
         return FileLock(folder / name)
 
-    # Working.
+    # Work on trials.
 
     def work(self, train: Train) -> Row | None:
-        """Take a trial, train it, and write what came out; None where none is waiting.
+        """Take a trial, train it, and write its result; return None if none is waiting.
 
         Raises:
-            Interrupted: the run was asked to stop; its trial is waiting again.
+            Interrupted: if the run was asked to stop; its trial is waiting again.
         """
         self.finished = None
         self.lock.acquire()
@@ -180,13 +188,13 @@ class TrialQueue:
             if not statuses & {"waiting", "interrupted"}:
                 return None
             try:
-                # While the lock is held, nobody else can take what is waiting.
+                # With the lock, no other process can take a waiting trial.
                 with self._without_logs():
                     self.study.optimize(lambda trial: self._train(trial, train), n_trials=1)
             except Exception:
-                # An error of the training is kept with its trial. A trial that somebody took for
-                # dead because its heartbeat stood still cannot be told of; it was taken again, and
-                # whoever did finds the run that is over.
+                # An error of the training is stored with its trial. If another process took this
+                # trial because # its heartbeat had stopped, Optuna does not accept a result here;
+                # that process finds the # finished run.
                 if self.finished is None:
                     raise
         except KeyboardInterrupt:
@@ -196,7 +204,7 @@ class TrialQueue:
             raise
         finally:
             self.lock.release(force=True)
-            if self.alone is not None:  # held until Optuna knows how the trial ended
+            if self.alone is not None:  # release it only after Optuna has stored the result
                 self.alone.release(force=True)
                 self.alone = None
         with self.lock:
@@ -204,19 +212,19 @@ class TrialQueue:
         return self.finished
 
     def _train(self, trial: Any, train: Train) -> float:
-        """Train a trial, called by Optuna while the folder's lock is held, which ends here."""
+        """Train a trial; Optuna calls this with the lock of the folder, which is released here."""
         attributes = trial.user_attrs
         own = Trial(attributes["mixer"], attributes["lr"], attributes["seed"])
         self.alone = self._lock_of(own.name)
         with suppress(Timeout):
-            self.alone.acquire(timeout=0)  # before others may ask whether anybody is there
+            self.alone.acquire(timeout=0)  # before other processes can check this lock
         trial.set_user_attr("host", platform.node())
         self.lock.release(force=True)
         shared = RunConfig.load(self.folder / SHARED)
         config = own.config(shared, os.fspath(self.folder / "trials" / own.name))
         origin = provenance(config, "cpu", 1)
         try:
-            self.alone.acquire()  # taken for dead, somebody was alive: what he finds will be there
+            self.alone.acquire()  # the former process is still alive: wait for its result
             found = outcome_of(train, config)
             self.finished = _row(own, found)
             trial.set_user_attr("result", json.dumps(finite(found.items())))
@@ -232,15 +240,15 @@ class TrialQueue:
                 trial.set_user_attr("error", json.dumps(finite(found.items())))
             raise
 
-    # What there is.
+    # Status.
 
     def is_over(self) -> bool:
-        """Whether nothing is waiting, and nobody is at work."""
+        """Return whether no trial is waiting or running."""
         over = (*RESULTS, "failed")
         return all(_status(tries) in over for tries in self._by_name().values())
 
     def rows(self) -> list[Row]:
-        """A row per trial, in the order in which they were enqueued."""
+        """Return a row per trial, in the order in which they were enqueued."""
         return [
             _row(Trial(own["mixer"], own["lr"], own["seed"]), self._state(tries))
             for tries in self._by_name().values()
@@ -257,8 +265,8 @@ class TrialQueue:
             found |= json.loads(attributes.get("error", "{}"))
         elif found["status"] == "running":
             if self._is_gone(tries[-1]):
-                found["status"] = "interrupted"  # as long as nobody has taken it over
-            with suppress(FileNotFoundError, ValueError):  # a folder being made
+                found["status"] = "interrupted"  # until another process continues it
+            with suppress(FileNotFoundError, ValueError):  # the folder is just being made
                 run = read_run(self.folder / "trials" / attributes[NAMED])
                 found |= {"step": run.step, "config": run.info.get("config")}
         return found
@@ -268,7 +276,7 @@ class TrialQueue:
         replace_text(self.folder / ROWS, text)
 
     def _by_name(self) -> dict[str, list[Any]]:
-        """All tries of every trial, the last one last."""
+        """Return all tries of every trial, the last one last."""
         found: dict[str, list[Any]] = {}
         for trial in self.study.get_trials(deepcopy=False):
             if NAMED in trial.user_attrs:
@@ -277,31 +285,32 @@ class TrialQueue:
 
 
 def check_folder(folder: Path, shared: RunConfig) -> None:
-    """Refuse to work in a folder that holds something else than this sweep.
+    """Check that a folder is new or contains this sweep.
 
-    Raises:
-        ValueError: names what differs, there and here.
+    Raises: ValueError: if it contains something else; the message names the differences.
     """
-    # Looked at first: another process may make the folder, whose config is there before the rest.
+    # Check the config first: if another process makes the folder, it writes the config first.
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not (folder / SHARED).is_file():
         if any(name != LOCK and not name.startswith(f".{SHARED}.") for name in inside):
             raise ValueError(
-                f"out: {str(folder)!r} holds something else than a sweep: choose another folder"
+                f"out must be a new folder or that of a sweep, got {str(folder)!r}, which contains "
+                "other files: choose another folder"
             )
         return
     there, here = (_plain(own) for own in (RunConfig.load(folder / SHARED), shared))
     names = [name for name in here if name not in OF_TRIALS and there[name] != here[name]]
     if names:
-        told = [f"{name} is {there[name]!r} there, {here[name]!r} here" for name in names]
+        told = [f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names]
         raise ValueError(
-            f"out: {str(folder)!r} holds a sweep with other options: {'; '.join(told)}. Choose "
-            "another folder, or go on with those (mixers, lrs and seeds may be added)"
+            "out must be a new folder or that of a sweep with the same options, got "
+            f"{str(folder)!r}, whose options differ: {'; '.join(told)}. Choose another folder, or "
+            "continue with the old options (you can add mixers, lrs and seeds)"
         )
 
 
 def open_folder(folder: Path, shared: RunConfig) -> None:
-    """Make the folder of a sweep, or check that it holds this one."""
+    """Make the folder of a sweep, or check that it contains this sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / LOCK):
         check_folder(folder, shared)
@@ -310,10 +319,10 @@ def open_folder(folder: Path, shared: RunConfig) -> None:
 
 
 def outcome_of(train: Train, config: RunConfig) -> Row:
-    """Train, and say what came out.
+    """Train, and return the result.
 
     Raises:
-        Interrupted: the run was asked to stop.
+        Interrupted: if the run was asked to stop.
     """
     run = train(config)
     if run.status == "interrupted":
@@ -324,7 +333,7 @@ def outcome_of(train: Train, config: RunConfig) -> Row:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Values as a file gives them back: a tuple is a list."""
+    """Return the values as they are read from a file, with lists for tuples."""
     found: dict[str, Any] = json.loads(json.dumps(config.as_dict(), default=str))
     return found
 
@@ -334,7 +343,7 @@ def _identity(trial: Any) -> dict[str, Any]:
 
 
 def _status(tries: list[Any]) -> str:
-    """How a trial stands, by its last try and what went before."""
+    """Return the status of a trial, from all its tries."""
     last = tries[-1]
     state = last.state.name
     if state == "COMPLETE":

@@ -1,4 +1,4 @@
-"""Results of a sweep: a row per trial, and per mixer the learning rates that it bears."""
+"""Results of a sweep: a row per trial, and the range of stable learning rates per mixer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from graphattn.train.runs.folder import Run
 from graphattn.train.runs.records import Row
 
 RESULTS = ("finished", "diverged")
-ORIGIN = ("commit", "config", "versions")  # of the numbers of a row, beside its seed
+ORIGIN = ("commit", "config", "versions")  # origin of the numbers of a row, in addition to its seed
 
 
 def outcome(run: Run) -> Row:
-    """Return the outcome that a sweep keeps of a run that is over.
+    """Return the result of a finished run, as a sweep stores it.
 
-    It has diverged if the engine said so, or if its last validation loss is not finite, or above
-    ten times its first training loss.
+    It has diverged if its status says so, if its last validation loss is not finite, or if that is
+    more than ten times its first training loss.
     """
     known = [row for row in run.evaluations if _is_finite(row.get("loss"))]
     best = min(known, key=lambda row: row["loss"], default=None)
     last = run.evaluations[-1] if run.evaluations else None
     if run.status == "finished" and last is None:
-        raise ValueError("validation must leave examples to compare trials by, got none")
-    # Where a short run ended before the engine lost patience, or its own batches did not tell.
+        raise ValueError(
+            "validation must be large enough to contain examples, which compare the trials, got "
+            "none"
+        )
+    # A short run can end before the engine detects the divergence.
     first = next((row["loss"] for row in run.training if _is_finite(row.get("loss"))), math.inf)
     diverged = run.status == "diverged" or last not in known
     diverged = diverged or (last is not None and last["loss"] > TIMES * first > 0)
@@ -49,13 +52,14 @@ class MixerSummary:
 
     Attributes:
         mixer: its name.
-        best_lr: where the mean loss over seeds is lowest, among rates at which none diverged.
-        loss: the mean there, of the validation losses at the last step.
-        spread: their standard deviation over seeds; None for a single one.
-        stable: lowest and highest of the rates around `best_lr` without a trial that diverged.
+        best_lr: the learning rate with the lowest mean loss over seeds, among those where no trial
+            diverged.
+        loss: the mean validation loss at the last step, at that rate.
+        spread: standard deviation of these losses over seeds; None for a single seed.
+        stable: lowest and highest rate of the range around `best_lr` without a diverged trial.
         highest_loss: the mean loss at the highest stable rate.
-        trials, diverged, failed, open: how many there are, and how they ended; "open" ones have
-            not.
+        trials, diverged, failed, open: number of trials, and of those that diverged, failed, or
+            have not ended (open).
 
     Example:
         >>> import graphattn as ga
@@ -78,14 +82,14 @@ class MixerSummary:
 
 
 def summarize_sweep(rows: Iterable[Row]) -> list[MixerSummary]:
-    """Per mixer the best learning rate, and the range of rates at which training is stable.
+    """Find the best learning rate of every mixer, and the range of stable rates around it.
 
-    A rate is stable if it has results and no trial diverged; the range is that around the best
-    rate, without a gap. How much worse the loss is at its upper end tells how robust a mixer is to
-    a rate that was chosen too high (Consensus, Section 5.1).
+    A rate is stable if it has results and no trial diverged. The range contains the best rate and
+    has no gap. The loss at its upper end shows how robust a mixer is to a learning rate that is too
+    high (Consensus, Section 5.1).
 
     Args:
-        rows: of :func:`read_sweep`.
+        rows: rows from :func:`read_sweep`.
 
     Example:
         >>> import graphattn as ga
@@ -103,9 +107,9 @@ def summarize_sweep(rows: Iterable[Row]) -> list[MixerSummary]:
 
 
 def losses_by_rate(rows: Sequence[Row]) -> dict[float, list[float] | None]:
-    """Learning rate -> losses of its finished trials; None where a trial diverged.
+    """Map each learning rate to the losses of its finished trials, or to None if a trial diverged.
 
-    Rates without any result are left out.
+    Rates without a result are left out.
     """
     found: dict[float, list[float] | None] = {}
     for lr in sorted({row["lr"] for row in rows}):
@@ -121,7 +125,7 @@ def _summary(mixer: str, rows: list[Row]) -> MixerSummary:
     losses = losses_by_rate(rows)
     means = {lr: statistics.fmean(own) for lr, own in losses.items() if own}
     best = min(means, key=lambda lr: means[lr], default=None)
-    # A rate without a result yet bounds the range as one that diverged does.
+    # A rate without a result ends the range, as a diverged one does.
     stable = _around(best, sorted({row["lr"] for row in rows}), means) if best else None
     there = (losses[best] or []) if best else []
     count = [row["status"] for row in rows].count

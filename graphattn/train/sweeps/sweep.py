@@ -1,4 +1,4 @@
-"""Sweeps: many trainings that differ in mixer, learning rate and seed, by several processes."""
+"""Run sweeps over mixers, learning rates and seeds, in several processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from graphattn.train.sweeps.queue import (
     open_folder,
 )
 
-POLL = 0.5  # seconds between looks at trials that others are training
+POLL = 0.5  # seconds between checks of trials that other processes are training
 Tell = Callable[[Row], None]
 
 
@@ -50,39 +50,40 @@ def run_sweep(
 ) -> list[Row]:
     """Train a model with every mixer at every learning rate, several times.
 
-    The folder ``config.out`` holds the sweep: ``sweep.yaml`` (what the trials share), Optuna's
-    storage ``trials.db``, the folder of every run in ``trials/``, and ``results.jsonl``, a row per
-    trial. Any number of processes may work on it at once, of this call or started by themselves;
-    they never train the same trial at the same time. A second start goes on where the first ended,
-    and may add mixers, rates and seeds.
+    The folder ``config.out`` contains ``sweep.yaml`` (the common options), Optuna's storage
+    ``trials.db``, the folder of every run in ``trials/``, and ``results.jsonl`` with a row per
+    trial. Any number of processes, started by this call or separately, can work on the sweep
+    together; they never train the same trial at the same time. A second call continues the sweep,
+    and can add mixers, rates and seeds.
 
-    A trial that diverges is a result like others. One that fails keeps its error, and the sweep
-    goes on. One whose process was killed is taken again, and goes on from its checkpoint.
+    A trial that diverges is a result like others. If a trial fails, its error is stored, and the
+    sweep continues. If the process of a trial was killed, the trial continues from its checkpoint.
 
     Args:
-        config: what all trials share; its mixer, rate and seed are those of the trials. Of its
-            `mixer_options`, a trial gets those that its mixer takes.
-        mixers: names, a list or separated by commas.
+        config: the common options of all trials; each trial sets mixer, lr and seed. A trial gets
+            those `mixer_options` that its mixer takes.
+        mixers: names of mixers, as a list or separated by commas.
         lrs: learning rates, or text: ``1e-4,3e-4`` or ``1e-4..5e-2:7``, which are 7 values from
             1e-4 to 5e-2, each the same multiple of the one before.
-        seeds: so many trainings of every combination: with the seeds 0, 1, ...
-        processes: that work on the trials at once, this one included. A script that asks for more
-            than one must be importable (``if __name__ == "__main__"``).
-        grace: seconds after which a process on another machine that gives no sign of life counts
-            as killed; on this machine it is known at once.
-        retry_failed: train again what failed before.
-        train: trains one config, and can be pickled; None: prepares data and model from the
-            config, and calls :func:`fit`.
-        tell: called with the row of every trial that is over, in the process that trained it.
+        seeds: number of training runs per combination, with the seeds 0, 1, ...
+        processes: number of processes that work on the trials, including this one. With more than
+            one, the calling script must be importable (``if __name__ == "__main__"``).
+        grace: number of seconds without a heartbeat after which a process on another machine counts
+            as killed. On this machine it is detected at once.
+        retry_failed: whether to train failed trials again.
+        train: function that trains one config; it must be picklable. None prepares data and model
+            from the config, and calls :func:`fit`.
+        tell: function that is called with the row of every finished trial, in the process that
+            trained it.
 
     Returns:
-        The rows of all trials, as :func:`read_sweep` gives them.
+        The rows of all trials, as in :func:`read_sweep`.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed: the folder holds a sweep of
-            other options, for instance.
-        KeyboardInterrupt: somebody asked to stop; the trials have saved their state.
-        ImportError: optuna is missing.
+        ValueError: if an argument is not allowed, for instance because the folder contains a sweep
+            with other options; the message names it and says what is allowed.
+        KeyboardInterrupt: if the sweep was asked to stop; the trials have saved their state.
+        ImportError: if optuna is missing.
 
     Example:
         >>> import graphattn as ga
@@ -95,9 +96,12 @@ def run_sweep(
     trials = trials_of(as_mixers(mixers, config.mixer_options), as_rates(lrs), as_seeds(seeds))
     processes, grace = _checked(processes, grace)
     if not config.out:
-        raise ValueError("out must be the folder of the sweep, got ''")
+        raise ValueError("out must be the path of the folder of the sweep, got ''")
     if config.validation <= 0:
-        raise ValueError("validation must be > 0 in a sweep, which compares by it, got 0")
+        raise ValueError(
+            "validation must be > 0 in a sweep, because trials are compared by their validation "
+            "loss, got 0"
+        )
     folder = Path(config.out)
     shared = _with_whole_paths(config.replace(mixer=None, out="", seed=0))
     check_folder(folder, shared)
@@ -116,11 +120,11 @@ def resume_sweep(
     train: Callable[[RunConfig], Run] | None = None,
     tell: Tell | None = None,
 ) -> list[Row]:
-    """Go on with the sweep in a folder, or help those who work on it.
+    """Continue the sweep in a folder, or help other processes that work on it.
 
     Args:
         folder: of the sweep.
-        processes, grace, retry_failed, train, tell: as :func:`run_sweep` has them.
+        processes, grace, retry_failed, train, tell: as in :func:`run_sweep`.
 
     Raises:
         FileNotFoundError: it is no folder of a sweep.
@@ -136,20 +140,20 @@ def resume_sweep(
 
 
 def read_sweep(folder: str | os.PathLike[str]) -> list[Row]:
-    """Read how the trials of a sweep stand, while it goes on or afterwards.
+    """Read the results of the trials of a sweep, during the sweep or afterwards.
 
     A row has "mixer", "lr", "seed"; "status": "finished", "diverged", "failed" (with an "error"),
-    "running", "waiting", or "interrupted" (to be continued); "loss", the validation loss at the
-    last step, "best_loss" and "best_step"; "step", "diverged_at", "seconds"; "folder" of the run in
-    that of the sweep; and where the numbers come from: "commit", "config" (its digest), "versions".
-    What is not known is None.
+    "running", "waiting", or "interrupted" (can be continued); "loss", the validation loss at the
+    last step, "best_loss" and "best_step"; "step", "diverged_at", "seconds"; "folder" of the run,
+    relative to that of the sweep; and the origin of the numbers: "commit", "config" (its digest),
+    "versions". Unknown values are None.
 
     Args:
         folder: of the sweep.
 
     Raises:
         FileNotFoundError: it is no folder of a sweep.
-        ValueError: a line of ``results.jsonl`` is broken; the message has its number.
+        ValueError: if a line of ``results.jsonl`` is broken; the message has its number.
 
     Example:
         >>> import graphattn as ga
@@ -160,7 +164,7 @@ def read_sweep(folder: str | os.PathLike[str]) -> list[Row]:
     _check_is_sweep(path)
     try:
         return TrialQueue(path, grace=60).rows()
-    except ImportError:  # results can be read where nothing is trained
+    except ImportError:  # results can be read without the packages for training
         return _read_rows(path / ROWS)
 
 
@@ -199,25 +203,29 @@ def _run(
 def _checked(processes: Any, grace: Any) -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            "a sweep trains every trial in one process: start it without torchrun, once per GPU"
+            "a sweep must be started without torchrun, because it trains every trial in one "
+            "process, got WORLD_SIZE > 1: start it once per GPU instead"
         )
     return as_int("processes", processes, 1), as_int("grace", grace, 2)
 
 
 def _check_is_sweep(path: Path) -> None:
     if not all((path / name).is_file() for name in (SHARED, STORAGE, ROWS)):
-        raise FileNotFoundError(f"folder must be that of a sweep, got {str(path)!r}: no {STORAGE}")
+        raise FileNotFoundError(
+            f"folder must be the folder of a sweep, got {str(path)!r}, which does not contain all "
+            f"of {SHARED}, {STORAGE} and {ROWS}"
+        )
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """Files as they are called from everywhere: the sweep may be gone on with from there."""
+    """Make paths absolute, so that the sweep can be continued from another working folder."""
     given = {name: getattr(config, name) for name in ("data", "tokenizer", "model")}
     paths = {name: os.path.abspath(own) for name, own in given.items() if os.path.exists(own)}
     return config.replace(**paths)
 
 
 def _try_to_prepare(trials: Sequence[Trial], config: RunConfig, folder: Path) -> None:
-    """Check data and model before a hundred trials fail of them."""
+    """Check data and model before many trials fail because of them."""
     from graphattn.train.runs.setup import prepare
 
     for own in {trial.mixer: trial for trial in trials}.values():
@@ -231,7 +239,7 @@ def _read_rows(path: Path) -> list[Row]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: is no JSON: {error}") from None
+            raise ValueError(f"{path}, line {number}: is not valid JSON: {error}") from None
     return rows
 
 
@@ -247,13 +255,13 @@ def _work_until_over(queue: TrialQueue, train: Callable[[RunConfig], Run], tell:
         elif queue.is_over():
             return
         else:
-            time.sleep(POLL)  # what others are training may be left to us
+            time.sleep(POLL)  # a trial of another process may become free
 
 
 @contextmanager
 def _others(count: int, folder: Path, grace: int, train: Any, tell: Any) -> Any:
-    """Further processes at the same work, which end when this one is interrupted or killed."""
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    """Start further processes for the sweep, which end when this one is interrupted or killed."""
+    context = multiprocessing.get_context("spawn")  # a forked process with threads can hang
     started = [
         context.Process(target=_work_beside, args=(folder, grace, train, tell, count + 1))
         for _ in range(count)
@@ -264,7 +272,7 @@ def _others(count: int, folder: Path, grace: int, train: Any, tell: Any) -> Any:
         yield
     except BaseException:
         for process in started:
-            process.terminate()  # SIGTERM: a run saves its state, and ends
+            process.terminate()  # SIGTERM: the run saves its state and ends
         raise
     finally:
         for process in started:
@@ -273,7 +281,7 @@ def _others(count: int, folder: Path, grace: int, train: Any, tell: Any) -> Any:
 
 def _work_beside(folder: Path, grace: int, train: Any, tell: Any, processes: int) -> None:
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # Control-C reaches the first process alone, which passes it on once
+        os.setpgrp()  # Control-C then reaches only the first process, which passes it on once
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with _threads(processes):
         try:
@@ -291,7 +299,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _threads(processes: int) -> Any:
-    """Each process computes with its share of the cores."""
+    """Limit each process to its share of the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, math.floor(before / processes)))
     try:

@@ -39,7 +39,7 @@ def compiled_windows(form: Form) -> Callable[[AttentionInputs], Tensor]:
         band = of_band(x)
         width = band.before + 1 + band.after
         if width > WIDEST:
-            raise MissingError(f"for windows of {WIDEST} tokens at most")
+            raise MissingError(f"it supports only windows of at most {WIDEST} tokens")
         needs_compiler(x.query.device)
         check_memory(float(x.query.shape[:-1].numel()) * width, "its weights", x.query)
         return SlicedWindows.apply(x.query, x.key, x.value, x.sigma, band.before, band.after, form)

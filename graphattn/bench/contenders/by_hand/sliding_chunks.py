@@ -49,7 +49,7 @@ def chunks_of(x: AttentionInputs) -> Chunks:
             case GlobalTokens(tokens=tokens), Band(self_loops=True, dilation=1) as band:
                 everyone = torch.tensor(tokens)
             case _:
-                raise MissingError("windows with global tokens only")
+                raise MissingError("it supports only windows with global tokens")
         x.prepared["chunks"] = Chunks(cut(band, x, CHUNK, everyone), everyone)
     found: Chunks = x.prepared["chunks"]
     return found

@@ -38,9 +38,9 @@ def of_band(x: AttentionInputs) -> Band:
     """The window of the graph; what is none has no blocks."""
     band = x.graph.structure
     if not isinstance(band, Band) or not band.self_loops or band.dilation != 1:
-        raise MissingError("windows only, whose tokens see themselves")
+        raise MissingError("it supports only windows whose tokens see themselves")
     if x.query.dim() != 3:
-        raise MissingError("one sequence only")
+        raise MissingError("it supports only one sequence")
     return band
 
 
@@ -124,7 +124,7 @@ def blocks_top_k(select: Callable[[Tensor, int], Tensor]) -> Callable[[Attention
     def run(x: AttentionInputs) -> Tensor:
         only_on_a_cpu(x.query.device)
         if x.top_k is None:
-            raise MissingError("for top-k")
+            raise MissingError("it supports only top-k")
         blocks = blocks_of(x)
         query, key, value = operands(x.query, x.key, x.value, blocks)
         rows = float(blocks.number) * blocks.size * x.query.shape[1]

@@ -1,4 +1,4 @@
-"""Consensus in the place of a model's attention."""
+"""Consensus as a replacement of a model's attention."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from graphattn.nn.edges.network import EdgeNetwork
 from graphattn.ops import consensus_update
 from graphattn.ops.inputs import ValidPair
 
-WINDOW = 2  # the paper's: two tokens on each side, or before
+WINDOW = 2  # as in the paper: two tokens on each side, or before
 
 
 class Consensus(Replacement):
-    """One step of every token towards the tokens it sees, by a learned matrix per edge.
+    """One consensus step of every token towards the tokens that it sees, with a matrix per edge.
 
-    The state is ``source_proj(hidden)``, which starts as the model's value projection, and what
-    moved goes through the model's output projection: with no step at all this would be attention
-    of every token to itself.
+    The state is ``source_proj(hidden)``, which starts as the model's value projection. The moved
+    state goes through the model's output projection. Without a step, this would be attention of
+    every token to itself.
     """
 
     mixer = "consensus"
@@ -63,8 +63,8 @@ class Consensus(Replacement):
         self.update: Any = as_choice("update", update, ("energy", "target"))
         if causal and self.update == "energy":
             raise ValueError(
-                "update='energy' leaks the future in a causal model: an edge also moves the "
-                "earlier token, by what the later one knows. Use update='target'"
+                "update must be 'target' in a causal model, got 'energy', which leaks the future: "
+                "an edge also moves its earlier token, which then depends on the later one"
             )
         isometric = rope in (None, "isometric")
         self.choose_rotation(None if rope is None else bool(rope))
@@ -72,7 +72,8 @@ class Consensus(Replacement):
         if self.rotation is not None and not self.isometric and self.step_size == "auto":
             raise ValueError(
                 "step_size='auto' needs rope=False or rope='isometric': with rope=True (Eq. 42) "
-                "the update is no gradient step and no bound on R makes it safe"
+                "the update is not a gradient step, and no bound on R gives a safe step size. "
+                "Change rope, or set step_size to a number"
             )
         projection = value_projection(replaced, family, heads_of(replaced, family), self.head_dim)
         dim = self.heads * self.head_dim
@@ -91,8 +92,8 @@ class Consensus(Replacement):
     def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         if call.cache is not None and self.update == "energy":
             raise ValueError(
-                "cache (past_key_values) cannot be used with update='energy', which also moves the "
-                "tokens of the cache: use update='target', or use_cache=False"
+                "cache (past_key_values) must be None with update='energy', which would also move "
+                "the tokens in the cache: convert with update='target', or pass use_cache=False"
             )
         state = self.source_proj(hidden).unflatten(-1, (self.heads, -1))  # [B, Q, H, D]
         turned = self.turned(state, call)
@@ -126,12 +127,12 @@ class Consensus(Replacement):
         return self.turned_back(moved, call) if self.isometric else moved
 
     def turned(self, state: Tensor, call: ReplacedCall) -> Tensor:
-        """[B, Q, H, D] turned by position."""
+        """Rotate states [B, Q, H, D] by position."""
         (found,) = self.rotate(call, state.transpose(1, 2))
         return found.transpose(1, 2).to(state.dtype)
 
     def turned_back(self, state: Tensor, call: ReplacedCall) -> Tensor:
-        """The inverse, which for models that also scale by position (YaRN) is no transpose."""
+        """Apply the inverse rotation; if the model also scales (YaRN), it is not the transpose."""
         assert call.rotation is not None
         cos, sin = call.rotation
         size = cos.square() + sin.square()
@@ -140,14 +141,14 @@ class Consensus(Replacement):
     def edges(
         self, seen: SeenEdges, call: ReplacedCall, hidden: Tensor
     ) -> tuple[TokenGraph, ValidPair]:
-        """The graph, and who is valid: of a gradient step at both ends of an edge."""
+        """Return the graph and the valid targets and sources; "energy" moves sources, too."""
         graph, valid = seen.graph, seen.valid
         if self.update == "target":
             return graph, (None, valid)
         if call.is_causal:
             raise ValueError(
-                "is_causal=True cannot be had of a layer converted with update='energy', which "
-                "moves both ends of an edge: convert with update='target'"
+                "is_causal must be False in a layer converted with update='energy', which moves "
+                "both tokens of an edge, got True: convert with update='target'"
             )
         if call.mask is None or is_sketch(call.mask):
             return graph, (valid, valid)
@@ -156,17 +157,17 @@ class Consensus(Replacement):
 
 
 def seen_at_all(graph: TokenGraph, valid: Tensor | None) -> Tensor:
-    """Tokens that somebody sees; padding is what nobody does, and it must not move others."""
+    """Return which tokens are seen by any token; others are padding, which must not move tokens."""
     tokens = torch.zeros(graph.num_sources, dtype=torch.bool, device=graph.edge_index.device)
     tokens[graph.edge_index[0]] = True
     return tokens if valid is None else tokens & valid
 
 
 def components(graph: TokenGraph) -> TokenGraph:
-    """Split edges into a batch of runs of tokens that no edge joins.
+    """Split a graph into a batch of runs of tokens without edges between them.
 
-    A safe step is one number per sequence, so it must know where sequences end: within a padded
-    batch, and among several that are packed in a row.
+    A safe step size is one number per sequence, so the ends of sequences must be known, also of
+    several that are packed in a row.
     """
     source, target = graph.edge_index
     first, last = torch.minimum(source, target), torch.maximum(source, target)

@@ -1,4 +1,4 @@
-"""The call that replaces attention modules by others, where projections disappear or change."""
+"""Replace attention modules by others, with fewer or different projections."""
 
 from __future__ import annotations
 
@@ -68,55 +68,54 @@ def convert(
                     (Stabilizing Transformer Training Through Consensus, Algorithms 1 to 3)
     =============== =====================================================================
 
-    What stays is the model's: its output projection, its masks (padding, sliding windows, packed
-    sequences), its caches, and its dropout (consensus has no weights to drop). Weights that a mixer
-    does not use are gone from the model. All layers are checked before the first is replaced. The
-    call is written into ``model.config.graphattn``, from which
+    The model keeps its output projection, its masks (padding, sliding windows, packed sequences),
+    its caches, and its dropout (consensus has no weights to drop). Weights that a mixer does not
+    use are removed. All layers are checked before the first is replaced. The call is stored in
+    ``model.config.graphattn``, from which
     :func:`~graphattn.integrations.transformers.from_pretrained` makes the model again.
 
-    In a model with rotary positions the model's own cosines and sines turn the features of "gka",
-    values included (Eq. 11 of its paper), and the states that "consensus" compares; both layers
-    would otherwise know nothing of positions. Both then know absolute positions, not differences
-    alone: averages of turned values turn with them, and so do states under matrices that do not.
-    "gka" without ``normalize=True`` takes the hidden states as the block's normalisation hands them
-    on.
+    In a model with rotary positions, the model's own cosines and sines rotate the features of
+    "gka", including values (Eq. 11 of its paper), and the states that "consensus" compares;
+    otherwise, both layers would not depend on positions. They then depend on absolute positions,
+    not only on differences, because averages of rotated values, and states under matrices that are
+    not rotated, also rotate. "gka" without ``normalize=True`` uses the hidden states as they come
+    from the normalisation of the block.
 
-    Fine-tune afterwards: the other weights were trained for something else. PEFT freezes new
-    parameters unless ``LoraConfig(modules_to_save=["bandwidth"])`` names their module ("bandwidth"
-    holds `log_sigma`; consensus has "edge_net" and "source_proj"), and transformers' Trainer
-    applies its weight decay to `log_sigma` unless it is given an optimizer made of
-    :func:`graphattn.train.parameter_groups`.
+    Fine-tune the model afterwards, because the other weights were trained with another mechanism.
+    PEFT freezes new parameters unless ``LoraConfig(modules_to_save=["bandwidth"])`` names their
+    module ("bandwidth" contains `log_sigma`; consensus has "edge_net" and "source_proj"). The
+    Trainer of transformers applies weight decay to `log_sigma` unless you pass an optimizer made
+    with :func:`graphattn.train.parameter_groups`.
 
     Args:
         model: a model of transformers.
         mixer: "gka", "vlt", "krause" or "consensus".
-        layers: numbers of attention modules, as in ``range(4, 12)``, negative ones from the end;
-            all if None. Cross-attention cannot be converted.
-        **options: `window`, for every mixer: what a token sees within the model's own mask, the
-            last `window` tokens, itself counted, of a causal model, and `window` on each side of
-            others; None for no limit, which is the default but for consensus (two tokens on each
-            side, or before). Further:
+        layers: numbers of attention modules, such as ``range(4, 12)``; negative numbers count from
+            the end. None for all. Cross-attention cannot be converted.
+        **options: `window`, for every mixer: how far a token sees, in addition to the model's own
+            mask: in a causal model the last `window` tokens including itself, in others `window`
+            tokens on each side. None for no limit, which is the default, except for consensus (two
+            tokens on each side, or before). Further options:
 
             - "gka": `init_sigma`, sqrt(D) if None; `normalize`, parameter-free RMS norm per head;
               `eps` in the denominator (Eq. 4); `rope`, whether the model's rotation is applied
-              (None: where there is one).
-            - "vlt": `top_k`, how many sources every target keeps in each head.
-            - "krause": `top_k`; `init_sigma`, ``scaling ** -0.5`` of the layer if None, with which
-              logits differ from the model's by squared lengths alone; `sigma_per_head`.
+              (None: if there is one).
+            - "vlt": `top_k`, how many sources every target sees in each head.
+            - "krause": `top_k`; `init_sigma`, ``scaling ** -0.5`` of the layer if None, so that
+              logits differ from the model's only by squared lengths; `sigma_per_head`.
             - "consensus": `rank`, `edge_hidden`, `edge_input`, `trunk` as in
               :class:`~graphattn.nn.SelfConsensus`; `step_size`, a number or "auto" (the default,
-              which never overshoots); `update`, "energy" or "target" (None: "target" where the
-              model is causal, which needs it); `rope`, "isometric" where None, True (Eq. 42) or
-              False.
+              which never overshoots); `update`, "energy" or "target" (None: "target" in a causal
+              model, which needs it, else "energy"); `rope`, True (Eq. 42), False or "isometric"
+              (also for None).
 
     Returns:
         The numbers of the layers that were replaced.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed: for a family that is not
-            known, for a mixer that needs what a layer lacks (equally many query and key heads,
-            heads that fill the hidden size), and for options that the mixer does not have. Nothing
-            is changed then.
+        ValueError: if the family of the model is not known, if a layer does not have what the mixer
+            needs (the same number of query and key heads, heads that fill the hidden size), or if
+            the mixer does not have an option. Nothing is changed then.
 
     Example:
         >>> import torch
@@ -140,16 +139,16 @@ def convert(
 
 
 def replay_convert(model: nn.Module, *, mixer: str, layers: Any, **options: Any) -> None:
-    """:func:`convert` as a config keeps it."""
+    """Repeat a call of :func:`convert` from a config."""
     replace(model, mixer, layers, options)
 
 
 def replace(model: nn.Module, mixer: str, layers: Any, options: dict[str, Any]) -> list[int]:
-    """Replace the chosen modules, all or none of them, without writing it down."""
+    """Replace the chosen modules, all or none, without changing the config."""
     if mixer not in MIXERS:
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (mixers that keep "
-            "a layer as it is, such as 'dot' and 'rbf', are for configure())"
+            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (for mixers that "
+            "keep all projections, such as 'dot' and 'rbf', use configure())"
         )
     check_options(mixer, options)
     numbers = chosen_layers(model, layers)
@@ -171,46 +170,55 @@ def replace(model: nn.Module, mixer: str, layers: Any, options: dict[str, Any]) 
 
 
 def check_options(mixer: str, options: dict[str, Any]) -> None:
-    """Options must be of this mixer, and such that a config can hold them."""
+    """Check that a mixer has these options, and that a config can store them."""
     parameters = inspect.signature(MIXERS[mixer].__init__).parameters.values()
     known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for name, value in options.items():
         if name not in known:
-            raise ValueError(f"mixer={mixer!r} has the options {known}, got {name}={value!r}")
+            raise ValueError(
+                f"{name} must be one of the options of mixer={mixer!r}, {known}, got "
+                f"{name}={value!r}"
+            )
     if options.get("window") is not None:
         as_int("window", options["window"], 1)
 
 
 def checked_family(name: str, module: nn.Module, where: str) -> Family:
-    """Return the family of a module, or refuse to convert it."""
+    """Return the family of a module, or raise a ValueError if it cannot be converted."""
     if is_replacement(module):
         mixer = getattr(module, "mixer", None)
-        raise ValueError(f"layers must be attention of the model itself: {where} is {mixer!r} now")
+        raise ValueError(
+            f"layers must be attention modules of the model itself, but {where} is already "
+            f"converted to {mixer!r}"
+        )
     if "forward" in vars(module):
         raise ValueError(
-            f"{where} has a forward of its own, as accelerate gives to models that it spreads over "
-            "devices, which would go round the conversion: convert the model before, or let "
+            f"{where} has its own forward, as accelerate sets it in models on several devices, "
+            "which would bypass the conversion: convert the model before that, or let "
             "from_pretrained of this package do both"
         )
     if is_cross_attention(name, module):
         raise ValueError(
-            f"layers must not include cross-attention, which reads another sequence: {where}; "
-            "name the others with layers="
+            f"layers must not include cross-attention, which reads another sequence, got {where}: "
+            "choose other layers with layers="
         )
     if getattr(module, "graphattn_options", AS_IT_IS) != AS_IT_IS:
         raise ValueError(
-            f"{where} was given options by configure(), which would be lost: convert layers that "
-            "are not configured, and give convert() a window= of its own"
+            f"{where} has options from configure(), which would be lost: convert only layers that "
+            "are not configured, and pass window= to convert() instead"
         )
     family = family_of(module)
     if family is None:
         raise ValueError(
-            f"convert() does not know how {type(module).__name__} is built; configure() works for "
-            f"it ({where}). convert() knows {', '.join(FAMILIES)}"
+            f"layers must be of a class that convert() knows ({', '.join(FAMILIES)}), got "
+            f"{type(module).__name__} in {where}: use configure(), which works for it"
         )
     missing = missing_parts(module, family)
     if missing:
-        raise ValueError(f"{where} lacks {missing}, which its family has in the versions known")
+        raise ValueError(
+            f"{where} has no {missing}, which its class has in all supported versions of "
+            "transformers"
+        )
     return family
 
 
@@ -222,20 +230,22 @@ def check_needs(mixer: str, module: nn.Module, family: Family, where: str) -> No
     hidden = int(module.config.hidden_size)  # type: ignore[union-attr, arg-type]
     if heads * head_dim != hidden:
         raise ValueError(
-            f"mixer={mixer!r} needs heads that fill the hidden states, since it mixes their slices:"
-            f" {where} has {heads} heads of {head_dim} features, and a hidden size of {hidden}"
+            f"mixer={mixer!r} needs heads * head_dim to equal the hidden size, because heads mix "
+            f"slices of the hidden states, but {where} has {heads} heads of {head_dim} features "
+            f"and a hidden size of {hidden}"
         )
     key_heads = key_heads_of(module, family)
     if mixer == "vlt" and key_heads != heads:
         raise ValueError(
-            f"mixer={mixer!r} needs as many key heads as query heads, since values are slices of "
-            f"the hidden states, one for every query head: {where} has {heads} and {key_heads} "
-            "(grouped-query attention); use 'gka', 'krause' or 'consensus'"
+            f"mixer={mixer!r} needs as many key heads as query heads, because values are slices of "
+            f"the hidden states, one per query head, but {where} has {heads} query heads and "
+            f"{key_heads} key heads (grouped-query attention): use 'gka', 'krause' or 'consensus'"
         )
     reads = [family.value] if mixer == "consensus" or (mixer == "vlt" and family.fused) else []
     for name in reads:
         if type(getattr(module, name)) not in (nn.Linear, Conv1D):
             raise ValueError(
-                f"mixer={mixer!r} copies weights of {name} in {where}, which is a "
-                f"{type(getattr(module, name))}: convert before adapters or quantisation"
+                f"mixer={mixer!r} copies the weights of {name}, which must be an nn.Linear or "
+                f"Conv1D, but in {where} it is a {type(getattr(module, name))}: convert before "
+                "adding adapters or quantising"
             )

@@ -1,4 +1,4 @@
-"""Attention with projections left out, or by distance: what `convert` puts into a model."""
+"""Modules that `convert` puts into a model: attention by distance, or with fewer projections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphattn.ops import dot_product_attention, rbf_attention
 
 
 class ReplacedAttention(Replacement):
-    """Weighted averages over what a token sees; `operation` says by which weights."""
+    """Weighted averages over the tokens that a token sees; `operation` computes them."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, call: ReplacedCall
@@ -29,7 +29,7 @@ class ReplacedAttention(Replacement):
         seen = self.seen(call, hidden, key.shape[2])
         keys = slice(seen.keys.start, seen.keys.stop)
         q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, keys], value[:, :, keys]))
-        q, k = q.to(v.dtype), k.to(v.dtype)  # autocast has its own idea of each
+        q, k = q.to(v.dtype), k.to(v.dtype)  # with autocast, dtypes can differ
         if seen.packed:
             q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         valid = None if seen.valid is None else (None, seen.valid)
@@ -38,21 +38,21 @@ class ReplacedAttention(Replacement):
         return out.reshape(*hidden.shape[:2], self.heads, -1)
 
     def operation(self, query: Tensor, key: Tensor, value: Tensor, graph: Any, **kw: Any) -> Tensor:
-        """The operation of this library that does it."""
+        """Call the operation of this library."""
         raise NotImplementedError
 
     def slices(self, hidden: Tensor) -> Tensor:
-        """The heads' slices of the hidden states, [B, H, Q, D]."""
+        """Return the slices of the hidden states for each head, [B, H, Q, D]."""
         return hidden.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def keep(self, replaced: nn.Module, *names: str) -> None:
-        """Keep projections under their names, and norms of queries and keys if there are any."""
+        """Copy references to projections, and to norms of queries and keys if there are any."""
         for name in (*names, *(("q_norm", "k_norm") if self.family.norms else ())):
             if hasattr(replaced, name):
                 setattr(self, name, getattr(replaced, name))
 
     def projected(self, hidden: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """Queries and keys (2 parts), or values too (3), as the model makes them: [B, Hx, Q, D]."""
+        """Compute queries, keys and (for 3 parts) values as the model does: [B, Hx, Q, D]."""
         family, D = self.family, self.head_dim
         if family.fused is None:
             names = (family.query, family.key, family.value)[:parts]
@@ -154,7 +154,7 @@ class ValueLess(ReplacedAttention):
 
 
 class Krause(ReplacedAttention):
-    """Krause attention: the model's own projections, weights by distance, the nearest alone."""
+    """Krause attention: the model's own projections, weights by distance, only the nearest."""
 
     mixer = "krause"
 
@@ -170,7 +170,7 @@ class Krause(ReplacedAttention):
     ) -> None:
         super().__init__(replaced, family, window=window)
         self.top_k = None if top_k is None else as_int("top_k", top_k, 1)
-        sigma = self.scale**-0.5  # logits then differ from the model's by squared lengths alone
+        sigma = self.scale**-0.5  # logits then differ from the model's only by squared lengths
         if init_sigma is not None:
             sigma = as_float("init_sigma", init_sigma, positive=True)
         self.keep(replaced, *family.projections)

@@ -18,15 +18,15 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List the attention modules of a model with their names, in the order of the model.
 
     They are the modules that look up the attention function in transformers' interface, so every
-    attention of a model counts: self-attention of encoder and decoder, cross-attention, those of a
-    vision tower. `layers=` of the calls of this package are indices of this list, and a module that
-    was replaced keeps the place of the one before it.
+    attention module of a model counts: self-attention of encoder and decoder, cross-attention, and
+    that of a vision tower. The argument `layers=` of this package contains indices of this list. A
+    replaced module keeps its index.
 
     Args:
-        model: a transformers model, or any module that holds one.
+        model: a transformers model, or any module that contains one.
 
     Returns:
-        ``[(name, module), ...]`` as ``model.named_modules()`` has them.
+        ``[(name, module), ...]`` with the names of ``model.named_modules()``.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaModel
@@ -39,13 +39,13 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention module, or stands in the place of one."""
+    """Return whether a module is an attention module or a replacement of one."""
     kind: Any = type(module)
     return is_replacement(module) or calls_interface(kind)
 
 
 def is_replacement(module: nn.Module) -> bool:
-    """Whether a module stands in the place of an attention module: its class says so."""
+    """Return whether a module is a replacement of an attention module."""
     kind: Any = type(module)
     return bool(getattr(kind, "replaces_attention", False))
 
@@ -66,7 +66,7 @@ def names_interface(code: CodeType) -> bool:
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
-    """Whether an attention module reads another sequence, by its names."""
+    """Return whether an attention module reads another sequence, judged by its name."""
     if getattr(module, "is_cross_attention", False) is True:  # GPT-2 has one class for both
         return True
     place = ".".join(name.split(".")[-2:])  # ESM's is "crossattention.self"

@@ -1,4 +1,4 @@
-"""Base of the modules that `convert` puts in the place of a model's attention."""
+"""Base of the modules with which `convert` replaces a model's attention."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from graphattn.integrations.transformers.conversion.families import (
 from graphattn.integrations.transformers.masks.graphs import SeenEdges, seen_through
 from graphattn.integrations.transformers.masks.mask_function import is_sketch
 
-IMPLEMENTATIONS = ("graphattn", "sdpa", "eager")  # whose masks say who sees whom
+IMPLEMENTATIONS = ("graphattn", "sdpa", "eager")  # implementations that pass masks to layers
 
 
 class ReplacedCall(NamedTuple):
-    """Arguments of an attention module beside the hidden states."""
+    """Arguments of an attention module other than the hidden states."""
 
     mask: Tensor | None
     rotation: tuple[Tensor, Tensor] | None  # cos and sin at the positions of the queries
@@ -35,11 +35,11 @@ class ReplacedCall(NamedTuple):
 
 
 class Replacement(nn.Module):
-    """A module in the place of an attention module: called the same way, and returning the same.
+    """A module that replaces an attention module, with the same arguments and kind of result.
 
-    It keeps the output projection of the module before it (where that is inside the module), its
-    dropouts, and every plain attribute that the rest of the model may look at. Projections that its
-    mixer does not use are gone.
+    It keeps the output projection of the original module (if it has one), its dropouts, and all
+    plain attributes that the rest of the model may read. Projections that its mixer does not use
+    are removed.
     """
 
     replaces_attention: ClassVar = True
@@ -71,7 +71,7 @@ class Replacement(nn.Module):
                 setattr(self, kept, getattr(replaced, kept))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Mix the hidden states [B, Q, dim], as the module that stood here was called."""
+        """Mix the hidden states [B, Q, dim]; arguments are those of the original module."""
         hidden, call = self.read(args, kwargs)
         mixed = self.mix(hidden, call).reshape(*hidden.shape[:-1], -1)
         for name in (self.family.output, self.family.output_dropout):
@@ -84,13 +84,13 @@ class Replacement(nn.Module):
         raise NotImplementedError
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ReplacedCall]:
-        """The hidden states, and what else the call means; what is not understood is refused."""
+        """Return the hidden states and the other arguments; raise an error for unsupported ones."""
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         self.check_implementation()
         if given.get("output_attentions"):
             raise ValueError(
-                f"output_attentions=True cannot be had of a layer converted to {self.mixer!r}: the "
-                "model collects the weights of its own attention classes only"
+                f"output_attentions must be False in a layer converted to {self.mixer!r}, got "
+                "True: the model collects weights only from its own attention classes"
             )
         name = cache_name(given)
         cache = None if name is None else given[name]
@@ -107,22 +107,22 @@ class Replacement(nn.Module):
         for name, value in given.items():
             if value is not None and name not in HARMLESS:
                 raise ValueError(
-                    f"{name} is not supported by a layer converted to {self.mixer!r} (got a "
-                    f"{type(value).__name__}), and ignoring it could change the result"
+                    f"{name} must be None in a layer converted to {self.mixer!r}, which does not "
+                    f"support it, got a {type(value).__name__}: ignoring it could change the result"
                 )
         return hidden, call
 
     def check_implementation(self) -> None:
-        """Refuse implementations that keep the mask to themselves, or hand on none."""
+        """Raise an error for implementations that do not pass a mask to layers."""
         name = self.config._attn_implementation
         if name is not None and name not in IMPLEMENTATIONS:
             raise ValueError(
                 f"attn_implementation must be one of {IMPLEMENTATIONS} in a model with converted "
-                f"layers, got {name!r}: model.set_attn_implementation('sdpa')"
+                f"layers, got {name!r}: call model.set_attn_implementation('sdpa')"
             )
 
     def rotate(self, call: ReplacedCall, *states: Tensor) -> tuple[Tensor, ...]:
-        """States [B, H, Q, D] turned by their positions, as the model turns queries and keys."""
+        """Rotate states [B, H, Q, D] by position, as the model rotates queries and keys."""
         if self.rotation is None:
             return states
         if call.rotation is None:
@@ -134,7 +134,7 @@ class Replacement(nn.Module):
         return turned if len(states) == 2 else turned[:1]
 
     def choose_rotation(self, rope: bool | None) -> None:
-        """Keep the model's rotation of features by position, or not; None keeps what there is."""
+        """Set whether the model's rotation by position is used; None uses it if there is one."""
         if rope is None:
             return
         if not isinstance(rope, bool):
@@ -142,13 +142,13 @@ class Replacement(nn.Module):
         if rope and self.rotation is None:
             raise ValueError(
                 f"rope=True needs a model with rotary positions, which {self.replaced_class} does "
-                "not have: its positions are in the hidden states already"
+                "not have: its positions are already in the hidden states. Leave out rope="
             )
         if not rope:
             self.rotation = None
 
     def remember(self, call: ReplacedCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens so far, where the model keeps a cache."""
+        """Return keys and values of all tokens so far, if the model has a cache."""
         if call.cache is None:
             return key, value
         key, value = call.cache.update(key, value, self.layer_idx)
@@ -176,8 +176,9 @@ class Replacement(nn.Module):
         )
         if found.bias is not None:
             raise ValueError(
-                "attention_mask must hold 0 where a token is seen and the smallest number where "
-                "it is not: a bias of the logits is not supported in a converted layer"
+                "attention_mask must be 0 where a token is seen and the smallest number of its "
+                "dtype where it is not, got other numbers: a converted layer does not support a "
+                "bias of the logits"
             )
         return found
 
@@ -186,9 +187,9 @@ class Replacement(nn.Module):
 
 
 def narrowed(mask: Tensor, window: int) -> Tensor:
-    """A causal mask [B, 1, Q, n] cut to the last `window` keys of every row, its own counted.
+    """Limit a causal mask [B, 1, Q, n] to the last `window` keys of every row, including its own.
 
-    Its own is the last that a row sees: a static cache has room beyond, which nothing sees.
+    The own key is the last one that a row sees: places of a static cache after it are still empty.
     """
     low = None if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     seen = mask if low is None else mask > low / 2
@@ -198,10 +199,10 @@ def narrowed(mask: Tensor, window: int) -> Tensor:
 
 
 class Bandwidth(nn.Module):
-    """A bandwidth per head, sigma = exp(log_sigma), as a module of its own.
+    """A bandwidth per head, sigma = exp(log_sigma), as a separate module.
 
-    PEFT freezes the parameters of a model but for those of modules named in its `modules_to_save`,
-    so ``modules_to_save=["bandwidth"]`` keeps it trainable, and saves it with the adapter.
+    PEFT freezes the parameters of a model, except those of modules named in `modules_to_save`. With
+    ``modules_to_save=["bandwidth"]`` they stay trainable and are saved with the adapter.
 
     Args:
         heads: H, or 1 for a bandwidth that all heads share.
@@ -217,7 +218,7 @@ class Bandwidth(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """The bandwidths for these features, [heads], in float32 at least."""
+        """Return the bandwidths for these features, [heads], at least in float32."""
         dtype = torch.promote_types(self.log_sigma.dtype, torch.float32)
         return self.log_sigma.to(dtype).exp()
 

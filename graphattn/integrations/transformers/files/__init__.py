@@ -1,1 +1,1 @@
-"""Changed models as files: saved whole or not at all, and made again."""
+"""Save changed models to files, completely or not at all, and load them."""

@@ -1,4 +1,4 @@
-"""The mark of a model that was changed: a buffer that files carry, and saving that knows of it."""
+"""The mark of a changed model: a buffer in its files, and a safe method for saving."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import nn
 from graphattn.integrations.transformers.files.whole_saves import save_pretrained
 from graphattn.integrations.transformers.options import VERSION
 
-# transformers names weights that it has no use for when it loads a model: that is how whoever
-# loads a changed model as if it were not hears of it.
+# transformers warns about unused weights when it loads a model, so a user who loads a changed #
+# model without this package sees a warning about the mark.
 MARK = "load_with_graphattn_integrations_transformers_from_pretrained"
 
 
 def mark(model: nn.Module) -> None:
-    """Let loading without this package be heard of, and saving be whole or not at all.
+    """Mark a model, so that loading it without this package gives a warning, and saving is atomic.
 
-    Weights of the model as it was, without the mark, still fit: `load_state_dict` asks for no mark.
+    `load_state_dict` does not need the mark, so the original weights can still be loaded.
     """
     if MARK not in dict(model.named_buffers(recurse=False)):
         model.register_buffer(MARK, torch.tensor(VERSION))
         model.register_load_state_dict_post_hook(_without_mark)
-    # A partial rather than a method, which pickle would take for the class's own.
+    # Use a partial: pickle would replace a bound method by that of the class.
     model.save_pretrained = functools.partial(save_pretrained, model)  # type: ignore[assignment]
 
 
 def is_marked(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, was changed by this package."""
+    """Return whether this package has changed a model or a part of it."""
     return any(name.rpartition(".")[2] == MARK for name, _ in model.named_buffers())
 
 

@@ -1,4 +1,4 @@
-"""Models that were changed, as files: written whole or not at all, and made again from them."""
+"""Load models that were changed by this package from their files."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def from_pretrained(
     model_class: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model that was changed by this package, added parameters included.
+    """Load a model that was changed by this package, including added parameters.
 
-    The files are those of ``model.save_pretrained(directory)``. What was done to the model stands
-    in its config, under `graphattn`, and is done again before the weights are read.
+    The files are those of ``model.save_pretrained(directory)``. The config contains the changes
+    under `graphattn`; they are made again before the weights are read.
 
     Args:
         directory: a folder or a name on the hub, as in transformers.
-        graph: the function that `configure` was given as `graph`, which files do not hold; a list
-            of them, in the order of the calls, if there were several.
-        model_class: the class of the model, or an ``AutoModelFor...``; the first of the config's
-            `architectures` if None. With another class the parameters that it has or lacks are
-            named by transformers' own warning, as ever.
-        **kwargs: what the class's own ``from_pretrained`` takes (`dtype`, `device_map`, ...),
-            attributes of the config (`num_labels`, ...) included.
+        graph: the function that was passed to `configure` as `graph`, because files cannot contain
+            it; a list of them, in the order of the calls, if there were several.
+        model_class: the class of the model, or an ``AutoModelFor...``; the first of the
+            `architectures` in the config if None. With another class, transformers warns about
+            additional or missing parameters, as usual.
+        **kwargs: arguments of ``from_pretrained`` of that class (`dtype`, `device_map`, ...),
+            including attributes of the config (`num_labels`, ...).
 
     Returns:
-        The model, in evaluation mode as transformers loads it.
+        The model, in evaluation mode.
 
     Raises:
-        ValueError: if the config holds nothing of graphattn, was written by a newer version, or
-            the weights do not fit what it says; for a folder of adapters; for an
-            `attn_implementation` other than "graphattn" where layers were configured.
+        ValueError: if the config contains no changes by graphattn, was written by a newer version,
+            or does not fit the weights; if the folder contains only adapters; or if
+            `attn_implementation` is not "graphattn" although layers were configured.
 
     Example:
         >>> import tempfile
@@ -77,8 +77,8 @@ def from_pretrained(
     steps = steps_of(config)
     if not steps:
         raise ValueError(
-            f"directory must hold a model changed by graphattn, got {str(directory)!r}, whose "
-            f"config has no steps under 'graphattn': {_what_else(config)}"
+            f"directory must contain a model changed by graphattn, got {str(directory)!r}, whose "
+            f"config has no changes under 'graphattn': {_what_else(config)}"
         )
     cls = _class_of(config, model_class, directory, kwargs)
     wanted = _implementation(steps)
@@ -87,9 +87,8 @@ def from_pretrained(
     elif wanted is not None and kwargs["attn_implementation"] != wanted:
         raise ValueError(
             f"attn_implementation must be {wanted!r} (or not given) for a model whose layers were "
-            f"configured, got {kwargs['attn_implementation']!r}, which does not do what "
-            "configure() was told; for a run without it, call "
-            "model.set_attn_implementation() after loading"
+            f"configured, got {kwargs['attn_implementation']!r}, which ignores the options of "
+            "configure(). To use it anyway, call model.set_attn_implementation() after loading"
         )
     model, info = _rebuilt(cls, steps, graph).from_pretrained(
         directory, config=config, output_loading_info=True, **kwargs
@@ -100,7 +99,7 @@ def from_pretrained(
         if name in frozen:
             parameter.requires_grad_(False)
     if getattr(model, MARK).device.type != "meta":
-        getattr(model, MARK).fill_(VERSION)  # weights from another class may have come without it
+        getattr(model, MARK).fill_(VERSION)  # weights from another class may not contain it
     _check_loaded(model, info, config, directory, bool(kwargs.get("ignore_mismatched_sizes")))
     return (model, info) if wants_info else model
 
@@ -125,7 +124,7 @@ CODE = (
     "revision",
     "token",
 )
-# What the model takes itself, though some of it is an attribute of configs as well.
+# Arguments of the model itself, although some are also attributes of configs.
 NOT_CONFIG = (
     "attn_implementation",
     "device_map",
@@ -135,7 +134,8 @@ NOT_CONFIG = (
     "quantization_config",
     "torch_dtype",
 )
-FROZEN = "_frozen_by_replay"  # names of what an adapter froze, which loading makes trainable
+# Names of parameters that adapters froze, and that loading would make trainable.
+FROZEN = "_frozen_by_replay"
 WRONG = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
@@ -143,23 +143,24 @@ def _refuse_adapters(source: Any) -> None:
     folder = Path(source)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ValueError(
-            f"directory must hold a whole model, got {str(source)!r}, which holds adapters of PEFT "
-            "alone: make the model as it was before the adapters, with the same calls of this "
-            "package, and load them with peft.PeftModel.from_pretrained(model, directory)"
+            f"directory must contain a whole model, got {str(source)!r}, which contains only "
+            "adapters of PEFT: make the model as it was before the adapters, with the same calls "
+            "of this package, and load the adapters with peft.PeftModel.from_pretrained(model, "
+            "directory)"
         )
 
 
 def _what_else(config: Any) -> str:
     if is_part(config):
         return (
-            "it is a part of a model that was changed. Load it with transformers itself, set "
-            "model.config.graphattn = None, and change it anew"
+            "it is a part of a model that was changed. Load it with transformers, set "
+            "model.config.graphattn = None, and make the changes again"
         )
-    return "load it with transformers itself"
+    return "load it with transformers"
 
 
 def _check_loaded(model: Any, info: Any, config: Any, directory: Any, ignore: bool) -> None:
-    """Refuse weights that do not fit; of another class's head transformers has warned."""
+    """Raise an error if weights do not fit; transformers has warned about other heads."""
     wrong = {kind: {name for name in info.get(kind) or () if not _is_mark(name)} for kind in WRONG}
     if ignore:
         wrong["mismatched_keys"] = set()
@@ -171,7 +172,9 @@ def _check_loaded(model: Any, info: Any, config: Any, directory: Any, ignore: bo
             wrong["missing_keys"] -= plain
     named = {kind: sorted(map(str, names)) for kind, names in wrong.items() if names}
     if named:
-        raise ValueError(f"the weights in {str(directory)!r} do not fit config.graphattn: {named}")
+        raise ValueError(
+            f"weights in {str(directory)!r} do not fit the changes in config.graphattn: {named}"
+        )
 
 
 def _is_mark(name: Any) -> bool:
@@ -184,7 +187,7 @@ def _implementation(steps: list[dict[str, Any]]) -> str | None:
 
 
 def _class_of(config: Any, model_class: Any, directory: Any, kwargs: dict[str, Any]) -> Any:
-    """The class that is given, which may be an AutoModel, or the one that was saved."""
+    """Return the given class, which may be an AutoModel, or the one that was saved."""
     import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -206,13 +209,15 @@ def _class_of(config: Any, model_class: Any, directory: Any, kwargs: dict[str, A
         taken = {name: kwargs[name] for name in CODE if name in kwargs}
         return get_class_from_dynamic_module(next(iter(written.values())), directory, **taken)
     raise ValueError(
-        f"model_class must be given: transformers has no class of the config's architectures "
-        f"({config.architectures}; trust_remote_code=True for code that lies beside the weights)"
+        "model_class must be given: transformers has no class for the architectures of the "
+        f"config, {config.architectures}. If their code is stored with the weights, pass "
+        "trust_remote_code=True"
     )
 
 
 def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
-    """The class of a model that is changed as soon as it is made, before weights are read."""
+    """Make a subclass of a model that is changed right after construction, before weights are
+    read."""
     register()
 
     def initialize(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -226,7 +231,7 @@ def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
 
 
 def replay(model: Any, steps: list[dict[str, Any]], graph: Any = None) -> None:
-    """Do to a model what the steps of a config say, without writing them down again."""
+    """Make the changes in a config to a model, without storing them again."""
     calls: dict[str, Any] = {
         "configure": replay_configure,
         "convert": replay_convert,
@@ -238,15 +243,15 @@ def replay(model: Any, steps: list[dict[str, Any]], graph: Any = None) -> None:
         call = arguments.pop("call")
         if call not in calls:
             raise ValueError(
-                f"config.graphattn names the step {call!r}, which this version does not know "
+                f"config.graphattn contains a change {call!r}, which this version does not know "
                 f"({', '.join(calls)}): update graphattn"
             )
         try:
             inspect.signature(calls[call]).bind(model, **arguments)
         except TypeError as error:
             raise ValueError(
-                f"config.graphattn has a step {call!r} whose arguments this version does not "
-                f"know ({error}): {step}"
+                f"config.graphattn contains a change {call!r} with arguments that this version "
+                f"does not know ({error}), got {step}: update graphattn"
             ) from None
         if call == "configure" and arguments.get("graph") is not None:
             arguments["graph"] = graphs.pop(0)
@@ -255,17 +260,20 @@ def replay(model: Any, steps: list[dict[str, Any]], graph: Any = None) -> None:
 
 
 def _given(steps: list[dict[str, Any]], graph: Any) -> list[GraphOf]:
-    """The functions for the steps that had one, in their order."""
+    """Return the functions for the changes that had one, in their order."""
     layers = [step["layers"] for step in steps if step.get("graph") is not None]
     graphs = [] if graph is None else list(graph) if isinstance(graph, list | tuple) else [graph]
     if len(graphs) == len(layers):
         return graphs
     if not layers:
-        raise ValueError("graph must be None: no layer of this model was configured with a graph")
+        raise ValueError(
+            "graph must be None, because no layer of this model was configured with a graph, got "
+            "one"
+        )
     if not graphs:
         raise ValueError(
-            "graph must be given: the model was configured with a function for its graph, and "
-            "files do not hold functions"
+            "graph must be given, because the model was configured with a function for its graph, "
+            "and files cannot contain functions"
         )
     raise ValueError(
         f"graph must be a list of {len(layers)} functions, for the layers {layers}, got "

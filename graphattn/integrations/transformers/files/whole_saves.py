@@ -1,4 +1,4 @@
-"""Saves that are whole or did not happen."""
+"""Save models completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PREFIX = ".saving-"
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a model as its class does, but in a hidden folder inside, and then move all files up.
+    """Save a model into a hidden folder inside `save_directory`, then move all files up.
 
-    Whatever interrupts the save while it is written, an error, a full disk, Ctrl-C, the end of the
-    process, leaves the files as they were; an error while files are moved puts them back. Files
-    that are not of the model, as those of a tokenizer, stay. A save needs the room of both.
+    If writing is interrupted (by an error, a full disk, Ctrl-C, or the end of the process), the old
+    files do not change. If moving fails, the old files are restored. Other files, such as those of
+    a tokenizer, stay. The disk needs space for both copies.
 
-    With `push_to_hub`, with `distributed_checkpoint`, and in processes that do not write, it is
-    the class's own save.
+    With `push_to_hub` or `distributed_checkpoint`, and in processes that do not write, this calls
+    only the save method of the class.
 
-    Raises:
-        ValueError: where adapters are merged into the weights: files would hold them twice.
+    Raises: ValueError: if adapters are merged into the weights, because files would contain them
+        twice.
     """
     _refuse_merged(model)
     save = type(model).save_pretrained
@@ -57,13 +57,14 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 
 def _refuse_merged(model: Any) -> None:
-    """Merged adapters lie in the weights and beside them: loading would add them again."""
+    """Raise an error for merged adapters: they are also stored separately, so loading adds them
+    twice."""
     for name, module in model.named_modules():
         if getattr(module, "merged_adapters", None):
             raise ValueError(
                 "model must not be saved while adapters are merged into its weights, got "
                 f"{module.merged_adapters} merged in {name}: call unmerge() of such layers first, "
-                "or make a model without adapters by PeftModel.merge_and_unload()"
+                "or make a model without adapters with PeftModel.merge_and_unload()"
             )
 
 
@@ -107,9 +108,9 @@ INDEX = re.compile(r"(model|adapter_model)\.safetensors\.index(\.[^/]+)?\.json")
 
 
 def _outdated(folder: Path, written: set[str]) -> list[Path]:
-    """Weights of an earlier save under the same names and variant, which nothing names any more.
+    """Return weight files of an earlier save with the same name and variant that are now unused.
 
-    transformers would read a whole file rather than the shards beside it.
+    transformers would read an old single file instead of the new shards.
     """
     sets = {_set_of(name) for name in written} - {None}
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -123,7 +124,7 @@ def _set_of(name: str) -> tuple[str, str] | None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what processes of this machine left that were killed while they saved."""
+    """Remove folders of processes on this machine that were killed while saving."""
     start = f"{PREFIX}{socket.gethostname()}-"
     for path in folder.glob(f"{PREFIX}*"):
         number = path.name.removeprefix(start).partition("-")[0]

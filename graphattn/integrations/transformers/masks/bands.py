@@ -1,10 +1,10 @@
-"""Mask functions read as mathematics: which of them are a band of offsets, and which one.
+"""Find out whether a mask function is a band of offsets, by calling it with symbols.
 
-transformers writes a mask as a function of indices, ``f(batch, head, query, key) -> bool``, made of
-comparisons: ``key <= query``, ``key > query - 256``, ``abs(query - key) <= 64``. Called with the
-symbols below instead of numbers, such a function returns the offsets it lets through. A function
-that looks anything up (padding, packed sequences, token types) cannot be called with symbols: it
-is no band, and nobody has to guess from its name.
+transformers writes a mask as a function of indices, ``f(batch, head, query, key) -> bool``, which
+consists of comparisons: ``key <= query``, ``key > query - 256``, ``abs(query - key) <= 64``. Called
+with the symbols below instead of numbers, such a function returns the offsets that it allows. A
+function that reads a tensor (padding, packed sequences, token types) cannot be called with symbols,
+so it is not a band.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class MaskBand(NamedTuple):
             return NotImplemented
         return MaskBand(min(self.before, other.before), min(self.after, other.after))
 
-    def __bool__(self) -> bool:  # as of a tensor: `and`, `not`, `if` and `a < b < c` ask for it
+    def __bool__(self) -> bool:  # `and`, `not`, `if` and `a < b < c` call it, as for a tensor
         raise NoBandError
 
-    # What mask functions call on the tensors they think they have.
+    # Methods of tensors that mask functions may call.
 
     def to(self, *_: Any, **__: Any) -> MaskBand:
         return self
@@ -49,13 +49,11 @@ EVERYTHING = MaskBand(FAR, FAR)
 
 
 class NoBandError(Exception):
-    """A mask function does something that no band does."""
+    """A mask function does something that a band cannot do."""
 
 
 class Symbol:
-    """Symbol in the place of a number: nothing can be asked of it but what the classes below
-    answer.
-    """
+    """Symbol instead of a number, with only those operations that its subclasses define."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -124,10 +122,11 @@ class MaskSize(Symbol):
 
 
 def band_of(mask_function: Callable[..., Any]) -> MaskBand | None:
-    """Return the offsets that a mask function lets through, or None if it is no band.
+    """Return the offsets that a mask function allows, or None if it is not a band.
 
-    A function that asks for its batch or head, compares with a tensor, or does anything but add,
-    subtract, compare and ``&`` is no band. So is one that lets a token not see itself.
+    A function is not a band if it uses its batch or head, compares with a tensor, or uses
+    operations other than addition, subtraction, comparison and ``&``; nor is it if a token does not
+    see itself.
 
     Args:
         mask_function: ``f(batch, head, query, key)``, as in ``transformers.masking_utils``.
@@ -141,7 +140,7 @@ def band_of(mask_function: Callable[..., Any]) -> MaskBand | None:
     """
     try:
         band = mask_function(Symbol(), Symbol(), Index(1, 0), Index(0, 1))
-    except Exception:  # whatever symbols cannot do: tensors may well do it
+    except Exception:  # the function does something that only works with tensors
         return None
     return band if isinstance(band, MaskBand) and min(band) >= 0 else None
 
@@ -155,11 +154,11 @@ def _index(x: Any) -> Index:
 
 
 def _where_positive(x: Index) -> MaskBand:
-    """The offsets j - i at which x >= 0."""
+    """Return the offsets j - i for which x >= 0."""
     if (x.targets, x.sources) == (-1, 1):
         return MaskBand(x.shift, FAR)
     if (x.targets, x.sources) == (1, -1):
         return MaskBand(FAR, x.shift)
-    if x.targets >= 0 and x.sources >= 0 and x.shift >= 0:  # places count from 0
+    if x.targets >= 0 and x.sources >= 0 and x.shift >= 0:  # positions are >= 0
         return EVERYTHING
     raise NoBandError

@@ -1,4 +1,4 @@
-"""Token graphs of masks: what a query sees, as the structure or the edges it is."""
+"""Convert masks to token graphs, with a structure or a list of edges."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from graphattn.integrations.transformers.masks.mask_function import is_sketch, r
 from graphattn.integrations.transformers.masks.once import once
 from graphattn.integrations.transformers.options import GraphOf
 
-# The share of all pairs from which on computing all of them is faster than a list of edges: between
-# 1 and 2 % of 1,024 x 1,024 (12 heads of 64 features, one thread of a CPU).
+# If more than this share of all pairs is seen, computing all pairs is faster than a list of edges:
+# # 1 to 2 % of 1,024 x 1,024 (12 heads of 64 features, one thread of a CPU).
 DENSE = 1 / 64
 
 
 class SeenEdges(NamedTuple):
-    """Edges that Q queries of a batch see: a graph that all share, or one over the packed batch.
+    """Edges of the Q queries of a batch: one graph for all samples, or one over the packed batch.
 
     Attributes:
         graph: Q targets and ``len(keys)`` sources; or B Q targets and B n sources where `packed`.
         keys: the range of keys that are its sources.
-        valid: which of those are real, bool [B, len(keys)]; None for all.
-        packed: whether the graph holds every sample with tokens of its own.
-        bias: what a float mask adds to the logits, [B or 1, 1, Q, n].
+        valid: which of these keys are real, bool [B, len(keys)]; None for all.
+        packed: whether the graph contains every sample with its own tokens.
+        bias: numbers that a float mask adds to the logits, [B or 1, 1, Q, n].
     """
 
     graph: TokenGraph
@@ -57,16 +57,18 @@ def seen_through(
     graph_of: GraphOf | None = None,
     device: Any,
 ) -> SeenEdges:
-    """Return the edges that queries see through the mask that a model hands to its attention.
+    """Return the edges of queries for the mask that a model passes to its attention.
 
     Args:
         mask: None, a sketch of :func:`.masks.graph_mask`, or a dense mask [B or 1, 1, Q or 1, n]
             of bools (True: is seen) or floats (are added).
         batch: B.
         num_targets: Q.
-        num_keys: K; the last of Q > 1 queries stands at key K - 1, or n - 1 where there is a mask.
-        causal: whether the module is causal, which is read where the mask does not say.
-        window: of causal modules `window` keys, itself included; of others that many on each side.
+        num_keys: K; the last of Q > 1 queries has the position of key K - 1, or n - 1 if there is a
+            mask.
+        causal: whether the module is causal; used if the mask does not say it.
+        window: for causal modules the number of keys, including its own; for others that many on
+            each side.
         graph_of: a configured graph.
     """
     if mask is not None and not is_sketch(mask):
@@ -80,11 +82,13 @@ def seen_through(
 def plain_band(
     mask: Tensor | None, num_targets: int, num_keys: int, causal: bool, window: int | None
 ) -> tuple[MaskBand, Tensor | None, int]:
-    """The offsets, real keys and number of keys of no mask, or of a sketch, within a window."""
+    """Return offsets, real keys and number of keys for no mask or a sketch, limited by a window."""
     valid = None
     if mask is None:
         band = MaskBand(FAR, 0) if causal and num_targets > 1 else EVERYTHING
-        cut = causal and 1 < num_targets < num_keys  # as torch reads it: the first keys
+        cut = (
+            causal and 1 < num_targets < num_keys
+        )  # as in torch: query i sees the first i + 1 keys
         n = num_targets if cut else num_keys
     else:
         band, valid, n = read_sketch(mask, num_targets)
@@ -95,7 +99,8 @@ def plain_band(
 
 
 def limit_of(window: int | None, causal: bool) -> MaskBand | None:
-    """The offsets that a window leaves of a dense mask, which knows by itself what is later."""
+    """Return the offsets that a window allows in a dense mask, which already excludes later
+    tokens."""
     return None if window is None else _window(window, causal, FAR)
 
 
@@ -106,7 +111,7 @@ def _window(window: int, causal: bool, after: int) -> MaskBand:
 def seen_in_band(
     band: MaskBand, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
 ) -> SeenEdges:
-    """The targets are the last tokens of the sources, and see a band of offsets around them."""
+    """Return the edges if targets are the last of the sources and see a band of offsets."""
     if torch.compiler.is_compiling():
         graph, keys = _band_graph(band, num_targets, num_sources, device)
     else:
@@ -132,7 +137,7 @@ def _band_graph(
     return whole.targets(num_sources - num_targets, num_sources)
 
 
-# A graph keeps tables of its own, which layers and calls of the same length then share.
+# A graph caches tables, which layers and calls of the same length then share.
 _kept_band_graph = lru_cache(maxsize=32)(_band_graph)
 
 
@@ -157,8 +162,7 @@ def _band(before: int, after: int, num_tokens: int) -> TokenGraph:
 def seen_in_mask(
     mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
 ) -> SeenEdges:
-    """Return the edges that a dense mask lets through, within a band and a graph; once per mask,
-    not per layer.
+    """Return the edges that a dense mask allows, limited by a band and a graph, once per mask.
 
     Args:
         mask: bool, or floats that are added, [B or 1, 1, Q or 1, n]; the queries are the last of
@@ -177,7 +181,8 @@ def seen_in_mask(
 def seen_where_sparse(
     mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
 ) -> SeenEdges | None:
-    """:func:`seen_in_mask` of masks of a known structure or with few edges; None for others."""
+    """Call :func:`seen_in_mask` if the mask has a known structure or few edges; else return
+    None."""
     check_mask(mask, batch, num_targets)
     return _kept_seen(mask, batch, num_targets, band, graph_of, DENSE)
 
@@ -191,7 +196,7 @@ def _kept_seen(
     graph_of: GraphOf | None,
     most: float,
 ) -> Any:
-    """:func:`_seen_in_mask` once per mask, with what a float mask adds, whose gradient is live."""
+    """Call :func:`_seen_in_mask` once per mask; the bias of a float mask keeps its gradient."""
     fixed, graph = without_room(mask, num_targets, graph_of)
     options = "seen", batch, num_targets, band, id(graph_of), most
     seen = once(
@@ -205,7 +210,7 @@ def _kept_seen(
 
 
 def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
-    """A ValueError where a dense mask has no possible shape."""
+    """Raise a ValueError if the shape or dtype of a dense mask is wrong."""
     if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, num_targets):
         raise ValueError(
             f"attention_mask must have the shape [{batch} or 1, 1 or heads, {num_targets}, keys], "
@@ -218,7 +223,7 @@ def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
 
 
 def _seen_by_one(mask: Tensor, batch: int, band: MaskBand | None) -> SeenEdges:
-    """One new token beside a cache: every key is there, and some are not real."""
+    """Return the edges of one new token with a cache: it sees every key that is real."""
     n = mask.shape[-1]
     if band is not None:
         mask = mask & in_band(band, own_places(mask[:, None]), n)[:, 0]
@@ -227,20 +232,21 @@ def _seen_by_one(mask: Tensor, batch: int, band: MaskBand | None) -> SeenEdges:
 
 
 def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Read a mask: the pairs that it lets through, and its bias of their logits."""
+    """Return the pairs that a mask allows, and its bias of their logits."""
     if mask.dtype == torch.bool:
         return mask, None
-    seen = mask > torch.finfo(mask.dtype).min / 2  # transformers writes that, or -inf
+    # transformers uses the minimum or -inf for hidden pairs
+    seen = mask > torch.finfo(mask.dtype).min / 2
     return seen, mask.masked_fill(~seen, 0)
 
 
 def without_room(
     mask: Tensor, num_targets: int, graph_of: GraphOf | None
 ) -> tuple[Tensor, TokenGraph | None]:
-    """A mask without its gradient, and the configured graph of its tokens.
+    """Return a mask without its gradient, and the configured graph of its tokens.
 
-    Where there is a graph, the mask ends with the last query's own key: a static cache has room
-    beyond it, of which a graph knows nothing.
+    With a graph, the mask is cut after the key of the last query: places of a static cache after it
+    are not in the graph.
     """
     mask = mask.detach() if mask.requires_grad else mask
     if graph_of is None:
@@ -280,7 +286,7 @@ def _seen_in_mask(
 
 
 def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
-    """The structure of rows that are runs of keys, as of packed sequences; None if they are not."""
+    """Return the structure if rows are runs of keys, as for packed sequences; else None."""
     count = flat.sum(-1)
     first = flat.to(torch.uint8).argmax(-1)
     last = n - 1 - flat.flip(-1).to(torch.uint8).argmax(-1)
@@ -292,11 +298,11 @@ def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
 
 
 def own_places(mask: Tensor) -> Tensor:
-    """Return the key that is the query's own, [B or 1, Q].
+    """Return the index of each query's own key, [B or 1, Q].
 
-    Of as many queries as keys, each its own; of one query, the last that it sees, since a static
-    cache has room beyond the newest token. A few queries beside a cache end where the furthest
-    of them sees itself, and no later than the keys.
+    If there are as many queries as keys, it is the same index. A single query has the last key that
+    it sees, because places of a static cache after the newest token are empty. Several queries with
+    a cache end at the last key that any of them sees.
     """
     _, Q, n = mask.shape
     if Q == n > 1:
@@ -316,7 +322,7 @@ def in_band(band: MaskBand, own: Tensor, num_sources: int) -> Tensor:
 
 
 def configured_graph(graph_of: GraphOf, num_targets: int, num_sources: int) -> TokenGraph:
-    """The user's graph of the last `num_targets` of `num_sources` tokens, over all the sources."""
+    """Return the user's graph for the last `num_targets` of `num_sources` tokens."""
     graph = graph_of(num_targets, num_sources)
     if not isinstance(graph, TokenGraph):
         raise ValueError(
@@ -325,7 +331,7 @@ def configured_graph(graph_of: GraphOf, num_targets: int, num_sources: int) -> T
     sizes = graph.num_targets, graph.num_sources
     if sizes == (num_targets, num_sources):
         return graph
-    if sizes == (num_sources, num_sources):  # of all tokens, for a few new ones beside a cache
+    if sizes == (num_sources, num_sources):  # the graph of all tokens, for new tokens with a cache
         return _last_rows(graph, num_targets)
     raise ValueError(
         f"graph({num_targets}, {num_sources}) must have {num_targets} targets (or {num_sources}, "
@@ -350,7 +356,7 @@ def seen_in_graph(
     valid: Tensor | None,
     device: Any,
 ) -> SeenEdges:
-    """A configured graph within a band; structured where the band takes nothing away."""
+    """Limit a configured graph by a band; keep its structure if the band removes nothing."""
     graph = configured_graph(graph_of, num_targets, num_sources)
     shift = num_sources - num_targets
     inside = (graph.is_causal and shift == 0 and band.after == 0) or band.after >= num_sources - 1
@@ -363,5 +369,5 @@ def seen_in_graph(
 
 
 def dense(graph: TokenGraph, device: Any) -> Tensor:
-    """A graph as a mask, bool [N, M]."""
+    """Convert a graph to a mask, bool [N, M]."""
     return graph.to_mask().to(device)

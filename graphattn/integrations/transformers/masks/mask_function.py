@@ -1,12 +1,12 @@
-"""The mask function that belongs to "graphattn", and how it tells attention what it knows.
+"""The mask function of the implementation "graphattn", and the form of its masks.
 
-transformers builds a mask once per forward and hands it to every layer. A mask that is a plain band
-of offsets (causal, sliding window, bidirectional), perhaps with padding, needs no N x N tensor: it
-becomes a *sketch*, an int8 tensor [B, P, R, n] that holds which of the n keys are real, and whose
-sizes P and R say which band it is. Shapes survive what masks go through on their way, copies,
-``contiguous()``, checkpointing, other devices and other processes, where an attribute of the tensor
-or a table beside it would be lost; and int8 is what no mask of transformers is. Everything else is
-a dense boolean mask, exact by transformers' own construction.
+transformers builds a mask once per forward pass and passes it to every layer. A mask that is a
+plain band of offsets (causal, sliding window, bidirectional), perhaps with padding, needs no N x N
+tensor: it becomes a *sketch*, an int8 tensor [B, P, R, n]. Its contents say which of the n keys are
+    real, and its sizes P and R say which band it is. Shapes survive copies, ``contiguous()``,
+    checkpointing, other devices and other processes, where an attribute of the tensor or a separate
+    table would be lost. No mask of transformers has dtype int8. Everything else is a dense boolean
+    mask, made by transformers itself.
 
 | size | says |
 |---|---|
@@ -17,8 +17,8 @@ a dense boolean mask, exact by transformers' own construction.
 | R = 6 or 7 | both sides, and every key is real |
 | R = 8 or 9 | both sides, and some keys are padding |
 
-Of the two R the one is taken that is not the number of queries, so that an int8 mask of somebody
-else (one row for every query, or one row for all) is never read as a sketch.
+Of the two values of R, the one that differs from the number of queries is used, so that an int8
+mask of a user (with one row per query, or one row for all) is never read as a sketch.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ def graph_mask(
 ) -> Tensor | None:
     """Return None for a causal mask, a sketch for other plain ones, or a dense mask.
 
-    The interface is that of ``transformers.masking_utils.sdpa_mask``. Query q stands at position
-    ``q_offset + q`` and key k at ``kv_offset + k``. Sketches end with the key at the position of
-    the last query: what a static cache holds beyond is cut off.
+    The interface is that of ``transformers.masking_utils.sdpa_mask``. Query q has the position
+    ``q_offset + q`` and key k has ``kv_offset + k``. A sketch ends with the key at the position of
+    the last query; later places of a static cache are cut off.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        # A static cache's own counters, which move on: read them at once.
+        # Counters of a static cache, which change later: read them now.
         q_offset, kv_offset = int(q_offset), int(kv_offset)
     if attention_mask is not None:
         attention_mask = attention_mask.to(torch.bool)
-    num_keys = None  # up to the last query's own
+    num_keys = None  # number of keys up to that of the last query
     if isinstance(q_offset, int) and isinstance(kv_offset, int):
         num_keys = q_offset + q_length - kv_offset
     elif q_length > 1 and has_places(config):
         raise NotImplementedError(
-            "a window or graph of configure() needs to know where queries stand, which a static "
-            "cache does not tell inside torch.compile: run the prompt outside of it (as generate() "
-            "does), or use a dynamic cache"
+            "a window or graph of configure() needs the positions of queries, which a static "
+            "cache does not have inside torch.compile: run the prompt without torch.compile (as "
+            "generate() does), or use a dynamic cache"
         )
     if q_length > 1 and (allow_is_causal_skip or allow_is_bidirectional_skip):
         band = band_of(mask_function)
@@ -81,7 +81,7 @@ def graph_mask(
             padding = _padding(attention_mask, kv_offset, n, device)
             square = q_length == n == kv_length
             if padding is None and square and band == CAUSAL and allow_is_causal_skip:
-                return None  # as transformers has it: a causal module knows this mask
+                return None  # as in transformers: a causal module does not need this mask
             return _sketch(band, padding, batch_size, q_length, n, device)
     mask = sdpa_mask(
         batch_size=batch_size,
@@ -92,7 +92,7 @@ def graph_mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
-        # One query sees all keys, unless a static cache has room behind it.
+        # One query sees all keys, unless a static cache has empty places after it.
         allow_is_causal_skip=allow_is_causal_skip and q_length == 1 and num_keys == kv_length,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip and q_length == 1,
         use_vmap=use_vmap,
@@ -102,32 +102,34 @@ def graph_mask(
     if mask is None or compiling or num_keys is None:
         return mask
     if 1 < q_length <= num_keys < kv_length and not mask[..., num_keys:].any():
-        return mask[..., :num_keys]  # room of a static cache: the last key is the last query's
+        return mask[
+            ..., :num_keys
+        ]  # without the empty places of a static cache after the last query
     return mask
 
 
 def _placed(
     band: MaskBand, num_keys: int | None, q_length: int, kv_length: int, config: Any
 ) -> MaskBand | None:
-    """The band as a sketch says it, None if it cannot: of queries that are the last of the keys."""
+    """Return the band for a sketch, for queries that are the last of the keys, or None."""
     if num_keys is not None and q_length <= num_keys <= kv_length:
         short = MaskBand(*(FAR if reach >= num_keys - 1 else reach for reach in band))
         if num_keys == kv_length:
             return short if short.after in (0, short.before) else None
         if band.after == 0:
             return short
-    # What sees everything, as cross-attention does, needs no places, unless a window asks for them.
+    # If everything is seen, as in cross-attention, only a window needs positions.
     return band if band == EVERYTHING and not has_places(config) else None
 
 
 def _padding(
     attention_mask: Tensor | None, kv_offset: Any, num_keys: int, device: Any
 ) -> Tensor | None:
-    """Mark the keys that are real, bool [B, n]; None where all are."""
+    """Return which keys are real, bool [B, n]; None if all are."""
     if attention_mask is None:
         return None
     real = attention_mask[:, kv_offset : kv_offset + num_keys].to(device)
-    if real.shape[1] < num_keys:  # as transformers reads a mask that is too short
+    if real.shape[1] < num_keys:  # as in transformers, for a mask that is too short
         real = torch.nn.functional.pad(real, (0, num_keys - real.shape[1]))
     return real if torch.compiler.is_compiling() or not real.all() else None
 
@@ -140,7 +142,7 @@ def _sketch(
     num_keys: int,
     device: Any,
 ) -> Tensor:
-    """Write down a band, as the table above says."""
+    """Make the sketch of a band, by the table above."""
     padded = padding is not None
     if padding is None:
         padding = torch.ones(1, num_keys, dtype=torch.bool, device=device)
@@ -151,7 +153,7 @@ def _sketch(
 
 
 def is_sketch(mask: Tensor | None) -> bool:
-    """Whether a mask is a sketch, an int8 tensor whose shape says what it is."""
+    """Return whether a mask is a sketch, an int8 tensor."""
     return mask is not None and mask.dtype == torch.int8
 
 
@@ -162,17 +164,16 @@ def read_sketch(
 
     Args:
         sketch: int8 [B, P, R, n], from :func:`graph_mask`.
-        num_targets: how many queries read it, with which an int8 mask of another kind is told
-            from a sketch.
+        num_targets: number of queries, which distinguishes other int8 masks from a sketch.
 
     Raises:
-        ValueError: if it is no sketch.
+        ValueError: if it is not a sketch.
     """
     shape = sketch.shape
     if sketch.dim() != 4 or not 2 <= shape[2] <= 9 or shape[2] == num_targets:
         raise ValueError(
-            f"attention_mask of dtype int8 must come from graphattn's own mask function, got shape "
-            f"{list(shape)}; give a bool mask (True: is seen) or a float mask (is added)"
+            "attention_mask of dtype int8 must come from graphattn's own mask function, got shape "
+            f"{list(shape)}: pass a bool mask (True: is seen) or a float mask (is added)"
         )
     before = FAR if shape[1] == 1 else shape[1] - 2
     kind = shape[2] // 2

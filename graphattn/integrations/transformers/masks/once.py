@@ -1,7 +1,8 @@
-"""Facts of a mask that are found once, and kept for as long as the mask is in memory.
+"""Cache results that are derived from a mask, as long as the mask is in memory.
 
-All layers of a model get the same mask, and a checkpoint hands them views of its memory. So what is
-derived from a mask is kept by the memory that the mask stands in, and goes when that is released.
+All layers of a model get the same mask, and gradient checkpointing passes views of its memory.
+Therefore the memory of the mask is the key of the cache, and an entry is removed when that memory
+is released.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphattn.graphs.token_graph import TokenGraph
 
-MOST_MASKS = 8  # that a thread remembers: full and sliding layers, encoder and decoder
+MOST_MASKS = 8  # masks per thread: full and sliding layers, encoder and decoder
 Found = TypeVar("Found")
 _kept = threading.local()
 
@@ -36,11 +37,11 @@ def once(
     """Return the result of `make`, or an earlier one for this mask, options and an equal graph.
 
     Args:
-        mask: recognized by where it stands in memory, and compared with a copy: nobody counts what
-            is written to it through ``mask.data``, numpy, or in inference mode.
-        options: whatever else the result depends on, hashable.
-        make: is called without arguments; nothing that it returns may need a gradient.
-        graph: a graph on which the result depends too.
+        mask: identified by its memory, and compared with a copy, because changes through
+            ``mask.data``, numpy, or in inference mode are not counted by torch.
+        options: all other values on which the result depends; hashable.
+        make: function without arguments; its result must not require gradients.
+        graph: a graph on which the result also depends.
     """
     entries: OrderedDict[Any, _OnceEntry] = _kept.__dict__.setdefault("entries", OrderedDict())
     for key in [key for key, entry in list(entries.items()) if entry.storage.expired()]:

@@ -1,4 +1,4 @@
-"""Masks as masks: which pairs of queries and keys are seen, where no graph would be faster."""
+"""Pairs of queries and keys as masks, for cases where a graph would be slower."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pairs(NamedTuple):
     Attributes:
         keys: the range of keys that are read.
         allowed: bool [B or 1, 1 or H, 1 or Q, len(keys)]; None for all.
-        bias: what a float mask adds to the logits, of the same shape.
+        bias: numbers that a float mask adds to the logits, of the same shape.
     """
 
     keys: range
@@ -39,7 +39,8 @@ class Pairs(NamedTuple):
 def pairs_in_mask(
     mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
 ) -> Pairs:
-    """The pairs of a dense mask [B or 1, 1 or H, Q or 1, n] within a band and a graph."""
+    """Return the pairs of a dense mask [B or 1, 1 or H, Q or 1, n], limited by a band and a
+    graph."""
     check_mask(mask, batch, num_targets)
     n = mask.shape[-1]
     compiling = torch.compiler.is_compiling()
@@ -63,7 +64,7 @@ def pairs_in_mask(
 def _kept_pairs(
     mask: Tensor, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
 ) -> Pairs:
-    """:func:`_pairs` once per mask, with what a float mask adds, whose gradient is live."""
+    """Call :func:`_pairs` once per mask; the bias of a float mask keeps its gradient."""
     fixed, graph = without_room(mask, num_targets, graph_of)
     options = "pairs", num_targets, band, id(graph_of)
     pairs = once(fixed, options, lambda: _pairs(fixed, num_targets, band, graph), graph=graph)
@@ -88,7 +89,7 @@ def _pairs(
 
 
 def _span(allowed: Tensor) -> tuple[range, bool]:
-    """Return the first to the last key that any row sees, and whether all see all of these."""
+    """Return the range of keys that any row sees, and whether all rows see all of it."""
     seen = allowed.flatten(0, 2).any(0).nonzero()
     if len(seen) == 0:
         return range(min(1, allowed.shape[-1])), False
@@ -99,7 +100,7 @@ def _span(allowed: Tensor) -> tuple[range, bool]:
 def pairs_in_band(
     band: MaskBand, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
 ) -> Pairs:
-    """The targets are the last tokens of the sources, and see a band of offsets around them."""
+    """Return the pairs if targets are the last of the sources and see a band of offsets."""
     keys = range(num_sources)
     if num_targets == 1 and band.before < num_sources - 1:
         keys = range(num_sources - 1 - band.before, num_sources)
@@ -122,7 +123,7 @@ def pairs_in_graph(
     valid: Tensor | None,
     device: Any,
 ) -> Pairs:
-    """A configured graph within a band."""
+    """Return the pairs of a configured graph, limited by a band."""
     allowed = dense(configured_graph(graph_of, num_targets, num_sources), device)[None, None]
     own = torch.arange(num_sources - num_targets, num_sources, device=device)[None]
     allowed = allowed & in_band(band, own, num_sources)[:, None]

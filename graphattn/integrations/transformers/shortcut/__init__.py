@@ -1,1 +1,1 @@
-"""Krause shortcuts beside the attention of pretrained language models."""
+"""Krause shortcuts parallel to the attention of pretrained language models."""

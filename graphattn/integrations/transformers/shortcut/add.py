@@ -25,7 +25,7 @@ FAMILIES = {
     "Qwen3Attention": "Qwen 3",
 }
 PROJECTIONS = "q_proj", "k_proj", "v_proj", "o_proj"
-KEPT = "bandwidth", "gate"  # what is trained itself beside adapters
+TRAINED_DIRECTLY = "bandwidth", "gate"  # parts that are trained directly, in addition to adapters
 ADAPTER = "default"
 
 
@@ -39,50 +39,50 @@ def add_krause_shortcut(
     init_sigma: float = 5.5,
     layers: Any = None,
 ) -> list[int]:
-    r"""Add Krause attention beside the attention of every layer of Llama, Mistral or Qwen.
+    r"""Add Krause attention in parallel to the attention of every layer of Llama, Mistral or Qwen.
 
     .. math::
         z_i = g_i^{(1)} \, \mathrm{attention}(x)_i + g_i^{(2)} \, \mathrm{krause}(x)_i, \qquad
         g_i = \mathrm{softmax}(W [\mathrm{attention}(x)_i; \mathrm{krause}(x)_i] + b)
 
-    with Krause attention of :func:`~graphattn.rbf_attention`: every token averages the `top_k`
-    nearest of the last `window` tokens, by the distance of rotated queries and keys and a learned
-    bandwidth per head. Its four projections are copies of the layer's at the start, W is 0 and b is
-    (ln 4, 0): the model starts with 0.8 of its own attention and 0.2 of the shortcut's (Krause
-    Synchronization Transformers, Section "Loss & Training": a shortcut in parallel with standard
-    attention in each layer, both adapted with LoRA).
+    Krause attention is computed by :func:`~graphattn.rbf_attention`: every token averages the
+    `top_k` nearest of the last `window` tokens, by the distance of rotated queries and keys and a
+    learned bandwidth per head. At the start, its four projections are copies of those of the layer,
+    W is 0 and b is (ln 4, 0), so the output is 0.8 of the layer's own attention plus 0.2 of the
+    shortcut (Krause Synchronization Transformers, Section "Loss & Training": a shortcut in parallel
+    with standard attention in each layer, both adapted with LoRA).
 
-    The shortcut sees what the model's own mask lets see, and never the future, whichever of the
-    attention implementations "eager", "sdpa", "flex_attention" and "graphattn" is chosen: padding
-    on either side, packed texts, windows, caches. Its keys and values lie in the model's own cache
-    as further heads, so that beams, assisted generation and static caches need nothing else; such a
-    cache takes twice the memory.
+    The shortcut sees what the mask of the model allows, and never later tokens, with each of the
+    attention implementations "eager", "sdpa", "flex_attention" and "graphattn". It supports padding
+    on either side, packed texts, windows and caches. Its keys and values are stored in the cache of
+    the model as additional heads, so beam search, assisted generation and static caches work; the
+    cache needs twice the memory.
 
     The modules are called `krause`, inside the attention layers. With ``lora_rank=None`` no
-    parameter of the model changes its name; with adapters peft renames the projections, as in
-    ``q_proj.base_layer.weight``. `output_attentions` gives the weights of the layer's own
-    attention.
+    parameter of the model changes its name; with adapters, peft renames the projections, for
+    instance to ``q_proj.base_layer.weight``. `output_attentions` returns the weights of the layer's
+    own attention.
 
     Args:
-        model: a language model of transformers, changed in place, before it is given to PEFT.
-        window: W, tokens that a token sees, itself included.
-        top_k: the nearest of these that are kept; all if None.
-        lora_rank: rank of the adapters (LoRA) of all eight projections of every chosen layer, which
-            are then all that is trained, with bandwidths and gates; needs the peft library. None
-            adds no adapters: the shortcut is trained itself, and whether the model's own weights
-            are is left as it was.
-        lora_alpha: adapters are scaled by lora_alpha / lora_rank.
-        init_sigma: bandwidth of every head at the start (published for language models: 5.5).
-        layers: numbers of attention layers, as in ``range(4, 12)``, negative ones from the end;
-            all if None.
+        model: a language model of transformers, without PEFT; it is changed in place.
+        window: W, the number of tokens that a token sees, itself included.
+        top_k: how many of these it averages, the nearest ones; None for all.
+        lora_rank: rank of the adapters (LoRA) of
+            all eight projections of every chosen layer. Only these, the bandwidths and the gates
+            are then trained. It needs the peft library. With None there are no adapters: the
+            shortcut itself is trained, and the model's own weights are trainable or frozen as
+            before.
+        lora_alpha: the adapters are multiplied by lora_alpha / lora_rank.
+        init_sigma: initial bandwidth of every head (5.5 in the paper's language models).
+        layers: numbers of attention layers, such as ``range(4, 12)``; negative numbers count from
+            the end. None for all.
 
     Returns:
-        The numbers of the layers that have a shortcut now.
+        The numbers of the layers that got a shortcut.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed; for a layer of another
-            family, one that has a shortcut, or an attention implementation without a mask. Nothing
-            is changed then.
+        ValueError: if an argument is not allowed, if a layer is of another family or already has a
+            shortcut, or if the attention implementation passes no mask. Nothing is changed then.
         ImportError: if `lora_rank` is given and peft is not installed.
 
     Example:
@@ -119,7 +119,7 @@ def replay_krause_shortcut(
     init_sigma: float,
     layers: Any,
 ) -> list[int]:
-    """:func:`add_krause_shortcut` as a config keeps it."""
+    """Repeat a call of :func:`add_krause_shortcut` from a config."""
     numbers = _checked_layers(model, layers)
     if lora_rank is not None:
         _check_peft(model, lora_rank)
@@ -136,13 +136,13 @@ def replay_krause_shortcut(
 
 
 def _checked_layers(model: Any, layers: Any) -> list[int]:
-    """The numbers of the attention modules that `layers` names, all of which can be changed."""
+    """Return the numbers of the modules in `layers`, after checking that all can be changed."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            "model must be a model of transformers (and not yet one of PEFT), got "
-            f"{type(model).__name__}"
+            f"model must be a model of transformers without PEFT, got {type(model).__name__}: add "
+            "the shortcut before adapters"
         )
     numbers = chosen_layers(model, layers)
     modules = attention_modules(model)
@@ -158,13 +158,14 @@ def _check_layer(name: str, attention: Any) -> None:
             f"model must have attention layers of {_families()}, got {kind.__name__} in {name}"
         )
     if hasattr(attention, "krause"):
-        raise ValueError(f"layers must be without a Krause shortcut, but {name} has one")
+        raise ValueError(f"layers must not have a Krause shortcut yet, but {name} has one")
     for projection in PROJECTIONS:
         own = getattr(attention, projection)
         if type(own) is not nn.Linear:
             raise ValueError(
-                "model must have plain projections, which are copied (adapters and quantisation "
-                f"come after), got {type(own).__name__} in {name}.{projection}"
+                "model must have plain nn.Linear projections, which are copied, got "
+                f"{type(own).__name__} in {name}.{projection}: add the shortcut before adapters or "
+                "quantisation"
             )
     refuse_implementation(attention)
 
@@ -176,20 +177,20 @@ def _families() -> str:
 def _check_peft(model: Any, lora_rank: int) -> None:
     if importlib.util.find_spec("peft") is None:
         raise ImportError(
-            f"lora_rank = {lora_rank} needs the peft library (pip install peft); lora_rank=None "
-            "trains the shortcut without adapters"
+            f"lora_rank = {lora_rank} needs the peft library: install it with pip install peft, or "
+            "use lora_rank=None, which trains the shortcut without adapters"
         )
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            f"lora_rank must be None where the model has adapters of PEFT, got {lora_rank}: choose "
-            "all layers in one call, or add adapters to the shortcut with PEFT"
+            f"lora_rank must be None if the model already has adapters of PEFT, got {lora_rank}: "
+            "choose all layers in one call, or add adapters to the shortcut with PEFT"
         )
 
 
 def _add_adapters(model: Any, names: list[str], rank: int, alpha: int) -> None:
-    """LoRA in all projections of these layers; bandwidths and gates are trained themselves."""
+    """Add LoRA to all projections of these layers; bandwidths and gates are trained directly."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.functional import cast_adapter_dtype
 
@@ -199,8 +200,9 @@ def _add_adapters(model: Any, names: list[str], rank: int, alpha: int) -> None:
         r=rank,
         lora_alpha=alpha,
         target_modules=own + beside,
-        # Else they would be frozen with all that is not an adapter, without a word.
-        modules_to_save=[f"{name}.krause.{kept}" for name in names for kept in KEPT],
+        # Otherwise PEFT would freeze them without a warning, like everything that is not an
+        # adapter.
+        modules_to_save=[f"{name}.krause.{kept}" for name in names for kept in TRAINED_DIRECTLY],
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     cast_adapter_dtype(model, ADAPTER)  # to float32 in a model of half precision, as PEFT does

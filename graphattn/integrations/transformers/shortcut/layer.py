@@ -26,8 +26,8 @@ from graphattn.ops.attention.step.decode import decode_attention
 class ShortcutBandwidth(nn.Module):
     """One bandwidth sigma per head, learned as its logarithm.
 
-    A module of its own, since adapter libraries can keep modules trainable, but no single
-    parameters; and in float32 at least, where a small step of an optimizer is not rounded away.
+    It is a separate module, because adapter libraries can keep modules trainable, but not single
+    parameters. It has at least float32, so that small steps of an optimizer are not rounded to 0.
     """
 
     def __init__(self, heads: int, sigma: float, device: Any, dtype: torch.dtype) -> None:
@@ -36,15 +36,15 @@ class ShortcutBandwidth(nn.Module):
         self.log_sigma = nn.Parameter(start)
 
     def forward(self, query: Tensor) -> Tensor:
-        """The bandwidths [heads], on the device of `query`."""
+        """Return the bandwidths [heads], on the device of `query`."""
         log_sigma = self.log_sigma.to(query.device)
         return log_sigma.to(torch.promote_types(log_sigma.dtype, torch.float32)).exp()
 
 
 class Gate(nn.Module):
-    r"""How much of either output a token takes: softmax(W [standard; krause] + b).
+    r"""Mixes two outputs per token with the weights softmax(W [standard; krause] + b).
 
-    It starts with W = 0 and b = (ln 4, 0): 0.8 of the layer's own output, 0.2 of the shortcut's.
+    It starts with W = 0 and b = (ln 4, 0): 0.8 of the layer's own output plus 0.2 of the shortcut.
     """
 
     def __init__(self, dim: int, device: Any, dtype: torch.dtype) -> None:
@@ -53,30 +53,30 @@ class Gate(nn.Module):
         self.bias = nn.Parameter(torch.tensor([math.log(4), 0.0], dtype=dtype).to(device))
 
     def shares(self, standard: Tensor, krause: Tensor) -> Tensor:
-        """The two weights of every token, [*, N, 2]; in float32 at least."""
+        """Return the two weights of every token, [*, N, 2], at least in float32."""
         both = torch.cat([standard, krause], dim=-1)
         with torch.autocast(both.device.type, enabled=False):
             logits = functional.linear(both.to(self.weight.dtype), self.weight, self.bias)
             return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
     def forward(self, standard: Tensor, krause: Tensor) -> Tensor:
-        """The mixture [*, N, dim], in the dtype of `standard`."""
+        """Return the mixture [*, N, dim], in the dtype of `standard`."""
         share = self.shares(standard, krause)
         mixed = share[..., :1] * standard + share[..., 1:] * krause
         return mixed.to(standard.dtype)
 
 
 class KrauseShortcut(nn.Module):
-    """Krause attention beside the attention of a layer, with projections of its own.
+    """Krause attention in parallel to the attention of a layer, with its own projections.
 
-    Queries and keys are the layer's at the start (copies of its weights, with biases and norms
-    where it has them) and are rotated as the layer rotates its own, before distances are taken.
+    The projections start as copies of those of the layer, with biases and norms if it has them.
+    Queries and keys are rotated as in the layer before distances are computed.
 
     Args:
         attention: the attention layer, of Llama, Mistral, Qwen 2 or Qwen 3.
-        window: tokens that a token sees, itself included.
-        top_k: the nearest of these that are kept; all if None.
-        init_sigma: bandwidth of every head at the start.
+        window: number of tokens that a token sees, itself included.
+        top_k: how many of these it averages, the nearest ones; None for all.
+        init_sigma: initial bandwidth of every head.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class KrauseShortcut(nn.Module):
         self.gate = Gate(config.hidden_size, *place)
 
     def project(self, x: Tensor, rotations: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, N, H, D], key and value [B, N, Hk, D]; queries and keys rotated."""
+        """Compute query [B, N, H, D], key and value [B, N, Hk, D]; rotate query and key."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         shape = *x.shape[:-1], -1, self.head_dim
@@ -120,15 +120,14 @@ class KrauseShortcut(nn.Module):
         past: int | Tensor,
         dropout: float,
     ) -> Tensor:
-        """Averages [B, Q, H * D] over the window of every query.
+        """Average over the window of every query, [B, Q, H * D].
 
         Args:
             query: [B, Q, H, D].
-            key: [B, K, Hk, D], all slots of the cache; query q stands in slot past + q.
-            value: the same.
-            mask: as the layer got it.
-            past: how many slots lie before the first query; a tensor where only that is known.
-            dropout: share of the weights that are dropped.
+            key: [B, K, Hk, D], all slots of the cache; query q is in slot past + q.
+            mask: the mask of the layer.
+            past: number of slots before the first query; a tensor if it is not known as a number.
+            dropout: share of the weights that is set to zero.
         """
         B, Q, K = *query.shape[:2], key.shape[1]
         if isinstance(past, Tensor) and Q > 1:
@@ -150,7 +149,7 @@ class KrauseShortcut(nn.Module):
     def _average(
         self, query: Tensor, key: Tensor, value: Tensor, graph: Any, valid: Any, dropout: float
     ) -> Tensor:
-        """Eq. of the paper: the RBF of distances, the `top_k` largest, normalised."""
+        """Normalise the `top_k` largest RBF weights and average, as in the paper."""
         sigma = self.bandwidth(query)
         return rbf_attention(
             query,
@@ -166,7 +165,8 @@ class KrauseShortcut(nn.Module):
     def _attend_newest(
         self, query: Tensor, key: Tensor, value: Tensor, call: ShortcutCall
     ) -> Tensor:
-        """One token per text that sees all of its window: a quarter of the time of a graph."""
+        """Attend with one token per text that sees its whole window; four times faster than a
+        graph."""
         start, stop = call.start, call.stop
         return decode_attention(
             query,
@@ -186,7 +186,7 @@ class KrauseShortcut(nn.Module):
         call: ShortcutCall,
         dropout: float,
     ) -> Tensor:
-        """One token per text, whose row of the mask is all there is: it need not be looked at."""
+        """Attend with one token per text by its row of the mask, without reading its values."""
         start, stop = call.start, call.stop
         graph = causal_window_graph(1, self.window, past=call.past - start)
         seen = dense(mask, call)[:, 0, start:stop]
@@ -203,7 +203,7 @@ class KrauseShortcut(nn.Module):
         call: ShortcutCall,
         dropout: float,
     ) -> Tensor:
-        """Many tokens and a mask, which is looked at: nothing that can be traced."""
+        """Attend with many tokens and a mask whose values are read, so it cannot be traced."""
         return self._attend_over(reach(mask, call), query, key, value, dropout)
 
     def _attend_over(
@@ -225,7 +225,8 @@ class KrauseShortcut(nn.Module):
     def _attend_in_place(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, past: Tensor, dropout: float
     ) -> Tensor:
-        """One token per text, in a slot that is not looked at: a static cache in compiled code."""
+        """Attend with one token per text whose slot is not read: a static cache in compiled
+        code."""
         B, K, W = len(query), key.shape[1], self.window
         slots = past + torch.arange(1 - W, 1, device=key.device)
         seen = (slots >= 0).expand(B, W)
@@ -242,15 +243,15 @@ class KrauseShortcut(nn.Module):
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A trainable copy of a projection or a norm."""
+    """Make a trainable copy of a projection or a norm."""
     return copy.deepcopy(module).requires_grad_(True)
 
 
 class CacheBeside:
-    """A layer's view of a cache that holds the keys and values of its shortcut, too.
+    """A layer's view of a cache that also contains the keys and values of its shortcut.
 
-    They lie beside the layer's own as further heads, in the cache's own tensors. Whatever the cache
-    does with these (growing, filling places, windows, beams, cutting, moving) happens to both.
+    They are additional heads in the tensors of the cache. All operations of the cache (growing,
+    writing, windows, beams, cropping, moving) then apply to both.
     """
 
     def __init__(self, cache: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -261,9 +262,9 @@ class CacheBeside:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store both, and return the layer's own."""
+        """Store both, and return those of the layer itself."""
         before = self.cache.get_seq_length(layer_idx)
-        if isinstance(before, Tensor):  # a static cache's counter, which goes on counting
+        if isinstance(before, Tensor):  # the counter of a static cache, which changes later
             before = before.clone()
         queries, heads = key.shape[2], key.shape[1]
         self.check_room(layer_idx, 2 * heads)
@@ -273,7 +274,7 @@ class CacheBeside:
         )
         keys, values = self.cache.update(*both, layer_idx, *args, **kwargs)
         self.key, self.value = keys[:, heads:].transpose(1, 2), values[:, heads:].transpose(1, 2)
-        # A sliding cache has let go of its oldest tokens.
+        # A sliding cache has dropped its oldest tokens.
         most = keys.shape[2] - queries
         if isinstance(before, Tensor):
             self.past = before.clamp(max=most)
@@ -282,27 +283,28 @@ class CacheBeside:
         return keys[:, :heads], values[:, :heads]
 
     def check_room(self, layer_idx: int, heads: int) -> None:
-        """A cache that was laid out before its first token has no room for the shortcut."""
+        """Raise an error if the cache was allocated before its first token, without the
+        shortcut."""
         layers = getattr(self.cache, "layers", [])
         stored = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
         if isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[1] != heads:
             raise ValueError(
-                f"cache (past_key_values) holds {stored.shape[1]} heads in layer {layer_idx}, and "
-                f"with the Krause shortcut there are {heads}: give a fresh cache, filled by this "
-                "model and not by early_initialization"
+                f"cache (past_key_values) must have {heads} heads in layer {layer_idx} with the "
+                f"Krause shortcut, got {stored.shape[1]}: pass a new cache, without "
+                "early_initialization, which this model fills itself"
             )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "cache":  # not there yet, as where it is copied
+        if name == "cache":  # it does not exist yet while the object is copied
             raise AttributeError(name)
         return getattr(self.cache, name)
 
 
-# Hooks are functions of this module, so that models can be copied and pickled.
+# Hooks are module-level functions, so that models can be copied and pickled.
 
 
 def before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Let the layer's cache hold the shortcut's keys and values, too."""
+    """Let the cache of the layer also store the keys and values of the shortcut."""
     kwargs = _by_name(attention, args, kwargs)
     refuse_implementation(attention)
     refuse_continuous_batching(kwargs)
@@ -314,7 +316,7 @@ def before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def after_attention(attention: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Mix the layer's own output with the shortcut's."""
+    """Mix the layer's own output with that of the shortcut."""
     shortcut: KrauseShortcut = attention.krause
     name = cache_name(kwargs)
     cache = None if name is None else kwargs[name]
@@ -331,33 +333,34 @@ def after_attention(attention: Any, args: Any, kwargs: dict[str, Any], output: A
 
 
 def _by_name(attention: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of the layer by their names."""
+    """Return all arguments of the layer by name."""
     if not args:
         return dict(kwargs)
     names = argument_names(attention)
     if len(args) > len(names):
         raise ValueError(
-            f"{type(attention).__name__} takes {len(names)} arguments by place, got {len(args)}"
+            f"{type(attention).__name__} takes at most {len(names)} positional arguments, got "
+            f"{len(args)}"
         )
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def refuse_continuous_batching(kwargs: dict[str, Any]) -> None:
-    """Refuse a cache of pages, read by index, which has no room for more heads."""
+    """Raise an error for the paged cache of continuous batching, which cannot store more heads."""
     for name in ("read_index", "write_index", "block_table"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{name} belongs to continuous batching, whose cache of pages has no room for the "
-                "heads of a Krause shortcut: generate with model.generate"
+                f"{name} must be None with a Krause shortcut: it is for continuous batching, whose "
+                "paged cache cannot store the heads of the shortcut. Use model.generate"
             )
 
 
 def refuse_implementation(attention: Any) -> None:
-    """Implementations that hide what a token may see from the layer."""
+    """Raise an error for implementations that do not pass a mask to the layer."""
     name = attention.config._attn_implementation or "eager"
     if "flash" in name or "paged" in name or "/" in name:
         raise ValueError(
-            f"attn_implementation = {name!r} hands no mask to its layers, so that the Krause "
-            "shortcut would not know padding and packed texts: use 'sdpa', 'eager', "
-            "'flex_attention' or 'graphattn' (model.set_attn_implementation)"
+            f"attn_implementation = {name!r} passes no mask to its layers, so the Krause shortcut "
+            "would not see padding and packed texts: use 'sdpa', 'eager', 'flex_attention' or "
+            "'graphattn' (model.set_attn_implementation)"
         )

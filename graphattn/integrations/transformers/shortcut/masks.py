@@ -1,8 +1,8 @@
-"""Graphs of the last `window` tokens within a model's own attention mask.
+"""Graphs of the last `window` tokens, limited by a model's own attention mask.
 
-Every attention implementation of transformers hands another kind of mask to its layers: none,
-booleans, numbers that are added to scores, blocks of FlexAttention. The shortcut sees exactly what
-the mask lets see, never ahead of itself, and never more than `window` tokens back.
+The attention implementations of transformers pass different kinds of masks to layers: none,
+booleans, numbers that are added to scores, blocks of FlexAttention. The shortcut sees what the mask
+allows, except later tokens and tokens more than `window` back.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from graphattn.integrations.transformers.masks.once import once
 
 
 class Reach(NamedTuple):
-    """Slots of the cache that the queries look at.
+    """Slots of the cache that the queries see.
 
-    `graph` and `valid` speak of the slots `start` .. `stop` - 1. Where `packed`, the texts of a
-    batch stand side by side in the graph, and `valid` is a pair [B * N], [B * M].
+    `graph` and `valid` describe the slots `start` .. `stop` - 1. If `packed`, the graph contains
+    all texts of a batch one after the other, and `valid` is a pair [B * N], [B * M].
     """
 
     graph: TokenGraph
@@ -38,7 +38,7 @@ class Reach(NamedTuple):
 
 
 class ShortcutCall(NamedTuple):
-    """Sizes of one call: B texts, Q queries of each, the first in slot `past` of K."""
+    """Sizes of one call: B texts with Q queries each; the first query is in slot `past` of K."""
 
     batch: int
     queries: int
@@ -48,28 +48,28 @@ class ShortcutCall(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The first slot that a query reaches."""
+        """Return the first slot that a query sees."""
         return max(self.past - self.window + 1, 0)
 
     @property
     def stop(self) -> int:
-        """One more than the slot of the last query."""
+        """Return the slot of the last query, plus one."""
         return self.past + self.queries
 
 
 def reach(mask: Any, call: ShortcutCall) -> Reach:
-    """The graph of one call, whatever mask the layer was handed.
+    """Return the graph of one call for any kind of mask.
 
     Args:
-        mask: None, where every query sees all slots up to its own; a bool tensor [B or 1, 1, Q, K],
-            True where a query sees a slot; a floating-point one that is added to scores, 0 where a
-            query sees a slot and -inf or the dtype's minimum where not; a `BlockMask`; or a sketch
-            of graphattn's own mask function.
+        mask: None, if every query sees all slots up to its own; a bool tensor [B or 1, 1, Q, K],
+            True where a query sees a slot; a floating-point tensor that is added to scores (0: is
+            seen; -inf or the dtype's minimum: is not seen); a `BlockMask`; or a sketch of
+            graphattn's own mask function.
         call: the sizes.
 
     Raises:
-        ValueError: if the mask has another shape or dtype, differs between heads, or adds something
-            else to scores.
+        ValueError: if the mask has another shape or dtype, differs between heads, or adds other
+            numbers.
     """
     if mask is None:
         return _plain(call, None)
@@ -81,16 +81,17 @@ def reach(mask: Any, call: ShortcutCall) -> Reach:
 
 
 def is_sketch(mask: Any) -> bool:
-    """Whether a mask is one that graphattn's own mask function did not write out."""
+    """Return whether a mask is a sketch of graphattn's own mask function."""
     return isinstance(mask, Tensor) and masks.is_sketch(mask)
 
 
 def _of_sketch(sketch: Tensor, call: ShortcutCall) -> Reach:
-    """A sketch says what it is: nothing is looked at. It ends with the last query's slot."""
+    """Return the graph of a sketch without reading its values. It ends with the last query's
+    slot."""
     band, valid, slots = masks.read_sketch(sketch)
     if slots != call.stop:
         raise ValueError(
-            f"attention_mask must speak of {call.stop} slots, up to the last query's, got {slots}"
+            f"attention_mask must have {call.stop} slots, up to that of the last query, got {slots}"
         )
     if valid is not None:
         valid = valid.expand(call.batch, slots)[:, call.start :]
@@ -98,10 +99,10 @@ def _of_sketch(sketch: Tensor, call: ShortcutCall) -> Reach:
 
 
 def dense(mask: Any, call: ShortcutCall) -> Tensor:
-    """Any mask but None as booleans [B, Q, K], True where a query sees a slot.
+    """Convert a mask (not None) to booleans [B, Q, K], True where a query sees a slot.
 
-    Of slots beyond the last query's, as a static cache has them, a mask may be silent: then there
-    are fewer than K.
+    A static cache has slots after that of the last query. If the mask does not contain them, the
+    result has fewer than K slots.
     """
     B, Q, K = call.batch, call.queries, call.slots
     if not isinstance(mask, Tensor):
@@ -110,11 +111,11 @@ def dense(mask: Any, call: ShortcutCall) -> Tensor:
     if sizes[0] not in (1, B) or sizes[2] != Q or sizes[3] < call.stop:
         raise ValueError(
             f"attention_mask must have shape [{B}, 1, {Q}, {K}] (texts, heads, queries, slots of "
-            f"the cache) where a layer has a Krause shortcut, got {list(mask.shape)}"
+            f"the cache) in a layer with a Krause shortcut, got {list(mask.shape)}"
         )
     if mask.shape[1] != 1:
         raise ValueError(
-            "attention_mask must be the same for all heads, [B, 1, Q, K], where a layer has a "
+            "attention_mask must be the same for all heads, [B, 1, Q, K], in a layer with a "
             f"Krause shortcut, got {list(mask.shape)}"
         )
     mask = mask[:, 0, :, :K]
@@ -124,10 +125,10 @@ def dense(mask: Any, call: ShortcutCall) -> Tensor:
 
 
 def _from_scores(mask: Tensor) -> Tensor:
-    """Mark the places where a mask adds nothing to scores; elsewhere it must forbid."""
+    """Return where a mask adds 0 to scores; other values must hide the pair."""
     if not mask.is_floating_point():
         raise ValueError(
-            "attention_mask must be bool, or floating-point where it is added to scores, got "
+            "attention_mask must be bool, or floating-point if it is added to scores, got "
             f"{mask.dtype}"
         )
     keep = mask == 0
@@ -136,33 +137,33 @@ def _from_scores(mask: Tensor) -> Tensor:
         if not bool((keep | forbids).all()):
             odd = mask[~(keep | forbids)][0].item()
             raise ValueError(
-                "attention_mask must add 0 (seen) or the dtype's minimum or -inf (not seen) to "
-                f"scores where a layer has a Krause shortcut, which has no such scores; got {odd}"
+                "attention_mask must add only 0 (seen) or the dtype's minimum or -inf (not seen) "
+                f"in a layer with a Krause shortcut, which has no scores for a bias, got {odd}"
             )
     return keep
 
 
 def _dense_blocks(mask: Any, B: int, Q: int, K: int) -> Tensor:
-    """A `BlockMask` at all pairs: [B, 1, Q, K]."""
+    """Evaluate a `BlockMask` at all pairs: [B, 1, Q, K]."""
     from torch.nn.attention.flex_attention import BlockMask, create_mask
 
     if not isinstance(mask, BlockMask):
         raise ValueError(
-            "attention_mask must be None, a tensor or a BlockMask where a layer has a Krause "
+            "attention_mask must be None, a tensor or a BlockMask in a layer with a Krause "
             f"shortcut, got {type(mask).__name__}"
         )
     place = mask.kv_indices.device
-    # Its own mask_mod, not its blocks: transformers makes both from one function.
+    # Use its mask_mod, not its blocks: transformers makes both from one function.
     return create_mask(mask.mask_mod, B, 1, Q, K, device=place)
 
 
-# The blocks of FlexAttention are no tensor: known for as long as they are there.
+# A BlockMask of FlexAttention is not a tensor, so it has its own cache, while it is in memory.
 _LOCK = threading.Lock()
 _KNOWN_BLOCKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _of_blocks(mask: Any, call: ShortcutCall) -> Reach:
-    """The graph of a `BlockMask`, once for all layers."""
+    """Return the graph of a `BlockMask`, computed once for all layers."""
     with _LOCK:
         known: dict[ShortcutCall, Reach] = _KNOWN_BLOCKS.setdefault(mask, {})
     found = known.get(call)
@@ -180,18 +181,18 @@ def _plain(call: ShortcutCall, valid: Tensor | None, window: int | None = None) 
 
 
 def _recognized(keep: Tensor, call: ShortcutCall) -> Reach:
-    """A window and padding, windows of texts side by side, or a list of edges."""
+    """Find a window with padding, windows of packed texts, or a list of edges."""
     B, Q, W = call.batch, call.queries, call.window
     before = call.past - call.start
     # sub[b, q, c]: whether q sees the slot c - (W - 1) places after that of query 0.
     sub = functional.pad(keep[..., call.start : call.stop], (W - 1 - before, 0))
     own = torch.arange(Q, device=keep.device)[:, None]
     place = own + torch.arange(W, device=keep.device)
-    band = sub.gather(2, place.expand(B, Q, W))  # the last of W is the query's own slot
+    band = sub.gather(2, place.expand(B, Q, W))  # the last of the W slots is the query's own
     used = band.any(dim=(0, 1)).nonzero()
-    if len(used) == 0:  # nobody sees anything
+    if len(used) == 0:  # no query sees a slot
         return _plain(call, keep.new_zeros(B, call.stop - call.start))
-    first = int(used[0])  # a window of the model's own may be narrower
+    first = int(used[0])  # the model's own window may be smaller
     valid = sub.any(dim=1)  # [B, W - 1 + Q]
     if torch.equal(band[..., first:], valid[:, place[:, first:]]):
         seen = valid[:, W - 1 - before :]
@@ -201,11 +202,11 @@ def _recognized(keep: Tensor, call: ShortcutCall) -> Reach:
 
 
 def _side_by_side(band: Tensor, call: ShortcutCall) -> Reach | None:
-    """Texts packed behind each other: a window in each, and tokens that nobody sees."""
+    """Recognise packed texts, each with a window, and tokens that are not seen."""
     B, Q, W = call.batch, call.queries, call.window
     if W < 2:
         return None
-    valid = band[..., -1]  # a token sees itself, or is padding
+    valid = band[..., -1]  # a token that does not see itself is padding
     starts = ~band[..., -2]
     starts[:, 0] = True
     text = starts.long().cumsum(1)
@@ -225,7 +226,7 @@ def _side_by_side(band: Tensor, call: ShortcutCall) -> Reach | None:
 
 
 def _listed(band: Tensor, call: ShortcutCall) -> Reach:
-    """Any other mask, edge by edge."""
+    """Convert any other mask to a list of edges."""
     B, Q, W = call.batch, call.queries, call.window
     M = call.stop - call.start
     text, query, place = band.nonzero().T

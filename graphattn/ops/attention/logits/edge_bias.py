@@ -1,4 +1,4 @@
-"""Biases of edges: what `edge_bias` may be, and which number it holds for every edge."""
+"""Biases of edges: checks of `edge_bias`, and the bias of every edge."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_edge_bias(
         raise ValueError(_wrong_shape(edge_bias, E, rows, heads, batch))
     if not edge_bias.is_floating_point():
         raise ValueError(
-            f"edge_bias must be floating-point, got {edge_bias.dtype} (which edges there are is "
-            "said by the graph, and by valid)"
+            f"edge_bias must be floating-point, got {edge_bias.dtype} (it is no mask: which edges "
+            "there are is given by the graph and by valid)"
         )
     if edge_bias.device != device:
         raise ValueError(f"edge_bias must be on {device}, got {edge_bias.device}")

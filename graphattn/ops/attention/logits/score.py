@@ -1,8 +1,9 @@
-"""Scores: how alike a query and a key are, which is all that tells attention mechanisms apart.
+"""Scores: functions that compute the logit of a query and a key.
 
-A mechanism is one :class:`Score`. `reference` asks for the logits of edges, `structured` and steps
-of generation for those of all pairs of a few tokens. Compiled code (`native`, `triton`) knows the
-two scores of this file by their `kernel`, and no other.
+Attention mechanisms differ in their score and in nothing else. `reference` asks a :class:`Score`
+for the logits of edges; `structured` and steps of generation ask for those of all pairs of a few
+tokens. Compiled code (`native`, `triton`) knows only the two scores of this file, by their name
+`kernel`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ ScoreType = TypeVar("ScoreType", bound="Score")
 
 
 class Score:
-    r"""States the logit of an edge: how alike its query and its key are, before bias and softmax.
+    r"""Computes the logit of an edge from its query and its key, before bias and softmax.
 
     A mechanism of your own is a subclass with one method, :meth:`edges`. It runs on "reference" and
     "structured", in layers, and in steps of generation, with gradients to every tensor it uses;
     "native" and "triton" refuse it, because compiled code knows dot products and Gaussian kernels
-    alone. A score that has a faster form for all pairs of tokens, a product of matrices, say,
-    states that too, in :meth:`pairs`.
+    alone. A score with a faster form for all pairs of tokens, such as a matrix product, also
+    overrides :meth:`pairs`.
 
     Give one to :func:`score_attention`, or return it from the method `score` of a layer.
 
@@ -49,11 +50,11 @@ class Score:
         tensor([0.3649, 0.9353, 2.6456])
     """
 
-    #: The name by which compiled code knows this score; None for those it does not know.
+    #: The name of this score in compiled code; None if compiled code does not know it.
     kernel: ClassVar[Kernel | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Compiled code does not know what a subclass changes, nor does another's `pairs`."""
+        """Clear what a subclass makes wrong: its `kernel`, and an inherited `pairs`."""
         super().__init_subclass__(**keywords)
         own = {"edges", "pairs", "ready", "strength", "sigma"} & vars(cls).keys()
         if own and "kernel" not in vars(cls):
@@ -64,8 +65,8 @@ class Score:
     def edges(self, query: Tensor, key: Tensor) -> Tensor:
         """The logits [..., H] of queries and keys [..., H, D], edge by edge.
 
-        Leading dimensions broadcast. A tensor [H] of the score's own meets the last dimension of
-        the result. Every logit depends on its own query and key and on nothing else.
+        Leading dimensions broadcast. A tensor [H] that the score holds broadcasts with the result.
+        A logit may depend on its own query and key only.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must have edges(query, key): logits [..., H] of queries and "
@@ -75,7 +76,7 @@ class Score:
     def pairs(self, query: Tensor, key: Tensor) -> Tensor:
         """The logits [..., H, n, m] of all pairs of queries [..., H, n, D] and keys [..., H, m, D].
 
-        The default asks :meth:`edges`, with n * m * D numbers in between.
+        The default calls :meth:`edges`, which needs memory for n * m * D numbers.
         """
         query, key = query.transpose(-3, -2), key.transpose(-3, -2)
         logits = self.edges(query[..., :, None, :, :], key[..., None, :, :, :])
@@ -87,7 +88,7 @@ class Score:
 
     @property
     def strength(self) -> Tensor | None:
-        """The factor [H] of a :meth:`ready` score in compiled code; None where that knows none."""
+        """The factor [H] that compiled code uses, of a :meth:`ready` score; None for others."""
         return None
 
     def __repr__(self) -> str:
@@ -201,7 +202,7 @@ class GaussianKernel(Score):
 
 
 def _copy(score: ScoreType) -> ScoreType:
-    """A shallow copy. (`copy.copy` takes as long as the scores of a few tokens do.)"""
+    """A shallow copy. (`copy.copy` takes as long as to compute the logits of a few tokens.)"""
     same = object.__new__(type(score))
     same.__dict__.update(score.__dict__)
     return same
@@ -229,7 +230,7 @@ def as_score(score: Any) -> Score:
 
 
 def edge_logits(score: Score, query: Tensor, key: Tensor) -> Tensor:
-    """The logits [*, E, H] of queries and keys [*, E, H, D], checked where somebody wrote them."""
+    """The logits [*, E, H] of queries and keys [*, E, H, D]; checked if the score is your own."""
     found = score.edges(query, key)
     if score.kernel is not None:
         return found
@@ -294,18 +295,18 @@ def per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Ten
 
 @lru_cache(maxsize=256)
 def _constant(number: float, heads: int, dtype: torch.dtype) -> Tensor:
-    """Nobody writes into it: operations read what they are given."""
+    """A tensor [heads] of one number, cached: no operation writes into its inputs."""
     with torch.inference_mode(False):
         return torch.full((heads,), number, dtype=dtype, device="cpu")
 
 
 def _inverse_square(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
-    """1 / sigma^2 per head. Tensors on other devices are not read: that would wait for them."""
+    """1 / sigma^2 per head, [H]; checked on a CPU only, since other devices would have to wait."""
     of_heads = per_head("sigma", sigma, heads, query)
     scale = of_heads**-2
     if scale.device.type == "cpu" and not torch.compiler.is_compiling():
         sigmas, scales = of_heads.tolist(), scale.tolist()
-        # Of lists with NaN the least says nothing, but their sum is NaN.
+        # min() does not see a NaN in a list, but the sum is NaN then.
         if sigmas and min(sigmas) > 0 and min(scales) > 0 and math.isfinite(sum(scales)):
             return scale
         if not (all(s > 0 for s in sigmas) and all(0 < s < math.inf for s in scales)):
@@ -319,7 +320,7 @@ def _default_scale(query: Tensor) -> float:
 
 
 def _per_row(scale: Any) -> Any:
-    """A factor per head [H], or one of all, for logits [..., H, n, m]."""
+    """A factor for logits [..., H, n, m], from one factor or one per head [H]."""
     return scale[..., None, None] if isinstance(scale, Tensor) and scale.dim() else scale
 
 
@@ -327,13 +328,13 @@ def _shown(number: Any) -> Any:
     return [round(x, 4) for x in number.tolist()] if isinstance(number, Tensor) else number
 
 
-# Rows of few queries, as steps of generation have them: head by head, those of a key head together.
+# Steps of generation have rows of few queries. Heads that share a key head form one entry.
 
 
 def row_scale(score: Score, query: Tensor, kv_heads: int) -> float | Tensor:
     """The factor of rows [B * Hk, g, D]: a number, or a tensor broadcastable to [B * Hk, g, 1].
 
-    It belongs to a score that compiled code knows.
+    The score must be one that compiled code knows.
     """
     scale: Any
     if isinstance(score, GaussianKernel):

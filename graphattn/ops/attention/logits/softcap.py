@@ -1,4 +1,4 @@
-"""Logits kept below a bound, as Gemma 2 does: ``softcap * tanh(logits / softcap)``."""
+"""The softcap of logits in Gemma 2, which bounds them: ``softcap * tanh(logits / softcap)``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def as_softcap(softcap: Any, name: str = "softcap") -> float | None:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits between -softcap and softcap; as they are for None.
+    """Logits between -softcap and softcap; unchanged if `softcap` is None.
 
-    Every backend forms them by this function, so that logits tie on all of them or on none: far
-    beyond the cap tanh is 1 to the last bit, and many do.
+    Far beyond the cap, tanh is 1 to the last bit, so many logits are equal. All backends in torch
+    use this function, so that logits are equal either in all of them or in none.
     """
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def slope(found: Tensor, softcap: float) -> Tensor:
-    """The derivative of :func:`capped`, from what it gave; 0 where the cap is reached."""
+    """The derivative of :func:`capped`, from its result; 0 where the cap is reached."""
     return 1 - (found / softcap).square()

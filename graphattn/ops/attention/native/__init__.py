@@ -1,6 +1,6 @@
-"""Attention by compiled code on a CPU: bands, and rows of edges for every other graph.
+"""Attention by C++ code on a CPU: bands, and rows of edges for every other graph.
 
-The planner of `structured` chooses; `bands.py` takes what it finds tiles for, `rows.py` the rest.
+The planner of `structured` chooses. Where it finds tiles, `bands.py` is used, elsewhere `rows.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]; options are those of `structured`.
 
-    Inputs of half precision, with a scale in float32, give an output of their precision, or in
-    float32 where compiled code cannot read halves and they are converted before.
+    Inputs may have half precision, with a scale in float32. If C++ code can read them, the output
+    has half precision. Otherwise they are converted first, and the output is in float32.
     """
     scale, bias = options.pop("scale"), options.pop("bias")
     inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)

@@ -1,7 +1,7 @@
-"""Attention over bands by compiled code: windows, blocks, and batches of them.
+"""Attention over bands by C++ code: windows, blocks, and batches of them.
 
-The code is `kernels/cpu/bands.cpp`. The table of sequences that it reads is made in
-`graphattn/graphs/structures/bands.py`.
+The code is `kernels/cpu/bands.cpp`. It reads a table of sequences, which
+`graphattn/graphs/structures/bands.py` makes.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class BandsGradients(ctypes.Structure):
 def native_tiles(
     structure: GraphStructure, options: PlanOptions, *, table: bool, pairs: bool
 ) -> Plan:
-    """A plan of bands for the planner of `structured`, or its own where there are no bands."""
+    """A plan of bands for the planner of `structured`; that of torch where C++ code has none."""
     slow = tile_plan(structure, options, table=table, pairs=pairs)
     if pairs or options.dropout is not None:
         return slow
-    if isinstance(structure, GridBlocks):  # a table is of hops down and right: bands know none
+    if isinstance(structure, GridBlocks):  # its table is over two axes, which bands cannot read
         return slow if table else _plan_of_blocks(structure, options)
     bands = bands_of(structure)
     if bands is None or (table and bands.origin is None):
@@ -78,7 +78,7 @@ def native_tiles(
 
 
 def _plan_of_blocks(grid: GridBlocks, options: PlanOptions) -> Plan:
-    """Tokens block by block, which makes every block a sequence."""
+    """A plan with tokens reordered block by block, so that every block is a sequence."""
     blocks, tokens, places = block_order(grid, torch.device("cpu"))
     runs = tuple(Blocks(b.count * b.height * b.width, b.height * b.width) for b in blocks)
     plan = native_tiles(Parts(runs), options.some(tokens, tokens), table=False, pairs=False)
@@ -86,7 +86,7 @@ def _plan_of_blocks(grid: GridBlocks, options: PlanOptions) -> Plan:
 
 
 def most_saved_per_head(top_k: int | None) -> int:
-    """How many numbers of every row and head a plan of compiled code saves, at most."""
+    """The most numbers that a plan of C++ code saves per row and head."""
     return 2 if top_k is None else 4
 
 
@@ -94,12 +94,12 @@ def most_saved_per_head(top_k: int | None) -> int:
 class NativeBandPlan:
     """Attention over a table of sequences; see :class:`~..structured.recompute.Plan`.
 
-    `slow` does the same in operations that can be differentiated again. A bias is a table of
+    `slow` computes the same in operations that can be differentiated again. A bias is a table of
     offsets.
 
-    Queries, keys and values may be of half precision: it is read into float32 a few tokens at a
-    time, and outputs are rounded once. Gradients want outputs that are not rounded, so with
-    `keeps_outputs` (their width) those are saved, too.
+    Queries, keys and values may have half precision. A few tokens at a time are converted to
+    float32, and outputs are rounded once. Gradients need outputs that are not rounded, so with
+    `keeps_outputs` (their width) these are saved, too.
     """
 
     bands: Bands
@@ -108,26 +108,26 @@ class NativeBandPlan:
 
     @property
     def saved_per_head(self) -> int:
-        """The largest logit and 1 / sum; with top-k, also the least logit kept and its place."""
+        """2: the largest logit and 1 / sum. With top_k 4: also the least selected and its place."""
         return most_saved_per_head(self.slow.options.top_k) + self.keeps_outputs
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, log-sums, and the numbers by which the backward finds the weights again."""
+        """Output, log-sums, and the numbers from which the backward pass computes the weights."""
         query, _, value, scale, _ = inputs
         B, N, H, _ = query.shape
         out = query.new_empty((B, N, H, value.shape[-1]))
         lse = scale.new_empty((B, N, H))
-        kept = scale.new_empty((B, N, H * self.saved_per_head))
-        _run(self, inputs, out, lse, kept, None)
-        return out, lse, kept
+        saved = scale.new_empty((B, N, H * self.saved_per_head))
+        _run(self, inputs, out, lse, saved, None)
+        return out, lse, saved
 
     def backward(
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
-        """Gradients of the five inputs; every tile is computed again."""
+        """Gradients of the five inputs; the logits of every tile are computed again."""
         query, key, value, scale, table = inputs
         is_covered = self.bands.covers(query.shape[1], key.shape[1])
-        # What is added to is not half precision.
+        # Keys and values collect sums over many targets, so their gradients are not half precision.
         shapes = (query, query.dtype), (key, scale.dtype), (value, scale.dtype)
         d_query, d_key, d_value = (
             x.new_empty(x.shape, dtype=dtype) if is_covered else x.new_zeros(x.shape, dtype=dtype)
@@ -158,7 +158,7 @@ class NativeBandPlan:
 
 
 def in_dtype_of_scale(inputs: Inputs) -> Inputs:
-    """Half precision as float32; the scale and the bias are that already."""
+    """Inputs with half precision converted to float32, the dtype of scale and bias."""
     query, key, value, scale, bias = inputs
     return query.to(scale.dtype), key.to(scale.dtype), value.to(scale.dtype), scale, bias
 
@@ -168,10 +168,10 @@ def _run(
     inputs: Inputs,
     out: Tensor,
     lse: Tensor | None,
-    kept: Tensor,
+    saved: Tensor,
     wanted: BandsGradients | None,
 ) -> None:
-    """Forward, or backward to what is `wanted`."""
+    """Run the forward pass, or with `wanted`, the structure of gradients, the backward pass."""
     query, key, value, scale, table = inputs
     query, key, value = featurewise(query), featurewise(key), featurewise(value)
     options = plan.slow.options
@@ -182,7 +182,7 @@ def _run(
     of_target = None if of_target is None else of_target.contiguous()
     of_source = None if of_source is None else of_source.contiguous()
     sequences = plan.bands.sequences
-    call = BandsCall(  # in the order of its fields: names take longer
+    call = BandsCall(  # in the order of its fields, because keywords take longer
         B,
         N,
         key.shape[1],
@@ -206,7 +206,7 @@ def _run(
         address(of_source),
         view(out),
         address(lse),
-        kept.data_ptr(),
+        saved.data_ptr(),
         plan.keeps_outputs > 0,
         torch.get_num_threads(),
     )

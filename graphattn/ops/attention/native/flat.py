@@ -1,8 +1,9 @@
-"""Attention of features as projections give them, turned and averaged in one step of autograd.
+"""Attention of plain calls: from the projections of a layer to averages, in one autograd function.
 
-Calls of few tokens cost what is asked and kept in between, more than what is computed. So what is
-known of one kind of call (sizes, dtype, options) is found once, by the checks of every other call,
-and steps that every call has are one: views by head, rotations, averages, and back.
+In a call with few tokens, checks and autograd take longer than arithmetic. So everything that
+depends only on the kind of a call (sizes, dtype, options) is computed once, by the same checks as
+in other calls, and stored. And one autograd function does what takes several elsewhere: views by
+head, rotation, and averages.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from graphattn.ops.attention.api import known_backend
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.native.bands import BandsCall, BandsGradients, NativeBandPlan
 from graphattn.ops.attention.structured.recompute import Plan
-from graphattn.ops.inputs import full_precision
-from graphattn.ops.rotary import KnownTurn, turned_by_torch
+from graphattn.ops.inputs import full_precision, gradients_by_autograd
+from graphattn.ops.rotary import KnownRotation, rotate_by_torch
 
 Rotation = tuple[Tensor, Tensor]
 
 
 class FlatCall:
-    """The part of a call that others of its kind share.
+    """Everything that calls of one kind share.
 
     Args:
-        plan: of the graph.
+        plan: the plan of the graph.
         query, key: shapes [B, N, H, D] and [B, M, Hk, D]; values have that of keys.
         out: the shape [*, N, H * D].
         dtype: float32 or float64.
-        rotation: cosines and sines [N, 1, D / 2] by which queries and keys are turned, or None.
-        scale: [H], of dot products; None where every call brings its own.
+        rotation: cosines and sines [N, 1, D / 2] by which queries and keys are rotated, or None.
+        scale: [H], of dot products; None if every call passes its own.
     """
 
     def __init__(
@@ -51,35 +52,35 @@ class FlatCall:
     ) -> None:
         self.scale = scale
         self.plan, self.query, self.key, self.rotation = plan, query, key, rotation
-        self.turn = None if rotation is None else KnownTurn(query, key, rotation)
+        self.rotate = None if rotation is None else KnownRotation(query, key, rotation)
         if isinstance(plan, NativeBandPlan):
             self.engine: KnownBands | _ByPlan = KnownBands(plan, query, key, out, dtype)
         else:
             self.engine = _ByPlan(plan, query, key, out)
 
-    def turned(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys where there is a rotation, laid out as compiled code reads them."""
+    def rotated(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys, contiguous, and rotated if the call has a rotation."""
         query = _contiguous(query)
         key = None if key is None else _contiguous(key)
-        if self.turn is not None:
-            query, key = self.turn(query, key)
+        if self.rotate is not None:
+            query, key = self.rotate(query, key)
         return query, query if key is None else key
 
     def by_autograd(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, scale: Tensor
     ) -> Tensor:
-        """Averages in operations that can be differentiated any number of times, [B, N, H, D]."""
-        query = self._turned_by_torch(query.reshape(self.query))
-        key = query if key is None else self._turned_by_torch(key.reshape(self.key))
+        """The averages [B, N, H, D], in operations of torch that can be differentiated again."""
+        query = self._rotated_by_torch(query.reshape(self.query))
+        key = query if key is None else self._rotated_by_torch(key.reshape(self.key))
         value = key if value is None else value.reshape(self.key)
         return self.plan.by_autograd((query, key, value, scale, None))[0]
 
-    def _turned_by_torch(self, x: Tensor) -> Tensor:
-        return x if self.rotation is None else turned_by_torch(x, *self.rotation)
+    def _rotated_by_torch(self, x: Tensor) -> Tensor:
+        return x if self.rotation is None else rotate_by_torch(x, *self.rotation)
 
 
 class _ByPlan:
-    """Engine of any other plan, with the methods of :class:`KnownBands`."""
+    """Runs any other plan, with the methods of :class:`KnownBands`."""
 
     def __init__(
         self, plan: Plan, query: tuple[int, ...], key: tuple[int, ...], out: tuple[int, ...]
@@ -90,7 +91,7 @@ class _ByPlan:
         self, query: Tensor, key: Tensor, value: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, _, saved = self.plan.forward(self._inputs(query, key, value, scale))
-        # Resized in place: a view could not be changed in place by those who get it.
+        # Resized in place, not viewed: callers may change the result in place.
         return out.contiguous().resize_(self.out), saved
 
     def backward(
@@ -132,23 +133,22 @@ def known_call(
     rotation: Rotation | None,
     keeps_scale: bool,
 ) -> FlatCall | None:
-    """Return what calls of tokens like these [*, N, F] share; None where compiled code does not run
-    them.
+    """Everything that calls with tokens like these, [*, N, F], share; None if "native" cannot run.
 
-    Their score is a constant that they share, too, where the call `keeps_scale`.
+    With `keeps_scale`, the scale of the score is a constant and is stored, too.
 
     Raises:
-        ValueError: for what the operation refuses.
+        ValueError: if the operation refuses the call.
     """
     lead, (N, M) = like.shape[:-2], (graph.num_targets, graph.num_sources)
-    nothing = like.detach().new_empty(())  # sizes count, not what there is
-    query = nothing.expand(*lead, N, heads, width)
-    key = nothing.expand(*lead, M, kv_heads, width)
+    element = like.detach().new_empty(())  # tensors of the right sizes, without memory
+    query = element.expand(*lead, N, heads, width)
+    key = element.expand(*lead, M, kv_heads, width)
     options = {"top_k": top_k, "softcap": softcap}
     chosen, call = known_backend(query, key, key, graph, score, backend=backend, **options)
     if chosen != "native":
         return None
-    inputs = query, key, key, nothing.expand(heads), None
+    inputs = query, key, key, element.expand(heads), None
     (query, key, *_), plan = native.plan_call(
         inputs,
         graph,
@@ -166,12 +166,13 @@ def known_call(
 def flat_attention(
     call: FlatCall, query: Tensor, key: Tensor | None, value: Tensor | None, scale: Tensor
 ) -> Tensor:
-    """Averages [*, N, H * D] of a known kind of call, on the CPU, by compiled code.
+    """The averages [*, N, H * D] of a call of a known kind, on a CPU, by C++ code.
 
     Args:
-        call: what :func:`known_call` told of it.
-        query: [*, N, H * D], or by head.
-        key, value: [*, M, Hk * D]; None for the query, and for the key, both turned.
+        call: what :func:`known_call` returned for this kind.
+        query: [*, N, H * D] or [*, N, H, D], before rotation.
+        key: [*, M, Hk * D], likewise; None if keys are the queries.
+        value: [*, M, Hk * D]; None if values are the rotated keys.
         scale: [H].
     """
     if torch.is_grad_enabled() and (
@@ -188,13 +189,13 @@ def flat_attention(
 def _averages(
     call: FlatCall, query: Tensor, key: Tensor | None, value: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The averages, and what the backward wants to see again."""
-    query, key = call.turned(query, key)
+    """The averages, and the numbers to save for the backward pass."""
+    query, key = call.rotated(query, key)
     return call.engine.forward(query, key, key if value is None else _contiguous(value), scale)
 
 
 class _FlatAttention(torch.autograd.Function):
-    """Saved is what was given: rotations are cheap, and made again."""
+    """Saves its arguments, not the rotated tensors: to rotate again is cheap."""
 
     @staticmethod
     def forward(
@@ -212,25 +213,31 @@ class _FlatAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, scale, out, saved = ctx.saved_tensors  # asked for once
+        # Read once only: under a gradient checkpoint, every reading computes the tensors again.
+        query, key, value, scale, out, saved = ctx.saved_tensors
         call: FlatCall = ctx.call
         needs_query, needs_key, needs_value, needs_scale = ctx.needs_input_grad[1:]
         with full_precision(out.device):
-            if torch.is_grad_enabled():  # create_graph=True: somebody differentiates this again
-                return None, *_plain_gradients(ctx, (query, key, value, scale), d_out)
-            turned, turned_key = call.turned(query, key)
-            read = turned_key if value is None else _contiguous(value)
+            if torch.is_grad_enabled():  # create_graph=True: this is differentiated again
+                return None, *gradients_by_autograd(
+                    lambda *tensors: (call.by_autograd(*tensors),),
+                    (query, key, value, scale),
+                    ctx.needs_input_grad[1:],
+                    (d_out.reshape(call.query),),
+                )
+            rotated, rotated_key = call.rotated(query, key)
+            read = rotated_key if value is None else _contiguous(value)
             results = out, saved, d_out, needs_scale
             d_query, d_key, d_value, d_scale = call.engine.backward(
-                turned, turned_key, read, scale, *results
+                rotated, rotated_key, read, scale, *results
             )
-            # What serves as several is added up as autograd does, one after the other.
+            # One tensor in several places: its gradients are added in the order of autograd.
             if key is None:
                 d_query.add_(d_key)
             if value is None:
                 (d_query if key is None else d_key).add_(d_value)
-            if call.turn is not None:
-                call.turn.back(d_query, None if key is None else d_key)
+            if call.rotate is not None:
+                call.rotate.back(d_query, None if key is None else d_key)
         return (
             None,
             d_query if needs_query else None,
@@ -240,32 +247,18 @@ class _FlatAttention(torch.autograd.Function):
         )
 
 
-def _plain_gradients(
-    ctx: Any, tensors: tuple[Tensor | None, ...], d_out: Tensor
-) -> list[Tensor | None]:
-    # Each apart, also where one tensor was given several times: each gets a share of the gradient.
-    query, key, value, scale = (None if x is None else x.view_as(x) for x in tensors)
-    assert query is not None
-    assert scale is not None
-    out = ctx.call.by_autograd(query, key, value, scale)
-    needed = ctx.needs_input_grad[1:]
-    given = zip((query, key, value, scale), needed, strict=True)
-    wanted = [x for x, n in given if n and x is not None]
-    found = torch.autograd.grad(
-        out, wanted, d_out.reshape(out.shape), create_graph=True, allow_unused=True
-    )
-    each = iter(found)
-    return [next(each) if n else None for n in needed]
-
-
 def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() and not x.is_neg() else x.contiguous().resolve_neg()
+    """x with its numbers side by side in memory; :func:`~graphattn.kernels.cpu.tensors.as_it_lies`.
+
+    It is restated here so that a plain call opens as few files as possible.
+    """
+    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
 
 
-# Sizes that were seen before are packed with new addresses: filling a structure of ctypes field by
-# field takes as long as the attention of a few tokens does.
+# For known sizes, the arguments of C++ code are packed as bytes, because to fill a ctypes structure
+# field by field takes as long as the attention of a few tokens.
 
-_FOUND = library.library()
+_LIBRARY = library.library()
 BANDS, GRADIENTS = packer(BandsCall), packer(BandsGradients)
 
 
@@ -291,20 +284,20 @@ class KnownBands:
         options, bands = plan.slow.options, plan.bands
         assert options.valid == (None, None)
         self.out, self.is_double = out, dtype == torch.float64
-        self.sequences = bands.sequences  # its address is kept
+        self.sequences = bands.sequences  # must live as long as its address is used
         sizes = B, N, M, H, kv_heads, D, D, len(bands.sequences), bands.sequences.data_ptr()
         self.sizes, self.of_query, self.of_key = sizes, steps_of(query), steps_of(key)
         self.heads, self.score, self.softcap = H, options.score == "rbf", options.softcap or 0.0
         self.top_k, self.origin = options.top_k or 0, bands.origin or 0
-        self.kept = B * N * H * plan.saved_per_head
-        self.saved = self.kept + B * N * H  # log-sums behind the others
+        self.saved_before_lse = B * N * H * plan.saved_per_head
+        self.num_saved = self.saved_before_lse + B * N * H  # log-sums are the last part
         self.is_covered = bands.covers(N, M)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The averages, and what the backward wants to see again."""
-        out, saved = query.new_empty(self.out), scale.new_empty(self.saved)
+        """The averages, and the numbers to save for the backward pass."""
+        out, saved = query.new_empty(self.out), scale.new_empty(self.num_saved)
         self._run(query, key, value, scale, out, saved, None)
         return out, saved
 
@@ -319,11 +312,10 @@ class KnownBands:
         d_out: Tensor,
         needs_scale: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of queries, keys, values and scales, of the shapes of these."""
+        """The gradients of queries, keys, values and scales, in their shapes."""
         new = torch.empty_like if self.is_covered else torch.zeros_like
         d_query, d_key, d_value = new(query), new(key), new(value)
-        if not d_out.is_contiguous() or d_out.is_neg():
-            d_out = d_out.contiguous().resolve_neg()
+        d_out = _contiguous(d_out)
         if needs_scale:
             d_scale = torch.zeros(self.heads, dtype=torch.float64, device=scale.device)
             address = d_scale.data_ptr()
@@ -351,7 +343,8 @@ class KnownBands:
         wanted: bytes | None,
     ) -> None:
         scale = scale.contiguous()
-        kept = saved.data_ptr()
+        saved_address = saved.data_ptr()
+        lse_address = saved_address + self.saved_before_lse * saved.element_size()
         call = BANDS.pack(
             *self.sizes,
             query.data_ptr(), *self.of_query,
@@ -360,9 +353,9 @@ class KnownBands:
             self.score, scale.data_ptr(), self.top_k, self.softcap,
             0, 0, self.origin, 0, 0,
             out.data_ptr(), *self.of_query,
-            kept + self.kept * saved.element_size(), kept, False, torch.get_num_threads(),
+            lse_address, saved_address, False, torch.get_num_threads(),
         )  # fmt: skip
-        assert _FOUND is not None
-        status = _FOUND.graphattn_attention_bands(call, wanted, self.is_double)
+        assert _LIBRARY is not None
+        status = _LIBRARY.graphattn_attention_bands(call, wanted, self.is_double)
         if status:
             library.check(status)

@@ -1,7 +1,7 @@
-"""Attention over any edge list by compiled code: a row of edges per target, no edge ever gathered.
+"""Attention over any edge list by C++ code: a row of edges per target, without gathering edges.
 
-`kernels/cpu/rows.cpp` is the code. This file hands it tensors by their addresses, and knows the
-edges in the order of their sources, which the backward of keys and values needs.
+The code is `kernels/cpu/rows.cpp`. This file passes it the addresses of tensors. It also sorts the
+edges by source, for the gradients of keys and values.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from graphattn.ops.attention.structured.chunked import RowPlan
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.plans import gathered_rows
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
-from graphattn.ops.kept import kept
+from graphattn.ops.edge_cache import cached_by_edges
 
-HASHES = 1 << 32  # of dropout: 32 bits
-CACHE = 1 << 21  # bytes: those that stay near a core from one row to the next
-LONG_ROWS = 64  # edges: such rows are worth a walk of their own
+HASHES = 1 << 32  # how many hashes dropout has: they have 32 bits
+CACHE = 1 << 21  # bytes that stay in the cache of a core from one row to the next
+LONG_ROWS = 64  # edges per row, from which on the order of rows does not matter
 
 
 class RowsCall(ctypes.Structure):
@@ -71,30 +71,31 @@ class RowsGradients(ctypes.Structure):
 
 
 class Edges:
-    """The edges of a graph in the order of their targets and, once asked for, of their sources.
+    """The edges of a graph, sorted by target and, when asked for, by source.
 
-    All lists are as wide as the given ones, int32 or int64.
+    All lists have the integer dtype of the given ones, int32 or int64.
     """
 
     def __init__(self, rowptr: Tensor, source: Tensor, num_sources: int) -> None:
         self.rowptr, self.source, self.num_sources = rowptr, source, num_sources
-        self.seen = False  # whether a forward has gone over them
+        self.was_read = False  # whether a forward pass has read them
 
     @property
     def is_narrow(self) -> bool:
-        """Whether lists are of int32."""
+        """Whether lists have the dtype int32."""
         return self.source.dtype == torch.int32
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where every source's edges begin [M + 1], and their targets and numbers, [E]."""
+        """The edges by source: where every source begins [M + 1], then targets and indices [E]."""
         return edges_by_source(self.rowptr, self.source, self.num_sources)
 
     @cached_property
     def visits(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """Targets and sources in an order in which neighbours follow each other.
+        """Orders of targets and of sources in which tokens with common neighbours are close.
 
-        Of both the order and how many edges come before every visit; None where nothing is gained.
+        For each of the two: the order, and how many edges come before every visit. None if this
+        order is no better than that of the list.
         """
         ends = self.rowptr, self.by_source[0]
         orders = tuple(torch.empty_like(x[1:]) for x in ends)
@@ -117,8 +118,8 @@ class Edges:
 
 
 def edges_of(graph: TokenGraph) -> Edges:
-    """The edges of a graph, kept as long as its list of edges lives."""
-    return kept(graph, _edges)
+    """The edges of a graph, cached as long as its list of edges lives."""
+    return cached_by_edges(graph, _edges)
 
 
 def _edges(graph: TokenGraph, _: Tensor) -> Edges:
@@ -137,7 +138,7 @@ def native_rows(graph: TokenGraph, options: PlanOptions, index: Tensor | None) -
 class NativeRowPlan:
     """Attention over the edges of every target; see :class:`~..structured.recompute.Plan`.
 
-    `slow` does the same in operations that can be differentiated again.
+    `slow` computes the same in operations that can be differentiated again.
     """
 
     edges: Edges
@@ -156,7 +157,7 @@ class NativeRowPlan:
     def backward(
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
-        """Gradients of the five inputs; every row is computed again."""
+        """Gradients of the five inputs; the logits of every row are computed again."""
         query, key, value, scale, bias = inputs
         call = _Call(self, inputs, backward=True)
         d_query, d_key, d_value = (x.new_empty(x.shape) for x in (query, key, value))
@@ -192,7 +193,7 @@ class NativeRowPlan:
 
 
 class _Call:
-    """The numbers and addresses of a call, and the tensors that must live as long."""
+    """The sizes and addresses of a call, and the tensors that must live as long as it does."""
 
     def __init__(self, plan: NativeRowPlan, inputs: Inputs, *, backward: bool = False) -> None:
         query, key, value, scale, bias = inputs
@@ -206,10 +207,10 @@ class _Call:
         hashes: tuple[Tensor, ...] = ()
         if dropout is not None:
             hashes = dropout.rows.contiguous(), dropout.columns.contiguous()
-        # To find the order takes as long as it spares in one forward; a graph may be there for one.
-        is_worth = _is_large(key, value, edges) and (backward or edges.seen)
+        # To compute the order takes as long as it saves in one forward pass: not for the first one.
+        is_worth = _is_large(key, value, edges) and (backward or edges.was_read)
         visits = edges.visits if is_worth else None
-        edges.seen = True
+        edges.was_read = True
         of_targets, self.order_of_sources = (
             (None, None) if visits is None else tuple(x.data_ptr() for x in visits[side])
             for side in (0, 1)
@@ -251,7 +252,7 @@ class _Call:
             self.numbers.drop_rows, self.numbers.drop_columns = (x.data_ptr() for x in hashes)
 
     def run(self, wanted: RowsGradients | None) -> None:
-        """Forward, or backward to what is `wanted`."""
+        """Run the forward pass, or with `wanted`, the structure of gradients, the backward pass."""
         found = library.library()
         assert found is not None
         given = None if wanted is None else ctypes.byref(wanted)
@@ -261,11 +262,11 @@ class _Call:
 
 
 def _is_large(key: Tensor, value: Tensor, edges: Edges) -> bool:
-    """Whether a sample's keys and values are more than stay in a cache, and rows are short."""
+    """Whether the keys and values of a sample do not fit into the cache, and rows are short."""
     nbytes = key.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
     return nbytes > CACHE and len(edges.source) <= LONG_ROWS * len(edges.rowptr)
 
 
 def _per_sample(bias: Tensor | None) -> int:
-    """Numbers between the biases of two samples; 0 where all share one."""
+    """How far the biases of two samples are apart in memory; 0 if all samples share one."""
     return 0 if bias is None or bias.dim() == 2 or len(bias) == 1 else bias.stride(0)

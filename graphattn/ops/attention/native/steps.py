@@ -1,7 +1,7 @@
-"""Steps of generation by compiled code: the newest few tokens of texts attend to a cache.
+"""Steps of generation by C++ code: the newest few tokens of texts attend to a cache.
 
-`kernels/cpu/steps.cpp` is the code. Steps of layers come here once a token, so what stays the same
-from one to the next is kept beside the cache.
+The code is `kernels/cpu/steps.cpp`. A layer runs a step per token, so the part of a call that stays
+the same is stored with the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, view
 from graphattn.ops.compiled_code import why_no_step
 
-# Queries and heads that share a key head from which a product of matrices is faster.
+# From so many rows per key head on (queries times heads), a product of matrices is faster.
 MANY_ROWS = 32
 
 
@@ -49,7 +49,7 @@ class StepsCall(ctypes.Structure):
     )
 
 
-_FOUND = library.library()
+_LIBRARY = library.library()
 
 
 class CacheCall:
@@ -105,12 +105,12 @@ class CacheCall:
         self.new_key, self.new_value = self.call.new_key, self.call.new_value
 
     def serves(self, layer: object, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it is a call of these."""
+        """Whether this call was made for this layer, these buffers and this dtype."""
         same = self.key is key and self.value is value
         return same and self.layer() is layer and self.dtype is dtype
 
     def fits(self, layer: object, x: Any, buffers: dict[str, Tensor]) -> bool:
-        """Whether tokens and a cache like these were seen before; sizes of batches are not."""
+        """Whether tokens and a cache fit this call; the size of the batch is not checked."""
         return (
             self.layer() is layer
             and buffers["key"] is self.key
@@ -121,7 +121,7 @@ class CacheCall:
         )
 
     def reads(self, *tokens: Tensor | None) -> bool:
-        """Whether what projections gave can be read as it lies."""
+        """Whether C++ code can read the results of projections without a copy."""
         return all(
             x is None
             or (x.is_cpu and x.dtype is self.dtype and x.is_contiguous() and not x.is_neg())
@@ -145,9 +145,10 @@ class CacheCall:
         valid: Tensor | None,
         valids: Tensor | None,
     ) -> Tensor:
-        """The rows of the newest tokens of all texts, whose keys and values join the cache.
+        """Compute the rows of the newest tokens of all texts, and add their keys and values.
 
-        Tokens are contiguous and features of heads their last numbers; so are those returned.
+        Query, key and value are contiguous and end in heads and features, in any shape; the output
+        has the shape of `query`.
         """
         call, compute = self.call, self.compute
         out = torch.empty_like(query)
@@ -172,22 +173,22 @@ class CacheCall:
             cosines, sines, place = angles
             hop = place * cosines.stride(0) * cosines.element_size()
             call.cosines, call.sines = cosines.data_ptr() + hop, sines.data_ptr() + hop
-        assert _FOUND is not None
-        status = _FOUND.graphattn_attention_steps(self.reference, self.is_double)
+        assert _LIBRARY is not None
+        status = _LIBRARY.graphattn_attention_steps(self.reference, self.is_double)
         if status:
             library.check(status)
         return out
 
 
 def why_no_decoding(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """The reason why :func:`decode` does not take these; None where it is the fastest way."""
+    """The reason why :func:`decode` is impossible or slow; None where it is the fastest way."""
     for x in (query, key, value):
         if (reason := why_no_step(x)) is not None:
             return reason
         if x.is_neg() or (x.shape[-1] > 1 and x.stride(-1) != 1):
-            return "it reads features that lie side by side"
+            return "it reads features that are side by side in memory"
     if query.shape[1] * query.shape[2] > MANY_ROWS * key.shape[2]:
-        return "there are many queries for a key: products of matrices are faster"
+        return "with many queries per key, products of matrices are faster"
     return None
 
 
@@ -204,21 +205,21 @@ def decode(
     sink: Tensor | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The newest tokens [B, T, H, D] of texts and caches [B, M, Hk, D]; out and log-sums.
+    """Attend from the newest tokens [B, T, H, D] to caches [B, M, Hk, D]; return out and log-sums.
 
-    `scale` is a number or has one for every head, as `sink` has, in the dtype of computation.
-    Log-sums [B, T, H] are those without the sink.
+    `scale` is a number or a tensor [H], `sink` a tensor [H], in the dtype of computation. Log-sums
+    [B, T, H] do not include the sink.
     """
     B, T, H, D = query.shape
     room, kv_heads, value_width = value.shape[1:]
     compute = torch.promote_types(query.dtype, torch.float32)
     out = query.new_empty(B, T, H, value_width)
     lse = query.new_empty(B, T, H, dtype=compute) if need_lse else None
-    by_head = scale.contiguous() if isinstance(scale, Tensor) else None
+    scale_by_head = scale.contiguous() if isinstance(scale, Tensor) else None
     sink = None if sink is None else sink.contiguous()
-    by_text = None
+    lengths_by_text = None
     if not isinstance(lengths, int):
-        by_text = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        lengths_by_text = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     call = StepsCall(
         texts=B,
         queries=T,
@@ -228,13 +229,13 @@ def decode(
         value_width=value_width,
         room=room,
         held=lengths if isinstance(lengths, int) else max(lengths, default=0),
-        lengths=address(by_text),
+        lengths=address(lengths_by_text),
         window=window or 0,
         query=view(query),
         key=view(key),
         value=view(value),
         is_rbf=is_rbf,
-        scale=address(by_head),
+        scale=address(scale_by_head),
         scale_step=1,
         same_scale=0.0 if isinstance(scale, Tensor) else scale,
         top_k=top_k or 0,
@@ -243,7 +244,7 @@ def decode(
         lse=address(lse),
         threads=torch.get_num_threads(),
     )
-    assert _FOUND is not None
+    assert _LIBRARY is not None
     is_double = compute == torch.float64
-    library.check(_FOUND.graphattn_attention_steps(ctypes.byref(call), is_double))
+    library.check(_LIBRARY.graphattn_attention_steps(ctypes.byref(call), is_double))
     return out, lse

@@ -1,10 +1,10 @@
-"""Attention over all pairs of [B, H, Q, K], some of them hidden: dense masks, and decoding.
+"""Attention over all pairs [B, H, Q, K] with a dense mask, for models of other libraries.
 
-Where most pairs are edges, a list of them costs more than all pairs do. Dot products go through
-torch's fused attention; what that does not know (distances, top-k, caps, sinks, the weights
-themselves) has its logits written out. Tensors have their heads first, as the caches of other
-libraries have, and are read where they stand. Nothing depends on what they hold, so that a compiler
-can follow; on a CPU without gradients there are shorter ways.
+If most pairs are edges, to list them costs more than to compute all pairs. Dot products use torch's
+fused attention. For what that does not have (distances, top-k, softcap, sinks, the weights), all
+logits are computed here. Heads come before tokens, as in the caches of other libraries, and tensors
+are not copied. The operations do not depend on values, so that torch.compile can trace them; on a
+CPU without gradients there are faster ways.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from graphattn.ops.attention.step.cached import (
 )
 from graphattn.ops.inputs import compute_dtype, full_precision
 
-FEW = 16  # queries up to which top-k compares products that are summed pair by pair
+FEW = 16  # up to so many queries, top-k compares products that are summed pair by pair
 
 
 class Logits(NamedTuple):
-    """How logits are made: as in :mod:`.reference`, with one `scale` for all heads.
+    """How logits are computed: as in :mod:`.reference`, with one `scale` for all heads.
 
     Attributes:
         score: "dot" or "rbf".
-        scale: of dot products, or 1 / sigma^2.
-        top_k: sources kept per query and head; all if None.
-        softcap: of dot products.
-        sink: logits [H] that stand in the denominator alone.
-        dropout: share of the weights that is dropped.
+        scale: the factor of dot products, or 1 / sigma^2.
+        top_k: sources selected per query and head; all if None.
+        softcap: the bound of dot products; none if None.
+        sink: logits [H] that add to the denominator only.
+        dropout: the share of the weights that is dropped.
     """
 
     score: Kernel
@@ -60,24 +60,24 @@ def attend_pairs(
     bias: Tensor | None = None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output [B, H, Q, Dv] in the dtype of `query`, and the weights [B, H, Q, K] where asked for.
+    """Output [B, H, Q, Dv] in the dtype of `query`, and the weights [B, H, Q, K] if needed.
 
-    A query that sees nothing gets exactly 0. What a query does not see reaches no bit of its
-    output or of any gradient, not even a NaN; a NaN that it sees makes its whole row NaN. Results
-    can be differentiated once.
+    A query that sees nothing gets exactly 0. A key or value that a query does not see changes no
+    bit of its output or of any gradient, not even if it is NaN. A NaN that it sees makes its whole
+    row NaN. Results can be differentiated once.
 
     Args:
         query: [B, H, Q, D].
         key, value: [B, Hk, K, D] and [B, Hk, K, Dv]; Hk divides H.
-        allowed: bool [B or 1, 1 or H, 1 or Q, K], what queries see; all if None.
-        logits: how logits are made, and what becomes of the weights.
+        allowed: bool [B or 1, 1 or H, 1 or Q, K], the keys that a query sees; all if None.
+        logits: how logits are computed, and what is done with the weights.
         bias: added to the logits, [B or 1, 1 or H, 1 or Q, K]; -inf hides a pair.
         need_weights: whether to return the weights, without dropout.
     """
     if 0 in (query.numel(), key.shape[2]):
         weights = query.new_zeros(*query.shape[:3], key.shape[2]) if need_weights else None
         return query.new_zeros(*query.shape[:3], value.shape[-1]), weights
-    dtype, kept = compute_dtype(query.dtype), query.dtype
+    dtype, given_dtype = compute_dtype(query.dtype), query.dtype
     if logits.top_k is not None and logits.top_k >= key.shape[2]:
         logits = logits._replace(top_k=None)
     with full_precision(query.device):
@@ -85,7 +85,9 @@ def attend_pairs(
         bias = None if bias is None else bias.to(dtype)
         if logits.sink is not None:
             logits = logits._replace(sink=logits.sink.to(dtype))
-        looks = (  # at what tensors hold; elsewhere that would wait for the device
+        # On other devices, to read a value would wait for the device. Under torch.compile and
+        # torch.func, Python cannot depend on values.
+        can_read_values = (
             query.device.type == "cpu"
             and not torch.compiler.is_compiling()
             and not is_transformed()
@@ -93,17 +95,19 @@ def attend_pairs(
         tensors = query, key, value, bias, logits.sink
         grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         out, weights = None, None
-        if looks and not grad and not need_weights:
-            out = _in_short(query, key, value, allowed, logits, bias)
+        if can_read_values and not grad and not need_weights:
+            out = _fast_output(query, key, value, allowed, logits, bias)
         if out is None:
-            out, weights = _in_full(query, key, value, allowed, logits, bias, need_weights, looks)
-    return out.to(kept), None if weights is None else weights.to(kept)
+            out, weights = _output_and_weights(
+                query, key, value, allowed, logits, bias, need_weights, can_read_values
+            )
+    return out.to(given_dtype), None if weights is None else weights.to(given_dtype)
 
 
 # Without gradients, on a CPU.
 
 
-def _in_short(
+def _fast_output(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -111,15 +115,15 @@ def _in_short(
     logits: Logits,
     bias: Tensor | None,
 ) -> Tensor | None:
-    """The output, or None where the long way is needed."""
+    """The output by a faster way, or None if there is none for this call."""
     fused = logits.score == "dot" and logits[2:5] == (None, None, None)
-    if logits.dropout:  # which draws once, whatever tensors hold
+    if logits.dropout:  # it must be drawn once, and this way may fail and be repeated
         return None
     if not fused:
         short = query.shape[2] == 1 and key.shape[2] > 0 and _shared(allowed)
         return _newest(query, key, value, allowed, logits, bias) if short else None
     out = _fused(query, key, value, allowed, logits, bias)
-    # A NaN, or an infinite number, may have come from what is hidden.
+    # A NaN or an infinite number may come from a hidden key or value.
     return out if math.isfinite(out.sum()) else None
 
 
@@ -135,7 +139,7 @@ def _newest(
     logits: Logits,
     bias: Tensor | None,
 ) -> Tensor:
-    """One query per sequence, each reading of its cache what it sees."""
+    """The output for one query per sequence; each reads only what it sees of its cache."""
     B, H, _, D = query.shape
     Hk, K = key.shape[1:3]
     rows = query.reshape(B, Hk, H // Hk, D)
@@ -166,7 +170,7 @@ def _one_text(
     logits: Logits,
     bias: Tensor | None,
 ) -> Tensor:
-    """[Hk, g, D] and the keys [Hk, n, D] of one sequence -> [Hk, g, Dv]."""
+    """The output [Hk, g, Dv] of one sequence, from queries [Hk, g, D] and keys [Hk, n, D]."""
     score, scale, top_k, softcap, sink, _ = logits
     need_lse = sink is not None
     if bias is None and softcap is None:
@@ -194,7 +198,7 @@ def _fused(
     logits: Logits,
     bias: Tensor | None,
 ) -> Tensor:
-    """torch's attention, which gives 0 to a row that sees nothing."""
+    """The output by torch's fused attention, which gives 0 to a row that sees nothing."""
     mask = allowed
     if bias is not None:
         mask = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
@@ -214,7 +218,7 @@ def _fused(
     return out.reshape(*shape[:3], -1)
 
 
-def _in_full(
+def _output_and_weights(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -222,18 +226,19 @@ def _in_full(
     logits: Logits,
     bias: Tensor | None,
     need_weights: bool,
-    looks: bool,
+    can_read_values: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute all rows with any numbers in the tensors: what is not finite is taken out before, and
-    put back as NaN.
+    """The output and the weights, for tensors that may hold NaN or infinity.
+
+    Numbers that are not finite are replaced by 0 first. At the end, rows that see one become NaN.
     """
-    if bias is not None and not (looks and bool(bias.isfinite().all())):
+    if bias is not None and not (can_read_values and bool(bias.isfinite().all())):
         hidden = bias == -torch.inf
         allowed = ~hidden if allowed is None else allowed & ~hidden
         bias = bias.masked_fill(hidden, 0)
     bad: _Bad | None = _Bad.of(query, key, value, bias)
     assert bad is not None
-    if looks and not bad.any():
+    if can_read_values and not bad.any():
         bad = None
     else:
         query = query.masked_fill(bad.query, 0)
@@ -241,20 +246,20 @@ def _in_full(
         value = value.masked_fill(bad.value[..., None], 0)
         bias = None if bias is None or bad.bias is None else bias.masked_fill(bad.bias, 0)
     if logits.score == "dot" and logits[2:5] == (None, None, None) and not need_weights:
-        out, weights, kept = _fused(query, key, value, allowed, logits, bias), None, allowed
+        out, weights, selected = _fused(query, key, value, allowed, logits, bias), None, allowed
     else:
-        out, weights, kept = _written_out(query, key, value, allowed, logits, bias, bad)
+        out, weights, selected = _from_all_logits(query, key, value, allowed, logits, bias, bad)
     if bad is not None:
         in_logits = bad.in_logits(allowed)
         if weights is not None:
             hidden = torch.zeros_like(in_logits) if allowed is None else ~allowed
             weights = weights.masked_fill(in_logits & ~hidden, torch.nan)
-        out = out.masked_fill(in_logits | bad.in_values(kept), torch.nan)
+        out = out.masked_fill(in_logits | bad.in_values(selected), torch.nan)
     return out, weights if need_weights else None
 
 
 class _Bad(NamedTuple):
-    """Masks of infinite and NaN: queries [B, H, Q, 1], keys and values [B, Hk, K], and the bias."""
+    """Masks of what is not finite: queries [B, H, Q, 1], keys and values [B, Hk, K], the bias."""
 
     query: Tensor
     key: Tensor
@@ -274,25 +279,25 @@ class _Bad(NamedTuple):
         return any(bool(bad.any()) for bad in self if bad is not None)
 
     def in_logits(self, allowed: Tensor | None) -> Tensor:
-        """Queries [B, H, Q, 1] with a logit that is no number."""
+        """Mark queries with a logit that is not finite, bool [B, H, Q, 1]."""
         found = self.query | self._touched(self.key, allowed)
         if self.bias is not None:
             seen = self.bias if allowed is None else self.bias & allowed
             found = found | seen.any(-1, keepdim=True)
         return found if allowed is None else found & allowed.any(-1, keepdim=True)
 
-    def in_values(self, kept: Tensor | None) -> Tensor:
-        """Queries [B, H, Q, 1] that keep a value which is no number."""
-        return self._touched(self.value, kept)
+    def in_values(self, selected: Tensor | None) -> Tensor:
+        """Mark queries that select a value that is not finite, bool [B, H, Q, 1]."""
+        return self._touched(self.value, selected)
 
-    def _touched(self, sources: Tensor, kept: Tensor | None) -> Tensor:
+    def _touched(self, sources: Tensor, selected: Tensor | None) -> Tensor:
         by_head = sources.repeat_interleave(self.query.shape[1] // sources.shape[1], dim=1)
-        if kept is None:
+        if selected is None:
             return by_head.any(-1)[..., None, None]
-        return kept.float() @ by_head[..., None].float() > 0
+        return selected.float() @ by_head[..., None].float() > 0
 
 
-def _written_out(
+def _from_all_logits(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -301,28 +306,28 @@ def _written_out(
     bias: Tensor | None,
     bad: _Bad | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, weights without dropout, and what is kept, from finite tensors."""
+    """Output, weights without dropout, and the selected pairs, from finite tensors."""
     (B, H, Q, _), (Hk, K) = query.shape, key.shape[1:3]
-    rows = query.reshape(B, Hk, -1, query.shape[-1])  # those that share keys
+    rows = query.reshape(B, Hk, -1, query.shape[-1])  # rows that share keys
     if logits.score == "rbf":
         found = _squared_distances(rows, key) * (-logits.scale / 2)
-    elif logits.top_k is not None and Q <= FEW:  # so that equal keys tie to the last bit
+    elif logits.top_k is not None and Q <= FEW:  # so that equal keys give equal bits
         found = (rows[..., None, :] * key[:, :, None]).sum(-1) * logits.scale
     else:
         found = rows @ key.mT * logits.scale
     found = capped(found.reshape(B, H, Q, K), logits.softcap)
     if bias is not None:
         found = found + bias
-    kept = allowed
+    selected = allowed
     if allowed is not None:
         found = found.masked_fill(~allowed, -torch.inf)
     if logits.top_k is not None:
         best = found.detach().argsort(dim=-1, descending=True, stable=True)[..., : logits.top_k]
         among = torch.zeros_like(found, dtype=torch.bool).scatter(-1, best, True)
-        kept = among if allowed is None else among & allowed
-        found = found.masked_fill(~kept, -torch.inf)
-    if kept is not None:  # a row that sees nothing is 0 / 0
-        empty = ~kept.any(-1, keepdim=True)
+        selected = among if allowed is None else among & allowed
+        found = found.masked_fill(~selected, -torch.inf)
+    if selected is not None:  # a row that sees nothing is 0 / 0
+        empty = ~selected.any(-1, keepdim=True)
         found = found.masked_fill(empty, 0)
         weights = found.softmax(-1).masked_fill(empty, 0)
     else:
@@ -332,11 +337,11 @@ def _written_out(
         weights = weights * share
     dropped = functional.dropout(weights, logits.dropout) if logits.dropout else weights
     out = (dropped.reshape(B, Hk, -1, K) @ value).reshape(B, H, Q, -1)
-    return out, weights, kept
+    return out, weights, selected
 
 
 def _squared_distances(query: Tensor, key: Tensor) -> Tensor:
-    """||q - k||^2 of queries [*, R, D] and keys [*, n, D] by differences, which do not cancel."""
+    """||q - k||^2 of queries [*, R, D] and keys [*, n, D], from differences: nothing cancels."""
     if query.numel() * key.shape[-2] <= PAIRS:
         return (query[..., None, :] - key[..., None, :, :]).square().sum(-1)
     by_differences = "donot_use_mm_for_euclid_dist"

@@ -1,7 +1,8 @@
 """A few queries and the many keys of a cache: the core of decoding, without gradients.
 
-:func:`~graphattn.decode_attention` and the steps of layers both end here. Caches are long and
-queries few, so on a CPU time is that of reading keys and values, once each and where they stand.
+:func:`~graphattn.decode_attention` and the steps of layers both use this file. Caches are long and
+queries few, so on a CPU most of the time goes into reading keys and values. Each is read once, and
+not copied before.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 from graphattn.ops.attention.logits.score import Kernel
 from graphattn.ops.memory import keep_freed_memory
 
-SMALL = 1 << 15  # numbers of the keys of a cache up to which the fewest calls are the fastest way
-PAIRS = 1 << 20  # numbers at a time in those: 4 megabytes of float32; fewer is slower
-CHUNK = 1 << 17  # numbers whose differences stay near the processor: half a megabyte of float32
-# Rows that share keys from which RBF logits are products and norms, where those do not cancel; a
-# single one where the keys of a head stand one after the other.
+SMALL = 1 << 15  # with at most so many numbers in the keys, the fewest calls of torch are fastest
+PAIRS = 1 << 20  # numbers of all pairs at a time: 4 megabytes of float32; fewer is slower
+CHUNK = 1 << 17  # numbers of keys whose differences stay in cache: half a megabyte of float32
+# From so many rows per key on, RBF logits are computed from products and norms, if these do not
+# cancel. One row is enough if the keys of a head are not interleaved with those of other heads.
 MANY_ROWS = 3
-LARGEST = 32.0  # scaled squares up to which they do not: five bits of a logit at most
-# Keys at a time of a head that is spread over a cache: their pages stay known to the processor.
+LARGEST = 32.0  # up to these scaled squares they do not: at most five bits of a logit are lost
+# Keys at a time of a head that is interleaved with others: their pages stay in the TLB.
 SPREAD = 1024
 
 
@@ -38,23 +39,23 @@ def attend_cached(
     keep: Tensor | None = None,
     need_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output [G, R, Dv] and log-sums [G, R], or None where nobody needs them.
+    """Output [G, R, Dv], and log-sums [G, R] if needed, else None.
 
-    What a row does not see, or does not keep, reaches no bit of it: not even by the choice of how
-    to compute, which depends on sizes alone.
+    A source that a row does not see, or does not select, changes no bit of the row. Even the way of
+    computing depends on sizes only.
 
     Args:
-        query: [G, R, D], R rows that share keys: those of grouped heads and of new tokens.
+        query: [G, R, D], R rows that share keys: of the heads of a group, and of new tokens.
         key, value: [G, n, D] and [G, n, Dv], views of caches.
         score, scale: as in :mod:`.reference`; scale a number or a tensor [G, R, 1].
         top_k: sources kept per row.
-        keep: bool, broadcastable to [G, R, n]: what a row sees; all if None.
+        keep: bool, broadcastable to [G, R, n], the sources that a row sees; all if None.
     """
     large = key.numel() > SMALL and key.device.type == "cpu"
     if large:
         keep_freed_memory()
     cut = top_k is not None and top_k < key.shape[-2]
-    # Keys that some rows do not see may not decide how the logits of others are computed.
+    # Keys that some rows do not see must not decide how the logits of others are computed.
     exact = (cut and not large) or (keep is not None and score == "rbf")
     logits = pair_logits(query, key, score, scale, exact=exact, large=large)
     products = Products(query, key, score, scale) if cut and large else None
@@ -62,7 +63,7 @@ def attend_cached(
 
 
 class Products(NamedTuple):
-    """Products that logits are rounded from: queries [G, R, D], keys [G, n, D], score and scale."""
+    """Factors of logits: queries [G, R, D], keys [G, n, D], score and scale."""
 
     query: Tensor
     key: Tensor
@@ -79,7 +80,11 @@ def attend_logits(
     products: Products | None = None,
     need_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`attend_cached` from logits [G, R, n]; without `products`, equal ones are ties."""
+    """:func:`attend_cached` from logits [G, R, n].
+
+    With `products`, logits that differ by rounding only are compared again; without, they count as
+    exact.
+    """
     R, n = logits.shape[1:]
     if keep is not None:
         logits = logits.masked_fill(~keep, -torch.inf)
@@ -100,38 +105,38 @@ def attend_logits(
     if keep is not None:
         weights = weights.masked_fill(~keep, 0)  # a row without sources is 0 / 0
     out = weigh(weights, value)
-    # A value that is not kept must not be read: 0 * NaN is NaN. (Elsewhere than on a CPU,
-    # looking whether there is one would wait for the device.)
+    # A value that is not selected may be NaN, and 0 * NaN is NaN. (On other devices than a CPU,
+    # to find out whether there is one would wait for the device.)
     if hidden is not None and (out.device.type != "cpu" or not math.isfinite(out.sum())):
         out = _without_hidden(weights, value, hidden.expand_as(weights))
     return out, lse
 
 
 def _log_sums(logits: Tensor, weights: Tensor, masked: bool) -> Tensor:
-    """Log-sums [G, R]; a row that sees nothing has weights without meaning."""
+    """Log-sums [G, R]; with `masked`, a row may see nothing, and then its weights are NaN."""
     if masked:
         return logits.logsumexp(dim=-1)
-    # The largest weight is exp(0) over the sum: fewer calls.
+    # The largest weight is exp(0) / sum, which takes fewer calls.
     return logits.amax(dim=-1) - weights.amax(dim=-1).log_()
 
 
 def _without_hidden(weights: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
-    """The averages where values that are hidden from a row may be NaN or infinite."""
+    """The averages if values that are hidden from a row may be NaN or infinite."""
     bad = ~value.isfinite()
-    # By the very product of before, so that other rows keep their bits.
+    # By the same product as before, so that the other rows keep their bits.
     clean = weigh(weights, torch.where(bad, 0, value))
     seen = torch.bmm((~hidden).to(value.dtype), bad.to(value.dtype)) > 0
     if value.device.type != "cpu":
-        kept = value[:, None].masked_fill(hidden[..., None], 0)
-        return torch.where(seen, (weights[..., None, :] @ kept).squeeze(-2), clean)
+        visible = value[:, None].masked_fill(hidden[..., None], 0)
+        return torch.where(seen, (weights[..., None, :] @ visible).squeeze(-2), clean)
     for g, r in seen.any(-1).nonzero().tolist():
-        kept = value[g].masked_fill(hidden[g, r, :, None], 0)
-        clean[g, r] = torch.where(seen[g, r], weights[g, r] @ kept, clean[g, r])
+        visible = value[g].masked_fill(hidden[g, r, :, None], 0)
+        clean[g, r] = torch.where(seen[g, r], weights[g, r] @ visible, clean[g, r])
     return clean
 
 
 def weigh(weights: Tensor, value: Tensor) -> Tensor:
-    """Weights [G, R, n] times values [G, n, Dv]."""
+    """The sums of values [G, n, Dv] with weights [G, R, n], [G, R, Dv]."""
     if not _is_spread(value):
         return torch.bmm(weights, value)
     out = weights.new_zeros(*weights.shape[:2], value.shape[-1])
@@ -141,7 +146,7 @@ def weigh(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def _is_spread(x: Tensor) -> bool:
-    """Whether the tokens of a head stand far apart, as in a long cache [M, Hk, D]."""
+    """Whether the tokens of a head are far apart in memory, as in a long cache [M, Hk, D]."""
     return x.shape[-2] > SPREAD and x.stride(-2) > x.shape[-1] and x.device.type == "cpu"
 
 
@@ -151,10 +156,11 @@ def _is_spread(x: Tensor) -> bool:
 def pair_logits(
     query: Tensor, key: Tensor, score: Kernel, scale: float | Tensor, *, exact: bool, large: bool
 ) -> Tensor:
-    """Logits [G, R, n]. Distances are `exact`, and are equal where keys are.
+    """The logits [G, R, n].
 
-    Products are where they are few; else they are rounded as a matrix product rounds. Without
-    `exact`, distances of many rows come from products too.
+    With `exact`, equal keys have equal logits: distances are computed from differences, and a small
+    number of dot products pair by pair. A `large` number of dot products, and without `exact` the
+    distances of many rows, come from matrix products, whose rounding may differ for equal keys.
     """
     if score == "rbf":
         if large and not exact and (query.shape[-2] >= MANY_ROWS or not _side_by_side(key)):
@@ -179,9 +185,9 @@ def products(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _by_norms(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
-    """RBF logits [G, R, n] from q . k - (|q|^2 + |k|^2) / 2, or by differences where that cancels.
+    """RBF logits [G, R, n] from q . k - (|q|^2 + |k|^2) / 2, or from differences if that cancels.
 
-    Keys are read twice, however many rows there are. Every group decides for itself.
+    Keys are read twice, however many rows there are. Whether it cancels is decided per group.
     """
     in_order = key.transpose(0, 1) if _side_by_side(key) else key
     of_key = torch.linalg.vector_norm(in_order, dim=-1).square_()
@@ -202,10 +208,10 @@ def _by_norms(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def distances(query: Tensor, key: Tensor) -> Tensor:
-    """||q - k|| of every pair, [G, R, n], by differences: nothing cancels.
+    """||q - k|| of every pair, [G, R, n], from differences, which do not cancel.
 
-    A chunk of keys stays in the cache of the processor for all rows, and is read in the order in
-    which it stands.
+    A chunk of keys stays in the cache of the processor for all rows, and is read in the order of
+    memory.
     """
     found = query.new_empty(*query.shape[:2], key.shape[-2])
     apart = None
@@ -220,12 +226,12 @@ def distances(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _side_by_side(key: Tensor) -> bool:
-    """Whether the heads of a token stand side by side, as in a cache [M, Hk, D]."""
+    """Whether the heads of a token are side by side in memory, as in a cache [M, Hk, D]."""
     return key.stride(0) < key.stride(1)
 
 
 def _chunks(key: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Groups and tokens whose keys are CHUNK numbers, as they stand in memory."""
+    """Slices of groups and tokens with about CHUNK numbers of keys, in the order of memory."""
     G, n, D = key.shape
     some = G if _side_by_side(key) else max(1, CHUNK // max(1, n * D))
     length = max(1, CHUNK // max(1, min(some, G) * D))
@@ -237,7 +243,7 @@ def _chunks(key: Tensor) -> Iterator[tuple[slice, slice]]:
 def sum_pairs(query: Tensor, key: Tensor, *, difference: bool) -> Tensor:
     """q . k or |q - k|^2 of queries [B, g, D] and keys [B, n, D], pair by pair, [B, g, n].
 
-    Not by a matrix product: differences do not cancel, and equal keys tie to the last bit.
+    No matrix product is used, so that differences do not cancel and equal keys give equal bits.
     """
     found = []
     query = query[:, :, None]
@@ -251,11 +257,11 @@ def sum_pairs(query: Tensor, key: Tensor, *, difference: bool) -> Tensor:
 
 
 def not_among_best(logits: Tensor, k: int) -> Tensor:
-    """Marks what is not among the k < n largest of a row [*, n]; of equal ones the first are."""
+    """Mark all but the k < n largest of every row [*, n]; of equal ones the first are best."""
     n = logits.shape[-1]
-    if logits.device.type == "cpu":  # elsewhere this would wait for the device
+    if logits.device.type == "cpu":  # on other devices, this would wait for the device
         worse = logits < logits.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        # No row has more than n - k of them, so that their sum tells whether all have.
+        # No row has more than n - k of them, so the total tells whether all rows have n - k.
         if int(worse.sum()) * n == worse.numel() * (n - k):
             return worse
     best = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
@@ -263,7 +269,7 @@ def not_among_best(logits: Tensor, k: int) -> Tensor:
 
 
 def _worse(logits: Tensor, k: int, products: Products | None) -> Tensor:
-    """:func:`not_among_best` of many logits; products are judged again near a tie."""
+    """:func:`not_among_best` for many logits, where near ties of products are computed again."""
     last = logits.kthvalue(logits.shape[-1] - k + 1, dim=-1, keepdim=True)
     worse = logits < last.values
     for g, r, best in _judged(logits, k, last.values, last.indices, products):
@@ -273,8 +279,9 @@ def _worse(logits: Tensor, k: int, products: Products | None) -> Tensor:
 
 
 def _best_places(logits: Tensor, k: int, products: Products | None) -> Tensor:
-    """Return the places of the k largest of every row, [G, R, k]; products are judged again near a
-    tie.
+    """The indices of the k largest of every row, [G, R, k].
+
+    Near ties of products are computed again.
     """
     values, places = logits.topk(k, dim=-1, sorted=False)
     last = values.min(dim=-1, keepdim=True)
@@ -287,10 +294,10 @@ def _best_places(logits: Tensor, k: int, products: Products | None) -> Tensor:
 def _judged(
     logits: Tensor, k: int, threshold: Tensor, place: Tensor, products: Products | None
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Rows (g, r) in which the k-th largest is not alone, and the places that they keep.
+    """Rows (g, r) in which other logits are as large as the k-th largest, and their k best indices.
 
-    `threshold` and `place` [G, R, 1] are those of the k-th largest. Products that are no further
-    from it than rounding could bring equal ones are computed again, pair by pair.
+    `threshold` and `place`, [G, R, 1], are value and index of the k-th largest. Products whose
+    difference to it could come from rounding are computed again, pair by pair.
     """
     lowest = highest = threshold
     if products is not None:
@@ -306,14 +313,14 @@ def _judged(
         size = (size * products.scale).abs_().mul_(rounding)
         size = torch.where(size.isnan(), torch.inf, size)
         lowest, highest = threshold - size, threshold + size
-    lowest = lowest.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
+    lowest = lowest.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never selected
     close = (logits >= lowest).sum(-1) > k
     if not bool(close.any()):
         return
     for g, r in close.nonzero().tolist():
         row = logits[g, r]
         if bool(row.isnan().any()):
-            continue  # whatever it keeps, it is no number
+            continue  # its result is NaN, whatever it selects
         sure = (row > highest[g, r]).nonzero().squeeze(-1)
         near = ((row >= lowest[g, r]) & (row <= highest[g, r])).nonzero().squeeze(-1)
         if products is not None:
@@ -332,13 +339,13 @@ def _judged(
 def _average_few(
     logits: Tensor, value: Tensor, places: Tensor, masked: bool, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The average of the values at `places` [G, R, k]: no other is read."""
-    kept = logits.gather(-1, places)
+    """The average of the values at the indices `places`, [G, R, k]; no other value is read."""
+    selected = logits.gather(-1, places)
     read = value[torch.arange(len(value))[:, None, None], places]  # [G, R, k, Dv]
     if masked:  # a row may see fewer than k
-        read.masked_fill_((kept == -torch.inf)[..., None], 0)
-    weights = kept.softmax(dim=-1)
-    if masked:  # or nothing: then its softmax is 0 / 0
-        weights = weights.masked_fill(kept == -torch.inf, 0)
+        read.masked_fill_((selected == -torch.inf)[..., None], 0)
+    weights = selected.softmax(dim=-1)
+    if masked:  # or nothing, and then its softmax is 0 / 0
+        weights = weights.masked_fill(selected == -torch.inf, 0)
     out = (weights[..., None, :] @ read).squeeze(-2)
-    return out, _log_sums(kept, weights, masked) if need_lse else None
+    return out, _log_sums(selected, weights, masked) if need_lse else None

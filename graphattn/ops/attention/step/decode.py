@@ -19,7 +19,7 @@ from graphattn.ops.inputs import check_tensors, compute_dtype, full_precision
 
 
 class DecodeKind(NamedTuple):
-    """Kind of the logits of a step: `scale` a number, or one of every head as [Hk, g]."""
+    """How the logits of a step are computed; `scale` is a number, or a tensor [Hk, g]."""
 
     score: Kernel
     scale: float | Tensor
@@ -73,12 +73,12 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attend from the newest few tokens of every text to a cache of all its tokens.
 
-    The queries are the last T of ``lengths[b]`` tokens of text b, whose keys and values stand first
-    in row b of the caches (the newest ones too: write them there before). Query t stands at
-    position p = lengths[b] - T + t and sees the positions j <= p, with `window` the last `window`
-    of these, itself included, as in ``causal_window_graph``. What stands in a cache from
-    ``lengths[b]`` on is never read. This is flash-attention's ``flash_attn_with_kvcache`` for dot
-    products, and the same for Gaussian kernel and Krause attention:
+    Text b has ``lengths[b]`` tokens, and the queries are its last T. Keys and values of all its
+    tokens are at the start of row b of the caches; write the newest ones there before the call.
+    Query t has the position p = lengths[b] - T + t and sees the positions j <= p, or with `window`
+    the last `window` of these, itself included, as in ``causal_window_graph``. A cache is never
+    read from ``lengths[b]`` on. For dot products this is ``flash_attn_with_kvcache`` of
+    flash-attention; Gaussian kernel and Krause attention work in the same way:
 
     .. math::
         \ell_{pj} = s \, q_p \cdot k_j \quad\text{or}\quad
@@ -86,8 +86,8 @@ def decode_attention(
         y_p = \sum_{j \in S(p)} \frac{e^{\ell_{pj}}}
               {e^{\text{sink}_h} + \sum_{j' \in S(p)} e^{\ell_{pj'}}} \, v_j
 
-    with S(p) what p sees, or the `top_k` of it with the largest logits (of equal ones the smaller
-    index). Rows are those of :func:`~graphattn.dot_product_attention` and
+    with S(p) the positions that p sees, or the `top_k` of them with the largest logits (of equal
+    ones the smaller index). Rows are those of :func:`~graphattn.dot_product_attention` and
     :func:`~graphattn.rbf_attention` on the causal graph of the whole text. A query before the first
     token (lengths[b] < T: padding in front) gets exactly 0, as from flash-attention.
 
@@ -97,14 +97,14 @@ def decode_attention(
             head h // (H / Hk). Views are read as they are, without a copy.
         value_cache: [*, M, Hk, Dv].
         lengths: how many tokens every text has, the T newest included: an integer tensor [*] with
-            numbers from 0 to M, or one int for all. A tensor on another device than a CPU is not
-            looked at, so that nobody waits: numbers beyond M then count as M tokens that are seen.
+            numbers from 0 to M, or one int for all. On other devices than a CPU, the numbers are
+            not checked, because that would wait for the device; numbers beyond M then count as M.
         sigma: bandwidth of RBF attention, a float or a tensor broadcastable to [H]. Without it,
             logits are scaled dot products.
         scale: of dot products, the same; 1 / sqrt(D) if None.
         window: keys that a token sees, itself included; all if None.
         top_k: sources kept per token and head; all if None.
-        sink: logits [H] that stand in the denominator alone (attention sinks).
+        sink: logits [H] that add to the denominator only (attention sinks).
         return_lse: also return the log-sums [*, T, H] (after top-k, without the sink), -inf for a
             query that sees nothing; float32 for half-precision inputs. With them chunks of a cache
             are merged: :func:`~graphattn.merge_attention`.
@@ -178,7 +178,7 @@ def _by_masks(
     kind: DecodeKind,
     window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """All texts at once, every row with a mask: nothing depends on what tensors hold."""
+    """All texts at once, with a mask per row; the operations do not depend on values."""
     T, device = query.shape[1], query.device
     if isinstance(lengths, int):
         key, value = key[:, :lengths], value[:, :lengths]
@@ -216,7 +216,7 @@ def _by_rows(
     window: int | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Text by text, each reading what it sees and no more."""
+    """Text by text; each reads only the part of its cache that it sees."""
     B, T, H, _ = query.shape
     dtype = compute_dtype(query.dtype)
     if isinstance(lengths, int):
@@ -243,7 +243,7 @@ def _text(
     window: int | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The newest tokens of one text, [T, H, D], and its caches; out [T, H, Dv] and lse [T, H]."""
+    """Output [T, H, Dv] and log-sums [T, H] of the newest tokens of one text, [T, H, D]."""
     (T, H, D), (_, Hk, Dv) = query.shape, value.shape
     dtype = compute_dtype(query.dtype)
     first = length - T
@@ -281,9 +281,9 @@ def _by_token(x: Tensor, tokens: int) -> Tensor:
 
 
 def _beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """out * sum / (e^sink + sum), in the form whose gradient cannot overflow.
+    """Compute out * sum / (e^sink + sum), so that no gradient overflows.
 
-    A row that sees nothing is 0 whatever its share; one that is NaN sends nothing to the sink.
+    A row that sees nothing stays 0. A row that is NaN gives the sink no gradient.
     """
     share = torch.sigmoid(lse.masked_fill(lse == -torch.inf, 0) - sink)[..., None]
     if not (torch.is_grad_enabled() and (out.requires_grad or sink.requires_grad)):
@@ -341,7 +341,7 @@ def _kind(
 def _lengths(
     lengths: Any, batch: torch.Size, room: int, device: torch.device
 ) -> int | list[int] | Tensor:
-    """One length for all texts, or a list of them; a tensor that is not to be looked at stays."""
+    """One length for all texts, or a list; a tensor whose values cannot be read stays a tensor."""
     if not isinstance(lengths, Tensor):
         number = as_int("lengths", lengths, 0)
         if number > room:
@@ -363,7 +363,7 @@ def _lengths(
 
 
 def _needs_masks(*inputs: Tensor | float) -> bool:
-    """Whether all is done by masks: for gradients, for what traces operations, off the CPU."""
+    """Whether masks must be used: for gradients, under torch.compile, and off the CPU."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
         return True

@@ -1,6 +1,6 @@
-"""Steps of generation by a kernel: which backend takes one, and the step itself.
+"""Steps of generation by a kernel: the choice of the backend, and the step of "triton".
 
-(Elsewhere a step is a few operations of torch; the layers state them.)
+Without a kernel, a step is a few operations of torch in the layer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from graphattn.ops.compiled_code import why_no_step
 
 
 class StepCall(NamedTuple):
-    """Facts that decide which backend takes a step: targets like these [*, H, D], a cache, and
-    options.
+    """The facts that decide which backend runs a step.
+
+    Attributes:
+        like: a tensor [*, H, D] with the heads, features, dtype and device of the targets.
+        cache_dtype: the dtype of the cache.
+        window, top_k, softcap: options of the layer and its cache.
     """
 
     like: Tensor
@@ -36,26 +40,27 @@ def step_kernel(
     top_k: int | None,
     softcap: float | None = None,
 ) -> str | None:
-    """The backend whose kernel takes a step of targets like these, [*, H, D]; None where none does.
+    """The backend with a kernel that runs a step, "triton" or "native"; None if there is none.
 
-    Device, dtypes and D count.
+    The answer depends on the options and on the device, dtype and sizes of `like`, [*, H, D].
 
     Raises:
-        ValueError: a backend with kernels was asked for by name, and cannot.
+        ValueError: a backend with kernels was asked for by name and cannot run the step.
     """
     if torch.compiler.is_compiling() and wanted_backend(backend) != "triton":
-        return None  # what is traced are operations of torch
+        return None  # torch.compile traces operations of torch
     call = StepCall(like, cache_dtype, window, top_k, softcap)
     chosen = choose(BACKENDS, call, backend).name
     return chosen if chosen in ("triton", "native") else None
 
 
 def _why_not_native(call: StepCall) -> str | None:
+    """The reason why C++ code cannot run a step; None if it can."""
     return why_no_step(call.like, call.cache_dtype)
 
 
 def _why_not_triton(call: StepCall) -> str | None:
-    """The reason why no kernel of "triton" takes a step; None where one does."""
+    """The reason why no kernel of "triton" can run a step; None if one can."""
     window, top_k = call.window, call.top_k
     if call.softcap is not None:
         return "its step kernel has no softcap"
@@ -65,15 +70,16 @@ def _why_not_triton(call: StepCall) -> str | None:
         return f"its step kernel takes top_k in windows of at most {HELD_TOKENS}, not {window}"
     if (reason := why_not_heads(call.like)) is not None or call.cache_dtype == call.like.dtype:
         return reason
-    kept = why_not_on(torch.empty(0, dtype=call.cache_dtype, device=call.like.device))
-    return None if kept is None else f"{kept}, which the cache holds"
+    reason = why_not_on(torch.empty(0, dtype=call.cache_dtype, device=call.like.device))
+    return None if reason is None else f"{reason}, which the cache holds"
 
 
 def _is_on_gpu(call: StepCall) -> bool:
+    """Whether "auto" may take "triton": elsewhere its kernels run in an interpreter."""
     return call.like.device.type == "cuda"
 
 
-BACKENDS = (  # fastest first; the layer itself takes the step
+BACKENDS = (  # fastest first; the layer itself runs the step
     Backend("triton", _why_not_triton, is_default=_is_on_gpu),
     Backend("native", _why_not_native),
     Backend("structured"),

@@ -1,8 +1,8 @@
-"""A few rows of attention over many keys in operations of torch, for gradients and compilers.
+"""A few rows of attention over many keys in operations of torch, for gradients and torch.compile.
 
-One matrix of logits per row and head, whatever the mask. Nothing is read of what a row does not
-see, and distances are sums of squared differences, so that nothing cancels. On a CPU without
-gradients `cached` is faster.
+All logits of a row are computed, whatever the mask. Sources that a row does not see are set to 0
+first, and distances are sums of squared differences, which do not cancel. On a CPU without
+gradients, `cached` is faster.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def attend_masked(
     scale: float | Tensor,
     top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, Hk, g, Dv] and log-sums [B, T, Hk, g], differentiable any number of times.
+    """Output [B, T, Hk, g, Dv] and log-sums [B, T, Hk, g], which can be differentiated again.
 
     Args:
-        query: [B, T, Hk, g, D]: g heads that share a key head.
+        query: [B, T, Hk, g, D], where g heads share a key head.
         key, value: [B, n, Hk, D] and [B, n, Hk, Dv].
-        allowed: bool [B or 1, T, n], what every row sees.
+        allowed: bool [B or 1, T, n], the sources that every row sees.
         score, scale: as in :mod:`.reference`; scale a number or [Hk, g].
     """
     rows = [
@@ -53,7 +53,9 @@ def _row(
 ) -> tuple[Tensor, Tensor]:
     """One token of every sequence: query [B, Hk, g, D], allowed [B, n]."""
     hidden = ~allowed[..., None, None]
-    query = query.masked_fill(~allowed.any(-1)[:, None, None, None], 0)  # it is not read
+    query = query.masked_fill(
+        ~allowed.any(-1)[:, None, None, None], 0
+    )  # a row that sees nothing may hold NaN
     key = key.masked_fill(hidden, 0).transpose(1, 2)  # [B, Hk, n, D]
     value = value.masked_fill(hidden, 0).transpose(1, 2)
     if isinstance(scale, Tensor):
@@ -62,7 +64,7 @@ def _row(
         logits = scale / -2 * (query[..., None, :] - key[:, :, None]).square().sum(-1)
     elif top_k is None:
         logits = scale * (query @ key.mT)
-    else:  # pair by pair, so that equal keys tie to the last bit
+    else:  # pair by pair, so that equal keys give equal bits
         logits = scale * (query[..., None, :] * key[:, :, None]).sum(-1)
     keep = allowed[:, None, None].expand(logits.shape)
     logits = logits.masked_fill(~keep, -torch.inf)
@@ -70,13 +72,13 @@ def _row(
         best = logits.detach().argsort(dim=-1, descending=True, stable=True)[..., :top_k]
         keep = keep & torch.zeros_like(keep).scatter(-1, best, True)
         logits = logits.masked_fill(~keep, -torch.inf)
-        bad = ~value.isfinite()  # a value that is not kept must not be read: 0 * NaN is NaN
+        bad = ~value.isfinite()  # a value that is not selected may be NaN, and 0 * NaN is NaN
         value = value.masked_fill(bad, 0)
-        spoilt = keep.to(value.dtype) @ bad.to(value.dtype) > 0
+        reads_bad = keep.to(value.dtype) @ bad.to(value.dtype) > 0
     empty = ~keep.any(-1)
     logits = logits.masked_fill(empty[..., None], 0)
     weights = logits.softmax(-1).masked_fill(empty[..., None], 0)
     out = weights @ value
     if top_k is not None and top_k < logits.shape[-1]:
-        out = out.masked_fill(spoilt, torch.nan)
+        out = out.masked_fill(reads_bad, torch.nan)
     return out, logits.logsumexp(-1).masked_fill(empty, -torch.inf)

@@ -1,9 +1,10 @@
-"""Attention by what is known of a graph: tiles of neighbouring tokens, or rows of a few sources.
+"""Attention by the structure of a graph: tiles of neighbouring tokens, or rows of a few sources.
 
-The fallback where no compiled code runs. Same rules as reference.py, which it is tested against.
-`plans.py` chooses, `tiles.py` says where edges lie, `chunked.py` goes over tiles and rows a few at
-a time, `chunks.py` says what happens in them (with `scores.py` and `softmax.py`), and `parts.py`
-puts together what is best done in parts.
+This is the fallback where no compiled code runs. The results are those of reference.py, against
+which it is tested. `plans.py` chooses a plan for a graph, `tiles.py` finds the tiles of a graph,
+`chunked.py` processes tiles or rows a few at a time, and `chunks.py` computes attention in them
+(with `pair_scores.py`, `squares.py` and `softmax.py`). `parts.py` has plans that combine other
+plans.
 """
 
 from graphattn.ops.attention.structured.plans import attend, plan_call, run

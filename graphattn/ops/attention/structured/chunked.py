@@ -16,19 +16,19 @@ from torch.utils.checkpoint import checkpoint
 from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import kept_for_training
 from graphattn.ops.attention.logits.score import Score
-from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, put
+from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, scatter
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
-    all_sound,
-    silent,
+    products_are_finite,
+    unused_rows,
     zeros_like,
 )
 from graphattn.ops.attention.structured.tiles import tiles_of
 
-PAIRS = 1 << 21  # logits of a chunk: eight megabytes of float32
-FEATURES = 1 << 20  # and numbers of its keys
+PAIRS = 1 << 21  # the most logits of a chunk: 8 megabytes of float32
+FEATURES = 1 << 20  # the most numbers of the keys of a chunk
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Chunked:
     options: PlanOptions
 
     def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
-        """Chunks that hold every edge once, and every target that has one, once."""
+        """Chunks that hold every edge exactly once, and every target with edges exactly once."""
         raise NotImplementedError
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,22 +46,22 @@ class _Chunked:
         query, _, value, _, _ = inputs
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full(query.shape[:-1], -torch.inf)
-        finite = all_sound(inputs)
+        finite = products_are_finite(inputs)
         for chunk in self.chunks(inputs):
             own_out, own_lse = ChunkAttention(self.options, chunk, _flat(inputs), finite).attend()
-            put(out, chunk.targets, own_out)
-            put(lse[..., None], chunk.targets, own_lse[..., None])
+            scatter(out, chunk.targets, own_out)
+            scatter(lse[..., None], chunk.targets, own_lse[..., None])
         return out, lse, lse
 
     def backward(
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
-        """Gradients of the five inputs; every chunk is computed again."""
+        """Gradients of the five inputs; the logits of every chunk are computed again."""
         sums = zeros_like(inputs)
-        finite = all_sound(inputs, d_out, d_lse)
-        quiet = None if finite else silent(d_out, d_lse)
+        finite = products_are_finite(inputs, d_out, d_lse)
+        unused = None if finite else unused_rows(d_out, d_lse)
         for chunk in self.chunks(inputs):
-            attention = ChunkAttention(self.options, chunk, _flat(inputs), finite, quiet)
+            attention = ChunkAttention(self.options, chunk, _flat(inputs), finite, unused)
             attention.add_gradients(_flat(sums), d_out, d_lse)
         return sums
 
@@ -70,7 +70,7 @@ class _Chunked:
         query, _, value, _, _ = inputs
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full((*query.shape[:-1], 1), -torch.inf)
-        finite = all_sound(inputs)
+        finite = products_are_finite(inputs)
         places, outs, sums = [], [], []
         for chunk in self.chunks(inputs):
             own_out, own_lse = self._attend_again(chunk, inputs, finite)
@@ -84,8 +84,9 @@ class _Chunked:
         return out, lse[..., 0]
 
     def _attend_again(self, chunk: Chunk, inputs: Inputs, finite: bool) -> tuple[Tensor, Tensor]:
-        """Attend within a chunk; with a score of somebody's own its pairs are computed again in
-        the backward.
+        """Attend within a chunk, in operations of torch that autograd differentiates.
+
+        With a score of your own, the pairs of the chunk are computed again in the backward pass.
         """
 
         def attend() -> tuple[Tensor, Tensor]:
@@ -98,7 +99,7 @@ class _Chunked:
 
     @property
     def forms_features(self) -> bool:
-        """Whether the score of a pair is computed from all its features, side by side."""
+        """Whether the score has no `pairs`, so that a pair needs memory for all its features."""
         score = self.options.score
         return isinstance(score, Score) and type(score).pairs is Score.pairs
 
@@ -107,7 +108,8 @@ class _Chunked:
 class TilePlan(_Chunked):
     """Attention over tiles.
 
-    A bias is a table of offsets, or over a complete graph that of every pair, [1 or B, N, M, H].
+    A bias is a table of offsets [offsets, H], or on a complete graph has a number per pair,
+    [1 or B, N, M, H].
     """
 
     structure: GraphStructure
@@ -135,9 +137,10 @@ class TilePlan(_Chunked):
 class RowPlan(_Chunked):
     """Attention over listed edges: the sources of every target are gathered.
 
-    Targets of like degree stand together, so little is padded and a hub is a chunk of its own. A
-    bias is [E, H] or [B, E, H], or with `index` [E] a table of which every edge reads a row. Lists
-    are as wide as the graph holds them, and widened chunk by chunk.
+    Targets are sorted by degree, so that rows of a chunk are about equally long and need little
+    padding. A target with very many sources is a chunk of its own. A bias is [E, H] or [B, E, H],
+    or with `index` [E] a table, of which edge e reads row index[e]. Lists keep the integer dtype
+    that the graph stores, and are converted to int64 chunk by chunk.
     """
 
     rowptr: Tensor  # [N + 1]
@@ -167,13 +170,13 @@ class RowPlan(_Chunked):
             targets = self.order[start:stop, None]
             slot = torch.arange(longest, device=targets.device)
             present = slot < self.degree[targets]
-            edges = torch.where(present, self.rowptr[targets] + slot, 0)  # any edge as padding
+            edges = torch.where(present, self.rowptr[targets] + slot, 0)  # padding reads edge 0
             entries = edges if self.index is None else self.index[edges]
             yield Chunk(targets, self.source[edges].long(), present[:, None], entries[:, None])
             start = stop
 
 
 def _flat(inputs: Inputs) -> Inputs:
-    """Return inputs with biases of all pairs in one dimension: a view."""
+    """The inputs, with a bias of all pairs [B, N, M, H] as a view [B, N * M, H]."""
     bias = inputs[4]
     return *inputs[:4], bias.flatten(1, 2) if bias is not None and bias.dim() == 4 else bias

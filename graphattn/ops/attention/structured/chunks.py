@@ -1,8 +1,8 @@
-"""Attention of a few targets at a time, forward and backward.
+"""Attention in one chunk, forward and backward.
 
-A chunk is a number of equal tiles: a block of targets and all the sources that some of them see. A
-tile of neighbouring tokens is a product of matrices; in a graph of listed edges every target is a
-tile of its own.
+A chunk holds several tiles of equal size. A tile is a block of targets and all the sources that any
+of them sees, and its logits are a product of matrices. In a graph of listed edges, every target is
+a tile of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured.options import PlanOptions
-from graphattn.ops.attention.structured.pair_scores import pair_scores, turned
+from graphattn.ops.attention.structured.pair_scores import pair_scores, transposed
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs
 from graphattn.ops.attention.structured.softmax import keep_best, softmax
 from graphattn.ops.attention.structured.squares import product
@@ -22,10 +22,13 @@ from graphattn.ops.dropout import Kept, keeps
 
 
 class Chunk(NamedTuple):
-    """T tiles of n targets and m sources: their numbers, [T, n] and [T, m].
+    """T tiles of n targets and m sources.
 
-    `edges`, bool [T or 1, n, m], are the pairs that count, all of them if None; `entries`, of the
-    same shape, say which row of a bias a pair reads.
+    Attributes:
+        targets: the indices of the targets, [T, n].
+        sources: the indices of the sources, [T, m].
+        edges: which pairs are edges, bool [T or 1, n, m]; all if None.
+        entries: the row of the bias that a pair reads, [T or 1, n, m]; None without a bias.
     """
 
     targets: Tensor
@@ -37,8 +40,9 @@ class Chunk(NamedTuple):
 class ChunkAttention:
     """A chunk's tensors: query [B, H, T, n, D], key [B, H, T, m, D] and value [B, H, T, m, Dv].
 
-    Unless all is `finite`, NaN and infinity must not spread: a product touches every pair, edges
-    or not, and 0 * NaN is NaN. `quiet` rows [B, N, H] take no part.
+    A product of matrices reads every pair, edge or not, and 0 * NaN is NaN. Unless `finite` says
+    that all numbers are finite, slower code keeps NaN and infinity from spreading. The rows that
+    `unused` marks, bool [B, N, H], add nothing to any gradient.
     """
 
     def __init__(
@@ -47,27 +51,27 @@ class ChunkAttention:
         chunk: Chunk,
         inputs: Inputs,
         finite: bool,
-        quiet: Tensor | None = None,
+        unused: Tensor | None = None,
     ) -> None:
         self.options, self.chunk, self.finite = options, chunk, finite
         query, key, value, scale, self.bias = inputs
         self.repeats = query.shape[2] // key.shape[2]
-        self.query = taken(query, chunk.targets)
+        self.query = gathered(query, chunk.targets)
         self.key, self.value = (
-            taken(x, chunk.sources).repeat_interleave(self.repeats, dim=1) for x in (key, value)
+            gathered(x, chunk.sources).repeat_interleave(self.repeats, dim=1) for x in (key, value)
         )
-        self.quiet = None if quiet is None else taken(quiet[..., None], chunk.targets)
-        if self.quiet is not None:
-            self.query = self.query.masked_fill(self.quiet, 0)
+        self.unused = None if unused is None else gathered(unused[..., None], chunk.targets)
+        if self.unused is not None:
+            self.query = self.query.masked_fill(self.unused, 0)
         per_pair = scale[:, None, None, None]
         self.pairs = pair_scores(options, self.query, self.key, per_pair, finite)
 
     @cached_property
     def allowed(self) -> Tensor | None:
-        """Bool, broadcastable to [B, H, T, n, m]: edges between valid tokens; None: all pairs."""
+        """Edges between valid tokens, bool, broadcastable to [B, H, T, n, m]; all if None."""
         of_target, of_source = self.options.valid
         found = self.chunk.edges
-        masks = [None if self.quiet is None else ~self.quiet]
+        masks = [None if self.unused is None else ~self.unused]
         if of_target is not None:
             masks.append(of_target[:, None, self.chunk.targets, None])
         if of_source is not None:
@@ -78,12 +82,12 @@ class ChunkAttention:
         return found
 
     @cached_property
-    def kept(self) -> Kept | None:
-        """Mark the pairs that dropout leaves, [B, H, T, n, m]; None: there is no dropout."""
+    def kept_by_dropout(self) -> Kept | None:
+        """The pairs that dropout keeps, [B, H, T, n, m]; None without dropout."""
         dropout = self.options.dropout
         if dropout is None:
             return None
-        rows = taken(dropout.rows[..., None], self.chunk.targets)
+        rows = gathered(dropout.rows[..., None], self.chunk.targets)
         columns = dropout.columns[self.chunk.sources].unsqueeze(-2)
         return Kept(dropout.p, keeps(dropout.p, rows, columns))
 
@@ -94,12 +98,12 @@ class ChunkAttention:
             return None
         assert self.chunk.entries is not None
         bias = self.bias if self.bias.dim() == 3 else self.bias[None]
-        found = taken(bias[..., None], self.chunk.entries.flatten(1))
+        found = gathered(bias[..., None], self.chunk.entries.flatten(1))
         return found.unflatten(3, self.chunk.entries.shape[1:])[..., 0]
 
     @cached_property
     def weighed(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Weights [B, H, T, n, m], log-sums [B, H, T, n], and the pairs kept (None: all)."""
+        """Weights [B, H, T, n, m], log-sums [B, H, T, n], and the selected pairs (None: all)."""
         logits, keep, top_k = self.pairs.logits, self.allowed, self.options.top_k
         if self.biases is not None:
             logits = logits + self.biases
@@ -111,10 +115,10 @@ class ChunkAttention:
         return *softmax(logits), keep
 
     def _rounding(self, least: Tensor) -> Tensor:
-        """How far logits near the `least` kept may be from those of :meth:`_exact`, [..., 1].
+        """The largest difference to :meth:`_exact` of logits near the `least` selected, [..., 1].
 
-        Many times what rounding does, so that rows beyond it keep the same either way: what is
-        not seen may only widen it.
+        It is many times the rounding error. If no other logit is as near to the least selected one,
+        both computations select the same sources. Pairs that are no edges can only make it larger.
         """
         size = self.pairs.size(least)
         if self.biases is not None:
@@ -124,7 +128,7 @@ class ChunkAttention:
         return 4 * (self.query.shape[-1] ** 0.5 + 4) * torch.finfo(size.dtype).eps * size
 
     def _exact(self, place: tuple[Tensor, ...]) -> Tensor:
-        """Logits of rows (b, h, t, i) as the reference has them, [rows, m]."""
+        """The logits of rows (b, h, t, i), computed as in the reference, [rows, m]."""
         logits = self.pairs.exact(place)
         if self.biases is None:
             return logits
@@ -133,35 +137,37 @@ class ChunkAttention:
         return logits + self.biases.detach().expand(shape)[b, h, t, i]
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Output [B, H, T, n, Dv] and log-sums [B, H, T, n]; dropout is of the output alone."""
+        """Output [B, H, T, n, Dv], with dropout, and log-sums [B, H, T, n], without."""
         weights, lse, keep = self.weighed
-        if self.kept is not None:
-            weights, keep = self.kept.weights(weights), self.kept.among(keep)
+        if self.kept_by_dropout is not None:
+            weights = self.kept_by_dropout.weights(weights)
+            keep = self.kept_by_dropout.among(keep)
         return product(weights, self.value, keep, self.finite), lse
 
     def add_gradients(self, sums: Gradients, d_out: Tensor, d_lse: Tensor | None) -> None:
-        """Adds to the gradients of the inputs what this chunk gives: of d_out [B, N, H, Dv]."""
-        d_out = taken(d_out, self.chunk.targets)
-        d_lse = None if d_lse is None else taken(d_lse[..., None], self.chunk.targets)
+        """Add this chunk's part of the gradients to `sums`, from d_out [B, N, H, Dv]."""
+        d_out = gathered(d_out, self.chunk.targets)
+        d_lse = None if d_lse is None else gathered(d_lse[..., None], self.chunk.targets)
         weights, _, keep = self.weighed
-        if self.quiet is not None:
-            d_out = d_out.masked_fill(self.quiet, 0)
-            d_lse = None if d_lse is None else d_lse.masked_fill(self.quiet, 0)
+        if self.unused is not None:
+            d_out = d_out.masked_fill(self.unused, 0)
+            d_lse = None if d_lse is None else d_lse.masked_fill(self.unused, 0)
         weights = self.pairs.hidden(weights, keep)
         averaged, read = weights, keep
-        if self.kept is not None:
-            averaged, read = self.kept.weights(weights), self.kept.among(keep)
-        d_value = product(averaged.mT, d_out, turned(read), self.finite)
+        if self.kept_by_dropout is not None:
+            averaged = self.kept_by_dropout.weights(weights)
+            read = self.kept_by_dropout.among(keep)
+        d_value = product(averaged.mT, d_out, transposed(read), self.finite)
         d_weights = d_out @ self.value.mT
-        if self.kept is not None:
-            d_weights = self.kept.weights(d_weights)
+        if self.kept_by_dropout is not None:
+            d_weights = self.kept_by_dropout.weights(d_weights)
         d_weights = self.pairs.hidden(d_weights, keep)
         mean = (weights * d_weights).sum(-1, keepdim=True)
         d_logits = (d_weights - (mean if d_lse is None else mean - d_lse)).mul_(weights)
         d_logits = self.pairs.hidden(d_logits, keep)
-        d_query, d_key, d_scale = self.pairs.pulled(d_logits, keep)
+        d_query, d_key, d_scale = self.pairs.gradients(d_logits, keep)
         into_query, into_key, into_value, into_scale, into_bias = sums
-        put(into_query, self.chunk.targets, d_query)
+        scatter(into_query, self.chunk.targets, d_query)
         for into, found in ((into_key, d_key), (into_value, d_value)):
             if self.repeats > 1:
                 found = found.unflatten(1, (-1, self.repeats)).sum(2)
@@ -172,7 +178,7 @@ class ChunkAttention:
             self._add_to_bias(into_bias, d_logits)
 
     def _add_to_bias(self, into: Tensor, d_logits: Tensor) -> None:
-        """Add pairs' gradients to the rows of a bias that they read, [R, H] or [1 or B, R, H]."""
+        """Add gradients of pairs to the rows that they read, `into` [R, H] or [1 or B, R, H]."""
         entries = self.chunk.entries
         assert entries is not None
         if len(entries) < d_logits.shape[2]:
@@ -183,11 +189,11 @@ class ChunkAttention:
         into.transpose(1, 2).index_add_(2, entries.flatten(), d_logits.flatten(2))
 
 
-def taken(x: Tensor, index: Tensor) -> Tensor:
-    """[B, N, H, D] -> [B, H, T, n, D], contiguous, at index [T, n]."""
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Gather x [B, N, H, D] at index [T, n]: [B, H, T, n, D], contiguous."""
     return x.transpose(1, 2).index_select(2, index.flatten()).unflatten(2, index.shape)
 
 
-def put(into: Tensor, index: Tensor, x: Tensor) -> None:
-    """Writes x [B, H, T, n, D] into [B, N, H, D] at index [T, n]."""
+def scatter(into: Tensor, index: Tensor, x: Tensor) -> None:
+    """Write x [B, H, T, n, D] into [B, N, H, D] at index [T, n]."""
     into.transpose(1, 2).index_copy_(2, index.flatten(), x.flatten(2, 3))

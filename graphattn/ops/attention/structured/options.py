@@ -1,4 +1,4 @@
-"""Options that a call has for all its rows."""
+"""The options of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PlanOptions(NamedTuple):
     """Options of a plan beside its graph.
 
     Attributes:
-        score: the name of one that compiled code knows, or a score of somebody's own.
+        score: the name of a score that compiled code knows, or a score of your own.
         valid: bool [B, N] and [B, M], or None.
         softcap: a bound of the logits of dot products.
     """
@@ -27,14 +27,14 @@ class PlanOptions(NamedTuple):
     dropout: Dropout | None = None
 
     def some(self, targets: Any, sources: Any) -> PlanOptions:
-        """Restrict the options to some targets and sources: slices, or tensors of their numbers."""
+        """Restrict the options to some targets and sources, given as slices or index tensors."""
         of_target, of_source = self.valid
         valid = _at(of_target, targets), _at(of_source, sources)
         dropout = None if self.dropout is None else self.dropout.some(targets, sources)
         return self._replace(valid=valid, dropout=dropout)
 
     def among(self, targets: Tensor, sources: Tensor | None) -> PlanOptions:
-        """Restrict valid tokens to those of bool [B, N] and [B, M]; None: all."""
+        """Mark as valid only tokens that these masks mark, too: bool [B, N] and [B, M], or None."""
         of_target, of_source = self.valid
         return self._replace(valid=(_both(targets, of_target), _both(sources, of_source)))
 

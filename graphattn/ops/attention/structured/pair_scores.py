@@ -1,7 +1,8 @@
 """The logits of all pairs of a chunk and their gradients: one class per score.
 
-Each is made of queries [B, H, T, n, D], keys [B, H, T, m, D] and a factor [H, 1, 1, 1]. Rows at a
-tie of top_k are judged by `exact` logits, which are those of the reference, bit by bit.
+Each is computed from queries [B, H, T, n, D], keys [B, H, T, m, D] and a factor [H, 1, 1, 1]. In a
+row where rounding could change the choice of top_k, the `exact` logits decide: they equal those of
+the reference to the bit.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from graphattn.ops.attention.logits.softcap import capped, slope
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.squares import (
     HalfSquares,
-    cleaned,
-    drawn,
+    finite_part,
+    half_square_gradients,
     half_squares,
     product,
-    spoilt,
     sure_pairs,
+    with_nan,
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and the factor
 
 
 class PairScores:
-    """Base of the scores of a chunk."""
+    """Base class of the logits of a chunk."""
 
     def __init__(
         self, options: PlanOptions, query: Tensor, key: Tensor, scale: Tensor, finite: bool
@@ -43,19 +44,19 @@ class PairScores:
         raise NotImplementedError
 
     def size(self, least: Tensor) -> Tensor:
-        """The largest number that rounding of the logits near `least` [..., 1] can be a part of."""
+        """The size of the numbers whose rounding changes logits near `least` [..., 1]."""
         raise NotImplementedError
 
     def exact(self, place: tuple[Tensor, ...]) -> Tensor:
-        """The logits of rows (b, h, t, i) as the reference has them, [rows, m]."""
+        """The logits of rows (b, h, t, i), computed as in the reference, [rows, m]."""
         raise NotImplementedError
 
-    def pulled(self, d_logits: Tensor, keep: Tensor | None) -> Gradients:
-        """Gradients from those of the logits, of the pairs kept (None: all)."""
+    def gradients(self, d_logits: Tensor, keep: Tensor | None) -> Gradients:
+        """Gradients from those of the logits, over the selected pairs (None: all)."""
         raise NotImplementedError
 
     def hidden(self, x: Tensor, keep: Tensor | None) -> Tensor:
-        """Replace `x` by 0 at pairs that are not kept, where it may be NaN."""
+        """Replace `x` by 0 at pairs that are not selected, where it may be NaN."""
         return x if self.finite or keep is None else torch.where(keep, x, 0)
 
     def rows(self, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +67,7 @@ class PairScores:
 
 
 class DotPairs(PairScores):
-    """Scaled dot products."""
+    """The logits of scaled dot products."""
 
     @cached_property
     def logits(self) -> Tensor:
@@ -83,16 +84,16 @@ class DotPairs(PairScores):
         query, key, scale = self.rows(place)
         return capped(scale * (query * key).sum(-1), self.softcap)
 
-    def pulled(self, d_logits: Tensor, keep: Tensor | None) -> Gradients:
+    def gradients(self, d_logits: Tensor, keep: Tensor | None) -> Gradients:
         if self.softcap is not None:
             d_logits = self.hidden(d_logits * slope(self.logits, self.softcap), keep)
         d_query = product(d_logits, self.key, keep, self.finite)
-        d_key = product(d_logits.mT, self.scale * self.query, turned(keep), self.finite)
+        d_key = product(d_logits.mT, self.scale * self.query, transposed(keep), self.finite)
         return d_query * self.scale, d_key, (d_query * self.query).sum((0, 2, 3, 4))
 
 
 class GaussianPairs(PairScores):
-    """Gaussian kernels of the distance."""
+    """The logits of Gaussian kernels of the distance."""
 
     @cached_property
     def logits(self) -> Tensor:
@@ -107,7 +108,7 @@ class GaussianPairs(PairScores):
 
     @cached_property
     def sure(self) -> Tensor | bool:
-        """Pairs whose distance is found by products."""
+        """Pairs whose distance is computed by products."""
         return sure_pairs(self.query, self.key, self.scale.detach())
 
     def size(self, least: Tensor) -> Tensor:
@@ -117,22 +118,22 @@ class GaussianPairs(PairScores):
         query, key, scale = self.rows(place)
         return capped(-scale / 2 * (query - key).square().sum(-1), self.softcap)
 
-    def pulled(self, d_logits: Tensor, keep: Tensor | None) -> Gradients:
+    def gradients(self, d_logits: Tensor, keep: Tensor | None) -> Gradients:
         if self.softcap is not None:
             d_logits = self.hidden(d_logits * slope(self.logits, self.softcap), keep)
         pull, query, key = self.scale * d_logits, self.query, self.key
         if not self.finite:
-            query, key = cleaned(query), cleaned(key)
-        d_query, d_key = drawn(pull, query, key, self.sure)
+            query, key = finite_part(query), finite_part(key)
+        d_query, d_key = half_square_gradients(pull, query, key, self.sure)
         if not self.finite:
-            d_query = spoilt(d_query, self.key, pull, keep)
-            d_key = spoilt(d_key, self.query, pull.mT, turned(keep))
+            d_query = with_nan(d_query, self.key, pull, keep)
+            d_key = with_nan(d_key, self.query, pull.mT, transposed(keep))
         d_scale = self.hidden(d_logits * self.affinity, keep)
         return d_query, d_key, d_scale.sum((0, 2, 3, 4))
 
 
 class WrittenPairs(PairScores):
-    """A score of somebody's own. Its gradients are those of autograd, chunk by chunk."""
+    """The logits of a score of your own; autograd computes its gradients, chunk by chunk."""
 
     @cached_property
     def logits(self) -> Tensor:
@@ -159,11 +160,11 @@ class WrittenPairs(PairScores):
 def pair_scores(
     options: PlanOptions, query: Tensor, key: Tensor, scale: Tensor, finite: bool
 ) -> PairScores:
-    """The scores of a chunk."""
+    """The logits of a chunk, by the class of its score."""
     kinds: dict[Any, type[PairScores]] = {"dot": DotPairs, "rbf": GaussianPairs}
     return kinds.get(options.score, WrittenPairs)(options, query, key, scale, finite)
 
 
-def turned(keep: Tensor | None) -> Tensor | None:
-    """Return the mask of kept pairs with sources as rows."""
+def transposed(keep: Tensor | None) -> Tensor | None:
+    """Return a mask of pairs with sources as rows and targets as columns."""
     return None if keep is None else keep.mT

@@ -1,7 +1,4 @@
-"""Graphs that are best done in parts, or in another order of their tokens.
-
-Parts are sequences side by side, and global tokens beside the rest.
-"""
+"""Plans that combine other plans: of several sequences, of reordered tokens, of global tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from graphattn.ops.attention.structured.recompute import (
     Inputs,
     Plan,
     saved_per_head,
-    silent,
+    unused_rows,
     zeros_like,
 )
 
@@ -26,23 +23,23 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass
 class PartsPlan:
-    """Sequences one by one: a plan each, with the targets and sources that are its own.
+    """Attention over several sequences: one plan for each, with its targets and sources.
 
-    A bias, if there is one, is a table that all parts share.
+    A bias, if there is one, is a table that all sequences share.
     """
 
     parts: list[tuple[Plan, slice, slice]]
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         results = [plan.forward(_some(inputs, t, s)) for plan, t, s in self.parts]
-        outs, sums, kept = zip(*results, strict=True)
-        most = max(x.shape[-1] for x in kept)
-        saved = [pad(x, (0, most - x.shape[-1])) for x in kept]
-        return torch.cat(outs, dim=1), torch.cat(sums, dim=1), torch.cat(saved, dim=1)
+        outs, sums, saved = zip(*results, strict=True)
+        most = max(x.shape[-1] for x in saved)
+        padded = [pad(x, (0, most - x.shape[-1])) for x in saved]
+        return torch.cat(outs, dim=1), torch.cat(sums, dim=1), torch.cat(padded, dim=1)
 
     @property
     def saved_per_head(self) -> int:
-        """Size of the saved numbers of a head, that of the larger part; the others' are padded."""
+        """The largest number that a part saves; the others are padded to it."""
         return max(saved_per_head(plan) for plan, _, _ in self.parts)
 
     def backward(
@@ -63,7 +60,7 @@ class PartsPlan:
 
 @dataclass
 class ReorderedPlan:
-    """Tokens in another order, in which a plan has their runs side by side.
+    """Attention over reordered tokens, in whose order the sources of a target are neighbours.
 
     Targets and sources are the same tokens. A bias, if there is one, is a table that does not
     depend on the order.
@@ -104,14 +101,18 @@ class ReorderedPlan:
 
 @dataclass
 class GlobalTokensPlan:
-    """Tokens that see everyone and are seen by everyone, beside what the others see.
+    """Attention with global tokens, which see all tokens and are seen by all tokens.
 
-    Three disjoint sets of edges: `near`, the others among each other; `far`, from the global tokens
-    to the others; `own`, from everyone to the global tokens. The first two share rows, which their
-    log-sums merge.
+    The edges are three disjoint sets:
 
-    `tokens` are their numbers as targets, `sources` those as sources: others in a section, where
-    some of them may be targets and all of them seen.
+    - `near`: edges between tokens that are not global;
+    - `far`: a token that is not global sees the global tokens;
+    - `own`: a global token sees all tokens.
+
+    The rows of the first two are the same, and their results are merged by their log-sums.
+
+    `tokens` are the indices of the global tokens as targets, `sources` those as sources. They
+    differ in a section of a graph, where some global tokens may be sources and not targets.
     """
 
     tokens: Tensor
@@ -145,13 +146,13 @@ class GlobalTokensPlan:
         _add(sums[1:], d_own[1:])
         d_out = d_out.index_fill(1, tokens, 0)
         lse = saved.masked_fill(saved == -torch.inf, 0)
-        quiet = silent(d_out, d_lse)
+        unused = unused_rows(d_out, d_lse)
         for plan, seen in ((self.near, inputs), (self.far, self._seen_far(inputs))):
             part, part_lse, part_saved = plan.forward(seen)
-            share = (part_lse - lse).exp().masked_fill(quiet, 0)
+            share = (part_lse - lse).exp().masked_fill(unused, 0)
             d_part = (d_out * (part - out)).sum(-1)
             d_part = share * (d_part if d_lse is None else d_part + d_lse)
-            d_part = d_part.index_fill(1, tokens, 0).masked_fill(quiet, 0)
+            d_part = d_part.index_fill(1, tokens, 0).masked_fill(unused, 0)
             gradients = plan.backward(seen, part, part_saved, share[..., None] * d_out, d_part)
             if plan is self.near:
                 _add(sums, gradients)
@@ -177,7 +178,7 @@ class GlobalTokensPlan:
 
 
 def _some(inputs: Inputs, targets: slice, sources: slice) -> Inputs:
-    """The inputs, or the gradients, of one sequence: views."""
+    """The inputs, or the gradients, of one sequence, as views."""
     query, key, value, scale, bias = inputs
     return query[:, targets], key[:, sources], value[:, sources], scale, bias
 

@@ -1,4 +1,4 @@
-"""Plans of graphs, and the call that runs one."""
+"""The choice of a plan for a graph, and the call that runs it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid, may_be_differentiated
 from graphattn.ops.memory import keep_freed_memory
 
-SHORT = 128  # tokens
+SHORT = 128  # tokens: in shorter sequences, global tokens are not computed apart
 
 
 class Kernels(NamedTuple):
-    """Maker of plans of a kind.
+    """The two functions that make the plans of an implementation.
 
     Attributes:
-        rows: (graph, options, index of a table or None).
-        tiles: (structure, options); by name, whether there is a `table` of biases, and whether it
-            is one of all `pairs`.
+        rows: from (graph, options, index) to a plan of rows; `index` [E] is the row of a table of
+            biases that every edge reads, or None.
+        tiles: from (structure, options) to a plan of tiles; the keywords `table` and `pairs` say
+            whether there is a table of biases, and whether there is a bias for every pair.
     """
 
     rows: Callable[[TokenGraph, PlanOptions, Tensor | None], Plan]
@@ -57,7 +58,7 @@ def attend(
     """
     inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
     if isinstance(options["score"], Score) and torch.is_grad_enabled():
-        # Which tensors a score of somebody's own holds, autograd alone knows.
+        # Only autograd knows which tensors a score of your own holds.
         out, lse = plan.by_autograd(inputs)
         return out.view(*query.shape[:-3], *out.shape[1:]), lse.view(query.shape[:-1])
     return run(plan, inputs, query.shape[:-3])
@@ -87,7 +88,7 @@ def plan_call(
 ) -> tuple[Inputs, Plan]:
     """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan.
 
-    `kernels` make the plans; those of this package if None.
+    `kernels` make the plans; if None, those in operations of torch.
     """
     kernels = OPERATIONS if kernels is None else kernels
     keep_freed_memory()
@@ -129,7 +130,7 @@ def plan_call(
 def _most_sources(graph: TokenGraph) -> int:
     """The largest number of sources that a target has."""
     if graph.num_targets == 0:
-        return 1 << 62  # nobody chooses among any
+        return 1 << 62  # no target, so any number is right
     return graph.derived("most sources", lambda: int(graph.in_degree().max()))
 
 
@@ -142,15 +143,15 @@ def tile_plan(
     structure: GraphStructure, options: PlanOptions, *, table: bool, pairs: bool
 ) -> TilePlan:
     """A plan that goes over a few tiles at a time."""
-    del table, pairs  # the bias itself says it
+    del table, pairs  # the shape of the bias says the same
     return TilePlan(options, structure)
 
 
-OPERATIONS = Kernels(gathered_rows, tile_plan)  # of torch
+OPERATIONS = Kernels(gathered_rows, tile_plan)  # plans in operations of torch
 
 
 def _is_dense(graph: TokenGraph) -> bool:
-    """Whether biases per edge are those of all pairs, in their order."""
+    """Whether every pair is an edge, so that biases per edge are those of all pairs, in order."""
     return isinstance(graph.structure, Complete) and graph.num_edges > 0
 
 
@@ -163,13 +164,13 @@ def _plan(
     table: bool = False,
     pairs: bool = False,
 ) -> Plan:
-    """Tiles where there are some, parts where that is better, rows otherwise.
+    """A plan of tiles if the graph has tiles, of parts if that is faster, of rows otherwise.
 
-    `like` [B, ...] says how large a batch is and where it lies.
+    `like` [B, ...] is a tensor with the batch size and device of the call.
     """
     if isinstance(structure, GridBlocks) or has_bands(structure):
         return kernels.tiles(structure, options, table=table, pairs=pairs)
-    apart = options.top_k is None and not table  # whether rows may be put together from parts
+    apart = options.top_k is None and not table  # whether a row may be merged from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
         for k, part in enumerate(structure.parts):
@@ -178,7 +179,7 @@ def _plan(
         return PartsPlan(parts)
     if apart and (found := _global_tokens(structure)):
         return _plan_of_global_tokens(found, like, options, kernels)
-    graph, index = _kept(structure, like.device), None
+    graph, index = _graph_of(structure, like.device), None
     if table:
         source, target = graph.edge_index
         index = structure.offset_index(target, source).to(graph.compact_edges.dtype)
@@ -186,7 +187,7 @@ def _plan(
 
 
 def _is_fast(structure: GraphStructure, apart: bool) -> bool:
-    """Whether there is something better than gathered rows."""
+    """Whether a structure has a faster plan than gathered rows."""
     if isinstance(structure, Parts):
         return any(_is_fast(part, apart) for part in structure.parts)
     if isinstance(structure, GridBlocks) or has_bands(structure):
@@ -195,7 +196,7 @@ def _is_fast(structure: GraphStructure, apart: bool) -> bool:
 
 
 class _Hubs(NamedTuple):
-    """Global tokens, numbered as targets and as sources, and the tiles beside them."""
+    """Global tokens, by their indices as targets and as sources, and the rest of the graph."""
 
     targets: tuple[int, ...]
     sources: tuple[int, ...]
@@ -203,7 +204,7 @@ class _Hubs(NamedTuple):
 
 
 def _global_tokens(structure: GraphStructure) -> _Hubs | None:
-    """The tokens that see everyone, and the tiles beside them; short sequences are not worth it."""
+    """The global tokens of a graph, and the rest; None if there are none, or few tokens."""
     if not isinstance(structure, Union) or structure.num_targets < SHORT:
         return None
     tokens = [part for part in structure.parts if _are_global(part)]
@@ -227,7 +228,7 @@ def _are_global(part: GraphStructure) -> bool:
 def _plan_of_global_tokens(
     hubs: _Hubs, like: Tensor, options: PlanOptions, kernels: Kernels
 ) -> Plan:
-    """Near edges are those of `rest` without the global tokens at either end."""
+    """A plan that computes three sets of edges apart; see :class:`GlobalTokensPlan`."""
     targets, sources = (torch.tensor(x, dtype=torch.int64, device=like.device) for x in hubs[:2])
     N, M = hubs.rest.num_targets, hubs.rest.num_sources
     others = []
@@ -248,6 +249,6 @@ def _plan_of_global_tokens(
 
 
 @lru_cache(maxsize=32)
-def _kept(structure: GraphStructure, device: torch.device) -> TokenGraph:
-    """The graph of a structure without tiles: it lists its edges once and keeps them."""
+def _graph_of(structure: GraphStructure, device: torch.device) -> TokenGraph:
+    """The graph of a structure without tiles, cached because it lists its edges."""
     return TokenGraph(structure=structure, device=device)

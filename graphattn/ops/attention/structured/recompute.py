@@ -1,4 +1,4 @@
-"""One autograd function for every plan: inputs and results are saved, the rest computed again."""
+"""The autograd function of all plans: it stores inputs and results and computes the rest again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphattn.ops.inputs import full_precision
+from graphattn.ops.inputs import full_precision, gradients_by_autograd
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -16,12 +16,13 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 class Plan(Protocol):
     """How to attend over one graph with one set of options.
 
-    Inputs are query [B, N, H, D], key [B, M, Hk, D], value [B, M, Hk, Dv], scale [H] and a bias of
-    the plan's own kind. Nothing the size of the edges is kept.
+    Inputs are query [B, N, H, D], key [B, M, Hk, D], value [B, M, Hk, Dv], scale [H] and a bias,
+    whose shape depends on the plan. No tensor with a number per edge is stored for the backward
+    pass.
     """
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [B, N, H, Dv], log-sums [B, N, H], and what the backward wants to see again."""
+        """Output [B, N, H, Dv], log-sums [B, N, H], and what to save for the backward pass."""
         ...
 
     def backward(
@@ -36,12 +37,12 @@ class Plan(Protocol):
 
 
 def saved_per_head(plan: Plan) -> int:
-    """How many numbers of every row and head a plan wants to see again: [B, N, H * so many]."""
+    """How many numbers a plan saves per row and head; the saved tensor is [B, N, H * this]."""
     return getattr(plan, "saved_per_head", 1)
 
 
 class Recomputed(torch.autograd.Function):
-    """Memory beside inputs and outputs is that of one chunk, forward and backward."""
+    """Runs a plan, with memory for one chunk beside inputs and outputs, forward and backward."""
 
     @staticmethod
     def forward(
@@ -61,35 +62,18 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors  # asked for once: checkpoints compute them again
+        # Read once only: under a gradient checkpoint, every reading computes the tensors again.
+        *inputs, out, lse = ctx.saved_tensors
         with full_precision(out.device):
-            if torch.is_grad_enabled():  # create_graph=True: somebody differentiates this again
-                return None, *_plain_gradients(ctx, tuple(inputs), (d_out, d_lse))
-            if d_out is None:  # values take no part then, whatever they hold
+            if torch.is_grad_enabled():  # create_graph=True: this is differentiated again
+                needed = ctx.needs_input_grad[1:]
+                return None, *gradients_by_autograd(
+                    lambda *tensors: ctx.plan.by_autograd(tensors), inputs, needed, (d_out, d_lse)
+                )
+            if d_out is None:  # then values are not used, and may even be NaN
                 out = d_out = torch.zeros_like(out)
                 inputs[2] = torch.zeros_like(inputs[2])
             return None, *ctx.plan.backward(tuple(inputs), out, lse, d_out, d_lse)
-
-
-def _plain_gradients(
-    ctx: Any, inputs: Any, upstream: tuple[Tensor | None, Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    # Each apart, also where one tensor was given several times: each gets a share of the gradient.
-    inputs = tuple(None if x is None else x.view_as(x) for x in inputs)
-    results = ctx.plan.by_autograd(inputs)
-    pairs = [(r, d) for r, d in zip(results, upstream, strict=True) if d is not None]
-    needed = ctx.needs_input_grad[1:]
-    wanted = [x for x, n in zip(inputs, needed, strict=True) if n and x is not None]
-    found = iter(
-        torch.autograd.grad(
-            [r for r, _ in pairs],
-            wanted,
-            [d for _, d in pairs],
-            create_graph=True,
-            allow_unused=True,
-        )
-    )
-    return tuple(next(found) if n else None for n in needed)
 
 
 def zeros_like(inputs: Inputs) -> Gradients:
@@ -98,10 +82,11 @@ def zeros_like(inputs: Inputs) -> Gradients:
     return query, key, value, scale, None if inputs[4] is None else torch.zeros_like(inputs[4])
 
 
-def all_sound(inputs: Inputs, *upstream: Tensor | None) -> bool:
-    """Whether all are numbers, and so small that no product of two overflows.
+def products_are_finite(inputs: Inputs, *upstream: Tensor | None) -> bool:
+    """Whether all numbers are finite, and so small that no product of two overflows.
 
-    A bias of -inf takes an edge away, no more. Elsewhere than on a CPU nobody waits to know: False.
+    A bias of -inf is allowed: it only removes an edge. The answer is False on other devices than a
+    CPU, where to read the numbers would wait for the device.
     """
     *tensors, scale, bias = inputs
     if scale.device.type != "cpu":
@@ -109,11 +94,14 @@ def all_sound(inputs: Inputs, *upstream: Tensor | None) -> bool:
     limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3
     if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):
         return False
-    found = [x.detach().aminmax() for x in (*tensors, *upstream) if x is not None and x.numel()]
-    return all(bool(-limit <= low) and bool(high <= limit) for low, high in found)
+    ranges = [x.detach().aminmax() for x in (*tensors, *upstream) if x is not None and x.numel()]
+    return all(bool(-limit <= low) and bool(high <= limit) for low, high in ranges)
 
 
-def silent(d_out: Tensor, d_lse: Tensor | None) -> Tensor:
-    """Bool [..., H]: rows whose results nobody asks for; whatever they saw, they give nothing."""
-    quiet = (d_out == 0).all(-1)
-    return quiet if d_lse is None else quiet & (d_lse == 0)
+def unused_rows(d_out: Tensor, d_lse: Tensor | None) -> Tensor:
+    """Mark rows whose results have no gradient, bool [..., H].
+
+    They must not add to any gradient, not even if they hold NaN.
+    """
+    unused = (d_out == 0).all(-1)
+    return unused if d_lse is None else unused & (d_lse == 0)

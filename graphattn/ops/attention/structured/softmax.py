@@ -1,4 +1,4 @@
-"""The softmax over the sources of every row, of all of them or of the largest few."""
+"""The softmax over the sources of every row, and the choice of the top_k sources."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-EXACT = 1 << 14  # logits at a time that are computed one by one
+EXACT = 1 << 14  # how many exact logits are computed at a time
 
 Rows = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [..., m] and log-sums [...]; a row of -inf alone has zeros and -inf."""
+    """Weights [..., m] and log-sums [...]; for a row of -inf only, zeros and -inf."""
     highest = logits.amax(dim=-1)
     empty = highest == -torch.inf
     some_empty = bool(empty.any())
@@ -23,7 +23,7 @@ def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     if logits.requires_grad and torch.is_grad_enabled():
         lse = logits.logsumexp(dim=-1)
     else:
-        lse = highest - weights.amax(dim=-1).log()  # the largest weight is exp(0) over the sum
+        lse = highest - weights.amax(dim=-1).log()  # the largest weight is exp(0) / sum
     if some_empty:
         weights, lse = weights.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
     return weights, lse
@@ -32,15 +32,14 @@ def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def keep_best(
     logits: Tensor, top_k: int, rounding: Callable[[Tensor], Tensor], exact: Rows
 ) -> Tensor:
-    """Bool: the `top_k` largest of every row, of equal ones the earlier; -inf and its like never.
+    """Mark the `top_k` largest logits of every row, bool; of equal ones the earlier; never -inf.
 
-    Products round equal sources apart. So rows with more than `top_k` within `rounding` of their
-    least one are judged by `exact` logits [rows, m], one by one as the reference has them.
+    Products of matrices may give equal sources logits that differ by rounding. So if more than
+    `top_k` logits of a row are within `rounding` of the least selected one or above, the choice is
+    made by the `exact` logits [rows, m], which are computed as in the reference.
     """
     logits = logits.detach()
-    ranked = logits.masked_fill(
-        logits.isnan(), torch.inf
-    )  # NaN counts as the largest, as in a sort
+    ranked = logits.masked_fill(logits.isnan(), torch.inf)  # NaN is the largest, as in a sort
     least = ranked.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     least = least.clamp(min=torch.finfo(logits.dtype).min)
     best = ranked >= least

@@ -1,6 +1,7 @@
-"""Scores of all pairs of a few queries and keys, and the way back for gradients.
+"""Squared distances of all pairs of a few queries and keys, and their gradients.
 
-RBF scores come from ``q - k`` itself: nothing cancels, and what a pair gives depends on no other.
+Distances are computed from ``q - k``, or from products in float64, so that no large numbers cancel
+and every pair is independent of the others.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Sure = Tensor | bool
+Sure = Tensor | bool  # whether products are accurate enough, per pair or for all pairs
 
 SURE = 1e7  # ||q||^2 + ||k||^2 in units of sigma^2: float64 rounds their product by less than 1e-8
 
 
 def sure_pairs(query: Tensor, key: Tensor, scale: Tensor) -> Sure:
-    """Pairs [*, n, m] of which products in float64 are as good as differences; or all, or none.
+    """Mark the pairs [*, n, m] for which products in float64 are as accurate as differences.
 
-    Queries [*, n, D] and keys [*, m, D] are float32, which leaves room for that; `scale` [*, 1, 1].
+    True stands for all pairs, False for none. Queries [*, n, D] and keys [*, m, D] must be float32,
+    so that float64 has digits to spare; `scale` is [*, 1, 1].
     """
     if query.dtype == torch.float64 or query.device.type == "mps" or query.shape[-2] == 1:
         return False
@@ -41,20 +43,26 @@ def half_squares(query: Tensor, key: Tensor, sure: Sure) -> Tensor:
     return found if sure is True else torch.where(sure, found, _by_differences(query, key))
 
 
-def drawn(pull: Tensor, query: Tensor, key: Tensor, sure: Sure) -> tuple[Tensor, Tensor]:
-    """The sums of ``pull * (k - q)`` over keys and of ``pull * (q - k)`` over queries."""
+def half_square_gradients(
+    pull: Tensor, query: Tensor, key: Tensor, sure: Sure
+) -> tuple[Tensor, Tensor]:
+    """The gradients of queries and keys from those of :func:`half_squares`, `pull` [*, n, m].
+
+    They are the sums of ``pull * (k - q)`` over keys, and of ``pull * (q - k)`` over queries.
+    """
     if sure is True:
-        return _drawn_by_products(pull, query, key)
+        return _gradients_by_products(pull, query, key)
     others = pull if sure is False else torch.where(sure, 0, pull)
-    found = _drawn_by_differences(others, query, key), _drawn_by_differences(others.mT, key, query)
+    d_query = _gradients_by_differences(others, query, key)
+    d_key = _gradients_by_differences(others.mT, key, query)
     if sure is False:
-        return found
-    both = _drawn_by_products(torch.where(sure, pull, 0), query, key)
-    return found[0] + both[0], found[1] + both[1]
+        return d_query, d_key
+    of_sure = _gradients_by_products(torch.where(sure, pull, 0), query, key)
+    return d_query + of_sure[0], d_key + of_sure[1]
 
 
 class HalfSquares(torch.autograd.Function):
-    """:func:`half_squares` that can be differentiated any number of times, in their memory."""
+    """:func:`half_squares` with gradients that can be differentiated again, in little memory."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, sure: Sure) -> Tensor:
@@ -63,7 +71,7 @@ class HalfSquares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, pull: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_drawn_by_products(pull, *ctx.saved_tensors), None
+        return *_gradients_by_products(pull, *ctx.saved_tensors), None
 
 
 def _by_differences(query: Tensor, key: Tensor) -> Tensor:
@@ -71,7 +79,7 @@ def _by_differences(query: Tensor, key: Tensor) -> Tensor:
     return found.square_().div_(-2)
 
 
-def _drawn_by_products(pull: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients_by_products(pull: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     dtype, wide = pull.dtype, pull.dtype if pull.device.type == "mps" else torch.float64
     pull, query, key = pull.to(wide), query.to(wide), key.to(wide)
     d_query = pull @ key - pull.sum(-1)[..., None] * query
@@ -79,8 +87,8 @@ def _drawn_by_products(pull: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor
     return d_query.to(dtype), d_key.to(dtype)
 
 
-def _drawn_by_differences(pull: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    if query.device.type == "cpu":  # as far as this derivative knows, all distances are 1
+def _gradients_by_differences(pull: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    if query.device.type == "cpu":  # with distances of 1 it gives pull * (q - k)
         distance = torch.ones_like(pull, memory_format=torch.contiguous_format)
         return -torch.ops.aten._cdist_backward(pull.contiguous(), query, key, 2.0, distance)
     features = zip(query.unbind(-1), key.unbind(-1), strict=True)
@@ -90,18 +98,21 @@ def _drawn_by_differences(pull: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def product(weights: Tensor, x: Tensor, keep: Tensor | None, finite: bool) -> Tensor:
-    """weights @ x over the kept pairs: NaN in x reaches the rows that keep it and no other."""
+    """weights @ x over the pairs of `keep`: NaN in x reaches only rows that keep it."""
     if finite:
         return weights @ x
-    return spoilt(weights @ cleaned(x), x, weights, keep)
+    return with_nan(weights @ finite_part(x), x, weights, keep)
 
 
-def cleaned(x: Tensor) -> Tensor:
-    """Replace NaN and infinity by 0."""
+def finite_part(x: Tensor) -> Tensor:
+    """x with 0 in place of NaN and infinity."""
     return x.masked_fill(~x.isfinite(), 0)
 
 
-def spoilt(found: Tensor, x: Tensor, weights: Tensor, keep: Tensor | None) -> Tensor:
-    """`found` [*, n, D] with NaN where a row keeps one in x [*, m, D]; `weights` [*, n, m]."""
-    kept = torch.ones_like(weights) if keep is None else keep.expand_as(weights).to(x.dtype)
-    return found.masked_fill(kept @ (~x.isfinite()).to(x.dtype) > 0, torch.nan)
+def with_nan(found: Tensor, x: Tensor, weights: Tensor, keep: Tensor | None) -> Tensor:
+    """`found` [*, n, D] with NaN where a row keeps a NaN or infinity of x [*, m, D].
+
+    `weights` are [*, n, m].
+    """
+    selected = torch.ones_like(weights) if keep is None else keep.expand_as(weights).to(x.dtype)
+    return found.masked_fill(selected @ (~x.isfinite()).to(x.dtype) > 0, torch.nan)

@@ -1,7 +1,7 @@
 """Tiles of the edges of a graph: blocks of neighbouring targets x runs of sources.
 
-The sources that a block of neighbouring targets sees are one run of neighbours in every band, block
-and complete graph, and in batches of them, so attention multiplies matrices and lists no edge.
+In bands, blocks and complete graphs, and in batches of them, a block of neighbouring targets sees
+one run of neighbouring sources. So attention is a product of matrices, and no edge is listed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Tiles(NamedTuple):
     """T equal tiles of n targets and m sources.
 
     Attributes:
-        targets, sources: their numbers, [T, n] and [T, m].
-        edges: bool [1, n, m], which pairs are edges in each of them; None: all.
-        offsets: which row of a table of offsets a pair reads, [1, n, m], any for no edge; None
-            where the graph has no such table.
+        targets, sources: the indices of the tokens, [T, n] and [T, m].
+        edges: which pairs are edges, bool [1, n, m], the same in all tiles; all if None.
+        offsets: the row of a table of offsets that a pair reads, [1, n, m], any row for a pair that
+            is no edge; None if the graph has no such table.
     """
 
     targets: Tensor
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
 
 @lru_cache(maxsize=64)
 def tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, ...] | None:
-    """Tiles that hold every edge once; None where a graph has no tiles. Kept."""
+    """Tiles that hold every edge once; None if a graph has no tiles. The result is cached."""
     with kept_for_training():
         return _tiles_of(structure, device)
 
@@ -59,11 +59,13 @@ def _tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, .
 def _cut(sequences: Tensor, origins: Tensor) -> tuple[Tensor, Tensor]:
     """The kind of every tile, [T, 8], and its first target and source, [T, 2].
 
-    Kinds are the number of targets, that of sources, how far the first source stands after the
-    first target, and what `sequences` say of the step, of the window and of the table.
+    A kind is: the number of targets, the number of sources, the position of the first source minus
+    that of the first target, and from `sequences` the step, before, after, what is left out, and
+    the origin of the table.
     """
     target, n, source, m, step, before, after, left_out = sequences.unbind(1)
-    # More targets are more pairs that are no edges, fewer are sources copied more often: measured.
+    # With more targets in a tile, more pairs are no edges; with fewer, sources are copied more.
+    # These sizes are the fastest that were measured.
     window = (before + after + 1).clamp(max=2 * m)
     rows = torch.where(window <= 64, 32, torch.where(window <= 128, 64, 128))
     count = (n + rows - 1) // rows
@@ -78,7 +80,7 @@ def _cut(sequences: Tensor, origins: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _equal(kinds: Tensor, starts: Tensor, last: int, device: torch.device) -> Iterator[Tiles]:
-    """Tiles of one kind together; `last` is the last row of a table."""
+    """Group tiles of one kind; `last` is the last row of a table."""
     found, which, counts = kinds.unique(dim=0, return_inverse=True, return_counts=True)
     members = starts[which.argsort(stable=True)].split(counts.tolist())
     for kind, own in zip(found.tolist(), members, strict=True):
@@ -100,7 +102,7 @@ def _equal(kinds: Tensor, starts: Tensor, last: int, device: torch.device) -> It
 
 
 def _blocks_of_grid(grid: GridBlocks, device: torch.device) -> Iterator[Tiles]:
-    """Blocks of one shape together: a grid of its own each, so far as hops are concerned."""
+    """Group blocks of one shape; within a block, offsets are those of a small grid."""
     blocks, tokens, _ = block_order(grid, device)
     for equal in blocks:
         size = equal.height * equal.width

@@ -1,4 +1,4 @@
-"""Contribution of edge features to an edge's hidden vector: F e_ij, given formed or as a layer."""
+"""Features of edges in the edge network: their products F e_ij, or the layer that makes these."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EdgeHidden = Tensor | FirstLayer | None
 def check_edge_hidden(
     edge_hidden: Any, like: Tensor, hidden: torch.Size, graph: TokenGraph
 ) -> EdgeHidden:
-    """`edge_hidden` where it fits hidden vectors [*, tokens, G, xi or 3 xi] and a graph's edges.
+    """Check that `edge_hidden` fits hidden vectors [*, tokens, G, xi or 3 xi] and the edges.
 
-    `like` is a tensor of the operation: its dtype and device.
+    `like` is a tensor with the dtype and device of the operation.
     """
     if edge_hidden is None:
         return None
@@ -46,7 +46,7 @@ def _check_tensor(
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A floating-point tensor (of one dtype, where that is given) of one of these shapes."""
+    """Check that a tensor is floating-point (or has this dtype) and has one of these shapes."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point() or (dtype is not None and tensor.dtype != dtype):
@@ -62,14 +62,14 @@ def _check_tensor(
 
 
 def in_dtype(edge_hidden: EdgeHidden, dtype: torch.dtype) -> EdgeHidden:
-    """Return edge features in the dtype in which an operation computes."""
+    """The features of edges, converted to a dtype."""
     if isinstance(edge_hidden, FirstLayer):
         return FirstLayer(edge_hidden.tokens.to(dtype), edge_hidden.weight.to(dtype))
     return None if edge_hidden is None else edge_hidden.to(dtype)
 
 
 def form(edge_hidden: Tensor | FirstLayer, keep: Tensor | None) -> Tensor:
-    """F e_ij of every edge, [*, E, G, xi]; of edges outside `keep` [*, E, 1] nothing is read."""
+    """F e_ij of every edge, [*, E, G, xi]; edges outside `keep`, bool [*, E, 1], are not read."""
     if isinstance(edge_hidden, FirstLayer):
         tokens = clear_invalid_edges(edge_hidden.tokens, keep)
         return edge_hidden._replace(tokens=tokens).hidden()
@@ -77,9 +77,9 @@ def form(edge_hidden: Tensor | FirstLayer, keep: Tensor | None) -> Tensor:
 
 
 def as_pair(edge_hidden: EdgeHidden, entries: int) -> tuple[Tensor | None, Tensor | None]:
-    """Numbers of edges [entries or 1, E, 1 or G, features], and the weight that is to be applied.
+    """A tensor [entries or 1, E, 1 or G, features] and the weight that is to be applied to it.
 
-    Without a weight the numbers are the hidden vectors themselves.
+    The tensor is the features of edges; if the weight is None, it is their products F e_ij.
     """
     if edge_hidden is None:
         return None, None

@@ -12,7 +12,7 @@ from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameter
 
 
 class EdgeMatrix(NamedTuple):
-    """R = alpha I + beta Lambda^T Lambda of every edge and head, without forming it.
+    """The parts of R = alpha I + beta Lambda^T Lambda, for every edge and head.
 
     alpha, beta [*, E, H]; unit_rows [*, E, H, r, D] holds sqrt(r) Lambda, rows of norm 1 (or 0).
     """

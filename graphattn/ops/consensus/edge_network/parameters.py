@@ -1,4 +1,4 @@
-"""The edge network as tensors: its first layer, still to be applied, and its second."""
+"""The edge network as tensors: its first and its second layer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a dtype; without a call of torch where it has it: in small layers such calls count."""
+    """x in a dtype; without a call of torch if x has it, because such calls take time."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
 class FirstLayer(NamedTuple):
-    """First layer that is still to be applied: ``weight y + bias`` per token and group of heads.
+    """First layer of the edge network, ``weight y + bias`` per token and group of heads.
 
-    Given in the place of hidden vectors, which are several times as large as the tokens, it lets
-    the fused backend form them piece by piece, and again in the backward, instead of keeping them.
-    As `edge_hidden` its tokens are the features of edges, [*, E, 1, F], seen by every group: their
-    hidden vectors are never all there at once.
+    Pass it in place of hidden vectors, which are several times as large as the tokens. A fused
+    backend then computes them piece by piece, and again in the backward pass, and does not store
+    them. As `edge_hidden`, its tokens are the features of edges, [*, E, 1, F], which all groups
+    share; the hidden vectors of all edges are never in memory at once.
 
     Example:
         >>> import torch, graphattn as ga
@@ -34,13 +34,13 @@ class FirstLayer(NamedTuple):
     bias: Tensor | None = None  # [G, xi]
 
     def hidden(self) -> Tensor:
-        """The hidden vectors, [*, N, G, xi]; under autocast in its dtype."""
+        """The hidden vectors, [*, N, G, xi]; under autocast, in the dtype of autocast."""
         tokens, weight, bias = self
         groups, xi, _ = weight.shape
         by_group = tokens.flatten(0, -3).transpose(0, 1).expand(groups, -1, -1)
         by_group = torch.bmm(by_group, weight.mT)
         hidden = by_group.transpose(0, 1).view(*tokens.shape[:-2], groups, xi)
-        # Autocast computes the product in its dtype, and it shall stay that.
+        # Autocast computes the product in its own dtype, and the result keeps it.
         return hidden if bias is None else hidden + bias.to(hidden.dtype)
 
 

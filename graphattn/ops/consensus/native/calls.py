@@ -1,4 +1,4 @@
-"""Arguments of compiled consensus, and the edges of a graph as it reads them."""
+"""The arguments of consensus in C++, and the edges of a graph in the form that C++ reads."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu.tensors import TokenView
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
-from graphattn.ops.kept import kept
+from graphattn.ops.edge_cache import cached_by_edges
 
-KEPT = 1 << 18  # numbers of all edges' matrices that a backward does not compute again
-EDGES_OF_BLOCK = 32  # at most; memory for them is whole blocks
-EDGES_OF_ROUND = 0  # at most, whose results are there at a time; 0: as many as stay in cache
+MOST_STORED = 1 << 18  # up to so many numbers, the matrices of edges are stored for the backward
+EDGES_OF_BLOCK = 32  # the most edges of a block; memory is allocated for whole blocks
+EDGES_OF_ROUND = 0  # the most edges whose results are stored at a time; 0: as many as fit in cache
 
 
-def numbers_to_keep(
+def numbers_to_store(
     edges: int, heads: int, rank: int, width: int, groups: int, hidden: int
 ) -> int | None:
-    """Count the numbers of all edges' matrices; None where they are too many to be kept.
+    """How many numbers the matrices of all edges have; None if they are too many to be stored.
 
-    `hidden` counts the features of all trunks, and edges stand in whole blocks.
+    `hidden` is the number of features of all trunks. Edges are counted in whole blocks.
     """
     edges = -(-edges // EDGES_OF_BLOCK) * EDGES_OF_BLOCK
     numbers = edges * heads * (2 + rank * width)
-    # What edges give to their ends in a backward is there at a time, too.
-    given = edges * (heads * width + groups * hidden)
-    return None if numbers > KEPT or given > 4 * KEPT else numbers
+    # In the backward pass, gradients of both ends of all edges are stored at a time, too.
+    of_ends = edges * (heads * width + groups * hidden)
+    return None if numbers > MOST_STORED or of_ends > 4 * MOST_STORED else numbers
 
 
 class ConsensusNetwork(ctypes.Structure):
@@ -83,28 +83,34 @@ class ConsensusGradients(ctypes.Structure):
 
 
 class ConsensusEdges(NamedTuple):
-    """The sources of every target: rows of a list, or moves that are the same for all targets."""
+    """The edges of a graph: rows of a list, or moves that all targets share.
+
+    Attributes:
+        rowptr, source: [N + 1] and [E], the sources of every target.
+        moves: source minus target of every edge that a target may have.
+        borders: the first token of every sequence but the first.
+    """
 
     rowptr: Tensor | None = None
     source: Tensor | None = None
     moves: Tensor | None = None
-    borders: Tensor | None = None  # where sequences begin, but for the first
+    borders: Tensor | None = None
 
     def most(self, targets: int) -> int:
-        """How many there may be, of so many targets."""
+        """The largest possible number of edges, for so many targets."""
         if self.source is not None:
             return len(self.source)
         return 0 if self.moves is None else targets * len(self.moves)
 
 
 def edges_of(graph: TokenGraph) -> ConsensusEdges:
-    """The edges of a graph; those of bands, and of batches of equal ones, are never listed."""
+    """The edges of a graph; those of bands, and of batches of equal bands, are never listed."""
     structure = graph.structure
     if structure is not None:
         found = graph.derived(_of_bands, lambda: _of_bands(structure))
         if found is not None:
             return found
-    return kept(graph, _listed)
+    return cached_by_edges(graph, _listed)
 
 
 def _of_bands(structure: GraphStructure) -> ConsensusEdges | None:

@@ -1,7 +1,8 @@
-"""Consensus steps of plain calls: what calls of a kind share is found once and packed.
+"""Consensus steps of plain calls.
 
-Calls of few tokens cost what is asked in between, more than what is computed. The arithmetic is
-that of :func:`~graphattn.consensus_update`, operation by operation.
+In a call with few tokens, checks take longer than arithmetic. So everything that calls of one kind
+share is computed once and stored. The arithmetic is that of :func:`~graphattn.consensus_update`,
+operation by operation.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from graphattn.ops.consensus.native import calls
 from graphattn.ops.consensus.native.sums import NativeSums
 from graphattn.ops.consensus.step_size import step_of_degrees
 
-_FOUND = library.library()
+_LIBRARY = library.library()
 ARGUMENTS = packer(calls.ConsensusArguments)
 
 
 class FlatConsensus:
-    """The part of a call that others of its kind share.
+    """Everything that calls of one kind share.
 
     Args:
-        graph: whose edges are read, and which is not kept.
+        graph: its edges are read; the graph itself is not stored, because it stores this object.
         state: the shape [B, N, H, D].
-        hidden: the shape [B, N, G, W] of hidden vectors, of targets and of sources.
+        hidden: the shape [B, N, G, W] of the hidden vectors of targets, and of those of sources.
         shear: the shape [H, r, D, xi] of the largest tensor of the second layer.
         dtype: float32 or float64, that of all tensors.
         update: "energy" or "target".
-        step: the step size, a tensor []; None where every call brings its own.
+        step: the step size, a tensor []; None if every call passes its own, or it is automatic.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class FlatConsensus:
         (B, N, H, D), (_, _, groups, width), (_, rank, _, xi) = state, hidden, shear
         self.state, self.hidden, self.update, self.step = state, hidden, update, step
         self.dtype, self.is_double = dtype, dtype == torch.float64
-        self.edges = edges = calls.edges_of(graph)  # their addresses are kept
+        self.edges = edges = calls.edges_of(
+            graph
+        )  # they must live as long as their addresses are used
         self.sizes = (
             B, N, N, H, groups, D, rank, xi, width // xi,
             address(edges.rowptr) or 0, address(edges.source) or 0, address(edges.moves) or 0,
@@ -58,16 +61,16 @@ class FlatConsensus:
             0 if edges.borders is None else len(edges.borders), update == "energy",
         )  # fmt: skip
         self.of_state, self.of_hidden = steps_of(state), steps_of(hidden)
-        self.kept = calls.numbers_to_keep(B * edges.most(N), H, rank, D, groups, width)
+        self.num_stored = calls.numbers_to_store(B * edges.most(N), H, rank, D, groups, width)
 
-    def keep(self) -> Tensor | None:
-        """Memory for the matrices of edges, where they are so few that they shall be kept."""
-        if self.kept is None or calls.EDGES_OF_ROUND:
+    def new_storage(self) -> Tensor | None:
+        """Memory to store the matrices of edges for the backward pass; None if too many."""
+        if self.num_stored is None or calls.EDGES_OF_ROUND:
             return None
-        return torch.empty(self.kept, dtype=self.dtype, device="cpu")
+        return torch.empty(self.num_stored, dtype=self.dtype, device="cpu")
 
     def sums(
-        self, tensors: Sequence[Tensor], kept: Tensor | None, degrees: bool
+        self, tensors: Sequence[Tensor], stored: Tensor | None, degrees: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The sums of :func:`~graphattn.ops.consensus.native.sums.sums_over_edges`."""
         target_hidden, source_hidden, u, _, *network = map(_contiguous, tensors)
@@ -80,16 +83,16 @@ class FlatConsensus:
             source_hidden.data_ptr(), *of_hidden,
             u.data_ptr(), *of_state,
             u.data_ptr(), *of_state,
-            0, 0, 0, 0,  # nothing is added for an edge
+            0, 0, 0, 0,  # edges have no features
             *(x.data_ptr() for x in network),
             0, 0,  # all tokens are valid
             gradient.data_ptr(), *of_state,
             0 if degree is None else degree.data_ptr(),
-            0 if kept is None else kept.data_ptr(),
+            0 if stored is None else stored.data_ptr(),
             calls.EDGES_OF_ROUND, torch.get_num_threads(),
         )  # fmt: skip
-        assert _FOUND is not None
-        status = _FOUND.graphattn_consensus(call, self.is_double)
+        assert _LIBRARY is not None
+        status = _LIBRARY.graphattn_consensus(call, self.is_double)
         if status:
             library.check(status)
         return gradient, degree
@@ -103,17 +106,17 @@ def flat_consensus(
     network: Sequence[Tensor],
     step: Tensor | None,
 ) -> Tensor:
-    """States [*, N, H, D] after a step of a known kind of call, on the CPU, by compiled code.
+    """The states [*, N, H, D] after a step of a call of a known kind, on a CPU, by C++ code.
 
     Args:
-        call: what is known of calls of this kind over this graph.
+        call: what calls of this kind over this graph share.
         state: [*, N, H, D].
         hidden: hidden vectors of targets and of sources, [B, N, G, W].
         network: the second layer of the edge network.
-        step: [H], where the call does not know it; None for the automatic one.
+        step: [H], if `call` has none; None for the automatic one.
     """
     u = v = state
-    if state.dim() != 4:  # autograd adds up in the order of operations, as it does elsewhere
+    if state.dim() != 4:  # gradients are added in the order of operations, as in other calls
         u, v = state.reshape(call.state), state.reshape(call.state)
     tensors = (*hidden, u, v, *network)
     step = call.step if step is None else step
@@ -130,7 +133,7 @@ def flat_consensus(
 
 
 class _FlatSums(NativeSums):
-    """Sums of a known kind of call; their backward is that of every other."""
+    """The sums of a call of a known kind; the backward pass is that of other calls."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -140,9 +143,13 @@ class _FlatSums(NativeSums):
         energy = call.update == "energy"
         ctx.options = graph, (None, None), {"energy": energy, "degrees": degrees}
         ctx.set_materialize_grads(False)
-        ctx.kept = call.keep()
-        return call.sums(tensors, ctx.kept, degrees)
+        ctx.stored = call.new_storage()
+        return call.sums(tensors, ctx.stored, degrees)
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() and not x.is_neg() else x.contiguous().resolve_neg()
+    """x with its numbers side by side in memory; :func:`~graphattn.kernels.cpu.tensors.as_it_lies`.
+
+    It is restated here so that a plain call opens as few files as possible.
+    """
+    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()

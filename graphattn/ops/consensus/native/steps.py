@@ -1,7 +1,7 @@
-"""Steps of generation by compiled code: the newest token of every text moves towards a cache.
+"""Steps of generation by C++ code: the newest token of every text moves towards a cache.
 
-`kernels/cpu/consensus_steps.cpp` is the code. Steps of layers come here once a token, so what stays
-the same from one to the next is kept beside the cache.
+The code is `kernels/cpu/consensus_steps.cpp`. A layer runs a step per token, so the part of a call
+that stays the same is stored with the cache.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class ConsensusStepsCall(ctypes.Structure):
     )
 
 
-_FOUND = library.library()
+_LIBRARY = library.library()
 
 StepSize = float | Tensor | Literal["auto"]  # a tensor [heads] in the dtype of the network
 
 
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse what compiled code would read beyond its end."""
+    """Refuse a tensor of another shape, beyond whose end C++ code would read."""
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
 
 
 def applies(layer: Any, dtype: torch.dtype) -> bool:
-    """Whether compiled code applies a first layer to tokens of a dtype."""
+    """Whether C++ code can apply a first layer to tokens of a dtype."""
     if not isinstance(layer, FirstLayer) or dtype not in (torch.float32, torch.float64):
         return False
-    for x in layer:  # plain and short: steps come here once a token
+    for x in layer:  # a plain loop, because it runs once per token
         if x is not None and (x.dtype is not dtype or not x.is_contiguous() or x.is_neg()):
             return False
     return True
 
 
 def first_hidden(layer: FirstLayer) -> Tensor:
-    """The hidden vectors [*, G, features] that a step makes of tokens [*, G, in], to the bit."""
+    """The hidden vectors [*, G, features] of tokens [*, G, in], with the same bits as in a step."""
     tokens, weight, bias = layer
     groups, features, inputs = weight.shape
     check_shape("tokens of a first layer", tokens, (*tokens.shape[:-2], groups, inputs))
@@ -74,9 +74,9 @@ def first_hidden(layer: FirstLayer) -> Tensor:
     out = tokens.new_empty(*tokens.shape[:-1], features)
     sizes = (ctypes.c_int64(n) for n in (tokens.shape[:-2].numel(), groups, inputs, features))
     addresses = (ctypes.c_void_p(address(x)) for x in layer)
-    assert _FOUND is not None
+    assert _LIBRARY is not None
     library.check(
-        _FOUND.graphattn_first_layer(
+        _LIBRARY.graphattn_first_layer(
             *addresses, *sizes, ctypes.c_void_p(out.data_ptr()), out.dtype == torch.float64
         )
     )
@@ -141,16 +141,16 @@ class ConsensusCacheCall:
         self.token, self.network = self.call.token, self.call.network
 
     def tokens(self, heads: int, width: int) -> TokenView:
-        """One token of every text, its heads side by side."""
+        """The view of one token of every text, with heads side by side."""
         return TokenView(None, heads * width, heads * width, width, self.kind)
 
     def serves(self, layer: object, state: Tensor, hidden: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it is a call of these."""
+        """Whether this call was made for this layer, these buffers and this dtype."""
         same = self.state is state and self.hidden is hidden
         return same and self.layer() is layer and self.dtype is dtype
 
     def fits(self, layer: object, x: Any, buffers: dict[str, Tensor]) -> bool:
-        """Whether tokens and a cache like these were seen before; sizes of batches are not."""
+        """Whether tokens and a cache fit this call; the size of the batch is not checked."""
         return (
             self.layer() is layer
             and buffers["state"] is self.state
@@ -173,11 +173,11 @@ class ConsensusCacheCall:
         valid: Tensor | None,
         valids: Tensor | None,
     ) -> Tensor:
-        """Moves the newest tokens of all texts, whose states and hidden vectors join the cache.
+        """Move the newest tokens of all texts; add their states and hidden vectors to the cache.
 
-        Tokens are [texts, heads, D] in some form; those returned are contiguous. `hidden` are its
-        hidden vectors as a target and as a source, or the first layers that make them of one and
-        the same token, for which :func:`applies` holds.
+        Tokens have texts * heads * D numbers, in any shape; the result is contiguous. `hidden` are
+        their hidden vectors as targets and as sources, or the two first layers that compute them
+        from the same tokens, for which :func:`applies` holds.
         """
         call, (numbers, of_hidden) = self.call, self.sizes
         moving = self._readable("u", moving, numbers)
@@ -204,8 +204,8 @@ class ConsensusCacheCall:
             call.step, call.same_step, call.is_automatic = None, step, 0
         valid = None if valid is None else valid.contiguous()
         call.valid, call.new_valid = address(valids), address(valid)
-        assert _FOUND is not None
-        status = _FOUND.graphattn_consensus_steps(self.reference, self.is_double)
+        assert _LIBRARY is not None
+        status = _LIBRARY.graphattn_consensus_steps(self.reference, self.is_double)
         del alive
         if status:
             library.check(status)
@@ -220,7 +220,7 @@ class ConsensusCacheCall:
         return readable
 
     def _set_network(self, network: EdgeNetworkParameters) -> EdgeNetworkParameters:
-        """The second layer as it is read; it must live as long as the call runs."""
+        """Pass the second layer to the call; the result must live as long as the call runs."""
         compute = self.compute
         for x in network:
             if not (x.dtype is compute and x.is_contiguous()) or x.is_neg():

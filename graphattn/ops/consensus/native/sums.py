@@ -1,7 +1,7 @@
-"""The sums of a consensus step by compiled code, forward and backward.
+"""The sums of a consensus step by C++ code, forward and backward.
 
-`kernels/cpu/consensus.cpp` and `consensus_backward.cpp` are the code. This file hands it tensors by
-their addresses.
+The code is `kernels/cpu/consensus.cpp` and `consensus_backward.cpp`. This file passes it the
+addresses of tensors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from graphattn.ops.consensus.native.calls import (
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 
-_FOUND = library.library()
-OF_TOKENS, OF_EDGES = 4, 10  # where tensors of tokens end, and those of the second layer
+_LIBRARY = library.library()
+OF_TOKENS, OF_EDGES = 4, 10  # tensors[:4] are of tokens, [4:10] the second layer, [10:] of edges
 
 
 class SumsCall:
-    """A call, and the tensors that must live as long.
+    """A call, and the tensors that must live as long as it does.
 
     Args:
-        tensors: hidden vectors [B, N, G, W] twice, what is compared [B, N, H, D] twice, the
-            second layer, and, if there are such, numbers of edges [B or 1, E, 1, F] with a weight
-            [G, W, F], or [B or 1, E, G, W] with None.
+        tensors: hidden vectors of targets and of sources [B, N, G, W], the states u and v
+            [B, N, H, D], the six tensors of the second layer, and if edges have features, these
+            [B or 1, E, 1, F] and a weight [G, W, F], or their products [B or 1, E, G, W] and None.
         energy: whether both ends of an edge move.
     """
 
@@ -93,27 +93,29 @@ class SumsCall:
             x = x.to(self.dtype)
         return featurewise(x)
 
-    def keep(self) -> Tensor | None:
-        """Memory for the matrices of edges, where they are so few that they shall be kept."""
+    def new_storage(self) -> Tensor | None:
+        """Memory to store the matrices of edges for the backward pass; None if too many."""
         call = self.numbers
         sizes = call.heads, call.rank, call.width, call.groups, call.trunks * call.hidden
-        numbers = calls.numbers_to_keep(self.most_edges, *sizes)
+        numbers = calls.numbers_to_store(self.most_edges, *sizes)
         if numbers is None or calls.EDGES_OF_ROUND:
             return None
         return torch.empty(numbers, dtype=self.dtype, device="cpu")
 
-    def forward(self, *, degrees: bool, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """g [B, N, H, D], and the degrees [B, N, H] where they are wanted.
+    def forward(
+        self, *, degrees: bool, stored: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sums g [B, N, H, D], and the degrees [B, N, H] if needed.
 
-        `kept` is for the backward, and from :meth:`keep`.
+        The matrices of edges are written to `stored`, memory from :meth:`new_storage`.
         """
-        assert _FOUND is not None
-        self.numbers.kept = address(kept)
+        assert _LIBRARY is not None
+        self.numbers.kept = address(stored)
         gradient = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         degree = torch.empty(self.shape[:-1], dtype=self.dtype, device="cpu") if degrees else None
         self.numbers.gradient, self.numbers.degree = view(gradient), address(degree)
         is_double = self.dtype == torch.float64
-        library.check(_FOUND.graphattn_consensus(ctypes.byref(self.numbers), is_double))
+        library.check(_LIBRARY.graphattn_consensus(ctypes.byref(self.numbers), is_double))
         return gradient, degree
 
     def backward(
@@ -122,14 +124,14 @@ class SumsCall:
         needed: Sequence[bool],
         d_gradient: Tensor,
         d_degree: Tensor | None,
-        kept: Tensor | None = None,
+        stored: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of `tensors` that are needed; what was not kept is computed again."""
-        assert _FOUND is not None
-        self.numbers.kept = address(kept)
+        """The needed gradients of `tensors`; matrices that are not `stored` are computed again."""
+        assert _LIBRARY is not None
+        self.numbers.kept = address(stored)
         d_gradient = featurewise(d_gradient)
         d_degree = None if d_degree is None else as_it_lies(d_degree)
-        # Of two ends, or of the six of the network, all or none.
+        # C++ computes those of two ends, and the six of the network, together or not at all.
         wanted = [any(needed[:2])] * 2 + [any(needed[2:4])] * 2 + [any(needed[4:10])] * 6
         found = [
             torch.empty(x.shape, dtype=self.dtype, device="cpu") if want else None
@@ -147,7 +149,7 @@ class SumsCall:
             0 if edge is None else edge.numel(),
             ConsensusNetwork(*(address(x) for x in found[OF_TOKENS:OF_EDGES])),
         )
-        status = _FOUND.graphattn_consensus_backward(
+        status = _LIBRARY.graphattn_consensus_backward(
             ctypes.byref(self.numbers), ctypes.byref(gradients), self.dtype == torch.float64
         )
         library.check(status)
@@ -157,7 +159,7 @@ class SumsCall:
 
 
 def _mask(mask: Tensor | None, entries: int) -> Tensor | None:
-    """A mask [entries, tokens] as it is read."""
+    """A mask [entries, tokens] in the form that C++ reads."""
     if mask is None:
         return None
     flat = mask.reshape(mask.shape[:-1].numel(), mask.shape[-1])
@@ -165,7 +167,7 @@ def _mask(mask: Tensor | None, entries: int) -> Tensor | None:
 
 
 class NativeSums(torch.autograd.Function):
-    """Step of autograd of :func:`sums_over_edges`."""
+    """The autograd function of :func:`sums_over_edges`."""
 
     @staticmethod
     def forward(
@@ -180,29 +182,30 @@ class NativeSums(torch.autograd.Function):
         ctx.options = graph, valid, {"energy": energy, "degrees": degrees}
         ctx.set_materialize_grads(False)
         call = SumsCall(graph, tensors, valid, energy=energy)
-        ctx.kept = call.keep()
-        return call.forward(degrees=degrees, kept=ctx.kept)
+        ctx.stored = call.new_storage()
+        return call.forward(degrees=degrees, stored=ctx.stored)
 
     @staticmethod
     def backward(ctx: Any, *d_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # once: checkpointing computes them again for a single reading
+        # Read once only: under a gradient checkpoint, every reading computes the tensors again.
+        tensors = ctx.saved_tensors
         graph, valid, options = ctx.options
         needed = ctx.needs_input_grad[4:]
         with full_precision(tensors[0].device):
             if torch.is_grad_enabled():
-                # create_graph=True: somebody differentiates this again.
+                # create_graph=True: this is differentiated again.
                 plan = structured.plan_of(graph, tensors, valid, **options)
-                found = structured.gradients_by_autograd(
-                    tensors, needed, plan, _there(tensors, d_sums)
+                found = structured.gradients_of_sums_by_autograd(
+                    tensors, needed, plan, _with_zeros(tensors, d_sums)
                 )
             else:
-                own = d_sums, options["energy"], ctx.kept
+                own = d_sums, options["energy"], ctx.stored
                 found = gradients_of_sums(graph, tensors, needed, valid, *own)
             return None, None, None, None, *found
 
 
-def _there(tensors: Sequence[Tensor], d_sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Gradients of the sums, zeros for those that nobody has."""
+def _with_zeros(tensors: Sequence[Tensor], d_sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The gradients of the sums, with zeros in place of None."""
     u = tensors[2]
     shapes = u.shape, u.shape[:-1]
     return tuple(
@@ -217,20 +220,20 @@ def gradients_of_sums(
     valid: ValidPair,
     d_sums: Sequence[Tensor | None],
     energy: bool,
-    kept: Tensor | None = None,
+    stored: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the tensors of :func:`sums_over_edges`, where they are needed."""
+    """The needed gradients of the tensors of :func:`sums_over_edges`."""
     d_gradient, d_degree = d_sums
     if d_gradient is None:
-        d_gradient = _there(tensors, d_sums)[0]
+        d_gradient = _with_zeros(tensors, d_sums)[0]
     call = SumsCall(graph, tensors, valid, energy=energy)
-    return call.backward(tensors, needed, d_gradient, d_degree, kept)
+    return call.backward(tensors, needed, d_gradient, d_degree, stored)
 
 
 def sums_over_edges(
     graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
+    """The sums g [B, N, H, D], and the sums of alpha + beta [B, N, H] if `degrees` are needed."""
     if not may_be_differentiated(tensors):
         return SumsCall(graph, tensors, valid, energy=energy).forward(degrees=degrees)
     gradient, degree = NativeSums.apply(graph, valid, energy, degrees, *tensors)

@@ -1,8 +1,8 @@
-"""R of a chunk of edges and what it does to a vector, with the gradients written out.
+"""R of a chunk of edges, its product with a vector, and their gradients.
 
-The same mathematics as edge_matrix.py, arranged around its one expensive step, the product from
-hidden vectors to Lambda: everything else is a few passes over memory that stays in cache. The rows
-of Lambda are never normalised: with raw rows l_k,
+The mathematics is that of edge_matrix.py. The expensive part is the product from hidden vectors to
+Lambda; everything else is a few passes over memory that stays in cache. The rows of Lambda are
+never normalised: with raw rows l_k,
 R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2.
 """
 
@@ -16,18 +16,18 @@ from torch.nn import functional
 
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
 
-LARGEST_SQUARE = 2.0**40  # of a row: it and its reciprocal are in range
+LARGEST_SQUARE = 2.0**40  # of a row; up to it, the square and its reciprocal do not overflow
 
 
 class Buffers:
-    """Memory that every chunk uses again, so that it stays in cache."""
+    """Memory that all chunks use in turn, so that it stays in cache."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
         self.memory: dict[str, Tensor] = {}
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Uninitialised, and valid until the next call with this name."""
+        """Uninitialised memory, valid until the next call with this name."""
         size = math.prod(shape)
         if name not in self.memory or self.memory[name].numel() < size:
             self.memory[name] = self.like.new_empty(size)
@@ -35,7 +35,7 @@ class Buffers:
 
 
 def by_network(network: EdgeNetworkParameters, networks: int) -> EdgeNetworkParameters:
-    """The parameters by hidden network G, each of which feeds h = H / G heads.
+    """The parameters by network: each of the G networks is for h = H / G heads.
 
     alpha, beta [G, h, xi] and their biases [G, 1, h]; shear [G, h r D, xi] and its [G, 1, h r D].
     """
@@ -54,13 +54,13 @@ def by_network(network: EdgeNetworkParameters, networks: int) -> EdgeNetworkPara
 
 
 class EdgeRows:
-    """R of n edges for k networks that feed h heads each.
+    """R of n edges, by k networks with h heads each.
 
     Args:
         hidden_sum: target_hidden_i + source_hidden_j, [k, n, xi or 3 xi], from `buffers`.
         network: its k networks, as from :func:`by_network`.
         rank, features: r, D.
-        gradients: False where only :meth:`apply` is wanted: less memory, so more of it in cache.
+        gradients: whether gradients are needed; if not, less memory is used.
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class EdgeRows:
         self._bring_into_range()
 
     def trunks(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split hidden vectors into those of alpha, beta and Lambda: thirds of 3 xi features, or
-        three times the same.
+        """The hidden vectors for alpha, beta and Lambda.
+
+        They are thirds of 3 * xi features, or all three the same tensor with xi features.
         """
         if hidden.shape[-1] == self.xi:
             return hidden, hidden, hidden
@@ -100,9 +101,9 @@ class EdgeRows:
         return alpha, beta, shear
 
     def _bring_into_range(self) -> None:
-        """Divides rows whose squares would leave the range by their largest entry.
+        """Divide rows whose squares would overflow or underflow by their largest entry.
 
-        Decided row by row, so that no edge changes the rounding of another.
+        This is decided row by row, so that no edge changes the rounding of another.
         """
         square = self._squares()
         self.divisor: Tensor | None = None
@@ -121,7 +122,7 @@ class EdgeRows:
         return torch.mul(self.rows, self.rows, out=self.scratch).sum(-1, keepdim=True)
 
     def _are_usual(self, square: Tensor) -> bool:
-        """Whether all are in range; on a GPU, where asking would mean waiting, nobody knows."""
+        """Whether all squares are in range; False on a GPU, where to read them would wait."""
         if square.device.type != "cpu":
             return False
         least, most = torch.aminmax(square)
@@ -142,7 +143,7 @@ class EdgeRows:
 
         (beta / r) [(l . e) d + (l . d) e - 2 (l . d) (l . e) l / |l|^2] / |l|^2 for every row l.
         """
-        if d.shape[-1] == 1:  # 0 then, of which rounding would make 1 / |l| times its unit
+        if d.shape[-1] == 1:  # it is exactly 0; rounding errors would be multiplied by 1 / |l|
             return self.scratch.zero_().flatten(2)
         scale = (self.beta / self.rank)[..., None, None] * self.per_square
         if self.divisor is not None:
@@ -170,7 +171,7 @@ class EdgeRows:
     def add_network_gradients(
         self, total: EdgeNetworkParameters, d_alpha: Tensor, d_beta: Tensor, d_rows: Tensor
     ) -> None:
-        """Adds the gradients of these edges to those of the second layer."""
+        """Add the gradients of these edges to those of the second layer."""
         gradients = (d_alpha, d_beta, d_rows)
         weights, biases = total[::2], total[1::2]
         for weight, bias, gradient, hidden in zip(
@@ -180,7 +181,7 @@ class EdgeRows:
             bias.add_(gradient.sum(1, keepdim=True))
 
     def hidden_gradient(self, d_alpha: Tensor, d_beta: Tensor, d_rows: Tensor) -> Tensor:
-        """Write the gradient of `hidden_sum` into the memory of `hidden`, which is gone then."""
+        """The gradient of `hidden_sum`, written into the memory of `hidden`, which it replaces."""
         of_alpha, of_beta, of_shear = self.trunks(self.hidden)
         shared = of_alpha is of_shear
         of_shear.baddbmm_(d_rows, self.network.shear, beta=0)

@@ -1,8 +1,8 @@
-"""Consensus without per-edge tensors: edges a chunk at a time, in memory that stays in cache.
+"""Consensus without tensors of all edges: a chunk of edges at a time, which stays in cache.
 
-On bands (and batches of equal ones) both ends of a chunk are slices, elsewhere they are gathered.
-The backward computes a chunk again, so memory beside the inputs and outputs is that of a chunk.
-Same rules as reference.py, which it is tested against.
+On bands (and batches of equal bands) both ends of a chunk are slices; elsewhere they are gathered.
+The backward pass computes a chunk again, so that memory beside inputs and outputs is that of one
+chunk. The results are those of reference.py, against which it is tested.
 """
 
 from __future__ import annotations
@@ -21,28 +21,45 @@ from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameter
 from graphattn.ops.consensus.pieces import EdgePiece, Pieces, add_at, at
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.consensus.structured.edge_rows import Buffers, EdgeRows, by_network
-from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
+from graphattn.ops.inputs import (
+    ValidPair,
+    full_precision,
+    gradients_by_autograd,
+    may_be_differentiated,
+)
 from graphattn.ops.memory import keep_freed_memory
 
-CHUNK = 1 << 20  # numbers of the hidden vectors, or of Lambda, of a chunk: 4 MB of float32
-KEPT = 1 << 18  # the same of edges so few that the backward does not compute them again
-CHUNK_ELSEWHERE = 1 << 24  # on a GPU: fewer and larger launches
+CHUNK = 1 << 20  # the most numbers of a tensor of a chunk on a CPU: 4 megabytes of float32
+CHUNK_ELSEWHERE = 1 << 24  # the same on a GPU, where few and large launches are faster
+MOST_STORED = 1 << 18  # up to so many numbers, the only chunk is stored for the backward pass
 
 
 class _Plan(NamedTuple):
-    """Plan of a step: its pieces, and the sums to find."""
+    """The pieces of a graph, and the sums to compute.
+
+    Attributes:
+        pieces: the edges of the graph.
+        energy: whether both ends of an edge move.
+        degrees: whether the sums of alpha + beta over the edges of every token are needed, too.
+        backward: whether there will be a backward pass, for which a single chunk is stored.
+    """
 
     pieces: Pieces
-    energy: bool  # both ends of an edge move
-    degrees: bool  # the sums of alpha + beta over the edges of every token are wanted too
-    backward: bool = False  # there will be one: what is known of few edges is kept for it
+    energy: bool
+    degrees: bool
+    backward: bool = False
 
 
 class _Inputs(NamedTuple):
-    """Hidden vectors [B, N, G, xi], what is compared [B, N, H, D], the second layer, and of edges.
+    """The tensors of a step.
 
-    The numbers of edges are [B or 1, E, 1, F] with a weight [G, xi, F] that is to be applied to
-    them, or, without one, what is added to their hidden vectors, [B or 1, E, G, xi].
+    Attributes:
+        target_hidden, source_hidden: hidden vectors [B, N, G, xi] and [B, M, G, xi].
+        u, v: states [B, N, H, D] and [B, M, H, D], of which the differences are taken.
+        network: the second layer.
+        edge: features of edges, [B or 1, E, 1, F]; without `edge_weight` their products with it,
+            [B or 1, E, G, xi]; None if edges have none.
+        edge_weight: [G, xi, F], or None.
     """
 
     target_hidden: Tensor
@@ -61,9 +78,9 @@ class _Inputs(NamedTuple):
 
 
 class _Pass:
-    """One pass over the edges, with every tensor seen by network: [G, B, N, heads, features].
+    """One pass over the edges, with views of all tensors by network, [G, B, N, heads, features].
 
-    G networks feed H / G heads each; hidden vectors have 1 in the place of heads.
+    Each of the G networks computes the matrices of H / G heads; hidden vectors have 1 head.
     """
 
     def __init__(self, inputs: _Inputs, plan: _Plan) -> None:
@@ -80,7 +97,7 @@ class _Pass:
         return x.unflatten(2, (self.num_networks, -1)).permute(2, 0, 1, 3, 4)
 
     def chunks(self, *, gradients: bool) -> Iterator[tuple[EdgePiece, EdgeRows, Tensor]]:
-        """Every piece, R of its edges, and the differences [k, b n, h, D] that it acts on."""
+        """Every piece, R of its edges, and the differences [k, b n, h, D] that R is applied to."""
         buffers = Buffers(self.states[0])
         numbers = CHUNK if self.states[0].device.type == "cpu" else CHUNK_ELSEWHERE
         for piece in self.plan.pieces.chunks(max(1, numbers // self.widest())):
@@ -96,13 +113,13 @@ class _Pass:
             yield piece, R, d.flatten(1, 2)
 
     def widest(self) -> int:
-        """The most numbers that an edge has in one tensor."""
+        """The largest number of elements that an edge has in one tensor."""
         of_edges = 1 if self.edge is None else self.edge.shape[-1]
         return max(1, self.hidden[0].shape[-1], self.network.shear.shape[1], of_edges)
 
-    def is_kept(self) -> bool:
-        """Whether a backward finds the edges, one chunk of them, as the forward left them."""
-        pieces, most = self.plan.pieces, min(KEPT, CHUNK)
+    def is_stored(self) -> bool:
+        """Whether all edges are one small chunk, which is stored for the backward pass."""
+        pieces, most = self.plan.pieces, min(MOST_STORED, CHUNK)
         return self.plan.backward and not pieces.bands and pieces.rows * self.widest() <= most
 
     def compare(self, piece: EdgePiece, buffers: Buffers | None = None) -> tuple[Tensor, Tensor]:
@@ -126,21 +143,21 @@ class _Pass:
         weight = self.edge_weight[piece.networks, None]
         return torch.matmul(numbers, weight.mT)[..., None, :]
 
-    def moved(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A total over the edges of every token, as what targets and what sources have of it."""
+    def moving_ends(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The total itself for targets, and for sources: itself under "energy", None otherwise."""
         return total, total if self.plan.energy else None
 
     def give(
         self, totals: tuple[Tensor, Tensor | None], piece: EdgePiece, values: Tensor, sign: int
     ) -> None:
-        """Adds values [k, b n, heads, features] at the targets, times sign at the sources."""
+        """Add values [k, b n, heads, features] at the targets, and times `sign` at the sources."""
         values = piece.clear(values.unflatten(1, piece.shape))
         add_at(self.view(totals[0]), piece, piece.target, values)
         if totals[1] is not None:
             add_at(self.view(totals[1]), piece, piece.source, values, sign)
 
     def take(self, totals: tuple[Tensor, Tensor | None], piece: EdgePiece, sign: int) -> Tensor:
-        """The gradient of what :meth:`give` was given, from those of its totals."""
+        """The gradient of the values of :meth:`give`, from those of its totals."""
         values = at(self.view(totals[0]), piece, piece.target)
         if totals[1] is not None:
             at_source = at(self.view(totals[1]), piece, piece.source)
@@ -150,9 +167,9 @@ class _Pass:
     def add_edge_gradients(
         self, total: _Inputs, needed: Sequence[bool], piece: EdgePiece, d_sum: Tensor
     ) -> None:
-        """Adds, of what edges have and its weight, those of the needed; d_sum [k, b n, xi]."""
+        """Add the needed gradients of `edge` and `edge_weight`, from d_sum [k, b n, xi]."""
         assert self.edge is not None
-        d_hidden = d_sum.unflatten(1, piece.shape)  # 0 for pairs that are no edges, as e and d are
+        d_hidden = d_sum.unflatten(1, piece.shape)  # 0 for pairs that are no edges
         if self.edge_weight is None:
             assert total.edge is not None
             d_edge = total.edge[:, :, piece.networks]
@@ -170,7 +187,7 @@ class _Pass:
 
 
 class _Sums(torch.autograd.Function):
-    """g [B, N, H, D], and the degrees [B, N, H] where they are wanted, chunk by chunk."""
+    """The sums g [B, N, H, D], and the degrees [B, N, H] if needed, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -181,30 +198,30 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With create_graph=True, that is with gradients, somebody differentiates this again.
         needed = ctx.needs_input_grad[1:]
-        tensors = ctx.saved_tensors  # once: checkpointing computes them again for a single reading
-        kept, ctx.chunks = ctx.chunks, None  # once, too: gradients are written into their memory
+        # Read once only: under a gradient checkpoint, every reading computes the tensors again.
+        tensors = ctx.saved_tensors
+        stored, ctx.chunks = ctx.chunks, None  # used once only: gradients overwrite their memory
         with full_precision(tensors[0].device):
-            if torch.is_grad_enabled():
-                return None, *gradients_by_autograd(tensors, needed, ctx.plan, d_sums)
-            return None, *gradients_of_sums(tensors, needed, ctx.plan, d_sums, kept)
+            if torch.is_grad_enabled():  # create_graph=True: this is differentiated again
+                return None, *gradients_of_sums_by_autograd(tensors, needed, ctx.plan, d_sums)
+            return None, *gradients_of_sums(tensors, needed, ctx.plan, d_sums, stored)
 
 
 Chunks = list[tuple[EdgePiece, EdgeRows, Tensor]]
 
 
 def _sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None, Chunks | None]:
-    """Compute the sums of :class:`_Sums`, and return its only chunk if that is to be kept."""
+    """The sums of :class:`_Sums`, and the only chunk if it is to be stored."""
     gradient, degree = _no_sums(inputs, plan)
     run = _Pass(inputs, plan)
-    chunks = run.chunks(gradients=run.is_kept())
-    kept = list(chunks) if run.is_kept() else None
-    for piece, R, d in chunks if kept is None else kept:
-        run.give(run.moved(gradient), piece, R.apply(d, R.along(d)), -1)
+    chunks = run.chunks(gradients=run.is_stored())
+    stored = list(chunks) if run.is_stored() else None
+    for piece, R, d in chunks if stored is None else stored:
+        run.give(run.moving_ends(gradient), piece, R.apply(d, R.along(d)), -1)
         if degree is not None:
-            run.give(run.moved(degree[..., None]), piece, (R.alpha + R.beta)[..., None], 1)
-    return gradient, degree, kept
+            run.give(run.moving_ends(degree[..., None]), piece, (R.alpha + R.beta)[..., None], 1)
+    return gradient, degree, stored
 
 
 def _no_sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
@@ -217,9 +234,9 @@ def gradients_of_sums(
     needed: tuple[bool, ...],
     plan: _Plan,
     d_sums: tuple[Tensor | None, ...],
-    kept: Chunks | None = None,
+    stored: Chunks | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the sums; every chunk is computed again unless it was kept."""
+    """The gradients of the sums; a chunk that was not stored is computed again."""
     d_gradient, d_degree = d_sums
     assert d_gradient is not None
     for_hidden, for_states, for_network = any(needed[:2]), any(needed[2:4]), any(needed[4:10])
@@ -229,8 +246,8 @@ def gradients_of_sums(
     total = _Inputs.of(totals)
     run = _Pass(_Inputs.of(tensors), plan)
     total_network = by_network(total.network, run.num_networks)  # views
-    for piece, R, d in run.chunks(gradients=True) if kept is None else kept:
-        e = run.take(run.moved(d_gradient), piece, -1)
+    for piece, R, d in run.chunks(gradients=True) if stored is None else stored:
+        e = run.take(run.moving_ends(d_gradient), piece, -1)
         along_d, along_e = R.along(d), R.along(e)
         if for_states:
             run.give((total.u, total.v), piece, R.apply(e, along_e), -1)
@@ -238,7 +255,7 @@ def gradients_of_sums(
             continue
         d_strength = None
         if d_degree is not None:
-            d_strength = run.take(run.moved(d_degree[..., None]), piece, 1)[..., 0]
+            d_strength = run.take(run.moving_ends(d_degree[..., None]), piece, 1)[..., 0]
         d_alpha, d_beta = R.logit_gradients(d, e, along_d, along_e, d_strength)
         d_rows = R.row_gradients(d, e, along_d, along_e)
         if for_network:
@@ -253,51 +270,43 @@ def gradients_of_sums(
 
 
 def _sums_by_autograd(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
-    """Compute the sums in plain autograd, which keeps the tensors of every edge."""
+    """The sums in operations for autograd, which stores the tensors of all edges."""
     gradient, degree = _no_sums(inputs, plan)
     run = _Pass(inputs, plan)
 
-    def by_token(x: Tensor) -> Tensor:  # what `view` undoes
+    def by_token(x: Tensor) -> Tensor:  # the inverse of `view`
         return x.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     for piece in (plan.pieces.no_edges(), *plan.pieces.chunks()):
         hidden_sum, d = run.compare(piece)
         R = edge_matrix(by_token(hidden_sum), inputs.network)
-        run.give(run.moved(gradient), piece, run.view(R.apply(by_token(d))).flatten(1, 2), -1)
+        run.give(run.moving_ends(gradient), piece, run.view(R.apply(by_token(d))).flatten(1, 2), -1)
         if degree is not None:
             strength = run.view((R.alpha + R.beta)[..., None]).flatten(1, 2)
-            run.give(run.moved(degree[..., None]), piece, strength, 1)
+            run.give(run.moving_ends(degree[..., None]), piece, strength, 1)
     return gradient, degree
 
 
-def gradients_by_autograd(
+def gradients_of_sums_by_autograd(
     tensors: tuple[Any, ...],
     needed: tuple[bool, ...],
     plan: _Plan,
     d_sums: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the sums, which can be differentiated again."""
-    # One tensor may stand in several places (u and v, say); each view has a gradient of its own.
-    places = [None if x is None else x.view_as(x) for x in tensors]
-    wanted = [x for x, need in zip(places, needed, strict=True) if need and x is not None]
-    pairs = [
-        (total, d_total)
-        for total, d_total in zip(_sums_by_autograd(_Inputs.of(places), plan), d_sums, strict=True)
-        if total is not None and total.requires_grad
-    ]
-    outputs, given = zip(*pairs, strict=True)
-    found = list(
-        torch.autograd.grad(outputs, wanted, given, create_graph=True, materialize_grads=True)
-    )
-    return tuple(found.pop(0) if need else None for need in needed)
+    """The gradients of the sums, in operations that can be differentiated again."""
+
+    def sums_again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return _sums_by_autograd(_Inputs.of(tensors), plan)
+
+    return gradients_by_autograd(sums_again, tensors, needed, d_sums, zeros=True)
 
 
 def plan_of(
     graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> _Plan:
-    """Return the plan of a graph for the tensors of :class:`_Inputs`, in its order."""
+    """The plan of a graph, for the tensors of :class:`_Inputs` in their order."""
     batch, _, networks, _ = tensors[0].shape
-    # What a self-loop adds at its target under "energy" it takes at its source.
+    # Under "energy", the parts of a self-loop at its target and its source cancel.
     places = len(tensors) > 10 and tensors[10] is not None
     options = networks, batch, not energy, places
 
@@ -314,7 +323,7 @@ def plan_of(
 def sums_over_edges(
     graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
+    """The sums g [B, N, H, D], and the sums of alpha + beta [B, N, H] if `degrees` are needed."""
     plan = plan_of(graph, tensors, valid, energy=energy, degrees=degrees)
     if not may_be_differentiated(tensors):
         gradient, degree, _ = _sums(_Inputs.of(tensors), plan)
@@ -337,7 +346,7 @@ def consensus_update(
     edge_hidden: EdgeHidden = None,
     sums: Callable[..., tuple[Tensor, Tensor | None]] = sums_over_edges,
 ) -> Tensor:
-    """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
+    """Compute u' = u - step * g; `step_size` is broadcastable to [*, N, H], None if automatic."""
     keep_freed_memory()
     entries = math.prod(state.shape[:-3])
     of_tokens: tuple[Tensor, ...] = target_hidden, source_hidden, *disagreement

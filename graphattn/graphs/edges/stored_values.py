@@ -1,4 +1,4 @@
-"""Values that graphs keep: made so that autograd, torch.func and fake tensors can live with it."""
+"""Context for values that a graph stores, so that autograd, torch.func and fake tensors work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 def kept_for_training() -> AbstractContextManager[object]:
-    """Let values that are derived inside serve autograd later, also from inference mode.
+    """Leave inference mode and torch.func, so that tensors made inside can be used anywhere later.
 
-    And outside of torch.func, if it is made within.
+    A graph computes some tensors once and stores them. If the first use is in inference mode or
+    inside a function transform, autograd must still be able to use them afterwards.
     """
     if torch.compiler.is_compiling():
         return nullcontext()
@@ -25,14 +26,14 @@ def kept_for_training() -> AbstractContextManager[object]:
 
 
 def makes_fakes() -> bool:
-    """Whether tensors that are made now are fake ones, without memory: no graph keeps these."""
+    """Whether new tensors are fake, without memory; a graph must not store such tensors."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def usable_for_training(x: Tensor | None) -> Tensor | None:
-    """x, or a copy if it was made in inference mode: autograd cannot save such a tensor."""
+    """Return x, or a copy if x is an inference tensor, which autograd could not save."""
     if x is None or torch.compiler.is_compiling() or not x.is_inference():
-        return x  # torch.compile knows no inference tensors
+        return x  # torch.compile does not support is_inference()
     return x.clone()

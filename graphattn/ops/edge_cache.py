@@ -1,0 +1,42 @@
+"""A cache of values that are computed from the list of edges of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphattn.graphs.token_graph import TokenGraph, makes_fakes
+
+T = TypeVar("T")
+
+# The key is the tensor that lists the edges, because operators get that list and not the graph.
+_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def cached_by_edges(graph: TokenGraph, make: Callable[[TokenGraph, Tensor], T]) -> T:
+    """Return ``make(graph, listed)``, computed once per list of edges.
+
+    `listed` is the graph's edge list, or its table of neighbours. The result is stored as long as
+    that tensor lives. If it was changed in place, its version differs and the result is computed
+    again.
+    """
+    listed = graph.compact_neighbors
+    listed = graph.compact_edges if listed is None else listed
+    version = None if listed.is_inference() else listed._version
+    key = make, graph.num_targets, graph.num_sources, not graph.is_table
+    stored_version, values = _cache.get(listed, (None, {}))
+    if version is None or version != stored_version:
+        values = {}
+    if key not in values:
+        # Detached, because a stored value must not itself keep the list alive.
+        values = values | {key: make(graph, listed.detach())}
+        # While a CUDA graph is captured, tensors have no values until it is replayed.
+        captured = listed.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not captured and not makes_fakes():
+            _cache[listed] = version, values
+    result: T = values[key]
+    return result
