@@ -28,9 +28,10 @@ $(NATIVE): $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) setup.py $(VENV)/.insta
 demo: $(NATIVE)  ## real text through every graph and layer
 	$(BIN)/graphattn demo
 
-# Two processes of one thread each take half the time of one with two threads.
+# Two processes of one thread each take half the time of one with two threads. Bytecode is kept, or
+# every start would compile all tests and the library again (half of the time to collect them).
 test: $(NATIVE)  ## unit tests (a sample of long sweeps), docstring examples, README
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		$(if $(filter all,$(CASES)),,--cases $(CASES))
 
 test-all:  ## the same, every case of every sweep

@@ -1,10 +1,12 @@
 """Options of the tests: `pytest` interprets kernels on the CPU, `--device cuda` runs them."""
 
+import functools
 import gc
 import importlib
 import importlib.util
 import os
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,37 +28,56 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--cases N` samples long sweeps; tests that are cheap and must be whole are marked so."""
-    most = config.getoption("--cases")
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """`--cases N` samples long sweeps; tests that are cheap and must be whole are marked so.
+
+    What is left out never becomes a test: most of the collection would be spent on it.
+    """
+    yield
+    most = metafunc.config.getoption("--cases")
     if most is None:
         return
-    by_function: dict[str, list[pytest.Item]] = {}
-    left_out = set()
-    for item in items:
-        if item.get_closest_marker("long") or item.path.name in LONG_PAGES:
-            left_out.add(item)
-        elif not item.get_closest_marker("every_case"):
-            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in by_function.items():
-        if most == 1:  # any of them, and always that one
-            kept = {zlib.crc32(name.encode()) % len(cases)}
-        else:
-            kept = {round(k * (len(cases) - 1) / (most - 1)) for k in range(most)}
-        if len(cases) > most:
-            left_out.update(case for k, case in enumerate(cases) if k not in kept)
+    of_all = {mark.name for mark in metafunc.definition.iter_markers()}
+    whole, sampled = [], []
+    for case in metafunc._calls:  # there is no public name for it
+        own = of_all | {mark.name for mark in case.marks}
+        if own & {"every_case", "slow"}:  # pytest itself leaves out what is slow
+            whole.append(case)
+        elif "long" not in own:
+            sampled.append(case)
+    if len(sampled) <= most:
+        kept = sampled
+    elif most == 1:  # any of them, and always that one
+        kept = [sampled[zlib.crc32(metafunc.definition.nodeid.encode()) % len(sampled)]]
+    else:
+        last = len(sampled) - 1
+        kept = [sampled[k] for k in sorted({round(k * last / (most - 1)) for k in range(most)})]
+    metafunc._calls[:] = (whole + kept) or metafunc._calls[:1]  # of what is long, to be left out
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--cases N` leaves out what is long."""
+    if config.getoption("--cases") is None:
+        return
+    left_out = [
+        item for item in items if item.get_closest_marker("long") or item.path.name in LONG_PAGES
+    ]
     if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        left = set(left_out)
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:
     """Leave what is collected out of every later search for garbage, which takes long otherwise."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until everything is imported and collected, which stays
     forget_compiled_graphs()
     import_interpreted_kernels(config)
 
@@ -94,8 +115,56 @@ def import_interpreted_kernels(config: pytest.Config) -> None:
         for room, files in INTERPRETED.items():
             for file in files:
                 importlib.import_module(f"graphattn.kernels.{room}.{file}")
+        patch_language_once_per_launch()
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
+
+
+class AlreadyPatched:
+    """The scope of a second replacement of Triton's functions, which has nothing to take back."""
+
+    def restore(self) -> None:
+        """Leave everything to the scope of the launch."""
+
+
+def patch_language_once_per_launch() -> None:
+    """Spare Triton's interpreter half of its time: it replaces again what it has replaced.
+
+    A launch replaces the functions of the module `triton.language` by interpreted ones, and puts
+    them back at its end. The interpreter also does so for every function that a kernel calls, and
+    never puts those back. Nothing is left to replace then; looking for it takes a millisecond.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    patch_language = interpreter._patch_lang
+    of_launch: set[str] = set()  # modules that the launch which runs now has replaced
+    of_functions: set[str] = set()  # modules that functions of kernels have replaced, for good
+
+    @functools.cache
+    def modules_of(function) -> set[str]:
+        names = function.__globals__.values()
+        modules = [m for m in (language, language.core) if any(value is m for value in names)]
+        return {module.__name__ for module in modules}
+
+    def patch_once(function):
+        used = modules_of(function)
+        if of_launch and used <= of_launch | of_functions:
+            return AlreadyPatched()
+        scope = patch_language(function)
+        if of_launch:
+            of_functions.update(used)
+            return scope
+        restore = scope.restore
+
+        def restore_once() -> None:
+            of_launch.clear()
+            restore()
+
+        of_launch.update(used)
+        scope.restore = restore_once
+        return scope
+
+    interpreter._patch_lang = patch_once
