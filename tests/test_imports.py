@@ -54,7 +54,7 @@ print("parts load")
 
 @pytest.fixture(scope="module")
 def first_import() -> list[str]:
-    """What one new Python prints, because starting torch is what takes time.
+    """Lines that one new Python prints for several tests, because starting torch takes time.
 
     The first line has the seconds and the modules that `import graphattn` adds to `import torch`.
     The second says what became of PARTS, which run afterwards.

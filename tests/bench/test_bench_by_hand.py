@@ -157,7 +157,7 @@ def test_the_threshold_is_the_smallest_number_kept():
     [
         (ga.complete_graph(9), "only windows whose tokens see themselves"),
         (ga.window_path_graph(9, 2), "only windows whose tokens see themselves"),
-        (ga.window_path_graph(200, 40, self_loops=True), "for windows of 64 tokens at most"),
+        (ga.window_path_graph(200, 40, self_loops=True), "only windows of at most 64 tokens"),
     ],
 )
 def test_what_is_no_narrow_window_has_no_slices(graph, says, uncompiled):

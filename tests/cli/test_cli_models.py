@@ -33,7 +33,7 @@ def tiny() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def everything(tiny: str) -> str:
-    """What is printed without a name: all presets, which are made to count their parameters."""
+    """Print all presets: no name is given, and every model is made to count its parameters."""
     result = run()
     assert result.exit_code == 0, result.output
     return result.output
@@ -41,7 +41,7 @@ def everything(tiny: str) -> str:
 
 @pytest.fixture(scope="module")
 def one(tiny: str) -> str:
-    """What is printed of one preset."""
+    """Print one preset by its name."""
     result = run(tiny)
     assert result.exit_code == 0, result.output
     return result.output
