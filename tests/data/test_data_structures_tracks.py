@@ -179,7 +179,7 @@ def test_a_probe_has_a_size() -> None:
 
 
 def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the room is imported without biotite is seen in tests/test_imports.py."""
+    """Graphs need no biotite; tests/test_imports.py shows that nothing imports it by itself."""
     for name in ("biotite", *(name for name in sys.modules if name.startswith("biotite."))):
         monkeypatch.setitem(sys.modules, name, None)
     structure = Structure("GWK", torch.eye(3))

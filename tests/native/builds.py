@@ -32,7 +32,7 @@ class Process:
         self.name, self.why_not = self._answer()
 
     def run(self, code: str) -> str:
-        """What went wrong, or nothing."""
+        """Run code in the process, and return its error, or an empty text."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(code) + "\n")
         self.process.stdin.flush()
