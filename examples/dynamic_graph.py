@@ -1,21 +1,25 @@
-"""A neighbour graph learned by the model itself: rebuilt from its own features every k layers.
+"""A neighbour graph learned by the model: it is rebuilt from the model's features every k layers.
 
-The consensus paper leaves graphs that are learned to future work; this is the simplest kind.
-Blocks run over the nearest neighbours of every token in feature space, found anew every few layers,
-so that tokens far apart in the sequence see each other once their features are similar.
+The consensus paper names learned graphs as future work. This example shows the simplest kind. The
+sources of a token are its nearest neighbours in feature space, and the graph is rebuilt every few
+layers. Tokens that are far apart in the sequence see each other as soon as their features are
+similar.
 
-The task: every sequence mixes a few groups, whose tokens are scattered over it and share a random
-direction. Each group also has a random label that one token in five shows. All others have to find
-it out, from tokens of their group that may stand anywhere. Half of the features are noise which
-makes the nearest tokens wrong ones now and then.
+The task uses sequences that mix a few groups. The tokens of a group share a random direction and
+stand anywhere in the sequence. Each group has a random label, which one token in five shows. The
+model has to predict the label for the other tokens, so it must find tokens of the same group.
+Apart from the label, half of the features are noise, so some of the nearest tokens belong to other
+groups.
 
-With the settings below (one seed, two cores) the window finds 26 % of the hidden labels, as many as
-guessing; neighbours chosen once, from the embedding, find 78 %, and neighbours rebuilt every two
-layers 76 %. So what helps here is to choose by features at all; to choose again gains nothing.
+These are the results with the settings below (one seed, two cores). The window finds 26 % of the
+hidden labels, about as many as guessing. Neighbours chosen once, from the embedding, find 78 %.
+Neighbours rebuilt every two layers find 76 %. In this task it helps to choose sources by features,
+but it does not help to choose them again.
 
-Gradients do not flow through the choice of neighbours, which is a set of indices. They flow through
-what is done with the chosen ones: here the weights fall with the distance of learned queries and
-keys, so that training pulls tokens together which help each other, and the next choice follows.
+No gradient flows through the choice of neighbours, because the choice is a set of indices.
+Gradients flow through the attention over the chosen neighbours. The weights decrease with the
+distance between learned queries and keys. Training thus moves useful tokens closer to each other,
+and the next choice of neighbours follows.
 
     python examples/dynamic_graph.py        # compares three graphs in less than a minute
 """
@@ -36,7 +40,7 @@ SHOWN = 0.2  # the share of tokens that show their group's label
 
 
 class Sequences(NamedTuple):
-    """A batch of the task."""
+    """A batch of sequences of the task."""
 
     tokens: Tensor  # [B, N, 2 * FEATURES + LABELS]: group direction, noise, label where shown
     label: Tensor  # [B, N]
@@ -44,7 +48,7 @@ class Sequences(NamedTuple):
 
 
 def draw_sequences(batch: int, num_tokens: int, generator: torch.Generator) -> Sequences:
-    """New groups with new labels in every sequence."""
+    """Draw sequences; every sequence has new groups with new labels."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
@@ -62,17 +66,17 @@ def draw_sequences(batch: int, num_tokens: int, generator: torch.Generator) -> S
 
 
 def neighbours(x: Tensor, k: int) -> ga.TokenGraph:
-    """The k nearest tokens of every token in its own sequence, x: [B, N, dim].
+    """Build the graph of the k nearest tokens of every token in its sequence, x: [B, N, dim].
 
-    Every sequence has a graph of its own; side by side they are one graph of B * N tokens.
+    Every sequence has its own graph. The batch of these graphs is one graph of B * N tokens.
     """
     return ga.batch([ga.knn_graph(own, k, self_loops=True) for own in x])
 
 
 class DynamicGraphEncoder(nn.Module):
-    """Krause blocks over a neighbour graph, rebuilt before every `rebuild_every`-th of them.
+    """Krause blocks over a neighbour graph that is rebuilt every `rebuild_every` blocks.
 
-    With ``rebuild_every=None`` all blocks run over the window of the k tokens around each token.
+    With ``rebuild_every=None``, all blocks use a window of k // 2 tokens on each side.
     """
 
     def __init__(self, dim: int, depth: int, k: int, rebuild_every: int | None) -> None:
@@ -86,9 +90,9 @@ class DynamicGraphEncoder(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, LABELS))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, N, features] -> logits [B, N, LABELS]."""
+        """Predict the labels of all tokens, [B, N, features] -> logits [B, N, LABELS]."""
         B, N, _ = tokens.shape
-        x = self.embedding(tokens).flatten(0, 1)  # [B * N, dim]: sequences side by side
+        x = self.embedding(tokens).flatten(0, 1)  # [B * N, dim]: one sequence after another
         graph = ga.batch([ga.window_path_graph(N, self.k // 2, self_loops=True)] * B)
         for i, block in enumerate(self.blocks):
             if self.rebuild_every is not None and i % self.rebuild_every == 0:
@@ -98,7 +102,7 @@ class DynamicGraphEncoder(nn.Module):
 
 
 def train(model: nn.Module, steps: int, batch: int, num_tokens: int, seed: int) -> None:
-    """Cross-entropy at the tokens that do not show their label."""
+    """Train by the cross-entropy at the tokens that do not show their label."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(ga.train.parameter_groups(model, weight_decay=0.01), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(steps, 2))
@@ -114,7 +118,7 @@ def train(model: nn.Module, steps: int, batch: int, num_tokens: int, seed: int) 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, num_tokens: int, sequences: int) -> float:
-    """The share of hidden labels found, on sequences that training has not seen."""
+    """Compute the share of hidden labels found, on sequences that training has not used."""
     tokens, label, hidden = draw_sequences(
         sequences, num_tokens, torch.Generator().manual_seed(2**31)
     )
@@ -132,7 +136,7 @@ def compare(
     sequences: int = 64,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Accuracies of the same encoder, from the same start, over three kinds of graph."""
+    """Train the same encoder, with the same initial weights, on three graphs; return accuracies."""
     graphs = {
         f"window of {k // 2} on each side": None,
         "neighbours, chosen once": depth,
@@ -152,5 +156,5 @@ def compare(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the tensors are small: a second thread gains little and can block
+    torch.set_num_threads(1)  # a second thread gains little for small tensors, and can block
     compare()

@@ -1,4 +1,4 @@
-"""Data of the pretrained models: published antibodies, and sentences older than copyright."""
+"""Data for the pretrained models: published antibodies, and sentences in the public domain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import graphattn as ga
 
 
 class Antibody(NamedTuple):
-    """The variable domains of an antibody's heavy and light chain, and where they are published."""
+    """The variable domains of an antibody's heavy and light chain, and their published record."""
 
     name: str
     source: str
@@ -21,7 +21,7 @@ class Antibody(NamedTuple):
     light: str
 
 
-# Published sequences: the PDB entries and the WHO's list of names (INN) are the public records.
+# Published sequences. The public records are entries of the PDB and a list of the WHO (INN).
 ANTIBODIES = (
     Antibody(
         "adalimumab",
@@ -75,10 +75,10 @@ ANTIBODIES = (
 
 
 def read_antibodies(path: Path) -> list[Antibody]:
-    """Antibodies from a FASTA file with headers ``name|VH|heavy|source`` and ``name|VL|...``.
+    """Read antibodies from a FASTA file with headers ``name|VH|heavy|source``, ``name|VL|...``.
 
     Raises:
-        ValueError: for another header, a domain that comes twice, or an antibody that lacks one.
+        ValueError: if a header has another form, or a domain of an antibody occurs twice or never.
     """
     domains: dict[str, dict[str, tuple[str, str]]] = {}
     for record in ga.data.read_fasta(path):
@@ -103,10 +103,11 @@ def read_antibodies(path: Path) -> list[Antibody]:
 
 
 def identities(sequences: Sequence[str]) -> numpy.ndarray:
-    """1 - edit distance / length of the longer, of every pair: [S, S].
+    """Compute 1 - (edit distance) / (length of the longer sequence) for every pair: [S, S].
 
-    Levenshtein's table row by row, for all pairs at once. Within a row, an insertion costs one more
-    than the cell to its left: a running minimum once the column's number is subtracted.
+    The code computes Levenshtein's table row by row, for all pairs at once. Within a row, an
+    insertion costs one more than the cell to its left. If the number of the column is subtracted
+    from every cell, all insertions of a row are a running minimum.
     """
     lengths = numpy.array([len(s) for s in sequences])
     letters = numpy.zeros((len(sequences), lengths.max()), dtype=numpy.int16)
@@ -132,9 +133,10 @@ def identities(sequences: Sequence[str]) -> numpy.ndarray:
 
 
 def families(antibodies: Sequence[Antibody], identity: float) -> numpy.ndarray:
-    """A number per antibody, the same for those that a chain of near-duplicates joins.
+    """Give each antibody the number of its family; a chain of near-duplicates is one family.
 
-    Two are near-duplicates if their heavy or their light domains are at least so identical.
+    Two antibodies are near-duplicates if the identity of their heavy or of their light domains is
+    at least `identity`.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
@@ -147,10 +149,11 @@ def families(antibodies: Sequence[Antibody], identity: float) -> numpy.ndarray:
 def split(
     antibodies: Sequence[Antibody], *, identity: float, seed: int
 ) -> tuple[list[Antibody], list[Antibody]]:
-    """About half of the antibodies to train on, and the others to measure on.
+    """Split antibodies into at most half of them for training, and the others for measurement.
 
-    Whole families, drawn at random, go to training until it has half; so no antibody measured on
-    has a near-duplicate there, and heavy and light domain stay together.
+    Whole families are assigned in random order. A family goes to training if the training set then
+    has at most half of the antibodies. No antibody of the measurement therefore has a
+    near-duplicate in training, and the two domains of an antibody are never separated.
     """
     family = families(antibodies, identity)
     order = torch.randperm(family.max() + 1, generator=torch.Generator().manual_seed(seed))
@@ -162,7 +165,7 @@ def split(
     return train, test
 
 
-# Passages that are in the public domain everywhere, by author and year.
+# The keys name author and year. All passages are in the public domain everywhere.
 SENTENCES = {
     "Austen 1813": (
         "It is a truth universally acknowledged, that a single man in possession of a good "

@@ -1,4 +1,4 @@
-"""The figure of pretrained_models.py: what is lost against the window, k and share of edges."""
+"""The figure of pretrained_models.py: the loss of quality for each window, k and share of edges."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ DASHES = (0, (4, 3))
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Perplexity of antibodies above, cosine of sentences below, from what the example recorded.
+    """Draw the perplexity of antibodies above, and the cosine of sentences below.
 
     Args:
-        record: its JSON, read. Swaps that were not measured are left out of the figure.
+        record: content of the JSON file that the example wrote. The figure shows only the swaps
+            that were measured.
     """
     from matplotlib.figure import Figure
 
@@ -35,7 +36,7 @@ def draw(record: dict[str, Any]) -> Figure:
         (axes[1], sentences, "cosine"),
     ):
         by_window, by_k = row_of_axes[:2]
-        by_k.sharey(by_window)  # before anything is drawn, so that the limits hold both
+        by_k.sharey(by_window)  # shared before drawing, so that the limits include both
         all_pairs = [row for row in rows if row["edges"] == 1 and row["mixer"] in ("eager", "rbf")]
         for ax, parameter in ((by_window, "window"), (by_k, "top_k")):
             curves(ax, rows, parameter, quantity)
@@ -66,7 +67,10 @@ def draw(record: dict[str, Any]) -> Figure:
 
 
 def curves(ax: Axes, rows: Rows, parameter: str, quantity: str) -> None:
-    """One line per mixer; above the axes, the share of edges that dot-product attention keeps."""
+    """Draw one line per mixer.
+
+    The axis at the top shows the share of all edges that dot-product attention uses.
+    """
     other = "top_k" if parameter == "window" else "window"
     chosen = {
         "dot": [r for r in rows if r["mixer"] == "dot" and r[parameter] and not r[other]],
@@ -100,14 +104,17 @@ def curves(ax: Axes, rows: Rows, parameter: str, quantity: str) -> None:
 
 
 def paired_error(row: dict[str, Any], quantity: str) -> float:
-    """The standard error of the difference to eager: what both find hard has cancelled."""
+    """Compute the standard error of the difference to the unchanged model ("eager").
+
+    Some residues are difficult for both models, and this common part cancels in the difference.
+    """
     if quantity == "cosine":
         return row["error"]
     return row["perplexity"] * row["ratio_error"] / row["ratio"]
 
 
 def fine_tuning(ax: Axes, rows: Rows, facts: dict[str, Any]) -> None:
-    """Before (hollow) and after (filled), one line per swap that was fine-tuned."""
+    """Draw each fine-tuned swap on one line: hollow before fine-tuning, filled after it."""
     after = [row for row in rows if row["fine_tuned"]]
     for y, row in enumerate(after):
         key = ("mixer", "window", "top_k")
@@ -149,7 +156,7 @@ def fine_tuning(ax: Axes, rows: Rows, facts: dict[str, Any]) -> None:
 
 
 def label(row: dict[str, Any]) -> str:
-    """The mixer and its share of edges, on two lines."""
+    """Format the mixer and its share of edges in two lines."""
     name = {"eager": "dot product", "dot": "dot product", "rbf": "RBF", "krause": "Krause"}[
         row["mixer"]
     ]

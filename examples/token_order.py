@@ -1,8 +1,9 @@
 """Gain of an order of tokens: attention over neighbours, before and after graph.reorder().
 
-Points of a cloud, atoms and shuffled pixels stand anywhere in memory. The same graph, attended over
-in four orders: as it came, shuffled, by its edges (reverse Cuthill-McKee) and along a Hilbert curve
-through its points. Outputs and gradients are compared after the permutation was undone.
+Neighbouring points of a cloud, atoms or shuffled pixels can be far apart in memory. This example
+computes attention over the same graph in four orders of the tokens: the given order, a random
+order, an order by the edges (reverse Cuthill-McKee), and the order along a Hilbert curve through
+the points. Outputs and gradients are compared after the permutation is undone.
 
     python examples/token_order.py                            # random points, a shuffled image
     python examples/token_order.py --structure complex.cif    # and the atoms of a structure
@@ -24,7 +25,7 @@ HEADS, WIDTH = 8, 64
 
 
 class Tokens(NamedTuple):
-    """Tokens in space, and the graph of those that see each other."""
+    """Tokens with positions in space, and their graph."""
 
     name: str
     points: Tensor  # [N, C]
@@ -32,22 +33,22 @@ class Tokens(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The graph in an order, and the permutation from the order in which it came."""
+    """The graph with its tokens in one order, and the permutation from the given order."""
 
     name: str
     graph: ga.TokenGraph
     order: Tensor
-    seconds: float  # to find it
+    seconds: float  # time to find the order
 
 
 def random_points(count: int, generator: torch.Generator) -> Tokens:
-    """The 16 nearest of points in a cube."""
+    """Draw random points in a cube, with a graph of the 16 nearest neighbours."""
     points = torch.rand(count, 3, generator=generator)
     return Tokens(f"{count} random points, 16 nearest", points, ga.knn_graph(points, 16))
 
 
 def shuffled_image(side: int, generator: torch.Generator) -> Tokens:
-    """Windows of 5 x 5 pixels, the pixels in random order."""
+    """Make an image with its pixels in random order, and windows of 5 x 5 pixels."""
     shuffle = torch.randperm(side * side, generator=generator)
     axis = torch.arange(float(side))
     pixels = torch.cartesian_prod(axis, axis)[shuffle]
@@ -56,7 +57,10 @@ def shuffled_image(side: int, generator: torch.Generator) -> Tokens:
 
 
 def atoms_of(path: str, copies: int) -> Tokens:
-    """The 16 nearest of the atoms of a structure, which may be put side by side with copies."""
+    """Load the atoms of a structure, with a graph of the 16 nearest neighbours.
+
+    Copies of the structure are placed side by side in space, to have more atoms.
+    """
     from biotite.structure.io import load_structure
 
     atoms = load_structure(path, model=1) if path.endswith(".pdb") else load_structure(path)
@@ -71,7 +75,7 @@ def atoms_of(path: str, copies: int) -> Tokens:
 
 
 def orders_of(tokens: Tokens, generator: torch.Generator) -> Iterator[Order]:
-    """Return the tokens as they came, shuffled, and as reorder() orders the shuffled ones."""
+    """Yield the given order, a random order, and two orders that reorder() makes from it."""
     count = tokens.graph.num_tokens
     yield Order("as it came", tokens.graph, torch.arange(count), 0)
     shuffle = torch.randperm(count, generator=generator)
@@ -84,7 +88,7 @@ def orders_of(tokens: Tokens, generator: torch.Generator) -> Iterator[Order]:
 
 
 class Pass:
-    """RBF attention forward, and backward, over the tokens in an order."""
+    """RBF attention over the tokens in one order, forward only or forward and backward."""
 
     def __init__(self, own: Order, inputs: Tensor, gradient: Tensor) -> None:
         self.own = own
@@ -96,7 +100,7 @@ class Pass:
         return ga.rbf_attention(*self.inputs, self.own.graph, WIDTH**0.5)
 
     def both(self) -> list[Tensor]:
-        """The output and the gradients of query, key and value, in the order as they came."""
+        """Return the output and the gradients of query, key and value, in the given order."""
         out = ga.rbf_attention(*self.inputs, self.own.graph, WIDTH**0.5)
         found = [out.detach(), *torch.autograd.grad(out, self.inputs, self.gradient)]
         back = self.own.order.argsort()
@@ -104,15 +108,16 @@ class Pass:
 
 
 def distance_apart(graph: ga.TokenGraph) -> float:
-    """Places between the two ends of an edge, the median."""
+    """Compute the median distance between the positions of source and target of an edge."""
     source, target = graph.edge_index
     return float((source - target).abs().double().median())
 
 
 def measure(tokens: Tokens, *, rounds: int = 7, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """Milliseconds forward, and forward with backward, in every order; the least of `rounds`.
+    """Measure the forward pass, and forward and backward pass, in milliseconds, in every order.
 
-    Orders take turns, so that what else the machine does meets all of them.
+    Each number is the smallest one of `rounds` rounds. Every round runs all orders, so that other
+    work on the machine affects all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (1, tokens.graph.num_tokens, HEADS, WIDTH)

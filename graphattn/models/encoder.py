@@ -94,8 +94,8 @@ class SequenceEncoder(TokenModel):
         - **edge_features**: [E, F] or [*, E, F] for all consensus layers that take them, in the
           order of ``edge_index`` of their graph; or one entry per block, None for a block without
           edge features (keyword)
-        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or [*,
-          E, heads] over their graph, or a table [offsets, heads]; or one entry per block (a
+        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
+          [*, E, heads] over their graph, or a table [offsets, heads]; or one entry per block (a
           sequence of `depth`), None for a block without a bias (keyword)
         - **output**: [*, N, vocab_size]
 

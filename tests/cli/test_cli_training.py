@@ -137,7 +137,10 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         (("train", "--resume", "gone"), "'gone'"),
         (("train", "--resume", run, "--lr", "1"), "--lr must not change"),
         (("train", "--resume", run, "--steps", "3"), "--steps must be at least"),
-        (("train", "--data", text, "--out", run), "a new folder or that of a run with the same config"),
+        (
+            ("train", "--data", text, "--out", run),
+            "a new folder or that of a run with the same config",
+        ),
         (("evaluate", "gone"), "'gone'"),
         (("evaluate", run, "--split", "half"), "--split must be one of"),
         (("evaluate", masked, "--data", "odd.fasta"), "odd.fasta: line 4"),

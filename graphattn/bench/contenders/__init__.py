@@ -1,1 +1,1 @@
-"""Ways to compute an operation: ours, and what others offer or write by hand."""
+"""Ways to compute an operation: by graphattn, by other libraries, and by hand-written code."""

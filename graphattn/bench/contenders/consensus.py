@@ -1,4 +1,4 @@
-"""The consensus step and layer with everything per edge, as message passing is written by hand."""
+"""The consensus step and layer as hand-written message passing, with one message per edge."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from graphattn.bench.contenders.peers import check_memory_of_edge_networks
 
 
 def gather_scatter_consensus(x: ConsensusTensors) -> Tensor:
-    """The energy step with everything per edge, as message passing is written by hand."""
+    """Compute the energy step as hand-written message passing, with one message per edge."""
     return _consensus_of(x, _consensus_step)
 
 
 def compiled_consensus(x: ConsensusTensors) -> Tensor:
-    """Run the operation compiled."""
+    """Compute the hand-written energy step through torch.compile, on a GPU only."""
     return _consensus_of(x, _compiled_on_gpu(_consensus_step, x.state))
 
 
 def gather_scatter_layer(x: ConsensusLayerInputs) -> Tensor:
-    """A whole layer of that kind: projections, the edge network's first layer, the energy step."""
+    """Compute a whole layer as hand-written message passing.
+
+    The layer consists of the projections, the edge network's first layer and the energy step.
+    """
     return _consensus_layer_of(x, _consensus_layer)
 
 
 def compiled_layer(x: ConsensusLayerInputs) -> Tensor:
-    """Run the layer compiled as one."""
+    """Compute the hand-written layer through torch.compile as one function, on a GPU only."""
     return _consensus_layer_of(x, _compiled_on_gpu(_consensus_layer, x.tokens))
 
 
@@ -113,5 +116,8 @@ def _consensus_step(
 
 
 def dominant_product(x: ConsensusTensors) -> Tensor:
-    """One product per edge, hidden to Lambda, and nothing else: what no implementation avoids."""
+    """Compute one product per edge, from the hidden vector to Lambda, and nothing else.
+
+    Every implementation has to compute these products, so their time is a lower limit.
+    """
     return x.hidden_of_edges @ x.network.shear.flatten(1, 2).mT

@@ -1,6 +1,6 @@
-"""FlexAttention, compiled: the mask is the graph's own, its blocks are listed once per case.
+"""Compiled FlexAttention with the graph as its mask.
 
-On a CPU it has a forward pass only.
+The blocks of the mask are listed once per case. FlexAttention has only a forward pass on a CPU.
 """
 
 from __future__ import annotations
@@ -19,37 +19,43 @@ from graphattn.bench.contenders.peers import needs_compiler
 from graphattn.graphs.structures.composites import Union
 from graphattn.graphs.structures.structure import Band, GlobalTokens, GraphStructure
 
-Contains = Callable[..., Tensor]  # whether (target, source) are edges, or of (batch, head) too
-ROWS = 256  # of targets whose windows of keys are gathered at a time: 134 MB for 8 heads of 64
-FEW_SOURCES = 64  # fewer per target than these are found in smaller blocks (see `block_size`)
+Contains = Callable[..., Tensor]  # tests (target, source), or (batch, head, target, source)
+ROWS = 256  # targets in a chunk: 134 MB of keys for 8 heads of 64, windows of 256
+FEW_SOURCES = 64  # blocks are smaller if targets have fewer sources (see `block_size`)
 
 
 def flex_dot(x: AttentionInputs) -> Tensor:
-    """FlexAttention of the dot product."""
+    """Compute dot-product attention by FlexAttention."""
     return by_token(compiled(dot_product)(*operands(x), block_mask(x)), x)
 
 
 def flex_rbf(x: AttentionInputs) -> Tensor:
-    """FlexAttention of the Gaussian kernel, as a dot product with a bias of the keys."""
+    """Compute RBF attention by FlexAttention, as a dot product plus a bias for every key."""
     return by_distance(x, block_mask)
 
 
 def flex_kept(x: AttentionInputs) -> Tensor:
-    """Attend over the top-k sources of every target, which are chosen once, before the clock."""
+    """Compute RBF attention by FlexAttention over the top-k sources of every target.
+
+    These sources are chosen once, before the time is measured.
+    """
     return by_distance(x, kept_mask)
 
 
 def by_distance(x: AttentionInputs, mask: Callable[[AttentionInputs], Any]) -> Tensor:
-    """FlexAttention of the Gaussian kernel with a mask of that kind."""
+    """Compute RBF attention by FlexAttention; `mask` is the function that makes the mask."""
     query, key, value = operands(x)
-    # Compiled by itself: the gradient of a bias that is computed in the same graph as the
-    # attention may get lost without a word (pytorch/pytorch#162228).
+    # The bias is compiled separately. If the compiled attention also computed it, the gradient of
+    # the bias could be lost without a warning (pytorch/pytorch#162228).
     bias = compiled(key_bias)(key, x.sigma)
     return by_token(compiled(biased)(query, key, value, bias, mask(x), x.sigma), x)
 
 
 def operands(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, N, D]; on a CPU tensors that need no gradients, as FlexAttention wants them there."""
+    """Return query, key and value as [B, H, N, D].
+
+    On a CPU the tensors require no gradients, because FlexAttention accepts no others there.
+    """
     query, key, value = by_head(x)
     if x.query.device.type == "cuda":
         return query, key, value
@@ -60,21 +66,24 @@ def operands(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-    """Attend by dot products with the scale 1 / sqrt(D)."""
+    """Compute dot-product attention with the scale 1 / sqrt(D)."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(query, key, value, block_mask=mask)
 
 
 def key_bias(key: Tensor, sigma: float) -> Tensor:
-    """-|k|^2 / (2 sigma^2), [B, H, N]; what is missing to the distance, |q|^2, cancels."""
+    """Compute -|k|^2 / (2 sigma^2), [B, H, N].
+
+    The squared distance also contains |q|^2. The softmax of a row cancels this term.
+    """
     return -key.float().square().sum(-1) / (2 * sigma**2)
 
 
 def biased(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Any, sigma: float
 ) -> Tensor:
-    """q . k / sigma^2 and the bias of the key."""
+    """Compute attention with the logits q . k / sigma^2 plus the bias of the key."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def with_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -87,7 +96,7 @@ def biased(
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for the sizes of one case: FlexAttention is not fused without that."""
+    """Compile a function for the sizes of one case; FlexAttention is fused only if compiled."""
     return torch.compile(function, dynamic=False)
 
 
@@ -95,7 +104,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def block_mask(x: AttentionInputs) -> Any:
-    """The blocks of the graph's own mask, listed once; None where every pair is an edge."""
+    """Return the block mask of the graph, which is made once; None if every pair is an edge."""
     N, M = x.graph.num_targets, x.graph.num_sources
     if x.graph.num_edges == N * M:
         return None
@@ -118,36 +127,48 @@ def block_mask(x: AttentionInputs) -> Any:
 
 
 def list_blocks(mask: Contains, batch: int | None, heads: int | None, x: AttentionInputs) -> Any:
-    """The blocks with a pair in `mask`, of each of so many sequences and heads; None: of all."""
+    """Return a block mask with all blocks that contain a pair of `mask`.
+
+    The list of blocks is separate for each of `batch` sequences and `heads` heads. If these are
+    None, all sequences and heads share one list.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Uncompiled it holds all pairs: 34 GB of distances for 65,536 tokens.
+    # The uncompiled function stores all pairs: 34 GB of distances for 65,536 tokens.
     create = compiled(create_block_mask)
     N, M = x.graph.num_targets, x.graph.num_sources
     return create(mask, batch, heads, N, M, device=x.query.device)
 
 
 def block_size(x: AttentionInputs) -> int:
-    """Return the fastest block size on a CPU, of 128 (FlexAttention's own choice), 64 and 32.
+    """Return the fastest block size on a CPU among 128, 64 and 32.
 
-    Measured: 4,096 tokens, 8 heads of 64, one thread. 98, 69 and 90 ms for a causal window of 256
-    tokens, 80, 59 and 33 ms for a window of 17.
+    FlexAttention's default is 128. These times were measured with 4,096 tokens, 8 heads of 64 and
+    one thread, for blocks of 128, 64 and 32: 98, 69 and 90 ms for a causal window of 256 tokens;
+    80, 59 and 33 ms for a window of 17.
     """
     return 32 if x.graph.num_edges < FEW_SOURCES * x.graph.num_targets else 64
 
 
 def edges_in_blocks(target: Tensor, source: Tensor, x: AttentionInputs, size: int) -> Tensor:
-    """[rows of blocks, columns of blocks]: how many edges lie in each."""
+    """Count the edges in every block: [rows of blocks, columns of blocks]."""
     rows, columns = (-(-n // size) for n in (x.graph.num_targets, x.graph.num_sources))
     block = target // size * columns + source // size
     return torch.bincount(block, minlength=rows * columns).view(rows, columns)
 
 
 def mask_of_counts(counts: Tensor, mask: Contains, x: AttentionInputs, size: int) -> Any:
-    """A mask of blocks [B, H, rows, columns] with so many pairs of `mask`: no pair is looked at."""
+    """Return a block mask from the number of pairs in every block.
+
+    Args:
+        counts: number of pairs of `mask` in every block, [B, H, rows, columns].
+        mask: test of pairs, which is stored in the block mask, but not called here.
+        x: inputs of the case, which give the numbers of targets and sources.
+        size: number of rows and of columns of a block.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    full = counts == size * size  # needs no mask
+    full = counts == size * size  # FlexAttention does not call the mask for these blocks
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         order = blocks.int().argsort(dim=-1, descending=True, stable=True)
@@ -163,7 +184,7 @@ def mask_of_counts(counts: Tensor, mask: Contains, x: AttentionInputs, size: int
 
 
 def kept_mask(x: AttentionInputs) -> Any:
-    """The blocks of a window in which every target keeps its top-k sources."""
+    """Return the block mask of a window in which every target sees only its top-k sources."""
     if "kept_mask" not in x.prepared:
         band, kept = x.graph.structure, kept_in_window(x)
         assert isinstance(band, Band)
@@ -188,9 +209,11 @@ def kept_mask(x: AttentionInputs) -> Any:
 
 @torch.no_grad()
 def kept_in_window(x: AttentionInputs) -> Tensor:
-    """bool [B, H, N, window]: which sources of its window a target keeps, by distance in float32.
+    """Mark the top-k sources in the window of every target: bool [B, H, N, window].
 
-    Of equally near ones the first. Sources stand in their order, some rows of targets at a time.
+    Distances are computed in float32, for one chunk of targets after another. If two sources are
+    equally near, the earlier one is chosen. The last dimension lists the sources of the window in
+    their order.
     """
     band = x.graph.structure
     if not isinstance(band, Band) or band.dilation != 1:
@@ -215,12 +238,15 @@ def kept_in_window(x: AttentionInputs) -> Tensor:
 
 
 def looked_up(mask: Tensor) -> Contains:
-    """Return a test of pairs by the dense mask of a list of edges."""
+    """Return a test of pairs that reads the dense mask of the graph."""
     return lambda i, j: mask[i, j]
 
 
 def elementwise(structure: GraphStructure) -> Contains:
-    """`structure.contains` in arithmetic that FlexAttention compiles, which searches no lists."""
+    """Return a test of pairs equal to `structure.contains` that FlexAttention can compile.
+
+    The test uses only arithmetic and searches no lists.
+    """
     match structure:
         case Union(parts=parts):
             tests = [elementwise(part) for part in parts]

@@ -1,6 +1,6 @@
-"""Fused attention of others: SDPA by the name of its backend, flash-attention.
+"""Fused attention by other libraries: SDPA with a chosen backend, and flash-attention.
 
-Their layout is [B, H, N, D] (flash-attention's [B, N, H, D]); transposing copies nothing.
+SDPA reads [B, H, N, D] and flash-attention reads [B, N, H, D]. Transposing an input copies nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from graphattn.graphs.structures.structure import Band
 
 
 def sdpa(backend: SDPBackend, *, is_causal: bool = False) -> Run:
-    """Dense dot-product SDPA by one backend, over all pairs or over those of the past."""
+    """Return a run of dense dot-product SDPA with one backend.
+
+    The run attends over all pairs. With `is_causal`, no target sees a later source.
+    """
 
     def run(x: AttentionInputs) -> Tensor:
         refuse_cudnn_on_a_cpu(backend, x.query.device)
@@ -28,26 +31,30 @@ def sdpa(backend: SDPBackend, *, is_causal: bool = False) -> Run:
 
 
 def refuse_cudnn_on_a_cpu(backend: SDPBackend, device: torch.device) -> None:
-    """Refuse cuDNN on a CPU, where it warns five times first."""
+    """Raise a MissingError for cuDNN on a CPU, before PyTorch prints five warnings."""
     if backend is SDPBackend.CUDNN_ATTENTION and device.type == "cpu":
         raise MissingError("cuDNN needs a GPU")
 
 
 def by_head(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, N, D]; B = 1 where there is no batch (or SDPA takes no fused kernel on a CPU)."""
+    """Return query, key and value as [B, H, N, D], with B = 1 if the inputs are no batch.
+
+    SDPA uses no fused kernel on a CPU for tensors without a batch dimension.
+    """
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
     return (q, k, v) if q.dim() == 4 else (q[None], k[None], v[None])
 
 
 def by_token(out: Tensor, x: AttentionInputs) -> Tensor:
-    """The layout of the inputs again."""
+    """Return an output [B, H, N, D] in the layout of the inputs."""
     return out.transpose(-3, -2).reshape(x.query.shape)
 
 
 def masked_sdpa(backend: SDPBackend) -> Run:
-    """Dense dot-product SDPA with the graph as an additive mask, which is made once.
+    """Return a run of dense dot-product SDPA with the graph as an additive mask, made once.
 
-    On a CPU by the one fused kernel there is, flash: on a GPU that takes no masks.
+    PyTorch has one fused kernel on a CPU, "flash", so the run always uses it there. The "flash"
+    kernel of a GPU accepts no masks.
     """
 
     def run(x: AttentionInputs) -> Tensor:
@@ -67,7 +74,7 @@ def masked_sdpa(backend: SDPBackend) -> Run:
 
 
 def dense_mask(x: AttentionInputs) -> Tensor:
-    """[N, M], True where there is an edge."""
+    """Return the mask of the graph, [N, M]: True for an edge."""
     check_memory(float(x.graph.num_targets) * x.graph.num_sources, "its mask", x.query)
     return x.graph.to_mask()
 
@@ -76,7 +83,10 @@ def dense_mask(x: AttentionInputs) -> Tensor:
 
 
 def flash_window(x: AttentionInputs) -> Tensor:
-    """The package flash_attn, whose windows are those of a band: no mask, nothing to list."""
+    """Compute attention in a window, or over all pairs, by the package flash_attn.
+
+    The windows of flash_attn are those of a band, so no mask and no list of edges is needed.
+    """
     attend = installed("flash_attn").flash_attn_func
     structure = x.graph.structure
     if x.graph.num_edges == x.graph.num_targets * x.graph.num_sources:

@@ -1,6 +1,7 @@
-"""Peers: other ways to compute a case: what a benchmark compares graphattn with.
+"""Peers: the other ways to compute a case, with which the benchmark compares graphattn.
 
-Each takes the inputs of a case and returns its output. They are written as their users write them.
+Each peer takes the inputs of a case and returns its output. The code of a peer is written as the
+users of its library write it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Run = Callable[[Any], Any]
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the number of free bytes, or 8 GB if the system does not say."""
+    """Return the number of free bytes, or 8 GB if the system does not report it."""
     if device.type == "cuda":
         held_and_unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return float(torch.cuda.mem_get_info(device)[0] + held_and_unused)
@@ -43,33 +44,37 @@ def free_memory(device: torch.device) -> float:
 
 
 def check_memory(numbers: float, what: str, like: Tensor) -> None:
-    """Raise an error if six tensors of this many numbers `like` this would not fit into memory."""
+    """Raise a MissingError if a contender would need too much memory.
+
+    The estimate is six tensors with `numbers` elements of the dtype of `like`. The
+    limit is 80 % of the free memory. The message begins with `what`.
+    """
     size = 6.0 * like.element_size() * numbers
     if size > 0.8 * free_memory(like.device):
         raise MissingError(f"{what} would need about {1e-9 * size:,.0f} GB")
 
 
 def check_memory_of_edges(x: AttentionInputs) -> None:
-    """Refuse to hold the features of too many edges."""
+    """Raise a MissingError if the features of all edges would need too much memory."""
     sequences = x.query.shape[:-3].numel()
     numbers = float(x.graph.num_edges) * sequences * x.query.shape[-2:].numel()
     check_memory(numbers, "its messages", x.query)
 
 
 def check_memory_of_edge_networks(x: ConsensusTensors | ConsensusLayerInputs) -> None:
-    """Refuse to hold the matrices Lambda of too many edges."""
+    """Raise a MissingError if the matrices Lambda of all edges would need too much memory."""
     edges = float(x.num_sequences * x.graph.num_edges)
     check_memory(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)
 
 
 def needs_compiler(device: torch.device) -> None:
-    """Refuse to compile where nothing can."""
+    """Raise a MissingError on a CPU if no C++ compiler is found."""
     if device.type == "cpu" and shutil.which("c++") is None:
         raise MissingError("torch.compile needs a C++ compiler on a CPU")
 
 
 def only_on_a_cpu(device: torch.device) -> None:
-    """Refuse a peer that is written for CPUs."""
+    """Raise a MissingError on any device but a CPU."""
     if device.type != "cpu":
         raise MissingError("it is written only for CPUs")
 
@@ -78,7 +83,10 @@ def only_on_a_cpu(device: torch.device) -> None:
 
 
 def masked_dense(x: AttentionInputs) -> Tensor:
-    """All pairs, then a mask, then top-k: what papers' code does."""
+    """Compute the logits of all pairs, then apply a mask, then select the top-k.
+
+    The code that accompanies papers usually does the same.
+    """
     rows = x.query.shape[:-3].numel() * x.query.shape[-2] * x.graph.num_targets
     check_memory(float(rows) * x.graph.num_sources, "all pairs", x.query)
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
@@ -86,7 +94,7 @@ def masked_dense(x: AttentionInputs) -> Tensor:
     logits = _logits(q, k, x.sigma).masked_fill(no_edge, -torch.inf)
     if x.top_k is not None and x.top_k < logits.shape[-1]:
         scores = logits.detach()
-        if scores.dtype != torch.float32:  # bfloat16 does not tell neighbours apart
+        if scores.dtype != torch.float32:  # bfloat16 is too coarse to rank near keys
             with torch.no_grad(), products_in_tf32():
                 scores = _logits(q.float(), k.float(), x.sigma).masked_fill(no_edge, -torch.inf)
         threshold = scores.topk(x.top_k, dim=-1).values[..., -1:]
@@ -100,7 +108,10 @@ def _logits(query: Tensor, key: Tensor, sigma: float) -> Tensor:
 
 @contextmanager
 def products_in_tf32() -> Iterator[None]:
-    """Multiply in TF32 on a GPU, which is exact for numbers that were bfloat16."""
+    """Multiply matrices in TF32 on a GPU inside this context.
+
+    TF32 represents every bfloat16 number exactly, so inputs that were bfloat16 are not rounded.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -112,7 +123,7 @@ def products_in_tf32() -> Iterator[None]:
 def _gather_scatter(
     x: AttentionInputs, softmax: Callable[..., Tensor], add: Callable[..., Tensor]
 ) -> Tensor:
-    """One message per edge, as message passing is written by hand."""
+    """Compute RBF attention as hand-written message passing, with one message per edge."""
     check_memory_of_edges(x)
     source, target = x.graph.edge_index
     difference = x.query.index_select(-3, target) - x.key.index_select(-3, source)
@@ -136,12 +147,12 @@ def _add(messages: Tensor, target: Tensor, num_targets: int) -> Tensor:
 
 
 def index_add(x: AttentionInputs) -> Tensor:
-    """Gather and scatter with torch's index_add."""
+    """Compute RBF attention by gathering, and by scattering with PyTorch's index_add."""
     return _gather_scatter(x, _softmax, _add)
 
 
 def torch_scatter(x: AttentionInputs) -> Tensor:
-    """Gather and scatter with torch-scatter."""
+    """Compute RBF attention by gathering, and by scattering with torch-scatter."""
     scatter = installed("torch_scatter")
     return _gather_scatter(
         x,
@@ -164,7 +175,7 @@ def _compiled_gather_scatter() -> Callable[..., Tensor]:
 
 
 def compiled(x: AttentionInputs) -> Tensor:
-    """Gather and scatter, compiled as it stands: its sums are atomic adds."""
+    """Compute RBF attention by gather and scatter, compiled; the sums become atomic additions."""
     if x.query.device.type == "cpu":
         raise MissingError("on a CPU, atomic adds would only be slower than compiled gathers")
     check_memory_of_edges(x)
@@ -173,36 +184,37 @@ def compiled(x: AttentionInputs) -> Tensor:
 
 
 def keops(x: AttentionInputs) -> Tensor:
-    """KeOps' symbolic matrices (complete graphs)."""
+    """Compute RBF attention over a complete graph with the symbolic matrices of KeOps."""
     LazyTensor = installed("pykeops.torch").LazyTensor
     q, k, v = (t.transpose(-3, -2).contiguous() for t in (x.query, x.key, x.value))
     difference = LazyTensor(q[..., :, None, :]) - LazyTensor(k[..., None, :, :])
     logits = -difference.square().sum(-1) / (2 * x.sigma**2)
-    # A symbolic [*, H, N, M, D] is reduced over its sources; its own ndim is D.
+    # The symbolic tensor [*, H, N, M, D] is reduced over its sources. The attribute `ndim` of a
+    # symbolic tensor is D, so the axis has to come from `q`.
     of_sources = q.dim() - 1
     out = logits.sumsoftmaxweight(LazyTensor(v[..., None, :, :]), axis=of_sources)
     return out.transpose(-3, -2)
 
 
 def installed(name: str) -> Any:
-    """The module, if it is."""
+    """Import a module and return it; raise a MissingError if its package is not installed."""
     if importlib.util.find_spec(name.split(".")[0]) is None:
         raise MissingError(f"{name.split('.')[0]} is not installed")
     return importlib.import_module(name)
 
 
-# Nearest neighbours: (squared distances, indices), nearest first.
+# Nearest neighbours. Each peer returns (squared distances, indices), the nearest first.
 
 
 def cdist_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """All distances at once."""
+    """Compute all distances at once, and select the nearest of every row."""
     distance = torch.cdist(x.points, x.points).fill_diagonal_(torch.inf)
     nearest, index = distance.topk(x.k, largest=False)
     return nearest.square(), index
 
 
 def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """Distances from products, a thousand rows at a time."""
+    """Compute squared distances from matrix products, in chunks of 1,024 rows."""
     norm = x.points.square().sum(-1)
     found = []
     for start in range(0, len(x.points), 1024):
@@ -214,7 +226,7 @@ def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
 
 
 def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """scikit-learn's brute force."""
+    """Search by brute force with scikit-learn."""
     if x.points.device.type != "cpu":
         raise MissingError("scikit-learn searches only on a CPU")
     search = installed("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
@@ -223,9 +235,12 @@ def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
 
 
 def faiss_flat(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """FAISS' brute force, on the device of the points, which find themselves first."""
+    """Search by brute force with FAISS, on the device of the points.
+
+    Every point finds itself first, so this result is removed.
+    """
     faiss = installed("faiss")
-    installed("faiss.contrib.torch_utils")  # has faiss take tensors
+    installed("faiss.contrib.torch_utils")  # lets FAISS accept tensors
     if x.points.device.type == "cpu":
         distance, index = faiss.knn(x.points, x.points, x.k + 1)
     elif hasattr(faiss, "StandardGpuResources"):
@@ -237,7 +252,10 @@ def faiss_flat(x: NeighborInputs) -> tuple[Tensor, Tensor]:
 
 @cache
 def faiss_resources() -> Any:
-    """FAISS' memory and streams on the GPU; to make them takes longer than to search."""
+    """Return FAISS' memory and streams on the GPU, made once.
+
+    Making them takes longer than a search.
+    """
     return installed("faiss").StandardGpuResources()
 
 
@@ -245,7 +263,10 @@ def faiss_resources() -> Any:
 
 
 def offsets_and_mask(x: WindowSize) -> Tensor:
-    """The edges of a window, as scripts list them: all offsets of all tokens, cut at the ends."""
+    """List the edges of a window as hand-written scripts do.
+
+    The code forms all offsets of all tokens, and removes the pairs beyond the ends of the sequence.
+    """
     target = torch.arange(x.num_tokens)[:, None]
     offsets = torch.arange(-x.window, x.window + 1)
     source = target + offsets[offsets != 0]
@@ -254,12 +275,15 @@ def offsets_and_mask(x: WindowSize) -> Tensor:
 
 
 def shift_invert_lanczos(x: SpectralInputs) -> float:
-    """scipy's eigsh around a shift just below 0."""
+    """Compute the Fiedler value by scipy's eigsh, with a shift just below 0."""
     return float(smallest_eigenpairs(x, 2)[0][1])
 
 
 def smallest_eigenpairs(x: SpectralInputs, count: int) -> tuple[Any, Any]:
-    """Eigenvalues, smallest first, and eigenvectors of the Laplacian of the symmetrised weights."""
+    """Compute the `count` smallest eigenvalues, in ascending order, and their eigenvectors.
+
+    The matrix is the Laplacian of the symmetrised weights.
+    """
     from scipy import sparse
     from scipy.sparse.linalg import eigsh
 
@@ -276,7 +300,7 @@ def smallest_eigenpairs(x: SpectralInputs, count: int) -> tuple[Any, Any]:
 
 
 def projections_alone(x: StreamInputs) -> Tensor:
-    """The query, key, value and output projections of a token per text, and no attention."""
+    """Compute the query, key, value and output projections of one token per text, no attention."""
     layer, token = x.late.layer, x.late.tokens[0]
     layer.query_proj(token)
     layer.key_proj(token)

@@ -1,7 +1,7 @@
-"""Attention over listed edges as sparse matrices and as loops: torch.sparse, numba.
+"""Attention over listed edges: with sparse matrices by torch.sparse, and with loops by numba.
 
-Both read rows of edges, and in the backward pass the rows of the transposed list too, so that
-nothing is scattered.
+Both contenders read the edges row by row. The backward pass also reads the rows of the transposed
+list, so it scatters nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from graphattn.bench.contenders.peers import check_memory, installed, only_on_a_
 
 
 class SparseRows(NamedTuple):
-    """Edges by target and by source, all of int32; made once."""
+    """Edges in the order of their targets and of their sources; int32 unless stated otherwise."""
 
     rowptr: Tensor  # [N + 1]
     source: Tensor  # [E]
     degree: Tensor  # [N], int64
-    equal: int | None  # the degree, where it is that of all targets
-    of_sources: Tensor  # the transposed list: [M + 1]
+    equal: int | None  # the degree if all targets have the same, else None
+    of_sources: Tensor  # row pointers of the transposed list, [M + 1]
     target: Tensor  # [E]
-    edge: Tensor  # [E], the number of each edge in the list by target, int64
+    edge: Tensor  # [E], int64, index of each edge in the order of the targets
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[targets, sources]."""
+        """The numbers of targets and of sources."""
         return len(self.rowptr) - 1, len(self.of_sources) - 1
 
 
 def rows_of(x: AttentionInputs) -> SparseRows:
-    """Derive rows from the graph alone."""
+    """Return the rows of the graph, which are computed once per case."""
     if "rows" not in x.prepared:
         rowptr, source = x.graph.csr()
         degree = rowptr.diff()
@@ -57,17 +57,23 @@ def rows_of(x: AttentionInputs) -> SparseRows:
 
 
 def torch_sparse(x: AttentionInputs) -> Tensor:
-    """RBF attention head by head: products at the edges, softmax of rows, a sparse product."""
+    """Compute RBF attention for one head after another.
+
+    Each head takes the inner products at the edges, a softmax of every row, and a sparse product.
+    """
     only_on_a_cpu(x.query.device)
     rows = rows_of(x)
     check_memory(2.0 * len(rows.source) * x.query.shape[1], "its weights", x.query)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that CSR is in beta state, once
+        warnings.simplefilter("ignore")  # PyTorch warns once that CSR is in beta state
         return Sparse.apply(x.query, x.key, x.value, x.sigma, rows)
 
 
 class Sparse(Function):
-    """Tensors are copied head by head: sparse products want them so."""
+    """RBF attention by sparse products, forward and backward.
+
+    The tensors are copied to [H, N, D], because a sparse product reads one head at a time.
+    """
 
     @staticmethod
     def forward(
@@ -97,7 +103,8 @@ class Sparse(Function):
         d_query, d_key, d_value = (torch.empty_like(t) for t in (q, k, v))
         ones = q.new_ones(rows.shape[0], 1)
         for h in range(len(q)):
-            # The pulls on a target sum to 0; those on a source move it away from where it is.
+            # The pulls on a target sum to 0, so the term with the query itself vanishes. The pulls
+            # on a source do not sum to 0, so the term with the key is subtracted.
             d_query[h] = matrix(pull[h], rows) @ k[h]
             transposed = matrix_t(pull_t[h], rows)
             d_key[h] = transposed @ q[h] - (transposed @ ones) * k[h]
@@ -106,21 +113,21 @@ class Sparse(Function):
 
 
 def matrix(values: Tensor, rows: SparseRows) -> Tensor:
-    """[N, M], its values by target."""
+    """Return a sparse matrix [N, M]; its values are in the order of the targets."""
     return torch.sparse_csr_tensor(
         rows.rowptr, rows.source, values, rows.shape, check_invariants=False
     )
 
 
 def matrix_t(values: Tensor, rows: SparseRows) -> Tensor:
-    """[M, N], its values by source."""
+    """Return a sparse matrix [M, N]; its values are in the order of the sources."""
     return torch.sparse_csr_tensor(
         rows.of_sources, rows.target, values, rows.shape[::-1], check_invariants=False
     )
 
 
 def at_edges(of_targets: Tensor, of_sources: Tensor, rows: SparseRows) -> Tensor:
-    """Inner products [H, E] of the two ends of every edge."""
+    """Compute the inner product of target and source of every edge, [H, E]."""
     pattern = matrix(of_targets.new_zeros(len(rows.source)), rows)
     found = [
         torch.sparse.sampled_addmm(pattern, a, b.T, beta=0.0).values()
@@ -139,12 +146,12 @@ def softmax_of_rows(logits: Tensor, rows: SparseRows) -> Tensor:
 
 
 def segments(values: Tensor, reduce: str, rows: SparseRows) -> Tensor:
-    """[H, N] of [H, E]."""
+    """Reduce the values of every row by "sum" or "max", [H, E] -> [H, N]."""
     return torch.segment_reduce(values.T.contiguous(), reduce, lengths=rows.degree, axis=0).T
 
 
 def of_targets(values: Tensor, rows: SparseRows) -> Tensor:
-    """[H, E] of [H, N]."""
+    """Repeat the value of every target for each of its edges, [H, N] -> [H, E]."""
     return values.repeat_interleave(rows.degree if rows.equal is None else rows.equal, 1)
 
 
@@ -152,7 +159,7 @@ def of_targets(values: Tensor, rows: SparseRows) -> Tensor:
 
 
 def numba_rows(x: AttentionInputs) -> Tensor:
-    """RBF attention by loops over rows, compiled by numba with fast mathematics."""
+    """Compute RBF attention by loops over rows, which numba compiles with fast mathematics."""
     only_on_a_cpu(x.query.device)
     numba = installed("numba")
     forward, backward = compiled_loops()
@@ -162,7 +169,7 @@ def numba_rows(x: AttentionInputs) -> Tensor:
 
 @cache
 def compiled_loops() -> tuple[Any, Any]:
-    """Compile both passes."""
+    """Return the forward and the backward loops as functions that numba compiles."""
     numba = installed("numba")
     loops.prange = numba.prange
     compiled = numba.njit(parallel=True, fastmath=True, boundscheck=False)
@@ -170,7 +177,7 @@ def compiled_loops() -> tuple[Any, Any]:
 
 
 class Looped(Function):
-    """Loops read and write the tensors' own memory."""
+    """RBF attention by loops that read and write the memory of the tensors directly."""
 
     @staticmethod
     def forward(

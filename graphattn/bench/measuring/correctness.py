@@ -1,8 +1,8 @@
-"""Whether a result is right: against float64, on a sample of rows.
+"""Checks of results against float64, on a sample of rows.
 
-A full float64 computation of a long case would take longer than the benchmark. Outputs and
-gradients of a few targets need the edges at those targets alone, so a graph of these edges gives
-them exactly.
+A full float64 computation of a long case would take longer than the benchmark. Outputs of a few
+targets, and the gradients of a loss on these outputs, depend only on the edges at those targets. A
+graph of these edges therefore gives the same outputs and gradients.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ ALLOWED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch
 
 
 class Truth(Protocol):
-    """Truth: the right results of a case."""
+    """The right results of a case, with which a contender is compared."""
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Relative errors of a contender's output and, worst of all inputs, its gradients."""
+        """Return the relative error of the output, and the largest relative error of a gradient."""
 
 
 def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth:
-    """Compute the truth of one case once for all its contenders; of attention, by either score."""
+    """Compute the truth of one case, which all its contenders share.
+
+    With `dot_product`, the truth of attention is that of the dot product, else that of RBF
+    attention.
+    """
     match inputs:
         case NeighborInputs():
             return NeighborTruth(inputs)
@@ -69,18 +73,21 @@ def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """||value - truth|| / ||truth||; where the truth is 0, the norm of the value."""
+    """Compute ||value - truth|| / ||truth||, or the norm of the value if the truth is 0."""
     scale = truth.norm()
     return float((value.detach().double() - truth).norm() / (scale if scale > 0 else 1))
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest, NaN if one of them is; 0 for none."""
+    """Return the largest error: NaN if one of them is NaN, and 0 if there is none."""
     return float(torch.tensor([0.0, *errors], dtype=torch.float64).max())
 
 
 def sample(count: int, generator: torch.Generator) -> Tensor:
-    """Indices of a few rows: the first, which is a class token or a global one, and random ones."""
+    """Choose the indices of up to 16 rows: the first row, and random other ones.
+
+    In some cases, the first row is a class token or a global token.
+    """
     others = 1 + torch.randperm(max(count - 1, 0), generator=generator)[: SAMPLED_ROWS - 1]
     return torch.cat([torch.zeros(min(count, 1), dtype=torch.int64), others])
 
@@ -88,7 +95,8 @@ def sample(count: int, generator: torch.Generator) -> Tensor:
 class OperationTruth:
     """Outputs of an operation, and gradients of a random loss on them.
 
-    Of a batch the last sequence is looked at: a wrong stride shows most there.
+    In a batch, only the last sequence is compared, because a wrong stride has its largest effect
+    there.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class OperationTruth:
         self.out = out.detach()
 
     def edges_at_rows(self) -> ga.TokenGraph:
-        """The edges that the outputs at the sampled rows depend on."""
+        """Return a graph of the edges on which the outputs at the sampled rows depend."""
         is_energy = isinstance(self.inputs, ConsensusTensors)
         return edges_at(self.rows, self.inputs.graph, from_rows_too=is_energy)
 
@@ -139,10 +147,14 @@ class OperationTruth:
 
 
 def edges_at(rows: Tensor, graph: ga.TokenGraph, *, from_rows_too: bool) -> ga.TokenGraph:
-    """The edges to some targets; with `from_rows_too`, as "energy" moves them, also from them."""
+    """Return a graph of the edges whose targets are in `rows`.
+
+    With `from_rows_too`, it also has the edges whose sources are in `rows`. The update "energy" of
+    consensus needs them, because an edge moves its source too.
+    """
     chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
     chosen[rows] = True
-    if graph.structure is not None and graph.num_edges > 10**7:  # list the chosen rows only
+    if graph.structure is not None and graph.num_edges > 10**7:  # do not list all edges
         targets = rows.sort().values
         sources = torch.arange(graph.num_sources, device=graph.device)
         inside = torch.stack(
@@ -158,7 +170,7 @@ def edges_at(rows: Tensor, graph: ga.TokenGraph, *, from_rows_too: bool) -> ga.T
 
 
 def in_float64(x: Any, *, dot_product: bool = False) -> Tensor:
-    """An operation on inputs in float64, by the reference backend."""
+    """Compute an operation by the reference backend, on inputs that are in float64."""
     with ga.use_backend("reference"):
         if dot_product:
             return ga.dot_product_attention(x.query, x.key, x.value, x.graph)
@@ -170,7 +182,7 @@ def in_float64(x: Any, *, dot_product: bool = False) -> Tensor:
 
 
 class NeighborTruth:
-    """Distances of the nearest neighbours: those returned, and those of the indices returned."""
+    """Distances of the nearest neighbours; they check a contender's distances and indices."""
 
     def __init__(self, inputs: NeighborInputs) -> None:
         self.inputs, self.points = inputs, inputs.points.double()
@@ -180,7 +192,7 @@ class NeighborTruth:
         self.distance = distance.topk(inputs.k, largest=False).values.sqrt()
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """The larger of both; there are no gradients."""
+        """Return the larger error of distances and indices, and 0 for missing gradients."""
         squared, indices = run(self.inputs)
         found = (self.points[self.rows, None] - self.points[indices[self.rows]]).norm(dim=-1)
         returned = squared[self.rows].sqrt()
@@ -188,7 +200,7 @@ class NeighborTruth:
 
 
 class EdgesTruth:
-    """How many edges a window has, and where those of a few targets come from."""
+    """The number of edges of a window, and the sources of a few targets."""
 
     def __init__(self, inputs: WindowSize) -> None:
         self.inputs, N, w = inputs, inputs.num_tokens, inputs.window
@@ -200,7 +212,11 @@ class EdgesTruth:
         ]
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """The share of edges too few or too many, or of the targets with wrong ones."""
+        """Return the sum of two shares, and 0 because there are no gradients.
+
+        The first share is that of missing or additional edges. The second share is that of sampled
+        targets with wrong sources.
+        """
         edges = run(self.inputs)
         source, target = edges.edge_index if isinstance(edges, ga.TokenGraph) else edges
         wrong = sum(
@@ -211,11 +227,12 @@ class EdgesTruth:
 
 
 class SpectralTruth:
-    """The Fiedler value, certified.
+    """The Fiedler value, with a bound of its error.
 
-    The Rayleigh quotient of any vector is an upper bound; with a residual r and a second
-    eigenvalue lambda_2 it is at most ||r||^2 / (lambda_2 - quotient) too large (Temple's bound).
-    Both are formed from differences over edges, so that nothing cancels.
+    The Rayleigh quotient of a vector that is orthogonal to the constants is an upper bound of the
+    Fiedler value. Let r be its residual and lambda_2 the next eigenvalue. The quotient is at most
+    ||r||^2 / (lambda_2 - quotient) too large (Temple's bound). Quotient and residual are computed
+    from differences over edges, so that rounding errors stay small.
     """
 
     def __init__(self, inputs: SpectralInputs) -> None:
@@ -238,15 +255,15 @@ class SpectralTruth:
             )
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Relative, with what is not known of the truth."""
+        """Return the relative error plus the possible error of the truth, and 0 for gradients."""
         return abs(run(self.inputs) / self.value - 1) + self.slack, 0.0
 
 
 class StreamTruth:
-    """The last output of one forward pass over what the next step sees, in float64.
+    """The last output of one float64 forward pass over all tokens that the next step sees.
 
-    But what a stream projects it rounds to its own dtype, and so does the truth: which keys are the
-    nearest is a matter of what a cache holds.
+    Queries and keys are rounded to the dtype of the stream, as in the stream itself. A cache stores
+    rounded keys, and these decide which keys are the nearest.
     """
 
     def __init__(self, inputs: StreamInputs) -> None:
@@ -257,7 +274,7 @@ class StreamTruth:
             projection.register_forward_hook(lambda _, __, out: out.to(dtype).to(out.dtype))
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Relative, for the stream that the contender moves on."""
+        """Return the relative error for the stream that the contender advances, and 0."""
         expected = [self.next_of(stream) for stream in (self.inputs.early, self.inputs.late)]
         before = self.inputs.early.position
         with torch.no_grad():
@@ -292,7 +309,7 @@ class LayerTruth:
         self.out = out.detach()
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the errors of the output, and of the gradients by tokens and weights."""
+        """Return the error of the output, and the largest error of a gradient (tokens, weights)."""
         out = run(self.inputs)[:, self.rows]
         gradients: tuple[Tensor, ...] = ()
         if self.gradients:
@@ -303,13 +320,13 @@ class LayerTruth:
 
 
 class ModelTruth:
-    """Logits of the last image, and the gradient of its loss, by the same weights in float64."""
+    """Logits of the last image and the gradients of its loss, with the same weights in float64."""
 
     def __init__(self, inputs: VisionInputs) -> None:
         self.inputs = inputs
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the errors of the logits, and of all gradients together."""
+        """Return the relative error of the logits, and that of all gradients together."""
         assert isinstance(run, VisionRun)
         x, last = self.inputs, slice(-1, None)
         parameters = list(x.trained[run.mixer].model.parameters())
@@ -328,14 +345,17 @@ class ModelTruth:
 
 
 class LanguageTruth:
-    """The last hidden state of a language model in a window, and the gradients of its sum."""
+    """The last hidden state of a language model, and the gradients of the sum of its features.
+
+    Attention is limited to a window.
+    """
 
     def __init__(self, inputs: LanguageInputs) -> None:
         self.inputs = inputs
         self.out, self.gradients = language_in_float64(inputs)
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the errors of the state, and of all gradients together."""
+        """Return the relative error of the state, and that of all gradients together."""
         assert isinstance(run, LanguageRun)
         out = run(self.inputs)[:, -1]
         parameters = list(self.inputs.models[run.name].parameters())
@@ -346,5 +366,5 @@ class LanguageTruth:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All their numbers in one row."""
+    """Join all elements of the tensors into one vector, in float64."""
     return torch.cat([t.flatten().double() for t in tensors])

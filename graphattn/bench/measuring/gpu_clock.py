@@ -1,9 +1,9 @@
-"""Times on a GPU: the launches of a pass captured once and replayed, between two events.
+"""Times on a GPU: a pass is captured once as a CUDA graph and replayed between two events.
 
-Replaying leaves out what Python takes to launch kernels one by one, which for a short operation is
-longer than the kernels themselves; in a model it is hidden behind the work before it. Whatever
-cannot be captured (it waits for the GPU, or copies from the host) is launched anew every time and
-says so.
+A replay does not include the time that Python needs to launch kernels one by one. For a short
+operation, this time is longer than that of the kernels. In a model, the GPU works on earlier
+kernels meanwhile. Some passes cannot be captured, because they wait for the GPU or copy from the
+host. Each sample launches such a pass kernel by kernel, and the result records this.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ MOST_REPEATS = 100
 
 
 class GpuClock:
-    """Samples of one pass, in seconds: its mean over a millisecond or more.
+    """Samples of the time of one pass, in seconds.
 
-    Before every pass a buffer larger than the L2 cache is written, so that inputs come from memory.
+    One sample is the mean over as many passes as take a millisecond, but over at most 100.
+    A buffer larger than the L2 cache is written before every pass, so that inputs come from memory.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -35,7 +36,11 @@ class GpuClock:
         self.repeats = min(MOST_REPEATS, max(1, math.ceil(LONG_ENOUGH / once)))
 
     def sample(self) -> float:
-        """The host runs ahead while the buffer is written, so that it is never waited for."""
+        """Return the mean time of the passes of one sample.
+
+        The host queues the launches while the GPU writes the buffer, so the GPU need not wait for
+        the host.
+        """
         flush = larger_than_cache(torch.cuda.current_device())
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -52,13 +57,13 @@ class GpuClock:
 
 @cache
 def larger_than_cache(device: int) -> Tensor:
-    """A buffer of four times the L2 cache, 256 MB at least."""
+    """Return a buffer of four times the size of the L2 cache, but of at least 256 MB."""
     size = max(2**28, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None] | None:
-    """Replays what `work` launches; None where it cannot be captured."""
+    """Return a function that replays the launches of `work`, or None if no capture is possible."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -73,16 +78,19 @@ def captured(work: Callable[[], object]) -> Callable[[], None] | None:
         with torch.cuda.graph(graph, stream=stream):
             work()
         graph.replay()
-    except Exception:  # whatever the reason: it can still be launched one by one
+    except Exception:  # the kernels can still be launched one by one
         return None
     finally:
-        torch.cuda.set_stream(current)  # a capture that fails does not come back to it
+        torch.cuda.set_stream(current)  # a failed capture does not restore it
         torch.cuda.synchronize()
     return graph.replay
 
 
 def waits_for_gpu(work: Callable[[], object]) -> bool:
-    """Found out beforehand, because a capture that fails leaves traces in torch's allocator."""
+    """Test whether `work` waits for the GPU.
+
+    The test comes before the capture, because a failed capture changes PyTorch's allocator.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
         work()

@@ -1,8 +1,8 @@
-"""Times on a CPU: every contender at its best number of threads, on a machine that is watched.
+"""Times on a CPU: each contender uses its best number of threads, and the machine is monitored.
 
-A number must not depend on the row that it stands in. So a sample follows a pass of the same
-contender that nobody times: caches, pages and waiting threads are then its own and not those of
-whoever came before.
+The time of a contender must not depend on the contender that ran before it. A sample therefore
+follows a pass of the same contender that is not timed. Caches, memory pages and waiting threads are
+then those of the contender itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 LONG_ENOUGH = 1e-3  # seconds of one sample
 MOST_REPEATS = 100
-COLD_MATTERS = 2.5  # seconds of a pass beyond which it no longer matters who came before
-ENDLESS = 20.0  # seconds of a pass so long that the run before the rounds counts as the first round
-SLOW = 5.0  # seconds of a pass beyond which other numbers of threads are not tried
-WATCHED = 1024  # the side of the matrices whose product tells how fast the machine is now
+COLD_MATTERS = 2.5  # seconds of a pass; from here on, the contender before has no effect
+ENDLESS = 20.0  # seconds of a pass; from here on, the pass before the rounds is the first sample
+SLOW = 5.0  # seconds of a pass; from here on, one thread is not tried
+WATCHED = 1024  # rows and columns of the matrices that measure the speed of the machine
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Use a number of torch's threads, which are OpenMP's, for a while."""
+    """Set the number of PyTorch's threads, which are those of OpenMP, inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -35,15 +35,18 @@ def threads(count: int) -> Iterator[None]:
 
 
 class HostClock:
-    """Samples of one pass with so many threads, in seconds: its mean over a millisecond or more."""
+    """Samples of the time of one pass with `threads` threads, in seconds.
 
-    is_captured: bool | None = None  # nothing to capture
+    One sample is the mean over as many passes as take a millisecond, but over at most 100.
+    """
+
+    is_captured: bool | None = None  # only passes on a GPU are captured
 
     def __init__(self, work: Callable[[], object], threads: int) -> None:
         self.work, self.threads, self.repeats = work, threads, 1
         self.first: float | None = None
         before = num_compiled()
-        self.seconds = self._mean()  # loads code, or compiles it for this number of threads
+        self.seconds = self._mean()  # this pass also loads or compiles code
         if self.seconds < ENDLESS or num_compiled() > before:
             self.seconds = self._mean()
         else:
@@ -53,7 +56,10 @@ class HostClock:
         self.repeats = min(MOST_REPEATS, max(1, math.ceil(LONG_ENOUGH / self.seconds)))
 
     def sample(self) -> float:
-        """After a pass of its own, if that takes no time to speak of."""
+        """Return the mean time of the passes of one sample.
+
+        A pass that is not timed comes first, unless a pass takes 2.5 seconds or more.
+        """
         if self.first is not None:
             first, self.first = self.first, None
             return first
@@ -74,9 +80,9 @@ class HostClock:
 
 
 class LongClock(HostClock):
-    """Samples of one pass each, with all threads.
+    """Samples of one pass each, with all threads, for whole models.
 
-    For whole models: what came before is nothing beside them, and one thread is never faster.
+    A pass of a model is so long that the pass before it has no effect. One thread is never faster.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -85,13 +91,20 @@ class LongClock(HostClock):
 
 
 def num_compiled() -> int:
-    """How many graphs torch has compiled so far: a pass that adds to them says nothing of time."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # slow to import, and there once it is used
+    """Return the number of graphs that PyTorch has compiled so far.
+
+    If a pass increases this number, its time includes the compilation and is not used.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")  # imported by torch.compile only: slow
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def fastest(work: Callable[[], object]) -> HostClock:
-    """A clock with all threads or with one, whatever is faster in a run before the rounds."""
+    """Return a clock with all threads or with one thread.
+
+    The faster one in a run before the rounds is chosen. One thread is tried only if a pass takes
+    less than 5 seconds with all threads.
+    """
     best = HostClock(work, torch.get_num_threads())
     if best.threads > 1 and best.seconds < SLOW:
         alone = HostClock(work, 1)
@@ -100,7 +113,10 @@ def fastest(work: Callable[[], object]) -> HostClock:
 
 
 class Watch:
-    """How fast the machine is at any moment, as a share of the best seen: others may use it too."""
+    """The speed of the machine at this moment, as a share of the best speed measured so far.
+
+    Other programs may use the machine at the same time and make it slower.
+    """
 
     def __init__(self) -> None:
         self.factor = torch.randn(WATCHED, WATCHED)
@@ -108,7 +124,7 @@ class Watch:
         self.best = min(self._seconds() for _ in range(5))
 
     def speed(self) -> float:
-        """Measure the speed of a product of matrices by all threads, the median of three tries."""
+        """Measure the speed of a product of two matrices: the median of three tries."""
         seconds = sorted(self._seconds() for _ in range(3))[1]
         self.best = min(self.best, seconds)
         return self.best / seconds

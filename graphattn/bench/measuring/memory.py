@@ -1,4 +1,7 @@
-"""Peak memory of one pass beyond its inputs; of a model, its weights and their steps included."""
+"""Peak memory of one pass, without its inputs.
+
+For a vision model, the number includes the weights and the state of the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from graphattn.bench.reporting.record import OURS
 
 
 class Peak:
-    """Peak memory on a CPU, each in a fresh process.
+    """Peak memory on a CPU; every measurement runs in a new process.
 
-    The processes are forked from one that has imported torch and computed nothing.
+    These processes are forked from a process that has imported PyTorch but has computed nothing.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,7 @@ class Peak:
         self.context.set_forkserver_preload(["graphattn.bench.measuring.memory", "graphattn.nn"])
 
     def of(self, case: str, contender: str, size: Size, *, backward: bool) -> float | None:
-        """Bytes; None where the process died (of too little memory, most likely)."""
+        """Return the peak in bytes, or None if the process died, probably for lack of memory."""
         receiver, sender = self.context.Pipe(duplex=False)
         process = self.context.Process(
             target=_report_peak, args=(sender, case, contender, size, backward)
@@ -47,8 +50,9 @@ class Peak:
 def _report_peak(sender: Any, case: str, contender: str, size: Size, backward: bool) -> None:
     own = next(c for c in CASES if c.name == case)
     run, peaks, inputs = own.runs()[contender], [], None
-    for _ in range(2):  # the first pass also loads code, or even compiles it
-        # Peers keep what they derive from the graph alone, such as its edges; ours begins anew.
+    for _ in range(2):  # the first pass also loads or compiles code
+        # Peers reuse arrays that depend only on the graph, such as its edges. The contenders of
+        # graphattn get new inputs for each pass, so their peak includes such arrays.
         if inputs is None or contender.startswith(OURS):
             inputs = own.make(size, torch.device("cpu"), torch.float32)
         is_forgotten = _forget_peak()
@@ -63,7 +67,10 @@ def _peak() -> int:
 
 
 def _forget_peak() -> bool:
-    """Hand back what is free and start the peak anew from what is in use: Linux with glibc."""
+    """Return free memory to the system and reset the recorded peak to the memory in use.
+
+    The result is False if the system does not support this. Linux and glibc are needed.
+    """
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -73,7 +80,7 @@ def _forget_peak() -> bool:
 
 
 def cuda_peak(run: Run, inputs: Any, *, backward: bool) -> float:
-    """Bytes on a GPU, by torch's own accounting, in a pass after the first."""
+    """Return the peak on a GPU in bytes, as PyTorch counts them, in the second pass."""
     one_pass(run, inputs, backward=backward)
     torch.cuda.reset_peak_memory_stats()
     before, of_model = torch.cuda.memory_allocated(), held(run, inputs)
@@ -82,5 +89,8 @@ def cuda_peak(run: Run, inputs: Any, *, backward: bool) -> float:
 
 
 def held(run: Run, inputs: Any) -> float:
-    """Bytes that belong to a contender between passes: a model's weights and optimizer state."""
+    """Return the bytes that a contender occupies between two passes.
+
+    For a vision model these are its weights and the state of its optimizer. For others it is 0.
+    """
     return run.held(inputs) if isinstance(run, VisionRun) else 0.0

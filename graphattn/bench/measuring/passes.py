@@ -1,4 +1,4 @@
-"""Times, interleaved, and what the machine could do at best."""
+"""Interleaved time measurements, and the highest speed of the machine."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from graphattn.bench.measuring.host_clock import HostClock, LongClock, fastest
 from graphattn.bench.models.vision import VisionRun
 
 GIGABYTE = 2**30
-TWO_WILL_DO = 3.0  # seconds of a pass that takes part in two rounds
+TWO_WILL_DO = 3.0  # seconds of a pass; from here on, a contender takes part in two rounds only
 
 
 class Timing(NamedTuple):
-    """Seconds of every round."""
+    """The time of every round, in seconds."""
 
     times: list[float]
 
     @property
     def median(self) -> float:
-        """Median of all rounds; of nine or more, the least of the medians of three parts
-        of them.
+        """The median of all rounds.
 
-        A machine that is busy for a while, during one part, shows in the spread.
+        Nine rounds or more are divided into three parts, and this is the smallest median of a
+        part. Other work on the machine during one part then changes only the spread.
         """
         n, parts = len(self.times), 3 if len(self.times) >= 9 else 1
         cuts = [n * part // parts for part in range(parts + 1)]
@@ -38,16 +38,16 @@ class Timing(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, over the median."""
+        """Half the distance between the quartiles, divided by the median."""
         return _median_and_spread(self.times)[1]
 
 
 def ratio_of_rounds(top: Timing, bottom: Timing) -> tuple[float, float]:
-    """Median and spread of the ratios of single rounds, in which contenders took turns.
+    """Compute the median and the spread of the ratios of single rounds.
 
-    A machine that is busy for a while slows both sides of such a ratio.
+    Both contenders run in every round, so other work on the machine slows both sides of a ratio.
     """
-    rounds = zip(top.times, bottom.times, strict=False)  # a slow contender is in the first two
+    rounds = zip(top.times, bottom.times, strict=False)  # a slow contender has only two rounds
     return _median_and_spread([a / b for a, b in rounds])
 
 
@@ -57,9 +57,10 @@ def _median_and_spread(values: list[float]) -> tuple[float, float]:
 
 
 def one_pass(run: Run, inputs: Any, *, backward: bool) -> None:
-    """Forward, or forward and backward from a gradient of ones to all that the run has read.
+    """Run one forward pass, or with `backward` one forward and one backward pass.
 
-    A model takes a step of training instead of the latter.
+    The backward pass starts from a gradient of ones and computes the gradients of all leaves. A
+    vision model takes one training step instead of both passes.
     """
     if not backward:
         with torch.no_grad():
@@ -73,7 +74,7 @@ def one_pass(run: Run, inputs: Any, *, backward: bool) -> None:
 
 
 def leaves(out: Tensor) -> list[Tensor]:
-    """The tensors that gradients of `out` end at."""
+    """List the leaf tensors for which a backward pass from `out` computes gradients."""
     found, seen, open_nodes = [], set(), [out.grad_fn]
     while open_nodes:
         node = open_nodes.pop()
@@ -92,7 +93,10 @@ Clock = HostClock | GpuClock
 def clock(
     run: Run, inputs: Any, *, backward: bool, device: torch.device, long_passes: bool = False
 ) -> Clock:
-    """Return the clock of a pass of this run, after some that warm up (and compile)."""
+    """Return the clock of a pass of this run.
+
+    Some passes come first, which load and compile code. A `LongClock` does without them.
+    """
 
     def work() -> None:
         one_pass(run, inputs, backward=backward)
@@ -109,12 +113,13 @@ def time_interleaved(
     seconds: float,
     failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, Timing]:
-    """Every contender in turn, round after round, for so many seconds in all.
+    """Time all contenders one after another, in several rounds.
 
-    A busy machine is then slow for all of them, and ratios hold. Three rounds at least and a
-    hundred at most; two for whoever needs seconds for a pass, beside which the clock of the others
-    stands still. Who fails in a round (memory that others took meanwhile) is handed to `failed` and
-    has no times.
+    A busy machine then slows all contenders, so ratios remain valid. The rounds end after `seconds`
+    in total, but there are at least 3 and at most 100. A contender that needs 3 seconds or more for
+    its first pass takes part in two rounds only. In this case, `seconds` is counted from the end of
+    the second round. If a contender fails, for example for lack of memory, `failed` is called with
+    its name and the error, and it gets no times. Without `failed`, the error is raised.
     """
     times: dict[str, list[float]] = {name: [] for name in clocks}
     started, rounds = time.perf_counter(), 0
@@ -134,24 +139,26 @@ def time_interleaved(
     return {name: Timing(values) for name, values in times.items()}
 
 
-# The bound.
+# The bound: the shortest time that the machine could need.
 
 
 class Machine(NamedTuple):
-    """Machine: its speed on its best work: products of large matrices, and copies."""
+    """The highest speeds of the machine, in products of large matrices and in copies."""
 
     flops: float  # per second
     bytes: float  # per second
 
     def seconds(self, work: tuple[float, float]) -> float:
-        """The larger of the two bounds."""
+        """Return the larger of the two lower bounds of the time, for (operations, bytes)."""
         return max(work[0] / self.flops, work[1] / self.bytes)
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Best of five: a product of square matrices, and a copy (read and written).
+    """Measure the speeds of the machine, each as the best of five samples.
 
-    2048 x 2048 and 256 MB; on a GPU, where that is too small, 8192 x 8192 and 2 GB.
+    The work is a product of two square matrices, and a copy, whose bytes count as read and as
+    written. On a CPU the matrices are 2048 x 2048 and the copy has 256 MB. On a GPU this would be
+    too small, so the matrices are 8192 x 8192 and the copy has 2 GB.
     """
     on_gpu = device.type == "cuda"
     width, size = (8192, 2 * GIGABYTE) if on_gpu else (2048, GIGABYTE // 4)

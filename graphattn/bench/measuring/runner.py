@@ -1,4 +1,7 @@
-"""A run of the benchmark: check, time, weigh and judge one case after the other."""
+"""A run of the benchmark, one case after another.
+
+For each case, the run checks results, measures time and memory, and compares them with targets.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,19 @@ from graphattn.bench.measuring.passes import (
 )
 from graphattn.bench.reporting.record import Quantity, Record, Row, Slope
 
-# Of timing, per case and pass; on a GPU, where a round takes milliseconds, less will do.
+# Seconds of timing per case and pass. On a GPU a round takes milliseconds, so fewer are enough.
 SECONDS = {"small": 0.5, "paper": 6.0, "long": 30.0}
 SECONDS_ON_GPU = {"small": 0.5, "paper": 2.0, "long": 5.0}
-# Of output and gradients, None for those of a contender that has no backward pass; None for
-# yardsticks.
+# The errors of output and gradients of every contender. The second is None if the contender has no
+# backward pass. A yardstick, whose result is not checked, has None instead of both.
 Errors = dict[str, tuple[float, float | None] | None]
 
 
 class Runner:
-    """Measures cases on a device and adds what it finds to a record.
+    """Measurement of cases on one device; the results are added to a record.
 
-    Whatever a contender raises (too little memory, a kernel that does not compile) is noted, and
-    the others go on.
+    A contender may raise an error, for example for lack of memory, or because a kernel does not
+    compile. The error is noted in the record, and the run continues with the other contenders.
     """
 
     def __init__(self, device: torch.device, size: str, record: Record, console: Console) -> None:
@@ -55,9 +58,9 @@ class Runner:
         self.status: Status | None = None
 
     def measure(self, case: BenchmarkCase) -> list[Row]:
-        """The rows of one case, which are added to the record together with their verdicts."""
+        """Measure one case, add its rows and verdicts to the record, and return the rows."""
         first = len(self.record.rows)
-        torch.compiler.reset()  # of one function, no more than 8 variants are compiled
+        torch.compiler.reset()  # PyTorch compiles at most 8 variants of a function
         entries = case.entries(self.size, self.device.type)
         with self.console.status(case.title) as self.status:
             inputs, errors = self.check(case, entries)
@@ -70,7 +73,7 @@ class Runner:
                 def note_failure(name: str, failure: Exception, passes: str = passes) -> None:
                     self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")
 
-                seconds = 0.0 if self.is_long(case) else self.seconds  # three rounds
+                seconds = 0.0 if self.is_long(case) else self.seconds  # 0 s: three rounds
                 timings = time_interleaved(clocks, seconds=seconds, failed=note_failure)
                 if self.watch is not None:
                     speeds.append(self.watch.speed())
@@ -89,16 +92,16 @@ class Runner:
             )
             if case.lengths:
                 self.record.slopes.extend(slopes(list(rows.values())))
-            del clocks  # captured passes hold their memory
+            del clocks  # captured passes occupy memory
             self.release()
         return self.record.rows[first:]
 
     def is_long(self, case: BenchmarkCase) -> bool:
-        """Whether a pass takes so long that three will do."""
+        """Tell whether a pass of the case takes so long that three rounds are enough."""
         return case.long_passes and self.size != "small"
 
     def release(self) -> None:
-        """Hand back what a GPU has lent to passes that are over."""
+        """Free the memory of a GPU that finished passes no longer use."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -106,10 +109,10 @@ class Runner:
     def check(
         self, case: BenchmarkCase, entries: Mapping[str, Entry]
     ) -> tuple[dict[str, Any], Errors]:
-        """Inputs, and the errors of those that run and are right; the others are noted as missing.
+        """Return the inputs and the errors of all contenders that run and give right results.
 
-        Inputs are made and the truth is computed once per size, and every contender is checked
-        once, forward and backward together.
+        The other contenders are noted as missing. Inputs and truth are computed once per size.
+        Every contender is checked once, with forward and backward pass together.
         """
         by_size: dict[tuple[tuple[str, int], ...], list[str]] = {}
         for name, entry in entries.items():
@@ -130,7 +133,7 @@ class Runner:
                 run, contender = entries[name].run, entries[name].contender
                 self.tell(f"{case.name}: checking {name}")
                 try:
-                    if contender in case.yardsticks:  # nothing to compare
+                    if contender in case.yardsticks:  # its result is not checked
                         one_pass(run, own, backward=case.backward)
                         errors[name] = None
                     else:
@@ -144,7 +147,10 @@ class Runner:
         return inputs, errors
 
     def errors_of(self, truth: Truth, run: Run) -> tuple[float, float | None]:
-        """Return the errors of a result that is right, of the output alone without gradients."""
+        """Return the errors of output and gradients; raise a MissingError if one is too large.
+
+        The second error is None if the contender has no backward pass.
+        """
         try:
             error, worst = truth.errors_of(run)
         except ForwardOnlyError:
@@ -162,7 +168,10 @@ class Runner:
         inputs: Mapping[str, Any],
         errors: Errors,
     ) -> tuple[dict[str, Clock], dict[str, float | None]]:
-        """Clocks of all that were right, warm, and peaks of memory; failures are noted."""
+        """Return a clock and the peak memory of every contender with right results.
+
+        The clocks have already run their first passes. Failures are noted in the record.
+        """
         clocks: dict[str, Clock] = {}
         peaks: dict[str, float | None] = {}
         backward = passes == BOTH
@@ -171,7 +180,7 @@ class Runner:
             self.tell(f"{case.name}, {passes}: compiling and weighing {name}")
             try:
                 if backward and error is not None and error[1] is None:
-                    one_pass(entry.run, own, backward=True)  # says why it cannot
+                    one_pass(entry.run, own, backward=True)  # raises an error with the reason
                 peak = None
                 if case.memory and self.peak is None:
                     peak = cuda_peak(entry.run, own, backward=backward)
@@ -191,21 +200,24 @@ class Runner:
         return clocks, peaks
 
     def right(self, *errors: float) -> float:
-        """The first of them, unless one is too large."""
+        """Return the first error; raise a MissingError if any of them is too large."""
         if not all(error <= ALLOWED[self.dtype] for error in errors):  # NaN is too large
             shown = ", ".join(f"{error:.1e}" for error in errors)
             raise MissingError(f"not timed: wrong result (errors {shown})")
         return errors[0]
 
     def tell(self, doing: str) -> None:
-        """Report progress, as runs take minutes: beside a spinner, or in a line of a log."""
+        """Report progress, because a run takes minutes.
+
+        A terminal shows a spinner with the text. Otherwise the text is a line of standard error.
+        """
         if self.status is not None:
             self.status.update(doing)
         if not self.console.is_terminal:
             print(doing, file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
-        """Note a measurement that is missing, and the reason."""
+        """Note in the record that a measurement is missing, and the reason."""
         self.record.missing.append(line)
 
     def row(
@@ -220,7 +232,7 @@ class Runner:
         timings: Mapping[str, Timing],
         speed: float | None,
     ) -> Row:
-        """All numbers of one contender."""
+        """Return the row of one contender, with all its numbers."""
         timing, backward = timings[name], passes == BOTH
         beside = timings.get(entry.beside or "")
         bound = self.machine.seconds(case.work(entry.size, self.dtype.itemsize, backward))
@@ -243,17 +255,20 @@ class Runner:
 
 
 def reason_of(failure: Exception) -> str:
-    """The first line of its message, in 100 characters."""
+    """Return up to 100 characters of the first line of an error message, or the error's type."""
     return (str(failure).splitlines() or [type(failure).__name__])[0][:100]
 
 
 def slopes(rows: list[Row]) -> list[Slope]:
-    """Exponents of time and memory over the lengths of one pass, by least squares on logarithms."""
+    """Fit the exponents of time and memory over the lengths of one pass.
+
+    The fit is a line by least squares through the logarithms. At least three points are needed.
+    """
     fitted: list[Slope] = []
     quantities: tuple[Quantity, ...] = ("time", "memory")
     for quantity in quantities:
         points = [(row.size["tokens"], n) for row in rows if (n := row.number(quantity))]
-        if len(points) > 2:  # two points are no line
+        if len(points) > 2:  # a line always fits two points
             tokens, numbers = numpy.log(points).T
             exponent = float(numpy.polyfit(tokens, numbers, 1)[0])
             fitted.append(Slope(rows[0].case, rows[0].passes, quantity, exponent))

@@ -1,1 +1,1 @@
-"""Whole models as contenders: language and vision models, generation, and ours by mixer."""
+"""Whole models as contenders: language models, vision models, generation, and single mixers."""

@@ -1,9 +1,10 @@
-"""Texts written token by token: our language models, and a plain one with SDPA and a cache.
+"""Generation of text token by token: graphattn's language models, and a model in plain PyTorch.
 
-The plain model has the weights of ours: pre-norm blocks with one projection to queries, keys and
-values, rotary positions, SDPA, and keys and values in tensors that are as long as the text will be,
-as it is written by hand in PyTorch. Beside both, as yardsticks, models of the same width and depth
-with Gaussian kernel attention, and with windows, whose caches stop growing.
+The plain model has the same weights as graphattn's model. The parts are pre-norm blocks, one
+projection to queries, keys and values, rotary positions and SDPA. The tensors of its cache have the
+length of the finished text, as in hand-written PyTorch code. Two more models of the same width and
+depth are timed for comparison. One has Gaussian kernel attention. The other has windows, so its
+cache stops growing.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ DOT, PLAIN, GKA, WINDOWED = "dot", "plain", "gka", "windowed"
 
 
 class PlainLanguageModel(nn.Module):
-    """The model that a :class:`~graphattn.models.CausalLM` of dot products is, without a library.
+    """A model in plain PyTorch, equal to a :class:`~graphattn.models.CausalLM` of dot products.
 
     Args:
-        model: whose weights are taken, over all tokens before, with rotary positions.
+        model: model whose weights are used, with rotary positions and without a window.
 
     Example:
         >>> import torch, graphattn as ga
@@ -67,7 +68,7 @@ class PlainLanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int) -> Tensor:
-        """Prompts [B, N] with the likeliest tokens behind them, [B, N + count]."""
+        """Extend prompts [B, N] by the likeliest tokens, [B, N + count]."""
         B, N = tokens.shape
         text = torch.cat([tokens, tokens.new_zeros(B, count)], 1)
         like = self.embedding.weight
@@ -82,7 +83,7 @@ class PlainLanguageModel(nn.Module):
         return text
 
     def _rotations(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles at all positions, [length, D / 2]."""
+        """Compute cos and sin of the rotary angles at all positions, [length, D / 2]."""
         like = self.embedding.weight
         k = torch.arange(self.head_dim // 2, device=like.device, dtype=torch.float64)
         positions = torch.arange(length, device=like.device, dtype=torch.float64)
@@ -90,7 +91,7 @@ class PlainLanguageModel(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
     def _read(self, tokens: Tensor, here: slice, cache: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Logits behind the last of some tokens, [B, V]."""
+        """Read some tokens, extend the cache, and return the logits after the last one, [B, V]."""
 
         def turned(x: Tensor) -> Tensor:
             first, second = x.chunk(2, -1)
@@ -114,9 +115,10 @@ class PlainLanguageModel(nn.Module):
 
 @dataclass(frozen=True)
 class GenerationInputs:
-    """Prompts [texts, N], how many tokens follow, and models by name; "plain" has weights of "dot".
+    """Prompts [texts, N], the number of new tokens, and the models by name.
 
-    What is in a cache is made in every pass, so its memory is that of the pass.
+    The models "plain" and "dot" have the same weights. Every pass fills a new cache, so the memory
+    of the pass includes the cache.
     """
 
     prompts: Tensor
@@ -127,7 +129,7 @@ class GenerationInputs:
 def generation_inputs(
     size: dict[str, int], device: torch.device, dtype: torch.dtype
 ) -> GenerationInputs:
-    """Random tokens and weights."""
+    """Draw random prompts, and make models with random weights."""
 
     def model(mixer: Any, window: int | None = None) -> ga.models.CausalLM:
         with torch.random.fork_rng(devices=[]), device:
@@ -135,7 +137,7 @@ def generation_inputs(
             made = ga.models.CausalLM(
                 VOCABULARY, size["dim"], size["depth"], size["heads"], mixer=mixer, window=window
             )
-            nn.init.normal_(made.embedding.weight)  # so that texts do not repeat one token
+            nn.init.normal_(made.embedding.weight)  # a text would otherwise repeat one token
         return made.to(dtype).eval()
 
     dot = model("dot")
@@ -152,7 +154,7 @@ def generation_inputs(
 
 @dataclass(frozen=True)
 class GenerationRun:
-    """A contender that is one of the models: the prompts and what it writes behind them."""
+    """A contender that is one of the models; it returns the prompts with the new tokens."""
 
     name: str
 
@@ -162,17 +164,17 @@ class GenerationRun:
 
 
 class GenerationTruth:
-    """Every token must be the likeliest behind what stands before it, in float64.
+    """The check that every new token is the likeliest one after its prefix, in float64.
 
-    The error is by how much the logit of a written token is below the highest, over the standard
-    deviation of the logits: where two are the same to rounding, either may be written.
+    The error is the difference between the highest logit and that of the new token, divided by the
+    standard deviation of the logits. If two logits differ only by rounding, both tokens are right.
     """
 
     def __init__(self, inputs: GenerationInputs) -> None:
         self.inputs = inputs
 
     def errors_of(self, run: Any) -> tuple[float, float]:
-        """The worst of all tokens; there are no gradients."""
+        """Return the largest error of all new tokens, and 0 because there are no gradients."""
         x = self.inputs
         N, name = x.prompts.shape[1], DOT if run.name == PLAIN else run.name
         text = run(x)

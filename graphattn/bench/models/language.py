@@ -1,8 +1,9 @@
-"""Whole language models of transformers: attention in a window by graphattn, and by SDPA.
+"""Whole language models of transformers, with attention in a window by graphattn and by SDPA.
 
-A random model of Llama's kind (grouped heads, rotary positions, gated feed-forward blocks, no
-head): as it is, which sees all tokens before; as a Mistral of the same weights, whose sliding
-window is a dense mask for SDPA; and with graphattn as its attention implementation.
+The model is a Llama with random weights: grouped heads, rotary positions, gated feed-forward blocks
+and no output head. All compared forms have the same weights. The unchanged model
+attends to all earlier tokens. A Mistral has a sliding window, which SDPA reads as a dense mask. Two
+more have graphattn as their attention implementation, with dot products and with Krause attention.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WINDOW, KRAUSE, ALL, SLIDING = "dot", "krause", "all before", "sliding"
 
 @dataclass(frozen=True)
 class LanguageInputs:
-    """Tokens [1, N], and models that share their weights, by how they attend."""
+    """Tokens [1, N], and models that share their weights, by the kind of their attention."""
 
     tokens: Tensor
     models: dict[str, Any]
@@ -33,7 +34,11 @@ class LanguageInputs:
 def language_inputs(
     size: dict[str, int], device: torch.device, dtype: torch.dtype
 ) -> LanguageInputs:
-    """Random tokens and weights; a MissingError without transformers."""
+    """Draw random tokens, and make models with random weights.
+
+    Raises:
+        MissingError: if transformers is not installed.
+    """
     models = _models(size)
     for model in models.values():
         model.to(device, dtype).train()
@@ -84,7 +89,7 @@ def _models(size: dict[str, int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """A contender that is one of the models: its last hidden states [1, N, dim]."""
+    """A contender that is one of the models; it returns the last hidden states [1, N, dim]."""
 
     name: str
 
@@ -94,10 +99,11 @@ class LanguageRun:
 
 
 def in_float64(x: LanguageInputs) -> tuple[Tensor, list[Tensor]]:
-    """The last hidden state in a window, and the gradients of its sum by all weights, in float64.
+    """Compute the hidden state of the last token, and the gradients of its sum, in float64.
 
-    Through L layers it depends on the last L (window - 1) + 1 tokens alone: these are computed, by
-    transformers' own eager attention.
+    Attention is limited to a window, and the gradients are those of all weights. After L layers,
+    the state depends only on the last L (window - 1) + 1 tokens. Only these tokens are computed, by
+    the eager attention of transformers.
     """
     import copy
 

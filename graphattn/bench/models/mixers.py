@@ -1,11 +1,13 @@
-"""Whole models of ours, one mixer each: the time of a block, and the share of its operations.
+"""Whole models of graphattn, one per mixer: the time of a block, and the share of its operations.
 
-A model's operations are what lies between its projections: the averages of an attention layer (its
-`mix`), the step of a consensus layer (its `move`). All else is projections, rotations, norms,
-perceptrons and the embedding. Both parts are timed by themselves. Operations run again on what they
-read in one pass of the model, with the gradients that came back to them there; all else is the
-model as it is, whose operations hand on what they gave in that pass, and in the backward pass the
-gradients that they gave. What the two take together should be what the model takes.
+The operation of a block lies between its projections: the average of an attention layer (the method
+`mix`) or the step of a consensus layer (the method `move`). The rest of the model consists
+of projections, rotations, norms, perceptrons and the embedding.
+
+Operations and rest are timed separately. One pass of the model records the inputs, the outputs and
+the gradients of every operation. To time the operations, they run again on the recorded inputs and
+gradients. To time the rest, the model runs with operations that return the recorded outputs, and in
+the backward pass the recorded gradients. Both times together should be the time of the model.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import graphattn as ga
 from graphattn.bench.reporting.record import OURS
 
 VOCABULARY = 256
-CHECKED = 1536  # tokens: more than six layers with windows of 256 look back
+CHECKED = 1536  # tokens: more than six layers with windows of 256 see
 DOT, PEER = "dot", "SDPA"
-# What a model of each mixer is made with; windows are counted as CausalLM counts them. Consensus is
-# that of the text models of Stabilizing Transformer Training Through Consensus (Table 10).
+# The constructor arguments of the model of each mixer. `window` has the meaning that it has in
+# CausalLM. The consensus layer is that of the text models of "Stabilizing Transformer Training
+# Through Consensus" (Table 10).
 MIXERS: dict[str, dict[str, Any]] = {
     DOT: {"mixer": "dot"},
     "dot-window": {"mixer": "dot-window", "window": True},
@@ -41,7 +44,7 @@ MIXERS: dict[str, dict[str, Any]] = {
 
 
 class FusedCausalAttention(nn.Module):
-    """The peer as a mixer: one projection to rotated queries, keys and values, causal SDPA."""
+    """The peer as a mixer: one projection to queries, keys and values, rotations, causal SDPA."""
 
     def __init__(self, layer: ga.nn.DotProductAttention) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class FusedCausalAttention(nn.Module):
         self.base = layer.rotary.base
 
     def forward(self, x: Tensor, graph: Any, *, valid: Any = None, positions: Any = None) -> Tensor:
-        """[1, N, dim] -> [1, N, dim]; the graph is not read."""
+        """Mix tokens, [1, N, dim] -> [1, N, dim]; the graph is not used."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         half = torch.arange(0, 1, 2 / q.shape[-1], dtype=torch.float64, device=x.device)
         places = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
@@ -73,7 +76,7 @@ class FusedCausalAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Operation:
-    """Record of one block's operation: its arguments, results and gradients in one pass."""
+    """The operation of one block, with its arguments, result and gradients in one pass."""
 
     call: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -89,16 +92,19 @@ class Operation:
 
 @dataclass
 class MixerInputs:
-    """Tokens [1, N], models by name, and the gradient [1, N, dim] of a loss by their features."""
+    """Tokens [1, N], models by name, and the gradient [1, N, dim] of a loss by the features."""
 
     tokens: Tensor
     models: dict[str, Any]
     gradient: Tensor
-    reach: int  # how many tokens on both sides consensus looks at; attention sees earlier ones
+    reach: int  # tokens that consensus sees on each side; 0 for attention, which is causal
     _operations: list[Operation] = field(default_factory=list)
 
     def operations(self) -> list[Operation]:
-        """Operations of graphattn's model, one per block, from one pass that is made on demand."""
+        """Return the operations of graphattn's model, one per block.
+
+        The first call records them in one pass of the model.
+        """
         if not self._operations:
             with torch.enable_grad():
                 self._operations = captured(self)
@@ -106,7 +112,10 @@ class MixerInputs:
 
 
 def mixer_inputs(mixer: str) -> Callable[[dict[str, int], torch.device, torch.dtype], MixerInputs]:
-    """Random tokens and weights, and with dot products over all tokens the peer's model, too."""
+    """Return a function that makes random tokens and the model of a mixer, with random weights.
+
+    For dot products over all tokens, the function also makes the model of the peer.
+    """
 
     def make(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> MixerInputs:
         own = {**MIXERS[mixer]}
@@ -123,7 +132,7 @@ def mixer_inputs(mixer: str) -> Callable[[dict[str, int], torch.device, torch.dt
         with torch.random.fork_rng(devices=[]), device:
             torch.manual_seed(0)
             models = {OURS: kind(VOCABULARY, dim, size["blocks"], heads, **own)}
-            nn.init.normal_(models[OURS].embedding.weight)  # tokens that differ from the start
+            nn.init.normal_(models[OURS].embedding.weight)  # so that tokens differ
             if mixer == DOT:
                 layers = [FusedCausalAttention(block.mixer) for block in models[OURS].blocks]
                 models[PEER] = kind(VOCABULARY, dim, size["blocks"], heads, mixer=layers)
@@ -143,7 +152,7 @@ def mixer_inputs(mixer: str) -> Callable[[dict[str, int], torch.device, torch.dt
     return make
 
 
-# What is timed. A run gives one tensor, from which the backward pass starts with ones.
+# Runs. Each returns one tensor, and the backward pass starts there from a gradient of ones.
 
 
 @dataclass(frozen=True)
@@ -154,11 +163,11 @@ class WholeRun:
     backend: str = "auto"
 
     def __call__(self, x: MixerInputs) -> Tensor:
-        """The features times their gradient."""
+        """Return the features times their gradient."""
         return self.features(x) * x.gradient
 
     def features(self, x: MixerInputs) -> Tensor:
-        """[1, N, dim]."""
+        """Return the features, [1, N, dim]."""
         with ga.use_backend(self.backend):
             features: Tensor = x.models[self.model].encode(x.tokens)
         return features
@@ -166,12 +175,15 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class OperationsRun:
-    """The operations of all blocks and nothing else."""
+    """The operations of all blocks, without the rest of the model."""
 
     backend: str = "auto"
 
     def __call__(self, x: MixerInputs) -> Tensor:
-        """An empty result, from which every operation gets the gradient that it got before."""
+        """Run the operations and return a zero.
+
+        In a backward pass from this zero, every operation gets its recorded gradient.
+        """
         operations = x.operations()
         with ga.use_backend(self.backend):
             outs = [operation() for operation in operations]
@@ -183,7 +195,7 @@ class RestRun:
     """The model without its operations."""
 
     def __call__(self, x: MixerInputs) -> Tensor:
-        """The features times their gradient."""
+        """Return the features times their gradient."""
         operations = iter(x.operations())
 
         def call(own: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -196,7 +208,7 @@ class RestRun:
 
 
 class _Joined(torch.autograd.Function):
-    """A number that depends on tensors, whose gradients are known."""
+    """A zero whose backward pass gives each tensor a gradient that is already known."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outs: Tensor) -> Tensor:
@@ -209,7 +221,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _HandedOn(torch.autograd.Function):
-    """A result that is there already, and gradients that are."""
+    """A result and gradients that are already known, in place of an operation."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, gradients: list[Tensor], *given: Tensor) -> Tensor:
@@ -223,7 +235,7 @@ class _HandedOn(torch.autograd.Function):
 
 @contextmanager
 def operations_by(model: Any, call: Callable[..., Tensor]) -> Iterator[None]:
-    """A model whose blocks run ``call(operation, *args)`` for a while, in place of an operation."""
+    """Let a model's blocks run ``call(operation, *args)`` for each operation in this context."""
     layers = [block.mixer for block in model.blocks]
     names = ["move" if hasattr(layer, "move") else "mix" for layer in layers]
 
@@ -240,7 +252,7 @@ def operations_by(model: Any, call: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def captured(x: MixerInputs) -> list[Operation]:
-    """Capture the inputs and outputs of the operations of graphattn's model in one pass."""
+    """Record inputs, outputs and gradients of the operations of graphattn's model in one pass."""
     calls: list[tuple[Callable[..., Tensor], Any, list[Tensor], Tensor]] = []
 
     def call(own: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -268,7 +280,10 @@ def _operation(
 
 
 def _tensors(given: Any) -> list[Tensor]:
-    """All tensors among arguments, each once: operations make use of a key that is the query."""
+    """List all tensors among arguments, each of them once.
+
+    The same tensor can be query and key, and an operation can use this to save time.
+    """
     found = (t for t in pytree.tree_leaves(given) if isinstance(t, Tensor))
     return list({id(t): t for t in found}.values())
 
@@ -282,8 +297,8 @@ def _detached(given: Any) -> tuple[Any, list[Tensor]]:
 class MixerTruth:
     """Features of one token, and the gradients of a loss on them by all weights, in float64.
 
-    The token is one that stands where it looks at no more than the first 1,536 tokens, which are
-    computed by the structured backend (the readable one would need gigabytes).
+    The token is chosen so that its features depend only on the first 1,536 tokens. The structured
+    backend computes these tokens, because the reference backend would need gigabytes.
     """
 
     def __init__(self, inputs: MixerInputs) -> None:
@@ -303,7 +318,7 @@ class MixerTruth:
         self.out, self.gradients = self.of(WholeRun(backend="structured"), double)
 
     def of(self, run: WholeRun, x: MixerInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The features, and gradients by the weights that all models have under the same name."""
+        """Return the features of the token, and the gradients of all weights but the head's."""
         out = run.features(x)[0, self.row]
         model = x.models[run.model]
         learned = {n: p for n, p in model.named_parameters() if not n.startswith("head.")}
@@ -312,7 +327,10 @@ class MixerTruth:
         return out.detach(), dict(zip(learned, gradients, strict=True))
 
     def errors_of(self, run: Any) -> tuple[float, float]:
-        """Relative: of the features, and of all gradients together."""
+        """Return the relative error of the features, and that of all gradients together.
+
+        The gradients are those of the weights that both models have under the same name.
+        """
         out, gradients = self.of(run, self.inputs)
         names = [name for name in self.gradients if name in gradients]
         pairs = [(gradients[name].double(), self.gradients[name]) for name in names]

@@ -1,11 +1,11 @@
-"""Whole vision transformers: DeiT's, and the same with Gaussian kernel attention in its place.
+"""Whole vision transformers: DeiT, and the same model with Gaussian kernel attention.
 
-Both have random weights and the shapes of DeiT (Touvron et al., 2021): patches of 16 pixels, a
-class token, learned positions, pre-norm blocks, a linear head of 1,000 classes. The one is plain
-PyTorch with one projection to queries, keys and values and SDPA; the other is
-:class:`graphattn.models.VisionTransformer`, whose mixer is
-:class:`graphattn.nn.GaussianKernelAttention` over the complete graph of all tokens, and nothing
-else is different (Projection-Free Transformers via Gaussian Kernel Attention).
+Both models have random weights and the shapes of DeiT (Touvron et al., 2021): patches of 16 pixels,
+a class token, learned positions, pre-norm blocks, and a linear head of 1,000 classes. The first
+model is plain PyTorch, with one projection to queries, keys and values, and SDPA. The second model
+is :class:`graphattn.models.VisionTransformer`. The mixer is
+:class:`graphattn.nn.GaussianKernelAttention` over the complete graph of all tokens, and the rest is
+the same (Projection-Free Transformers via Gaussian Kernel Attention).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import graphattn as ga
 from graphattn.bench.contenders.fused_attention import refuse_cudnn_on_a_cpu
 
 PATCH, CLASSES, MLP_RATIO = 16, 1000, 4
-LEARNING_RATE = 1e-5  # a step is timed again and again on the same images
+LEARNING_RATE = 1e-5  # small, because all steps use the same images
 
 
 class FusedAttention(nn.Module):
-    """One projection to queries, keys and values, SDPA, one projection back."""
+    """One projection to queries, keys and values, then SDPA, then an output projection."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FusedAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Mix the tokens, then transform each by itself."""
+    """A pre-norm block: it mixes the tokens, then transforms each token separately."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class PlainVisionTransformer(nn.Module):
-    """Images [B, 3, pixels, pixels] -> logits [B, 1000], in plain PyTorch.
+    """A model in plain PyTorch, images [B, 3, pixels, pixels] -> logits [B, 1000].
 
     Args:
         dim, heads, depth: 192, 3, 12 in DeiT-Ti; 384, 6 in DeiT-S; 768, 12 in DeiT-B.
@@ -83,14 +83,14 @@ class PlainVisionTransformer(nn.Module):
         self.head = nn.Linear(dim, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits of the images."""
         x = self.patches(images).flatten(2).mT
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
         return self.head(self.norm(self.blocks(x)[:, 0]))
 
 
 def vision_model(mixer: str, dim: int, heads: int, depth: int, pixels: int = 224) -> nn.Module:
-    """The model whose mixer is "dot", in plain PyTorch, or "gka", graphattn's.
+    """Make the model with the mixer "dot", in plain PyTorch, or "gka", by graphattn.
 
     Example:
         >>> from graphattn.bench.models.vision import vision_model
@@ -103,7 +103,7 @@ def vision_model(mixer: str, dim: int, heads: int, depth: int, pixels: int = 224
 
 
 class VisionTraining(NamedTuple):
-    """A model and what steps it."""
+    """A model and its optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -111,7 +111,7 @@ class VisionTraining(NamedTuple):
 
 @dataclass(frozen=True)
 class VisionInputs:
-    """Images, their classes, and a model per mixer, all weights in the dtype of the images."""
+    """Images, their classes, and a model per mixer, with weights in the dtype of the images."""
 
     images: Tensor
     labels: Tensor
@@ -119,7 +119,7 @@ class VisionInputs:
 
 
 def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> VisionInputs:
-    """Normal random images; AdamW, fused."""
+    """Draw images of normal random numbers, and make models with fused AdamW optimizers."""
     generator = torch.Generator().manual_seed(0)
     pixels = size["pixels"]
     images = torch.randn(size["images"], 3, pixels, pixels, generator=generator)
@@ -130,7 +130,7 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
             torch.manual_seed(0)
             model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
         model.to(device, dtype)
-        # capturable: its step count lives on the GPU, and nothing waits for it.
+        # `capturable` stores the number of steps on the GPU, so the host need not wait.
         capturable = device.type == "cuda"
         parameters = model.parameters()
         return VisionTraining(
@@ -147,13 +147,13 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
 
 @dataclass(frozen=True)
 class VisionRun:
-    """A contender that is a model; a step of training takes the place of its backward pass."""
+    """A contender that is a model; its forward and backward pass is one training step."""
 
     mixer: str
-    backend: SDPBackend = SDPBackend.FLASH_ATTENTION  # read by the mixer "dot" alone
+    backend: SDPBackend = SDPBackend.FLASH_ATTENTION  # only the mixer "dot" uses it
 
     def __call__(self, x: VisionInputs) -> Tensor:
-        """Inference: the logits of all images."""
+        """Return the logits of all images."""
         return self.logits(x, x.images)
 
     def logits(self, x: VisionInputs, images: Tensor) -> Tensor:
@@ -164,18 +164,18 @@ class VisionRun:
             return logits
 
     def loss(self, x: VisionInputs, which: slice) -> Tensor:
-        """Cross-entropy of some images."""
+        """Return the cross-entropy of some images."""
         return functional.cross_entropy(self.logits(x, x.images[which]).float(), x.labels[which])
 
     def step(self, x: VisionInputs) -> None:
-        """Forward, backward, AdamW; gradients are dropped at the end, so that none are held."""
+        """Run a training step: forward pass, backward pass, AdamW; then free the gradients."""
         optimizer = x.trained[self.mixer].optimizer
         self.loss(x, slice(None)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     def held(self, x: VisionInputs) -> float:
-        """Bytes of the weights, and of the optimizer's state as far as it is there."""
+        """Return the bytes of weights and optimizer state; the first step makes the latter."""
         model, optimizer = x.trained[self.mixer]
         numbers = [t for state in optimizer.state.values() for t in state.values()]
         tensors = [*model.parameters(), *(t for t in numbers if isinstance(t, Tensor))]

@@ -12,7 +12,13 @@ from graphattn.plot.drawing.style import INK
 
 
 def draw(record: Record) -> Figure:
-    """Ratios above, growth with the number of tokens below, each where the record has any."""
+    """Draw the ratios above, and the growth of time and memory with the number of tokens below.
+
+    A part is left out if the record has no numbers for it.
+
+    Raises:
+        ValueError: if the record has numbers for neither part.
+    """
     ratios = [asdict(row) for row in record.rows if row.ratio is not None and row.contender != OURS]
     by_length = {slope.case for slope in record.slopes}
     lengths = [asdict(row) for row in record.rows if row.case in by_length]

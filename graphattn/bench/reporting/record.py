@@ -1,4 +1,4 @@
-"""Records of benchmark runs as JSON, with their provenance."""
+"""Records of benchmark runs in JSON, with the machine and the versions that were used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Quantity = Literal["time", "memory", "error", "share of bound"]
 
 @dataclass(frozen=True)
 class Row:
-    """One contender in one pass of one case. Times in seconds, memory in bytes."""
+    """One contender in one pass of one case. Times are in seconds, memory is in bytes."""
 
     case: str
     passes: str
@@ -32,16 +32,16 @@ class Row:
     median: float
     spread: float
     rounds: int
-    ratio: float | None  # its time over graphattn's in the same run, if that has one
+    ratio: float | None  # its time divided by that of graphattn, if both were timed in this run
     peak: float | None
     share_of_bound: float | None
     error: float | None
-    captured: bool | None = None  # on a GPU: replayed, or launched anew, which the host may slow
-    threads: int | None = None  # on a CPU: with which it is fastest
-    speed: float | None = None  # on a CPU: of the machine then, as a share of its best
+    captured: bool | None = None  # on a GPU: True if replayed, False if launched by the host
+    threads: int | None = None  # on a CPU: the number of threads that was used
+    speed: float | None = None  # on a CPU: speed of the machine, as a share of its best speed
 
     def number(self, quantity: Quantity) -> float | None:
-        """The row's median time, peak memory, error or share of the bound."""
+        """Return the median time, the peak memory, the error or the share of the bound."""
         return {
             "time": self.median,
             "memory": self.peak,
@@ -52,21 +52,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target and what was measured: a ratio, or a number in seconds or bytes."""
+    """One target and its measurement: a ratio, or a number in the unit of its quantity."""
 
     case: str
     passes: str
     quantity: Quantity
     of: str  # a contender, or "one / other" for a ratio
     is_ratio: bool
-    measured: float | None  # None where something is missing
+    measured: float | None  # None if a measurement is missing
     spread: float | None
     at_most: float | None
     at_least: float | None
 
     @property
     def met(self) -> bool | None:
-        """Whether it is in bounds; None where nothing was measured."""
+        """Tell whether the target was met; None if nothing was measured."""
         if self.measured is None:
             return None
         if self.at_most is not None:
@@ -95,8 +95,9 @@ class Record:
     missing: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Write the record as JSON: one object with a key per field. A file that is there is never
-        half of one.
+        """Write the record as JSON: one object with one key per field.
+
+        The file is written under another name and then renamed, so `path` is never half a record.
         """
         unfinished = path.with_name(path.name + ".part")
         unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -104,7 +105,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """Read a record of :meth:`Record.write`; a ValueError for anything else."""
+    """Read a record that :meth:`Record.write` wrote; raise a ValueError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Record(
@@ -122,7 +123,7 @@ def read(path: Path) -> Record:
 
 
 def provenance(device: torch.device, size: str) -> dict[str, Any]:
-    """Return the provenance of a record's numbers."""
+    """Return the machine, the versions, the date and the size that a record's numbers belong to."""
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
@@ -143,13 +144,16 @@ def provenance(device: torch.device, size: str) -> dict[str, Any]:
 
 
 def _huge_pages() -> str:
-    """Whether torch asks for them, for all tensors of 2 MB or more: contenders alike."""
+    """Describe whether PyTorch requests huge pages.
+
+    PyTorch requests them for tensors of 2 MB or more, and for all contenders in the same way.
+    """
     asked = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
     return "asked for (THP_MEM_ALLOC_ENABLE=1)" if asked else "as the system gives them"
 
 
 def _version(package: str) -> str | None:
-    """Return the version of an installed package; None where it is not."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -166,7 +170,10 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, "+" where files differ from it; None for an installed package."""
+    """Return the commit of the checkout, or None for an installed package.
+
+    A "+" follows the commit if files of the package differ from it.
+    """
     folder = Path(graphattn.__file__).parent
     try:
         run, changed = (

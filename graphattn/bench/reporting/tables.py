@@ -1,4 +1,4 @@
-"""A run as tables: the rows of a case, the targets, and the ratios of an older record."""
+"""Tables of a run: the rows of a case, the targets, and a comparison with an older record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphattn.bench.reporting.record import Quantity, Record, Row, Slope, Verdi
 from graphattn.plain_tables import plain_table, short
 
 MEGABYTE = 1e6
-BUSY = 0.8  # of the speed of the machine; below, a line under a table says so
+BUSY = 0.8  # share of the best speed of the machine; a note appears if it is lower
 ROW_HEADER = ("time", "spread", "ratio", "memory", "of bound", "error")
 TARGET_HEADER = ("measured", "spread", "target", "")
 
@@ -21,7 +21,7 @@ TARGET_HEADER = ("measured", "spread", "target", "")
 def case_table(
     case: BenchmarkCase, rows: list[Row], slopes: list[Slope], size_name: str, device: str
 ) -> Table:
-    """Every contender, one pass after the other."""
+    """Build the table of one case: all contenders, first of one pass, then of the next."""
     size = ", ".join(f"{name} {value:,}" for name, value in case.size(size_name, device).items())
     table = plain_table(f"{case.title} ({size})")
     table.add_column("", min_width=20)
@@ -39,7 +39,12 @@ def case_table(
 
 
 def notes(rows: list[Row]) -> Iterable[str]:
-    """Images or tokens per second, where curves cross, and which times on a GPU hold more."""
+    """Yield the notes under a table.
+
+    They give images or tokens per second, the share of a model's parts, the degrees at which a
+    peer becomes faster, the threads and the speed of a CPU, and the contenders on a GPU whose time
+    includes that of the host.
+    """
     for passes in dict.fromkeys(row.passes for row in rows if "images" in row.size):
         speeds = (
             f"{row.contender} {row.size['images'] / row.median:,.0f}"
@@ -61,8 +66,10 @@ def notes(rows: list[Row]) -> Iterable[str]:
 
 
 def threads_and_speed(rows: list[Row]) -> Iterable[str]:
-    """Describe the threads and the speed of a CPU: whom other threads only slow down, and when
-    others used the machine.
+    """Yield notes on the threads and the speed of a CPU.
+
+    They name the contenders that are fastest with one thread, and the passes during which the
+    machine was busy.
     """
     has_more = any((row.threads or 1) > 1 for row in rows)
     for passes in dict.fromkeys(row.passes for row in rows):
@@ -78,9 +85,10 @@ def threads_and_speed(rows: list[Row]) -> Iterable[str]:
 
 
 def crossings(rows: list[Row]) -> Iterable[str]:
-    """The degree from which on a contender is faster than graphattn, pass by pass.
+    """Yield, for each pass, the degree above which a contender is faster than graphattn.
 
-    Between the two degrees where the ratio passes 1 it is taken for a power of the degree.
+    The ratio of the times falls below 1 between two measured degrees. Between them, the ratio is
+    interpolated as a power of the degree.
     """
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
@@ -104,7 +112,7 @@ def crossings(rows: list[Row]) -> Iterable[str]:
 
 
 def row_cells(row: Row) -> list[str]:
-    """The numbers of a row, under `ROW_HEADER`."""
+    """Format the numbers of a row for the columns of `ROW_HEADER`."""
     return [
         f"{1000 * row.median:,.4g} ms",
         f"±{row.spread:.0%}",
@@ -116,17 +124,17 @@ def row_cells(row: Row) -> list[str]:
 
 
 def slope_text(slope: Slope) -> str:
-    """``forward: time ~ tokens^1.02``."""
+    """Format an exponent, for example ``forward: time ~ tokens^1.02``."""
     return f"{slope.passes}: {slope.quantity} ~ tokens^{slope.exponent:.2f}"
 
 
 def times(ratio: float | None) -> str:
-    """A ratio as it is shown; nothing where one side was not timed."""
+    """Format a ratio; the text is empty if one of the two times is missing."""
     return "" if ratio is None else f"{short(ratio)}x" if ratio < 0.01 else f"{ratio:.2f}x"
 
 
 def target_table(targets: list[Verdict], size_name: str) -> Table:
-    """Table of measurements beside their targets."""
+    """Build the table of the measurements and their targets."""
     table = plain_table("Targets")
     table.add_column("", min_width=30)
     for name in TARGET_HEADER:
@@ -143,13 +151,16 @@ def target_table(targets: list[Verdict], size_name: str) -> Table:
 
 
 def target_text(target: Verdict) -> str:
-    """``time: graphattn / SDPA``; forward only, where nothing else is said."""
+    """Format the subject of a target, for example ``time: graphattn / SDPA``.
+
+    The text begins with the pass, unless the pass is forward only.
+    """
     text = f"{target.quantity}: {target.of}"
     return text if target.passes == FORWARD else f"{target.passes}, {text}"
 
 
 def target_cells(target: Verdict) -> list[str]:
-    """The numbers of a target, under `TARGET_HEADER`."""
+    """Format the numbers of a target for the columns of `TARGET_HEADER`."""
     bound = target.at_most if target.at_most is not None else target.at_least
     sign = "≤" if target.at_most is not None else "≥"
     measured = "not measured"
@@ -164,7 +175,7 @@ def target_cells(target: Verdict) -> list[str]:
 
 
 def amount(value: float, quantity: Quantity, is_ratio: bool) -> str:
-    """A number with its unit, in three digits."""
+    """Format a number with its unit."""
     if is_ratio:
         return f"{short(value)}x"
     if quantity == "time":
@@ -175,7 +186,10 @@ def amount(value: float, quantity: Quantity, is_ratio: bool) -> str:
 
 
 def comparison(older: Record, rows: list[Row]) -> Table:
-    """Ratios to graphattn then and now: they hold on a busy machine, times do not."""
+    """Build a table of the ratios and times of an older record and of this run.
+
+    Ratios remain valid on a busy machine, but times do not.
+    """
     facts = older.provenance
     before = {key_of(row): row for row in older.rows}
     table = plain_table(f"Ratios, compared with {facts['date']} ({facts['commit']})")
@@ -196,5 +210,5 @@ def comparison(older: Record, rows: list[Row]) -> Table:
 
 
 def key_of(row: Row) -> tuple[object, ...]:
-    """Return the key by which rows of two records are compared."""
+    """Return the key that corresponding rows of two records share."""
     return row.case, row.passes, row.contender, tuple(row.size.items())

@@ -1,4 +1,4 @@
-"""Sections 2.1 to 2.3: consensus steps are a low-pass filter, and where it stops being one."""
+"""Sections 2.1 to 2.3: consensus steps are a low-pass filter up to a limit of the step size."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ from graphattn.plain_tables import counted
 
 Array = NDArray[np.float64]
 NEAR = 1e-6  # "just below" and "just above" a limit
-SIGNALS = 8  # random ones per graph
+SIGNALS = 8  # random signals per graph
 
 
 def gradient_step(graph: ga.TokenGraph, u: Tensor, eta: float, weight: Tensor | None) -> Tensor:
-    """u - eta grad E(u) (Eq. 7), the gradient by autograd: no Laplacian is involved."""
+    """Compute u - eta grad E(u) (Eq. 7).
+
+    The gradient comes from autograd, so the Laplacian is not used.
+    """
     u = u.detach().requires_grad_()
     (slope,) = torch.autograd.grad(ga.spectral.energy(graph, u, weight), u)
     return (u - eta * slope).detach()
 
 
 def filter_matrix(graph: ga.TokenGraph, eta: float, weight: Tensor | None) -> Array:
-    """H, column by column: what a step makes of the unit vectors."""
+    """Compute the matrix H of a step; its columns are the results of the unit vectors."""
     unit = torch.eye(graph.num_tokens, dtype=torch.float64)
     return gradient_step(graph, unit, eta, weight).numpy()
 
 
 def modes(graph: ga.TokenGraph, weight: Tensor | None) -> tuple[Array, Tensor]:
-    """Eigenvalues of the Laplacian, ascending, and its eigenvectors as columns."""
+    """Compute the eigenvalues of the Laplacian in ascending order, and eigenvectors as columns."""
     values, vectors = np.linalg.eigh(ga.spectral.laplacian(graph, weight).toarray())
     return values, torch.from_numpy(vectors)
 
 
 def energies(graph: ga.TokenGraph, u: Tensor, weight: Tensor | None) -> Tensor:
-    """The energy of every column."""
+    """Compute the energy of every column of u."""
     return torch.stack([ga.spectral.energy(graph, column, weight) for column in u.T])
 
 
 def signals(num_tokens: int, seed: int) -> Tensor:
-    """Random ones, [N, SIGNALS]."""
+    """Draw random signals, [N, SIGNALS]."""
     return torch.randn(num_tokens, SIGNALS, dtype=torch.float64, generator=generator(seed))
 
 
 def energy_is_quadratic_form(size: Size) -> Iterator[ClaimCase]:
-    """E(u) = u^T L u with the Laplacian of the symmetrised weights, on digraphs too."""
+    """Check E(u) = u^T L u with the Laplacian of the symmetrised weights, on digraphs too."""
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         L = torch.from_numpy(ga.spectral.laplacian(graph, weight).toarray())
         u = signals(graph.num_tokens, n)
@@ -60,7 +63,7 @@ def energy_is_quadratic_form(size: Size) -> Iterator[ClaimCase]:
 
 
 def step_is_filter(size: Size) -> Iterator[ClaimCase]:
-    """The gradient step is the matrix I - 2 eta L (Eq. 6, 7)."""
+    """Check that the gradient step is the matrix I - 2 eta L (Eq. 6, 7)."""
     for name, graph, weight in weighted_graphs(size.draws):
         eta = ga.spectral.max_step_size(graph, weight)
         L = ga.spectral.laplacian(graph, weight).toarray()
@@ -69,14 +72,17 @@ def step_is_filter(size: Size) -> Iterator[ClaimCase]:
 
 
 def laplacian_is_semidefinite(size: Size) -> Iterator[ClaimCase]:
-    """No eigenvalue below 0, relative to the largest."""
+    """Check that no eigenvalue is below 0, relative to the largest one."""
     for name, graph, weight in weighted_graphs(size.draws):
         values, _ = modes(graph, weight)
         yield ClaimCase(name, float(values[0] / values[-1]), 1e-13)
 
 
 def modes_keep_their_sign(size: Size) -> Iterator[ClaimCase]:
-    """Check signs just below 1 / (2 lambda_max): what is left of every mode is >= 0."""
+    """Check that no mode changes its sign in a step.
+
+    The step size is just below 1 / (2 lambda_max). The factor of every mode is then >= 0.
+    """
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 - NEAR) * ga.spectral.max_step_size(graph, weight)
@@ -85,8 +91,9 @@ def modes_keep_their_sign(size: Size) -> Iterator[ClaimCase]:
 
 
 def top_mode_flips(size: Size) -> Iterator[ClaimCase]:
-    """Check the top mode just above 1 / (2 lambda_max): the top mode changes sign, so the limit
-    cannot be raised.
+    """Check that the top mode changes its sign with a step size just above 1 / (2 lambda_max).
+
+    This limit of the step size is therefore the largest possible one.
     """
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
@@ -96,8 +103,9 @@ def top_mode_flips(size: Size) -> Iterator[ClaimCase]:
 
 
 def energy_falls(size: Size) -> Iterator[ClaimCase]:
-    """Check the energy just below 1 / lambda_max, twice that limit: the energy of every signal
-    still falls.
+    """Check that the energy of every signal falls in a step.
+
+    The step size is just below 1 / lambda_max, which is twice the limit of `modes_keep_their_sign`.
     """
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         _, v = modes(graph, weight)
@@ -109,7 +117,7 @@ def energy_falls(size: Size) -> Iterator[ClaimCase]:
 
 
 def energy_rises_beyond(size: Size) -> Iterator[ClaimCase]:
-    """Check the energy just above 1 / lambda_max: the energy of the top mode rises."""
+    """Check that the energy of the top mode rises with a step size just above 1 / lambda_max."""
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 + NEAR) * 2 * ga.spectral.max_step_size(graph, weight)
@@ -119,28 +127,29 @@ def energy_rises_beyond(size: Size) -> Iterator[ClaimCase]:
 
 
 def convergence_rate(size: Size) -> Iterator[ClaimCase]:
-    """Steps are counted and deviations measured: their logarithm falls by log(omega_1) a step.
+    """Check that the logarithm of the deviation falls by log(omega_1) per step.
 
-    Comparing omega_1 itself would be too easy where it is near 1.
+    The deviation from the mean is measured after a number of steps. The claim compares logarithms,
+    because all values of omega_1 near 1 would agree with each other.
     """
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         eta = ga.spectral.max_step_size(graph, weight)
         omega = 1 - 2 * eta * ga.spectral.fiedler_value(graph, weight)
-        if omega < 0.05:  # gone after some steps: nothing to measure
+        if omega < 0.05:  # the deviation vanishes after a few steps
             continue
         steps = max(4, math.ceil(math.log(1e-4) / math.log(omega)))
         many = np.linalg.matrix_power(filter_matrix(graph, eta, weight), steps)
         u = signals(graph.num_tokens, n).numpy()
-        for _ in range(40):  # until the slowest mode is alone, and once more
+        for _ in range(40):  # the slowest mode remains; the last round is measured
             u = u - u.mean(0)
-            u = u / np.linalg.norm(u)  # all is linear: this keeps it away from rounding
+            u = u / np.linalg.norm(u)  # the step is linear, and a norm of 1 avoids rounding to 0
             u = many @ u
         measured = math.log(np.linalg.norm(u - u.mean(0))) / steps
         yield ClaimCase(name, -abs(measured / math.log(omega) - 1), 0.01)
 
 
 def smoothing_rate_is_omega(size: Size) -> Iterator[ClaimCase]:
-    """Check that the smoothing rate is the largest factor but that of constants."""
+    """Check that the smoothing rate is the largest factor of a mode that is not constant."""
     for name, graph, weight in weighted_graphs(size.draws):
         eta = ga.spectral.max_step_size(graph, weight)
         factors = np.sort(np.linalg.eigvalsh(filter_matrix(graph, eta, weight)))
@@ -149,7 +158,7 @@ def smoothing_rate_is_omega(size: Size) -> Iterator[ClaimCase]:
 
 
 def deviation_is_bounded(size: Size) -> Iterator[ClaimCase]:
-    """||H^n u - mean|| <= omega_1^n ||u|| for n = 1, 10, 100 (Eq. 13)."""
+    """Check ||H^n u - mean|| <= omega_1^n ||u|| for n = 1, 10, 100 (Eq. 13)."""
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         eta = ga.spectral.max_step_size(graph, weight)
         omega = 1 - 2 * eta * ga.spectral.fiedler_value(graph, weight)
@@ -163,7 +172,10 @@ def deviation_is_bounded(size: Size) -> Iterator[ClaimCase]:
 
 
 def limit_is_mean(size: Size) -> Iterator[ClaimCase]:
-    """After as many steps as it takes for rounding to be all that is left."""
+    """Check that the limit of many steps is the mean.
+
+    The number of steps is so large that only rounding errors remain.
+    """
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         eta = ga.spectral.max_step_size(graph, weight)
         steps = ga.spectral.steps_until_consensus(graph, eta, tolerance=1e-14, edge_weight=weight)
@@ -173,7 +185,10 @@ def limit_is_mean(size: Size) -> Iterator[ClaimCase]:
 
 
 def steps_are_enough(size: Size) -> Iterator[ClaimCase]:
-    """After the promised number of steps the slowest mode is below the tolerance, not before."""
+    """Check that `steps_until_consensus` returns the smallest sufficient number of steps.
+
+    The slowest mode is below the tolerance after this number of steps, but not one step earlier.
+    """
     tolerance = 1e-3
     for name, graph, weight in weighted_graphs(size.draws):
         eta = ga.spectral.max_step_size(graph, weight)

@@ -1,4 +1,4 @@
-"""The graphs that claims are tried on: some of each family, and random ones."""
+"""The graphs on which claims are checked: graphs of several families, and random graphs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import graphattn as ga
 
 
 def generator(seed: int) -> torch.Generator:
-    """A source of random numbers of its own."""
+    """Make a separate generator of random numbers."""
     return torch.Generator().manual_seed(seed)
 
 
 def random_digraph(seed: int, *, num_tokens: int | None = None) -> tuple[ga.TokenGraph, Tensor]:
-    """A connected digraph with one-sided edges and self-loops, and weights of many sizes, [E]."""
+    """Draw a connected digraph, and weights of different sizes, [E].
+
+    The graph has self-loops, and edges without the edge in the opposite direction.
+    """
     draw = generator(seed)
     N = num_tokens or int(torch.randint(4, 25, (), generator=draw))
     share = float(torch.rand((), generator=draw)) * 0.5
     mask = torch.rand(N, N, generator=draw) < share
     token = torch.arange(N)
-    mask[token, (token + 1) % N] = True  # a ring holds it together
+    mask[token, (token + 1) % N] = True  # a ring makes the graph connected
     graph = ga.from_mask(mask)
     weight = torch.empty(graph.num_edges, dtype=torch.float64).exponential_(generator=draw)
     return graph, weight
 
 
 def weighted_graphs(draws: int) -> Iterator[tuple[str, ga.TokenGraph, Tensor | None]]:
-    """Graphs of every family without weights, then random ones with."""
+    """Yield graphs of several families without weights, then random graphs with weights."""
     yield "path 24, w 2", ga.window_path_graph(24, 2), None
     yield "cycle 21, w 3", ga.window_cycle_graph(21, 3), None
     yield "complete 12", ga.complete_graph(12), None
@@ -43,9 +46,10 @@ def weighted_graphs(draws: int) -> Iterator[tuple[str, ga.TokenGraph, Tensor | N
 
 
 def star(leaves: int) -> ga.TokenGraph:
-    """`leaves` tokens that look at one hub, which looks at nobody.
+    """Make a star: `leaves` targets see one hub, which is their only source and sees no token.
 
-    The hub is in the middle: edges that all point backward would be taken for time.
+    The hub is in the middle. If the hub were the first token, all edges would point backward, and
+    the graph would be taken for a causal one.
     """
     hub = leaves // 2
     others = torch.tensor([i for i in range(leaves + 1) if i != hub])

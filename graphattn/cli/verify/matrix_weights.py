@@ -18,9 +18,10 @@ ZERO = 1e-11  # eigenvalues below this, relative to the largest, count as 0
 
 
 def random_matrices(graph: ga.TokenGraph, seed: int) -> Tensor:
-    """R, [E, C, C], C from 1 to 4: positive definite; eigenvalues spread by up to a factor of 100.
+    """Draw positive definite matrices R, [E, C, C], with C from 1 to 4.
 
-    Every third draw has R = I, where the bounds meet.
+    The eigenvalues differ by up to a factor of 100. Every third draw has R = I up to rounding.
+    The lower and the upper bound of the claim are equal for R = I.
     """
     draw = generator(seed)
     C, E = int(torch.randint(1, 5, (), generator=draw)), graph.num_edges
@@ -31,9 +32,9 @@ def random_matrices(graph: ga.TokenGraph, seed: int) -> Tensor:
 
 
 def block_laplacian(graph: ga.TokenGraph, R: Tensor) -> Array:
-    """The matrix of E(u) = 1/2 sum (u_i - u_j)^T R_ij (u_i - u_j), edge by edge, [N C, N C].
+    """Build the matrix of E(u) = 1/2 sum (u_i - u_j)^T R_ij (u_i - u_j), [N C, N C].
 
-    Eq. 21 to 23 with the weights symmetrised first.
+    The code adds one edge after another. This is Eq. 21 to 23 with symmetrised weights.
     """
     N, C = graph.num_tokens, R.shape[-1]
     L = np.zeros((N, C, N, C))
@@ -45,7 +46,7 @@ def block_laplacian(graph: ga.TokenGraph, R: Tensor) -> Array:
 
 
 def random_cases(size: Size) -> Iterator[tuple[str, ga.TokenGraph, Tensor]]:
-    """Paths and digraphs, each with random matrices."""
+    """Yield paths and digraphs, each with random matrices."""
     for seed in range(size.draws):
         N = 5 + seed % 12
         path = ga.window_path_graph(N, 2)
@@ -55,7 +56,11 @@ def random_cases(size: Size) -> Iterator[tuple[str, ga.TokenGraph, Tensor]]:
 
 
 def sandwich(size: Size) -> Iterator[ClaimCase]:
-    """The Fiedler value with R lies between the extremes of R times the one without."""
+    """Check the bounds of the Fiedler value with matrices R.
+
+    The bounds are the smallest and the largest eigenvalue of R, each times the Fiedler value
+    without R.
+    """
     for name, graph, R in random_cases(size):
         value = float(np.linalg.eigvalsh(block_laplacian(graph, R))[R.shape[-1]])
         lower, upper = ga.spectral.matrix_fiedler_bounds(graph, R)
@@ -63,7 +68,7 @@ def sandwich(size: Size) -> Iterator[ClaimCase]:
 
 
 def fiedler_value_with_matrices(size: Size) -> Iterator[ClaimCase]:
-    """The library's value beside the (C + 1)-th eigenvalue of the matrix built edge by edge."""
+    """Compare the library's value with eigenvalue C + 1 of the matrix built edge by edge."""
     for name, graph, R in random_cases(size):
         expected = float(np.linalg.eigvalsh(block_laplacian(graph, R))[R.shape[-1]])
         found = ga.spectral.matrix_fiedler_value(graph, R)
@@ -71,7 +76,10 @@ def fiedler_value_with_matrices(size: Size) -> Iterator[ClaimCase]:
 
 
 def zero_eigenvalues(size: Size) -> Iterator[ClaimCase]:
-    """C of them for every connected part, no more: the error is the difference in number."""
+    """Check that the matrix has exactly C zero eigenvalues per connected part of the graph.
+
+    The error is the difference between the two numbers.
+    """
     for name, graph, R in random_cases(size):
         for parts in (1, 2):
             together, blocks = graph, R
@@ -86,7 +94,10 @@ def zero_eigenvalues(size: Size) -> Iterator[ClaimCase]:
 
 
 def random_layer(seed: int) -> tuple[ga.nn.SelfConsensus, ga.TokenGraph, Tensor]:
-    """A layer in float64 whose projections are the identity, so that its step is what is left."""
+    """Make a layer in float64, a graph and random tokens.
+
+    The projections of the layer are the identity, so the layer computes only its step.
+    """
     torch.manual_seed(seed)
     dim, heads = 8, 2
     layer = ga.nn.SelfConsensus(
@@ -102,17 +113,19 @@ def random_layer(seed: int) -> tuple[ga.nn.SelfConsensus, ga.TokenGraph, Tensor]
         for projection in (layer.source_proj, layer.output_proj):
             projection.weight.copy_(torch.eye(dim))
         for parameter in layer.edge_net.parameters():
-            parameter.mul_(1 + 3 * torch.rand(()))  # more uneven than fresh ones
+            parameter.mul_(1 + 3 * torch.rand(()))  # larger differences than after initialisation
     graph, _ = random_digraph(seed, num_tokens=6 + seed % 5)
     return layer, graph, torch.randn(graph.num_tokens, dim, dtype=torch.float64)
 
 
 @torch.no_grad()
 def step_matrices(layer: ga.nn.SelfConsensus, x: Tensor, graph: ga.TokenGraph) -> Tensor:
-    """The step from u while the matrices stay those of x: linear in u; one per head, [H, ND, ND].
+    """Compute the matrix of the layer's step for every head, [H, ND, ND].
+
+    The step is linear in its state if the matrices of the edges are fixed, here to those of x.
 
     Raises:
-        ArithmeticError: if they are not what the layer does with x itself.
+        ArithmeticError: if the matrices, applied to x, do not give the output of the layer.
     """
     N, H, D = graph.num_tokens, layer.heads, layer.head_dim
     unit = torch.eye(N * D, dtype=torch.float64).view(N * D, N, 1, D).expand(-1, -1, H, -1)
@@ -133,7 +146,7 @@ def step_matrices(layer: ga.nn.SelfConsensus, x: Tensor, graph: ga.TokenGraph) -
 
 
 def automatic_step_never_oscillates(size: Size) -> Iterator[ClaimCase]:
-    """No eigenvalue of the step is below 0, whatever the weights."""
+    """Check that no eigenvalue of the step is below 0, for random weights."""
     for seed in range(size.draws):
         layer, graph, x = random_layer(seed)
         values = torch.linalg.eigvalsh(step_matrices(layer, x, graph))
@@ -141,7 +154,10 @@ def automatic_step_never_oscillates(size: Size) -> Iterator[ClaimCase]:
 
 
 def automatic_step_is_low_pass(size: Size) -> Iterator[ClaimCase]:
-    """A symmetric matrix with largest eigenvalue 1: agreement stays, nothing grows."""
+    """Check that the matrix of the step is symmetric and that its largest eigenvalue is 1.
+
+    No mode then grows in a step.
+    """
     for seed in range(size.draws):
         layer, graph, x = random_layer(seed)
         H = step_matrices(layer, x, graph)
@@ -152,7 +168,7 @@ def automatic_step_is_low_pass(size: Size) -> Iterator[ClaimCase]:
 
 @torch.no_grad()
 def automatic_step_descends(size: Size) -> Iterator[ClaimCase]:
-    """The energy of every head falls, for the token features and for random states."""
+    """Check that the energy of every head falls, for the token features and for random states."""
     for seed in range(size.draws):
         layer, graph, x = random_layer(seed)
         N, H, D = graph.num_tokens, layer.heads, layer.head_dim
@@ -169,7 +185,7 @@ def automatic_step_descends(size: Size) -> Iterator[ClaimCase]:
 
 
 def _energy(graph: ga.TokenGraph, R: Tensor, u: Tensor) -> Tensor:
-    """Eq. 14 per head: u [N, H, D], R [E, H, D, D]."""
+    """Compute the energy of every head (Eq. 14) from u [N, H, D] and R [E, H, D, D]."""
     source, target = graph.edge_index
     gap = u[target] - u[source]
     return 0.5 * torch.einsum("ehc,ehcd,ehd->h", gap, R, gap)

@@ -18,9 +18,10 @@ EPS = float(np.finfo(np.float64).eps)
 
 
 def cycle_closed_form(size: Size) -> Iterator[ClaimCase]:
-    """4 sum sin^2(pi j / N) beside the spectrum of the Laplacian, for every cycle.
+    """Compare 4 sum sin^2(pi j / N) with the spectrum of the Laplacian, for every cycle.
 
-    The Laplacian is circulant (checked), so its eigenvalues are the Fourier transform of a row.
+    The code checks that the Laplacian is circulant. The eigenvalues are then the Fourier
+    transform of the first row.
     """
     for N in range(3, size.every + 1):
         spectra = circulant_spectrum(laplacians(ga.window_cycle_graph, N))
@@ -30,7 +31,7 @@ def cycle_closed_form(size: Size) -> Iterator[ClaimCase]:
 
 
 def cycle_monotone(size: Size) -> Iterator[ClaimCase]:
-    """A wider window mixes faster."""
+    """Check that lambda_1 of a cycle increases with the window."""
     for N in range(3, size.every + 1):
         values = [ga.spectral.cycle_fiedler_value(N, w) for w in windows(N)]
         for w, (narrow, wide) in enumerate(pairwise(values), start=1):
@@ -38,10 +39,10 @@ def cycle_monotone(size: Size) -> Iterator[ClaimCase]:
 
 
 def path_bounds(size: Size) -> Iterator[ClaimCase]:
-    """2 S <= lambda_1 <= 4 S for every path, with all eigenvalues of the Laplacian.
+    """Check 2 S <= lambda_1 <= 4 S for every path, with all eigenvalues of the Laplacian.
 
-    At w = 1 the upper bound is an equation, so rounding may seem to break it: an eigenvalue is
-    known up to a few eps of the largest one.
+    For w = 1, lambda_1 is equal to the upper bound, so a rounding error can exceed it. The error of
+    an eigenvalue is a few eps of the largest eigenvalue.
     """
     for N in range(3, size.every + 1):
         spectra = mirror_spectrum(laplacians(ga.window_path_graph, N))
@@ -50,10 +51,11 @@ def path_bounds(size: Size) -> Iterator[ClaimCase]:
 
 
 def long_path_bounds(size: Size) -> Iterator[ClaimCase]:
-    """Check bounds up to 100,000 tokens, where the residual says how well lambda_1 is known.
+    """Check the bounds of lambda_1 for paths of up to 100,000 tokens.
 
-    A Rayleigh quotient is off by at most residual^2 / gap (Temple); the gap to the next
-    eigenvalue of a path is about 3 lambda_1, taken as 1 here.
+    The residual gives the error of lambda_1: a Rayleigh quotient differs from lambda_1 by at most
+    residual^2 / gap (Temple). The gap to the next eigenvalue of a path is about 3 lambda_1. To be
+    safe, the code uses lambda_1.
     """
     for N, w in size.paths:
         value, _, residual = ga.spectral.fiedler_pair(ga.window_path_graph(N, w))
@@ -61,10 +63,11 @@ def long_path_bounds(size: Size) -> Iterator[ClaimCase]:
 
 
 def cubic_growth(size: Size) -> Iterator[ClaimCase]:
-    """lambda_1 = Theta(w^3 / N^2), with constants: 2/3 <= lambda_1 N^2 / w^3 <= pi^2.
+    """Check lambda_1 = Theta(w^3 / N^2) with constants: 2/3 <= lambda_1 N^2 / w^3 <= pi^2.
 
-    From Remark 4.2: sin x >= 2 x / pi gives S >= w^3 / (3 N^2), and sin x <= x gives
-    S <= pi^2 w^3 / (4 N^2) at most (w = 1).
+    The constants follow from the bounds of Remark 4.2. The inequality sin x >= 2 x / pi gives
+    S >= w^3 / (3 N^2). The inequality sin x <= x gives S <= pi^2 w^3 / (4 N^2). This bound is
+    the one for w = 1, where the factor of w^3 / N^2 is largest.
     """
     for N, w in size.paths:
         constant = ga.spectral.fiedler_value(ga.window_path_graph(N, w)) * N**2 / w**3
@@ -73,7 +76,11 @@ def cubic_growth(size: Size) -> Iterator[ClaimCase]:
 
 
 def complete_and_separate(size: Size) -> Iterator[ClaimCase]:
-    """lambda_1(K_N) = N; without edges between two groups it is 0 exactly."""
+    """Check lambda_1 of complete graphs and of graphs with two separate groups.
+
+    The value is N for a complete graph of N tokens. The value is exactly 0 if no edge
+    joins two groups.
+    """
     for N in range(2, size.every + 1, max(1, size.every // 25)):
         found = ga.spectral.fiedler_value(ga.complete_graph(N))
         yield ClaimCase(f"complete graph, N {N}", -relative(found, N), 1e-12)
@@ -125,15 +132,15 @@ CLAIMS = [
 
 
 def windows(num_tokens: int) -> range:
-    """Every w with 1 <= w < N / 2."""
+    """Return the range of all w with 1 <= w < N / 2."""
     return range(1, (num_tokens - 1) // 2 + 1)
 
 
 def laplacians(build: Callable[[int, int], ga.TokenGraph], N: int) -> Array:
-    """The Laplacians of all windows, [W, N, N]: the graphs go as one batch, which is quicker.
+    """Compute the Laplacians of all windows, [W, N, N], as one batch of graphs to save time.
 
     Raises:
-        ArithmeticError: if the batch mixes them.
+        ArithmeticError: if the Laplacian of the batch joins two graphs.
     """
     L = ga.spectral.laplacian(ga.batch([build(N, w) for w in windows(N)])).tocoo()
     graph, row, column = L.row // N, L.row % N, L.col % N
@@ -145,26 +152,31 @@ def laplacians(build: Callable[[int, int], ga.TokenGraph], N: int) -> Array:
 
 
 def between(N: int, w: int, value: float, slack: float) -> ClaimCase:
-    """How far lambda_1 is from the nearer bound of Remark 4.2."""
+    """Compare lambda_1 with the nearer bound of Remark 4.2."""
     lower, upper = ga.spectral.path_fiedler_bounds(N, w)
     return ClaimCase(f"N {N:,}, w {w}", min(value - lower, upper - value) / value, slack)
 
 
 def relative(found: float, expected: float) -> float:
-    """The relative error of `found`."""
+    """Compute the relative error of `found`."""
     return abs(found - expected) / abs(expected)
 
 
 def rounding(values: Array, value: float) -> float:
-    """How far an eigensolver may be off, relative to `value`: a few eps of the largest."""
+    """Return the possible error of an eigensolver, relative to `value`.
+
+    The absolute error is 64 eps of the largest eigenvalue.
+    """
     return 64 * EPS * float(values[-1]) / float(value)
 
 
 def circulant_spectrum(L: Array) -> Array:
-    """Eigenvalues [*, N], ascending, of symmetric matrices [*, N, N] of shifts of their first row.
+    """Compute the eigenvalues [*, N] of symmetric circulant matrices [*, N, N], in ascending order.
+
+    Every row of a circulant matrix is the first row, shifted.
 
     Raises:
-        ArithmeticError: if they are no such matrices.
+        ArithmeticError: if a matrix is not circulant.
     """
     place = np.arange(L.shape[-1])
     shift = (place[None, :] - place[:, None]) % L.shape[-1]
@@ -174,12 +186,13 @@ def circulant_spectrum(L: Array) -> Array:
 
 
 def mirror_spectrum(L: Array) -> Array:
-    """Eigenvalues [*, N], ascending, of symmetric matrices that reversing the tokens leaves alike.
+    """Compute the eigenvalues [*, N] of symmetric matrices, in ascending order.
 
-    Their modes are even or odd under reversal: two problems of half the size.
+    Reversing the order of the tokens must not change the matrices. Every mode is then even or odd
+    under reversal, which gives two problems of half the size.
 
     Raises:
-        ArithmeticError: if they are no such matrices.
+        ArithmeticError: if reversing the order of the tokens changes a matrix.
     """
     if not np.array_equal(L, L[..., ::-1, ::-1]):
         raise ArithmeticError("the Laplacian of a path is not symmetric under reversal")

@@ -49,8 +49,8 @@ def convert(
     This includes the modules inside `nn.TransformerEncoderLayer`, `nn.TransformerEncoder`,
     `nn.TransformerDecoderLayer`, `nn.TransformerDecoder`, `nn.Transformer` and your own modules.
     Calls do not change: masks, padding, both orders of dimensions and returned weights work as
-        before. With ``mixer="dot"`` and no other option, results and gradients are those of the
-        replaced module.
+    before. With ``mixer="dot"`` and no other option, results and gradients are those of the
+    replaced module.
 
     =============== =========================================================================
     `mixer`         what takes the place of attention; its parameters

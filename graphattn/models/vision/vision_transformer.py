@@ -74,9 +74,9 @@ class VisionTransformer(BlockStack):
     Shapes:
         - **images**: [*, channels, height, width], normalised as in training
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`)
-        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or [*,
-          E, heads] over their graph, or one entry per block (a sequence of `depth`), None for a
-          block without a bias (keyword)
+        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
+          [*, E, heads] over their graph, or one entry per block (a sequence of `depth`), None for
+          a block without a bias (keyword)
         - **output**: [*, num_classes]
 
     Raises:

@@ -1,1 +1,1 @@
-"""Attention as experts write it by hand, to compare with."""
+"""Attention as experts write it by hand, for comparison."""

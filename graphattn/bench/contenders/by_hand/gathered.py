@@ -1,8 +1,8 @@
-"""Gather/scatter as one writes it for speed: compiled, and everything is gathered.
+"""RBF attention as fast compiled code, which gathers everything and scatters nothing.
 
-A compiled `index_add` adds atomically, edge by edge: threads that add to the same rows wait for
-each other. Here a row finds the edges that end in it in a table, and sums what it gathers, in the
-backward pass too, where a source finds the edges that start from it.
+A compiled `index_add` adds the edges atomically, and threads that add to the same row wait for each
+other. In this code, a table lists the edges of every target, and each target sums the gathered
+values. The backward pass also reads a table with the edges of every source.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ from torch.autograd import Function
 from graphattn.bench.cases.inputs import AttentionInputs
 from graphattn.bench.contenders.peers import check_memory, needs_compiler
 
-PADDED = 1.5  # times as many places as edges, at most, for a single table
+PADDED = 1.5  # largest ratio of places to edges for which one table is used
 
 
 class Table(NamedTuple):
-    """Some rows and what each sums over, [rows, width]; unused places hold a 0 and are no edge."""
+    """Some rows and their edges, [rows, width]; unused places contain 0 and are no edges."""
 
     rows: Tensor
     ends: Tensor  # the other end of each edge
-    edges: Tensor  # its number
+    edges: Tensor  # index of each edge
     is_edge: Tensor
 
 
 class Tables(NamedTuple):
-    """All rows in tables of about equal widths, so that a few wide rows widen no others."""
+    """All rows, in one or several tables.
+
+    A table contains rows of similar degree, so a few rows with many edges do not widen the others.
+    """
 
     tables: list[Table]
-    place: Tensor  # of every row, in the rows of the tables one after the other
+    place: Tensor  # index of every row in the joined rows of all tables
     num_edges: int
 
     @property
     def places(self) -> int:
-        """Number of places in all tables, edges or not."""
+        """The number of places in all tables, with and without an edge."""
         return sum(table.ends.numel() for table in self.tables)
 
 
 def tables_of(rows: Tensor, ends: Tensor, num_rows: int) -> Tables:
-    """Make tables of edges between `ends` and `rows`, in any order: one table where padding costs
-    little.
+    """Make tables of the edges between `ends` and `rows`, which may be in any order.
 
-    Otherwise widths are those of the widest row between two powers of two.
+    One table is used if its padding is small. Otherwise, the rows whose degrees lie between two
+    neighbouring powers of two share a table. The width of a table is that of its widest row.
     """
     order = rows.argsort(stable=True)
     degree = torch.bincount(rows, minlength=num_rows)
@@ -70,7 +73,7 @@ def tables_of(rows: Tensor, ends: Tensor, num_rows: int) -> Tables:
 
 
 def compiled(x: AttentionInputs) -> Tensor:
-    """RBF attention that gathers, compiled, forward and backward."""
+    """Compute RBF attention by compiled code that gathers, forward and backward."""
     needs_compiler(x.query.device)
     if "tables" not in x.prepared:
         source, target = x.graph.edge_index
@@ -84,8 +87,9 @@ def compiled(x: AttentionInputs) -> Tensor:
 
 
 class Gathered(Function):
-    """Gathered rows with a backward pass that is written down: autograd's own scatters what was
-    gathered.
+    """RBF attention with gathered rows and a hand-written backward pass.
+
+    The backward pass of autograd would scatter all gathered values.
     """
 
     @staticmethod
@@ -117,7 +121,7 @@ class Gathered(Function):
         query, key, value, out, *weights = ctx.saved_tensors
         sigma, of_targets, of_sources = ctx.given
         parts = []
-        # By number of the edge, [E, H]: every edge stands in one place of one table.
+        # In the order of the edges, [E, H]. Every edge has one place in one table.
         weight_of, pull_of = (query.new_empty(of_targets.num_edges, query.shape[1]) for _ in "wp")
         for table, weight in zip(of_targets.tables, weights, strict=True):
             d_query, pull = compile_once(d_rows)(
@@ -128,7 +132,7 @@ class Gathered(Function):
             pull_of[table.edges[table.is_edge]] = pull[table.is_edge]
         pairs = []
         for table in of_sources.tables:
-            # Outside of what is compiled: inside, they would be gathered anew for every feature.
+            # If the compiled function gathered these, it would gather them again for every feature.
             no_edge = ~table.is_edge[..., None]
             weight, pull = (
                 gathered(of_edge, table.edges).masked_fill_(no_edge, 0.0)
@@ -142,7 +146,7 @@ class Gathered(Function):
 
 
 def in_order(parts: list[Tensor], tables: Tables) -> Tensor:
-    """The rows of all tables as they stand in the graph; nothing is moved for a single table."""
+    """Join the rows of all tables in the order of the graph; one table needs no copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, tables.place)
 
 
@@ -155,7 +159,7 @@ def attend(
     is_edge: Tensor,
     sigma: float,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [rows, H, D] and weights [rows, width, H]; zeros for a row without edges."""
+    """Compute outputs [rows, H, D] and weights [rows, width, H]; a row without edges has zeros."""
     difference = query.index_select(0, rows)[:, None] - gathered(key, ends)
     logits = -difference.square().sum(-1) / (2 * sigma**2)
     weight = logits.masked_fill(~is_edge[..., None], -torch.inf).softmax(1)
@@ -174,7 +178,7 @@ def d_rows(
     ends: Tensor,
     sigma: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the queries, and by the logits over sigma^2: how hard each edge pulls."""
+    """Compute the gradients of the queries, and those of the logits divided by sigma^2."""
     d_own = d_out.index_select(0, rows)
     along = (gathered(value, ends) * d_own[:, None]).sum(-1)
     mean = (out.index_select(0, rows) * d_own).sum(-1)
@@ -192,18 +196,18 @@ def d_sources(
     rows: Tensor,
     ends: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the keys and by the values."""
+    """Compute the gradients of the keys and of the values."""
     difference = gathered(query, ends) - key.index_select(0, rows)[:, None]
     d_key = (pull[..., None] * difference).sum(1)
     return d_key, (weight[..., None] * gathered(d_out, ends)).sum(1)
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """[rows, width, *] of [*, ...]."""
+    """Gather x at the indices of a table, [rows, width, ...]."""
     return x.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 @cache
 def compile_once(function: Any) -> Any:
-    """Compile once for the sizes of one case."""
+    """Compile a function once for the sizes of one case."""
     return torch.compile(function, dynamic=False)

@@ -1,7 +1,8 @@
-"""RBF attention over rows of edges as loops in float32: numba compiles them, Python runs them.
+"""RBF attention over rows of edges, as loops in float32.
 
-A row of targets or sources is one step of a parallel loop, so that no two threads add to the same.
-Constants are of float32, because numba takes other ones for float64, and a sum with them.
+Numba compiles the loops, but Python can also run them. One target or one source is one step of a
+parallel loop, so two threads never add to the same row. Constants have the dtype float32. Otherwise
+numba would use float64 for the constants and for all sums with them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy
 
-prange: Any = range  # numba's own once it compiles these
+prange: Any = range  # replaced by numba.prange before numba compiles the loops
 ZERO, ONE, HALF = numpy.float32(0), numpy.float32(1), numpy.float32(0.5)
 LOWEST = numpy.float32(-3e38)  # fast mathematics has no infinity
 
@@ -19,7 +20,7 @@ LOWEST = numpy.float32(-3e38)  # fast mathematics has no infinity
 def forward(
     query: Any, key: Any, value: Any, rowptr: Any, source: Any, out: Any, log_sum: Any, scale: Any
 ) -> None:
-    """Fill outputs [N, H, D], 0 for a row without edges, and log-sums [N, H]."""
+    """Write outputs [N, H, D] and log-sums [N, H]; the output of a row without edges is 0."""
     N, H, D = query.shape
     for i in prange(N):
         begin = rowptr[i]
@@ -40,7 +41,7 @@ def forward(
             for e in range(count):
                 weight[h, e] = math.exp(weight[h, e] - highest)
                 total += weight[h, e]
-            share = ONE / max(total, ONE)  # the largest term is 1, if there is one
+            share = ONE / max(total, ONE)  # the largest term is 1 unless the row is empty
             for e in range(count):
                 weight[h, e] *= share
             log_sum[i, h] = highest + math.log(max(total, ONE))
@@ -73,7 +74,10 @@ def backward(
     pull: Any,
     scale: Any,
 ) -> None:
-    """Fill three gradients; weights and pulls [E, H] are kept from targets for sources."""
+    """Write the gradients of query, key and value.
+
+    The loop over targets stores `weight` and `pull`, [E, H], which the loop over sources reads.
+    """
     N, H, D = query.shape
     for i in prange(N):
         mean = numpy.empty(H, numpy.float32)

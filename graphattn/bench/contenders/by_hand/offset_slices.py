@@ -1,8 +1,8 @@
-"""Attention in a narrow window by hand, compiled: every offset is a slice, nothing is gathered.
+"""Hand-written, compiled attention in a narrow window: it reads slices and gathers nothing.
 
-Two forms: a slice per offset, or one view with all of them (`unfold`). What autograd makes of
-`unfold` adds atomically what overlaps, so both have their backward pass written down: the targets
-that see a source are a window, too.
+The code has two forms: one slice per offset, or one view with all offsets (`unfold`). The backward
+pass of `unfold` by autograd adds overlapping parts atomically. Both forms therefore have a
+hand-written backward pass, which uses that the targets of a source are a window, too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from graphattn.bench.cases.inputs import AttentionInputs, MissingError
 from graphattn.bench.contenders.by_hand.window_blocks import of_band
 from graphattn.bench.contenders.peers import check_memory, needs_compiler, only_on_a_cpu
 
-WIDEST = 64  # offsets; of each there is a line of code
+WIDEST = 64  # largest number of offsets; the compiled code grows with it
 
 
 class Form(NamedTuple):
-    """How windows are taken: three functions that are compiled."""
+    """One form of the computation: the three functions that are compiled."""
 
     attend: Callable[..., Any]
     d_targets: Callable[..., Any]
@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 
 def compiled_windows(form: Form) -> Callable[[AttentionInputs], Tensor]:
-    """RBF attention in that form."""
+    """Return a run of RBF attention in one of the two forms."""
 
     def run(x: AttentionInputs) -> Tensor:
         only_on_a_cpu(x.query.device)
@@ -48,7 +48,7 @@ def compiled_windows(form: Form) -> Callable[[AttentionInputs], Tensor]:
 
 
 class SlicedWindows(Function):
-    """Weights [N, H, W + 1] are kept."""
+    """RBF attention in a window; the weights [N, H, W + 1] are saved for the backward pass."""
 
     @staticmethod
     def forward(
@@ -83,23 +83,23 @@ class SlicedWindows(Function):
 
 @cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile once for the sizes of one case."""
+    """Compile a function once for the sizes of one case."""
     return torch.compile(function, dynamic=False)
 
 
 def no_edge(tokens: int, before: int, after: int) -> Tensor:
-    """[N, 1, W + 1]: places of windows beyond the ends."""
+    """Mark the places of windows beyond the ends of the sequence, [N, 1, W + 1]."""
     source = torch.arange(tokens)[:, None] + torch.arange(-before, after + 1)
     return ((source < 0) | (source >= tokens))[:, None]
 
 
-# A slice per offset. Target i sees source i + o - before at place o.
+# One slice per offset. Place o of the window of target i is source i + o - before.
 
 
 def attend_by_slices(
     query: Tensor, key: Tensor, value: Tensor, sigma: float, before: int, after: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and weights."""
+    """Compute outputs and weights."""
     N, width = len(query), before + 1 + after
     keys, values = (pad(t, (0, 0, 0, 0, before, after)) for t in (key, value))
     logits = torch.stack(
@@ -120,7 +120,7 @@ def d_targets_by_slices(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the queries, and by the logits over sigma^2: how hard each edge pulls."""
+    """Compute the gradients of the queries, and those of the logits divided by sigma^2."""
     N, width = len(query), before + 1 + after
     keys, values = (pad(t, (0, 0, 0, 0, before, after)) for t in (key, value))
     along = torch.stack([(values[o : o + N] * d_out).sum(-1) for o in range(width)], -1)
@@ -131,7 +131,10 @@ def d_targets_by_slices(
 def d_sources_by_slices(
     query: Tensor, key: Tensor, d_out: Tensor, weight: Tensor, pull: Tensor, before: int, after: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the keys and by the values; source j is seen at place o by j - o + before."""
+    """Compute the gradients of the keys and of the values.
+
+    Source j is at place o of the window of target j - o + before.
+    """
     N, width = len(key), before + 1 + after
     padded = (pad(t, (0, 0, 0, 0, after, before)) for t in (query, d_out, weight, pull))
     queries, d_outs, weights, pulls = padded
@@ -154,7 +157,7 @@ def sum_of(parts: Any) -> Tensor:
 def attend_by_unfold(
     query: Tensor, key: Tensor, value: Tensor, sigma: float, before: int, after: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and weights."""
+    """Compute outputs and weights."""
     keys, values = (windows(t, before, after) for t in (key, value))
     logits = -(query[..., None] - keys).square().sum(-2) / (2 * sigma**2)
     weight = logits.masked_fill(no_edge(len(query), before, after), -torch.inf).softmax(-1)
@@ -172,7 +175,7 @@ def d_targets_by_unfold(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the queries, and by the logits over sigma^2."""
+    """Compute the gradients of the queries, and those of the logits divided by sigma^2."""
     keys, values = (windows(t, before, after) for t in (key, value))
     along = (values * d_out[..., None]).sum(-2)
     pull = weight * (along - (out * d_out).sum(-1)[..., None]) / sigma**2
@@ -182,9 +185,10 @@ def d_targets_by_unfold(
 def d_sources_by_unfold(
     query: Tensor, key: Tensor, d_out: Tensor, weight: Tensor, pull: Tensor, before: int, after: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the keys and by the values.
+    """Compute the gradients of the keys and of the values.
 
-    In the window of the targets that see a source, the first sees it at its last place.
+    The targets that see a source are a window. The source is at the last place of the window of the
+    first of these targets.
     """
     queries, d_outs = (windows(t, after, before) for t in (query, d_out))
     weights, pulls = (
@@ -196,7 +200,7 @@ def d_sources_by_unfold(
 
 
 def windows(x: Tensor, before: int, after: int) -> Tensor:
-    """[N, *, W + 1] of [N, *], zeros beyond the ends; a view of the padded tensor."""
+    """Return all windows as a view of the padded tensor, [N, *] -> [N, *, W + 1]."""
     return pad(x, (0, 0, 0, 0, before, after)).unfold(0, before + 1 + after, 1)
 
 

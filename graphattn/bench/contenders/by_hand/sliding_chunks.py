@@ -1,8 +1,9 @@
-"""Attention in a window with global tokens by hand: sliding chunks by SDPA, as for Longformer.
+"""Hand-written attention in a window with global tokens: sliding chunks, as in Longformer.
 
-Chunks of queries attend to the keys around them, all queries to the few global keys, and global
-queries to all keys. The first two are merged by the logarithms of their sums. In the backward pass
-each of them is given the merged output and sum: then its weights are those among all keys.
+The code has three parts. Chunks of queries attend to the keys around them, by a kernel of SDPA. All
+queries attend to the few global keys. Global queries attend to all keys. The results of the first
+two parts are merged by their log-sums. The backward pass of each of these parts gets the merged
+output and the merged log-sum, so its weights are the final weights of the whole row.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from graphattn.bench.contenders.peers import only_on_a_cpu
 from graphattn.graphs.structures.composites import Union
 from graphattn.graphs.structures.structure import Band, GlobalTokens
 
-# Tokens of a chunk. For 64, 128 and 256, both passes took 603, 472 and 478 ms: 4,096 tokens, 256 on
-# each side, 4 global tokens, 8 heads of 64, one thread.
+# Number of tokens of a chunk. For 64, 128 and 256, both passes took 603, 472 and 478 ms: 4,096
+# tokens, 256 on each side, 4 global tokens, 8 heads of 64, one thread.
 CHUNK = 128
 aten = torch.ops.aten
 attend = aten._scaled_dot_product_flash_attention_for_cpu
@@ -35,14 +36,14 @@ d_attend = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Chunks(NamedTuple):
-    """A window cut into blocks that leave out the global tokens, and these; made once."""
+    """A window cut into blocks without the global sources, and the global tokens; made once."""
 
     blocks: WindowBlocks
     tokens: Tensor  # [G]
 
 
 def chunks_of(x: AttentionInputs) -> Chunks:
-    """Derive chunks from the graph alone."""
+    """Return the chunks of the graph, which are computed once per case."""
     if "chunks" not in x.prepared:
         structure = x.graph.structure
         match structure.parts if isinstance(structure, Union) else ():
@@ -56,13 +57,16 @@ def chunks_of(x: AttentionInputs) -> Chunks:
 
 
 def chunks_dot(x: AttentionInputs) -> Tensor:
-    """The dot product."""
+    """Compute dot-product attention in chunks."""
     only_on_a_cpu(x.query.device)
     return Chunked.apply(x.query, x.key, x.value, x.query.shape[-1] ** -0.5, chunks_of(x))
 
 
 def chunks_rbf(x: AttentionInputs) -> Tensor:
-    """The Gaussian kernel as a dot product: one feature more holds -|k|^2 / 2 beside a 1."""
+    """Compute RBF attention in chunks, as a dot product with one more feature.
+
+    This feature is 1 in a query and -|k|^2 / 2 in a key.
+    """
     only_on_a_cpu(x.query.device)
     chunks, D = chunks_of(x), x.query.shape[-1]
     query = pad(x.query, (0, 1), value=1.0)
@@ -72,7 +76,7 @@ def chunks_rbf(x: AttentionInputs) -> Tensor:
 
 
 class Chunked(Function):
-    """Scores and sums are kept."""
+    """Attention in chunks; the scores of the global keys and the log-sums are saved."""
 
     @staticmethod
     def forward(
@@ -98,7 +102,7 @@ class Chunked(Function):
         """Return the gradients of query, key and value."""
         query, key, value, out, log_sum, scores, of_rows, log_rows = ctx.saved_tensors
         scale, (blocks, tokens) = ctx.given
-        d_rest = d_out.index_fill(0, tokens, 0.0)  # the global rows are no part of the window
+        d_rest = d_out.index_fill(0, tokens, 0.0)  # the global rows are a separate part
         parts = d_attend(
             in_blocks(d_rest, blocks),
             *operands(query, key, value, blocks),
@@ -127,7 +131,7 @@ class Chunked(Function):
 
 
 def added_up(parts: Tensor, blocks: WindowBlocks, tokens: int) -> Tensor:
-    """[N, H, D] of what every block has for its keys, [blocks, H, B + W, D]."""
+    """Add the gradients of the keys of all blocks, [blocks, H, B + W, D] -> [N, H, D]."""
     C, H, _, D = parts.shape
     places = parts.split(blocks.size, dim=2)
     found = parts.new_zeros(C + len(places) - 1, blocks.size, H, D)
@@ -139,26 +143,26 @@ def added_up(parts: Tensor, blocks: WindowBlocks, tokens: int) -> Tensor:
 def rows_of(
     query: Tensor, key: Tensor, value: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Global queries and all keys and values, [1, H, *, D]."""
+    """Return the global queries, and all keys and values, [1, H, *, D]."""
     q, k, v = (t.transpose(0, 1)[None] for t in (query[tokens], key, value))
     return q, k, v
 
 
 def at_global_keys(of_queries: Tensor, of_keys: Tensor, tokens: Tensor) -> Tensor:
-    """Inner products [N, H, G] with those of the global tokens."""
+    """Compute the inner products of all rows with those of the global tokens, [N, H, G]."""
     return torch.einsum("nhd,ghd->nhg", of_queries, of_keys[tokens])
 
 
 def times_global(factors: Tensor, of_keys: Tensor, tokens: Tensor) -> Tensor:
-    """[N, H, D]: what belongs to the global tokens, summed with factors [N, H, G]."""
+    """Sum the rows of the global tokens with factors [N, H, G]; the result is [N, H, D]."""
     return torch.einsum("nhg,ghd->nhd", factors, of_keys[tokens])
 
 
 def at_global_tokens(factors: Tensor, of_queries: Tensor) -> Tensor:
-    """[G, H, D]: what belongs to all queries, summed with factors [N, H, G]."""
+    """Sum the rows of all queries with factors [N, H, G]; the result is [G, H, D]."""
     return torch.einsum("nhg,nhd->ghd", factors, of_queries)
 
 
 def weights(scores: Tensor, log_sum: Tensor) -> Tensor:
-    """[N, H, G]."""
+    """Compute the weights of the global keys, [N, H, G]."""
     return (scores - log_sum[..., None]).exp_()

@@ -1,7 +1,8 @@
-"""Attention in a window by hand: blocks of queries, each with the keys that it looks back at.
+"""Hand-written attention in a window: each block of queries attends to the keys of its windows.
 
-The keys of a block are a view of the padded keys, so that nothing is copied before a product. What
-a block computes and its mask then hides is B / (B + W) of the work, little for small blocks.
+The keys of a block are a view of the padded keys, so nothing is copied before a product. A block of
+B queries computes B + W logits per query, and the mask hides about B of them. The hidden share of
+the work, B / (B + W), is small for small blocks.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from graphattn.bench.cases.inputs import AttentionInputs, MissingError
 from graphattn.bench.contenders.peers import check_memory, only_on_a_cpu
 from graphattn.graphs.structures.structure import Band
 
-# Tokens of a block, unless told otherwise. For 64, 128 and 256, SDPA took 63, 61 and 73 ms forward
+# Default number of tokens of a block. For 64, 128 and 256, SDPA took 63, 61 and 73 ms forward
 # and 194, 227 and 251 ms with the backward pass: 4,096 tokens, a causal window of 256, 8 heads of
 # 64, one thread.
 BLOCK = 64
 
 
 class WindowBlocks(NamedTuple):
-    """A sequence cut into blocks, and what each looks at; made once."""
+    """A sequence cut into blocks, and the masks of the blocks; made once per case."""
 
     band: Band
     number: int
     size: int
     is_outside: Tensor  # [blocks, 1, B, B + W]: pairs that are no edge
-    additive: Tensor  # the same as 0 and -inf
+    additive: Tensor  # the same mask as 0 and -inf
 
 
 def of_band(x: AttentionInputs) -> Band:
-    """The window of the graph; what is none has no blocks."""
+    """Return the band of the graph; raise a MissingError if the graph is no window."""
     band = x.graph.structure
     if not isinstance(band, Band) or not band.self_loops or band.dilation != 1:
         raise MissingError("it supports only windows whose tokens see themselves")
@@ -45,7 +46,7 @@ def of_band(x: AttentionInputs) -> Band:
 
 
 def blocks_of(x: AttentionInputs) -> WindowBlocks:
-    """Blocks and their masks, from the graph alone."""
+    """Return the blocks of the graph and their masks, which are computed once per case."""
     if "blocks" not in x.prepared:
         x.prepared["blocks"] = cut(of_band(x), x)
     found: WindowBlocks = x.prepared["blocks"]
@@ -55,7 +56,10 @@ def blocks_of(x: AttentionInputs) -> WindowBlocks:
 def cut(
     band: Band, x: AttentionInputs, size: int = BLOCK, left_out: Tensor | None = None
 ) -> WindowBlocks:
-    """The window of every token, without the sources `left_out`, whose own rows have no meaning."""
+    """Cut the windows of all tokens into blocks.
+
+    The tokens `left_out` are removed as sources. The rows of these tokens have no meaning.
+    """
     N = x.graph.num_targets
     count = -(-N // size)
     target = torch.arange(count * size).view(count, size, 1)
@@ -65,28 +69,28 @@ def cut(
     is_edge &= (source >= 0) & (source < N)
     if left_out is not None:
         is_edge &= ~torch.isin(source, left_out)
-        is_edge |= torch.isin(target, left_out)  # these see anything, as what fills the last
-    is_edge |= target >= N  # block does: a row of nothing is NaN
+        is_edge |= torch.isin(target, left_out)  # no empty rows: these would give NaN
+    is_edge |= target >= N  # no empty rows in the padding of the last block either
     outside = ~is_edge[:, None]
     additive = torch.zeros(outside.shape, dtype=x.query.dtype)
     return WindowBlocks(band, count, size, outside, additive.masked_fill_(outside, -torch.inf))
 
 
 def operands(query: Tensor, key: Tensor, value: Tensor, blocks: WindowBlocks) -> tuple[Tensor, ...]:
-    """Queries [blocks, H, B, D]; keys and values [blocks, H, B + W, D]."""
+    """Return queries [blocks, H, B, D], and keys and values [blocks, H, B + W, D]."""
     keys, values = (looked_at(t, blocks).mT for t in (key, value))
     return in_blocks(query, blocks), keys, values
 
 
 def in_blocks(x: Tensor, blocks: WindowBlocks) -> Tensor:
-    """[blocks, H, B, *] of [N, H, *], zeros beyond the end."""
+    """Cut tokens into blocks, [N, H, *] -> [blocks, H, B, *], with zeros beyond the end."""
     filling = blocks.number * blocks.size - len(x)
     filled = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, filling)) if filling else x
     return filled.unflatten(0, (blocks.number, blocks.size)).transpose(1, 2)
 
 
 def looked_at(of_keys: Tensor, blocks: WindowBlocks) -> Tensor:
-    """Return the keys of every block, [blocks, *, B + W] of [N, *], as a view."""
+    """Return the keys of every block as a view of the padded keys, [N, *] -> [blocks, *, B + W]."""
     before, after = blocks.band.before, blocks.band.after
     last = blocks.number * blocks.size - len(of_keys)
     around = (0, 0) * (of_keys.dim() - 1) + (before, after + last)
@@ -94,12 +98,12 @@ def looked_at(of_keys: Tensor, blocks: WindowBlocks) -> Tensor:
 
 
 def by_token(out: Tensor, tokens: int) -> Tensor:
-    """[N, H, *] again."""
+    """Join the blocks of an output, [blocks, H, B, *] -> [N, H, *]."""
     return out.transpose(1, 2).flatten(0, 1)[:tokens]
 
 
 def blocks_sdpa(x: AttentionInputs) -> Tensor:
-    """The dot product by one call of SDPA: blocks are its batch."""
+    """Compute dot-product attention by one call of SDPA, with the blocks as its batch."""
     only_on_a_cpu(x.query.device)
     blocks = blocks_of(x)
     query, key, value = operands(x.query, x.key, x.value, blocks)
@@ -108,18 +112,24 @@ def blocks_sdpa(x: AttentionInputs) -> Tensor:
 
 
 def largest_by_topk(logits: Tensor, k: int) -> Tensor:
-    """The k-th largest number of every row, by torch: without an order it takes a third."""
+    """Find the k-th largest number of every row with PyTorch.
+
+    The search without sorting takes a third of the time of a sorted one.
+    """
     return logits.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
 
 
 def largest_by_numpy(logits: Tensor, k: int) -> Tensor:
-    """The k-th largest number of every row, by numpy, which sorts in vector registers."""
+    """Find the k-th largest number of every row with NumPy, which sorts in vector registers."""
     smaller = logits.shape[-1] - k
     return torch.from_numpy(numpy.sort(logits.numpy(), axis=-1)[..., smaller : smaller + 1])
 
 
 def blocks_top_k(select: Callable[[Tensor, int], Tensor]) -> Callable[[AttentionInputs], Tensor]:
-    """RBF attention with top-k: products, a threshold per row by `select`, softmax, products."""
+    """Return a run of RBF attention with top-k in blocks.
+
+    The function `select` finds the k-th largest logit of every row. Smaller logits are masked.
+    """
 
     def run(x: AttentionInputs) -> Tensor:
         only_on_a_cpu(x.query.device)
