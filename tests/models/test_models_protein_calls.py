@@ -126,7 +126,7 @@ def test_structures_of_all_lengths_share_compiled_code(mixer):
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-9)
         counts.append(counter.frame_count)
     assert counts[1] == counts[-1]
-    with pytest.raises(Exception, match="give graph, positions and edge_features"):
+    with pytest.raises(Exception, match="compute graph, positions and edge_features outside"):
         torch.compile(model, fullgraph=True, backend="eager")(tokens, structure=structure)
 
 

@@ -252,12 +252,12 @@ GRAPH = ga.window_path_graph(4, 1)
         (lambda: ga.nn.DistanceBias(3)(GRAPH, torch.zeros(4, 3)), "graph must be a TokenGraph"),
         (
             lambda: ga.nn.DistanceBias(3)(torch.zeros(5, 3), GRAPH),
-            r"positions must be floating-point of shape \[\*, 4, 3\].*got torch.float32 of shape "
-            r"\[5, 3\]",
+            r"positions must be a floating-point tensor of shape \[\*, 4, 3\].*"
+            r"got torch.float32 of shape \[5, 3\]",
         ),
         (
             lambda: ga.nn.DistanceBias(3)(torch.zeros(4, 3, dtype=torch.long), GRAPH),
-            "positions must be floating-point",
+            "positions must be a floating-point tensor",
         ),
         (
             lambda: ga.nn.DistanceBias(3)(torch.zeros(4, 3), ga.bipartite_complete_graph(4, 5)),
