@@ -153,7 +153,7 @@ def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_he
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert "attention, consensus (MIX)" in said
-    assert "a residue sees the 16 whose C-alpha atoms are nearest, of whatever chain" in said
+    assert "a residue sees the 16 residues with the nearest C-alpha atoms in any chain" in said
     assert "Nothing is held out, because there is only this structure" in said
     assert "Attention weights among neighbours in space" in (tmp_path / "report.html").read_text()
     page = " ".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).text.split())
