@@ -132,16 +132,21 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     return _read_nvidia(arch, kernel)
 
 
+# The place of an argument: its position, and the positions within tuples that it is a part of.
+Place = tuple[int, ...]
+
+
 def specialize(
     launch: Launch, backend: str
-) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
+) -> tuple[dict[str, Any], dict[Place, Any], dict[Place, list[list[Any]]]]:
     """The types, constants and known facts of a launch's arguments, as Triton's own launcher
     derives them (triton/runtime/jit.py; written out here because its form changes between
     versions, while what ``ASTSource`` takes has not from 3.4 to 3.9).
 
     Returns:
-        ``(signature, constants, attributes)``: type by parameter name; value of every constant
-        and attributes of every other argument by ``(position,)``.
+        ``(signature, constants, attributes)``: type by parameter name, a tuple of types for an
+        argument that is a tuple; value of every constant, and attributes of every other argument,
+        by ``(position,)``, or ``(position, position in the tuple)``.
 
     Raises:
         ValueError: an argument is missing, unknown, or of a type no kernel takes.
@@ -150,29 +155,37 @@ def specialize(
     unknown = sorted(set(launch.arguments) - {parameter.name for parameter in parameters})
     if unknown:
         raise ValueError(f"arguments must be parameters of {launch.kernel.__name__}, got {unknown}")
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
+    signature: dict[str, Any] = {}
+    constants: dict[Place, Any] = {}
+    attributes: dict[Place, list[list[Any]]] = {}
+
+    def type_of(value: Any, place: Place, name: str, parameter: Any) -> Any:
+        within = len(place) > 1  # Triton specializes what is in a tuple, whatever is declared
+        if isinstance(value, tuple) and not parameter.is_constexpr:
+            types = [type_of(x, (*place, i), name, parameter) for i, x in enumerate(value)]
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+        special = within or not parameter.do_not_specialize
+        declared = None if within else parameter.annotation_type
+        one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+        if parameter.is_constexpr or value is None or (one and special and not declared):
+            constants[place] = value
+            return "constexpr"
+        known: list[list[Any]] = []
+        aligned = within or not parameter.do_not_specialize_on_alignment
+        if special and aligned and _divisible(value):
+            known.append(["tt.divisibility", 16])
+        if special and backend == "hip" and _fits_buffer_instructions(value):
+            known.append(["tt.pointer_range", 32])
+        if known:
+            attributes[place] = known
+        return declared or _type_name(name, value)
+
     for position, parameter in enumerate(parameters):
         name = parameter.name
         if name not in launch.arguments and not parameter.has_default:
             raise ValueError(f"arguments must hold {name!r}, got {sorted(launch.arguments)}")
         value = launch.arguments.get(name, parameter.default)
-        special = not parameter.do_not_specialize
-        declared = parameter.annotation_type
-        one = isinstance(value, int) and not isinstance(value, bool) and value == 1
-        if parameter.is_constexpr or value is None or (one and special and not declared):
-            signature[name] = "constexpr"
-            constants[position,] = value
-            continue
-        signature[name] = declared or _type_name(name, value)
-        known: list[list[Any]] = []
-        if special and not parameter.do_not_specialize_on_alignment and _divisible(value):
-            known.append(["tt.divisibility", 16])
-        if special and backend == "hip" and _fits_buffer_instructions(value):
-            known.append(["tt.pointer_range", 32])
-        if known:
-            attributes[position,] = known
+        signature[name] = type_of(value, (position,), name, parameter)
     return signature, constants, attributes
 
 

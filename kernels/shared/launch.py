@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
@@ -73,10 +73,38 @@ class Launch(NamedTuple):
 
     kernel: Any  # a @triton.jit function
     grid: tuple[int, ...]
-    arguments: dict[str, Any]  # by name: tensors, numbers, and the constants (tl.constexpr)
+    # By name: tensors (None: the kernel is compiled without), numbers, tuples of both such as
+    # `Heads`, and the constants (tl.constexpr).
+    arguments: dict[str, Any]
     num_warps: int
     num_stages: int
     fp_fusion: bool = True
+
+
+class Heads(NamedTuple):
+    """Features of tokens by head, as kernels take them: one argument in place of three.
+
+    Element [b, n, h, f] lies at ``p + (b * N + n) * stride_n + h * stride_h + f`` if `x` is laid
+    out as :func:`graphattn.kernels.shared.layout.side_by_side` returns tensors.
+    """
+
+    p: Tensor
+    stride_n: int
+    stride_h: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Heads:
+        """The argument for a tensor `x` [B, N, H, D]."""
+        return cls(x, x.stride(1), x.stride(2))
+
+
+def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a kernel, also those in tuples."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from tensors_in(argument)
 
 
 # Not a context variable: on GPUs autograd runs backwards in a thread of its own.
@@ -100,7 +128,7 @@ def launch(
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion))
     elif 0 not in grid:
-        tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
+        tensor = next(tensors_in(arguments.values()))
         with torch.cuda.device_of(tensor):  # Triton starts kernels on the current device
             # fp_fusion is passed, because an environment variable may change Triton's default.
             kernel[grid](
