@@ -1,4 +1,5 @@
-"""Options of the tests: `pytest` interprets kernels on the CPU, `--device cuda` runs them."""
+"""Options of the tests: `pytest` interprets kernels on the CPU, `--device cuda` runs them, and
+`--device emulator` emulates what they were compiled to."""
 
 import functools
 import gc
@@ -17,8 +18,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         default="cpu",
-        choices=("cpu", "cuda"),
-        help="where tests/kernels run: in Triton's interpreter (cpu), or on a GPU",
+        choices=("cpu", "cuda", "emulator"),
+        help="where tests/kernels run: in Triton's interpreter (cpu), on a GPU, or compiled for "
+        "one and emulated",
+    )
+    parser.addoption(
+        "--arch",
+        default="sm_80",
+        choices=("sm_80", "sm_90"),
+        help="the GPU that `--device emulator` emulates",
     )
     parser.addoption(
         "--cases",

@@ -27,7 +27,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 def why_not_on(x: Tensor) -> str | None:
     """The reason why no kernel takes tensors like this one; None where some may."""
-    if x.device.type != "cuda" and not is_interpreted():
+    if x.device.type != "cuda" and not is_interpreted() and _receiver is None:
         return f"its kernels run on CUDA and HIP devices, not on {x.device.type}"
     if not HAS_TRITON:
         return "the package triton is not installed"
@@ -108,7 +108,7 @@ def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 # Not a context variable: on GPUs autograd runs backwards in a thread of its own.
-_recorded: list[Launch] | None = None
+_receiver: Callable[[Launch], None] | None = None
 
 
 def launch(
@@ -125,8 +125,8 @@ def launch(
     Without `fp_fusion`, products are rounded before they are added. Kernels that compare sums need
     that: with fused multiply-adds, threads that share a sum may hold different last bits of it.
     """
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion))
+    if _receiver is not None:
+        _receiver(Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion))
     elif 0 not in grid:
         tensor = next(tensors_in(arguments.values()))
         with torch.cuda.device_of(tensor):  # Triton starts kernels on the current device
@@ -137,15 +137,23 @@ def launch(
 
 
 @contextmanager
+def redirected(receive: Callable[[Launch], None]) -> Iterator[None]:
+    """Hand launches within the block to a function, which stands in for the device."""
+    global _receiver
+    before, _receiver = _receiver, receive
+    try:
+        yield
+    finally:
+        _receiver = before
+
+
+@contextmanager
 def recording() -> Iterator[list[Launch]]:
     """Record launches within the block, in the list that is returned, instead of running them.
 
     Tensors may be on "meta". So kernels are compiled ahead of time with exactly the arguments that
     the library starts them with.
     """
-    global _recorded
-    before, _recorded = _recorded, []
-    try:
-        yield _recorded
-    finally:
-        _recorded = before
+    recorded: list[Launch] = []
+    with redirected(recorded.append):
+        yield recorded

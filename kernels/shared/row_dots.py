@@ -73,5 +73,6 @@ def row_dots(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Tensor | Non
         SUBTRACT=subtracted is not None,
         num_warps=4,
         num_stages=1,
+        fp_fusion=False,  # threads that share a sum must hold the same bits of it
     )
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ SMALL = {name: tuning.Choice(16, 16, 4, 1) for name in tuning.KERNELS}
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """ "cpu" (interpreted, small tiles) or "cuda" (real ones); memory is NaN until written."""
+    """Yield "cpu" (small tiles) or "cuda" (real ones); memory is NaN until written.
+
+    On the CPU kernels are interpreted, or emulated as they are compiled. In the latter case the
+    test also fails if the emulator finds a race, an access out of bounds, or the like.
+    """
     chosen = request.config.getoption("--device")
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
@@ -31,8 +36,24 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        with tuning.override(**(SMALL if chosen == "cpu" else {})):
-            yield chosen
+        with ExitStack() as stack:
+            if chosen == "emulator":
+                stack.enter_context(emulating(request.config.getoption("--arch")))
+            stack.enter_context(tuning.override(**({} if chosen == "cuda" else SMALL)))
+            yield "cuda" if chosen == "cuda" else "cpu"
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
         torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@contextmanager
+def emulating(arch: str) -> Iterator[None]:
+    """Run launches within the block on an emulated GPU, and fail if it finds something."""
+    from emulator.device import emulated_gpu
+
+    gpu = emulated_gpu(arch)
+    before = len(gpu.launches)
+    with gpu.emulating():
+        yield
+    found = [launch for launch in gpu.launches[before:] if launch.findings != "none"]
+    assert not found, "\n".join(f"{launch.kernel}: {launch.findings}" for launch in found)

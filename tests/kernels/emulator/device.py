@@ -1,0 +1,207 @@
+"""Launches of the library, executed by the emulator in place of a GPU."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.kernels.check.compile import specialize
+from graphattn.kernels.shared import launch, tuning
+
+from . import arithmetic, matrices, transfers, warps
+from .global_memory import GlobalMemory
+from .machine import Machine
+from .ptx import parse
+
+INSTRUCTIONS = {
+    **arithmetic.INSTRUCTIONS,
+    **transfers.INSTRUCTIONS,
+    **warps.INSTRUCTIONS,
+    **matrices.INSTRUCTIONS,
+}
+THREADS = 4096  # of the blocks that run in step: more of them cost less each, and more memory
+CAPABILITIES = {"sm_80": 80, "sm_90": 90}
+
+
+class Compiled(NamedTuple):
+    """A kernel as the compiler made it."""
+
+    ptx: str
+    shared_bytes: int
+    parameters: list[tuple[int, ...]]  # places of the arguments that are passed, in order
+
+
+class Emulated(NamedTuple):
+    """A launch that was executed, and what was noticed."""
+
+    kernel: str
+    constants: dict[str, Any]  # the compiled version: constants, dtypes
+    blocks: int
+    warps: int
+    instructions: int  # executed, each for a batch of blocks
+    findings: str  # "none", or a line for each
+    compile_seconds: float
+    run_seconds: float
+
+
+class Device:
+    """An emulated GPU: runs launches, and keeps a record of them.
+
+    Args:
+        arch: "sm_80" or "sm_90".
+        seed: of the order in which blocks run.
+
+    Example::
+
+        device = Device("sm_90")
+        with device.emulating():
+            out, lse, saved = forward(inputs)  # CPU tensors
+        assert all(launch.findings == "none" for launch in device.launches)
+    """
+
+    def __init__(self, arch: str = "sm_80", seed: int = 0) -> None:
+        if arch not in CAPABILITIES:
+            raise ValueError(f"arch must be one of {', '.join(CAPABILITIES)}, got {arch!r}")
+        self.arch = arch
+        self.launches: list[Emulated] = []
+        self._order = random.Random(seed)
+        self._compiled: dict[str, Compiled] = {}
+        self._machines: dict[str, Machine] = {}
+
+    @contextmanager
+    def emulating(self) -> Iterator[Device]:
+        """Within the block, launches of the library run here."""
+        with tuning.compiling_for(self.arch), launch.redirected(self.run):
+            yield self
+
+    def run(self, started: launch.Launch) -> None:
+        """Execute a launch, and record it."""
+        if 0 in started.grid:
+            return
+        begin = time.perf_counter()
+        compiled = self.compile(started)
+        compiled_at = time.perf_counter()
+        machine = self.machine(compiled, started.num_warps)
+        machine.findings.counts.clear()
+        machine.executed = 0
+        self.execute(machine, compiled, started)
+        blocks = 1
+        for n in started.grid:
+            blocks *= n
+        self.launches.append(
+            Emulated(
+                started.kernel.fn.__name__,
+                dict(_constants(started.arguments)),
+                blocks,
+                started.num_warps,
+                machine.executed,
+                str(machine.findings),
+                compiled_at - begin,
+                time.perf_counter() - compiled_at,
+            )
+        )
+
+    def compile(self, started: launch.Launch) -> Compiled:
+        """The PTX of a launch's kernel, made once for every version of it."""
+        from triton import compile
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature, constants, attributes = specialize(started, "cuda")
+        options = {
+            "num_warps": started.num_warps,
+            "num_stages": started.num_stages,
+            "enable_fp_fusion": started.fp_fusion,
+        }
+        function = started.kernel.fn
+        key = repr((function.__module__, function.__name__, signature, constants, attributes, options))
+        if key not in self._compiled:
+            kernel = compile(
+                ASTSource(started.kernel, signature, constants, attributes),
+                target=GPUTarget("cuda", CAPABILITIES[self.arch], 32),
+                options=options,
+            )
+            places = [
+                place
+                for i, parameter in enumerate(started.kernel.params)
+                for place in _passed((i,), signature[parameter.name])
+            ]
+            self._compiled[key] = Compiled(kernel.asm["ptx"], kernel.metadata.shared, places)
+        return self._compiled[key]
+
+    def machine(self, compiled: Compiled, num_warps: int) -> Machine:
+        """A kernel that is ready to run."""
+        if compiled.ptx not in self._machines:
+            self._machines[compiled.ptx] = self.new_machine(compiled, num_warps)
+        return self._machines[compiled.ptx]
+
+    def new_machine(self, compiled: Compiled, num_warps: int) -> Machine:
+        """Translate a kernel."""
+        return Machine(parse(compiled.ptx), num_warps, compiled.shared_bytes, INSTRUCTIONS)
+
+    def execute(self, machine: Machine, compiled: Compiled, started: launch.Launch) -> None:
+        """Run all blocks of a launch, some at a time, in any order."""
+        values = [started.arguments.get(p.name, p.default) for p in started.kernel.params]
+        bits = [_bits(_at(values, place)) for place in compiled.parameters]
+        bits += [0] * (len(machine.program.parameters) - len(bits))  # scratch memory, not used
+        memory = GlobalMemory(launch.tensors_in(started.arguments.values()), machine.findings)
+        blocks = list(range(_product(started.grid)))
+        self._order.shuffle(blocks)
+        at_once = max(1, THREADS // machine.block_threads)
+        for begin in range(0, len(blocks), at_once):
+            machine.run(started.grid, bits, memory, blocks[begin : begin + at_once])
+
+
+def _product(numbers: Iterable[int]) -> int:
+    found = 1
+    for number in numbers:
+        found *= number
+    return found
+
+
+def _passed(place: tuple[int, ...], kind: Any) -> Iterator[tuple[int, ...]]:
+    """Places of what is passed to the kernel: constants are compiled into it."""
+    if isinstance(kind, tuple):
+        for i, part in enumerate(kind):
+            yield from _passed((*place, i), part)
+    elif kind != "constexpr":
+        yield place
+
+
+def _at(values: Any, place: tuple[int, ...]) -> Any:
+    for i in place:
+        values = values[i]
+    return values
+
+
+def _bits(value: Any) -> int:
+    """A parameter as the kernel finds it in memory."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        return struct.unpack("<I", struct.pack("<f", value))[0]
+    return int(value)
+
+
+def _constants(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What distinguishes versions of a kernel: constants, and the dtype of the first tensor."""
+    first = next(launch.tensors_in(arguments.values()), None)
+    if first is not None:
+        yield "dtype", str(first.dtype).removeprefix("torch.")
+    for name, value in arguments.items():
+        if name.isupper() and not isinstance(value, torch.Tensor):
+            yield name, value
+
+
+@cache
+def emulated_gpu(arch: str) -> Device:
+    """The emulated GPU of an architecture that all tests of a process share."""
+    return Device(arch)
