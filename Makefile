@@ -8,7 +8,7 @@ CASES ?= 1
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
-	native-check lint docs format clean
+	emulate native-check lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -70,6 +70,13 @@ kernels-check: $(NATIVE)  ## every Triton kernel compiled for sm_90, without a G
 kernels-check-all: $(NATIVE)  ## for every architecture; writes the table that is kept
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check --all \
 		--markdown docs/benchmarks/kernels.md
+
+# The same compiled code, executed by an emulator of GPUs and watched for races. `CASES=all` takes
+# out every barrier, wait and mask of every kernel, too.
+emulate: $(NATIVE)  ## compiled kernels executed on the CPU
+	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
+		--device emulator --emulated build/emulated.md \
+		$(if $(filter all,$(CASES)),,-m "not long and not slow") tests/kernels/emulator
 
 # Like kernels-check a look at kernels that tests cannot have; it takes a C++ compiler.
 native-check: $(NATIVE)  ## compiled CPU kernels under the address, behaviour and thread sanitizers

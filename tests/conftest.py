@@ -29,6 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the GPU that `--device emulator` emulates",
     )
     parser.addoption(
+        "--emulated",
+        metavar="FILE",
+        help="write a table of the launches that `--device emulator` has run",
+    )
+    parser.addoption(
         "--cases",
         type=int,
         metavar="N",

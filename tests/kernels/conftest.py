@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -38,22 +38,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     try:
         with ExitStack() as stack:
             if chosen == "emulator":
-                stack.enter_context(emulating(request.config.getoption("--arch")))
+                from emulator.device import watched
+
+                stack.enter_context(watched(request.config.getoption("--arch")))
             stack.enter_context(tuning.override(**({} if chosen == "cuda" else SMALL)))
             yield "cuda" if chosen == "cuda" else "cpu"
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
         torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
-@contextmanager
-def emulating(arch: str) -> Iterator[None]:
-    """Run launches within the block on an emulated GPU, and fail if it finds something."""
-    from emulator.device import emulated_gpu
-
-    gpu = emulated_gpu(arch)
-    before = len(gpu.launches)
-    with gpu.emulating():
-        yield
-    found = [launch for launch in gpu.launches[before:] if launch.findings != "none"]
-    assert not found, "\n".join(f"{launch.kernel}: {launch.findings}" for launch in found)

@@ -159,7 +159,9 @@ def _wide_product(machine: Machine, instruction: Instruction) -> Step:
     bits = width_of(kind)
     x, y = (machine.getter(operand, bits) for operand in operands[1:3])
     is_wide, put = "wide" in parts, machine.setter(operands[0])
-    added = machine.getter(operands[3], 2 * bits if is_wide else bits) if len(operands) > 3 else None
+    added = (
+        machine.getter(operands[3], 2 * bits if is_wide else bits) if len(operands) > 3 else None
+    )
 
     def run() -> None:
         a, b = decode(x(), kind), decode(y(), kind)
@@ -205,7 +207,10 @@ def shift(machine: Machine, instruction: Instruction) -> Step:
     """``shl`` and ``shr``; all bits are gone after as many places as there are bits."""
     name, kind = instruction.parts[0], instruction.parts[-1]
     bits, put = width_of(kind), machine.setter(instruction.operands[0])
-    x, places = machine.getter(instruction.operands[1], bits), machine.getter(instruction.operands[2])
+    x, places = (
+        machine.getter(instruction.operands[1], bits),
+        machine.getter(instruction.operands[2]),
+    )
     signed = "s" + str(bits) if kind[0] == "s" else "u" + str(bits)
 
     def run() -> None:
@@ -215,7 +220,9 @@ def shift(machine: Machine, instruction: Instruction) -> Step:
             found = value >> np.where(far, bits - 1, by).astype(value.dtype)
         else:
             near = np.where(far, 0, by).astype(value.dtype)
-            found = np.where(far, value.dtype.type(0), value << near if name == "shl" else value >> near)
+            found = np.where(
+                far, value.dtype.type(0), value << near if name == "shl" else value >> near
+            )
         put(found.view(UNSIGNED[bits // 8]))
 
     return run
@@ -340,7 +347,11 @@ def convert(machine: Machine, instruction: Instruction) -> Step:
             if x.dtype.kind == "f":
                 assert rounding is not None, instruction.text
                 whole = np.nan_to_num(rounding(x).astype(np.float64), nan=0.0)
-                low, high = (0, 2**bits - 1) if target[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+                low, high = (
+                    (0, 2**bits - 1)
+                    if target[0] == "u"
+                    else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+                )
                 x = np.clip(whole, low, high).astype(np.int64 if low else np.uint64)
             sign = SIGNED if target[0] == "s" else UNSIGNED
             found = x.astype(sign[bits // 8])
@@ -406,7 +417,10 @@ def insert(machine: Machine, instruction: Instruction) -> Step:
 def count_bits(machine: Machine, instruction: Instruction) -> Step:
     """``popc`` (bits that are set) and ``clz`` (zeros before the first one)."""
     name, bits = instruction.parts[0], width_of(instruction.parts[-1])
-    get, put = machine.getter(instruction.operands[1], bits), machine.setter(instruction.operands[0])
+    get, put = (
+        machine.getter(instruction.operands[1], bits),
+        machine.setter(instruction.operands[0]),
+    )
 
     def run() -> None:
         x = get()

@@ -122,7 +122,9 @@ class Device:
             "enable_fp_fusion": started.fp_fusion,
         }
         function = started.kernel.fn
-        key = repr((function.__module__, function.__name__, signature, constants, attributes, options))
+        key = repr(
+            (function.__module__, function.__name__, signature, constants, attributes, options)
+        )
         if key not in self._compiled:
             kernel = compile(
                 ASTSource(started.kernel, signature, constants, attributes),
@@ -205,3 +207,21 @@ def _constants(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def emulated_gpu(arch: str) -> Device:
     """The emulated GPU of an architecture that all tests of a process share."""
     return Device(arch)
+
+
+@contextmanager
+def watched(arch: str) -> Iterator[list[Emulated]]:
+    """Run launches within the block on an emulated GPU, and fail if it finds a mistake.
+
+    Yields a list, in which the launches are afterwards.
+
+    Raises:
+        AssertionError: with every finding.
+    """
+    gpu, launches = emulated_gpu(arch), []
+    before = len(gpu.launches)
+    with gpu.emulating():
+        yield launches
+    launches += gpu.launches[before:]
+    found = [started for started in launches if started.findings != "none"]
+    assert not found, "\n".join(f"{started.kernel}: {started.findings}" for started in found)

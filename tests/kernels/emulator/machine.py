@@ -69,6 +69,9 @@ class Machine:
     ) -> None:
         self.program, self.num_warps, self.shared_bytes = program, num_warps, shared_bytes
         self.block_threads = num_warps * WARP
+        # Warps run in step, or, to look for what only their order hides, one after another as far
+        # as they can: those with the lowest numbers first (1), or the highest (-1).
+        self.order = 0
         self.findings = Findings(lambda: program.code[self.now].text)
         self.executed = 0  # instructions, each for a whole batch
         self._slots: dict[str, int] = {}
@@ -112,10 +115,12 @@ class Machine:
             number = np.asarray(int(operand[2:], 16), np.uint32)
         elif operand[:2] in ("0d", "0D"):
             number = np.asarray(int(operand[2:], 16), np.uint64)
-        elif operand == "global_smem":
-            number = np.asarray(0, UNSIGNED[bits // 8])  # shared memory begins at 0
+        elif operand in ("global_smem", "__local_depot0"):
+            number = np.asarray(0, UNSIGNED[bits // 8])  # shared and local memory begin at 0
         else:
-            number = np.asarray(int(operand.rstrip("U"), 0) & ((1 << bits) - 1), UNSIGNED[bits // 8])
+            number = np.asarray(
+                int(operand.rstrip("U"), 0) & ((1 << bits) - 1), UNSIGNED[bits // 8]
+            )
         return lambda: number
 
     def setter(self, operand: str) -> Callable[[np.ndarray], None]:
@@ -257,6 +262,7 @@ class Machine:
         self.nctaid_x, self.nctaid_y, self.nctaid_z = (np.asarray(n, np.uint32) for n in sizes)
         self.ntid_x, self.zero = np.asarray(self.block_threads, np.uint32), np.uint32([0])[0]
         self._stamps = number.astype(np.int64) << BLOCK | (self.tid // WARP).astype(np.int64)
+        self.local = np.full((self.threads, self.program.local_bytes), 0xFF, np.uint8)
         self.copies: list[list[list]] = [[] for _ in blocks]  # groups of copies by block
         self.open_copies: list[list] = [[] for _ in blocks]
         # Matrix products that run, in the same way: units of shared memory that one reads, and its
@@ -287,6 +293,9 @@ class Machine:
         place: int = 0
         places: np.ndarray | None = None  # of every thread, where they differ
         waiting = np.zeros(self.threads, bool)
+        warp = self.order * (self.tid // WARP).astype(np.int64)
+        if self.order:
+            places = np.zeros(self.threads, np.int64)
         while True:
             if places is not None:
                 alive = places < end
@@ -303,8 +312,13 @@ class Machine:
                     self.executed += 1
                     places = np.where(self.mask, self.now + 1, places)
                     continue
-                place = int(places[ready].min())
-                active = alive & (places == place)
+                if self.order:
+                    first = ready & (warp == warp[ready].min())
+                    place = int(places[first].min())
+                    active = alive & (places == place) & (first | waiting)
+                else:
+                    place = int(places[ready].min())
+                    active = alive & (places == place)
                 scope = self.scopes[place]
                 if scope is not None:
                     complete = (active | ~alive).reshape(-1, scope).all(axis=1).repeat(scope)
@@ -312,7 +326,7 @@ class Machine:
                     active = active & complete
                     if not active.any():
                         continue
-                if active.all():
+                if active.all() and not self.order:
                     places, self.mask = None, None
                 else:
                     self.mask = active
@@ -339,12 +353,19 @@ class Machine:
             for self.now in range(place, stop):  # noqa: B020
                 self.executed += 1
                 if self.busy and self.busy & self.touched[self.now]:
-                    self.findings.add("wgmma: a register is touched before the product is done")
+                    self._check_busy(self.touched[self.now])
                 steps[self.now]()
             if places is None:
                 place = stop
             else:
                 places = np.where(self.mask, stop, places)
+
+    def _check_busy(self, touched: frozenset[int]) -> None:
+        """Note it if a block touches registers of a product of its own that still runs."""
+        for block in self.active_block_numbers():
+            groups = (*self.products[block], self.open_products[block])
+            if any(touched & slots for group in groups for _, slots in group):
+                self.findings.add("wgmma: a register is touched before the product is done")
 
     def _guard(self, instruction: Instruction) -> np.ndarray | None:
         if instruction.guard is None:

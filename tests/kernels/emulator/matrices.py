@@ -297,7 +297,7 @@ def _group_product(machine: Machine, instruction: Instruction) -> Step:
             machine.written[slot] = machine.fenced  # products follow each other in order
         for i, lane in enumerate(lanes):
             own = np.concatenate([of_groups[i] for of_groups in units])
-            machine.open_products[machine.block_of[lane]].append((own, read))
+            machine.open_products[machine.block_of[lane]].append((own, frozenset(read)))
         machine.busy |= set(read)
 
     return run

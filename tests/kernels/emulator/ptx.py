@@ -34,9 +34,20 @@ class Program(NamedTuple):
     code: list[Instruction]
     labels: dict[str, int]  # index of the instruction that follows a label
     types: dict[str, str]  # of registers: by name, or by the beginning of numbered names
+    local_bytes: int = 0  # memory that every thread has for itself
 
 
-SKIPPED = (".loc", ".file", ".pragma", ".section", ".align", ".b8", ".b32", ".b64", ".branchtargets")
+SKIPPED = (
+    ".loc",
+    ".file",
+    ".pragma",
+    ".section",
+    ".align",
+    ".b8",
+    ".b32",
+    ".b64",
+    ".branchtargets",
+)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _LABEL = re.compile(r"^([$\w]+):\s*")
 _NUMBERED = re.compile(r"(%\w+?)<\d+>$")
@@ -87,7 +98,8 @@ def parse(text: str) -> Program:
         for _ in range(closed):
             if len(scopes) > 1:
                 scopes.pop()
-    return Program(parameters, code, labels, types)
+    local = re.search(r"\.local[^\n]*\[(\d+)\]", body)
+    return Program(parameters, code, labels, types, int(local[1]) if local else 0)
 
 
 def _declare(statement: str, types: dict[str, str], scopes: list[dict[str, str]]) -> None:

@@ -32,9 +32,7 @@ class SharedMemory:
         findings: where mistakes are noted.
     """
 
-    def __init__(
-        self, blocks: int, size: int, warps: int, unit: int, findings: Findings
-    ) -> None:
+    def __init__(self, blocks: int, size: int, warps: int, unit: int, findings: Findings) -> None:
         self.size = -(-max(size, 1) // 128) * 128
         self.limit, self.unit, self.warps, self.findings = size, unit, warps, findings
         self.blocks = blocks

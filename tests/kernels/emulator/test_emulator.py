@@ -89,8 +89,7 @@ FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
         lambda x: x.bfloat16().float(),
     ),
     "two halves in one register": (
-        "cvt.rn.f16x2.f32 %r7, 0f00000000, %r5; mov.b32 {%rs1, %rs2}, %r7; "
-        "cvt.f32.f16 %r6, %rs1;",
+        "cvt.rn.f16x2.f32 %r7, 0f00000000, %r5; mov.b32 {%rs1, %rs2}, %r7; cvt.f32.f16 %r6, %rs1;",
         lambda x: x.half().float(),
     ),
     "a sum over the warp": (
@@ -284,7 +283,9 @@ BETWEEN_BLOCKS = {
 @pytest.mark.parametrize("mistake", BETWEEN_BLOCKS)
 @pytest.mark.every_case
 def test_a_mistake_between_blocks_is_noticed(mistake: str) -> None:
-    own = "ld.param.u64 %rd5, [program_param_1]; mul.wide.u32 %rd6, %r1, 4; add.s64 %rd5, %rd5, %rd6;"
+    own = (
+        "ld.param.u64 %rd5, [program_param_1]; mul.wide.u32 %rd6, %r1, 4; add.s64 %rd5, %rd5, %rd6;"
+    )
     _, findings = execute(own + BETWEEN_BLOCKS[mistake], floats(3 * THREADS), blocks=3)
     assert mistake in findings
     _, findings = execute(own + BETWEEN_BLOCKS[mistake], floats(), blocks=1)

@@ -35,15 +35,16 @@ def load(machine: Machine, instruction: Instruction) -> Step:
             puts[0](np.asarray(bits, UNSIGNED[width]))
 
         return load_parameter
-    get, is_shared = machine.address_getter(instruction.operands[1]), parts[1] != "global"
-    if parts[1] not in ("global", "shared", "shared::cta"):
-        raise UnknownInstruction(instruction.text)
+    get, space = machine.address_getter(instruction.operands[1]), _space(instruction)
 
     def run() -> None:
         lanes = machine.lanes
         address = get()[lanes]
-        if is_shared:
+        if space == "shared":
             found = machine.shared.read(address, size, len(puts), lanes)
+        elif space == "local":
+            own, where = _local_places(machine, address, size * len(puts), lanes)
+            found = machine.local[own, where].view(UNSIGNED[size])
         else:
             found = machine.memory.read(address, size, len(puts), machine.stamps())
         for i, (put, width) in enumerate(zip(puts, widths, strict=True)):
@@ -54,6 +55,23 @@ def load(machine: Machine, instruction: Instruction) -> Step:
             put(_to_all(machine, value))
 
     return run
+
+
+def _space(instruction: Instruction) -> str:
+    """The memory that a load or store goes to."""
+    space = instruction.parts[1].removesuffix("::cta")
+    if space not in ("global", "shared", "local"):
+        raise UnknownInstruction(instruction.text)
+    return space
+
+
+def _local_places(machine: Machine, address: np.ndarray, size: int, lanes):
+    """Threads [k, 1] and bytes [k, size] of accesses to their own memory."""
+    if len(address) and (address.min() < 0 or address.max() + size > machine.program.local_bytes):
+        machine.findings.add("local memory: out of bounds")
+        address = np.clip(address, 0, machine.program.local_bytes - size)
+    own = np.arange(machine.threads)[lanes]
+    return own[:, None], address[:, None] + np.arange(size)
 
 
 def _to_all(machine: Machine, value: np.ndarray) -> np.ndarray:
@@ -71,9 +89,7 @@ def store(machine: Machine, instruction: Instruction) -> Step:
     size = np.dtype(DTYPES[parts[-1]]).itemsize
     get = machine.address_getter(instruction.operands[0])
     getters = [machine.getter(o, 8 * size) for o in elements(instruction.operands[1])]
-    is_shared = parts[1] != "global"
-    if parts[1] not in ("global", "shared", "shared::cta"):
-        raise UnknownInstruction(instruction.text)
+    space = _space(instruction)
 
     def run() -> None:
         lanes = machine.lanes
@@ -82,8 +98,11 @@ def store(machine: Machine, instruction: Instruction) -> Step:
         for i, value in enumerate(getters):
             bits = value()
             values[:, i] = bits if bits.ndim == 0 else bits[lanes]
-        if is_shared:
+        if space == "shared":
             machine.shared.write(address, values, lanes)
+        elif space == "local":
+            own, where = _local_places(machine, address, size * len(getters), lanes)
+            machine.local[own, where] = values.view(np.uint8)
         else:
             machine.memory.write(address, values, machine.stamps())
 
