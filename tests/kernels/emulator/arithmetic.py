@@ -167,7 +167,9 @@ def _wide_product(machine: Machine, instruction: Instruction) -> Step:
         a, b = decode(x(), kind), decode(y(), kind)
         if bits == 64:
             a, b = np.broadcast_arrays(a, b)
-            high = [(int(p) * int(q) >> 64) & (2**64 - 1) for p, q in zip(a.flat, b.flat)]
+            high = [
+                (int(p) * int(q) >> 64) & (2**64 - 1) for p, q in zip(a.flat, b.flat, strict=True)
+            ]
             found = np.array(high, np.uint64).reshape(a.shape)
         else:
             wide = (SIGNED if kind[0] == "s" else UNSIGNED)[bits // 4]

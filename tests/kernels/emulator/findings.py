@@ -18,11 +18,16 @@ class Findings:
 
     def __init__(self, where: Callable[[], str]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.remarks: Counter[str] = Counter()  # what is odd, and no mistake
         self._where = where
 
     def add(self, kind: str) -> None:
         """Note a mistake of the instruction that is executed now."""
         self.counts[kind, self._where()] += 1
+
+    def remark(self, kind: str) -> None:
+        """Note something that is no mistake."""
+        self.remarks[kind] += 1
 
     def __bool__(self) -> bool:
         return bool(self.counts)

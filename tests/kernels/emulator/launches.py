@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import cases_consensus
-import cases_edges
 import cases_kernels
 import torch
 from cases_edges import cut_at, hubs, nearest, some

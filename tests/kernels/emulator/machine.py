@@ -350,7 +350,7 @@ class Machine:
                     places = np.where(self.mask, goal, places)
                 continue
             stop = ends[place]
-            for self.now in range(place, stop):  # noqa: B020
+            for self.now in range(place, stop):
                 self.executed += 1
                 if self.busy and self.busy & self.touched[self.now]:
                     self._check_busy(self.touched[self.now])

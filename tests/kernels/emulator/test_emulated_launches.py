@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from emulator.device import CAPABILITIES, watched
 from emulator.launches import problems
 

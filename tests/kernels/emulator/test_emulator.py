@@ -8,13 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from emulator.arithmetic import from_bfloat16, to_bfloat16
 from emulator.device import INSTRUCTIONS, Device
 from emulator.global_memory import GlobalMemory
 from emulator.machine import Machine, UnknownInstruction
 from emulator.matrices import places
 from emulator.ptx import parse
-from torch import Tensor
 
 THREADS = 64
 # Every program begins with its thread (%r1), its place in the tensors (%r2), and both pointers.
@@ -307,7 +308,7 @@ def test_barriers_of_different_blocks_have_nothing_to_do_with_each_other() -> No
 
 
 def test_an_unknown_instruction_is_refused_by_its_text() -> None:
-    with pytest.raises(UnknownInstruction, match="atom.global.add.f32"):
+    with pytest.raises(UnknownInstruction, match=r"atom\.global\.add\.f32"):
         execute("atom.global.add.f32 %r6, [%rd1], %r5;", floats())
 
 

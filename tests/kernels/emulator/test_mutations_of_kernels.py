@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from emulator.device import CAPABILITIES, emulated_gpu
 from emulator.launches import problems
 from emulator.mutations import MASKS, removals
-
 from graphattn.kernels.shared import launch, tuning
 
 PROBLEMS = {problem.name: problem for problem in problems()}
