@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .global_memory import UNSIGNED
-from .machine import Machine, Step, UnknownInstruction
+from .machine import SPECIAL, Machine, Step, UnknownInstruction
 from .ptx import Instruction
 from .transfers import SIGNED, elements
 
@@ -312,7 +312,16 @@ def move(machine: Machine, instruction: Instruction) -> Step:
         get = _predicate(machine, source)
     else:
         get = machine.getter(source, 8 * np.dtype(dtype).itemsize)
-    return lambda: put(get())
+    if source[0] != "%" or source in SPECIAL:
+        return lambda: put(get())
+    to, origin = machine.slot(target), machine.slot(source)
+
+    def copy() -> None:
+        put(get())
+        # Registers here are names, and a copy is none in a GPU: its value is as old as the first.
+        machine.written[to] = machine.written[origin]
+
+    return copy
 
 
 ROUND = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}

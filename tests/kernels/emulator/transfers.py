@@ -35,7 +35,7 @@ def load(machine: Machine, instruction: Instruction) -> Step:
             puts[0](np.asarray(bits, UNSIGNED[width]))
 
         return load_parameter
-    get, space = machine.address_getter(instruction.operands[1]), _space(instruction)
+    get, space = machine.address_getter(instruction.operands[1]), _space(machine, instruction)
 
     def run() -> None:
         lanes = machine.lanes
@@ -57,9 +57,11 @@ def load(machine: Machine, instruction: Instruction) -> Step:
     return run
 
 
-def _space(instruction: Instruction) -> str:
+def _space(machine: Machine, instruction: Instruction) -> str:
     """The memory that a load or store goes to."""
     space = instruction.parts[1].removesuffix("::cta")
+    if space in DTYPES:  # any memory: Triton's kernels have local addresses only where they need it
+        space = "local" if machine.program.local_bytes else "global"
     if space not in ("global", "shared", "local"):
         raise UnknownInstruction(instruction.text)
     return space
@@ -89,7 +91,7 @@ def store(machine: Machine, instruction: Instruction) -> Step:
     size = np.dtype(DTYPES[parts[-1]]).itemsize
     get = machine.address_getter(instruction.operands[0])
     getters = [machine.getter(o, 8 * size) for o in elements(instruction.operands[1])]
-    space = _space(instruction)
+    space = _space(machine, instruction)
 
     def run() -> None:
         lanes = machine.lanes
