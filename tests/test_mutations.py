@@ -69,6 +69,7 @@ FUSED = "tests/kernels/test_kernels_consensus.py"
 PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
+STORED = "tests/kernels/test_kernels_stored.py"
 UNSEEN = "tests/ops/test_ops_unseen.py"
 HOLDS = "tests/ops/test_ops_what_holds.py"
 LAYERS_UNSEEN = "tests/nn/test_nn_unseen.py"
@@ -630,6 +631,34 @@ MUTATIONS = [
         (f"{KERNELS}::test_values_and_gradients_are_those_of_float64[complete]",),
     ),
     Mutation(
+        "a table that a CUDA graph makes is stored",
+        "kernels/shared/stored.py",
+        "return not is_capturing(device)",
+        "return True",
+        (f"{STORED}::test_what_a_capture_makes_is_not_stored",),
+    ),
+    Mutation(
+        "a stream reads a table that another one has not made yet",
+        "kernels/shared/stored.py",
+        "stream.wait_event(self._made)",
+        "pass",
+        (f"{STORED}::test_a_reader_on_another_stream_waits_once_and_keeps_the_memory",),
+    ),
+    Mutation(
+        "a table that a CUDA graph reads is freed",
+        "kernels/shared/stored.py",
+        "_read_by_graphs.add(self)",
+        "pass",
+        (f"{STORED}::test_what_a_capture_reads_is_never_freed_and_not_waited_for",),
+    ),
+    Mutation(
+        "a CUDA graph copies a table from memory that is gone when it is replayed",
+        "kernels/shared/stored.py",
+        "if table.device != device and is_capturing(device):",
+        "if False:",
+        (f"{STORED}::test_a_table_of_the_host_is_refused_during_a_capture",),
+    ),
+    Mutation(
         "what all kernels share imports a family of them",
         "kernels/shared/row_dots.py",
         "from graphattn.kernels.shared.launch import launch",
@@ -848,7 +877,7 @@ MUTATIONS = [
     Mutation(
         "a plan is made anew in every call",
         "graphattn/graphs/edges/storage.py",
-        "            found[key] = result",
+        "            found[key] = as_entry(result, self._device)",
         "            found = {key: result}",
         (f"{FIXED_COSTS}::test_the_second_call_on_a_graph_makes_no_plan[None-window]",),
     ),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphattn.graphs.token_graph import TokenGraph, makes_fakes
+from graphattn.kernels.shared.stored import NOT_STORED, OnStream, as_entry, may_store
 
 T = TypeVar("T")
 
@@ -31,12 +31,12 @@ def cached_by_edges(graph: TokenGraph, make: Callable[[TokenGraph, Tensor], T]) 
     stored_version, values = _cache.get(listed, (None, {}))
     if version is None or version != stored_version:
         values = {}
-    if key not in values:
+    result: T = values.get(key, NOT_STORED)
+    if result is NOT_STORED:
         # Detached, because a stored value must not itself keep the list alive.
-        values = values | {key: make(graph, listed.detach())}
-        # While a CUDA graph is captured, tensors have no values until it is replayed.
-        captured = listed.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not captured and not makes_fakes():
-            _cache[listed] = version, values
-    result: T = values[key]
+        result = make(graph, listed.detach())
+        if not makes_fakes() and may_store(listed.device):
+            _cache[listed] = version, values | {key: as_entry(result, listed.device)}
+    elif isinstance(result, OnStream):
+        result = result.read()
     return result

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from graphattn.kernels.shared.stored import copied, stored
+
 Side = Literal["targets", "sources"]
 
 
@@ -51,10 +53,11 @@ class BandSchedule:
 
     def tiles(self, side: Side, rows: int) -> Tensor:
         """Int32 [tiles, 2], sequence and first row; the tiles with most to do come first."""
-        if (side, rows) not in self._tiles:
-            tiles = self._in_order(side, rows).to(torch.int32)
-            self._tiles[side, rows] = copied(tiles, self.device)
-        return self._tiles[side, rows]
+
+        def make() -> Tensor:
+            return copied(self._in_order(side, rows).to(torch.int32), self.device)
+
+        return stored(self._tiles, (side, rows), self.device, make)
 
     def nearby_sources(self, side: Side, rows: int) -> Tensor:
         """A source near every tile, and the first source of its sequence, int64 [2, tiles].
@@ -64,16 +67,17 @@ class BandSchedule:
         long enough. It never comes after the last source that the tile's first target sees (if that
         sees any), so in a causal graph the rounding of a result does not depend on later tokens.
         """
-        if (side, rows) not in self._nearby_sources:
+
+        def make() -> Tensor:
             sequence, first = self._in_order(side, rows).unbind(1)
             _, own, start, other, step, before, after, _ = self.on_cpu[sequence].unbind(1)
             if side == "targets":
                 last = torch.minimum(first + rows, own) - 1
                 first = torch.minimum(torch.maximum(first, last - before), first + after)
                 first = torch.minimum(first, other - 1).clamp(min=0)
-            pair = torch.stack([start + first * step, start])
-            self._nearby_sources[side, rows] = copied(pair, self.device)
-        return self._nearby_sources[side, rows]
+            return copied(torch.stack([start + first * step, start]), self.device)
+
+        return stored(self._nearby_sources, (side, rows), self.device, make)
 
     def tile_pairs(self, rows: int, columns: int, side: Side = "targets") -> int:
         """Number of pairs of a tile of one side and a tile of the other that kernels go over."""
@@ -97,8 +101,3 @@ class BandSchedule:
         low = (first - before[sequence]).clamp(min=0)
         high = torch.minimum(last + after[sequence] + 1, other[sequence])
         return torch.stack([sequence, first], dim=1), (high - low).clamp(min=0)
-
-
-def copied(table: Tensor, device: torch.device) -> Tensor:
-    """A table on a device; the copy is queued behind other work, and nothing waits for it."""
-    return table.to(device, non_blocking=True)

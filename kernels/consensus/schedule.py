@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphattn.kernels.edges.schedule import EdgeSchedule
+from graphattn.kernels.shared.stored import copied, stored
 
 
 @dataclass
@@ -69,7 +71,7 @@ class ConsensusSchedule:
     moves: tuple[int, ...] = ()
     sequence: Tensor | None = None
     edge_index: Tensor | None = None
-    _pieces: dict[int, list[Piece]] = field(default_factory=dict, repr=False)
+    _pieces: dict[int, Any] = field(default_factory=dict, repr=False)
 
     @property
     def places(self) -> int:
@@ -84,9 +86,11 @@ class ConsensusSchedule:
         # sizes are stored, whatever batches and dtypes the graph is used with.
         fits = places >= self.places
         places = self.places if fits else 1 << (max(places, 1).bit_length() - 1)
-        if places not in self._pieces:
-            self._pieces[places] = list(self._cut(places)) if self.places else []
-        return self._pieces[places]
+
+        def make() -> list[Piece]:
+            return list(self._cut(places)) if self.places else []
+
+        return stored(self._pieces, places, torch.device(self.device), make)
 
     def _cut(self, places: int) -> Iterator[Piece]:
         if self.edge_index is not None:
@@ -99,7 +103,7 @@ class ConsensusSchedule:
             return
         for few in _runs(len(self.moves), places):  # some moves at a time if there are too many
             moves = self.moves[slice(*few)]
-            on_device = torch.tensor(moves).to(self.device, non_blocking=True)
+            on_device = copied(torch.tensor(moves), torch.device(self.device))
             for start, stop in _runs(self.num_targets, max(1, places // len(moves))):
                 yield Piece(
                     stop - start,

@@ -6,11 +6,12 @@ most E // LONGEST_SEGMENT more segments than rows, and rows of a table that are 
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from graphattn.kernels.shared.stored import stored
 
 LONGEST_SEGMENT = 512  # edges of a segment; rows with more are split
 
@@ -70,11 +71,17 @@ class EdgeSchedule:
     ) -> None:
         self.num_targets, self.num_sources = num_targets, num_sources
         self.edge_index, self.neighbors = edge_index, neighbors
+        self._stored: dict[str, Any] = {}
 
     @property
     def num_edges(self) -> int:
         """Entries of the list or table, E."""
         return self._sources.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the edges, and of all tables."""
+        return self._sources.device
 
     @property
     def _sources(self) -> Tensor:
@@ -83,16 +90,27 @@ class EdgeSchedule:
         assert self.edge_index is not None
         return self.edge_index[0]
 
-    @cached_property
+    @property
+    def by_target(self) -> Rows:
+        """The edges by target: row i has the sources that target i sees."""
+        return stored(self._stored, "by_target", self.device, self._by_target)
+
+    @property
+    def by_source(self) -> Rows:
+        """The edges by source: row j has the targets that see source j."""
+        return stored(self._stored, "by_source", self.device, self._by_source)
+
+    @property
     def _edge_ids(self) -> Tensor | None:
         """Return the number of the edge of a table's entries, [E]: empty ones take none. None: an
         edge's id is its place.
         """
+        return stored(self._stored, "edge_ids", self.device, self._counted)
+
+    def _counted(self) -> Tensor | None:
         return None if self.neighbors is None else (self._sources >= 0).cumsum(0) - 1
 
-    @cached_property
-    def by_target(self) -> Rows:
-        """The edges by target: row i has the sources that target i sees."""
+    def _by_target(self) -> Rows:
         N, device = self.num_targets, self._sources.device
         if self.neighbors is not None:
             k = self.neighbors.shape[1]
@@ -104,9 +122,7 @@ class EdgeSchedule:
         longest = min(self.num_edges, self.num_sources)
         return _rows(self._sources, self._edge_ids, first[:-1], first.diff(), longest=longest)
 
-    @cached_property
-    def by_source(self) -> Rows:
-        """The edges by source: row j has the targets that see source j."""
+    def _by_source(self) -> Rows:
         sources = self._sources
         if self.neighbors is not None:
             k = max(self.neighbors.shape[1], 1)
@@ -119,7 +135,8 @@ class EdgeSchedule:
             sources, torch.arange(self.num_sources + 1, device=sources.device)
         )
         longest = min(self.num_edges, self.num_targets)
-        edges = order if self._edge_ids is None else self._edge_ids[order]
+        ids = self._edge_ids
+        edges = order if ids is None else ids[order]
         return _rows(targets[order], edges, first[:-1], first.diff(), longest=longest)
 
 

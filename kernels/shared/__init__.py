@@ -9,6 +9,7 @@ This folder imports no family.
 - `precision`: matrix products, and how those of float32 numbers keep their digits.
 - `exponentials`: base 2 inside kernels; weights from logits.
 - `ordered_integers`: logits as integers in the same order.
+- `stored`: tables that are made once for a device: when they may be stored, and who may read them.
 - `row_dots`: dot products of rows of features, in a kernel of its own.
 - `configuration`: a launch and how much work it is, for `check`.
 """

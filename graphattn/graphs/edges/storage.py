@@ -16,12 +16,12 @@ from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.graph_code import encode
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Device, GraphStructure
+from graphattn.kernels.shared.stored import NOT_STORED, OnStream, as_entry, may_store
 
 T = TypeVar("T")
 # A graph that is made from another one has the class of that one.
 G = TypeVar("G", bound="StoredGraph")
 MOST_DERIVED = 32  # results that a graph stores for operations
-NOT_STORED: Any = object()  # stands for a missing result, because None may be a result
 INDICES = ("_edge_index", "_neighbors", "_rowptr", "_transpose_permutation")
 
 
@@ -100,6 +100,8 @@ class StoredGraph:
         self._transposed: Self | None = None
         self._transpose_permutation: Tensor | None = None
         self._derived: dict[Any, Any] = {}
+        # On a GPU: the attributes that were derived or copied, and the stream that did it.
+        self._on_streams: dict[str, OnStream[Any]] = {}
 
     def _as_stored(self, index: Tensor, count: int) -> Tensor:
         """Convert a list with `count` edges, or places of edges, to the width that is stored."""
@@ -123,10 +125,19 @@ class StoredGraph:
         return wide
 
     def _store(self, name: str, made: T) -> T:
-        """Store a value as an attribute, unless it is a fake tensor, and return it."""
-        if not makes_fakes():
+        """Store a value as an attribute, if it may be read later, and return it."""
+        if torch.compiler.is_compiling():
             setattr(self, name, made)
+        elif not makes_fakes() and may_store(self._device):
+            setattr(self, name, made)
+            if self._device.type == "cuda":
+                self._on_streams[name] = OnStream(made, self._device)
         return made
+
+    def _await(self, name: str) -> None:
+        """On a GPU, let the current stream wait for the one that made or copied an attribute."""
+        if name in self._on_streams and not torch.compiler.is_compiling():
+            self._on_streams[name].read()
 
     # Sizes and facts.
 
@@ -159,7 +170,7 @@ class StoredGraph:
         if self._edge_index is not None:
             return self._edge_index.shape[1]
         if self._neighbors is not None:
-            return int((self._neighbors >= 0).sum())
+            return int((cast(Tensor, self.compact_neighbors) >= 0).sum())
         return cast(GraphStructure, self._structure).num_edges()
 
     @property
@@ -191,7 +202,8 @@ class StoredGraph:
                     [ 0,  1],
                     [ 1,  2]])
         """
-        return None if self._neighbors is None else self._widened("neighbors", self._neighbors)
+        neighbors = self.compact_neighbors
+        return None if neighbors is None else self._widened("neighbors", neighbors)
 
     @property
     def is_table(self) -> bool:
@@ -287,6 +299,8 @@ class StoredGraph:
         """
         if self._structure is not None:
             return None
+        if self._on_streams:
+            self._await("_edge_index" if self._neighbors is None else "_neighbors")
         return self._edge_index if self._neighbors is None else self._neighbors
 
     # Edges.
@@ -323,11 +337,14 @@ class StoredGraph:
         """
         if self._edge_index is None:
             with kept_for_training():
-                if self._neighbors is not None:
-                    edges = edges_of_rows(self._neighbors, is_sorted=True)
+                neighbors = self.compact_neighbors
+                if neighbors is not None:
+                    edges = edges_of_rows(neighbors, is_sorted=True)
                 else:
                     edges = edges_of_structure(cast(GraphStructure, self._structure), self._device)
                 return self._store("_edge_index", self._as_stored(edges, edges.shape[1]))
+        if self._on_streams:
+            self._await("_edge_index")
         return self._edge_index
 
     @property
@@ -340,11 +357,15 @@ class StoredGraph:
                 if self._device.type == "cpu" and not torch.compiler.is_compiling():
                     rowptr = self._as_stored(rowptr, int(rowptr[-1]))
                 return self._store("_rowptr", rowptr)
+        if self._on_streams:
+            self._await("_rowptr")
         return self._rowptr
 
     @property
     def compact_neighbors(self) -> Tensor | None:
         """:attr:`neighbors` as stored: int32 on a CPU if all numbers fit, otherwise int64."""
+        if self._on_streams:
+            self._await("_neighbors")
         return self._neighbors
 
     def compact_csr(self) -> tuple[Tensor, Tensor]:
@@ -355,8 +376,9 @@ class StoredGraph:
         """Count the sources of every target; LongTensor [N]."""
         if self._structure is not None and self._edge_index is None:
             return self._structure.in_degree(self._device)
-        if self._neighbors is not None:
-            return (self._neighbors >= 0).sum(dim=1)
+        neighbors = self.compact_neighbors
+        if neighbors is not None:
+            return (neighbors >= 0).sum(dim=1)
         return torch.bincount(self.compact_edges[1], minlength=self._num_targets)
 
     def transpose(self) -> Self:
@@ -381,6 +403,8 @@ class StoredGraph:
             )
             transposed._transposed = self
             return self._store("_transposed", transposed)
+        if self._on_streams:
+            self._await("_transposed")
         return self._transposed
 
     def transpose_permutation(self) -> Tensor:
@@ -396,6 +420,8 @@ class StoredGraph:
             with kept_for_training():
                 order = order_by_source(*self.compact_csr(), self._num_sources)
                 return self._store("_transpose_permutation", self._as_stored(order, len(order)))
+        if self._on_streams:
+            self._await("_transpose_permutation")
         return self._transpose_permutation
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -411,14 +437,13 @@ class StoredGraph:
         if result is NOT_STORED:
             with kept_for_training():
                 result = make()
-            # During capture, a tensor has no values: only the replay of the CUDA graph fills it.
-            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return result
-            if makes_fakes():
+            if makes_fakes() or not may_store(self._device):
                 return result
             if len(found) >= MOST_DERIVED:
                 found.clear()
-            found[key] = result
+            found[key] = as_entry(result, self._device)
+        elif isinstance(result, OnStream):
+            result = result.read()
         return result
 
     # Positions.
@@ -432,6 +457,8 @@ class StoredGraph:
         if self._positions is None:
             with kept_for_training():
                 return self._store("_positions", self._counted(0))
+        if self._on_streams:
+            self._await("_positions")
         return self._positions
 
     @property
@@ -442,6 +469,8 @@ class StoredGraph:
                 return self.positions
             with kept_for_training():
                 return self._store("_source_positions", self._counted(1))
+        if self._on_streams:
+            self._await("_source_positions")
         return self._source_positions
 
     @property
@@ -473,12 +502,15 @@ class StoredGraph:
         return self._with_tensors(Tensor.pin_memory, self._device)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor], device: torch.device) -> Self:
+        for name in self._on_streams:
+            self._await(name)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__)
         changed._device = device
         changed._transposed = None
         changed._wide, changed._derived = {}, {}
-        for name, value in vars(changed).items():
+        changed._on_streams = {}
+        for name, value in list(vars(changed).items()):
             if isinstance(value, Tensor) and name != "_code":
                 if name not in INDICES:
                     new = change(value)
@@ -488,6 +520,8 @@ class StoredGraph:
                 else:
                     new = change(value).long()
                 setattr(changed, name, new)
+                if device.type == "cuda" and may_store(device):
+                    changed._on_streams[name] = OnStream(new, device)
         return changed
 
     def _narrowed(self, index: Tensor, device: torch.device) -> Tensor:

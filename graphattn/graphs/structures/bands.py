@@ -17,6 +17,7 @@ from graphattn.graphs.structures.composites import Parts, Union, union_of
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
 from graphattn.kernels.bands.schedule import BandSchedule
+from graphattn.kernels.shared.stored import stores_results
 
 Run = tuple[int, int]  # the first token, and the one after the last
 
@@ -101,7 +102,7 @@ def bands_of(structure: GraphStructure) -> Bands | None:
     return Bands(sequences, found[:, 8], origin)
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def band_schedule_of(structure: GraphStructure, device: torch.device) -> BandSchedule:
     """Make the schedule of a structure on the host, and copy it to the device; cached."""
     bands = bands_of(structure)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from graphattn.graphs.structures.structure import (
     RowsOfCells,
     masked_rows,
 )
+from graphattn.kernels.shared.stored import stores_results
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class BlockOrder(NamedTuple):
     places: Tensor
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
     """Compute the order of tokens for operations on whole blocks; cached.
 

@@ -8,7 +8,6 @@ band kernels process these, and edge kernels continue with the other edges of ev
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.edges.schedule import EdgeSchedule
 from graphattn.kernels.shared.launch import why_not_heads
+from graphattn.kernels.shared.stored import copied, stores_results
 from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.inputs import ValidPair, flat_masks
 
@@ -108,6 +108,7 @@ class KernelCall:
             self.bands, self.edges = self._over_bands(beside[0]), self._over_edges(beside[1])
             return
         if per_offset:
+            assert structure is not None  # biases per offset need offsets
             self.offset_rows = _offset_rows(structure, device)
             bias = bias[self.offset_rows]
         self.edges = self._over_edges(_edge_tables(graph), bias)
@@ -260,7 +261,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 # Tables are cached. Those of structures are made on the host and copied to the device once.
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def _tables_of_bands_and_others(
     structure: GraphStructure, device: torch.device
 ) -> tuple[BandSchedule, EdgeSchedule] | None:
@@ -269,9 +270,7 @@ def _tables_of_bands_and_others(
         return None
     bands, others = found
     sizes = structure.num_targets, structure.num_sources
-    return band_schedule_of(bands, device), EdgeSchedule(
-        *sizes, edge_index=others.to(device, non_blocking=True)
-    )
+    return band_schedule_of(bands, device), EdgeSchedule(*sizes, edge_index=copied(others, device))
 
 
 def _edge_tables(graph: TokenGraph) -> EdgeSchedule:
@@ -283,7 +282,7 @@ def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeSchedule:
     return EdgeSchedule(graph.num_targets, graph.num_sources, **kind)
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def _offset_rows(structure: GraphStructure, device: torch.device) -> Tensor:
     """The row of a table of offsets that every edge reads, [E]."""
     source, target = structure.edges(device)

@@ -8,7 +8,6 @@ the batch at a time, and computed again in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared.launch import why_not_heads
+from graphattn.kernels.shared.stored import copied, stores_results
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
 from graphattn.ops.edge_cache import cached_by_edges
@@ -164,7 +164,7 @@ def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusSchedule:
     return cached_by_edges(graph, _listed_with_loops if loops else _listed_without_loops)
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def _of_structure(
     structure: GraphStructure, device: torch.device, loops: bool
 ) -> ConsensusSchedule | None:
@@ -183,7 +183,7 @@ def _of_structure(
     if len(bands) > 1:
         lengths = torch.tensor([band.num_tokens for band in bands])
         ids = torch.arange(len(bands), dtype=torch.int32)
-        sequence = ids.repeat_interleave(lengths).to(device, non_blocking=True)
+        sequence = copied(ids.repeat_interleave(lengths), device)
     return ConsensusSchedule(N, M, device, moves, sequence)
 
 

@@ -12,13 +12,13 @@ tokens.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.shared.stored import stores_results
 from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.linear_attention.intervals import Interval, IntervalRun, runs_of
 from graphattn.ops.memory import keep_freed_memory
@@ -114,7 +114,7 @@ def over_interval(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
     return _windows(a, b, c, interval)
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def _outside(interval: Interval, device: torch.device) -> Tensor:
     """Mark the pairs that are not in an interval of a few tokens, bool [N, M]."""
     N, M, first, last = interval

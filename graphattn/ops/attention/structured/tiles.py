@@ -7,7 +7,6 @@ one run of neighbouring sources. So attention is a product of matrices, and no e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from graphattn.graphs.structures.bands import bands_of
 from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import kept_for_training
+from graphattn.kernels.shared.stored import stores_results
 
 
 class Tiles(NamedTuple):
@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     offsets: Tensor | None
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, ...] | None:
     """Tiles that hold every edge once; None if a graph has no tiles. The result is cached."""
     with kept_for_training():

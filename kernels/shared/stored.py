@@ -1,0 +1,170 @@
+"""Tables that are made once for a device and then stored: when they may be, and who may read them.
+
+A tensor on a GPU has its values when the stream that computes them gets there. So
+
+- what one stream makes must not be read by another one before that: the reader's stream waits
+  (:class:`OnStream`);
+- what is made while a CUDA graph is captured is not stored. Its memory belongs to the graph, and
+  has values only when the graph is replayed (:func:`may_store`);
+- what a CUDA graph reads stays as long as the process, because the graph may be replayed at any
+  time;
+- tables that are made on the host cannot be copied within a capture (:func:`copied`). They must be
+  there before: a call like the captured one, with its backward if that is captured, makes them.
+  PyTorch asks for such a call anyway, which it calls warm-up.
+
+On a CPU nothing of this is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import lru_cache, update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+K = TypeVar("K")
+T = TypeVar("T")
+P = ParamSpec("P")
+NOT_STORED: Any = object()  # stands for a missing entry, because None may be one
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work for a device is not done now, but captured as a part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def may_store(device: torch.device) -> bool:
+    """Whether a value that is made now on a device may be read later than in this call."""
+    return not is_capturing(device)
+
+
+class OnStream(Generic[T]):
+    """A stored value whose tensors the current stream of a CUDA device makes.
+
+    The tensors may be anywhere in tuples, lists, dicts and objects of this library.
+    """
+
+    def __init__(self, value: T, device: torch.device) -> None:
+        stream = torch.cuda.current_stream(device)
+        self.value, self.device = value, device
+        self._made = stream.record_event()
+        self._after = {stream}  # the streams whose work from now on comes after the event
+
+    def read(self) -> T:
+        """The value, for work that is queued on the current stream from now on."""
+        if torch.cuda.is_current_stream_capturing():
+            # A graph cannot wait for what is not in it. A capture begins when the device is idle.
+            _read_by_graphs.add(self)
+            return self.value
+        stream = torch.cuda.current_stream(self.device)
+        if stream not in self._after:
+            stream.wait_event(self._made)
+            for tensor in tensors_of(self.value):
+                # Otherwise its memory is reused as soon as the stream that made it is done.
+                tensor.record_stream(stream)
+            self._after.add(stream)
+        return self.value
+
+
+_read_by_graphs: set[OnStream[Any]] = set()
+
+
+def tensors_of(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors on CUDA devices in a value, at any depth."""
+    seen = set() if _seen is None else _seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: Any = ()
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            yield value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, tuple | list | set):
+        parts = value
+    elif type(value).__module__.startswith("graphattn"):
+        parts = getattr(value, "__dict__", {}).values()
+    for part in list(parts):
+        yield from tensors_of(part, seen)
+
+
+def as_entry(value: T, device: torch.device) -> T | OnStream[T]:
+    """What to store for a value that was just made on a device: the value itself on a CPU."""
+    return OnStream(value, device) if device.type == "cuda" else value
+
+
+def stored(place: MutableMapping[K, Any], key: K, device: torch.device, make: Callable[[], T]) -> T:
+    """The entry of a dict, or ``make()``, which becomes one if it may be stored.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.kernels.shared.stored import stored
+        >>> tables = {}
+        >>> stored(tables, "ones", torch.device("cpu"), lambda: torch.ones(2))
+        tensor([1., 1.])
+        >>> tables
+        {'ones': tensor([1., 1.])}
+    """
+    found = place.get(key, NOT_STORED)
+    if found is NOT_STORED:
+        found = make()
+        if may_store(device):
+            place[key] = as_entry(found, device)
+    elif isinstance(found, OnStream):
+        found = found.read()
+    result: T = found
+    return result
+
+
+class StoredResults(Generic[P, T]):
+    """A function that stores its results, as :func:`functools.lru_cache` makes it.
+
+    Its second argument is the device on which the tensors of its result are.
+    """
+
+    def __init__(self, make: Callable[P, T], most: int) -> None:
+        update_wrapper(self, make)
+        self._make = make
+        self._elsewhere: Any = lru_cache(maxsize=most)(make)
+        self._places: Any = lru_cache(maxsize=most)(_new_place)  # a dict for each device and key
+
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
+        key: Any = arguments
+        device: torch.device = key[1]
+        if device.type != "cuda":
+            found: T = self._elsewhere(*key, **named)
+            return found
+        place = self._places(*key, **named)
+        return stored(place, "", device, lambda: self._make(*arguments, **named))
+
+    def cache_clear(self) -> None:
+        """Forget all results."""
+        self._elsewhere.cache_clear()
+        self._places.cache_clear()
+
+
+def _new_place(*_: Any, **__: Any) -> dict[str, Any]:
+    return {}
+
+
+def stores_results(most: int) -> Callable[[Callable[P, T]], StoredResults[P, T]]:
+    """Decorate a function, whose second argument is a device, to store its last `most` results."""
+    return lambda make: StoredResults(make, most)
+
+
+def copied(table: Tensor, device: torch.device) -> Tensor:
+    """A table on a device; the copy is queued behind other work, and nothing waits for it.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured, which would copy the table's memory at every replay,
+            when it is long gone.
+    """
+    if table.device != device and is_capturing(device):
+        raise RuntimeError(
+            "a table of a graph must be copied from the CPU, which a CUDA graph cannot do: make "
+            "the same call once before the capture, with its backward if that is captured"
+        )
+    return table.to(device, non_blocking=True)
