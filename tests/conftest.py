@@ -90,9 +90,23 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    refuse_a_missing_device(config)
     gc.disable()  # until everything is imported and collected, which stays
     forget_compiled_graphs()
     import_interpreted_kernels(config)
+
+
+def refuse_a_missing_device(config: pytest.Config) -> None:
+    """End with a usage error: tests that are skipped would look as if a GPU had run them."""
+    if config.getoption("--device") != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "--device must be cpu, because there is no CUDA device, got cuda: "
+            "torch.cuda.is_available() is False"
+        )
 
 
 def forget_compiled_graphs() -> None:

@@ -44,7 +44,7 @@ def run_bench(
         from graphattn.bench.reporting import figure
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device must be cpu, because torch sees no GPU, got cuda")
+        raise ValueError("--device must be cpu, because there is no CUDA device, got cuda")
 
     found = Record(record.provenance(where, size))
     runner = Runner(where, size, found, console)

@@ -364,6 +364,15 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, says):
     assert says in result.stderr
 
 
+def test_a_gpu_that_is_not_there_is_one_line_and_exit_code_2(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("knn", "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert "--device must be cpu, because there is no CUDA device" in result.stderr
+
+
 def test_a_file_that_is_no_record_is_refused(tmp_path):
     for content in ("not json", "{}", '{"provenance": {}, "rows": [{"case": 1}]}'):
         (tmp_path / "old.json").write_text(content)
