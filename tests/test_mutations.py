@@ -69,6 +69,7 @@ FUSED = "tests/kernels/test_kernels_consensus.py"
 PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
+DEVICES = "tests/kernels/test_kernels_devices.py"
 STORED = "tests/kernels/test_kernels_stored.py"
 UNSEEN = "tests/ops/test_ops_unseen.py"
 HOLDS = "tests/ops/test_ops_what_holds.py"
@@ -657,6 +658,34 @@ MUTATIONS = [
         "if table.device != device and is_capturing(device):",
         "if False:",
         (f"{STORED}::test_a_table_of_the_host_is_refused_during_a_capture",),
+    ),
+    Mutation(
+        "a GPU without matrix instructions for bfloat16 gets kernels",
+        "kernels/shared/launch.py",
+        "found < LEAST_CAPABILITY",
+        "found < (0, 0)",
+        (f"{DEVICES}::test_a_device_before_ampere_gets_no_kernels",),
+    ),
+    Mutation(
+        "all devices get the tiles of the first one",
+        "kernels/shared/tuning.py",
+        "_of_device(torch.cuda.current_device())",
+        "_of_device(0)",
+        (f"{DEVICES}::test_tiles_are_chosen_for_the_current_device",),
+    ),
+    Mutation(
+        "tiles are chosen for the current device, wherever the tensors are",
+        "kernels/shared/launch.py",
+        "with torch.cuda.device_of(first):",
+        "if first is not None:",
+        (f"{DEVICES}::test_operations_run_with_the_device_of_their_tensors_as_the_current_one",),
+    ),
+    Mutation(
+        "more programs than a device can start are left to Triton",
+        "kernels/shared/launch.py",
+        "if math.prod(grid) > MOST_PROGRAMS:",
+        "if False:",
+        (f"{DEVICES}::test_more_programs_than_a_device_can_start_are_refused",),
     ),
     Mutation(
         "what all kernels share imports a family of them",

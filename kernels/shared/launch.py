@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,9 @@ def is_interpreted() -> bool:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256  # features of a head
+# The first compute capability of NVIDIA's GPUs with matrix instructions for bfloat16 and tf32.
+LEAST_CAPABILITY = (8, 0)
+MOST_PROGRAMS = 2**31 - 1  # of a launch, along the first axis of its grid
 # A constant, because torch.compile may trace functions that need it, and cannot trace find_spec.
 HAS_TRITON = find_spec("triton") is not None
 
@@ -31,10 +36,32 @@ def why_not_on(x: Tensor) -> str | None:
         return f"its kernels run on CUDA and HIP devices, not on {x.device.type}"
     if not HAS_TRITON:
         return "the package triton is not installed"
+    if x.device.type == "cuda" and torch.version.hip is None:
+        found = capability(x.device)
+        if found is not None and found < LEAST_CAPABILITY:
+            least, own = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, found))
+            return f"its kernels need compute capability {least} or more, and {x.device} has {own}"
     if x.dtype not in DTYPES:
         name = str(x.dtype).removeprefix("torch.")
         return f"its kernels take float32, float16 and bfloat16, not {name}"
     return None
+
+
+_capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device, such as (9, 0), which is asked once.
+
+    It is None for the device of fake tensors, if there is no such device.
+    """
+    found = _capabilities.get(device)
+    if found is None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(device)
+        found = properties.major, properties.minor
+        if not torch.compiler.is_compiling():
+            _capabilities[device] = found
+    return found
 
 
 def why_not_heads(x: Tensor, *widths: int) -> str | None:
@@ -66,6 +93,22 @@ def is_transformed() -> bool:
         torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def on_its_device(run: Run) -> Run:
+    """Let the device of the first argument, a tensor, be the current one while the function runs.
+
+    Kernels start on the current device, and their tiles are chosen for it. Tensors may be on
+    another one. On a CPU nothing changes.
+    """
+
+    @functools.wraps(run)
+    def on_device(first: Tensor, /, *others: Any, **named: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return run(first, *others, **named)
+
+    found: Any = on_device
+    return found
 
 
 class Launch(NamedTuple):
@@ -124,7 +167,16 @@ def launch(
 
     Without `fp_fusion`, products are rounded before they are added. Kernels that compare sums need
     that: with fused multiply-adds, threads that share a sum may hold different last bits of it.
+
+    Raises:
+        ValueError: the grid has more programs than a device can start.
     """
+    if math.prod(grid) > MOST_PROGRAMS:
+        name = getattr(kernel, "__name__", kernel)
+        raise ValueError(
+            f"{name} must have at most 2^31 - 1 = {MOST_PROGRAMS:,} programs, got "
+            f"{math.prod(grid):,}: split the batch, or the heads, into several calls"
+        )
     if _receiver is not None:
         _receiver(Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion))
     elif 0 not in grid:

@@ -177,8 +177,14 @@ def _table(dtype: torch.dtype) -> Table:
 
 
 def architecture() -> str:
-    """Return the architecture that kernels are compiled for, by its maker's name, as "sm_90"."""
-    return _architecture or _of_device()
+    """Return the architecture that kernels are compiled for, by its maker's name, as "sm_90".
+
+    It is that of the current CUDA device. Operations run with the device of their tensors as the
+    current one (:func:`graphattn.kernels.shared.launch.on_its_device`).
+    """
+    if _architecture is not None:
+        return _architecture
+    return _of_device(torch.cuda.current_device()) if _has_devices() else "none"
 
 
 def reads_weights_on_chip() -> bool:
@@ -199,13 +205,16 @@ def is_amd() -> bool:
 
 
 @cache
-def _of_device() -> str:
+def _has_devices() -> bool:
+    return torch.cuda.is_available()
+
+
+@cache
+def _of_device(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]
-    if not torch.cuda.is_available():
-        return "none"
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 @contextmanager

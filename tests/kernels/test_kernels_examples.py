@@ -12,6 +12,7 @@ MODULES = (
     "check.prediction",
     "consensus.schedule",
     "edges.schedule",
+    "shared.stored",
     "shared.tuning",
 )
 

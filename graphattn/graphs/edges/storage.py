@@ -520,7 +520,7 @@ class StoredGraph:
                 else:
                     new = change(value).long()
                 setattr(changed, name, new)
-                if device.type == "cuda" and may_store(device):
+                if device.type == "cuda" and not makes_fakes() and may_store(device):
                     changed._on_streams[name] = OnStream(new, device)
         return changed
 

@@ -23,7 +23,7 @@ from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.structure import Complete, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest, squared_distances
-from graphattn.kernels.shared.launch import is_transformed, untraced, why_not_on
+from graphattn.kernels.shared.launch import is_transformed, on_its_device, untraced, why_not_on
 
 BACKENDS = ("auto", "reference", "triton")
 MOST = 256  # the most neighbours per token that the kernels find
@@ -278,7 +278,7 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
         assert search.within.structure is not None
         structure = search.within.structure
     tables = band_schedule_of(structure, points.device)
-    return nearest_by_triton(
+    return on_its_device(nearest_by_triton)(
         points,
         candidates,
         tables,

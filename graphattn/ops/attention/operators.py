@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.shared.launch import on_its_device
 from graphattn.ops.attention import native, structured, triton
 from graphattn.ops.attention.structured.recompute import saved_per_head
 from graphattn.ops.inputs import ValidPair, compute_dtype, gradients_by_autograd
@@ -94,6 +95,7 @@ def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.KernelC
     mutates_args=(),
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
+@on_its_device
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the log-sums, and the numbers to save for the backward pass."""
     of_out, of_lse, of_saved = _shapes(*arguments)
@@ -141,6 +143,7 @@ def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[in
     schema=f"({INPUTS}, {OPTIONS}, Tensor out, Tensor lse, Tensor saved, Tensor d_out, "
     "Tensor d_lse, bool needs_scale, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+@on_its_device
 def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of the inputs; an empty tensor for one that is missing or not needed."""
     given, (*results, needs_scale, needs_bias) = arguments[:5], arguments[-7:]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.shared.launch import on_its_device
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
@@ -103,6 +104,7 @@ def _groups(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Groups:
     mutates_args=(),
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor)",
 )
+@on_its_device
 def _consensus(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The sums g [B, N, H, D], and the degrees [B, N, H] in float32, empty if not needed."""
     from graphattn.kernels.consensus.forward import forward
@@ -133,6 +135,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     schema=f"({INPUTS}, {OPTIONS}, Tensor d_gradient, Tensor d_degree, bool network) -> "
     f"({', '.join(['Tensor'] * COUNT)})",
 )
+@on_its_device
 def _consensus_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of the inputs; an empty tensor for one that is missing or not needed."""
     from graphattn.kernels.consensus.backward import backward

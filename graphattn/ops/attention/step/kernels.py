@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.kernels.shared.launch import why_not_heads, why_not_on
+from graphattn.kernels.shared.launch import on_its_device, why_not_heads, why_not_on
 from graphattn.kernels.shared.tuning import HELD_TOKENS
 from graphattn.ops.backends import Backend, choose, wanted_backend
 from graphattn.ops.compiled_code import why_no_step
@@ -87,6 +87,7 @@ BACKENDS = (  # fastest first; the layer itself runs the step
 )
 
 
+@on_its_device
 def step_by_kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
     """:func:`graphattn.kernels.generation.step.window_step`, which has the arguments."""
     from graphattn.kernels.generation.step import window_step
