@@ -10,7 +10,7 @@ from torch import Tensor
 from watched_memory import watched_memory
 
 import graphattn as ga
-from graphattn.kernels.shared.launch import recording
+from graphattn.kernels.shared.launch import recording, tensors_in
 
 pytest.importorskip("triton")
 from graphattn.kernels.neighbors import candidates, exact
@@ -296,9 +296,5 @@ def test_nothing_waits_for_the_device(within: ga.TokenGraph | None) -> None:
     ]  # fmt: skip
     assert index.shape == squared.shape == (5000, 16)
     assert index.dtype == torch.int64
-    largest = max(t.numel() for each in launches for t in each.arguments.values() if _is_tensor(t))
+    largest = max(t.numel() for each in launches for t in tensors_in(each.arguments.values()))
     assert largest <= 5000 * 32  # N x N would be 25 million
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from graphattn.kernels.shared.launch import tensors_in
+
 
 def _bytes(x: Tensor) -> tuple[int, int]:
     """The addresses that the numbers of a view lie between."""
@@ -77,7 +79,7 @@ def watched_memory(device: str) -> Iterator[None]:
     real, run = interpreter._interpreter, interpreter.GridExecutor.__call__
 
     def watched(self: Any, *arguments: Any, **named: Any) -> Any:
-        tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
+        tensors = list(tensors_in((*arguments, *named.values())))
         builder = interpreter.interpreter_builder
         interpreter._interpreter = memory = _Memory(real, builder, self.fn.__name__, tensors)
         try:
