@@ -70,6 +70,7 @@ PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
 DEVICES = "tests/kernels/test_kernels_devices.py"
+PREDICTION = "tests/kernels/test_kernels_prediction.py"
 STORED = "tests/kernels/test_kernels_stored.py"
 UNSEEN = "tests/ops/test_ops_unseen.py"
 HOLDS = "tests/ops/test_ops_what_holds.py"
@@ -658,6 +659,20 @@ MUTATIONS = [
         "if table.device != device and is_capturing(device):",
         "if False:",
         (f"{STORED}::test_a_table_of_the_host_is_refused_during_a_capture",),
+    ),
+    Mutation(
+        "a program computes while its products are formed",
+        "kernels/check/prediction.py",
+        "computing = max(products, awaited + found.issue_s + found.special_s)",
+        "computing = max(products, found.issue_s + found.special_s)",
+        (f"{PREDICTION}::test_a_program_waits_for_its_products_before_it_computes_with_them",),
+    ),
+    Mutation(
+        "programs do not share a multiprocessor",
+        "kernels/check/prediction.py",
+        "return max(1, min(fitting))",
+        "return 1",
+        (f"{PREDICTION}::test_programs_that_share_a_multiprocessor_fill_each_others_waits",),
     ),
     Mutation(
         "a GPU without matrix instructions for bfloat16 gets kernels",

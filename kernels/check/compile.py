@@ -69,6 +69,11 @@ class Compiled(NamedTuple):
     `loops` has the numbers of instructions and special functions of every innermost loop with
     matrix instructions, in the order of the code. `outside` has those of the code in none of these
     loops, which matters in kernels that do much before, between or after them.
+
+    `copies` counts the asynchronous copies to shared memory in these loops, which go on while the
+    program computes. `waits` counts the waits for products of wgmma, and `open_waits` those of them
+    that let the last products go on. Where there are none of these, a program computes nothing else
+    while its products are formed.
     """
 
     arch: str
@@ -84,6 +89,9 @@ class Compiled(NamedTuple):
     loop_special: int  # exp2, log2, 1 / x, ...: they have their own, slower unit
     loops: tuple[tuple[int, int], ...] = ()
     outside: tuple[int, int] = (0, 0)
+    copies: int = 0
+    waits: int = 0
+    open_waits: int = 0
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:

@@ -12,6 +12,9 @@ _MATRIX = re.compile(r"[HIDQ]?G?MMA\b|[HIDQB]MMA|UTC\w*MMA|v_mfma|v_smfmac")
 _FUSED = re.compile(r"FFMA|v_fma|v_fmac|v_pk_fma")
 _SPECIAL = re.compile(r"MUFU|v_(exp|log|rcp|rsq|sqrt|sin|cos)_")
 LOCAL = re.compile(r"(STL|LDL)\b|scratch_(load|store)")
+# Copies to shared memory that go on while the warp computes, and waits for products of wgmma.
+_COPY = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
+_WAIT = re.compile(r"WARPGROUP\.DEPBAR")
 
 
 class Instruction(NamedTuple):
@@ -20,6 +23,7 @@ class Instruction(NamedTuple):
     name: str
     jump: int | None  # index of another instruction
     continues: bool
+    operands: str = ""
 
 
 _SASS_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
@@ -34,7 +38,7 @@ def read_sass(text: str) -> list[Instruction]:
     ... /*0020*/      @!P0 BRA 0x10 ;
     ... /*0030*/           EXIT ;
     ... '''
-    >>> [(name, jump) for name, jump, _ in read_sass(listing)]
+    >>> [(line.name, line.jump) for line in read_sass(listing)]
     [('MOV', None), ('HMMA.16816.F32', None), ('BRA', 1), ('EXIT', None)]
     """
     lines = _SASS_LINE.findall(text)
@@ -50,7 +54,7 @@ def read_sass(text: str) -> list[Instruction]:
             continues = bool(predicate) or "," in operands or name.startswith("CALL")
         elif name.startswith(("EXIT", "RET", "BRX")):
             continues = bool(predicate)
-        code.append(Instruction(name, jump, continues))
+        code.append(Instruction(name, jump, continues, operands.strip()))
     return code
 
 
@@ -61,7 +65,7 @@ def read_amdgcn(text: str) -> list[Instruction]:
     """The instructions of AMD assembly of one kernel.
 
     >>> listing = ".LBB0_1:\\n\\tv_mov_b32 v1, v2\\n\\ts_cbranch_scc1 .LBB0_1\\n"
-    >>> [(name, jump) for name, jump, _ in read_amdgcn(listing)]
+    >>> [(line.name, line.jump) for line in read_amdgcn(listing)]
     [('v_mov_b32', None), ('s_cbranch_scc1', 0)]
     """
     labels: dict[str, int] = {}
@@ -76,6 +80,7 @@ def read_amdgcn(text: str) -> list[Instruction]:
             name,
             labels.get(operands) if name.startswith(("s_branch", "s_cbranch")) else None,
             name not in ("s_branch", "s_endpgm", "s_setpc_b64"),
+            operands,
         )
         for name, operands in lines
     ]
@@ -87,6 +92,7 @@ def counts(code: list[Instruction]) -> dict[str, Any]:
     body = [code[i].name for i in _main_of(working, code)]
     matrix = Counter(i.name for i in code if _MATRIX.match(i.name))
     inside = set().union(*working)
+    waits = [code[i] for i in inside if _WAIT.match(code[i].name)]
     return {
         "matrix": dict(sorted(matrix.items())),
         "loop_instructions": len(body),
@@ -98,6 +104,10 @@ def counts(code: list[Instruction]) -> dict[str, Any]:
             len(code) - len(inside),
             _specials(code[i].name for i in range(len(code)) if i not in inside),
         ),
+        "copies": sum(1 for i in inside if _COPY.match(code[i].name)),
+        "waits": len(waits),
+        # ``gsb0, 0x1``: all products but the last ones; ``gsb0, 0x0``: all.
+        "open_waits": sum(1 for wait in waits if not wait.operands.endswith("0x0")),
     }
 
 

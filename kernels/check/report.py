@@ -81,6 +81,8 @@ PREDICTED = (
     "matrix",
     "issue slots",
     "special",
+    "in turn",
+    "programs",
     "predicted",
     "target",
 )
@@ -107,8 +109,12 @@ def markdown(rows: Sequence[ReportRow]) -> str:
             "",
             "## Predicted time on an H200",
             "",
-            "Microseconds each unit would need if it were the only limit; the largest is the "
-            "predicted time, which no launch beats. Not measured.",
+            "Microseconds each unit would need if it were the only limit: no launch is faster than "
+            "the slowest of them. In turn: the sum of what does not overlap within a program, "
+            "which waits for its products before it computes with them. The programs that share "
+            "a multiprocessor divide this sum, because one computes while another waits. "
+            "Predicted is the larger of both. Not measured. kernels/check/prediction.py states "
+            "the model.",
             "",
         ]
         text += table(PREDICTED, [predicted_cells(row) for row in predicted])
@@ -137,9 +143,9 @@ def predicted_cells(row: ReportRow) -> tuple[str, ...]:
     """The cells of a row of the table whose header is `PREDICTED`."""
     prediction = row.prediction
     assert prediction is not None
-    parts = tuple(microseconds(seconds) for seconds in prediction)
+    parts = [microseconds(seconds) for seconds in (*prediction.units, prediction.in_turn_s)]
     total = f"{microseconds(prediction.seconds)} ({prediction.limit})"
-    return (row.name, *parts, total, row.target)
+    return (row.name, *parts, str(prediction.programs), total, row.target)
 
 
 def microseconds(seconds: float) -> str:

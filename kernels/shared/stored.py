@@ -92,7 +92,7 @@ def tensors_of(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def as_entry(value: T, device: torch.device) -> T | OnStream[T]:
-    """What to store for a value that was just made on a device: the value itself on a CPU."""
+    """The entry to store for a value that was just made on a device: on a CPU, the value itself."""
     return OnStream(value, device) if device.type == "cuda" else value
 
 

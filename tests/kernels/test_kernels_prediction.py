@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from graphattn.kernels.check.compile import Compiled
-from graphattn.kernels.check.prediction import Prediction, predict
+from graphattn.kernels.check.machine_code import counts, read_sass
+from graphattn.kernels.check.prediction import Prediction, predict, programs_at_once
 from graphattn.kernels.shared.launch import Launch
 
 BF16 = {"HGMMA.64x64x16.F32.BF16": 8}
@@ -14,7 +15,8 @@ TF32 = {"HGMMA.64x64x8.F32.TF32": 16}
 
 
 def configuration(**changed: Any) -> Any:
-    launch = Launch(None, (132,), {"PRECISION": changed.pop("precision", "tf32")}, 4, 3)
+    grid, warps = (changed.pop("programs_in_all", 132),), changed.pop("warps", 4)
+    launch = Launch(None, grid, {"PRECISION": changed.pop("precision", "tf32")}, warps, 3)
     work = {"flops": 0.0, "bytes": 0.0, "gathered": 0.0, "iterations": 0.0, "passes": ()}
     return SimpleNamespace(name="", launch=launch, main=True, target="", **(work | changed))
 
@@ -91,6 +93,108 @@ def test_the_largest_bound_is_the_prediction(i: int) -> None:
     assert prediction.seconds == 2.0
     limits = ("bytes", "gathers", "matrix", "issue slots", "special functions")
     assert prediction.limit == limits[i]
+
+
+# What does not overlap: 132 programs, one on each multiprocessor. Ten passes of 198 instructions of
+# four warps are 1 us of issue slots, and 99 special functions 4 us more; 790e6 operations of
+# products are 1 us.
+BUSY = {"iterations": 1320, "flops": 790e6}
+
+
+def busy(**changed: Any) -> Compiled:
+    return compiled(BF16, instructions=198, special=99)._replace(**changed)
+
+
+def test_a_program_waits_for_its_products_before_it_computes_with_them() -> None:
+    prediction = predict(configuration(**BUSY), busy(waits=2))
+    assert prediction.in_turn_s == pytest.approx(6e-6)
+    assert (prediction.seconds, prediction.limit) == (prediction.in_turn_s, "one after the other")
+
+
+def test_products_that_go_on_overlap_with_the_rest() -> None:
+    all_open = predict(configuration(**BUSY), busy(waits=2, open_waits=2))
+    half_open = predict(configuration(**BUSY), busy(waits=2, open_waits=1))
+    assert all_open.in_turn_s == pytest.approx(5e-6)
+    assert half_open.in_turn_s == pytest.approx(5.5e-6)
+    many = predict(configuration(**BUSY | {"flops": 7900e6}), busy(waits=1, open_waits=1))
+    assert many.in_turn_s == pytest.approx(10e-6)  # the rest is done meanwhile
+
+
+def test_memory_adds_to_the_sum_unless_copies_are_in_flight() -> None:
+    work = BUSY | {"bytes": 4.3e6}  # 1 us
+    assert predict(configuration(**work), busy()).in_turn_s == pytest.approx(7e-6)
+    assert predict(configuration(**work), busy(copies=4)).in_turn_s == pytest.approx(6e-6)
+    slow = BUSY | {"bytes": 43e6}
+    assert predict(configuration(**slow), busy(copies=4)).seconds == pytest.approx(10e-6)
+
+
+def test_products_of_multiply_adds_are_instructions_and_count_once() -> None:
+    # 523 TFLOPS in half precision, 67 in float32: 1 us of multiply-adds in 2 us of instructions.
+    work = {"iterations": 2640, "flops": 66.9e6}
+    prediction = predict(configuration(**work), compiled({}, instructions=198))
+    assert prediction.matrix_s == pytest.approx(1e-6, rel=0.01)
+    assert prediction.seconds == prediction.in_turn_s == pytest.approx(2e-6)
+
+
+def test_programs_that_share_a_multiprocessor_fill_each_others_waits() -> None:
+    prediction = predict(configuration(**BUSY, programs_in_all=2 * 132), busy())
+    assert prediction.programs == 2
+    assert prediction.in_turn_s == pytest.approx(6e-6)
+    # Half the sum is 3 us, but special functions alone are 4.
+    assert (prediction.seconds, prediction.limit) == (prediction.special_s, "special functions")
+    assert prediction.special_s == pytest.approx(4e-6)
+
+
+def test_a_single_warp_leaves_three_schedulers_idle() -> None:
+    # The same work by one warp in place of four, alone on its multiprocessor.
+    work = BUSY | {"iterations": 5280, "flops": 0.0}
+    prediction = predict(configuration(**work, warps=1), busy())
+    assert prediction.issue_s + prediction.special_s == pytest.approx(5e-6)
+    assert prediction.in_turn_s == pytest.approx(20e-6)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "grid", "programs"),
+    [
+        (255, 0, 8, 8192, 1),  # 8192 registers a warp, two warps a scheduler
+        (255, 0, 4, 8192, 2),
+        (128, 0, 4, 8192, 4),  # 65536 / (128 * 128)
+        (168, 0, 4, 8192, 3),  # 5376 registers a warp, three warps a scheduler
+        (32, 0, 4, 8192, 16),  # 64 warps
+        (16, 0, 1, 8192, 32),  # 32 programs
+        (32, 227 * 1024, 4, 8192, 1),
+        (32, 113 * 1024, 4, 8192, 2),  # 228 KiB, and each takes one more
+        (32, 114 * 1024, 4, 8192, 1),
+        (32, 0, 4, 132, 1),  # there are no more programs
+        (32, 0, 4, 133, 2),
+        (32, 0, 4, 1, 1),
+    ],
+)
+def test_registers_shared_memory_and_warps_decide_how_many_programs_share(
+    registers: int, shared: int, warps: int, grid: int, programs: int
+) -> None:
+    """As CUDA's occupancy calculator computes it for compute capability 9.0."""
+    launch = configuration(programs_in_all=grid, warps=warps)
+    found = compiled(BF16)._replace(registers=registers, shared=shared)
+    assert programs_at_once(launch, found) == programs
+
+
+def test_waits_and_copies_are_read_from_the_machine_code() -> None:
+    lines = (
+        "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]",  # before the loop
+        "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]",
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24, gsb0",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24, gsb0",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "@P0 BRA 0x10",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1",  # after it
+        "EXIT",
+    )
+    text = "\n".join(f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines))
+    found = counts(read_sass(text))
+    assert (found["copies"], found["waits"], found["open_waits"]) == (1, 2, 1)
 
 
 def test_only_sm_90_is_predicted() -> None:
