@@ -54,6 +54,8 @@ class OnStream(Generic[T]):
 
     def read(self) -> T:
         """The value, for work that is queued on the current stream from now on."""
+        if torch.compiler.is_compiling():  # it traces operations of torch only
+            return self.value
         if torch.cuda.is_current_stream_capturing():
             # A graph cannot wait for what is not in it. A capture begins when the device is idle.
             _read_by_graphs.add(self)
@@ -93,7 +95,9 @@ def tensors_of(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
 
 def as_entry(value: T, device: torch.device) -> T | OnStream[T]:
     """The entry to store for a value that was just made on a device: on a CPU, the value itself."""
-    return OnStream(value, device) if device.type == "cuda" else value
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return value
+    return OnStream(value, device)
 
 
 def stored(place: MutableMapping[K, Any], key: K, device: torch.device, make: Callable[[], T]) -> T:

@@ -188,7 +188,7 @@ def structured(monkeypatch: pytest.MonkeyPatch) -> ga.TokenGraph:
         storage.StoredGraph, "in_degree", lambda graph: graph.structure.in_degree(CPU)
     )
     graph = ga.window_path_graph(5, 1)
-    graph._device = GPU
+    graph._device, graph._on_streams = GPU, {}
     return graph
 
 

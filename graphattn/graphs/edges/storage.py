@@ -101,7 +101,7 @@ class StoredGraph:
         self._transpose_permutation: Tensor | None = None
         self._derived: dict[Any, Any] = {}
         # On a GPU: the attributes that were derived or copied, and the stream that did it.
-        self._on_streams: dict[str, OnStream[Any]] = {}
+        self._on_streams: dict[str, OnStream[Any]] | None = _streams_on(self._device)
 
     def _as_stored(self, index: Tensor, count: int) -> Tensor:
         """Convert a list with `count` edges, or places of edges, to the width that is stored."""
@@ -130,13 +130,15 @@ class StoredGraph:
             setattr(self, name, made)
         elif not makes_fakes() and may_store(self._device):
             setattr(self, name, made)
-            if self._device.type == "cuda":
+            if self._on_streams is not None:
                 self._on_streams[name] = OnStream(made, self._device)
         return made
 
     def _await(self, name: str) -> None:
         """On a GPU, let the current stream wait for the one that made or copied an attribute."""
-        if name in self._on_streams and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # which would compile anew for other attributes
+            return
+        if self._on_streams is not None and name in self._on_streams:
             self._on_streams[name].read()
 
     # Sizes and facts.
@@ -299,7 +301,7 @@ class StoredGraph:
         """
         if self._structure is not None:
             return None
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_edge_index" if self._neighbors is None else "_neighbors")
         return self._edge_index if self._neighbors is None else self._neighbors
 
@@ -343,7 +345,7 @@ class StoredGraph:
                 else:
                     edges = edges_of_structure(cast(GraphStructure, self._structure), self._device)
                 return self._store("_edge_index", self._as_stored(edges, edges.shape[1]))
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_edge_index")
         return self._edge_index
 
@@ -357,14 +359,14 @@ class StoredGraph:
                 if self._device.type == "cpu" and not torch.compiler.is_compiling():
                     rowptr = self._as_stored(rowptr, int(rowptr[-1]))
                 return self._store("_rowptr", rowptr)
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_rowptr")
         return self._rowptr
 
     @property
     def compact_neighbors(self) -> Tensor | None:
         """:attr:`neighbors` as stored: int32 on a CPU if all numbers fit, otherwise int64."""
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_neighbors")
         return self._neighbors
 
@@ -403,7 +405,7 @@ class StoredGraph:
             )
             transposed._transposed = self
             return self._store("_transposed", transposed)
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_transposed")
         return self._transposed
 
@@ -420,7 +422,7 @@ class StoredGraph:
             with kept_for_training():
                 order = order_by_source(*self.compact_csr(), self._num_sources)
                 return self._store("_transpose_permutation", self._as_stored(order, len(order)))
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_transpose_permutation")
         return self._transpose_permutation
 
@@ -457,7 +459,7 @@ class StoredGraph:
         if self._positions is None:
             with kept_for_training():
                 return self._store("_positions", self._counted(0))
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_positions")
         return self._positions
 
@@ -469,7 +471,7 @@ class StoredGraph:
                 return self.positions
             with kept_for_training():
                 return self._store("_source_positions", self._counted(1))
-        if self._on_streams:
+        if self._on_streams is not None:
             self._await("_source_positions")
         return self._source_positions
 
@@ -502,14 +504,14 @@ class StoredGraph:
         return self._with_tensors(Tensor.pin_memory, self._device)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor], device: torch.device) -> Self:
-        for name in self._on_streams:
+        for name in self._on_streams or ():
             self._await(name)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__)
         changed._device = device
         changed._transposed = None
         changed._wide, changed._derived = {}, {}
-        changed._on_streams = {}
+        changed._on_streams = _streams_on(device)
         for name, value in list(vars(changed).items()):
             if isinstance(value, Tensor) and name != "_code":
                 if name not in INDICES:
@@ -520,7 +522,7 @@ class StoredGraph:
                 else:
                     new = change(value).long()
                 setattr(changed, name, new)
-                if device.type == "cuda" and not makes_fakes() and may_store(device):
+                if changed._on_streams is not None and not makes_fakes() and may_store(device):
                     changed._on_streams[name] = OnStream(new, device)
         return changed
 
@@ -638,6 +640,10 @@ def _starts_of(
         (target if n else 0, source if m else 0)
         for (target, source), (n, m) in zip(starts, sizes, strict=True)
     )
+
+
+def _streams_on(device: torch.device) -> dict[str, OnStream[Any]] | None:
+    return {} if device.type == "cuda" else None
 
 
 def _own_positions(
