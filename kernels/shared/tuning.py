@@ -108,8 +108,6 @@ KERNELS = (*HOPPER, *OF_EDGES)
 # no edges. In smaller tiles fewer pairs are computed in vain.
 NARROW = 64
 OF_NARROW = {"d_source": (32, 64)}
-# AMD's compute units have 64 KiB of shared memory, and loads in flight need some of it.
-STAGES_ON_AMD = 1
 
 # Not context variables: on GPUs autograd runs backwards in a thread of its own.
 _override: dict[str, Choice] = {}
@@ -137,7 +135,7 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
         rows, columns = OF_NARROW.get(kernel, (64, 32))
         rows, columns = min(choice.rows, rows), min(choice.columns, columns)
         choice = choice._replace(rows=rows, columns=columns, num_warps=4)
-    return choice._replace(num_stages=STAGES_ON_AMD) if is_amd() else choice
+    return choice
 
 
 def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
@@ -156,9 +154,8 @@ def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
         slots = max(1, min(max(slots, 16), 128, HELD_ELEMENTS // width))
         return Choice(1, slots, min(8, max(1, slots * width // (2 * TILE_ELEMENTS))), 1)
     if kernel == "window_step":
-        stages = STAGES_ON_AMD if is_amd() else STEP_STAGES
         warps = 4 if slots <= HELD_BY_FOUR_WARPS else 8
-        return Choice(1, max(1, min(slots, STEP_ELEMENTS // width)), warps, stages)
+        return Choice(1, max(1, min(slots, STEP_ELEMENTS // width)), warps, STEP_STAGES)
     slots = max(1, min(slots, MAX_SLOTS, TILE_ELEMENTS // width))
     return Choice(max(1, FILLS_A_WARP // (slots * width)), slots, 1, 1)
 
