@@ -606,9 +606,9 @@ MUTATIONS = [
     ),
     Mutation(
         "of edges that equal the k-th one too many is kept",
-        "kernels/edges/top_k.py",
-        "tl.cumsum(b_equal, axis=1) <= b_left[:, None]",
-        "tl.cumsum(b_equal, axis=1) <= b_left[:, None] + 1",
+        "kernels/shared/ordered_integers.py",
+        "<= b_left[:, None])",
+        "<= b_left[:, None] + 1)",
         (f"{EDGES_TOP_K}::test_of_equal_sources_the_smaller_index_is_kept",),
     ),
     Mutation(
@@ -705,9 +705,9 @@ MUTATIONS = [
     Mutation(
         "what all kernels share imports a family of them",
         "kernels/shared/row_dots.py",
-        "from graphattn.kernels.shared.launch import launch",
+        "from graphattn.kernels.shared.launch import Heads, launch",
         "from graphattn.kernels.bands.schedule import BandSchedule  # noqa: F401\n"
-        "from graphattn.kernels.shared.launch import launch",
+        "from graphattn.kernels.shared.launch import Heads, launch",
         (
             "tests/test_imports.py::test_rooms_of_the_kernels_import_downward_only"
             "[graphattn.kernels.shared.row_dots]",
@@ -716,9 +716,9 @@ MUTATIONS = [
     Mutation(
         "a kernel imports what is there for looking at kernels",
         "kernels/shared/row_dots.py",
-        "from graphattn.kernels.shared.launch import launch",
+        "from graphattn.kernels.shared.launch import Heads, launch",
         "from graphattn.kernels.shared.configuration import Configuration  # noqa: F401\n"
-        "from graphattn.kernels.shared.launch import launch",
+        "from graphattn.kernels.shared.launch import Heads, launch",
         ("tests/test_imports.py::test_nothing_but_the_check_reads_what_is_there_for_the_check",),
     ),
     Mutation(
@@ -801,9 +801,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the step kernel keeps the newer of two equally near tokens",
-        "kernels/generation/step.py",
-        "tl.cumsum(m_equal.to(tl.int32), axis=0) <= i_left",
-        "tl.cumsum(m_equal.to(tl.int32), axis=0) > tl.sum(m_equal.to(tl.int32), axis=0) - i_left",
+        "kernels/shared/ordered_integers.py",
+        "tl.cumsum(m_equal.to(tl.int32), axis=1) <= b_left[:, None]",
+        "tl.cumsum(m_equal.to(tl.int32), axis=1) > (counted(m_equal) - b_left)[:, None]",
         (f"{STEP}::test_of_equally_near_tokens_the_older_is_kept",),
     ),
     Mutation(
@@ -1461,8 +1461,8 @@ MUTATIONS = [
     Mutation(
         "kernels read the biases of the first sample in all of them",
         "kernels/edges/forward.py",
-        "p_bias += i_b * E * H",
-        "p_bias += 0",
+        "p_bias = entry_of(p_bias, i_b * E, H)",
+        "p_bias = entry_of(p_bias, i_b * 0, H)",
         (f"{EDGES}::test_values_and_gradients_are_those_of_float64[bias of every sample]",),
     ),
     Mutation(

@@ -28,49 +28,51 @@ from graphattn.kernels.edges.math import (
     own_segments,
     without_invalid,
 )
-from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split
+from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split, new_parts
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
-from graphattn.kernels.shared.layout import load_rows, side_by_side, store_rows
-from graphattn.kernels.shared.programs import heads_first
+from graphattn.kernels.shared.launch import Heads
+from graphattn.kernels.shared.layout import (
+    entry_of,
+    load_rows,
+    pointer_to,
+    side_by_side,
+    store_rows,
+)
 from graphattn.kernels.shared.row_dots import row_dots
 
 
-@triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts"])
+@triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_parts"])
 def edges_d_query_kernel(
-    p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_d_query, p_part, p_d_scale, p_d_bias,
-    p_scale, p_bias, p_kept, p_valid_target, p_valid_source, p_segments, p_others, p_edge_ids,
-    N, M, E, H, num_segments, num_groups, num_parts,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
-    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    RBF: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
-    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr,
-    SCALE_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr,
+    query, key, value, d_out, p_saved, p_delta, p_d_query, p_part, p_d_scale, p_d_bias, p_scale,
+    p_bias, p_kept, valid, edges, N, M, E, H, num_segments, num_parts,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, RBF: tl.constexpr, OWN_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """d_query [B, N, H, D] and the sums of parts of split rows [B, parts, H, D]. If BIAS_GRADIENT,
-    d_bias [B, E, H]; if SCALE_GRADIENT, every program's share of d_scale [B, groups, H]."""
+    """d_query [B, N, H, D] and the sums of parts of split rows [B, parts, H, D]; d_bias [B, E, H],
+    and every program's share of d_scale [B, groups, H]. All but d_query may be None."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
-        p_segments, num_segments, num_groups, H, ROWS
+        edges.p_segments, num_segments, H, ROWS
     )
     m_row = b_row >= 0
-    b_count = without_invalid(b_count, b_row, p_valid_target + i_b * N, VALID_TARGET)
-    i_key_head = i_h // REPEATS
-    p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
-    p_d_out += i_b * N * stride_on + i_h.to(tl.int64) * stride_oh
-    p_key += i_b * M * stride_kn + i_key_head.to(tl.int64) * stride_kh
-    p_value += i_b * M * stride_vn + i_key_head.to(tl.int64) * stride_vh
-    if BIAS == 2:
-        p_bias += i_b * E * H
+    b_count = without_invalid(b_count, b_row, entry_of(valid.p_target, i_b, N))
+    p_valid = entry_of(valid.p_source, i_b, M)
+    p_kept = entry_of(p_kept, i_b * E, H)
+    p_key = pointer_to(key, i_b * M, i_h // REPEATS)
+    p_value = pointer_to(value, i_b * M, i_h // REPEATS)
+    if OWN_BIAS:
+        p_bias = entry_of(p_bias, i_b * E, H)
     # [ROWS, BLOCK_D]
-    b_query = load_rows(p_query, b_row, m_row, stride_qn, D, BLOCK_D)
+    b_query = load_rows(pointer_to(query, i_b * N, i_h), b_row, m_row, query.stride_n, D)
     # [ROWS]
     o_number = (i_b * H + i_h) * N + b_row
     b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
     m_row_alive = m_row & (b_saved != float("inf"))  # for rows without edges nothing is read
     b_delta = tl.load(p_delta + o_number, mask=m_row_alive, other=0.0)
     # [ROWS, BLOCK_DV]
-    b_d_out = load_rows(p_d_out, b_row, m_row_alive, stride_on, DV, BLOCK_DV)
+    p_d_out = pointer_to(d_out, i_b * N, i_h)
+    b_d_out = load_rows(p_d_out, b_row, m_row_alive, d_out.stride_n, DV)
     i_scale = tl.load(p_scale + i_h)
 
     b_d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -78,25 +80,24 @@ def edges_d_query_kernel(
     for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
         # [ROWS, SLOTS]
         b_source, m_edge, b_edge = load_edges(
-            p_others, p_edge_ids, p_valid_source + i_b * M, p_kept + i_b * E * H, b_first, b_count,
-            i_slot, H, i_h, SLOTS, VALID, KEPT, EDGE_IDS,
-        )  # fmt: skip
+            edges, p_valid, p_kept, b_first, b_count, i_slot, H, i_h, SLOTS
+        )
         # [ROWS, SLOTS], and [ROWS, SLOTS, BLOCK_D]
         b_affinity, b_pull = gather_affinities(
-            b_query, p_key, b_source, m_edge, stride_kn, D, BLOCK_D, RBF
+            b_query, p_key, b_source, m_edge, key.stride_n, D, RBF
         )
         b_logit = b_affinity * (i_scale * LOG2E) - b_saved[:, None]
-        if BIAS:
+        if p_bias is not None:
             b_logit += load_bias(p_bias, b_edge, m_edge, H, i_h) * LOG2E
         b_weight = weights_from(b_logit)
         # [ROWS, SLOTS, BLOCK_DV]
-        b_value = gather(p_value, b_source, m_edge, stride_vn, DV, BLOCK_DV)
+        b_value = gather(p_value, b_source, m_edge, value.stride_n, DV)
         # [ROWS, SLOTS]
         b_d_weight = tl.sum(b_value * b_d_out[:, None, :], axis=2)
         b_d_logit = tl.where(m_edge, b_weight * (b_d_weight - b_delta[:, None]), 0.0)
-        if BIAS_GRADIENT:
+        if p_d_bias is not None:
             tl.store(p_d_bias + (i_b * E + b_edge) * H + i_h, b_d_logit, mask=m_edge)
-        if SCALE_GRADIENT:
+        if p_d_scale is not None:
             b_d_scale += tl.sum(tl.where(m_edge, b_d_logit * b_affinity, 0.0), axis=1)
         b_pull = tl.where(m_edge[:, :, None], b_pull, 0.0)
         # [ROWS, BLOCK_D]
@@ -104,73 +105,67 @@ def edges_d_query_kernel(
 
     b_d_query = b_d_query * i_scale
     p_d_query += (i_b * N * H + i_h) * D
-    store_rows(p_d_query, b_d_query, b_row, m_row & (b_part < 0), H * D, D, BLOCK_D)
-    if SPLIT:
+    store_rows(p_d_query, b_d_query, b_row, m_row & (b_part < 0), H * D, D)
+    if p_part is not None:
         p_part += (i_b * num_parts * H + i_h) * D
-        store_rows(p_part, b_d_query, b_part, m_row & (b_part >= 0), H * D, D, BLOCK_D)
-    if SCALE_GRADIENT:
-        _i_b, _i_h, i_group = heads_first(num_groups, H)
-        tl.store(p_d_scale + (i_b * num_groups + i_group) * H + i_h, tl.sum(b_d_scale, axis=0))
+        store_rows(p_part, b_d_query, b_part, m_row & (b_part >= 0), H * D, D)
+    if p_d_scale is not None:  # in the order of programs
+        tl.store(p_d_scale + tl.program_id(0), tl.sum(b_d_scale, axis=0))
 
 
-@triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts"])
+@triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_parts"])
 def edges_d_source_kernel(
-    p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_d_key, p_d_value, p_part_key,
-    p_part_value, p_scale, p_bias, p_kept, p_valid_target, p_valid_source, p_segments, p_others,
-    p_edge_ids, N, M, E, H, num_segments, num_groups, num_parts,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
-    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    RBF: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
-    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr,
+    query, key, value, d_out, p_saved, p_delta, p_d_key, p_d_value, p_part_key, p_part_value,
+    p_scale, p_bias, p_kept, valid, edges, N, M, E, H, num_segments, num_parts,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, RBF: tl.constexpr, OWN_BIAS: tl.constexpr,
 ):  # fmt: skip
     """d_key [B, M, Hk, D] and d_value [B, M, Hk, DV], summed over the query heads of a key head;
-    and the sums of parts of split rows, [B, parts, Hk, D] and [B, parts, Hk, DV] in float32."""
+    and the sums of parts of split rows, [B, parts, Hk, D] and [B, parts, Hk, DV] in float32, or
+    None."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    BLOCK_DV: tl.constexpr = triton.next_power_of_2(DV)
     Hk = H // REPEATS
     i_b, i_key_head, b_row, b_first, b_count, b_part = own_segments(
-        p_segments, num_segments, num_groups, Hk, ROWS
+        edges.p_segments, num_segments, Hk, ROWS
     )
     m_row = b_row >= 0
-    b_count = without_invalid(b_count, b_row, p_valid_source + i_b * M, VALID)
-    p_query += i_b * N * stride_qn
-    p_d_out += i_b * N * stride_on
-    p_key += i_b * M * stride_kn + i_key_head.to(tl.int64) * stride_kh
-    p_value += i_b * M * stride_vn + i_key_head.to(tl.int64) * stride_vh
-    if BIAS == 2:
-        p_bias += i_b * E * H
+    b_count = without_invalid(b_count, b_row, entry_of(valid.p_source, i_b, M))
+    p_valid = entry_of(valid.p_target, i_b, N)
+    p_kept = entry_of(p_kept, i_b * E, H)
+    if OWN_BIAS:
+        p_bias = entry_of(p_bias, i_b * E, H)
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
     m_seen = m_row & (b_count > 0)  # sources that no target sees are not read
-    b_key = load_rows(p_key, b_row, m_seen, stride_kn, D, BLOCK_D)
-    b_value = load_rows(p_value, b_row, m_seen, stride_vn, DV, BLOCK_DV)
+    b_key = load_rows(pointer_to(key, i_b * M, i_key_head), b_row, m_seen, key.stride_n, D)
+    b_value = load_rows(pointer_to(value, i_b * M, i_key_head), b_row, m_seen, value.stride_n, DV)
 
     b_d_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_d_value = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for i_repeat in range(REPEATS):
         i_h = i_key_head * REPEATS + i_repeat
         i_scale = tl.load(p_scale + i_h)
-        p_own_query = p_query + i_h.to(tl.int64) * stride_qh
-        p_own_d_out = p_d_out + i_h.to(tl.int64) * stride_oh
+        p_query, p_d_out = pointer_to(query, i_b * N, i_h), pointer_to(d_out, i_b * N, i_h)
         i_numbers = (i_b * H + i_h) * N
         for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
             # [ROWS, SLOTS]
             b_target, m_edge, b_edge = load_edges(
-                p_others, p_edge_ids, p_valid_target + i_b * N, p_kept + i_b * E * H, b_first,
-                b_count, i_slot, H, i_h, SLOTS, VALID_TARGET, KEPT, EDGE_IDS,
-            )  # fmt: skip
+                edges, p_valid, p_kept, b_first, b_count, i_slot, H, i_h, SLOTS
+            )
             o_number = i_numbers + b_target
             b_saved = tl.load(p_saved + o_number, mask=m_edge, other=float("inf"))
             m_edge = m_edge & (b_saved != float("inf"))
             b_delta = tl.load(p_delta + o_number, mask=m_edge, other=0.0)
             # [ROWS, SLOTS], and [ROWS, SLOTS, BLOCK_D]
             b_affinity, b_pull = gather_affinities(
-                b_key, p_own_query, b_target, m_edge, stride_qn, D, BLOCK_D, RBF
+                b_key, p_query, b_target, m_edge, query.stride_n, D, RBF
             )
             b_logit = b_affinity * (i_scale * LOG2E) - b_saved
-            if BIAS:
+            if p_bias is not None:
                 b_logit += load_bias(p_bias, b_edge, m_edge, H, i_h) * LOG2E
             b_weight = tl.where(m_edge, weights_from(b_logit), 0.0)
             # [ROWS, SLOTS, BLOCK_DV]
-            b_d_out = gather(p_own_d_out, b_target, m_edge, stride_on, DV, BLOCK_DV)
+            b_d_out = gather(p_d_out, b_target, m_edge, d_out.stride_n, DV)
             # [ROWS, SLOTS]
             b_d_weight = tl.sum(b_d_out * b_value[:, None, :], axis=2)
             b_d_logit = tl.where(m_edge, b_weight * (b_d_weight - b_delta) * i_scale, 0.0)
@@ -182,14 +177,14 @@ def edges_d_source_kernel(
     m_whole = m_row & (b_part < 0)
     p_d_key += (i_b * M * Hk + i_key_head) * D
     p_d_value += (i_b * M * Hk + i_key_head) * DV
-    store_rows(p_d_key, b_d_key, b_row, m_whole, Hk * D, D, BLOCK_D)
-    store_rows(p_d_value, b_d_value, b_row, m_whole, Hk * DV, DV, BLOCK_DV)
-    if SPLIT:
+    store_rows(p_d_key, b_d_key, b_row, m_whole, Hk * D, D)
+    store_rows(p_d_value, b_d_value, b_row, m_whole, Hk * DV, DV)
+    if p_part_key is not None:
         m_part = m_row & (b_part >= 0)
         p_part_key += (i_b * num_parts * Hk + i_key_head) * D
         p_part_value += (i_b * num_parts * Hk + i_key_head) * DV
-        store_rows(p_part_key, b_d_key, b_part, m_part, Hk * D, D, BLOCK_D)
-        store_rows(p_part_value, b_d_value, b_part, m_part, Hk * DV, DV, BLOCK_DV)
+        store_rows(p_part_key, b_d_key, b_part, m_part, Hk * D, D)
+        store_rows(p_part_value, b_d_value, b_part, m_part, Hk * DV, DV)
 
 
 def backward(
@@ -215,14 +210,12 @@ def backward(
     upstream: dict[str, Any] = {
         "p_saved": saved,
         "p_delta": row_dots(out, d_out, 1.0, d_lse),
-        "p_d_out": d_out,
-        "stride_on": d_out.stride(1),
-        "stride_oh": d_out.stride(2),
+        "d_out": Heads.of(d_out),
     }
     rows = x.schedule.by_target
     choice = tuning.choose_for_edges("edges_d_query", x.width, rows.mean_degree)
     d_query = torch.empty_like(x.query, memory_format=torch.contiguous_format)
-    part = saved.new_empty(B, rows.num_parts, H, D)
+    part = new_parts(rows, saved, B, H, D)
     d_scale = saved.new_empty(B, num_groups(choice, rows), H) if scale_gradient else None
     d_bias = None
     if bias_gradient:
@@ -237,10 +230,8 @@ def backward(
         **upstream,
         p_d_query=d_query,
         p_part=part,
-        p_d_scale=x.unread if d_scale is None else d_scale,
-        p_d_bias=x.unread if d_bias is None else d_bias,
-        SCALE_GRADIENT=scale_gradient,
-        BIAS_GRADIENT=bias_gradient,
+        p_d_scale=d_scale,
+        p_d_bias=d_bias,
     )
     launch_over_split(add_parts_kernel, rows, d_query, p_part=part, p_sum=d_query)
 
@@ -248,8 +239,7 @@ def backward(
     choice = tuning.choose_for_edges("edges_d_source", x.width, rows.mean_degree)
     d_key = torch.empty_like(x.key, memory_format=torch.contiguous_format)
     d_value = torch.empty_like(x.value, memory_format=torch.contiguous_format)
-    part_key = saved.new_empty(B, rows.num_parts, Hk, D)
-    part_value = saved.new_empty(B, rows.num_parts, Hk, DV)
+    part_key, part_value = new_parts(rows, saved, B, Hk, D), new_parts(rows, saved, B, Hk, DV)
     launch_over(
         edges_d_source_kernel,
         choice,

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from graphattn.kernels.edges.schedule import EdgeSchedule, Rows
-from graphattn.kernels.shared.launch import launch
-from graphattn.kernels.shared.layout import as_bytes, side_by_side
+from graphattn.kernels.shared.launch import Heads, launch
+from graphattn.kernels.shared.layout import Valid, as_bytes, side_by_side
 from graphattn.kernels.shared.tuning import Choice
+
+
+class Edges(NamedTuple):
+    """The edges of all rows as kernels take them (see `Rows`)."""
+
+    p_segments: Tensor
+    p_others: Tensor
+    p_edge_ids: Tensor | None  # None: numbers of edges are their places, or no kernel needs them
 
 
 @dataclass
@@ -62,63 +70,42 @@ class EdgeInputs:
         """
         return self.schedule.num_edges if self.bias is None else self.bias.shape[-2]
 
-    @property
-    def unread(self) -> Tensor:
-        """A tensor for the pointers that a version of a kernel takes and does not read."""
-        return self.scale
-
     def common(self) -> dict[str, Any]:
         """The arguments that all edge kernels take, whether they read them or not.
 
         Names in capitals are constants (``tl.constexpr``): Triton compiles another version of the
-        kernel for every set of values. Beginnings of names, such as ``b_``, are explained in
-        :mod:`graphattn.kernels`. The constants of all calls are:
+        kernel for every set of values, and of tensors that are None: `p_bias`, `p_kept` (the edges
+        that top-k has chosen) and those of `valid`. Beginnings of names, such as ``b_``, are
+        explained in :mod:`graphattn.kernels`. The constants of all calls are:
 
         - REPEATS: query heads that share one key head, H / Hk.
         - D, DV: features of queries and keys, and of values. BLOCK_D, BLOCK_DV: the same, rounded
           up to powers of 2, as tiles need.
         - RBF: affinities are -||q - k||^2 / 2; otherwise q . k.
-        - BIAS: 0 without biases, 1 with biases [E, H], 2 with biases [B, E, H].
-        - KEPT: only the edges that top-k has chosen count; `p_kept` marks them.
-        - VALID, VALID_TARGET: there is a mask of valid sources, of valid targets.
+        - OWN_BIAS: biases are [B, E, H]; otherwise [E, H].
 
-        :func:`launch_over` adds:
-
-        - ROWS, SLOTS: segments of a program, and edges of each that it takes at a time.
-        - EDGE_IDS: numbers of edges are listed in `p_edge_ids`; otherwise they are their places.
-        - SPLIT: some rows are split, so some results are those of parts.
+        :func:`launch_over` adds ROWS and SLOTS: segments of a program, and edges of each that it
+        takes at a time.
         """
-        query, key, value, unread = self.query, self.key, self.value, self.unread
-        D, DV, H, Hk = query.shape[-1], value.shape[-1], query.shape[-2], key.shape[-2]
+        query, key, value = self.query, self.key, self.value
+        H, Hk = query.shape[-2], key.shape[-2]
         return {
-            "p_query": query,
-            "p_key": key,
-            "p_value": value,
+            "query": Heads.of(query),
+            "key": Heads.of(key),
+            "value": Heads.of(value),
             "p_scale": self.scale,
-            "p_bias": unread if self.bias is None else self.bias,
-            "p_kept": unread if self.kept is None else self.kept,
-            "p_valid_target": unread if self.valid_target is None else self.valid_target,
-            "p_valid_source": unread if self.valid_source is None else self.valid_source,
+            "p_bias": self.bias,
+            "p_kept": self.kept,
+            "valid": Valid(self.valid_target, self.valid_source),
             "N": query.shape[1],
             "M": key.shape[1],
             "E": self.num_edges,
             "H": H,
-            "stride_qn": query.stride(1),
-            "stride_qh": query.stride(2),
-            "stride_kn": key.stride(1),
-            "stride_kh": key.stride(2),
-            "stride_vn": value.stride(1),
-            "stride_vh": value.stride(2),
             "REPEATS": H // Hk,
-            "D": D,
-            "DV": DV,
-            "BLOCK_D": triton.next_power_of_2(D),
-            "BLOCK_DV": triton.next_power_of_2(DV),
+            "D": query.shape[-1],
+            "DV": value.shape[-1],
             "RBF": self.rbf,
-            "BIAS": 0 if self.bias is None else self.bias.dim() - 1,  # 2: every sample has its own
-            "KEPT": self.kept is not None,
-            "VALID_TARGET": self.valid_target is not None,
-            "VALID": self.valid_source is not None,
+            "OWN_BIAS": self.bias is not None and self.bias.dim() == 3,
         }
 
 
@@ -139,22 +126,16 @@ def launch_over(
     """
     x = inputs
     per_edge = per_edge or x.bias is not None or x.kept is not None
-    groups = num_groups(choice, rows)
     launch(
         kernel,
-        (len(x.query) * heads * groups,),
+        (len(x.query) * heads * num_groups(choice, rows),),
         **arguments,
         **x.common(),
-        p_segments=rows.segments,
-        p_others=rows.others,
-        p_edge_ids=x.unread if rows.edge_ids is None else rows.edge_ids,
+        edges=Edges(rows.segments, rows.others, rows.edge_ids if per_edge else None),
         num_segments=len(rows.segments),
-        num_groups=groups,
         num_parts=rows.num_parts,
         ROWS=choice.rows,
         SLOTS=choice.columns,
-        EDGE_IDS=per_edge and rows.edge_ids is not None,
-        SPLIT=rows.num_parts > 0,
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
     )

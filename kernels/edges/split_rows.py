@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +19,23 @@ from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.programs import heads_first
 
 PARTS = 16  # of a split row, read at a time
+
+
+class Averages(NamedTuple):
+    """Outputs over some edges, and their log-sums, as kernels take them."""
+
+    p_out: Tensor
+    p_lse: Tensor
+
+
+def new_parts(rows: Rows, like: Tensor, *sizes: int) -> Tensor | None:
+    """A float32 tensor [B, parts, ...] for the parts of split rows; None if no row is split.
+
+    `sizes` are B and those after the parts.
+    """
+    if not rows.num_parts:
+        return None
+    return like.new_empty((sizes[0], rows.num_parts, *sizes[1:]), dtype=torch.float32)
 
 
 @triton.jit
@@ -34,17 +52,17 @@ def own_split(p_split, num_split, heads):
 
 @triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
 def merge_averages_kernel(
-    p_part_out, p_part_lse, p_start_out, p_start_lse, p_out, p_lse, p_saved, p_split,
-    N, H, num_split, num_parts,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
+    part, start, p_out, p_lse, p_saved, p_split, N, H, num_split, num_parts,
+    D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, D], log-sums and base-2 log-sums [B, H, N] of split rows, from their parts.
 
-    Parts have averages [B, parts, H, D] and base-2 log-sums [B, parts, H]. START: as in
+    `part` and `start` are the same as those of
     :func:`graphattn.kernels.edges.forward.edges_forward_kernel`.
     """
     i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
     if i_row >= 0:
+        BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
         o_feature = tl.arange(0, BLOCK_D)
         m_feature = o_feature < D
         i_number = (i_b * H + i_h) * N + i_row
@@ -52,23 +70,23 @@ def merge_averages_kernel(
         b_out = tl.zeros([BLOCK_D], tl.float32)
         i_max = float("-inf")
         i_sum = 0.0
-        if START:
-            i_max = tl.load(p_start_lse + i_number) * LOG2E
+        if start is not None:
+            i_max = tl.load(start.p_lse + i_number) * LOG2E
             i_sum = tl.where(i_max == float("-inf"), 0.0, 1.0)
-            b_out = tl.load(p_start_out + o_number, mask=m_feature, other=0.0).to(tl.float32)
+            b_out = tl.load(start.p_out + o_number, mask=m_feature, other=0.0).to(tl.float32)
         for i_part in range(0, i_count, PARTS):
             o_part = i_part + tl.arange(0, PARTS)
             m_part = o_part < i_count
             o_part = (i_b * num_parts + i_first + o_part) * H + i_h
             # [PARTS]
-            b_lse = tl.load(p_part_lse + o_part, mask=m_part, other=float("-inf"))
+            b_lse = tl.load(part.p_lse + o_part, mask=m_part, other=float("-inf"))
             i_larger = tl.maximum(i_max, tl.max(b_lse, axis=0))
             i_level = level_of(i_larger)
             b_weight = tl.exp2(b_lse - i_level)
             i_fade = tl.exp2(i_max - i_level)
             i_sum = i_sum * i_fade + tl.sum(b_weight, axis=0)
             # [PARTS, BLOCK_D], then [BLOCK_D]
-            p_tile = p_part_out + (o_part * D)[:, None] + o_feature[None, :]
+            p_tile = part.p_out + (o_part * D)[:, None] + o_feature[None, :]
             b_part = tl.load(p_tile, mask=m_part[:, None] & m_feature[None, :], other=0.0)
             b_out = b_out * i_fade + tl.sum(b_weight[:, None] * b_part, axis=0)
             i_max = i_larger
@@ -83,12 +101,13 @@ def merge_averages_kernel(
 @triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
 def add_parts_kernel(
     p_part, p_sum, p_split, N, H, num_split, num_parts,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr = False,
+    D: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr = False,
 ):  # fmt: skip
     """sum [B, N, H, D] of split rows, from the sums of their parts [B, parts, H, D]. With ADD, they
     are added to what `p_sum` holds."""
     i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
     if i_row >= 0:
+        BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
         o_feature = tl.arange(0, BLOCK_D)
         m_feature = o_feature < D
         b_sum = tl.zeros([BLOCK_D], tl.float32)
@@ -122,7 +141,6 @@ def launch_over_split(kernel: Any, rows: Rows, result: Tensor, **arguments: Any)
         num_split=len(rows.split),
         num_parts=rows.num_parts,
         D=D,
-        BLOCK_D=triton.next_power_of_2(D),
         PARTS=PARTS,
         num_warps=4,
         num_stages=1,

@@ -7,9 +7,10 @@ logits are computed from differences, as in :mod:`graphattn.kernels.edges`, and 
 digits if all tokens share an offset.
 
 Without `top_k`, every slot of a tile has a running maximum of its own, and slots are merged at the
-end. With `top_k`, the ranks of the whole window are held (logits as integers in the same order, as
-in :mod:`graphattn.kernels.bands.top_k`), and the k-th largest is found by halving an interval. Of
-tokens that equal it, the oldest are kept. Values of tokens that are not kept are not read.
+end. With `top_k`, the ranks of the whole window are held (logits as integers in the same order),
+and the k-th largest is found by halving an interval
+(:mod:`graphattn.kernels.shared.ordered_integers`). Of tokens that equal it, the oldest are kept.
+Values of tokens that are not kept are not read.
 
 A window is not split over programs. One multiprocessor takes 64 bytes a clock from the L2 cache,
 127 GB/s, so a split could only save time if a window is long. A window of 256 bfloat16 tokens of 64
@@ -19,18 +20,20 @@ launch (2 us and more), which a split needs; with `top_k` it needs a third one. 
 more, there is a program for every multiprocessor, and a split saves nothing.
 (This is arithmetic, not measured.)
 
-Constants of the kernel: REPEATS, D, BLOCK_D, SLOTS and RBF are those of
-:meth:`graphattn.kernels.edges.inputs.EdgeInputs.common`, of one row, which is the window. The
-others are:
+Some arguments of the kernel may be None. Then there is no such option:
 
-- CHUNKS: tiles of SLOTS tokens in a window, rounded up to a power of 2 (with SELECT; otherwise 1).
-- SIGMAS: numbers in `p_log_sigma`, one for each head or one for all.
-- EPS: `eps` is added to the sum of exponentials. SINK: that of a sink's logit is added, too.
-- SHARED: keys and values are one cache.
-- SELECT: `top_k` tokens are kept; otherwise all.
-- VALID: the cache has a mask of valid tokens. MASKED: `p_valid` says whether the new token
-  is valid; otherwise it is.
-- STAGES: loads in flight.
+- p_log_sigma: logits are -||q - k||^2 / (2 sigma^2); otherwise scale q . k.
+- p_values: values have a cache of their own; otherwise keys and values are one.
+- top_k: so many tokens are kept; otherwise all.
+- p_valids: the cache has a mask of valid tokens. p_valid: it says whether the new token is valid;
+  otherwise it is.
+- eps: it is added to the sum of exponentials. p_sink: that of a sink's logit is added, too.
+
+Constants: REPEATS, D, BLOCK_D and SLOTS are those of
+:meth:`graphattn.kernels.edges.inputs.EdgeInputs.common`, of one row, which is the window. CHUNKS
+are the tiles of SLOTS tokens in a window, rounded up to a power of 2 (with `top_k`; otherwise 1).
+SIGMAS are the numbers in `p_log_sigma`, one for each head or one for all, and STAGES the loads in
+flight.
 
 The beginnings of names are explained in :mod:`graphattn.kernels`.
 """
@@ -43,32 +46,31 @@ from torch import Tensor
 
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, level_of
-from graphattn.kernels.shared.launch import launch
-from graphattn.kernels.shared.layout import as_bytes, load_rows
-from graphattn.kernels.shared.ordered_integers import LARGEST, NO_EDGE, logit_of, middle, rank_of
+from graphattn.kernels.shared.launch import Heads, launch
+from graphattn.kernels.shared.layout import as_bytes, entry_of, load_rows, pointer_to
+from graphattn.kernels.shared.ordered_integers import NO_EDGE, largest, logit_of, rank_of
 from graphattn.kernels.shared.programs import heads_first
 
 
 @triton.jit
-def load_slots(p_valid, i_slot, first, held, room, SLOTS: tl.constexpr, VALID: tl.constexpr):
+def load_slots(p_valid, i_slot, first, held, room, SLOTS: tl.constexpr):
     """The next tokens, from the oldest on: places, masks of old ones and of the new one; [SLOTS].
 
     Token `i_slot` of the window lies at place first + i_slot of the cache, modulo `room`. The mask
-    of old tokens has those that are valid.
+    of old tokens has those that are valid; `p_valid` may be None.
     """
     o_slot = i_slot + tl.arange(0, SLOTS)
     o_place = first + o_slot
     o_place = tl.where(o_place >= room, o_place - room, o_place)
     m_old = o_slot < held - 1
-    if VALID:
+    if p_valid is not None:
         m_old = m_old & (tl.load(p_valid + o_place, mask=m_old, other=0) != 0)
     return o_place.to(tl.int64), m_old, o_slot == held - 1
 
 
 @triton.jit
 def load_logits(
-    b_query, b_new, i_scale, p_keys, o_place, m_old, m_new,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, RBF: tl.constexpr,
+    b_query, b_new, i_scale, p_keys, o_place, m_old, m_new, D: tl.constexpr, RBF: tl.constexpr
 ):  # fmt: skip
     """Keys [SLOTS, BLOCK_D] and logits [SLOTS] of the next tokens.
 
@@ -76,7 +78,7 @@ def load_logits(
     same instructions as all others, and equal keys have equal logits. Logits of slots that are
     neither old nor new are arbitrary.
     """
-    b_key = load_rows(p_keys, o_place, m_old, D, D, BLOCK_D)
+    b_key = load_rows(p_keys, o_place, m_old, D, D)
     b_key = tl.where(m_new[:, None], b_new[None, :], b_key)
     if RBF:
         b_apart = b_key - b_query[None, :]
@@ -86,49 +88,25 @@ def load_logits(
     return b_key, b_affinity * i_scale
 
 
-@triton.jit
-def best(b_rank, top_k):
-    """Mark the `top_k` largest of the ranks `b_rank` [tokens], or all edges if there are fewer.
-
-    During the loop, `i_reach_low` ranks are at least `i_low`: `top_k` or more, if there are so
-    many. Fewer than `top_k` ranks are at least `i_high`.
-    """
-    i_reach_low = tl.sum((b_rank != NO_EDGE).to(tl.int32), axis=0)
-    i_low = tl.min(tl.where(b_rank == NO_EDGE, LARGEST, b_rank), axis=0)
-    i_high = tl.max(b_rank, axis=0) + 1
-    while (i_reach_low > top_k) & (i_high - 1 > i_low):
-        i_try = middle(i_low, i_high)
-        i_reach = tl.sum((b_rank >= i_try).to(tl.int32), axis=0)
-        i_high = tl.where(i_reach >= top_k, i_high, i_try)
-        i_low = tl.where(i_reach >= top_k, i_try, i_low)
-        i_reach_low = tl.where(i_reach >= top_k, i_reach, i_reach_low)
-    m_equal = b_rank == i_low
-    i_left = top_k - tl.sum((b_rank > i_low).to(tl.int32), axis=0)
-    m_oldest = m_equal & (tl.cumsum(m_equal.to(tl.int32), axis=0) <= i_left)
-    return (b_rank > i_low) | m_oldest
-
-
 @triton.jit(do_not_specialize=["H", "first", "held", "room", "top_k"])
 def window_step_kernel(
-    p_query, p_key, p_value, p_valid, p_keys, p_values, p_valids, p_out, p_log_sigma, p_sink,
+    query, key, value, p_valid, p_keys, p_values, p_valids, p_out, p_log_sigma, p_sink,
     scale, eps, H, first, held, room, top_k,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-    REPEATS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNKS: tl.constexpr, RBF: tl.constexpr, SIGMAS: tl.constexpr, EPS: tl.constexpr,
-    SINK: tl.constexpr,
-    SHARED: tl.constexpr, SELECT: tl.constexpr, VALID: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
+    REPEATS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNKS: tl.constexpr,
+    SIGMAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, D]; the caches [B * Hk, room, D] (and [B, room]) hold the new token, too."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    RBF: tl.constexpr = p_log_sigma is not None
+    SHARED: tl.constexpr = p_values is None
     i_b, i_h, _i_tile = heads_first(1, H)
     i_key_head = i_h // REPEATS
-    p_query += i_b * stride_qb + i_h * stride_qh
-    p_key += i_b * stride_kb + i_key_head * stride_kh
-    p_value += i_b * stride_vb + i_key_head * stride_vh
+    p_query = pointer_to(query, i_b, i_h)
+    p_key, p_value = pointer_to(key, i_b, i_key_head), pointer_to(value, i_b, i_key_head)
     i_row = (i_b * (H // REPEATS) + i_key_head) * room
     p_keys += i_row * D
-    p_values += i_row * D
-    p_valids += i_b * room
+    p_values = p_keys if SHARED else p_values + i_row * D
+    p_valids = entry_of(p_valids, i_b, room)
     o_feature = tl.arange(0, BLOCK_D)
     m_feature = o_feature < D
 
@@ -146,9 +124,9 @@ def window_step_kernel(
             tl.store(p_values + i_newest * D + o_feature, b_new_value, mask=m_feature)
     b_new_key, b_new_value = b_new_key.to(tl.float32), b_new_value.to(tl.float32)
     i_end = held  # how many tokens are gone over: none if the new token is padding
-    if VALID:
+    if p_valids is not None:
         i_valid = tl.full([], 1, tl.uint8)
-        if MASKED:
+        if p_valid is not None:
             i_valid = tl.load(p_valid + i_b)
         if i_h == 0:
             tl.store(p_valids + i_newest, i_valid)
@@ -160,21 +138,21 @@ def window_step_kernel(
 
     # [SLOTS, BLOCK_D]
     b_out = tl.zeros([SLOTS, BLOCK_D], tl.float32)
-    if SELECT:
+    if top_k is not None:
         o_chunk = tl.arange(0, CHUNKS)[:, None]
         # [CHUNKS, SLOTS]
         b_ranks = tl.full([CHUNKS, SLOTS], NO_EDGE, tl.int32)
         for i_slot in tl.range(0, i_end, SLOTS, num_stages=STAGES):
-            o_place, m_old, m_new = load_slots(
-                p_valids, i_slot, first, held, room, SLOTS, VALID
-            )  # fmt: skip
+            o_place, m_old, m_new = load_slots(p_valids, i_slot, first, held, room, SLOTS)
             _, b_logit = load_logits(
-                b_query, b_new_key, i_scale, p_keys, o_place, m_old, m_new, D, BLOCK_D, RBF
+                b_query, b_new_key, i_scale, p_keys, o_place, m_old, m_new, D, RBF
             )
             b_rank = tl.where(m_old | m_new, rank_of(b_logit), NO_EDGE)
             b_ranks = tl.where(o_chunk == i_slot // SLOTS, b_rank[None, :], b_ranks)
+        # One row of all tokens, [1, tokens] and [tokens]
+        m_kept = largest(tl.reshape(b_ranks, [1, CHUNKS * SLOTS]), top_k)
+        m_kept = tl.reshape(m_kept, [CHUNKS * SLOTS])
         b_row = tl.reshape(b_ranks, [CHUNKS * SLOTS])
-        m_kept = best(b_row, top_k)
         b_row = tl.where(m_kept, logit_of(b_row), float("-inf"))
         i_level = level_of(tl.max(b_row, axis=0)) * LOG2E
         b_row = tl.exp2(b_row * LOG2E - i_level)
@@ -182,14 +160,12 @@ def window_step_kernel(
         # [CHUNKS, SLOTS]; weights are never negative, so -1 marks tokens whose value is not read
         b_weights = tl.reshape(tl.where(m_kept, b_row, -1.0), [CHUNKS, SLOTS])
         for i_slot in tl.range(0, i_end, SLOTS, num_stages=STAGES):
-            o_place, m_old, m_new = load_slots(
-                p_valids, i_slot, first, held, room, SLOTS, VALID
-            )  # fmt: skip
+            o_place, m_old, m_new = load_slots(p_valids, i_slot, first, held, room, SLOTS)
             # [SLOTS]
             b_weight = tl.sum(tl.where(o_chunk == i_slot // SLOTS, b_weights, 0.0), axis=0)
             m_read = b_weight != -1.0
             # [SLOTS, BLOCK_D]
-            b_value = load_rows(p_values, o_place, m_old & m_read, D, D, BLOCK_D)
+            b_value = load_rows(p_values, o_place, m_old & m_read, D, D)
             b_value = tl.where((m_new & m_read)[:, None], b_new_value[None, :], b_value)
             b_out = tl.fma(tl.where(m_read, b_weight, 0.0)[:, None], b_value, b_out)
         b_out = tl.sum(b_out, axis=0)
@@ -197,16 +173,14 @@ def window_step_kernel(
         b_max = tl.full([SLOTS], float("-inf"), tl.float32)
         b_sum = tl.zeros([SLOTS], tl.float32)
         for i_slot in tl.range(0, i_end, SLOTS, num_stages=STAGES):
-            o_place, m_old, m_new = load_slots(
-                p_valids, i_slot, first, held, room, SLOTS, VALID
-            )  # fmt: skip
+            o_place, m_old, m_new = load_slots(p_valids, i_slot, first, held, room, SLOTS)
             b_key, b_logit = load_logits(
-                b_query, b_new_key, i_scale, p_keys, o_place, m_old, m_new, D, BLOCK_D, RBF
+                b_query, b_new_key, i_scale, p_keys, o_place, m_old, m_new, D, RBF
             )
             # [SLOTS, BLOCK_D]
             b_value = b_key
             if not SHARED:
-                b_value = load_rows(p_values, o_place, m_old, D, D, BLOCK_D)
+                b_value = load_rows(p_values, o_place, m_old, D, D)
                 b_value = tl.where(m_new[:, None], b_new_value[None, :], b_value)
             # [SLOTS]
             b_logit = tl.where(m_old | m_new, b_logit * LOG2E, float("-inf"))
@@ -222,9 +196,9 @@ def window_step_kernel(
         i_sum = tl.sum(b_sum * b_share, axis=0)
         b_out = tl.sum(b_out * b_share[:, None], axis=0)
     i_total = i_sum
-    if EPS:
+    if eps is not None:
         i_total += eps * tl.exp2(tl.minimum(0.0 - i_level, 126.0))
-    if SINK:
+    if p_sink is not None:
         i_sink = tl.load(p_sink + i_h).to(tl.float32) * LOG2E
         i_total += tl.exp2(tl.minimum(i_sink - i_level, 126.0))
     b_out = tl.where(i_sum == 0, 0.0, b_out / tl.where(i_sum == 0, 1.0, i_total))
@@ -276,46 +250,31 @@ def window_step(
     out = query.new_empty(B, H, D)
     choice = tuning.choose_for_edges("window_step", D, window)
     selects = top_k is not None and top_k < window
-    unread = query
     launch(
         window_step_kernel,
         (B * H,),
-        p_query=query,
-        p_key=key,
-        p_value=value,
-        p_valid=unread if valid is None else as_bytes(valid),
+        query=Heads.of(query[None]),
+        key=Heads.of(key[None]),
+        value=Heads.of(value[None]),
+        p_valid=as_bytes(valid),
         p_keys=keys,
-        p_values=values,
-        p_valids=unread if valids is None else as_bytes(valids),
+        p_values=None if values is keys else values,
+        p_valids=as_bytes(valids),
         p_out=out,
-        p_log_sigma=unread if log_sigma is None else log_sigma,
-        p_sink=unread if sink is None else sink,
+        p_log_sigma=log_sigma,
+        p_sink=sink,
         scale=scale,
-        eps=eps,
+        eps=eps or None,
         H=H,
         first=first,
         held=held,
         room=room,
-        top_k=0 if top_k is None else top_k,
-        stride_qb=query.stride(0),
-        stride_qh=query.stride(1),
-        stride_kb=key.stride(0),
-        stride_kh=key.stride(1),
-        stride_vb=value.stride(0),
-        stride_vh=value.stride(1),
+        top_k=top_k if selects else None,
         REPEATS=H // key.shape[1],
         D=D,
-        BLOCK_D=triton.next_power_of_2(D),
         SLOTS=choice.columns,
         CHUNKS=tuning.power_of_2(triton.cdiv(window, choice.columns)) if selects else 1,
-        RBF=log_sigma is not None,
         SIGMAS=1 if log_sigma is None else log_sigma.numel(),
-        EPS=eps > 0,
-        SINK=sink is not None,
-        SHARED=values is keys,
-        SELECT=selects,
-        VALID=valids is not None,
-        MASKED=valid is not None,
         STAGES=choice.num_stages,
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,

@@ -153,7 +153,7 @@ launch_over = backward.launch_over
 def with_d_bias(*arguments, **named):
     # The kernel's own, which nobody fills with zeros or sums up.
     if "p_d_bias" in named:
-        named |= {"p_d_bias": d_bias, "BIAS_GRADIENT": True}
+        named |= {"p_d_bias": d_bias}
     launch_over(*arguments, **named)
 
 
