@@ -781,8 +781,8 @@ MUTATIONS = [
     Mutation(
         "fused windows join the sequences of a batch",
         "kernels/consensus/math.py",
-        "mask=m_edge, other=-1) == b_own)",
-        "mask=m_edge, other=-1) != -1)",
+        "m_edge & (b_other == b_own)",
+        "m_edge & (b_other != -1)",
         (f"{FUSED}::test_values_and_gradients_are_those_of_float64[windows side by side]",),
     ),
     Mutation(

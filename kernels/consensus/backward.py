@@ -23,11 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.consensus.inputs import EXTRA, ConsensusInputs
+from graphattn.kernels.consensus.inputs import ConsensusInputs, Features
 from graphattn.kernels.consensus.math import (
+    EXTRA,
     LOGITS,
+    WIDE,
     along,
-    both_valid,
     combine,
     edge_network,
     gelu,
@@ -36,7 +37,7 @@ from graphattn.kernels.consensus.math import (
     inverse_squares,
     load_edges,
     load_features,
-    row_of,
+    rows_of,
     sigmoid,
     strengths,
 )
@@ -44,7 +45,19 @@ from graphattn.kernels.consensus.sum_messages import Sum
 from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.programs import tiles_first
 
-WIDE = 64  # hidden features at a time on the way back
+
+class Factors(NamedTuple):
+    """What is written of every edge for the gradients of the edge network, by the kernel.
+
+    Attributes:
+        p_d_rows: gradients of raw rows, then of both logits, [H, B, places, columns + EXTRA].
+        p_hidden: its hidden vector, then a one, [H, B, places, BLOCK_XI + EXTRA].
+        p_d_hidden: the gradient of the hidden vector before GELU, [H, B, places, XI].
+    """
+
+    p_d_rows: Tensor
+    p_hidden: Tensor
+    p_d_hidden: Tensor
 
 
 @triton.jit
@@ -72,66 +85,50 @@ def row_gradients(
     do_not_specialize=["B", "N", "M", "H", "first", "count", "num_places", "num_steps", "num_tiles"]
 )
 def consensus_backward_kernel(
-    p_d_gradient, p_d_degree, p_messages, p_d_rows, p_hidden, p_d_hidden, p_target_hidden,
-    p_source_hidden, p_u, p_v, p_shear, p_shear_bias, p_logits, p_logit_bias, p_targets, p_sources,
-    p_moves, p_sequence, p_valid_target, p_valid_source,
-    B, N, M, H, first, count, num_places, num_steps, num_tiles,
-    stride_tb, stride_tn, stride_th, stride_sb, stride_sn, stride_sh,
-    stride_ub, stride_un, stride_uh, stride_vb, stride_vn, stride_vh, stride_gb, stride_gn,
-    stride_gh,
-    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, XI: tl.constexpr, BLOCK_XI: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, WIDE: tl.constexpr, EXTRA: tl.constexpr, LISTED: tl.constexpr,
-    SEQUENCES: tl.constexpr, VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, ENERGY: tl.constexpr, DEGREES: tl.constexpr,
-    NETWORK: tl.constexpr,
+    d_gradient, p_d_degree, p_messages, factors, target_hidden, source_hidden, u, v, weights,
+    edges, valid, B, N, M, H, first, count, num_places, num_steps, num_tiles,
+    RANK: tl.constexpr, RANKS: tl.constexpr, D: tl.constexpr, XI: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ENERGY: tl.constexpr,
 ):  # fmt: skip
-    """R e of every edge, [H, B, places, D]. And if NETWORK, of every edge:
-
-    - p_d_rows: gradients of raw rows, then of both logits, [H, B, places, columns + EXTRA];
-    - p_hidden: its hidden vector, then a one, [H, B, places, BLOCK_XI + EXTRA];
-    - p_d_hidden: the gradient of the hidden vector before GELU, [H, B, places, XI].
-    """
+    """R e of every edge, [H, B, places, D], and its :class:`Factors`, which may be None."""
     i_b, i_h, i_tile = tiles_first(B, num_tiles * num_steps)
     i_tile, i_step = i_tile // num_steps, i_tile % num_steps
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D if D > 16 else 16)
+    BLOCK_XI: tl.constexpr = (
+        (XI + 63) // 64 * 64 if XI >= 64 else triton.next_power_of_2(XI if XI > 16 else 16)
+    )
+    GROUPS: tl.constexpr = (RANK + RANKS - 1) // RANKS
     COLUMNS: tl.constexpr = RANKS * BLOCK_D
+    PART_XI: tl.constexpr = WIDE if BLOCK_XI > WIDE else BLOCK_XI
+    NETWORK: tl.constexpr = factors is not None
+    HALF: tl.constexpr = u.p.dtype.element_ty != tl.float32
     i_h64 = i_h.to(tl.int64)
-    p_target_hidden += i_b * stride_tb + i_h64 * stride_th
-    p_source_hidden += i_b * stride_sb + i_h64 * stride_sh
-    p_u += i_b * stride_ub + i_h64 * stride_uh
-    p_v += i_b * stride_vb + i_h64 * stride_vh
-    p_d_gradient += i_b * stride_gb + i_h64 * stride_gh
-    p_d_degree += i_b * N * H + i_h
-    p_shear += i_h64 * (GROUPS * COLUMNS * BLOCK_XI)
-    p_shear_bias += i_h64 * (GROUPS * COLUMNS)
-    p_logits += i_h64 * (LOGITS * BLOCK_XI)
+    p_shear = weights.shear + i_h64 * (GROUPS * COLUMNS * BLOCK_XI)
+    p_shear_bias = weights.shear_bias + i_h64 * (GROUPS * COLUMNS)
+    p_logits = weights.logits + i_h64 * (LOGITS * BLOCK_XI)
     o_first = (i_h64 * B + i_b) * num_places
     o_feature = tl.arange(0, BLOCK_D)
     o_column = tl.arange(0, COLUMNS)
     # [ROWS]
     b_place, b_target, b_source, m_edge = load_edges(
-        p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
-        ROWS, LISTED, SEQUENCES,
-    )  # fmt: skip
-    m_edge = both_valid(
-        m_edge, b_target, b_source, p_valid_target + i_b * N, p_valid_source + i_b * M,
-        VALID_TARGET, VALID_SOURCE,
-    )  # fmt: skip
-    p_of_target = row_of(p_target_hidden, b_target, stride_tn)
-    p_of_source = row_of(p_source_hidden, b_source, stride_sn)
+        edges, valid, i_b, N, M, first, count, i_tile, i_step, num_steps, ROWS
+    )
+    p_of_target = rows_of(target_hidden, i_b, i_h, b_target)
+    p_of_source = rows_of(source_hidden, i_b, i_h, b_source)
     m_place = b_place >= 0
     o_message = o_first + b_place
     # [ROWS, BLOCK_D]
-    b_d = load_features(row_of(p_u, b_target, stride_un), m_edge, D, BLOCK_D)
-    b_d -= load_features(row_of(p_v, b_source, stride_vn), m_edge, D, BLOCK_D)
-    b_e = load_features(row_of(p_d_gradient, b_target, stride_gn), m_edge, D, BLOCK_D)
+    b_d = load_features(u, i_b, i_h, b_target, m_edge, D, BLOCK_D)
+    b_d -= load_features(v, i_b, i_h, b_source, m_edge, D, BLOCK_D)
+    b_e = load_features(d_gradient, i_b, i_h, b_target, m_edge, D, BLOCK_D)
     if ENERGY:
-        b_e -= load_features(row_of(p_d_gradient, b_source, stride_gn), m_edge, D, BLOCK_D)
+        b_e -= load_features(d_gradient, i_b, i_h, b_source, m_edge, D, BLOCK_D)
     b_d_strength = tl.zeros([ROWS], tl.float32)
-    if DEGREES:
-        b_d_strength += tl.load(row_of(p_d_degree, b_target, H), mask=m_edge, other=0.0)
+    if p_d_degree is not None:
+        p_own = p_d_degree + (i_b * N * H + i_h)
+        b_d_strength += tl.load(p_own + b_target.to(tl.int64) * H, mask=m_edge, other=0.0)
         if ENERGY:
-            b_d_strength += tl.load(row_of(p_d_degree, b_source, H), mask=m_edge, other=0.0)
+            b_d_strength += tl.load(p_own + b_source.to(tl.int64) * H, mask=m_edge, other=0.0)
 
     b_pull = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_alpha = tl.zeros([ROWS], tl.float32)
@@ -144,10 +141,11 @@ def consensus_backward_kernel(
         b_rows, b_logits = edge_network(
             p_of_target, p_of_source, m_edge,
             p_shear + i_group * (COLUMNS * BLOCK_XI), p_shear_bias + i_group * COLUMNS,
-            p_logits, (), (), XI, BLOCK_XI, CHUNK, ROWS, RANKS, BLOCK_D, False,
-            PRECISION, HALF,
+            p_logits, (), (), XI, BLOCK_XI, CHUNK, RANKS, BLOCK_D, False, PRECISION,
         )  # fmt: skip
-        b_alpha, b_beta, b_alpha_logit, b_beta_logit = strengths(b_logits, p_logit_bias + 2 * i_h)
+        b_alpha, b_beta, b_alpha_logit, b_beta_logit = strengths(
+            b_logits, weights.logit_bias + 2 * i_h
+        )
         b_inverse, b_scale = inverse_squares(b_rows, RANK - i_group * RANKS, RANKS)
         # [ROWS, RANKS], of scaled rows
         b_along_d = b_scale * along(b_rows, b_d)
@@ -158,19 +156,11 @@ def consensus_backward_kernel(
         if NETWORK:
             b_d_beta += tl.sum(b_along_d * b_along_e * b_inverse, axis=1) / RANK
             b_d_rows = row_gradients(
-                b_rows,
-                b_d,
-                b_e,
-                b_along_d,
-                b_along_e,
-                b_share,
-                b_inverse,
-                b_scale,
-                D,
+                b_rows, b_d, b_e, b_along_d, b_along_e, b_share, b_inverse, b_scale, D
             )
             # [ROWS, COLUMNS]
-            b_d_rows = tl.reshape(b_d_rows, [ROWS, COLUMNS]).to(p_d_rows.dtype.element_ty)
-            p_tile = p_d_rows + o_message[:, None] * (GROUPS * COLUMNS + EXTRA)
+            b_d_rows = tl.reshape(b_d_rows, [ROWS, COLUMNS]).to(factors.p_d_rows.dtype.element_ty)
+            p_tile = factors.p_d_rows + o_message[:, None] * (GROUPS * COLUMNS + EXTRA)
             p_tile += i_group * COLUMNS + o_column[None, :]
             tl.store(p_tile, b_d_rows, mask=m_place[:, None])
             if i_group == GROUPS - 1:
@@ -178,13 +168,13 @@ def consensus_backward_kernel(
                 b_d_alpha = b_d_alpha * sigmoid(b_alpha_logit)
                 b_d_beta = (b_d_beta + b_d_strength) * sigmoid(b_beta_logit)
             p_weight = p_shear + i_group * (COLUMNS * BLOCK_XI)
-            for i_x in range(0, BLOCK_XI, WIDE):
-                o_x = i_x + tl.arange(0, WIDE)
+            for i_x in range(0, BLOCK_XI, PART_XI):
+                o_x = i_x + tl.arange(0, PART_XI)
                 m_tile = m_place[:, None] & (o_x < XI)[None, :]
-                # [COLUMNS, WIDE], then [ROWS, WIDE]
+                # [COLUMNS, PART_XI], then [ROWS, PART_XI]
                 b_shear = tl.load(p_weight + o_column[:, None] * BLOCK_XI + o_x[None, :])
                 b_d_x = product(b_d_rows, b_shear, PRECISION)  # d hidden, later d (hidden_sum)
-                p_d_x = p_d_hidden + o_message[:, None] * XI + o_x[None, :]
+                p_d_x = factors.p_d_hidden + o_message[:, None] * XI + o_x[None, :]
                 if GROUPS > 1:  # add the groups before, whose sum is not yet times the slope
                     m_before = m_tile & (i_group > 0)
                     b_d_x += tl.load(p_d_x, mask=m_before, other=0.0).to(tl.float32)
@@ -193,12 +183,12 @@ def consensus_backward_kernel(
                     b_d_x += b_d_alpha[:, None] * b_weight[None, :]
                     b_weight = tl.load(p_logits + BLOCK_XI + o_x).to(tl.float32)
                     b_d_x += b_d_beta[:, None] * b_weight[None, :]
-                    b_x = hidden_sum(p_of_target, p_of_source, m_edge, i_x, XI, WIDE)
+                    b_x = hidden_sum(p_of_target, p_of_source, m_edge, i_x, XI, PART_XI)
                     b_d_x = b_d_x * gelu_slope(b_x, HALF)
-                    b_hidden = gelu(b_x, HALF).to(p_hidden.dtype.element_ty)
-                    p_x = p_hidden + o_message[:, None] * (BLOCK_XI + EXTRA)
+                    b_hidden = gelu(b_x, HALF).to(factors.p_hidden.dtype.element_ty)
+                    p_x = factors.p_hidden + o_message[:, None] * (BLOCK_XI + EXTRA)
                     tl.store(p_x + o_x[None, :], b_hidden, mask=m_place[:, None])
-                tl.store(p_d_x, b_d_x.to(p_d_hidden.dtype.element_ty), mask=m_tile)
+                tl.store(p_d_x, b_d_x.to(factors.p_d_hidden.dtype.element_ty), mask=m_tile)
 
     p_tile = p_messages + o_message[:, None] * D + o_feature[None, :]
     b_message = (b_alpha[:, None] * b_e + b_pull).to(p_messages.dtype.element_ty)
@@ -207,12 +197,13 @@ def consensus_backward_kernel(
         o_extra = tl.arange(0, EXTRA)[None, :]
         b_d_logits = tl.where(o_extra == 0, b_d_alpha[:, None], 0.0)
         b_d_logits = tl.where(o_extra == 1, b_d_beta[:, None], b_d_logits)
-        p_tile = p_d_rows + o_message[:, None] * (GROUPS * COLUMNS + EXTRA) + GROUPS * COLUMNS
-        b_d_logits = b_d_logits.to(p_d_rows.dtype.element_ty)
+        p_tile = factors.p_d_rows + o_message[:, None] * (GROUPS * COLUMNS + EXTRA)
+        p_tile += GROUPS * COLUMNS
+        b_d_logits = b_d_logits.to(factors.p_d_rows.dtype.element_ty)
         tl.store(p_tile + o_extra, b_d_logits, mask=m_place[:, None])
         b_one = tl.where(o_extra == 0, 1.0, 0.0) + tl.zeros([ROWS, EXTRA], tl.float32)
-        p_tile = p_hidden + o_message[:, None] * (BLOCK_XI + EXTRA) + BLOCK_XI
-        b_one = b_one.to(p_hidden.dtype.element_ty)
+        p_tile = factors.p_hidden + o_message[:, None] * (BLOCK_XI + EXTRA) + BLOCK_XI
+        b_one = b_one.to(factors.p_hidden.dtype.element_ty)
         tl.store(p_tile + o_extra, b_one, mask=m_place[:, None])
 
 
@@ -244,8 +235,8 @@ def backward(
     x = inputs
     B, N, H, D = x.u.shape
     M, size = x.v.shape[1], x.u.element_size()
-    width, hidden_width = x.columns + EXTRA, x.block_xi + EXTRA
-    pieces = x.pieces((D + network * (width + hidden_width + x.xi)) * size)
+    widths = (x.columns + EXTRA.value, x.block_xi + EXTRA.value, x.xi)  # of Factors
+    pieces = x.pieces((D + network * sum(widths)) * size)
     d_gradient = d_gradient if d_gradient.stride(-1) == 1 else d_gradient.contiguous()
     # The gradient of u_i sums R e at the target, that of v_j sums -R e at the source. If u and v
     # are one tensor, its gradient is both.
@@ -255,44 +246,30 @@ def backward(
     d_target = Sum(x.u, (B, N, H, x.xi), dtype, (1, 0), pieces) if network else None
     d_source = Sum(x.u, (B, M, H, x.xi), dtype, (0, 1), pieces) if network else None
     # [d rows, d alpha, d beta]^T [hidden, 1]: weights and biases of all three in one product.
-    total = x.u.new_zeros((H, width, hidden_width), dtype=torch.float32)
+    total = x.u.new_zeros((H, *widths[:2]), dtype=torch.float32)
     for piece in pieces:
         messages = x.u.new_empty(H, B, piece.places, D)
-        d_rows = hidden = d_hidden = unread = messages
+        factors = None
         if network:
-            d_rows = x.u.new_empty(H, B, piece.places, width)
-            hidden = x.u.new_empty(H, B, piece.places, hidden_width)
-            d_hidden = x.u.new_empty(H, B, piece.places, x.xi)
+            factors = Factors(*(x.u.new_empty(H, B, piece.places, width) for width in widths))
         x.launch_over(
             consensus_backward_kernel,
             "consensus_backward",
             piece,
             steps_each=True,
-            p_d_gradient=d_gradient,
-            p_d_degree=unread if d_degree is None else d_degree,
+            d_gradient=Features.of(d_gradient),
+            p_d_degree=d_degree,
             p_messages=messages,
-            p_d_rows=d_rows,
-            p_hidden=hidden,
-            p_d_hidden=d_hidden,
-            stride_gb=d_gradient.stride(0),
-            stride_gn=d_gradient.stride(1),
-            stride_gh=d_gradient.stride(2),
-            EXTRA=EXTRA,
-            WIDE=min(WIDE, x.block_xi),
+            factors=factors,
             ENERGY=x.energy,
-            DEGREES=d_degree is not None,
-            NETWORK=network,
         )
-        for end, of in (
-            (d_u, messages),
-            (d_v, messages),
-            (d_target, d_hidden),
-            (d_source, d_hidden),
-        ):
-            if end is not None:
-                end.add(piece, of)
-        if network:
-            total += torch.bmm(d_rows.flatten(1, 2).mT, hidden.flatten(1, 2))
+        d_u.add(piece, messages)
+        if d_v is not None:
+            d_v.add(piece, messages)
+        if factors is not None and d_target is not None and d_source is not None:
+            d_target.add(piece, factors.p_d_hidden)
+            d_source.add(piece, factors.p_d_hidden)
+            total += torch.bmm(factors.p_d_rows.flatten(1, 2).mT, factors.p_hidden.flatten(1, 2))
     return Gradients(
         None if d_target is None else d_target.result(),
         None if d_source is None else d_source.result(),

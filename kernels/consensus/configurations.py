@@ -9,7 +9,7 @@ import torch
 from graphattn.kernels.consensus.backward import backward
 from graphattn.kernels.consensus.forward import forward
 from graphattn.kernels.consensus.inputs import ConsensusInputs
-from graphattn.kernels.consensus.math import LOGITS
+from graphattn.kernels.consensus.math import LOGITS, WIDE
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
@@ -137,7 +137,7 @@ def _describe(case: ConsensusCase, x: ConsensusInputs, launch: Launch, part: str
     chunks = x.block_xi / arguments["CHUNK"] * x.groups
     if is_backward:
         # The product that forms the rows, and the one that brings their gradients back.
-        wide = tiles * x.block_xi / arguments["WIDE"] * x.groups
+        wide = tiles * x.block_xi / min(WIDE.value, x.block_xi) * x.groups
         passes: tuple[float, ...] = (tiles * chunks, wide)
     else:  # one loop over everything if weights are held
         passes = (tiles if arguments["HELD"] else tiles * chunks,)

@@ -24,14 +24,13 @@ from graphattn.kernels.consensus.inputs import ConsensusInputs
 from graphattn.kernels.consensus.math import (
     LOGITS,
     along,
-    both_valid,
     combine,
     edge_network,
     hold_weights,
     inverse_squares,
     load_edges,
     load_features,
-    row_of,
+    rows_of,
     strengths,
 )
 from graphattn.kernels.consensus.sum_messages import Sum
@@ -39,41 +38,26 @@ from graphattn.kernels.shared.programs import tiles_first
 
 
 @triton.jit(
-    do_not_specialize=[
-        "B",
-        "N",
-        "M",
-        "H",
-        "first",
-        "count",
-        "num_places",
-        "num_steps",
-        "num_tiles",
-    ]
+    do_not_specialize=["B", "N", "M", "H", "first", "count", "num_places", "num_steps", "num_tiles"]
 )
 def consensus_kernel(
-    p_messages, p_strength, p_target_hidden, p_source_hidden, p_u, p_v, p_shear, p_shear_bias,
-    p_logits, p_logit_bias, p_targets, p_sources, p_moves, p_sequence, p_valid_target,
-    p_valid_source, B, N, M, H, first, count, num_places, num_steps, num_tiles,
-    stride_tb, stride_tn, stride_th, stride_sb, stride_sn, stride_sh,
-    stride_ub, stride_un, stride_uh, stride_vb, stride_vn, stride_vh,
-    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, XI: tl.constexpr, BLOCK_XI: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, LISTED: tl.constexpr, SEQUENCES: tl.constexpr,
-    VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr, HELD: tl.constexpr, STRENGTH: tl.constexpr,
+    p_messages, p_strength, target_hidden, source_hidden, u, v, weights, edges, valid,
+    B, N, M, H, first, count, num_places, num_steps, num_tiles,
+    RANK: tl.constexpr, RANKS: tl.constexpr, D: tl.constexpr, XI: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """R d of every edge, [H, B, places, D], and if STRENGTH alpha + beta, [H, B, places]."""
+    """R d of every edge, [H, B, places, D], and alpha + beta, [H, B, places] or None."""
     i_b, i_h, i_tile = tiles_first(B, num_tiles)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D if D > 16 else 16)
+    BLOCK_XI: tl.constexpr = (
+        (XI + 63) // 64 * 64 if XI >= 64 else triton.next_power_of_2(XI if XI > 16 else 16)
+    )
+    GROUPS: tl.constexpr = (RANK + RANKS - 1) // RANKS
     COLUMNS: tl.constexpr = RANKS * BLOCK_D
     i_h64 = i_h.to(tl.int64)
-    p_target_hidden += i_b * stride_tb + i_h64 * stride_th
-    p_source_hidden += i_b * stride_sb + i_h64 * stride_sh
-    p_u += i_b * stride_ub + i_h64 * stride_uh
-    p_v += i_b * stride_vb + i_h64 * stride_vh
-    p_shear += i_h64 * (GROUPS * COLUMNS * BLOCK_XI)
-    p_shear_bias += i_h64 * (GROUPS * COLUMNS)
-    p_logits += i_h64 * (LOGITS * BLOCK_XI)
+    p_shear = weights.shear + i_h64 * (GROUPS * COLUMNS * BLOCK_XI)
+    p_shear_bias = weights.shear_bias + i_h64 * (GROUPS * COLUMNS)
+    p_logits = weights.logits + i_h64 * (LOGITS * BLOCK_XI)
     o_first = (i_h64 * B + i_b) * num_places
     held_shear = hold_weights(p_shear, HELD, BLOCK_XI, CHUNK, COLUMNS)
     held_logits = hold_weights(p_logits, HELD, BLOCK_XI, CHUNK, LOGITS)
@@ -81,30 +65,25 @@ def consensus_kernel(
     for i_step in range(num_steps):
         # [ROWS]
         b_place, b_target, b_source, m_edge = load_edges(
-            p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
-            ROWS, LISTED, SEQUENCES,
-        )  # fmt: skip
-        m_edge = both_valid(
-            m_edge, b_target, b_source, p_valid_target + i_b * N, p_valid_source + i_b * M,
-            VALID_TARGET, VALID_SOURCE,
-        )  # fmt: skip
+            edges, valid, i_b, N, M, first, count, i_tile, i_step, num_steps, ROWS
+        )
         b_message = tl.zeros([ROWS, BLOCK_D], tl.float32)
         b_alpha = tl.zeros([ROWS], tl.float32)
         b_beta = tl.zeros([ROWS], tl.float32)
         for i_group in range(GROUPS):
             # [ROWS, RANKS, BLOCK_D], [ROWS, LOGITS]
             b_rows, b_logits = edge_network(
-                row_of(p_target_hidden, b_target, stride_tn),
-                row_of(p_source_hidden, b_source, stride_sn), m_edge,
+                rows_of(target_hidden, i_b, i_h, b_target),
+                rows_of(source_hidden, i_b, i_h, b_source), m_edge,
                 p_shear + i_group * (COLUMNS * BLOCK_XI), p_shear_bias + i_group * COLUMNS,
-                p_logits, held_shear, held_logits, XI, BLOCK_XI, CHUNK, ROWS, RANKS, BLOCK_D, HELD,
-                PRECISION, HALF,
+                p_logits, held_shear, held_logits, XI, BLOCK_XI, CHUNK, RANKS, BLOCK_D, HELD,
+                PRECISION,
             )  # fmt: skip
-            b_alpha, b_beta, _, _ = strengths(b_logits, p_logit_bias + 2 * i_h)
+            b_alpha, b_beta, _, _ = strengths(b_logits, weights.logit_bias + 2 * i_h)
             b_inverse, b_scale = inverse_squares(b_rows, RANK - i_group * RANKS, RANKS)
             # [ROWS, BLOCK_D], read only now: during the product there are no registers left for it
-            b_d = load_features(row_of(p_u, b_target, stride_un), m_edge, D, BLOCK_D)
-            b_d -= load_features(row_of(p_v, b_source, stride_vn), m_edge, D, BLOCK_D)
+            b_d = load_features(u, i_b, i_h, b_target, m_edge, D, BLOCK_D)
+            b_d -= load_features(v, i_b, i_h, b_source, m_edge, D, BLOCK_D)
             # [ROWS, RANKS], then [ROWS, BLOCK_D]
             b_share = b_scale * along(b_rows, b_d) * b_inverse * (b_beta / RANK)[:, None] * b_scale
             b_message += combine(b_rows, b_share)
@@ -115,7 +94,7 @@ def consensus_kernel(
         p_tile = p_messages + (o_first + b_place)[:, None] * D + o_feature[None, :]
         b_message = b_message.to(p_messages.dtype.element_ty)
         tl.store(p_tile, b_message, mask=m_place[:, None] & (o_feature < D)[None, :])
-        if STRENGTH:
+        if p_strength is not None:
             b_strength = tl.where(m_edge, b_alpha + b_beta, 0.0)
             tl.store(p_strength + o_first + b_place, b_strength, mask=m_place)
 
@@ -131,8 +110,7 @@ def forward(inputs: ConsensusInputs) -> tuple[Tensor, Tensor | None]:
         degree = Sum(x.u, (B, N, H, 1), torch.float32, (1, 1 if x.energy else 0), pieces)
     for piece in pieces:
         messages = x.u.new_empty(H, B, piece.places, D)
-        unread = messages
-        strength = unread
+        strength = None
         if degree is not None:
             strength = x.u.new_empty((H, B, piece.places, 1), dtype=torch.float32)
         x.launch_over(
@@ -143,9 +121,8 @@ def forward(inputs: ConsensusInputs) -> tuple[Tensor, Tensor | None]:
             HELD=x.holds_weights(x.choice("consensus")),
             p_messages=messages,
             p_strength=strength,
-            STRENGTH=degree is not None,
         )
         gradient.add(piece, messages)
-        if degree is not None:
+        if degree is not None and strength is not None:
             degree.add(piece, strength)
     return gradient.result(), None if degree is None else degree.result().squeeze(-1)

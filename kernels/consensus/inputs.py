@@ -15,7 +15,7 @@ from graphattn.kernels.consensus.math import LOGITS
 from graphattn.kernels.consensus.schedule import ConsensusSchedule, Piece
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
-from graphattn.kernels.shared.layout import as_bytes
+from graphattn.kernels.shared.layout import Valid, as_bytes
 from graphattn.kernels.shared.precision import product_precision
 from graphattn.kernels.shared.tuning import Choice
 
@@ -23,7 +23,32 @@ WORKSPACE = 1 << 28  # bytes for the messages of a piece of the edges
 STEPS = 4  # tiles of a list of edges that one program takes
 HELD_BYTES = 1 << 17  # the most weights that stay in shared memory; AMD's has 64 KiB in all
 MOST_CHUNKS = 8  # the most tiles of such weights, because the loop over them is unrolled
-EXTRA = 8  # columns after those of Lambda and of hidden vectors; 8, so that rows stay aligned
+
+
+class Features(NamedTuple):
+    """A tensor [B, N, H, features] beside its strides, as kernels take it."""
+
+    p: Tensor
+    stride_b: int
+    stride_n: int
+    stride_h: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Features:
+        """The argument for a tensor `x` whose features are contiguous."""
+        return cls(x, *x.stride()[:3])
+
+
+class Edges(NamedTuple):
+    """The edges of a piece as kernels take them (see `Piece`): a list, or moves.
+
+    `p_sequence` [N] has the sequence of every token; None: no edge leaves its own.
+    """
+
+    p_targets: Tensor | None
+    p_sources: Tensor | None
+    p_moves: Tensor | None
+    p_sequence: Tensor | None
 
 
 class Weights(NamedTuple):
@@ -148,18 +173,12 @@ class ConsensusInputs:
         """The arguments that both kernels take, whether they read them or not.
 
         Names in capitals are constants (``tl.constexpr``): Triton compiles another version of the
-        kernel for every set of values. Beginnings of names, such as ``b_``, are explained in
-        :mod:`graphattn.kernels`. Strides are named by a letter for the tensor (t: target_hidden, s:
-        source_hidden, u, v) and one for the dimension (b: batch, n: tokens, h: heads).
-        The constants of both calls are:
+        kernel for every set of values, and of tensors that are None. Beginnings of names, such as
+        ``b_``, are explained in :mod:`graphattn.kernels`. The constants of both calls are:
 
         - RANK: rows of Lambda, r. They are computed in GROUPS groups of RANKS rows.
         - D, XI: features of u and v, and of hidden vectors. BLOCK_D, BLOCK_XI: the same, rounded up
           as tiles need.
-        - LISTED: edges come from a list; otherwise from `moves`, the same for all targets.
-        - SEQUENCES: the tokens are several sequences side by side, and no edge leaves its own.
-        - VALID_TARGET, VALID_SOURCE: there is a mask of valid targets, of valid sources.
-        - HALF: tensors are float16 or bfloat16.
         - PRECISION: how float32 tiles are multiplied (:mod:`graphattn.kernels.shared.precision`).
 
         :meth:`launch_over` adds:
@@ -167,38 +186,17 @@ class ConsensusInputs:
         - ROWS: edges of a tile.
         - CHUNK: hidden features that are computed and multiplied at a time.
 
-        The forward adds HELD (`holds_weights`) and STRENGTH (alpha + beta is stored). The backward
-        adds WIDE (hidden features whose gradients are computed at a time), EXTRA (columns that are
-        appended), ENERGY (both ends of an edge have gradients), DEGREES (degrees have gradients)
-        and NETWORK (gradients of the edge network are wanted).
+        The forward adds HELD (`holds_weights`), the backward ENERGY (both ends of an edge have
+        gradients).
         """
-        unread = self.weights.logit_bias  # for pointers that a version of a kernel does not read
-        sequence, D = self.edges.sequence, self.u.shape[-1]
-        listed = piece.targets is not None
-        strides = {
-            f"stride_{name}{dim}": x.stride(i)
-            for name, x in zip(
-                "tsuv",
-                (self.target_hidden, self.source_hidden, self.u, self.v),
-                strict=True,
-            )
-            for i, dim in enumerate("bnh")
-        }
-        return strides | {
-            "p_target_hidden": self.target_hidden,
-            "p_source_hidden": self.source_hidden,
-            "p_u": self.u,
-            "p_v": self.v,
-            "p_shear": self.weights.shear,
-            "p_shear_bias": self.weights.shear_bias,
-            "p_logits": self.weights.logits,
-            "p_logit_bias": self.weights.logit_bias,
-            "p_targets": piece.targets if listed else unread,
-            "p_sources": piece.sources if listed else unread,
-            "p_moves": unread if listed else piece.moves,
-            "p_sequence": unread if sequence is None else sequence,
-            "p_valid_target": unread if self.valid_target is None else self.valid_target,
-            "p_valid_source": unread if self.valid_source is None else self.valid_source,
+        return {
+            "target_hidden": Features.of(self.target_hidden),
+            "source_hidden": Features.of(self.source_hidden),
+            "u": Features.of(self.u),
+            "v": Features.of(self.v),
+            "weights": self.weights,
+            "edges": Edges(piece.targets, piece.sources, piece.moves, self.edges.sequence),
+            "valid": Valid(self.valid_target, self.valid_source),
             "B": self.u.shape[0],
             "N": self.u.shape[1],
             "M": self.v.shape[1],
@@ -208,16 +206,8 @@ class ConsensusInputs:
             "num_places": piece.places,
             "RANK": self.rank,
             "RANKS": self.ranks,
-            "GROUPS": self.groups,
-            "D": D,
-            "BLOCK_D": self.block_features,
+            "D": self.u.shape[-1],
             "XI": self.xi,
-            "BLOCK_XI": self.block_xi,
-            "LISTED": listed,
-            "SEQUENCES": sequence is not None,
-            "VALID_TARGET": self.valid_target is not None,
-            "VALID_SOURCE": self.valid_source is not None,
-            "HALF": self.u.dtype != torch.float32,
             "PRECISION": product_precision(self.u.dtype),
         }
 

@@ -3,7 +3,7 @@
 A tile is ROWS edges of one head. `b_rows` holds raw rows of Lambda, [ROWS, RANKS, BLOCK_D]: for
 each edge as many of its rows as fit into registers at a time.
 
-The constants (RANKS, CHUNK, LISTED, ...) are explained at
+The constants (RANKS, CHUNK, HELD, ...) are explained at
 :meth:`graphattn.kernels.consensus.inputs.ConsensusInputs.common`, and the beginnings of names
 (``b_`` for tiles, ``p_`` for pointers, ...) in :mod:`graphattn.kernels`.
 """
@@ -17,6 +17,8 @@ from graphattn.kernels.shared.exponentials import LN2, LOG2E
 from graphattn.kernels.shared.precision import add_product
 
 LOGITS = tl.constexpr(16)  # columns of a product, at least 16: alpha's and beta's, then zeros
+EXTRA = tl.constexpr(8)  # columns after those of Lambda and of hidden vectors; 8 keeps rows aligned
+WIDE = tl.constexpr(64)  # hidden features at a time on the way back
 SMALLEST_SQUARE = tl.constexpr(2.0**-40)  # squares of rows from this to the next are in range
 LARGEST_SQUARE = tl.constexpr(2.0**40)
 # In half precision GELU is a fit, x * sigmoid(1.594696 x + 0.074391 x^3 - 0.000766 x^5), for
@@ -32,58 +34,56 @@ INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def load_edges(
-    p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
-    ROWS: tl.constexpr, LISTED: tl.constexpr, SEQUENCES: tl.constexpr,
+    edges, valid, i_b, N, M, first, count, i_tile, i_step, num_steps, ROWS: tl.constexpr
 ):  # fmt: skip
     """The edges of a step of a program, [ROWS] each: the place of the message (-1: none), target,
-    source, and whether there is such an edge.
+    source, and whether there is such an edge, of two valid tokens.
 
-    If LISTED, the steps of a program are consecutive tiles of a list of `count` edges. Otherwise
-    all steps share the tile `i_tile` of the targets first .. first + count - 1. Step `i_step` takes
-    the edges to source = target + moves[i_step], whose places begin at i_step * count.
+    If edges are listed, the steps of a program are consecutive tiles of a list of `count` edges.
+    Otherwise all steps share the tile `i_tile` of the targets first .. first + count - 1. Step
+    `i_step` takes the edges to source = target + moves[i_step], whose places begin at i_step *
+    count.
     """
+    LISTED: tl.constexpr = edges.p_targets is not None
     if LISTED:
         i_tile = i_tile * num_steps + i_step
     o_place = i_tile * ROWS + tl.arange(0, ROWS)
     m_edge = o_place < count
     if LISTED:
         b_place = tl.where(m_edge, o_place, -1)
-        b_target = tl.load(p_targets + o_place, mask=m_edge, other=0).to(tl.int32)
-        b_source = tl.load(p_sources + o_place, mask=m_edge, other=-1).to(tl.int32)
+        b_target = tl.load(edges.p_targets + o_place, mask=m_edge, other=0).to(tl.int32)
+        b_source = tl.load(edges.p_sources + o_place, mask=m_edge, other=-1).to(tl.int32)
         m_edge = b_source >= 0  # a table of neighbours has empty entries
     else:
         b_place = tl.where(m_edge, i_step * count + o_place, -1)
         b_target = first + o_place
-        b_source = b_target + tl.load(p_moves + i_step).to(tl.int32)
+        b_source = b_target + tl.load(edges.p_moves + i_step).to(tl.int32)
         m_edge = m_edge & (b_source >= 0) & (b_source < M)
-        if SEQUENCES:
-            b_own = tl.load(p_sequence + b_target, mask=m_edge, other=0)
-            m_edge = m_edge & (tl.load(p_sequence + b_source, mask=m_edge, other=-1) == b_own)
+        if edges.p_sequence is not None:
+            b_own = tl.load(edges.p_sequence + b_target, mask=m_edge, other=0)
+            b_other = tl.load(edges.p_sequence + b_source, mask=m_edge, other=-1)
+            m_edge = m_edge & (b_other == b_own)
+    if valid.p_target is not None:
+        p_valid = valid.p_target + i_b * N
+        m_edge = m_edge & (tl.load(p_valid + b_target, mask=m_edge, other=0) != 0)
+    if valid.p_source is not None:
+        p_valid = valid.p_source + i_b * M
+        m_edge = m_edge & (tl.load(p_valid + b_source, mask=m_edge, other=0) != 0)
     return b_place, b_target, b_source, m_edge
 
 
 @triton.jit
-def row_of(p_first, b_token, i_stride):
-    """Return pointers to the first feature of tokens `b_token` [ROWS], [ROWS]."""
-    return p_first + b_token.to(tl.int64) * i_stride
+def rows_of(x, i_b, i_h, b_token):
+    """Return pointers to the first feature of tokens `b_token` [ROWS], [ROWS]; `x` is a
+    :class:`~graphattn.kernels.consensus.inputs.Features`."""
+    p_first = x.p + (i_b * x.stride_b + i_h.to(tl.int64) * x.stride_h)
+    return p_first + b_token.to(tl.int64) * x.stride_n
 
 
 @triton.jit
-def both_valid(
-    m_edge, b_target, b_source, p_valid_target, p_valid_source,
-    VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr,
-):  # fmt: skip
-    """Mark the edges that join two valid tokens, [ROWS]."""
-    if VALID_TARGET:
-        m_edge = m_edge & (tl.load(p_valid_target + b_target, mask=m_edge, other=0) != 0)
-    if VALID_SOURCE:
-        m_edge = m_edge & (tl.load(p_valid_source + b_source, mask=m_edge, other=0) != 0)
-    return m_edge
-
-
-@triton.jit
-def load_features(p_rows, m_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Features of the tokens that `p_rows` [ROWS] point to, [ROWS, BLOCK] in float32."""
+def load_features(x, i_b, i_h, b_token, m_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Features of tokens `b_token` [ROWS] in float32, [ROWS, BLOCK]; `x` is as in `rows_of`."""
+    p_rows = rows_of(x, i_b, i_h, b_token)
     o_feature = tl.arange(0, BLOCK)
     m_tile = m_row[:, None] & (o_feature < WIDTH)[None, :]
     return tl.load(p_rows[:, None] + o_feature[None, :], mask=m_tile, other=0.0).to(tl.float32)
@@ -156,8 +156,7 @@ def sigmoid(b_x):
 
 @triton.jit
 def hold_weights(
-    p_weight, HELD: tl.constexpr, BLOCK_XI: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    p_weight, HELD: tl.constexpr, BLOCK_XI: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Weights [COLUMNS, BLOCK_XI] as a tuple of tiles [CHUNK, COLUMNS] if HELD; otherwise ().
 
@@ -176,9 +175,8 @@ def hold_weights(
 @triton.jit
 def edge_network(
     p_target, p_source, m_edge, p_shear, p_shear_bias, p_logits, held_shear, held_logits,
-    XI: tl.constexpr, BLOCK_XI: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    XI: tl.constexpr, BLOCK_XI: tl.constexpr, CHUNK: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
-    HALF: tl.constexpr,
 ):  # fmt: skip
     """Raw rows of Lambda [ROWS, RANKS, BLOCK_D], and logits [ROWS, LOGITS]: alpha's, beta's, zeros.
 
@@ -186,6 +184,8 @@ def edge_network(
     Hidden features are computed from both tokens when they are needed. `p_shear` points to weights
     [RANKS * BLOCK_D, BLOCK_XI] and `p_logits` to weights [LOGITS, BLOCK_XI], padded with zeros.
     """
+    ROWS: tl.constexpr = m_edge.shape[0]
+    HALF: tl.constexpr = p_shear.dtype.element_ty != tl.float32
     o_column = tl.arange(0, RANKS * BLOCK_D)
     o_logit = tl.arange(0, LOGITS)
     b_rows = tl.zeros([ROWS, RANKS * BLOCK_D], tl.float32)

@@ -16,10 +16,10 @@ from graphattn.kernels.consensus.schedule import Piece
 from graphattn.kernels.edges.inputs import num_groups
 from graphattn.kernels.edges.math import own_segments
 from graphattn.kernels.edges.schedule import Rows
-from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split
+from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split, new_parts
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
-from graphattn.kernels.shared.layout import store_rows
+from graphattn.kernels.shared.layout import load_rows, store_rows
 from graphattn.kernels.shared.programs import heads_first
 
 NUMBERS = 1024  # elements of a tile of `sum_runs_kernel`
@@ -32,7 +32,7 @@ NUMBERS = 1024  # elements of a tile of `sum_runs_kernel`
 )  # fmt: skip
 def sum_runs_kernel(
     p_found, p_messages, p_moves, B, N, H, num_places, first, count, low, high, num_tiles, num_runs,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     AT_TARGET: tl.constexpr, AT_SOURCE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """found[b, n, h] = AT_TARGET * messages to n + AT_SOURCE * messages from n, for n = low ..
@@ -41,6 +41,7 @@ def sum_runs_kernel(
     found is [B, N, H, WIDTH]; with ADD, the sum is added to what it holds. A message from n belongs
     to an edge whose source is n. The signs AT_TARGET and AT_SOURCE are 1, -1 or 0.
     """
+    BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
     i_b, i_h, i_tile = heads_first(num_tiles, H)
     o_token = low + i_tile * TOKENS + tl.arange(0, TOKENS)
     o_feature = tl.arange(0, BLOCK)
@@ -67,23 +68,20 @@ def sum_runs_kernel(
     tl.store(p_tile, b_found.to(p_found.dtype.element_ty), mask=m_tile)
 
 
-@triton.jit(
-    do_not_specialize=["B", "N", "H", "num_places", "num_segments", "num_groups", "num_parts"]
-)
+@triton.jit(do_not_specialize=["B", "N", "H", "num_places", "num_segments", "num_parts"])
 def sum_rows_kernel(
-    p_found, p_part, p_messages, p_segments, p_places, B, N, H, num_places, num_segments,
-    num_groups, num_parts,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    SIGN: tl.constexpr, ADD: tl.constexpr, PLACES: tl.constexpr,
+    p_found, p_part, p_messages, p_segments, p_places,
+    B, N, H, num_places, num_segments, num_parts,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    SIGN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """found[b, n, h] = SIGN * the sum of the messages of row n; with ADD, plus what it holds.
 
-    found is [B, N, H, WIDTH]; sums of parts of split rows are [B, parts, H, WIDTH]. If PLACES, the
-    places of a row's messages are listed in `p_places`; otherwise they are consecutive.
+    found is [B, N, H, WIDTH]; sums of parts of split rows are [B, parts, H, WIDTH], or None. The
+    places of a row's messages are listed in `p_places`; if that is None, they are consecutive.
     """
-    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
-        p_segments, num_segments, num_groups, H, ROWS
-    )
+    BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
+    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(p_segments, num_segments, H, ROWS)
     i_most = tl.max(b_count, axis=0)
     if not ADD or i_most > 0:
         p_messages += (i_h.to(tl.int64) * B + i_b) * num_places * WIDTH
@@ -95,7 +93,7 @@ def sum_rows_kernel(
             # [ROWS, SLOTS]
             m_edge = o_slot[None, :] < b_count[:, None]
             b_place = b_first[:, None] + o_slot[None, :]
-            if PLACES:
+            if p_places is not None:
                 b_place = tl.load(p_places + b_place, mask=m_edge, other=0)
             # [ROWS, SLOTS, BLOCK]
             p_tile = p_messages + (b_place * WIDTH)[:, :, None] + o_feature[None, None, :]
@@ -104,15 +102,14 @@ def sum_rows_kernel(
             b_found += tl.sum(tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32), axis=1)
         b_found = SIGN * b_found
         m_row = b_row >= 0
-        m_part = m_row & (b_part >= 0)
-        store_rows(p_part + (i_b * num_parts * H + i_h) * WIDTH, b_found, b_part, m_part, H * WIDTH,
-                   WIDTH, BLOCK)  # fmt: skip
+        if p_part is not None:
+            p_part += (i_b * num_parts * H + i_h) * WIDTH
+            store_rows(p_part, b_found, b_part, m_row & (b_part >= 0), H * WIDTH, WIDTH)
         m_row = m_row & (b_part < 0)
         p_found += (i_b * N * H + i_h) * WIDTH
         if ADD:
-            p_tile = p_found + (b_row * (H * WIDTH))[:, None] + o_feature[None, :]
-            b_found += tl.load(p_tile, mask=m_row[:, None] & m_feature[None, :], other=0.0)
-        store_rows(p_found, b_found, b_row, m_row, H * WIDTH, WIDTH, BLOCK)
+            b_found += load_rows(p_found, b_row, m_row, H * WIDTH, WIDTH)
+        store_rows(p_found, b_found, b_row, m_row, H * WIDTH, WIDTH)
 
 
 class Sum:
@@ -168,8 +165,7 @@ class Sum:
             ends = [0] * bool(self.at[0]) + list(piece.reach) * bool(self.at[1])
             low = max(0, piece.first + min(ends))
             high = min(N, piece.first + piece.count + max(ends))
-        block = triton.next_power_of_2(width)
-        tokens = max(1, NUMBERS // max(block, 16))
+        tokens = max(1, NUMBERS // max(triton.next_power_of_2(width), 16))
         tiles = triton.cdiv(max(high - low, 0), tokens)
         launch(
             sum_runs_kernel,
@@ -188,7 +184,6 @@ class Sum:
             num_tiles=tiles,
             num_runs=piece.runs,
             WIDTH=width,
-            BLOCK=block,
             TOKENS=tokens,
             AT_TARGET=self.at[0],
             AT_SOURCE=self.at[1],
@@ -200,30 +195,26 @@ class Sum:
     def _add_rows(self, rows: Rows, messages: Tensor, sign: int) -> None:
         B, N, H, width = self.found.shape
         choice = tuning.choose_for_edges("sum_messages", width, rows.mean_degree)
-        groups = num_groups(choice, rows)
-        part = messages.new_empty((B, rows.num_parts, H, width), dtype=torch.float32)
+        part = new_parts(rows, messages, B, H, width)
         launch(
             sum_rows_kernel,
-            (B * H * groups,),
+            (B * H * num_groups(choice, rows),),
             p_found=self.found,
             p_part=part,
             p_messages=messages,
             p_segments=rows.segments,
-            p_places=rows.others if rows.edge_ids is None else rows.edge_ids,
+            p_places=rows.edge_ids,
             B=B,
             N=N,
             H=H,
             num_places=messages.shape[2],
             num_segments=len(rows.segments),
-            num_groups=groups,
             num_parts=rows.num_parts,
             WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
             ROWS=choice.rows,
             SLOTS=choice.columns,
             SIGN=sign,
             ADD=not self.is_whole,
-            PLACES=rows.edge_ids is not None,
             num_warps=choice.num_warps,
             num_stages=choice.num_stages,
         )

@@ -15,6 +15,8 @@ tiles, ``p_`` for pointers, ...) in :mod:`graphattn.kernels`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -134,7 +136,7 @@ def forward(
     saved = torch.empty_like(lse)
     rows = x.schedule.by_target
     part_out, part_lse = new_parts(rows, lse, B, H, DV), new_parts(rows, lse, B, H)
-    tensors = {
+    tensors: dict[str, Any] = {
         "part": None if part_out is None or part_lse is None else Averages(part_out, part_lse),
         "start": None if start is None else Averages(*start),
         "p_out": out,

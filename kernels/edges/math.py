@@ -69,8 +69,8 @@ def load_edges(
 def gather(p_first, b_token, m_pair, i_stride, WIDTH: tl.constexpr):
     """Features of tokens `b_token` [ROWS, SLOTS]: [ROWS, SLOTS, width] in float32.
 
-    The width is WIDTH, rounded up to a power of 2. Tokens outside the mask `m_pair` are not read and become
-    zeros, so it does not matter if they hold NaN.
+    The width is WIDTH, rounded up to a power of 2. Tokens outside the mask `m_pair` are not read
+    and become zeros, so it does not matter if they hold NaN.
     """
     o_feature = tl.arange(0, triton.next_power_of_2(WIDTH))
     p_tile = p_first + (b_token * i_stride)[:, :, None] + o_feature[None, None, :]
