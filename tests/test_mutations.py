@@ -58,6 +58,7 @@ FLAT_CALLS = "tests/nn/test_nn_flat_calls.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
+BAND_OFFSETS = "tests/kernels/test_kernels_offsets.py"
 EDGES = "tests/kernels/test_kernels_edges.py"
 EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
 EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
@@ -504,6 +505,13 @@ MUTATIONS = [
         "i_common_end = tl.minimum(i_row + n_after + 1, n_other)",
         "i_common_end = tl.minimum(i_row + n_after + 2, n_other)",
         (f"{KERNELS}::test_a_tile_needs_no_mask_only_where_all_its_rows_see_it",),
+    ),
+    Mutation(
+        "kernels count 32 bits of offsets within a tile, however far apart tokens are",
+        "kernels/bands/math.py",
+        "STRIDED or x.FAR",
+        "STRIDED",
+        (f"{BAND_OFFSETS}::test_offsets_do_not_wrap_at_two_to_the_31[strides within a tile]",),
     ),
     Mutation(
         "kernels sum the gradient of a key over one of its query heads",

@@ -1,7 +1,7 @@
 """Attention over bands: windows, causal and complete graphs, and batches of them. In this order:
 
 - `schedule`: which tile of which sequence a program takes.
-- `inputs`: what the kernels are given.
+- `inputs`: what the kernels are given; `arguments`: tuples of what belongs together.
 - `math`: what every kernel does with a tile.
 - `forward`, `backward`: attention, and its gradients.
 - `bias_backward`: the gradient of a table of biases by offset.

@@ -13,17 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphattn.kernels.bands.arguments import Features, Pairs
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     NOWHERE,
     around_center,
     edges_to,
+    first_row,
     is_kept,
     load_affinities,
     load_bias,
     load_center,
-    load_sequence,
-    load_tile,
+    load_features,
+    load_own,
     part_borders,
 )
 from graphattn.kernels.shared import tuning
@@ -37,89 +39,80 @@ PROGRAMS = 64  # per head: rows of the buffer
 
 
 @triton.jit(
-    do_not_specialize=["N", "M", "H", "num_tiles", "num_offsets", "origin", "num_words", "B"]
+    do_not_specialize=["B", "N", "M", "H", "num_tiles", "num_offsets", "origin", "num_words"]
 )
 def d_table_kernel(
-    p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_partial, p_scale, p_center,
-    p_table, p_kept, p_valid_target, p_valid_source, p_tiles, p_sequences,
-    B, N, M, H, num_tiles, num_offsets, origin, num_words,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
-    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RBF: tl.constexpr, CENTERED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr,
-    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
-    PRECISION: tl.constexpr, PROGRAMS: tl.constexpr,
+    query, key, value, d_out, p_saved, p_delta, p_partial, p_scale, p_center, p_table, p_kept,
+    p_valid_target, p_valid_source, bands, B, N, M, H, num_tiles, num_offsets, origin, num_words,
+    REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """partial [PROGRAMS, H, offsets] += sums over diagonals of logit gradients; ROWS = COLUMNS.
+    """partial [programs, H, offsets] += sums over diagonals of logit gradients; ROWS = COLUMNS.
 
     The programs of a head take the tiles of all batch entries in turn.
     """
     i_h, i_own = head_and_rest(H)
     i_key_head = i_h // REPEATS
     i_scale = tl.load(p_scale + i_h)
+    p_table += origin * H + i_h
     p_partial += (i_own * H + i_h).to(tl.int64) * num_offsets
     o_diagonal = tl.arange(0, COLUMNS)
-    for i_work in range(i_own, B * num_tiles, PROGRAMS):
+    for i_work in range(i_own, B * num_tiles, tl.num_programs(0) // H):
         i_tile = i_work % num_tiles
         i_b = tl.cast(i_work // num_tiles, tl.int64)  # interpreted, loops count in plain int
-        i_row = tl.load(p_tiles + 2 * i_tile + 1)
-        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole = (
-            load_sequence(p_sequences + 8 * tl.load(p_tiles + 2 * i_tile))
-        )
-        p_own_query = p_query + (i_b * N + i_first_target) * stride_qn
-        p_own_query += i_h.to(tl.int64) * stride_qh
-        p_own_d_out = p_d_out + (i_b * N + i_first_target) * stride_on
-        p_own_d_out += i_h.to(tl.int64) * stride_oh
-        p_own_key = p_key + (i_b * M + i_first_source) * stride_kn
-        p_own_key += i_key_head.to(tl.int64) * stride_kh
-        p_own_value = p_value + (i_b * M + i_first_source) * stride_vn
-        p_own_value += i_key_head.to(tl.int64) * stride_vh
+        i_row, own = load_own(bands.p_tiles + 2 * i_tile, bands.p_sequences)
+        i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
+        i_numbers = (i_b * H + i_h) * N + own.i_first_target
+        p_key = first_row(key, i_source, i_key_head)
+        p_value = first_row(value, i_source, i_key_head)
+        p_valid, p_bits = p_valid_source, p_kept
+        if p_valid_source is not None:
+            p_valid += i_source
+        if p_kept is not None:
+            p_bits += i_numbers * num_words
+        pairs = Pairs(p_table, H, p_bits, num_words)
         # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
-        b_query = load_tile(
-            p_own_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
-        )
-        b_d_out = load_tile(
-            p_own_d_out, i_row, i_step, stride_on, n_targets, DV, ROWS, BLOCK_DV, STRIDED, True
-        )
+        b_query = load_features(
+            first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
+            bands.STRIDED, True,
+        )  # fmt: skip
+        b_d_out = load_features(
+            first_row(d_out, i_target, i_h), d_out, i_row, own.i_step, own.n_targets, ROWS,
+            bands.STRIDED, True,
+        )  # fmt: skip
         o_row = i_row + tl.arange(0, ROWS)
-        m_row = o_row < n_targets
+        m_row = o_row < own.n_targets
         # [ROWS]
-        o_number = (i_b * H + i_h) * N + i_first_target + o_row * i_step
+        o_number = i_numbers + o_row * own.i_step
         b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
         b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
         o_live = tl.where(m_row & (b_saved != float("inf")), o_row, -NOWHERE)
-        i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
-        b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
-        if CENTERED:
+        b_center = None
+        if p_center is not None:
+            i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
+            b_center = load_center(p_center, i_slot, query.WIDTH, query.BLOCK)
             b_query = b_query - b_center[None, :]
             b_saved = around_center(b_saved, b_query, i_scale)
         i_begin, _, _, i_end = part_borders(
-            i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 1, KEPT
-        )
+            i_row, own.n_targets, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, 1,
+            p_kept is not None,
+        )  # fmt: skip
         for i_column in range(i_begin, i_end, COLUMNS):
             # [ROWS, COLUMNS], also of masks, weights and gradients below
             _b_key, b_affinity = load_affinities(
-                b_query, b_center, p_own_key, p_own_key, i_column, i_step, stride_kn, n_sources,
-                D, BLOCK_D, COLUMNS, RBF, CENTERED, False, STRIDED, True, PRECISION,
+                b_query, b_center, key, p_key, None, i_column, own, COLUMNS, RBF, bands.STRIDED,
+                True, PRECISION,
             )  # fmt: skip
             o_column = i_column + tl.arange(0, COLUMNS)
-            m_edge = edges_to(
-                o_live, i_column, i_step, n_sources, n_before, n_after, i_hole,
-                p_valid_source + i_b * M + i_first_source, COLUMNS, VALID, HOLES, STRIDED,
-            )  # fmt: skip
-            if KEPT:
-                m_edge = m_edge & is_kept(
-                    p_kept + ((i_b * H + i_h) * N + i_first_target) * num_words, o_row, i_column,
-                    i_step, n_targets, n_before, num_words, COLUMNS, 0,
-                )  # fmt: skip
-            o_hop = o_column[None, :] - o_row[:, None]
-            b_bias = load_bias(p_table, o_hop, m_edge, origin, H, i_h)
+            m_edge = edges_to(o_live, i_column, own, p_valid, COLUMNS, bands.HOLES, bands.STRIDED)
+            if p_kept is not None:
+                m_edge = m_edge & is_kept(pairs, o_row, i_column, own, COLUMNS, 0)
+            b_bias = load_bias(pairs, o_column[None, :] - o_row[:, None], m_edge)
             b_logit = (b_affinity * i_scale + b_bias) * LOG2E - b_saved[:, None]
             # [COLUMNS, BLOCK_DV]
-            b_value = load_tile(
-                p_own_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV,
-                STRIDED, True,
-            )  # fmt: skip
+            b_value = load_features(
+                p_value, value, i_column, own.i_step, own.n_sources, COLUMNS, bands.STRIDED, True
+            )
             b_d_weight = product(b_d_out, tl.trans(b_value), PRECISION)
             b_d_logit = weights_from(b_logit) * (b_d_weight - b_delta[:, None])
             b_d_logit = tl.where(m_edge, b_d_logit, 0.0)
@@ -153,30 +146,20 @@ def d_table(inputs: BandInputs, saved: Tensor, delta: Tensor, d_out: Tensor) -> 
     x = inputs
     assert x.table is not None
     B, _, H, _ = x.query.shape
-    d_out = side_by_side(d_out)
     choice = tuning.choose("d_table", x.query.dtype, x.width, x.bands.window)
-    tiles = x.bands.tiles("targets", choice.rows)
-    programs = max(min(PROGRAMS, B * len(tiles)), 1)
+    tiles = x.of_tiles("targets", choice._replace(columns=choice.rows))
+    programs = max(min(PROGRAMS, B * tiles["num_tiles"]), 1)
     partial = x.table.new_zeros(programs, H, len(x.table))
     launch(
         d_table_kernel,
-        (programs * H if len(tiles) * B else 0,),
+        (programs * H if tiles["num_tiles"] * B else 0,),
+        d_out=Features.of(side_by_side(d_out)),
         p_saved=saved,
         p_delta=delta,
-        p_d_out=d_out,
         p_partial=partial,
-        p_center=x.centers("targets", tiles, choice.rows),
-        p_tiles=tiles,
         B=B,
-        num_tiles=len(tiles),
         num_offsets=len(x.table),
-        stride_on=d_out.stride(1),
-        stride_oh=d_out.stride(2),
-        ROWS=choice.rows,
-        COLUMNS=choice.rows,
-        PROGRAMS=programs,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
+        **tiles,
         **x.common(),
     )
     return partial.sum(0).T.contiguous()

@@ -157,7 +157,8 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
     if kernel == "band_select_kernel":
         held = arguments["CHUNKS"] > 0
         iterations = TIMES_HELD * launch.grid[0] if held else TIMES_STREAMED * iterations
-    words = arguments["p_kept"].nbytes if arguments.get("num_words") else 0
+    kept = arguments.get("p_kept")
+    words = 0 if kept is None else kept.nbytes
     part = kernel.removesuffix("_kernel").replace("_", " ")
     return Configuration(
         f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",

@@ -9,7 +9,7 @@ Logits are scale * a, plus a bias if there is a table of biases. The affinity a 
 attention q . k - ||k||^2 / 2. RBF logits also have the term -||q||^2 / 2. It is the same for a
 whole row, so it changes no weight, and is added to the log-sum at the end.
 
-The constants of the kernel (REPEATS, RBF, CENTERED, TABLE, ...) are explained at
+The arguments and constants of the kernel (bands, REPEATS, RBF, ...) are explained at
 :meth:`graphattn.kernels.bands.inputs.BandInputs.common`, and the beginnings of names (``b_`` for
 tiles, ``p_`` for pointers, ...) in :mod:`graphattn.kernels`.
 """
@@ -21,67 +21,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphattn.kernels.bands.arguments import Pairs, Sources
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     cleaned,
     edges_to,
+    first_row,
     half_square,
     is_kept,
     load_affinities,
     load_bias,
     load_center,
-    load_sequence,
-    load_tile,
+    load_features,
     own_tile,
     part_borders,
     poisoned,
-    store_tile,
+    store_features,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.precision import add_product
-from graphattn.kernels.shared.row_dots import row_dots
 
 
 @triton.jit
 def attend_tile(
-    b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half_square, p_table, p_kept,
-    p_valid, i_row, i_column, i_h, H, i_origin, i_step, stride_kn, stride_vn,
-    n_targets, n_sources, n_before, n_after, n_words, i_hole,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, CENTERED: tl.constexpr,
-    SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr, VALID: tl.constexpr,
-    HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    b_out, b_sum, b_max, b_query, b_center, i_scale, key, value, sources, pairs, i_row, i_column,
+    own, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
+    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the sources i_column, i_column + 1, ... to the running sums of a tile of targets.
 
     b_out [ROWS, BLOCK_DV] is the sum of weights times values, b_sum [ROWS] that of the weights. In
     both a weight is exp2(i_scale * (x - b_max)), and b_max [ROWS] is the largest x so far. Without
-    TABLE, x is the affinity, so the scale must be positive. With TABLE, x is the base-2 logit, and
-    the scale in that formula is 1.
+    a table of biases, x is the affinity, so the scale must be positive. With one, x is the base-2
+    logit, and the scale in that formula is 1.
     """
     # [ROWS, COLUMNS]
     _, b_affinity = load_affinities(
-        b_query, b_center, p_key, p_half_square, i_column, i_step, stride_kn, n_sources,
-        D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED, STRIDED, MASKED, PRECISION,
+        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, own,
+        COLUMNS, RBF, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
         # [ROWS, COLUMNS]
-        m_edge = edges_to(
-            o_row, i_column, i_step, n_sources, n_before, n_after, i_hole, p_valid,
-            COLUMNS, VALID, HOLES, STRIDED,
-        )  # fmt: skip
-        if KEPT:
-            m_edge = m_edge & is_kept(
-                p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 0
-            )
-    if TABLE:
-        m_pair = m_edge if MASKED else (o_row < n_targets)[:, None]
-        o_hop = o_column[None, :] - o_row[:, None]
-        b_bias = load_bias(p_table, o_hop, m_pair, i_origin, H, i_h)
+        m_edge = edges_to(o_row, i_column, own, sources.p_valid, COLUMNS, HOLES, STRIDED)
+        if pairs.p_kept is not None:
+            m_edge = m_edge & is_kept(pairs, o_row, i_column, own, COLUMNS, 0)
+    if pairs.p_table is not None:
+        m_pair = m_edge if MASKED else (o_row < own.n_targets)[:, None]
+        b_bias = load_bias(pairs, o_column[None, :] - o_row[:, None], m_pair)
         # A bias is not to be multiplied by the scale, so the scale is applied here, once. From here
         # on b_affinity holds logits, and the scale is 1. Without a table the scale is applied
         # below, in one multiply-add with the maximum.
@@ -98,8 +88,8 @@ def attend_tile(
     b_fade = tl.exp2(b_max * i_scale - b_level)
     b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
     # [COLUMNS, BLOCK_DV]
-    b_value = load_tile(
-        p_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV, STRIDED, MASKED
+    b_value = load_features(
+        sources.p_value, value, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
     )
     if MASKED:
         b_value, m_bad = cleaned(b_value)
@@ -111,39 +101,40 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def band_forward_kernel(
-    p_query, p_key, p_value, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_table,
-    p_kept, p_valid_target, p_valid_source, p_tiles, p_sequences, N, M, H, num_tiles, origin,
-    num_words, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
-    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RBF: tl.constexpr, CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr,
-    KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
-    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_table, p_kept,
+    p_valid_target, p_valid_source, bands, N, M, H, num_tiles, origin, num_words,
+    REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, DV], log-sums [B, H, N] and base-2 log-sums for the backward [B, H, N].
 
-    The last are +inf for empty rows. For RBF they lack the term -||q||^2 / 2, unless CENTERED.
+    The last are +inf for empty rows. For RBF they lack the term -||q||^2 / 2, unless centred.
     """
-    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
-    (
-        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole,
-    ) = load_sequence(p_row)  # fmt: skip
+    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
-    p_query += (i_b * N + i_first_target) * stride_qn + i_h.to(tl.int64) * stride_qh
-    p_key += (i_b * M + i_first_source) * stride_kn + i_key_head.to(tl.int64) * stride_kh
-    p_value += (i_b * M + i_first_source) * stride_vn + i_key_head.to(tl.int64) * stride_vh
-    p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + i_first_source
-    p_valid_source += i_b * M + i_first_source
-    if KEPT:
-        p_kept += ((i_b * H + i_h) * N + i_first_target) * num_words
+    i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
+    i_numbers = (i_b * H + i_h) * N + own.i_first_target
+    if p_half_square is not None:
+        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + own.i_first_source
+    if p_valid_source is not None:
+        p_valid_source += i_source
+    if p_table is not None:
+        p_table += origin * H + i_h
+    if p_kept is not None:
+        p_kept += i_numbers * num_words
+    p_key, p_value = first_row(key, i_source, i_key_head), first_row(value, i_source, i_key_head)
+    sources = Sources(p_key, p_value, p_half_square, p_valid_source)
+    pairs = Pairs(p_table, H, p_kept, num_words)
 
     # [ROWS, BLOCK_D]
-    b_query = load_tile(
-        p_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
-    )
-    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
-    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
-    if CENTERED:
+    b_query = load_features(
+        first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
+        bands.STRIDED, True,
+    )  # fmt: skip
+    b_center = None
+    if p_center is not None:
+        i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
+        b_center = load_center(p_center, i_slot, query.WIDTH, query.BLOCK)
         b_query = b_query - b_center[None, :]
     i_scale = tl.load(p_scale + i_h) * LOG2E
     if not RBF:
@@ -155,44 +146,43 @@ def band_forward_kernel(
         i_scale = tl.abs(i_scale)
         i_scale = tl.where(i_scale == 0, 1e-30, i_scale)
 
-    b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    b_out = tl.zeros([ROWS, value.BLOCK], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
     # Four places among the sources; part 1, the middle one of three, needs no mask.
     i_borders = part_borders(
-        i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS, KEPT
-    )
+        i_row, own.n_targets, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS,
+        p_kept is not None,
+    )  # fmt: skip
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum, b_max = attend_tile(
-                b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half_square,
-                p_table, p_kept, p_valid_source, i_row, i_column, i_h, H, origin, i_step, stride_kn,
-                stride_vn, n_targets, n_sources, n_before, n_after, num_words, i_hole, D, DV,
-                BLOCK_D, BLOCK_DV, ROWS, COLUMNS, RBF, CENTERED, SQUARES_STORED, TABLE, KEPT, VALID,
-                HOLES, STRIDED, i_part != 1, PRECISION,
+                b_out, b_sum, b_max, b_query, b_center, i_scale, key, value, sources, pairs, i_row,
+                i_column, own, ROWS, COLUMNS, RBF, bands.HOLES, bands.STRIDED, i_part != 1,
+                PRECISION,
             )  # fmt: skip
 
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < n_targets
+    m_row = o_row < own.n_targets
     m_empty = b_sum == 0  # rows without edges
-    if VALID_TARGET:
-        p_rows = p_valid_target + i_b * N + i_first_target + o_row * i_step
+    if p_valid_target is not None:
+        p_rows = p_valid_target + i_target + o_row * own.i_step
         m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
     # [ROWS]: base-2 log-sums
-    if TABLE:  # the maximum is one of logits, to which the scale has been applied
+    if p_table is not None:  # the maximum is one of logits, to which the scale has been applied
         b_saved = b_max + tl.log2(b_sum)
     else:
         b_saved = b_max * i_scale + tl.log2(b_sum)
     b_true = b_saved
     if RBF:
         b_true = b_saved - i_scale * half_square(b_query)
-        if CENTERED:  # b_saved depends on this tile's centre, and the backward has others
+        if (
+            p_center is not None
+        ):  # b_saved depends on this tile's centre, and the backward has others
             b_saved = b_true
     b_out = tl.where(m_empty[:, None], 0.0, b_out / tl.where(m_empty, 1.0, b_sum)[:, None])
-    p_out += (i_b * N + i_first_target) * H * DV + i_h * DV
-    store_tile(p_out, b_out, i_row, i_step, H * DV, n_targets, DV, ROWS, BLOCK_DV)
-    i_numbers = (i_b * H + i_h) * N + i_first_target
-    o_number = i_numbers + o_row * i_step
+    store_features(p_out, b_out, i_target, i_h, H, i_row, own.i_step, own.n_targets, value.WIDTH)
+    o_number = i_numbers + o_row * own.i_step
     tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
     # The backward subtracts these from logits: +inf leaves an empty row no weight.
     tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)
@@ -209,24 +199,16 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
     choice = tuning.choose("forward", x.query.dtype, x.width, x.bands.window)
-    tiles = x.bands.tiles("targets", choice.rows)
-    stored = x.stores_half_squares(choice.rows)
+    tiles = x.of_tiles("targets", choice)
     launch(
         band_forward_kernel,
-        (B * H * len(tiles),),
+        (B * H * tiles["num_tiles"],),
         p_out=out,
         p_lse=lse,
         p_saved=saved,
-        p_half_square=row_dots(x.key, x.key, 0.5) if stored else x.unread,
-        p_center=x.centers("targets", tiles, choice.rows),
-        p_tiles=tiles,
-        num_tiles=len(tiles),
-        SQUARES_STORED=stored,
-        ROWS=choice.rows,
-        COLUMNS=choice.columns,
+        p_half_square=x.half_squares(choice.rows),
         PARTS=x.parts(choice.rows, choice.columns),
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
+        **tiles,
         **x.common(),
     )
     return out, lse, saved

@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from graphattn.kernels.bands.arguments import Bands, Features
 from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
+from graphattn.kernels.shared.row_dots import row_dots
+from graphattn.kernels.shared.tuning import Choice
 
 # If so many tiles of targets read every key, ||k||^2 / 2 is better computed once.
 SEEN_OFTEN = 8
@@ -70,9 +72,12 @@ class BandInputs:
         """
         return self.rbf and self.query.dtype == torch.float32
 
-    def stores_half_squares(self, rows: int) -> bool:
-        """Whether ||k||^2 / 2 is computed beforehand, not by every program that reads a key."""
-        return self.rbf and not self.is_centered and self.bands.window >= SEEN_OFTEN * rows
+    def half_squares(self, rows: int) -> Tensor | None:
+        """||k||^2 / 2 [B, Hk, M], if it is better computed once than by every program that reads a
+        key."""
+        if self.rbf and not self.is_centered and self.bands.window >= SEEN_OFTEN * rows:
+            return row_dots(self.key, self.key, 0.5)
+        return None
 
     def parts(self, rows: int, columns: int) -> int:
         """Number of parts of the loop over tiles of the other side, 3 or 1.
@@ -85,9 +90,9 @@ class BandInputs:
         plain = plain and not self.bands.has_holes and self.kept is None
         return 3 if plain and self.bands.window >= rows + columns - 1 else 1
 
-    def centers(self, side: Side, tiles: Tensor, rows: int) -> Tensor:
-        """Centers that queries and keys of a tile are measured from, [B, tiles, Hk, D]; `unread` if
-        not centred.
+    def centers(self, side: Side, tiles: Tensor, rows: int) -> Tensor | None:
+        """Centers that queries and keys of a tile are measured from, [B, tiles, Hk, D]; None if not
+        centred.
 
         The center of a tile is the key of a source near the tile, no later than what its targets
         see (`BandSchedule.nearby_sources`). Where that source is invalid or not finite, it is the
@@ -95,7 +100,7 @@ class BandInputs:
         """
         B, M, Hk, D = self.key.shape
         if not self.is_centered:
-            return self.unread
+            return None
         if 0 in (B, M, len(tiles)):
             return self.key.new_zeros(B, len(tiles), Hk, D)
         good = self.key.sum((-1, -2)).isfinite()
@@ -109,82 +114,68 @@ class BandInputs:
         found = self.key.gather(1, place[..., None, None].expand(-1, -1, Hk, D))
         return torch.where(found.isfinite(), found, 0.0)
 
-    @property
-    def unread(self) -> Tensor:
-        """A tensor for the pointers that a version of a kernel takes and does not read."""
-        return self.scale
-
     @cached_property
     def _common(self) -> dict[str, Any]:
-        query, key, value = self.query, self.key, self.value
-        D, DV, Hk = query.shape[-1], value.shape[-1], key.shape[-2]
+        query, key = self.query, self.key
         return {
-            "p_query": query,
-            "p_key": key,
-            "p_value": value,
+            "query": Features.of(query),
+            "key": Features.of(key),
+            "value": Features.of(self.value),
             "p_scale": self.scale,
-            "p_table": self.unread if self.table is None else self.table,
-            "p_valid_target": self.unread if self.valid_target is None else self.valid_target,
-            "p_valid_source": self.unread if self.valid_source is None else self.valid_source,
-            "p_sequences": self.bands.sequences,
+            "p_table": self.table,
+            "p_valid_target": self.valid_target,
+            "p_valid_source": self.valid_source,
             "N": query.shape[1],
             "M": key.shape[1],
             "H": query.shape[2],
             "origin": self.bands.origin or 0,
-            "stride_qn": query.stride(1),
-            "stride_qh": query.stride(2),
-            "stride_kn": key.stride(1),
-            "stride_kh": key.stride(2),
-            "stride_vn": value.stride(1),
-            "stride_vh": value.stride(2),
-            "REPEATS": query.shape[2] // Hk,
-            "D": D,
-            "DV": DV,
-            "BLOCK_D": max(triton.next_power_of_2(D), 16),
-            "BLOCK_DV": max(triton.next_power_of_2(DV), 16),
+            "REPEATS": query.shape[2] // key.shape[2],
             "RBF": self.rbf,
-            "CENTERED": self.is_centered,
-            "TABLE": self.table is not None,
-            "VALID": self.valid_source is not None,
-            "VALID_TARGET": self.valid_target is not None,
-            "HOLES": self.bands.has_holes,
-            "STRIDED": self.bands.is_strided,
             "PRECISION": product_precision(query.dtype),
         }
 
     def common(self) -> dict[str, Any]:
         """The arguments that all band kernels take, whether they read them or not.
 
+        A pointer is None if there is nothing to read, and Triton compiles a version of the kernel
+        without it: `p_table` (biases that are looked up by hop, source minus target), `p_kept`
+        (bits of the pairs that top-k has chosen), `p_valid_target` and `p_valid_source` (masks),
+        `p_half_square` (`half_squares`) and `p_center` (`centers`). Arguments that are tuples are
+        explained in :mod:`graphattn.kernels.bands.arguments`.
+
         Names in capitals are constants (``tl.constexpr``): Triton compiles another version of the
         kernel for every set of values. Beginnings of names, such as ``b_``, are explained in
         :mod:`graphattn.kernels`. The constants of all calls are:
 
-        - REPEATS: query heads that share one key head, H / Hk.
         - D, DV: features of queries and keys, and of values. BLOCK_D, BLOCK_DV: the same, rounded
-          up to the powers of 2 that tiles need.
+          up to the powers of 2 that tiles need. They are WIDTH and BLOCK of `query` and `value`.
+        - REPEATS: query heads that share one key head, H / Hk.
         - RBF: affinities are q . k - ||k||^2 / 2; otherwise q . k.
-        - CENTERED: queries and keys are measured from a center of their tile (`is_centered`).
-        - TABLE: logits have a bias, which is looked up by hop (source minus target).
-        - KEPT: only the pairs that top-k has chosen are edges; `p_kept` has their bits.
-        - VALID, VALID_TARGET: there is a mask of valid sources, of valid targets.
-        - HOLES: in some sequence one hop is left out, such as hop 0 without self-loops.
-        - STRIDED: in some sequence neighbouring tokens are more than one place apart, as in dilated
-          windows.
+        - HOLES, STRIDED: those of `bands`.
         - PRECISION: how float32 tiles are multiplied (:mod:`graphattn.kernels.shared.precision`).
 
-        Each launch adds its own:
+        Each launch adds its own (:meth:`of_tiles`):
 
         - ROWS, COLUMNS: targets and sources of a tile, in this order, also where the sources are a
           program's own and it goes over the targets.
-        - SQUARES_STORED: ||k||^2 / 2 of every key was computed before, and is read from
-          `p_half_square` (`stores_half_squares`).
         - PARTS: parts of the loop over tiles, 3 or 1 (`parts`).
         - MASKED, of functions that the kernels call: some pairs of this tile may not be edges. In
           three parts, all tiles but those of the middle part are MASKED.
         """
         kept = self.kept
-        return self._common | {
-            "p_kept": self.unread if kept is None else kept,
-            "num_words": 0 if kept is None else kept.shape[-1],
-            "KEPT": kept is not None,
+        num_words = 0 if kept is None else kept.shape[-1]
+        return self._common | {"p_kept": kept, "num_words": num_words}
+
+    def of_tiles(self, side: Side, choice: Choice) -> dict[str, Any]:
+        """The arguments about the tiles of one side, in the sizes of a choice."""
+        rows = choice.rows if side == "targets" else choice.columns
+        tiles = self.bands.tiles(side, rows)
+        return {
+            "p_center": self.centers(side, tiles, rows),
+            "bands": Bands.of(self.bands, tiles),
+            "num_tiles": len(tiles),
+            "ROWS": choice.rows,
+            "COLUMNS": choice.columns,
+            "num_warps": choice.num_warps,
+            "num_stages": choice.num_stages,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphattn.kernels.bands.arguments import Sequence
 from graphattn.kernels.shared.exponentials import LOG2E
 from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.programs import heads_first
@@ -14,20 +15,26 @@ NOWHERE = tl.constexpr(1 << 30)  # a place so far away that no window reaches it
 
 @triton.jit
 def load_sequence(p_row):
-    """The eight numbers of a sequence, a row of `BandSchedule.sequences`.
+    """A sequence, from a row of `BandSchedule.sequences`.
 
-    Tokens are i_first + 0 * i_step, i_first + 1 * i_step, ... Places of tokens and the step have
-    64 bits, numbers of tokens and the hole 32.
+    Tokens are i_first + 0 * i_step, i_first + 1 * i_step, ...
     """
-    i_first_target = tl.load(p_row)
-    n_targets = tl.load(p_row + 1).to(tl.int32)
-    i_first_source = tl.load(p_row + 2)
-    n_sources = tl.load(p_row + 3).to(tl.int32)
-    i_step = tl.load(p_row + 4)
-    n_before = tl.load(p_row + 5).to(tl.int32)
-    n_after = tl.load(p_row + 6).to(tl.int32)
-    i_hole = tl.load(p_row + 7).to(tl.int32)
-    return i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole
+    return Sequence(
+        tl.load(p_row),
+        tl.load(p_row + 1).to(tl.int32),
+        tl.load(p_row + 2),
+        tl.load(p_row + 3).to(tl.int32),
+        tl.load(p_row + 4),
+        tl.load(p_row + 5).to(tl.int32),
+        tl.load(p_row + 6).to(tl.int32),
+        tl.load(p_row + 7).to(tl.int32),
+    )
+
+
+@triton.jit
+def first_row(x, i_token, i_h):
+    """Pointer to the features `x` of a token, one of those of all batch entries, and of a head."""
+    return x.p + (i_token * x.stride_n + i_h.to(tl.int64) * x.stride_h)
 
 
 @triton.jit
@@ -40,7 +47,7 @@ def load_tile(
 
     `i_stride` is the distance of neighbouring tokens in memory. Beyond WIDTH features, and if
     MASKED beyond `n_rows` rows, there are zeros. The pointer to the first row is computed in 64
-    bits. Offsets within a tile fit into 32 bits, except in a sequence that takes long steps.
+    bits, and if STRIDED offsets within the tile, too.
     """
     o_row = tl.arange(0, BLOCK)
     o_feature = tl.arange(0, BLOCK_WIDTH)
@@ -63,19 +70,33 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    p_first, b_tile, i_row, i_step, i_stride, n_rows,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+def load_features(
+    p_first, x, i_row, i_step, n_rows,
+    BLOCK: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of :func:`load_tile`: stores a tile [BLOCK, BLOCK_WIDTH], in the pointer's dtype.
+    """Features `x` of the tokens i_row, i_row + 1, ... of a sequence, [BLOCK, x.BLOCK].
 
+    `p_first` points to those of its first token, see :func:`first_row`; the rest is explained at
+    :func:`load_tile`.
+    """
+    return load_tile(
+        p_first, i_row, i_step, x.stride_n, n_rows, x.WIDTH, BLOCK, x.BLOCK,
+        STRIDED or x.FAR, MASKED,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_features(p_x, b_tile, i_first, i_h, heads, i_row, i_step, n_rows, WIDTH: tl.constexpr):
+    """Stores a tile [rows, BLOCK] in a contiguous tensor [tokens, heads, WIDTH], in its dtype.
+
+    Its rows are the tokens i_row, i_row + 1, ... of the sequence that begins with token `i_first`.
     Rows from `n_rows` on and features from WIDTH on are not stored.
     """
-    o_row = tl.arange(0, BLOCK)
-    o_feature = tl.arange(0, BLOCK_WIDTH)
-    p_row = p_first + (i_row + o_row) * (i_step * i_stride)
-    m_tile = (i_row + o_row < n_rows)[:, None] & (o_feature < WIDTH)[None, :]
-    tl.store(p_row[:, None] + o_feature[None, :], b_tile.to(p_first.dtype.element_ty), mask=m_tile)
+    o_row = i_row + tl.arange(0, b_tile.shape[0])
+    o_feature = tl.arange(0, b_tile.shape[1])
+    p_row = p_x + i_first * heads * WIDTH + i_h * WIDTH + o_row * (i_step * (heads * WIDTH))
+    m_tile = (o_row < n_rows)[:, None] & (o_feature < WIDTH)[None, :]
+    tl.store(p_row[:, None] + o_feature[None, :], b_tile.to(p_x.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit
@@ -101,13 +122,12 @@ def half_square(b_x):
 
 @triton.jit
 def half_squares(
-    b_key, p_half_square, i_column, i_step, n_sources,
-    COLUMNS: tl.constexpr, SQUARES_STORED: tl.constexpr, STRIDED: tl.constexpr,
+    b_key, p_half_square, i_column, own, COLUMNS: tl.constexpr, STRIDED: tl.constexpr
 ):  # fmt: skip
-    """||k||^2 / 2 of a tile of keys, [COLUMNS]: read if SQUARES_STORED, computed otherwise."""
-    if SQUARES_STORED:
-        m_column = i_column + tl.arange(0, COLUMNS) < n_sources
-        p_rows = row_pointers(p_half_square, i_column, i_step, COLUMNS, STRIDED)
+    """||k||^2 / 2 of a tile of keys, [COLUMNS]: read if they are stored, computed otherwise."""
+    if p_half_square is not None:
+        m_column = i_column + tl.arange(0, COLUMNS) < own.n_sources
+        p_rows = row_pointers(p_half_square, i_column, own.i_step, COLUMNS, STRIDED)
         b_half_square = tl.load(p_rows, mask=m_column, other=0.0)
     else:
         b_half_square = half_square(b_key)
@@ -116,52 +136,43 @@ def half_squares(
 
 @triton.jit
 def load_affinities(
-    b_query, b_center, p_key, p_half_square, i_column, i_step, stride_kn, n_sources,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
-    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, STRIDED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    b_query, b_center, key, p_key, p_half_square, i_column, own,
+    COLUMNS: tl.constexpr, RBF: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys of the sources i_column, i_column + 1, ..., [COLUMNS, BLOCK_D], and affinities with
     them, [ROWS, COLUMNS], of a tile of queries [ROWS, BLOCK_D].
 
     An affinity is q . k, or q . k - ||k||^2 / 2 if RBF. A logit is the scale times an affinity,
-    plus a bias: callers apply both.
+    plus a bias: callers apply both. Keys are measured from `b_center` [BLOCK_D], unless it is None.
     """
-    b_key = load_tile(
-        p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
-    )
-    if CENTERED:
+    b_key = load_features(
+        p_key, key, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+    )  # fmt: skip
+    if b_center is not None:
         b_key = b_key - b_center[None, :]
     b_affinity = product(b_query, tl.trans(b_key), PRECISION)
     if RBF:
-        b_half_square = half_squares(
-            b_key, p_half_square, i_column, i_step, n_sources, COLUMNS, SQUARES_STORED, STRIDED
-        )
+        b_half_square = half_squares(b_key, p_half_square, i_column, own, COLUMNS, STRIDED)
         b_affinity = b_affinity - b_half_square[None, :]
     return b_key, b_affinity
 
 
 @triton.jit
-def load_bias(p_table, o_hop, m_pair, i_origin, heads, i_h):
+def load_bias(pairs, o_hop, m_pair):
     """Biases of pairs by their hop, source minus target: the shape of `o_hop`; 0 outside `m_pair`.
 
     `m_pair` is the mask of edges. Where a tile has none because all pairs are edges, it must still
     leave out tokens after the end of the sequence, because the last tile may go beyond it.
     """
-    return tl.load(p_table + (o_hop + i_origin) * heads + i_h, mask=m_pair, other=0.0)
+    return tl.load(pairs.p_table + o_hop * pairs.heads, mask=m_pair, other=0.0)
 
 
 @triton.jit
-def load_center(p_center, i_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTERED: tl.constexpr):
-    """Load the center that a tile is measured from, [BLOCK_D].
-
-    If not CENTERED, the result has the right type and is not used.
-    """
-    o_feature = tl.arange(0, BLOCK_D)
-    b_center = o_feature.to(tl.float32)
-    if CENTERED:
-        b_center = tl.load(p_center + i_slot * D + o_feature, mask=o_feature < D, other=0.0)
-    return b_center
+def load_center(p_center, i_slot, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the center that a tile is measured from, [BLOCK]."""
+    o_feature = tl.arange(0, BLOCK)
+    return tl.load(p_center + i_slot * WIDTH + o_feature, mask=o_feature < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -192,32 +203,32 @@ def poisoned(b_weight, b_logit, m_bad):
 
 
 @triton.jit
-def is_edge(o_target, o_source, n_before, n_after, i_hole, HOLES: tl.constexpr):
+def is_edge(o_target, o_source, own, HOLES: tl.constexpr):
     """Whether pairs are edges; `o_target` and `o_source` broadcast against each other.
 
     -before <= hop <= after is one unsigned comparison, 0 <= hop + before <= before + after, because
     negative numbers become large ones. Callers place tokens that have no edges at NOWHERE.
     """
     o_hop = o_source - o_target
-    m_edge = (o_hop + n_before).to(tl.uint32) <= (n_before + n_after).to(tl.uint32)
+    m_edge = (o_hop + own.n_before).to(tl.uint32) <= (own.n_before + own.n_after).to(tl.uint32)
     if HOLES:
-        m_edge = m_edge & (2 * o_hop + i_hole != 0)  # i_hole: -2 * hop, or 1 for none
+        m_edge = m_edge & (2 * o_hop + own.i_hole != 0)  # i_hole: -2 * hop, or 1 for none
     return m_edge
 
 
 @triton.jit
 def edges_to(
-    o_row, i_column, i_step, n_sources, n_before, n_after, i_hole, p_valid,
-    COLUMNS: tl.constexpr, VALID: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
+    o_row, i_column, own, p_valid,
+    COLUMNS: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
     """Whether targets `o_row` [ROWS] see sources i_column, i_column + 1, ...: [ROWS, COLUMNS]."""
     o_column = i_column + tl.arange(0, COLUMNS)
-    m_column = o_column < n_sources
-    if VALID:
-        p_rows = row_pointers(p_valid, i_column, i_step, COLUMNS, STRIDED)
+    m_column = o_column < own.n_sources
+    if p_valid is not None:
+        p_rows = row_pointers(p_valid, i_column, own.i_step, COLUMNS, STRIDED)
         m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
     o_seen = tl.where(m_column, o_column, NOWHERE)
-    return is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, i_hole, HOLES)
+    return is_edge(o_row[:, None], o_seen[None, :], own, HOLES)
 
 
 @triton.jit
@@ -227,10 +238,7 @@ def first_word(o_row, n_before):
 
 
 @triton.jit
-def is_kept(
-    p_kept, o_row, i_column, i_step, n_targets, n_before, n_words,
-    COLUMNS: tl.constexpr, ROW_AXIS: tl.constexpr,
-):  # fmt: skip
+def is_kept(pairs, o_row, i_column, own, COLUMNS: tl.constexpr, ROW_AXIS: tl.constexpr):
     """Whether top-k has chosen sources i_column, i_column + 1, ... for targets `o_row` [ROWS].
 
     The result is [ROWS, COLUMNS], or [COLUMNS, ROWS] with ROW_AXIS 1; for pairs that are no edges
@@ -238,17 +246,19 @@ def is_kept(
     :func:`graphattn.kernels.bands.top_k.select`.
     """
     o_source = tl.arange(0, COLUMNS)
-    o_word = i_column // 32 - first_word(o_row, n_before)
-    p_words = p_kept + (o_row * i_step) * n_words + o_word
+    o_word = i_column // 32 - first_word(o_row, own.n_before)
+    p_words = pairs.p_kept + (o_row * own.i_step) * pairs.n_words + o_word
     if COLUMNS < 32:
         o_bit = i_column % 32 + o_source
     else:
         o_bit = o_source % 32
     b_bit = tl.full([COLUMNS], 1, tl.int32) << o_bit
-    m_word = (o_row < n_targets) & (o_word >= 0) & (o_word < n_words)
+    m_word = (o_row < own.n_targets) & (o_word >= 0) & (o_word < pairs.n_words)
     b_words = tl.expand_dims(tl.load(p_words, mask=m_word, other=0), 1 - ROW_AXIS)
     for i_word in tl.static_range(1, (COLUMNS + 31) // 32):
-        m_word = (o_row < n_targets) & (o_word + i_word >= 0) & (o_word + i_word < n_words)
+        m_word = (
+            (o_row < own.n_targets) & (o_word + i_word >= 0) & (o_word + i_word < pairs.n_words)
+        )
         b_next = tl.expand_dims(tl.load(p_words + i_word, mask=m_word, other=0), 1 - ROW_AXIS)
         b_words = tl.where(tl.expand_dims(o_source >= 32 * i_word, ROW_AXIS), b_next, b_words)
     return (b_words & tl.expand_dims(b_bit, ROW_AXIS)) != 0
@@ -267,13 +277,19 @@ def around_center(b_saved, b_query, i_scale):
 
 @triton.jit
 def own_tile(p_tiles, p_sequences, num_tiles, heads):
-    """Return the tile that a program takes: batch, head, tile, first row, pointer to its sequence.
+    """Return the tile that a program takes: batch, head, tile, first row, sequence.
 
-    Tiles are the rows of `BandSchedule.tiles`; the pointer is for :func:`load_sequence`.
+    Tiles are the rows of `BandSchedule.tiles`.
     """
     i_b, i_h, i_tile = heads_first(num_tiles, heads)
-    p_own = p_tiles + 2 * i_tile
-    return i_b, i_h, i_tile, tl.load(p_own + 1), p_sequences + 8 * tl.load(p_own)
+    i_row, own = load_own(p_tiles + 2 * i_tile, p_sequences)
+    return i_b, i_h, i_tile, i_row, own
+
+
+@triton.jit
+def load_own(p_tile, p_sequences):
+    """The first row of a tile, and its sequence."""
+    return tl.load(p_tile + 1), load_sequence(p_sequences + 8 * tl.load(p_tile))
 
 
 @triton.jit

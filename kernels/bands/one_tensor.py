@@ -23,20 +23,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphattn.kernels.bands.arguments import Features
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     cleaned,
     edges_to,
+    first_row,
     half_square,
     half_squares,
     load_center,
-    load_sequence,
-    load_tile,
+    load_features,
     own_tile,
     part_borders,
     poisoned,
     row_pointers,
-    store_tile,
+    store_features,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E
@@ -50,9 +51,9 @@ WIDEST_BACKWARD = 64  # features of a head
 
 @triton.jit
 def log_affinities(
-    b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, i_step, n_sources,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARES_STORED: tl.constexpr, STRIDED: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, own,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """log2 K of a tile of pairs, [ROWS, COLUMNS]: at most 0, however it is rounded.
 
@@ -61,9 +62,7 @@ def log_affinities(
     from the centre the token is.
     """
     # [COLUMNS]
-    b_half_square = half_squares(
-        b_other, p_half_square, i_column, i_step, n_sources, COLUMNS, SQUARES_STORED, STRIDED
-    )
+    b_half_square = half_squares(b_other, p_half_square, i_column, own, COLUMNS, STRIDED)
     # [ROWS, COLUMNS]
     b_dot = product(b_x, tl.trans(b_other), PRECISION)
     b_log = b_dot * i_scale - (b_half_square * i_scale)[None, :]
@@ -80,33 +79,29 @@ def log_affinities(
 
 @triton.jit
 def shared_tile(
-    b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, p_x, p_half_square, p_valid,
-    i_row, i_column, i_step, stride_xn, n_sources, n_before, n_after,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
-    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square, p_valid,
+    i_row, i_column, own,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the tokens i_column, i_column + 1, ... to the sums of a tile of ROWS tokens.
 
     b_out [ROWS, BLOCK_D] is the sum of weights times tokens, b_sum [ROWS] that of the weights.
     """
     # [COLUMNS, BLOCK_D]
-    b_other = load_tile(
-        p_x, i_column, i_step, stride_xn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
-    )
-    if CENTERED:
+    b_other = load_features(
+        p_x, x, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+    )  # fmt: skip
+    if b_center is not None:
         b_other = b_other - b_center[None, :]
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, i_step, n_sources,
-        ROWS, COLUMNS, SQUARES_STORED, STRIDED, PRECISION, False,
+        b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, own,
+        ROWS, COLUMNS, STRIDED, PRECISION, False,
     )  # fmt: skip
     if MASKED:
         o_row = i_row + tl.arange(0, ROWS)
-        m_edge = edges_to(
-            o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_valid,
-            COLUMNS, VALID, False, STRIDED,
-        )  # fmt: skip
+        m_edge = edges_to(o_row, i_column, own, p_valid, COLUMNS, False, STRIDED)
         b_log = tl.where(m_edge, b_log, float("-inf"))
         # A token that holds NaN has a weight of NaN at every edge, so its own NaN is not needed.
         b_other, _ = cleaned(b_other)
@@ -119,72 +114,69 @@ def shared_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_forward_kernel(
-    p_x, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_valid, p_tiles, p_sequences,
-    N, H, num_tiles, stride_xn, stride_xh,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
-    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    x, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_valid, bands, N, H, num_tiles,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, D], log Z [B, H, N], and base-2 log-sums for the backward [B, H, N].
 
     The last are those that :mod:`graphattn.kernels.bands.forward` stores: without the term
-    -||x_i||^2 / 2 unless CENTERED, and +inf for rows without edges.
+    -||x_i||^2 / 2 unless centred, and +inf for rows without edges.
     """
-    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
-    i_first_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
-    p_x += (i_b * N + i_first_token) * stride_xn + i_h.to(tl.int64) * stride_xh
-    i_numbers = (i_b * H + i_h) * N + i_first_token
-    p_half_square += i_numbers
-    p_valid += i_b * N + i_first_token
+    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
+    i_token, i_numbers = i_b * N + own.i_first_source, (i_b * H + i_h) * N + own.i_first_source
+    if p_half_square is not None:
+        p_half_square += i_numbers
+    if p_valid is not None:
+        p_valid += i_token
 
     # [ROWS, BLOCK_D]
-    b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
-    i_slot = (i_b * num_tiles + i_tile) * H + i_h
-    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
-    if CENTERED:
+    p_x = first_row(x, i_token, i_h)
+    b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+    b_center = None
+    if p_center is not None:
+        b_center = load_center(p_center, (i_b * num_tiles + i_tile) * H + i_h, x.WIDTH, x.BLOCK)
         b_x = b_x - b_center[None, :]
     b_own_half_square = half_square(b_x)
     i_scale = tl.load(p_scale + i_h) * LOG2E
 
-    b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_out = tl.zeros([ROWS, x.BLOCK], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     # Four places among the tokens; part 1, the middle one of three, needs no mask.
-    i_borders = part_borders(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
+    i_borders = part_borders(
+        i_row, own.n_sources, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS
+    )
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum = shared_tile(
-                b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, p_x, p_half_square,
-                p_valid, i_row, i_column, i_step, stride_xn, n_tokens, n_before, n_after, D,
-                BLOCK_D, ROWS, COLUMNS, CENTERED, SQUARES_STORED, VALID, STRIDED, i_part != 1,
-                PRECISION,
+                b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square,
+                p_valid, i_row, i_column, own, ROWS, COLUMNS, bands.STRIDED, i_part != 1, PRECISION,
             )  # fmt: skip
 
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < n_tokens
+    m_row = o_row < own.n_sources
     # A token's weight with itself is 1, so the sum is at least 1. Far from the centre, rounding may
     # make it smaller: what is missing is added, times the token itself.
     b_lost = tl.where(b_sum < 1, 1 - b_sum, 0.0)
     if tl.max(b_lost, axis=0) > 0:  # the tile is loaded again, because holding it takes registers
-        b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
-        if CENTERED:
+        b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+        if b_center is not None:
             b_x = b_x - b_center[None, :]
         b_out += b_lost[:, None] * b_x.to(tl.float32)
         b_sum += b_lost
     m_empty = ~m_row
-    o_number = i_numbers + o_row * i_step
-    if VALID:
-        p_rows = p_valid + o_row * i_step
+    o_number = i_numbers + o_row * own.i_step
+    if p_valid is not None:
+        p_rows = p_valid + o_row * own.i_step
         m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
     b_out = b_out / b_sum[:, None]
-    if CENTERED:
+    if b_center is not None:
         b_out = b_out + b_center[None, :]
     b_out = tl.where(m_empty[:, None], 0.0, b_out)
-    p_out += (i_b * N + i_first_token) * H * D + i_h * D
-    store_tile(p_out, b_out, i_row, i_step, H * D, n_tokens, D, ROWS, BLOCK_D)
+    store_features(p_out, b_out, i_token, i_h, H, i_row, own.i_step, own.n_sources, x.WIDTH)
     b_true = tl.log2(b_sum)
     tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
     b_saved = b_true
-    if not CENTERED:  # without -||x_i||^2 / 2, as the kernels for three tensors store it
+    if p_center is None:  # without -||x_i||^2 / 2, as the kernels for three tensors store it
         b_saved = b_true + i_scale * b_own_half_square
     tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)
 
@@ -192,11 +184,9 @@ def shared_forward_kernel(
 @triton.jit
 def shared_backward_tile(
     b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta, b_center,
-    i_scale, p_x, p_d_out, p_half_square, p_lse, p_delta, p_valid, i_row, i_column, i_step,
-    stride_xn, stride_on, n_tokens, n_before, n_after,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
-    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse, p_delta, p_valid, i_row, i_column, own,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the share of the pairs with tokens i_column, i_column + 1, ... in a tile's gradient.
 
@@ -204,37 +194,34 @@ def shared_backward_tile(
     row of i (b_inverse, b_delta) and from the row of j (b_other_inverse, b_other_delta).
     """
     # [COLUMNS, BLOCK_D]
-    b_other = load_tile(
-        p_x, i_column, i_step, stride_xn, n_tokens, D, COLUMNS, BLOCK_D, STRIDED, MASKED
-    )
-    b_d_other = load_tile(
-        p_d_out, i_column, i_step, stride_on, n_tokens, D, COLUMNS, BLOCK_D, STRIDED, MASKED
+    b_other = load_features(
+        p_x, x, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+    )  # fmt: skip
+    b_d_other = load_features(
+        p_d_out, d_out, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
     )
     o_row = i_row + tl.arange(0, ROWS)
     o_column = i_column + tl.arange(0, COLUMNS)
-    m_column = o_column < n_tokens
+    m_column = o_column < own.n_sources
     # [COLUMNS]
-    p_rows = row_pointers(p_lse, i_column, i_step, COLUMNS, STRIDED)
+    p_rows = row_pointers(p_lse, i_column, own.i_step, COLUMNS, STRIDED)
     b_other_lse = tl.load(p_rows, mask=m_column, other=0.0)
     b_other_inverse = tl.exp2(-(b_other_lse * LOG2E))  # 1 / Z_j
     b_other_inverse = tl.where(b_other_lse == float("-inf"), 0.0, b_other_inverse)
-    p_rows = row_pointers(p_delta, i_column, i_step, COLUMNS, STRIDED)
+    p_rows = row_pointers(p_delta, i_column, own.i_step, COLUMNS, STRIDED)
     b_other_delta = tl.load(p_rows, mask=m_column, other=0.0)
-    if CENTERED:
+    if b_center is not None:
         b_other = b_other - b_center[None, :]
         b_other_delta -= tl.sum(b_d_other * b_center[None, :], axis=1)
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half_square, b_other, p_half_square, i_scale * LOG2E, i_row, i_column, i_step,
-        n_tokens, ROWS, COLUMNS, SQUARES_STORED, STRIDED, PRECISION, True,
+        b_x, b_own_half_square, b_other, p_half_square, i_scale * LOG2E, i_row, i_column, own,
+        ROWS, COLUMNS, STRIDED, PRECISION, True,
     )  # fmt: skip
     b_there = product(b_d_out, tl.trans(b_other), PRECISION)  # dy_i . x_j
     b_back = product(b_x, tl.trans(b_d_other), PRECISION)  # dy_j . x_i
     if MASKED:
-        m_edge = edges_to(
-            o_row, i_column, i_step, n_tokens, n_before, n_after, 1, p_valid,
-            COLUMNS, VALID, False, STRIDED,
-        )  # fmt: skip
+        m_edge = edges_to(o_row, i_column, own, p_valid, COLUMNS, False, STRIDED)
         b_log = tl.where(m_edge, b_log, float("-inf"))
         b_other, _ = cleaned(b_other)
         b_d_other, m_bad = cleaned(b_d_other)
@@ -258,63 +245,63 @@ def shared_backward_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_backward_kernel(
-    p_x, p_d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half_square, p_center, p_valid,
-    p_tiles, p_sequences, N, H, num_tiles, stride_xn, stride_xh, stride_on, stride_oh,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, VALID: tl.constexpr,
-    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    x, d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half_square, p_center, p_valid, bands,
+    N, H, num_tiles,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_x [B, N, H, D], and every tile's share of d_scale [B, tiles, H]; symmetric graphs."""
-    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
-    i_first_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
-    p_x += (i_b * N + i_first_token) * stride_xn + i_h.to(tl.int64) * stride_xh
-    p_d_out += (i_b * N + i_first_token) * stride_on + i_h.to(tl.int64) * stride_oh
-    i_numbers = (i_b * H + i_h) * N + i_first_token
-    p_half_square += i_numbers
-    p_valid += i_b * N + i_first_token
+    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
+    i_token, i_numbers = i_b * N + own.i_first_source, (i_b * H + i_h) * N + own.i_first_source
+    if p_half_square is not None:
+        p_half_square += i_numbers
+    if p_valid is not None:
+        p_valid += i_token
 
     # [ROWS, BLOCK_D]
-    b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
-    b_d_out = load_tile(
-        p_d_out, i_row, i_step, stride_on, n_tokens, D, ROWS, BLOCK_D, STRIDED, True
+    p_x, p_d_out = first_row(x, i_token, i_h), first_row(d_out, i_token, i_h)
+    b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+    b_d_out = load_features(
+        p_d_out, d_out, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True
     )
-    i_slot = (i_b * num_tiles + i_tile) * H + i_h
-    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
-    if CENTERED:
+    b_center = None
+    if p_center is not None:
+        b_center = load_center(p_center, (i_b * num_tiles + i_tile) * H + i_h, x.WIDTH, x.BLOCK)
         b_x = b_x - b_center[None, :]
     b_own_half_square = half_square(b_x)
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < n_tokens
-    if VALID:
-        p_rows = p_valid + o_row * i_step
+    m_row = o_row < own.n_sources
+    if p_valid is not None:
+        p_rows = p_valid + o_row * own.i_step
         m_row = m_row & (tl.load(p_rows, mask=m_row, other=0) != 0)
     # [ROWS]
-    o_number = i_numbers + o_row * i_step
+    o_number = i_numbers + o_row * own.i_step
     b_lse = tl.load(p_lse + o_number, mask=m_row, other=0.0)
     b_inverse = tl.exp2(-(b_lse * LOG2E))
     b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
-    if CENTERED:  # delta belongs to the tokens as they are; here they are measured from a centre
+    if (
+        b_center is not None
+    ):  # delta belongs to the tokens as they are; here they are measured from a centre
         b_delta -= tl.sum(b_d_out * b_center[None, :], axis=1)
     i_scale = tl.load(p_scale + i_h)
 
-    b_d_x = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_d_x = tl.zeros([ROWS, x.BLOCK], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
     # Four places among the tokens; part 1, the middle one of three, needs no mask.
-    i_borders = part_borders(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
+    i_borders = part_borders(
+        i_row, own.n_sources, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS
+    )
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_x, b_pulled, b_d_scale = shared_backward_tile(
                 b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta,
-                b_center, i_scale, p_x, p_d_out, p_half_square, p_lse + i_numbers,
-                p_delta + i_numbers, p_valid, i_row, i_column, i_step, stride_xn, stride_on,
-                n_tokens, n_before, n_after, D, BLOCK_D, ROWS, COLUMNS, CENTERED, SQUARES_STORED,
-                VALID, STRIDED, i_part != 1, PRECISION,
+                b_center, i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse + i_numbers,
+                p_delta + i_numbers, p_valid, i_row, i_column, own, ROWS, COLUMNS, bands.STRIDED,
+                i_part != 1, PRECISION,
             )  # fmt: skip
 
     b_d_x = tl.where(m_row[:, None], b_d_x - b_pulled[:, None] * b_x.to(tl.float32), 0.0)
-    p_d_x += (i_b * N + i_first_token) * H * D + i_h * D
-    store_tile(p_d_x, b_d_x, i_row, i_step, H * D, n_tokens, D, ROWS, BLOCK_D)
+    store_features(p_d_x, b_d_x, i_token, i_h, H, i_row, own.i_step, own.n_sources, x.WIDTH)
     # Both ends of a pair count it, so each takes half. b_log holds the scale, hence the division.
     i_share = tl.sum(tl.where(m_row, b_d_scale, 0.0), axis=0) * 0.5 / (i_scale * LOG2E)
     tl.store(p_d_scale + (i_b * num_tiles + i_tile) * H + i_h, i_share)
@@ -347,13 +334,7 @@ def shared_forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
     choice = tuning.choose("shared_forward", x.query.dtype, x.width, x.bands.window)
-    launch(
-        shared_forward_kernel,
-        **_arguments(x, choice),
-        p_out=out,
-        p_lse=lse,
-        p_saved=saved,
-    )
+    launch(shared_forward_kernel, **_arguments(x, choice), p_out=out, p_lse=lse, p_saved=saved)
     return out, lse, saved
 
 
@@ -370,17 +351,16 @@ def shared_backward(
     d_out = side_by_side(d_out)
     d_x = torch.empty_like(x.query, memory_format=torch.contiguous_format)
     choice = tuning.choose("shared_backward", x.query.dtype, x.width, x.bands.window)
-    shares = x.scale.new_empty(B, len(x.bands.tiles("targets", choice.rows)), H)
+    arguments = _arguments(x, choice)
+    shares = x.scale.new_empty(B, arguments["num_tiles"], H)
     launch(
         shared_backward_kernel,
-        **_arguments(x, choice),
-        p_d_out=d_out,
+        **arguments,
+        d_out=Features.of(d_out),
         p_lse=lse,
         p_delta=row_dots(out, d_out, 1.0, d_lse),
         p_d_x=d_x,
         p_d_scale=shares,
-        stride_on=d_out.stride(1),
-        stride_oh=d_out.stride(2),
     )
     return d_x, shares.sum((0, 1))
 
@@ -388,27 +368,13 @@ def shared_backward(
 def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
     """Return the arguments of both kernels."""
     B, _, H, _ = x.query.shape
-    common, tiles = x.common(), x.bands.tiles("targets", choice.rows)
-    stored = x.stores_half_squares(choice.rows)
-    taken = (
-        "p_scale", "p_sequences", "N", "H", "D", "BLOCK_D", "CENTERED", "VALID", "STRIDED",
-        "PRECISION",
-    )  # fmt: skip
+    common, tiles = x.common(), x.of_tiles("targets", choice)
     return {
-        "grid": (B * H * len(tiles),),
-        "p_x": x.query,
+        "grid": (B * H * tiles["num_tiles"],),
+        "x": common["query"],
         "p_valid": common["p_valid_source"],
-        "p_half_square": row_dots(x.query, x.query, 0.5) if stored else x.unread,
-        "p_center": x.centers("targets", tiles, choice.rows),
-        "p_tiles": tiles,
-        "num_tiles": len(tiles),
-        "stride_xn": x.query.stride(1),
-        "stride_xh": x.query.stride(2),
-        "SQUARES_STORED": stored,
-        "ROWS": choice.rows,
-        "COLUMNS": choice.columns,
+        "p_half_square": x.half_squares(choice.rows),
         "PARTS": x.parts(choice.rows, choice.columns),
-        "num_warps": choice.num_warps,
-        "num_stages": choice.num_stages,
-        **{name: common[name] for name in taken},
+        **tiles,
+        **{name: common[name] for name in ("p_scale", "N", "H", "PRECISION")},
     }

@@ -19,22 +19,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphattn.kernels.bands.arguments import Pairs, Sources
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     NOWHERE,
     edges_to,
+    first_row,
     first_word,
     load_affinities,
     load_bias,
     load_center,
-    load_sequence,
-    load_tile,
+    load_features,
     own_tile,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.ordered_integers import LARGEST, NO_EDGE, middle, rank_of
-from graphattn.kernels.shared.row_dots import row_dots
 
 WORD = 32  # sources whose bits share one number
 WARP = 32  # threads
@@ -47,11 +47,9 @@ WIDEST_HELD = {torch.float16: 64, torch.bfloat16: 64}
 
 @triton.jit
 def rank_tile(
-    b_query, b_center, i_scale, p_key, p_half_square, p_table, p_valid, o_live, i_column, i_h, H,
-    i_origin, i_step, stride_kn, n_sources, n_before, n_after, i_hole,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
-    CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr, VALID: tl.constexpr,
-    HOLES: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
+    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+    COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Ranks of the sources i_column, i_column + 1, ... of a tile of targets, [ROWS, COLUMNS].
 
@@ -60,17 +58,14 @@ def rank_tile(
     """
     # [ROWS, COLUMNS], here and below
     _, b_affinity = load_affinities(
-        b_query, b_center, p_key, p_half_square, i_column, i_step, stride_kn, n_sources,
-        D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED, STRIDED, True, PRECISION,
+        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, own,
+        COLUMNS, RBF, STRIDED, True, PRECISION,
     )  # fmt: skip
     b_logit = b_affinity * i_scale
-    m_edge = edges_to(
-        o_live, i_column, i_step, n_sources, n_before, n_after, i_hole, p_valid,
-        COLUMNS, VALID, HOLES, STRIDED,
-    )  # fmt: skip
-    if TABLE:
+    m_edge = edges_to(o_live, i_column, own, sources.p_valid, COLUMNS, HOLES, STRIDED)
+    if pairs.p_table is not None:
         o_hop = (i_column + tl.arange(0, COLUMNS))[None, :] - o_live[:, None]
-        b_logit += load_bias(p_table, o_hop, m_edge, i_origin, H, i_h)
+        b_logit += load_bias(pairs, o_hop, m_edge)
     return tl.where(m_edge, rank_of(b_logit), NO_EDGE)
 
 
@@ -141,8 +136,7 @@ def is_open(b_low, b_high, b_of_low, top_k):
 
 @triton.jit
 def store_kept(
-    p_kept, m_kept, o_row, n_targets, i_column, i_step, n_before, n_words,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    pairs, m_kept, o_row, i_column, own, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Writes the mask `m_kept` [ROWS, COLUMNS] as bits, in words of 32 sources (see `select`)."""
     b_bit = tl.full([COLUMNS], 1, tl.int32) << (tl.arange(0, COLUMNS) % 32)
@@ -150,22 +144,18 @@ def store_kept(
     # [ROWS, COLUMNS / 32]
     b_words = tl.sum(tl.reshape(b_bits, [ROWS, COLUMNS // 32, 32]), axis=2)
     o_word = i_column // 32 + tl.arange(0, COLUMNS // 32)[None, :]
-    o_word = o_word - first_word(o_row, n_before)[:, None]
-    m_word = (o_row < n_targets)[:, None] & (o_word >= 0) & (o_word < n_words)
-    tl.store(p_kept + (o_row * i_step)[:, None] * n_words + o_word, b_words, mask=m_word)
+    o_word = o_word - first_word(o_row, own.n_before)[:, None]
+    m_word = (o_row < own.n_targets)[:, None] & (o_word >= 0) & (o_word < pairs.n_words)
+    p_words = pairs.p_kept + (o_row * own.i_step)[:, None] * pairs.n_words + o_word
+    tl.store(p_words, b_words, mask=m_word)
 
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words", "top_k"])
 def band_select_kernel(
-    p_query, p_key, p_value, p_scale, p_half_square, p_center, p_table, p_kept,
-    p_valid_target, p_valid_source, p_tiles, p_sequences,
-    N, M, H, num_tiles, origin, top_k, num_words,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
-    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RBF: tl.constexpr, CENTERED: tl.constexpr, SQUARES_STORED: tl.constexpr, TABLE: tl.constexpr,
-    KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
-    STRIDED: tl.constexpr, PRECISION: tl.constexpr, CHUNKS: tl.constexpr,
+    query, key, value, p_scale, p_half_square, p_center, p_table, p_kept, p_valid_target,
+    p_valid_source, bands, N, M, H, num_tiles, origin, top_k, num_words,
+    REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """kept [B, H, N, words]: bits of the `top_k` sources of every row with the largest logits.
 
@@ -173,34 +163,40 @@ def band_select_kernel(
     0, ranks are computed again for every try, always by the same instructions, so that they never
     differ.
     """
-    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
-    (
-        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole,
-    ) = load_sequence(p_row)  # fmt: skip
+    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
-    p_query += (i_b * N + i_first_target) * stride_qn + i_h.to(tl.int64) * stride_qh
-    p_key += (i_b * M + i_first_source) * stride_kn + i_key_head.to(tl.int64) * stride_kh
-    p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + i_first_source
-    p_valid_source += i_b * M + i_first_source
-    p_kept += ((i_b * H + i_h) * N + i_first_target) * num_words
+    i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
+    if p_half_square is not None:
+        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + own.i_first_source
+    if p_valid_source is not None:
+        p_valid_source += i_source
+    if p_table is not None:
+        p_table += origin * H + i_h
+    p_kept += ((i_b * H + i_h) * N + own.i_first_target) * num_words
+    p_key = first_row(key, i_source, i_key_head)
+    sources = Sources(p_key, None, p_half_square, p_valid_source)
+    pairs = Pairs(p_table, H, p_kept, num_words)
     # [ROWS, BLOCK_D]
-    b_query = load_tile(
-        p_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
-    )
-    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
-    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
-    if CENTERED:
+    b_query = load_features(
+        first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
+        bands.STRIDED, True,
+    )  # fmt: skip
+    b_center = None
+    if p_center is not None:
+        i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_key_head
+        b_center = load_center(p_center, i_slot, query.WIDTH, query.BLOCK)
         b_query = b_query - b_center[None, :]
     i_scale = tl.load(p_scale + i_h)
     o_row = i_row + tl.arange(0, ROWS)
-    o_live = tl.where(o_row < n_targets, o_row, -NOWHERE)
-    i_begin = tl.maximum(i_row - n_before, 0) // 32 * 32
-    i_end = tl.minimum(tl.minimum(i_row + ROWS, n_targets) + n_after, n_sources)
+    o_live = tl.where(o_row < own.n_targets, o_row, -NOWHERE)
+    i_begin = tl.maximum(i_row - own.n_before, 0) // 32 * 32
+    i_end = tl.minimum(tl.minimum(i_row + ROWS, own.n_targets) + own.n_after, own.n_sources)
 
     # At first b_of_low is a bound: no row has more edges than its window has sources. A row with
     # fewer, as next to padding, takes more tries until it is found that all its edges are kept.
-    o_first, o_past = tl.maximum(o_row - n_before, 0), tl.minimum(o_row + n_after + 1, n_sources)
-    b_of_low = tl.where(o_row < n_targets, (o_past - o_first).to(tl.float32), 0.0)
+    o_first = tl.maximum(o_row - own.n_before, 0)
+    o_past = tl.minimum(o_row + own.n_after + 1, own.n_sources)
+    b_of_low = tl.where(o_row < own.n_targets, (o_past - o_first).to(tl.float32), 0.0)
     b_of_high = tl.zeros([ROWS], tl.float32)
     b_low = tl.full([ROWS], LARGEST, tl.int32)
     b_most = tl.full([ROWS], NO_EDGE, tl.int32)
@@ -209,10 +205,9 @@ def band_select_kernel(
         held = ()
         for i_chunk in tl.static_range(CHUNKS):
             b_rank = rank_tile(
-                b_query, b_center, i_scale, p_key, p_half_square, p_table, p_valid_source, o_live,
-                i_begin + i_chunk * COLUMNS, i_h, H, origin, i_step, stride_kn, n_sources,
-                n_before, n_after, i_hole, D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED,
-                TABLE, VALID, HOLES, STRIDED, PRECISION,
+                b_query, b_center, i_scale, key, sources, pairs, o_live,
+                i_begin + i_chunk * COLUMNS, own, COLUMNS, RBF, bands.HOLES, bands.STRIDED,
+                PRECISION,
             )  # fmt: skip
             held = held + (b_rank,)  # type: ignore[assignment]  # noqa: RUF005
             b_low, b_most = widened(b_low, b_most, b_rank)
@@ -240,8 +235,8 @@ def band_select_kernel(
             b_end, b_start = halved(b_end, b_start, b_try, b_reach, top_k)
         for i_chunk in tl.static_range(CHUNKS):
             store_kept(
-                p_kept, order[i_chunk] < b_end[:, None], o_row, n_targets,
-                i_begin + i_chunk * COLUMNS, i_step, n_before, num_words, ROWS, COLUMNS,
+                pairs, order[i_chunk] < b_end[:, None], o_row, i_begin + i_chunk * COLUMNS, own,
+                ROWS, COLUMNS,
             )  # fmt: skip
     else:
         b_high, b_start = b_most, b_end
@@ -258,10 +253,8 @@ def band_select_kernel(
             b_counts_above = tl.zeros([ROWS, COLUMNS], tl.float32)
             for i_column in range(i_begin, i_end, COLUMNS):
                 b_rank = rank_tile(
-                    b_query, b_center, i_scale, p_key, p_half_square, p_table, p_valid_source,
-                    o_live, i_column, i_h, H, origin, i_step, stride_kn, n_sources, n_before,
-                    n_after, i_hole, D, BLOCK_D, COLUMNS, RBF, CENTERED, SQUARES_STORED, TABLE,
-                    VALID, HOLES, STRIDED, PRECISION,
+                    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+                    COLUMNS, RBF, bands.HOLES, bands.STRIDED, PRECISION,
                 )  # fmt: skip
                 if i_phase == 0:
                     b_low, b_most = widened(b_low, b_most, b_rank)
@@ -275,9 +268,8 @@ def band_select_kernel(
                         b_counts = counted(b_counts, b_turn < b_upto[:, None])
                     else:
                         store_kept(
-                            p_kept, b_turn < b_end[:, None], o_row, n_targets, i_column, i_step,
-                            n_before, num_words, ROWS, COLUMNS,
-                        )  # fmt: skip
+                            pairs, b_turn < b_end[:, None], o_row, i_column, own, ROWS, COLUMNS
+                        )
             b_reach = tl.sum(b_counts, axis=1)
             if i_phase == 0:
                 b_high = b_most + 1
@@ -314,29 +306,22 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     x = inputs
     B, N, H, _ = x.query.shape
     choice = tuning.choose("band_select", x.query.dtype, x.width, x.bands.window)
-    rows, columns = choice.rows, max(choice.columns, WORD)
+    choice = choice._replace(columns=max(choice.columns, WORD))
+    rows, columns = choice.rows, choice.columns
     chunks = triton.cdiv(_span(x.bands.on_cpu, rows), columns)
     is_held = chunks * columns * rows <= HELD * WARP * choice.num_warps
     is_held = is_held and x.width <= WIDEST_HELD.get(x.query.dtype, 0)
     words = triton.cdiv(x.bands.window - 1, WORD) + 1 if x.bands.window else 0
     kept = torch.empty((B, H, N, words), dtype=torch.int32, device=x.query.device)
-    tiles = x.bands.tiles("targets", rows)
-    stored = x.stores_half_squares(rows)
+    tiles = x.of_tiles("targets", choice)
     launch(
         band_select_kernel,
-        (B * H * len(tiles),),
-        p_half_square=row_dots(x.key, x.key, 0.5) if stored else x.unread,
-        p_center=x.centers("targets", tiles, rows),
-        p_tiles=tiles,
-        num_tiles=len(tiles),
+        (B * H * tiles["num_tiles"],),
+        p_half_square=x.half_squares(rows),
         top_k=min(top_k, x.bands.window),
-        SQUARES_STORED=stored,
-        ROWS=rows,
-        COLUMNS=columns,
         CHUNKS=chunks if is_held else 0,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
         fp_fusion=False,  # equal keys must have equal squares, whichever lanes add them up
+        **tiles,
         **(x.common() | {"p_kept": kept, "num_words": words}),
     )
     return kept

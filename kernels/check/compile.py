@@ -159,6 +159,8 @@ def specialize(
     Raises:
         ValueError: an argument is missing, unknown, or of a type no kernel takes.
     """
+    import triton.language as tl
+
     parameters = launch.kernel.params
     unknown = sorted(set(launch.arguments) - {parameter.name for parameter in parameters})
     if unknown:
@@ -175,7 +177,8 @@ def specialize(
         special = within or not parameter.do_not_specialize
         declared = None if within else parameter.annotation_type
         one = isinstance(value, int) and not isinstance(value, bool) and value == 1
-        if parameter.is_constexpr or value is None or (one and special and not declared):
+        constant = parameter.is_constexpr or value is None or isinstance(value, tl.constexpr)
+        if constant or (one and special and not declared):
             constants[place] = value
             return "constexpr"
         known: list[list[Any]] = []

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from graphattn.kernels.bands.math import (
     edges_to,
-    load_sequence,
     load_tile,
     own_tile,
     part_borders,
@@ -84,10 +83,8 @@ def candidates_kernel(
 
     Sources that a target sees and that are not among its candidates have an s of at least `bound`.
     """
-    _, _, _, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, 1)
-    (
-        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, _i_hole,
-    ) = load_sequence(p_row)  # fmt: skip
+    _, _, _, i_row, own = own_tile(p_tiles, p_sequences, num_tiles, 1)
+    i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, _ = own
     p_a += i_first_target * WIDTH
     p_b += i_first_source * WIDTH
     p_square += i_first_source
@@ -137,10 +134,7 @@ def candidates_kernel(
         o_place = tl.arange(0, COLUMNS)
         b_key = (ordered_bits(b_s.to(tl.int32, bitcast=True)) & ~LOW) | o_place[None, :]
         if (i_column < i_full) | (i_column >= i_full_end):  # otherwise all rows see all sources
-            m_edge = edges_to(
-                o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_square,
-                COLUMNS, False, False, STRIDED,
-            )  # fmt: skip
+            m_edge = edges_to(o_row, i_column, own, None, COLUMNS, False, STRIDED)
             b_key = tl.where(m_edge, b_key, LARGEST)
         b_kept, b_index, b_top = merge(b_kept, b_index, b_top, b_key, i_column, LOW)
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.math import edges_to, load_sequence, own_tile, part_borders
+from graphattn.kernels.bands.math import edges_to, own_tile, part_borders
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared.launch import launch
 
@@ -68,8 +68,8 @@ def order_kernel(
 ):  # fmt: skip
     """Candidates in their exact order, [N, k], and 1 for targets to which a source that is no
     candidate may be nearer, [N]."""
-    _, _, _, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, 1)
-    i_first_target, n_targets, i_first_source, _, i_step, _, _, i_hole = load_sequence(p_row)
+    _, _, _, i_row, own = own_tile(p_tiles, p_sequences, num_tiles, 1)
+    i_first_target, n_targets, i_first_source, _, i_step, _, _, i_hole = own
     o_row = i_row + tl.arange(0, ROWS)
     o_slot = tl.arange(0, KEPT)
     m_row = o_row < n_targets
@@ -116,10 +116,8 @@ def search_kernel(
     STRIDED: tl.constexpr,
 ):  # fmt: skip
     """The k nearest [N, k] of the targets that are unsure, among all sources that they see."""
-    _, _, _, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, 1)
-    (
-        i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole,
-    ) = load_sequence(p_row)  # fmt: skip
+    _, _, _, i_row, own = own_tile(p_tiles, p_sequences, num_tiles, 1)
+    i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole = own
     o_row = i_row + tl.arange(0, ROWS)
     o_token = i_first_target + o_row * i_step
     m_row = o_row < n_targets
@@ -150,10 +148,7 @@ def search_kernel(
             b_squared = placed(
                 b_squared, o_source[None, :], o_token[:, None], o_hole[:, None], i_hole, OWN
             )
-            m_edge = edges_to(
-                o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_x,
-                COLUMNS, False, False, STRIDED,
-            )  # fmt: skip
+            m_edge = edges_to(o_row, i_column, own, None, COLUMNS, False, STRIDED)
             b_squared = tl.where(m_edge & m_row[:, None], b_squared, float("inf"))
             b_least = tl.min(b_squared, axis=1)
             # Columns come in order, so of equal distances those already kept have smaller indices.

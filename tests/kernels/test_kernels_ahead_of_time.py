@@ -248,9 +248,10 @@ SPECIALISE = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.language import constexpr
 from triton.runtime.jit import create_function_from_signature
 from graphattn.kernels.check.compile import specialize
-from graphattn.kernels.shared.launch import Launch
+from graphattn.kernels.shared.launch import Heads, Launch
 from small_kernels import arguments, product
 
 dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8,
@@ -276,6 +277,15 @@ for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
             known = kind != "constexpr" and isinstance(fact, str)
             parsed = backend.parse_attr(fact) if known else []
             assert attributes.get((i,), []) == parsed, (case, i, attributes, fact)
+    for given in (Heads(torch.empty(9), 48, constexpr(64)), (None, 1, 7, torch.empty(9)[1:])):
+        launch = Launch(product, (1,), arguments(device="cpu", p_bias=given), 4, 3)
+        kinds, facts = theirs(**launch.arguments)[1][3]
+        signature, constants, attributes = specialize(launch, target.backend)
+        assert signature["p_bias"] == kinds, (given, signature, kinds)
+        for i, (kind, fact) in enumerate(zip(kinds, facts)):
+            known = kind != "constexpr" and isinstance(fact, str)
+            assert attributes.get((3, i), []) == (backend.parse_attr(fact) if known else [])
+            assert constants.get((3, i), "none") == (given[i] if kind == "constexpr" else "none")
 """
 
 

@@ -118,6 +118,25 @@ def test_half_precision_costs_at_most_twice_what_it_must(
     check_half(CASES[name], dtype, device)
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ga.causal_window_graph(70, 40), kv_heads=1),
+        Case(ga.complete_graph(70), score="dot"),
+        Case(ga.causal_window_graph(70, 40), table=True),
+        Case(ga.complete_graph(70), shared=True),
+    ],
+    ids=["window", "complete, dot", "table", "one tensor"],
+)
+def test_half_precision_in_tiles_without_a_mask(
+    case: Case, dtype: torch.dtype, device: str
+) -> None:
+    """In tiles so small, most of every row's loop goes over tiles in which all pairs are edges."""
+    with tuning.override(**tiles(16, 16)):
+        check_half(case, dtype, device)
+
+
 @pytest.mark.parametrize("T", [1, 63, 111])
 @pytest.mark.parametrize(
     "build",

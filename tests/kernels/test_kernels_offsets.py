@@ -75,9 +75,10 @@ for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
     close(found[0, -T:, 0], expected)
 """
 
-# Few tokens, each 2^27 elements from the next: the second tile begins at 2^31.
+# Few tokens, each 2^27 elements from the next: in tiles of 16 the second tile begins at 2^31, and in
+# tiles of 32 the first ends beyond it.
 LONG_STRIDES = """
-T, D, stride = 20, 32, 2**27
+T, D, stride = 40, 32, 2**27
 whole = torch.empty(T * stride, dtype=torch.float16)
 near = [torch.randn(T, D).half() for _ in range(4)]
 tensors = []
@@ -95,6 +96,10 @@ for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
     close(found[0, :, 0], expected)
 """
 
+IN_LARGE_TILES = (
+    "small = {name: tuning.Choice(32, 32, 4, 1) for name in tuning.KERNELS}" + LONG_STRIDES
+)
+
 END = """
 took, grown = time.perf_counter() - started, memory() - before
 assert grown < 0.2, f"{grown} GiB"
@@ -103,7 +108,11 @@ print("all close", round(took, 2), "s", round(grown, 3), "GiB")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", [FAR_TOKENS, LONG_STRIDES], ids=["tokens", "strides"])
+@pytest.mark.parametrize(
+    "program",
+    [FAR_TOKENS, LONG_STRIDES, IN_LARGE_TILES],
+    ids=["tokens", "strides", "strides within a tile"],
+)
 def test_offsets_do_not_wrap_at_two_to_the_31(program: str, device: str) -> None:
     """Offsets of 2^31 and more find the right numbers, for far tokens and for long strides.
 
