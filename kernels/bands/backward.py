@@ -15,6 +15,8 @@ Names and constants are explained where :mod:`graphattn.kernels.bands.forward` s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -356,7 +358,7 @@ def backward(
     d_query = torch.empty_like(x.query, memory_format=torch.contiguous_format)
     d_key = torch.empty_like(x.key, memory_format=torch.contiguous_format)
     d_value = torch.empty_like(x.value, memory_format=torch.contiguous_format)
-    upstream = {"d_out": Features.of(d_out), "p_saved": saved, "p_delta": delta}
+    upstream: dict[str, Any] = {"d_out": Features.of(d_out), "p_saved": saved, "p_delta": delta}
     choice = tuning.choose("d_query", x.query.dtype, x.width, x.bands.window)
     tiles = x.of_tiles("targets", choice)
     shares = x.scale.new_empty(B, tiles["num_tiles"], H) if scale_gradient else None

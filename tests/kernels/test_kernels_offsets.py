@@ -75,8 +75,8 @@ for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
     close(found[0, -T:, 0], expected)
 """
 
-# Few tokens, each 2^27 elements from the next: in tiles of 16 the second tile begins at 2^31, and in
-# tiles of 32 the first ends beyond it.
+# Few tokens, each 2^27 elements from the next: in tiles of 16 the second tile begins at 2^31. Tiles
+# of 32 end beyond it.
 LONG_STRIDES = """
 T, D, stride = 40, 32, 2**27
 whole = torch.empty(T * stride, dtype=torch.float16)
