@@ -92,6 +92,10 @@ CASES = (
     BandCase("causal window 256, ALiBi, padded", "", window(4096, 255, 0), 4, 16, 64,
              table_rows=256, valid=True),
     BandCase("Krause 192 of 256", KRAUSE, window(LONG, 255, 0), 1, 8, 64, rbf=True, top_k=192),
+    BandCase("Krause 192 of 256", "", window(4096, 255, 0), 4, 8, 64, torch.float32, rbf=True,
+             top_k=192),
+    BandCase("Krause 256 of 1024", "", window(LONG, 1023, 0), 1, 8, 64, rbf=True, top_k=256),
+    BandCase("Krause 192 of 256, D 128", "", window(LONG, 255, 0), 1, 8, 128, rbf=True, top_k=192),
     BandCase("Krause 512 of 4096", "", window(LONG, 4095, 0), 1, 8, 64, rbf=True, top_k=512),
 )  # fmt: skip
 

@@ -38,11 +38,12 @@ from graphattn.kernels.shared.ordered_integers import LARGEST, NO_EDGE, middle, 
 
 WORD = 32  # sources whose bits share one number
 WARP = 32  # threads
-# If a tile's rows see few sources, all their ranks are held in registers: at most HELD a thread, in
-# heads of at most WIDEST_HELD features (0 in other dtypes), because the matrix product takes
-# registers, too. Otherwise the ranks are computed again for every try.
-HELD = 192
-WIDEST_HELD = {torch.float16: 64, torch.bfloat16: 64}
+# If a tile's rows see few sources, all their ranks are held in registers: at most so many a thread,
+# by the widest head, because the matrix product takes registers, too. Otherwise the ranks are
+# computed again for every try.
+OF_HALF = {64: 192, 128: 96, 256: 64}
+HELD = {torch.float32: {64: 64}, torch.float16: OF_HALF, torch.bfloat16: OF_HALF}
+FEW_ROWS = tuning.Choice(16, 128, 4, 1)  # they see fewer sources together
 
 
 @triton.jit
@@ -307,24 +308,31 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     B, N, H, _ = x.query.shape
     choice = tuning.choose("band_select", x.query.dtype, x.width, x.bands.window)
     choice = choice._replace(columns=max(choice.columns, WORD))
-    rows, columns = choice.rows, choice.columns
-    chunks = triton.cdiv(_span(x.bands.on_cpu, rows), columns)
-    is_held = chunks * columns * rows <= HELD * WARP * choice.num_warps
-    is_held = is_held and x.width <= WIDEST_HELD.get(x.query.dtype, 0)
+    chunks = _held(x, choice)
+    if chunks == 0 and (chunks := _held(x, FEW_ROWS)):
+        choice = FEW_ROWS
     words = triton.cdiv(x.bands.window - 1, WORD) + 1 if x.bands.window else 0
     kept = torch.empty((B, H, N, words), dtype=torch.int32, device=x.query.device)
     tiles = x.of_tiles("targets", choice)
     launch(
         band_select_kernel,
         (B * H * tiles["num_tiles"],),
-        p_half_square=x.half_squares(rows),
+        p_half_square=x.half_squares(choice.rows),
         top_k=min(top_k, x.bands.window),
-        CHUNKS=chunks if is_held else 0,
+        CHUNKS=chunks,
         fp_fusion=False,  # equal keys must have equal squares, whichever lanes add them up
         **tiles,
         **(x.common() | {"p_kept": kept, "num_words": words}),
     )
     return kept
+
+
+def _held(x: BandInputs, choice: tuning.Choice) -> int:
+    """Tiles that the rows of a program see at most, if their ranks fit into registers; else 0."""
+    most = next((n for widest, n in HELD[x.query.dtype].items() if x.width <= widest), 0)
+    chunks = triton.cdiv(_span(x.bands.on_cpu, choice.rows), choice.columns)
+    ranks = chunks * choice.columns * choice.rows
+    return chunks if ranks <= most * WARP * choice.num_warps else 0
 
 
 def _span(sequences: Tensor, rows: int) -> int:

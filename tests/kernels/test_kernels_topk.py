@@ -36,9 +36,9 @@ SWEEP = int(os.environ.get("GRAPHATTN_SWEEP_CASES", "30"))
 
 @pytest.fixture(autouse=True)
 def _tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter is slow to start a program: few of them. It holds float32 as well."""
+    """The interpreter is slow to start a program: few of them. It holds all ranks in any dtype."""
     if device == "cpu":
-        monkeypatch.setitem(selection.WIDEST_HELD, torch.float32, 256)
+        monkeypatch.setattr(selection, "HELD", {dtype: {256: 192} for dtype in selection.HELD})
     names = set(tuning.KERNELS) - set(tuning.OF_EDGES)
     large = {name: tuning.Choice(64, 64, 4, 1) for name in names}
     with tuning.override(**(large if device == "cpu" else {})):
@@ -182,7 +182,7 @@ def test_sizes_of_tiles_change_no_choice(
 ) -> None:
     """Windows that begin and end anywhere in tiles and in words of 32 bits."""
     if not held:
-        monkeypatch.setattr(selection, "HELD", 0)
+        monkeypatch.setattr(selection, "HELD", {dtype: {} for dtype in selection.HELD})
     case = top(13, graph)
     for rows, columns in ((16, 32), (32, 64)) if held else ((32, 32),):
         with tuning.override(band_select=tuning.Choice(rows, columns, 4, 1)):
@@ -215,7 +215,7 @@ def test_of_equal_sources_the_smaller_index_is_kept(
 ) -> None:
     """Nine different keys: the k-th has equals on both sides of tiles and words."""
     if not held:
-        monkeypatch.setattr(selection, "HELD", 0)
+        monkeypatch.setattr(selection, "HELD", {dtype: {} for dtype in selection.HELD})
     case = top(k, ga.causal_window_graph(100, 70), score=score)
     with tuning.override(band_select=tuning.Choice(32, 32, 4, 1)):
         check_choice(case, with_ties(case), device)
@@ -425,7 +425,7 @@ def test_random_problems_are_solved(
         options={"top_k": draw.choice([1, 2, 3, 8, 20])},
     )
     if draw.random() < 0.3:
-        monkeypatch.setattr(selection, "HELD", 0)
+        monkeypatch.setattr(selection, "HELD", {dtype: {} for dtype in selection.HELD})
     if draw.random() < 0.3:
         check_half(replace(case, offset=0.0), torch.bfloat16, device)
     else:
