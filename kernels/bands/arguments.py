@@ -3,7 +3,7 @@
 Triton keeps the constants of a tuple (names in capitals) while a kernel passes it on as it is. In a
 tuple that a kernel makes itself, and in one that a function returns, they would become numbers that
 are only known at run time, so those tuples have none: :class:`Sequence`, :class:`Sources`,
-:class:`Targets` and :class:`Pairs`.
+:class:`Targets` and :class:`PairTables`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphattn.kernels.bands.schedule import BandSchedule
 LONGEST_TILE = 256  # rows
 
 
-class Features(NamedTuple):
+class TokenRows(NamedTuple):
     """Features of tokens by head, [B, N, H, WIDTH].
 
     Element [b, n, h, f] lies at ``p + (b * N + n) * stride_n + h * stride_h + f`` if `x` is laid
@@ -36,14 +36,14 @@ class Features(NamedTuple):
     FAR: Any
 
     @classmethod
-    def of(cls, x: Tensor) -> Features:
+    def of(cls, x: Tensor) -> TokenRows:
         """The argument for a tensor `x` [B, N, H, D]."""
         width, stride = x.shape[-1], x.stride(1)
         constants = width, max(triton.next_power_of_2(width), 16), LONGEST_TILE * stride >= 2**31
         return cls(x, stride, x.stride(2), *map(tl.constexpr, constants))
 
 
-class Bands(NamedTuple):
+class BandTables(NamedTuple):
     """Tiles and sequences of a graph, the rows of `BandSchedule.tiles` and `.sequences`.
 
     HOLES: in some sequence one hop is left out, such as hop 0 without self-loops. STRIDED: in some
@@ -56,7 +56,7 @@ class Bands(NamedTuple):
     STRIDED: Any
 
     @classmethod
-    def of(cls, bands: BandSchedule, tiles: Tensor) -> Bands:
+    def of(cls, bands: BandSchedule, tiles: Tensor) -> BandTables:
         """The argument for `bands` and its `tiles` of some side and size."""
         flags = map(tl.constexpr, (bands.has_holes, bands.is_strided))
         return cls(tiles, bands.sequences, *flags)
@@ -103,7 +103,7 @@ class Targets(NamedTuple):
     p_delta: Any
 
 
-class Pairs(NamedTuple):
+class PairTables(NamedTuple):
     """What is known of pairs of tokens of a sequence, for one query head.
 
     `p_table` points to the bias of hop 0 in a table of `heads` columns, `p_kept` to the first of

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.arguments import Features, Pairs, Sources, Targets
+from graphattn.kernels.bands.arguments import PairTables, Sources, Targets, TokenRows
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     NOWHERE,
@@ -129,7 +129,7 @@ def d_query_kernel(
         p_kept += i_numbers * num_words
     p_key, p_value = first_row(key, i_source, i_key_head), first_row(value, i_source, i_key_head)
     sources = Sources(p_key, p_value, p_half_square, p_valid_source)
-    pairs = Pairs(p_table, H, p_kept, num_words)
+    pairs = PairTables(p_table, H, p_kept, num_words)
 
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
     b_query = load_features(
@@ -307,7 +307,7 @@ def d_source_kernel(
             p_biases += origin * H + i_h
         if p_kept is not None:
             p_bits += i_numbers * num_words
-        pairs = Pairs(p_biases, H, p_bits, num_words)
+        pairs = PairTables(p_biases, H, p_bits, num_words)
         for i_part in tl.static_range(PARTS):
             for i_row in range(i_borders[i_part], i_borders[i_part + 1], ROWS):
                 b_d_key, b_d_value, b_pulled = d_source_tile(
@@ -358,7 +358,7 @@ def backward(
     d_query = torch.empty_like(x.query, memory_format=torch.contiguous_format)
     d_key = torch.empty_like(x.key, memory_format=torch.contiguous_format)
     d_value = torch.empty_like(x.value, memory_format=torch.contiguous_format)
-    upstream: dict[str, Any] = {"d_out": Features.of(d_out), "p_saved": saved, "p_delta": delta}
+    upstream: dict[str, Any] = {"d_out": TokenRows.of(d_out), "p_saved": saved, "p_delta": delta}
     choice = tuning.choose("d_query", x.query.dtype, x.width, x.bands.window)
     tiles = x.of_tiles("targets", choice)
     shares = x.scale.new_empty(B, tiles["num_tiles"], H) if scale_gradient else None

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.arguments import Features, Pairs
+from graphattn.kernels.bands.arguments import PairTables, TokenRows
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     NOWHERE,
@@ -70,7 +70,7 @@ def d_table_kernel(
             p_valid += i_source
         if p_kept is not None:
             p_bits += i_numbers * num_words
-        pairs = Pairs(p_table, H, p_bits, num_words)
+        pairs = PairTables(p_table, H, p_bits, num_words)
         # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
         b_query = load_features(
             first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
@@ -153,7 +153,7 @@ def d_table(inputs: BandInputs, saved: Tensor, delta: Tensor, d_out: Tensor) -> 
     launch(
         d_table_kernel,
         (programs * H if tiles["num_tiles"] * B else 0,),
-        d_out=Features.of(side_by_side(d_out)),
+        d_out=TokenRows.of(side_by_side(d_out)),
         p_saved=saved,
         p_delta=delta,
         p_partial=partial,

@@ -13,7 +13,7 @@ from graphattn.kernels.bands.bias_backward import d_table
 from graphattn.kernels.bands.forward import forward
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.schedule import BandSchedule
-from graphattn.kernels.bands.top_k import select
+from graphattn.kernels.bands.top_k import FEW_ROWS, select
 from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
 from graphattn.kernels.shared.launch import Launch, recording
 
@@ -158,7 +158,10 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         else:
             pairs = bands.tile_pairs(rows, columns)
         iterations = float(pairs * case.batch * case.heads)
+    is_main = bool(products) and case.dtype != torch.float32 and width <= 128
     if kernel == "band_select_kernel":
+        # Hopper's matrix instruction takes 64 rows, and few rows take the one before it.
+        is_main = is_main and arguments["COLUMNS"] < FEW_ROWS.columns
         held = arguments["CHUNKS"] > 0
         iterations = TIMES_HELD * launch.grid[0] if held else TIMES_STREAMED * iterations
     kept = arguments.get("p_kept")
@@ -167,7 +170,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
     return Configuration(
         f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",
         launch,
-        main=bool(products) and case.dtype != torch.float32 and width <= 128,
+        main=is_main,
         flops=2.0 * products * edges * case.features,
         bytes=float(tensors * numbers * case.dtype.itemsize + words),
         iterations=iterations,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.arguments import Pairs, Sources
+from graphattn.kernels.bands.arguments import PairTables, Sources
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     cleaned,
@@ -124,7 +124,7 @@ def band_forward_kernel(
         p_kept += i_numbers * num_words
     p_key, p_value = first_row(key, i_source, i_key_head), first_row(value, i_source, i_key_head)
     sources = Sources(p_key, p_value, p_half_square, p_valid_source)
-    pairs = Pairs(p_table, H, p_kept, num_words)
+    pairs = PairTables(p_table, H, p_kept, num_words)
 
     # [ROWS, BLOCK_D]
     b_query = load_features(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.kernels.bands.arguments import Bands, Features
+from graphattn.kernels.bands.arguments import BandTables, TokenRows
 from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
@@ -118,9 +118,9 @@ class BandInputs:
     def _common(self) -> dict[str, Any]:
         query, key = self.query, self.key
         return {
-            "query": Features.of(query),
-            "key": Features.of(key),
-            "value": Features.of(self.value),
+            "query": TokenRows.of(query),
+            "key": TokenRows.of(key),
+            "value": TokenRows.of(self.value),
             "p_scale": self.scale,
             "p_table": self.table,
             "p_valid_target": self.valid_target,
@@ -172,7 +172,7 @@ class BandInputs:
         tiles = self.bands.tiles(side, rows)
         return {
             "p_center": self.centers(side, tiles, rows),
-            "bands": Bands.of(self.bands, tiles),
+            "bands": BandTables.of(self.bands, tiles),
             "num_tiles": len(tiles),
             "ROWS": choice.rows,
             "COLUMNS": choice.columns,

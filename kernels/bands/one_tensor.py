@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.arguments import Features
+from graphattn.kernels.bands.arguments import TokenRows
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     cleaned,
@@ -356,7 +356,7 @@ def shared_backward(
     launch(
         shared_backward_kernel,
         **arguments,
-        d_out=Features.of(d_out),
+        d_out=TokenRows.of(d_out),
         p_lse=lse,
         p_delta=row_dots(out, d_out, 1.0, d_lse),
         p_d_x=d_x,

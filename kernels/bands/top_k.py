@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.arguments import Pairs, Sources
+from graphattn.kernels.bands.arguments import PairTables, Sources
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     NOWHERE,
@@ -176,7 +176,7 @@ def band_select_kernel(
     p_kept += ((i_b * H + i_h) * N + own.i_first_target) * num_words
     p_key = first_row(key, i_source, i_key_head)
     sources = Sources(p_key, None, p_half_square, p_valid_source)
-    pairs = Pairs(p_table, H, p_kept, num_words)
+    pairs = PairTables(p_table, H, p_kept, num_words)
     # [ROWS, BLOCK_D]
     b_query = load_features(
         first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
