@@ -368,7 +368,7 @@ def backward(
         p_d_query=d_query,
         p_d_scale=shares,
         # With top_k's bits, the kernel has no registers left for pointers to stored half squares.
-        p_half_square=x.half_squares(choice.rows) if x.kept is None else None,
+        p_half_square=x.half_squares(choice.rows, choice.columns) if x.kept is None else None,
         PARTS=x.parts(choice.rows, choice.columns),
         **upstream,
         **tiles,

@@ -128,11 +128,13 @@ def d_table_kernel(
             o_offset = i_first + o_diagonal
             m_offset = (o_offset >= 0) & (o_offset < num_offsets)
             b_before = tl.load(p_partial + o_offset, mask=m_offset, other=0.0)
+            tl.debug_barrier()  # all warps have loaded it, before one of them stores
             tl.store(p_partial + o_offset, b_before + b_straight, mask=m_offset)
             tl.debug_barrier()  # a thread may read next what another has written
             o_offset -= COLUMNS
             m_offset = (o_offset >= 0) & (o_offset < num_offsets)
             b_before = tl.load(p_partial + o_offset, mask=m_offset, other=0.0)
+            tl.debug_barrier()
             tl.store(p_partial + o_offset, b_before + b_wrapped, mask=m_offset)
             tl.debug_barrier()
 

@@ -206,7 +206,7 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
         p_out=out,
         p_lse=lse,
         p_saved=saved,
-        p_half_square=x.half_squares(choice.rows),
+        p_half_square=x.half_squares(choice.rows, choice.columns),
         PARTS=x.parts(choice.rows, choice.columns),
         **tiles,
         **x.common(),

@@ -16,9 +16,6 @@ from graphattn.kernels.shared.precision import product_precision
 from graphattn.kernels.shared.row_dots import row_dots
 from graphattn.kernels.shared.tuning import Choice
 
-# If so many tiles of targets read every key, ||k||^2 / 2 is better computed once.
-SEEN_OFTEN = 8
-
 
 @dataclass
 class BandInputs:
@@ -72,10 +69,15 @@ class BandInputs:
         """
         return self.rbf and self.query.dtype == torch.float32
 
-    def half_squares(self, rows: int) -> Tensor | None:
-        """||k||^2 / 2 [B, Hk, M], if it is better computed once than by every program that reads a
-        key."""
-        if self.rbf and not self.is_centered and self.bands.window >= SEEN_OFTEN * rows:
+    def half_squares(self, rows: int, columns: int) -> Tensor | None:
+        """||k||^2 / 2 [B, Hk, M] if some tiles may need no mask; None if kernels compute it.
+
+        In a loop without masks, a tile of keys stays in shared memory, where matrix products read
+        it. If threads read it there as well, Triton (3.4 to 3.9) has the next tile copied over it
+        before the product is done, on Hopper: ``make emulate`` found that. Besides, many programs
+        read each key in long windows, and its square is better computed once.
+        """
+        if self.rbf and not self.is_centered and self.bands.window >= rows + columns - 1:
             return row_dots(self.key, self.key, 0.5)
         return None
 

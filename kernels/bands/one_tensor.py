@@ -373,7 +373,7 @@ def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
         "grid": (B * H * tiles["num_tiles"],),
         "x": common["query"],
         "p_valid": common["p_valid_source"],
-        "p_half_square": x.half_squares(choice.rows),
+        "p_half_square": x.half_squares(choice.rows, choice.columns),
         "PARTS": x.parts(choice.rows, choice.columns),
         **tiles,
         **{name: common[name] for name in ("p_scale", "N", "H", "PRECISION")},

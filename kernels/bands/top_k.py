@@ -317,7 +317,7 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     launch(
         band_select_kernel,
         (B * H * tiles["num_tiles"],),
-        p_half_square=x.half_squares(choice.rows),
+        p_half_square=x.half_squares(choice.rows, choice.columns),
         top_k=min(top_k, x.bands.window),
         CHUNKS=chunks,
         fp_fusion=False,  # equal keys must have equal squares, whichever lanes add them up
