@@ -8,7 +8,7 @@ CASES ?= 1
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
-	emulate native-check lint docs format clean
+	kernels-check-oldest emulate native-check lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -77,6 +77,16 @@ emulate: $(NATIVE)  ## compiled kernels executed on the CPU
 	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		--device emulator --emulated build/emulated.md \
 		$(if $(filter all,$(CASES)),,-m "not long and not slow") tests/kernels/emulator
+
+OLDEST_TRITON := build/triton-oldest
+$(OLDEST_TRITON)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(OLDEST_TRITON) "triton==3.4.0"
+	touch $@
+
+# Older compilers spill more registers: this fails, and lists where.
+kernels-check-oldest: $(OLDEST_TRITON)/.installed $(NATIVE)  ## for sm_90, with the oldest Triton it supports
+	env -u TRITON_INTERPRET PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m graphattn.kernels.check
 
 # Like kernels-check a look at kernels that tests cannot have; it takes a C++ compiler.
 native-check: $(NATIVE)  ## compiled CPU kernels under the address, behaviour and thread sanitizers

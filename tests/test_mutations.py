@@ -61,6 +61,7 @@ BANDS = "tests/kernels/test_kernels_nan.py"
 BAND_OFFSETS = "tests/kernels/test_kernels_offsets.py"
 EDGES = "tests/kernels/test_kernels_edges.py"
 EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
+EDGES_OFFSETS = "tests/kernels/test_kernels_edges_offsets.py"
 EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
 NEIGHBORS = "tests/kernels/test_kernels_knn.py"
 COMPILED = "tests/graphs/test_graphs_compiled_neighbors.py"
@@ -73,6 +74,7 @@ STEP = "tests/kernels/test_kernels_window_step.py"
 DEVICES = "tests/kernels/test_kernels_devices.py"
 PREDICTION = "tests/kernels/test_kernels_prediction.py"
 STORED = "tests/kernels/test_kernels_stored.py"
+STEP_OFFSETS = "tests/kernels/test_kernels_window_step_offsets.py"
 UNSEEN = "tests/ops/test_ops_unseen.py"
 HOLDS = "tests/ops/test_ops_what_holds.py"
 LAYERS_UNSEEN = "tests/nn/test_nn_unseen.py"
@@ -806,6 +808,20 @@ MUTATIONS = [
         "b_scale = tl.where(m_usual | (b_largest == 0), 1.0, 1.0 / b_largest)",
         "b_scale = tl.where(m_usual | (b_largest >= 0), 1.0, 1.0)",
         (f"{FUSED_NAN}::test_rows_of_lambda_of_any_size_are_normalised",),
+    ),
+    Mutation(
+        "segments are counted in 32 bits",
+        "kernels/edges/math.py",
+        "4 * o_segment.to(tl.int64)",
+        "4 * o_segment",
+        (f"{EDGES_OFFSETS}::test_offsets_do_not_wrap_at_two_to_the_31[segments]",),
+    ),
+    Mutation(
+        "heads of a new token are at most 2^31 numbers apart",
+        "kernels/shared/layout.py",
+        "i_h.to(tl.int64) * x.stride_h",
+        "i_h * x.stride_h",
+        (f"{STEP_OFFSETS}::test_heads_of_a_new_token_may_be_far_apart",),
     ),
     Mutation(
         "the step kernel keeps the newer of two equally near tokens",

@@ -23,7 +23,7 @@ def own_segments(p_segments, num_segments, heads, ROWS: tl.constexpr):
     i_b, i_h, i_group = heads_first((num_segments + ROWS - 1) // ROWS, heads)
     o_segment = i_group * ROWS + tl.arange(0, ROWS)
     m_segment = o_segment < num_segments
-    p_segment = p_segments + 4 * o_segment
+    p_segment = p_segments + 4 * o_segment.to(tl.int64)
     b_row = tl.load(p_segment, mask=m_segment, other=-1)
     b_first = tl.load(p_segment + 1, mask=m_segment, other=0)
     b_count = tl.load(p_segment + 2, mask=m_segment, other=0).to(tl.int32)

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from graphattn.kernels.edges import backward, forward
+from graphattn.kernels.edges import backward, forward, inputs, math
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.edges.inputs import EdgeInputs
 from graphattn.kernels.edges.schedule import Rows
@@ -169,6 +169,45 @@ for mine, expected in zip(found, attention(*near, bias=bias[start:, 0]), strict=
     close(mine, expected)
 """
 
+# The segments of 2^29 targets, four numbers each. Only the programs of the last are run.
+FAR_SEGMENTS = """
+N = 2**29 + T
+near = [torch.randn(T, 1) for _ in range(4)]
+q, d_out = (mapped((1, N, 1, 1), torch.float32) for _ in range(2))
+q[0, -T:, 0], d_out[0, -T:, 0] = near[0], near[3]
+tables = Tables(N, T, 210, 0)
+segments = mapped((N, 4), torch.int64)
+assert segments.numel() > 2**31
+segments[-T:] = tables.by_target.segments
+tables.by_target = tables.by_target._replace(segments=segments)
+k, v = (x[None, :, None] for x in near[1:3])
+x = EdgeInputs(q, k, v, torch.tensor([0.5]), tables, rbf=False)
+heads_first, launch = math.heads_first, inputs.launch
+
+
+def two_last(num_tiles, heads):
+    i_b, i_h, i_tile = heads_first(num_tiles, heads)
+    return i_b, i_h, i_tile + num_tiles - 2
+
+
+def row_dots(a, b, factor=1.0, subtracted=None):
+    found = torch.empty(1, 1, N)
+    found[0, 0, -T:] = (a[0, -T:, 0] * b[0, -T:, 0]).sum(-1)
+    return found
+
+
+math.heads_first = two_last
+inputs.launch = lambda kernel, grid, **arguments: launch(kernel, (2,), **arguments)
+backward.row_dots = row_dots
+with tuning.override(**small):
+    out, lse, saved = forward.forward(x)
+    d_q, d_k, d_v, *_ = backward.backward(
+        x, out, saved, d_out, None, scale_gradient=False, bias_gradient=False
+    )
+for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
+    close(found[0, -T:, 0], expected)
+"""
+
 END = """
 took, grown = time.perf_counter() - started, memory() - before
 assert grown < 0.2, f"{grown} GiB"
@@ -178,7 +217,9 @@ print("all close", round(took, 2), "s", round(grown, 3), "GiB")
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "program", [FAR_TOKENS, LONG_STRIDES, FAR_EDGES], ids=["tokens", "strides", "edges"]
+    "program",
+    [FAR_TOKENS, LONG_STRIDES, FAR_EDGES, FAR_SEGMENTS],
+    ids=["tokens", "strides", "edges", "segments"],
 )
 def test_offsets_do_not_wrap_at_two_to_the_31(program: str, device: str) -> None:
     """Offsets of 2^31 and more find the right numbers and edges.
