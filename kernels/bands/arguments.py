@@ -104,7 +104,7 @@ class Targets(NamedTuple):
 
 
 class PairTables(NamedTuple):
-    """What is known of pairs of tokens of a sequence, for one query head.
+    """Biases and top-k bits of pairs of tokens of a sequence, for one query head.
 
     `p_table` points to the bias of hop 0 in a table of `heads` columns, `p_kept` to the first of
     `n_words` words of the first target's bits; both may be None.

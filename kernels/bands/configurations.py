@@ -147,7 +147,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
     edges = sum(_edges(row) for row in case.sequences) * case.batch * case.heads
     numbers = case.batch * tokens * case.heads * case.features
     tensors = TENSORS[kernel]
-    if arguments.get("p_a", 0) is arguments.get("p_b", 1):  # a square
+    if "a" in arguments and arguments["a"].p is arguments["b"].p:  # a square
         tensors = 1
     iterations, products = 0.0, PRODUCTS.get(kernel, 0)
     width = case.features * (2 if case.rbf else 1)  # distances keep more numbers

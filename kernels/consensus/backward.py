@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.consensus.inputs import ConsensusInputs, Features
+from graphattn.kernels.consensus.inputs import ConsensusInputs, HeadFeatures
 from graphattn.kernels.consensus.math import (
     EXTRA,
     LOGITS,
@@ -47,7 +47,7 @@ from graphattn.kernels.shared.programs import tiles_first
 
 
 class Factors(NamedTuple):
-    """What is written of every edge for the gradients of the edge network, by the kernel.
+    """Factors of the gradients of the edge network, which the kernel writes for every edge.
 
     Attributes:
         p_d_rows: gradients of raw rows, then of both logits, [H, B, places, columns + EXTRA].
@@ -257,7 +257,7 @@ def backward(
             "consensus_backward",
             piece,
             steps_each=True,
-            d_gradient=Features.of(d_gradient),
+            d_gradient=HeadFeatures.of(d_gradient),
             p_d_degree=d_degree,
             p_messages=messages,
             factors=factors,

@@ -25,7 +25,7 @@ HELD_BYTES = 1 << 17  # the most weights that stay in shared memory; AMD's has 6
 MOST_CHUNKS = 8  # the most tiles of such weights, because the loop over them is unrolled
 
 
-class Features(NamedTuple):
+class HeadFeatures(NamedTuple):
     """A tensor [B, N, H, features] beside its strides, as kernels take it."""
 
     p: Tensor
@@ -34,12 +34,12 @@ class Features(NamedTuple):
     stride_h: int
 
     @classmethod
-    def of(cls, x: Tensor) -> Features:
+    def of(cls, x: Tensor) -> HeadFeatures:
         """The argument for a tensor `x` whose features are contiguous."""
         return cls(x, *x.stride()[:3])
 
 
-class Edges(NamedTuple):
+class PieceEdges(NamedTuple):
     """The edges of a piece as kernels take them (see `Piece`): a list, or moves.
 
     `p_sequence` [N] has the sequence of every token; None: no edge leaves its own.
@@ -190,12 +190,12 @@ class ConsensusInputs:
         gradients).
         """
         return {
-            "target_hidden": Features.of(self.target_hidden),
-            "source_hidden": Features.of(self.source_hidden),
-            "u": Features.of(self.u),
-            "v": Features.of(self.v),
+            "target_hidden": HeadFeatures.of(self.target_hidden),
+            "source_hidden": HeadFeatures.of(self.source_hidden),
+            "u": HeadFeatures.of(self.u),
+            "v": HeadFeatures.of(self.v),
             "weights": self.weights,
-            "edges": Edges(piece.targets, piece.sources, piece.moves, self.edges.sequence),
+            "edges": PieceEdges(piece.targets, piece.sources, piece.moves, self.edges.sequence),
             "valid": Valid(self.valid_target, self.valid_source),
             "B": self.u.shape[0],
             "N": self.u.shape[1],

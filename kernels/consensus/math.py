@@ -75,7 +75,7 @@ def load_edges(
 @triton.jit
 def rows_of(x, i_b, i_h, b_token):
     """Return pointers to the first feature of tokens `b_token` [ROWS], [ROWS]; `x` is a
-    :class:`~graphattn.kernels.consensus.inputs.Features`."""
+    :class:`~graphattn.kernels.consensus.inputs.HeadFeatures`."""
     p_first = x.p + (i_b * x.stride_b + i_h.to(tl.int64) * x.stride_h)
     return p_first + b_token.to(tl.int64) * x.stride_n
 

@@ -15,7 +15,7 @@ from graphattn.kernels.shared.layout import Valid, as_bytes, side_by_side
 from graphattn.kernels.shared.tuning import Choice
 
 
-class Edges(NamedTuple):
+class RowEdges(NamedTuple):
     """The edges of all rows as kernels take them (see `Rows`)."""
 
     p_segments: Tensor
@@ -131,7 +131,7 @@ def launch_over(
         (len(x.query) * heads * num_groups(choice, rows),),
         **arguments,
         **x.common(),
-        edges=Edges(rows.segments, rows.others, rows.edge_ids if per_edge else None),
+        edges=RowEdges(rows.segments, rows.others, rows.edge_ids if per_edge else None),
         num_segments=len(rows.segments),
         num_parts=rows.num_parts,
         ROWS=choice.rows,

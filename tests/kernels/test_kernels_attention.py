@@ -132,7 +132,7 @@ def test_half_precision_costs_at_most_twice_what_it_must(
 def test_half_precision_in_tiles_without_a_mask(
     case: Case, dtype: torch.dtype, device: str
 ) -> None:
-    """In tiles so small, most of every row's loop goes over tiles in which all pairs are edges."""
+    """Run tiles so small that in most of them all pairs are edges."""
     with tuning.override(**tiles(16, 16)):
         check_half(case, dtype, device)
 

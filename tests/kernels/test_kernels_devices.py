@@ -1,4 +1,4 @@
-"""Which devices kernels run on, and what they do where there are several or none.
+"""Devices that kernels run on, and what they do where there are several or none.
 
 There is no GPU here: what torch.cuda says of one is made up.
 """
@@ -70,7 +70,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int],
 
 
 def on_gpu(*shape: int, index: int = 0) -> Any:
-    """What is asked of a tensor before a backend is chosen."""
+    """A stand-in for a tensor on a GPU, as it is asked before a backend is chosen."""
     return SimpleNamespace(
         device=torch.device("cuda", index), dtype=torch.bfloat16, shape=shape, is_meta=False
     )
@@ -187,7 +187,7 @@ def agree(x: Tensor) -> Tensor:
 def test_operations_run_with_the_device_of_their_tensors_as_the_current_one(
     run: Callable[[Tensor], Tensor], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever asks for the architecture does so within `device_of` a tensor of the call."""
+    """Check that the architecture is asked for within `device_of` a tensor of the call."""
     if device == "cuda":
         pytest.skip("the devices are made up")
     depth, asked = [0], []

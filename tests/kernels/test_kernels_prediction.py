@@ -174,7 +174,7 @@ def test_a_single_warp_leaves_three_schedulers_idle() -> None:
 def test_registers_shared_memory_and_warps_decide_how_many_programs_share(
     registers: int, shared: int, warps: int, grid: int, programs: int
 ) -> None:
-    """As CUDA's occupancy calculator computes it for compute capability 9.0."""
+    """Compare with what CUDA's occupancy calculator computes for compute capability 9.0."""
     launch = configuration(programs_in_all=grid, warps=warps)
     found = compiled(BF16)._replace(registers=registers, shared=shared)
     assert programs_at_once(launch, found) == programs

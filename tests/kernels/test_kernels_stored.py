@@ -47,7 +47,7 @@ class Stream:
 
 
 class Cuda:
-    """What torch.cuda answers: the current stream, and whether it is captured."""
+    """Answers of torch.cuda: the current stream, and whether it is captured."""
 
     def __init__(self) -> None:
         self.first, self.second = Stream("first"), Stream("second")

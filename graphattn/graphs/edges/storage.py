@@ -135,7 +135,7 @@ class StoredGraph:
         return made
 
     def _await(self, name: str) -> None:
-        """On a GPU, let the current stream wait for the one that made or copied an attribute."""
+        """Let the current stream of a GPU wait for the one that made or copied an attribute."""
         if torch.compiler.is_compiling():  # which would compile anew for other attributes
             return
         if self._on_streams is not None and name in self._on_streams:

@@ -1,4 +1,4 @@
-"""Which tests run where (launches need compiled kernels, `--device emulator`), and the report."""
+"""Choose the tests that run (launches need compiled kernels, `--device emulator`), and report."""
 
 from __future__ import annotations
 

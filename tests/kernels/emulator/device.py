@@ -78,7 +78,7 @@ class Device:
 
     @contextmanager
     def emulating(self) -> Iterator[Device]:
-        """Within the block, launches of the library run here."""
+        """Run launches of the library here, within the block."""
         with tuning.compiling_for(self.arch), launch.redirected(self.run):
             yield self
 
@@ -194,7 +194,7 @@ def _bits(value: Any) -> int:
 
 
 def _constants(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What distinguishes versions of a kernel: constants, and the dtype of the first tensor."""
+    """Constants that distinguish versions of a kernel, and the dtype of the first tensor."""
     first = next(launch.tensors_in(arguments.values()), None)
     if first is not None:
         yield "dtype", str(first.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What the emulator noticed: each kind of mistake, at which instruction, and how often."""
+"""Mistakes that the emulator noticed: each kind of mistake, at which instruction, and how often."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class Machine:
         return frozenset(self._slots[name] for name in names if name in self._slots)
 
     def _straight_lines(self) -> list[int]:
-        """For every instruction, the next one at which threads may part, meet or wait."""
+        """Find, for every instruction, the next one at which threads may part, meet or wait."""
         code = self.program.code
         stops = set(self.program.labels.values()) | {len(code)}
         for place, instruction in enumerate(code):

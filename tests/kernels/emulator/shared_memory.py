@@ -201,7 +201,7 @@ class SharedMemory:
     # Matrix products that read shared memory
 
     def fence(self, warps: np.ndarray) -> None:
-        """What some warps (bool [blocks * warps]) wrote may be read by matrix products."""
+        """Let matrix products read what some warps (bool [blocks * warps]) wrote."""
         table = self.unfenced.reshape(self.blocks, -1)
         if not table.any():
             return
