@@ -22,7 +22,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was emulated: kernels, launches and blocks; `--emulated FILE` writes the table."""
     rows = [
-        (report.nodeid.partition("[")[2].rstrip("]"), Emulated(*launch))
+        (report.nodeid.rstrip("]").rpartition("-")[2], Emulated(*launch))
         for report in terminalreporter.getreports("passed")
         for name, launches in report.user_properties
         if name == "launches"

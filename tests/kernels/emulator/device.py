@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from graphattn.kernels.check.compile import specialize
@@ -194,13 +193,24 @@ def _bits(value: Any) -> int:
 
 
 def _constants(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Constants that distinguish versions of a kernel, and the dtype of the first tensor."""
-    first = next(launch.tensors_in(arguments.values()), None)
-    if first is not None:
-        yield "dtype", str(first.dtype).removeprefix("torch.")
+    """Constants that distinguish versions of a kernel, the dtype of the features ("dtype"), and
+    which tensors it has ("tensors")."""
+    floats = [x.dtype for x in launch.tensors_in(arguments.values()) if x.is_floating_point()]
+    narrowest = min(floats, key=lambda dtype: dtype.itemsize, default="")
+    yield "dtype", str(narrowest).removeprefix("torch.")
+    yield "tensors", list(_names_of_tensors(arguments.items()))
     for name, value in arguments.items():
-        if name.isupper() and not isinstance(value, torch.Tensor):
+        if name.isupper() and isinstance(value, bool | int | str):
             yield name, value
+
+
+def _names_of_tensors(arguments: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    for name, value in arguments:
+        if isinstance(value, Tensor):
+            yield name.removeprefix("p_")
+        elif hasattr(value, "_fields"):
+            named = zip(value._fields, value, strict=True)
+            yield from (f"{name}.{part}" for part in _names_of_tensors(named))
 
 
 @cache

@@ -74,6 +74,9 @@ BANDS: dict[str, tuple[Case, tuple[torch.dtype, ...]]] = {
     "top 5 of padded rows": (
         top(5, ga.window_path_graph(150, 40), batch=(2,), valid="both", score="dot"), (BF16,),
     ),
+    "top 8 of many sources": (
+        top(8, ga.bipartite_complete_graph(20, 1700), score="dot"), (BF16,),
+    ),
     "top 4 of one tensor": (top(4, ga.window_path_graph(150, 16), shared=True), (BF16, FP32)),
 }  # fmt: skip
 EDGES: dict[str, tuple[Case, tuple[torch.dtype, ...]]] = {

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from graphattn.kernels.check.report import table
 
 from .device import Emulated
 
-HEADER = ("problem", "arch", "kernel", "dtype", "tile", "options", "blocks", "warps")
-TILE = ("ROWS", "COLUMNS", "SLOTS", "TOKENS")
-# Constants that follow from sizes, or that every launch has.
-LEFT_OUT = {"D", "DV", "BLOCK_D", "BLOCK_DV", "WIDTH", "BLOCK", *TILE}
+HEADER = ("arch", "dtype", "tile", "warps", "options", "launches", "blocks")
+TILE = ("ROWS", "COLUMNS", "SLOTS", "TOKENS", "KEPT")
+# Sizes, and constants that follow from others.
+LEFT_OUT = {*"NMEBHD", "DV", "WIDTH", "BLOCK", "XI", "LOW", *TILE}
 
 
 def markdown(rows: Sequence[tuple[str, Emulated]]) -> str:
     """Write the report.
 
     Args:
-        rows: the name of a test ("problem-arch"), and a launch of it.
+        rows: the architecture, and a launch that was executed for it.
     """
     import triton
 
-    kernels = {launch.kernel for _, launch in rows}
+    kernels = sorted({launch.kernel for _, launch in rows})
     text = [
         "# Kernels, executed without a GPU",
         "",
@@ -32,25 +31,32 @@ def markdown(rows: Sequence[tuple[str, Emulated]]) -> str:
         "bounds and no missing wait was found. `make emulate` writes this.",
         "",
         f"{len(rows)} launches of {len(kernels)} kernels, "
-        f"{sum(launch.blocks for _, launch in rows)} blocks.",
-        "",
-        *table(HEADER, dict.fromkeys(_cells(rows))),
-        "",
+        f"{sum(launch.blocks for _, launch in rows)} blocks. Options are constants of the kernel, "
+        "and tensors that not all of its launches have.",
     ]
-    return "\n".join(text)
+    for kernel in kernels:
+        own = [(arch, launch) for arch, launch in rows if launch.kernel == kernel]
+        text += ["", f"## {kernel}", "", *table(HEADER, list(_cells(own)))]
+    return "\n".join([*text, ""])
 
 
-def _cells(rows: Iterable[tuple[str, Emulated]]) -> Iterable[tuple[str, ...]]:
-    for test, launch in sorted(rows, key=lambda row: row[0]):
-        problem, _, arch = test.rpartition("-")
-        constants: dict[str, Any] = launch.constants
+def _cells(rows: Sequence[tuple[str, Emulated]]) -> Iterator[tuple[str, ...]]:
+    """A row for every version of a kernel that was executed."""
+    tensors = [set(launch.constants["tensors"]) for _, launch in rows]
+    always = set.intersection(*tensors)
+    versions: dict[tuple[str, ...], list[int]] = {}
+    for arch, launch in rows:
+        constants = launch.constants
         tile = " x ".join(str(constants[name]) for name in TILE if name in constants)
-        options = [
+        options = sorted(set(constants["tensors"]) - always) + [
             name if value is True else f"{name} {value}"
             for name, value in constants.items()
-            if name.isupper() and name not in LEFT_OUT and value not in (False, None, 0)
+            if name.isupper()
+            and name not in LEFT_OUT
+            and value not in (False, None)
+            and (name, value) != ("REPEATS", 1)
         ]
-        yield (
-            problem, arch, launch.kernel, str(constants.get("dtype", "")), tile,
-            ", ".join(options), str(launch.blocks), str(launch.warps),
-        )  # fmt: skip
+        version = (arch, constants["dtype"], tile, str(launch.warps), ", ".join(options))
+        versions.setdefault(version, []).append(launch.blocks)
+    for version, blocks in sorted(versions.items()):
+        yield (*version, str(len(blocks)), str(sum(blocks)))
