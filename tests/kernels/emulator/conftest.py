@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,20 +21,35 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was emulated: kernels, launches and blocks; `--emulated FILE` writes the table."""
-    rows = [
-        (report.nodeid.rstrip("]").rpartition("-")[2], Emulated(*launch))
+    """Say what was emulated: kernels, launches and blocks; `--emulated FILE` writes the table.
+
+    And what was taken out of kernels to see whether it is noticed.
+    """
+    found = [
+        (report.nodeid.rstrip("]").rpartition("-")[2], name, rows)
         for report in terminalreporter.getreports("passed")
-        for name, launches in report.user_properties
-        if name == "launches"
-        for launch in launches
+        for name, rows in report.user_properties
     ]
-    if not rows:
+    removed: Counter[str] = Counter()
+    for _, name, rows in found:
+        if name == "removals":
+            removed.update({f"{kind}, {verdict}": count for kind, verdict, count in rows})
+    if removed:
+        terminalreporter.write_line(
+            "taken out: " + "; ".join(f"{n} {k}" for k, n in removed.items())
+        )
+    launches = [
+        (arch, Emulated(*launch))
+        for arch, name, rows in found
+        if name == "launches"
+        for launch in rows
+    ]
+    if not launches:
         return
-    seconds = sum(launch.compile_seconds + launch.run_seconds for _, launch in rows)
+    seconds = sum(launch.compile_seconds + launch.run_seconds for _, launch in launches)
     terminalreporter.write_line(
-        f"emulated: {len(rows)} launches of {len({launch.kernel for _, launch in rows})} kernels, "
-        f"{sum(launch.blocks for _, launch in rows)} blocks, {seconds:.0f} s, nothing found"
+        f"emulated: {len(launches)} launches of {len({x.kernel for _, x in launches})} kernels, "
+        f"{sum(x.blocks for _, x in launches)} blocks, {seconds:.0f} s, nothing found"
     )
     if path := terminalreporter.config.getoption("--emulated"):
-        Path(path).write_text(markdown(rows), encoding="utf-8")
+        Path(path).write_text(markdown(launches), encoding="utf-8")
