@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from cases_kernels import Case, coins, random
 
@@ -42,8 +42,7 @@ def cut_at(longest: int) -> Iterator[None]:
         edge_cache._cache.clear()
         triton._tables_of_bands_and_others.cache_clear()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "LONGEST_SEGMENT", longest)
+    with mock.patch.object(schedule, "LONGEST_SEGMENT", longest):
         forget()
         yield
         forget()

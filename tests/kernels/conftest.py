@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from fresh_memory import nan_until_written
 
 from graphattn.kernels.shared import tuning
 
@@ -28,19 +29,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if chosen == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        with ExitStack() as stack:
-            if chosen == "emulator":
-                from emulator.device import watched
+    with ExitStack() as stack:
+        stack.enter_context(nan_until_written())
+        if chosen == "emulator":
+            from emulator.device import watched
 
-                stack.enter_context(watched(request.config.getoption("--arch")))
-            stack.enter_context(tuning.override(**({} if chosen == "cuda" else SMALL)))
-            yield "cuda" if chosen == "cuda" else "cpu"
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+            stack.enter_context(watched(request.config.getoption("--arch")))
+        stack.enter_context(tuning.override(**({} if chosen == "cuda" else SMALL)))
+        yield "cuda" if chosen == "cuda" else "cpu"

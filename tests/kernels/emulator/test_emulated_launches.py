@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+from fresh_memory import nan_until_written
+from problems import problems
 
 from emulator.device import CAPABILITIES, watched
-from emulator.launches import problems
 
 PROBLEMS = {problem.name: problem for problem in problems()}
 
 
 @pytest.fixture(autouse=True)
 def _memory_is_nan_until_written() -> Iterator[None]:
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
+    with nan_until_written():
+        yield
 
 
 @pytest.mark.parametrize("arch", CAPABILITIES)

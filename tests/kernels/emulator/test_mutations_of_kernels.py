@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from problems import problems
 
 from emulator.device import CAPABILITIES, emulated_gpu
-from emulator.launches import problems
 from emulator.mutations import MASKS, removals
 from graphattn.kernels.shared import launch, tuning
 
