@@ -8,7 +8,7 @@ CASES ?= 1
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
-	kernels-check-oldest emulate native-check lint docs format clean
+	kernels-check-oldest emulate gpu native-check lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -87,6 +87,15 @@ $(OLDEST_TRITON)/.installed: $(VENV)/.installed
 # Older compilers spill more registers: this fails, and lists where.
 kernels-check-oldest: $(OLDEST_TRITON)/.installed $(NATIVE)  ## for sm_90, with the oldest Triton it supports
 	env -u TRITON_INTERPRET PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m graphattn.kernels.check
+
+# The day a GPU is there (CONTRIBUTING.md). `make gpu PYTHON=python3 VENV=` takes a Python that has
+# everything already; DEVICE=emulator rehearses.
+DEVICE ?= cuda
+gpu: $(if $(VENV),$(NATIVE))  ## parity, sanitizer, benchmark, tuning and a report; STEP= for one
+	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 PYTHONPATH=tests/kernels \
+		$(if $(VENV),$(BIN)/python,$(PYTHON)) -m gpu --device $(DEVICE) \
+		$(if $(STEP),--step $(STEP)) $(if $(SIZE),--size $(SIZE)) $(if $(ARCH),--arch $(ARCH)) \
+		$(if $(LIMIT),--limit $(LIMIT)) $(if $(OUT),--out $(OUT)) $(if $(RETRY),--retry)
 
 # Like kernels-check a look at kernels that tests cannot have; it takes a C++ compiler.
 native-check: $(NATIVE)  ## compiled CPU kernels under the address, behaviour and thread sanitizers

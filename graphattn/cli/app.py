@@ -110,6 +110,14 @@ def bench(
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the file of --json: cases that an interrupted run has measured are "
+            "not measured again.",
+        ),
+    ] = False,
     compare: Annotated[
         Path | None,
         typer.Option(
@@ -135,7 +143,7 @@ def bench(
     from graphattn.cli.bench import run_bench
 
     try:
-        run_bench(cases or [], device, size, json, compare, plot, terminal())
+        run_bench(cases or [], device, size, json, compare, plot, terminal(), resume=resume)
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

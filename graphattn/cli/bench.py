@@ -12,10 +12,10 @@ from graphattn.bench.cases.catalogue import CASES
 from graphattn.bench.cases.edges import OVER_EDGES
 from graphattn.bench.cases.mixers import LENGTHS
 from graphattn.bench.cases.small_layers import SMALL
-from graphattn.bench.measuring.runner import SECONDS, Runner, reason_of
+from graphattn.bench.measuring.runner import SECONDS, Runner, measure_all
 from graphattn.bench.models.mixers import MIXERS
 from graphattn.bench.reporting import record, tables
-from graphattn.bench.reporting.record import Record
+from graphattn.bench.reporting.record import Record, Row
 from graphattn.graphs.arguments import as_choice
 
 
@@ -27,8 +27,13 @@ def run_bench(
     compare: Path | None,
     plot: Path | None,
     console: Console,
+    *,
+    resume: bool = False,
 ) -> None:
-    """Measure the named cases (all if none), and write, draw and compare the results."""
+    """Measure the named cases (all if none), and write, draw and compare the results.
+
+    With `resume`, cases are left out that the file `json` has from an interrupted run.
+    """
     cases = chosen(names)
     as_choice("size", size, tuple(SECONDS))
     as_choice("device", device, ("cpu", "cuda"))
@@ -46,13 +51,22 @@ def run_bench(
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu, because there is no CUDA device, got cuda")
 
-    found = Record(record.provenance(where, size))
+    if resume and json is None:
+        raise ValueError("--resume needs --json, the file of the run that goes on")
+
+    provenance = record.provenance(where, size)
+    found = record.resumed(json, provenance) if resume and json else Record(provenance)
     runner = Runner(where, size, found, console)
     found.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
     found.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
     facts = ", ".join(f"{name} {value}" for name, value in found.provenance.items())
     console.print(facts, highlight=False, markup=False)
-    measure_all(cases, runner, json)
+
+    def show(case: BenchmarkCase, rows: list[Row]) -> None:
+        console.print()
+        console.print(tables.case_table(case, rows, found.slopes, size, device))
+
+    measure_all(cases, runner, json, show)
     for line in found.missing:
         console.print(f"missing: {line}", highlight=False, markup=False)
     if older is not None:
@@ -66,30 +80,6 @@ def run_bench(
     if plot is not None:
         figure.draw(found).savefig(plot)
         console.print(str(plot), highlight=False, markup=False, soft_wrap=True)
-
-
-def measure_all(cases: list[BenchmarkCase], runner: Runner, json: Path | None) -> None:
-    """Measure all cases, and write the results after each, so that an interruption keeps them."""
-    found, device = runner.record, runner.device.type
-    for case in cases:
-        if device not in case.devices:
-            runner.note(f"{case.name}: it cannot run on {device}")
-            continue
-        try:
-            rows = runner.measure(case)
-        except KeyboardInterrupt:
-            runner.note(f"{case.name} and all later cases: interrupted")
-            return
-        except Exception as failure:  # other cases can still run
-            runner.note(f"{case.name}: {reason_of(failure)}")
-            continue
-        finally:
-            runner.release()
-            if json is not None:
-                found.write(json)
-        runner.console.print()
-        table = tables.case_table(case, rows, found.slopes, runner.size, device)
-        runner.console.print(table)
 
 
 def chosen(names: list[str]) -> list[BenchmarkCase]:

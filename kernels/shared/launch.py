@@ -189,8 +189,11 @@ def launch(
 
 
 @contextmanager
-def redirected(receive: Callable[[Launch], None]) -> Iterator[None]:
-    """Hand launches within the block to a function, which stands in for the device."""
+def redirected(receive: Callable[[Launch], None] | None) -> Iterator[None]:
+    """Hand launches within the block to a function, which stands in for the device.
+
+    Without one (None) they go to the device, also within another block.
+    """
     global _receiver
     before, _receiver = _receiver, receive
     try:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from rich.console import Console
-from rich.status import Status
 
 from graphattn.bench.cases.case import BOTH, FORWARD, BenchmarkCase, Entry
 from graphattn.bench.cases.inputs import ForwardOnlyError, MissingError
@@ -31,6 +30,10 @@ from graphattn.bench.measuring.passes import (
     time_interleaved,
 )
 from graphattn.bench.reporting.record import Quantity, Record, Row, Slope
+
+if TYPE_CHECKING:  # a run without the command line needs no rich
+    from rich.console import Console
+    from rich.status import Status
 
 # Seconds of timing per case and pass. On a GPU a round takes milliseconds, so fewer are enough.
 SECONDS = {"small": 0.5, "paper": 6.0, "long": 30.0}
@@ -252,6 +255,44 @@ class Runner:
             threads=own_clock.threads if isinstance(own_clock, HostClock) else None,
             speed=speed,
         )
+
+
+def measure_all(
+    cases: list[BenchmarkCase],
+    runner: Runner,
+    json: Path | None,
+    show: Callable[[BenchmarkCase, list[Row]], None] = lambda case, rows: None,
+) -> None:
+    """Measure the cases that the record does not have yet, and `show` the rows of each.
+
+    The record is written into the file `json` after every case, so an interruption keeps them.
+    """
+    found, device = runner.record, runner.device.type
+    for case in cases:
+        if case.name in found.measured:
+            continue
+        if device not in case.devices:
+            runner.note(f"{case.name}: it cannot run on {device}")
+            found.measured.append(case.name)
+            continue
+        rows: list[Row] | None = None
+        interrupted = False
+        try:
+            rows = runner.measure(case)
+        except KeyboardInterrupt:
+            runner.note(f"{case.name} and all later cases: interrupted")
+            interrupted = True
+        except Exception as failure:  # other cases can still run
+            runner.note(f"{case.name}: {reason_of(failure)}")
+        if not interrupted:
+            found.measured.append(case.name)
+        runner.release()
+        if json is not None:
+            found.write(json)
+        if interrupted:
+            return
+        if rows is not None:
+            show(case, rows)
 
 
 def reason_of(failure: Exception) -> str:

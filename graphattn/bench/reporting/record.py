@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -93,6 +94,7 @@ class Record:
     targets: list[Verdict] = field(default_factory=list)
     slopes: list[Slope] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)  # cases that need not be measured again
 
     def write(self, path: Path) -> None:
         """Write the record as JSON: one object with one key per field.
@@ -114,12 +116,47 @@ def read(path: Path) -> Record:
             [Verdict(**target) for target in found.get("targets", [])],
             [Slope(**slope) for slope in found.get("slopes", [])],
             found["missing"],
+            found.get("measured", []),
         )
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} must be a record that `graphattn bench --json` wrote, but it cannot be read: "
             f"{error!r}"
         ) from None
+
+
+SAME = ("device", "hardware", "size", "graphattn", "commit", "torch", "triton")
+
+
+def resumed(path: Path, provenance: dict[str, Any]) -> Record:
+    """Return what an interrupted run has left in a file: the cases that it measured to the end.
+
+    Where there is no file, the record is empty.
+
+    Raises:
+        ValueError: the file is of another machine, size or version.
+    """
+    if not path.exists():
+        return Record(provenance)
+    found = read(path)
+    for name in SAME:
+        if found.provenance.get(name) != provenance[name]:
+            raise ValueError(
+                f"{path} cannot be continued: its {name} is {found.provenance.get(name)}, and that "
+                f"of this run is {provenance[name]}"
+            )
+
+    def is_kept(case: str) -> bool:
+        return case in found.measured
+
+    return Record(
+        found.provenance,
+        [row for row in found.rows if is_kept(row.case)],
+        [target for target in found.targets if is_kept(target.case)],
+        [slope for slope in found.slopes if is_kept(slope.case)],
+        [line for line in found.missing if is_kept(re.split("[:,]", line)[0])],
+        found.measured,
+    )
 
 
 def provenance(device: torch.device, size: str) -> dict[str, Any]:

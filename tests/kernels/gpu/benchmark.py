@@ -1,0 +1,140 @@
+"""The benchmark: what `graphattn bench --device cuda` measures, case by case, without its tables.
+
+It runs in a process of its own, which is interrupted when the time is over; the record has the
+cases before. On the emulator tiny cases stand in, and their times mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import graphattn as ga
+from graphattn.bench.cases.case import BenchmarkCase
+from graphattn.bench.cases.catalogue import CASES
+from graphattn.bench.measuring.runner import Runner, measure_all
+from graphattn.bench.reporting import record
+from graphattn.bench.reporting.record import OURS, Record
+
+from .jobs import environment
+from .session import Machine, Progress, Rows, Session
+
+# What the targets are about comes first: later cases may have to wait for another day.
+FIRST = ("gka", "causal-window", "window", "krause", "consensus", "knn-graph", "knn",
+         "streaming-krause")  # fmt: skip
+TINY_ON_GPU = ("window", "consensus", "streaming")
+TINY = {  # on the emulator
+    "window": {"tokens": 40, "window": 16, "heads": 1, "features": 16},
+    "consensus": {"batch": 1, "tokens": 24, "dim": 32, "heads": 2, "rank": 2, "edge_hidden": 16,
+                  "window": 2},
+}  # fmt: skip
+STOP = 20.0  # seconds before the end; then the case that is running is interrupted
+PATIENCE = 10.0  # seconds until it is killed
+MOST_ATTEMPTS = 2  # a case that was cut off so often is left out, so that later ones get a turn
+
+
+def cases(size: str, machine: Machine) -> list[BenchmarkCase]:
+    """The cases, those with targets first."""
+    by_name = {case.name: case for case in CASES}
+    if machine.is_emulated:
+        return [
+            replace(
+                by_name[name],
+                sizes={"small": numbers}, contenders={OURS: by_name[name].contenders[OURS]},
+                dot_products={}, yardsticks={}, targets=(), memory=False, twice=False,
+            )
+            for name, numbers in TINY.items()
+        ]  # fmt: skip
+    if size == "tiny":
+        return [by_name[name] for name in TINY_ON_GPU]
+    first = [by_name[name] for name in FIRST]
+    return [*first, *(case for case in CASES if case not in first)]
+
+
+def run(session: Session) -> None:
+    """Measure the cases that are left, until the time is over."""
+    threads = str(max(1, (os.cpu_count() or 2) - 1))  # right results come from the CPU, too
+    command = [sys.executable, "-m", "gpu.benchmark", *session.machine, session.size]
+    process = subprocess.Popen(
+        [*command, str(session.out)],
+        env=environment(OMP_NUM_THREADS=threads),
+        start_new_session=True,
+    )
+    try:
+        process.wait(timeout=max(session.seconds_left - STOP, 1.0))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as cut:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if isinstance(cut, KeyboardInterrupt):
+            raise
+
+
+def measure(out: Path, machine: Machine, size: str) -> None:
+    """Measure in this process, and write the record after every case."""
+    device = torch.device(machine.tensors)
+    size_name = "small" if size == "tiny" or machine.is_emulated else "paper"
+    json, attempts = out / "benchmark.json", Rows(out / "benchmark.jsonl")
+    now = record.provenance(device, size_name)
+    found = record.resumed(json, now) if json.exists() else Record(now)
+    runner = Runner(device, size_name, found, Quiet())
+    found.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
+    found.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
+    with ExitStack() as stack:
+        if machine.is_emulated:
+            runner.seconds = 0.0  # three rounds, with nothing to learn from more
+            stack.enter_context(ga.use_backend("triton"))
+            stack.enter_context(machine.launching())
+        for case in cases(size, machine):
+            if case.name in found.measured:
+                continue
+            if [row["job"] for row in attempts.all()].count(case.name) >= MOST_ATTEMPTS:
+                runner.note(f"{case.name}: cut off {MOST_ATTEMPTS} times")
+                found.measured.append(case.name)
+                found.write(json)
+                continue
+            attempts.add({"job": case.name})
+            measure_all([case], runner, json)
+            if case.name not in found.measured:  # interrupted
+                return
+
+
+class Quiet:
+    """Console of a run whose tables nobody reads: progress alone is printed, to standard error."""
+
+    is_terminal = False
+
+    def status(self, title: str) -> Any:
+        return nullcontext(None)
+
+
+def read(out: Path) -> Record | None:
+    """The record of a folder; None where there is none yet."""
+    path = out / "benchmark.json"
+    return record.read(path) if path.exists() else None
+
+
+def progress(session: Session) -> Progress:
+    """How many cases were measured, and of how many a result was wrong."""
+    found = read(session.out)
+    names = [case.name for case in cases(session.size, session.machine)]
+    if found is None:
+        return Progress(0, len(names))
+    wrong = [line for line in found.missing if f", {OURS}" in line and "wrong result" in line]
+    return Progress(sum(name in found.measured for name in names), len(names), len(wrong))
+
+
+if __name__ == "__main__":
+    device, arch, size, out = sys.argv[1:]
+    measure(Path(out), Machine(device, arch), size)

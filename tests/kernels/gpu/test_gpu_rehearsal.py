@@ -1,0 +1,55 @@
+"""The day with a GPU, rehearsed on the emulator, from the first step to the report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu.jobs import environment
+
+
+def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpu", "--device", "emulator", "--out", str(out), *options],
+        env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_step_finds_nothing_wrong_in_compiled_kernels(tmp_path) -> None:
+    run = rehearse(tmp_path, "--step", "sanitizer")
+    assert run.returncode == 0, run.stdout + run.stderr
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Rehearsal")
+    assert "| sanitizer | done: 2 of 2 |" in text
+    assert "| parity    | not run      |" in text
+    assert text.count("| clean |") == 2
+
+
+@pytest.mark.long
+def test_all_steps_end_with_a_report_and_a_second_run_has_nothing_left(tmp_path) -> None:
+    run = rehearse(tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    text = (tmp_path / "report.md").read_text()
+    for step, jobs in (("parity", 5), ("sanitizer", 2), ("benchmark", 2), ("tune", 2)):
+        assert f"{step}: done: {jobs} of {jobs}" in run.stdout
+    assert "emulated, no time" in text
+    assert " ms |" not in text
+    assert "paste nothing of it" in text
+    written = {path: os.stat(path).st_mtime_ns for path in tmp_path.iterdir()}
+    again = rehearse(tmp_path)
+    assert again.returncode == 0
+    changed = {path.name for path, then in written.items() if os.stat(path).st_mtime_ns != then}
+    assert changed == {"report.md", "tuning.py.txt"}
+
+
+@pytest.mark.long
+def test_a_benchmark_that_is_cut_off_keeps_its_cases(tmp_path) -> None:
+    first = rehearse(tmp_path, "--step", "benchmark", "--limit", "26")
+    assert first.returncode in (0, 3), first.stderr
+    second = rehearse(tmp_path, "--step", "benchmark")
+    assert second.returncode == 0, second.stderr
+    assert "done: 2 of 2" in second.stdout

@@ -1,0 +1,308 @@
+"""Steps on a GPU: they go on where they were cut off, and say what is wrong, left or missing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from problems import problems
+
+from gpu import benchmark, jobs, parity, report, sanitizer, tune
+from gpu.__main__ import CANNOT, LEFT, WRONG, main
+from gpu.session import Machine, Progress, Rows, Session, Started, facts, why_not_here
+from graphattn.kernels.shared import launch
+
+EMULATOR = Machine("emulator")
+RIGHT = {"family": "bands", "dtype": "bf16", "errors": {"out": [0.1, 1.0]},
+         "kernels": ["band_forward_kernel"], "launches": 1, "findings": []}  # fmt: skip
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+class Imagined:
+    """A worker that is right at once, and remembers what it was asked."""
+
+    asked: list[str] = []  # noqa: RUF012
+    row = RIGHT
+
+    class process:  # noqa: N801
+        @staticmethod
+        def poll() -> None:
+            return None
+
+    def __init__(self, module: str, session: Session) -> None:
+        self.session = session
+
+    def rows_of(self, name: str, known: list, seconds: float, session: Session):
+        self.asked.append(name)
+        yield {"job": name, **self.row}
+        yield {"job": name, "end": True}
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def imagined(monkeypatch: pytest.MonkeyPatch) -> type[Imagined]:
+    Imagined.asked, Imagined.row = [], RIGHT
+    monkeypatch.setattr(jobs, "Worker", Imagined)
+    return Imagined
+
+
+def session_in(folder: Path, **options: object) -> Session:
+    return Session(folder, **{"machine": EMULATOR, "size": "tiny", "processes": 1, **options})
+
+
+def emulated(out: Path, *options: str) -> int:
+    return main(["--device", "emulator", "--out", str(out), "--processes", "1", *options])
+
+
+def test_a_step_that_was_cut_off_goes_on_with_what_is_left(imagined, tmp_path) -> None:
+    first, second, *others = parity.TINY
+    rows = Rows(tmp_path / "parity.jsonl")
+    rows.add({"job": first, **RIGHT})
+    rows.add({"job": first, "end": True})
+    rows.add({"job": second, **RIGHT})
+    with rows.path.open("a") as file:
+        file.write('{"job": "cut in the mid')
+    session = session_in(tmp_path)
+    assert str(parity.progress(session)) == "partly: 1 of 5"
+    parity.run(session)
+    assert imagined.asked == [second, *others]
+    assert str(parity.progress(session)) == "done: 5 of 5"
+    parity.run(session)
+    assert len(imagined.asked) == 4
+
+
+def test_a_line_after_one_that_was_cut_is_read(tmp_path) -> None:
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.path.write_text('{"job": "cut')
+    rows.add({"job": "whole", "end": True})
+    assert [row["job"] for row in rows.all()] == ["whole"]
+
+
+def test_no_job_begins_when_the_time_is_over(imagined, tmp_path) -> None:
+    parity.run(session_in(tmp_path, deadline=time.monotonic() + jobs.GRACE - 1))
+    assert imagined.asked == []
+    assert emulated(tmp_path / "out", "--step", "parity", "--limit", "1") == LEFT
+    assert emulated(tmp_path / "out", "--step", "parity") == 0
+
+
+def test_what_is_wrong_is_counted_and_named(imagined, tmp_path) -> None:
+    imagined.row = RIGHT | {"errors": {"out": [float("nan"), 1.0]}}
+    assert emulated(tmp_path, "--step", "parity") == WRONG
+    text = (tmp_path / "report.md").read_text()
+    assert "done: 5 of 5, 5 WRONG" in text
+    assert f"WRONG: {parity.TINY[0]}" in text
+    assert "agree with float64 on the emulator: none." in text
+
+
+def test_a_problem_that_started_no_kernel_shows_nothing() -> None:
+    assert parity.is_right(RIGHT)
+    assert not parity.is_right(RIGHT | {"launches": 0})
+
+
+def test_failed_jobs_run_again_only_when_asked_to(imagined, tmp_path) -> None:
+    rows = Rows(tmp_path / "parity.jsonl")
+    for name in parity.TINY:
+        rows.add({"job": name, **RIGHT})
+        rows.add({"job": name, "end": True, **({"error": "x"} if "rotated" in name else {})})
+    assert emulated(tmp_path, "--step", "parity") == WRONG
+    assert imagined.asked == []
+    assert emulated(tmp_path, "--step", "parity", "--retry") == 0
+    assert imagined.asked == ["consensus: rotated, bf16"]
+
+
+WORK = """
+import os
+
+def work(name, known, machine, size):
+    print("this is no row")
+    yield {"known": len(known), "number": 1}
+    if name == "raises":
+        raise ValueError("no such tile")
+    if name == "dies":
+        os._exit(3)
+    if name == "hangs":
+        import time
+        time.sleep(600)
+"""
+
+
+def test_one_job_that_dies_takes_no_other_with_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "imagined_step.py").write_text(WORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    session = session_in(tmp_path)
+    session.rows("imagined_step").add({"job": "good", "number": 0})
+    names = ("raises", "dies", "good")
+    jobs.run_jobs("imagined_step", names, session, processes=1, seconds=100)
+    ended = session.rows("imagined_step").ended()
+    assert ended["raises"]["error"] == "ValueError: no such tile"
+    assert ended["dies"]["error"] == "its process ended with code 3"
+    assert "error" not in ended["good"]
+    found = [row for row in session.rows("imagined_step").all() if row.get("number") == 1]
+    assert [row["known"] for row in found] == [0, 0, 1]
+
+
+@pytest.mark.long
+def test_a_job_that_hangs_is_stopped_and_one_that_the_end_cuts_off_is_left(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "imagined_step.py").write_text(WORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    session = session_in(tmp_path, deadline=time.monotonic() + 20)
+    jobs.run_jobs("imagined_step", ["hangs"], session, processes=1, seconds=100)
+    assert session.rows("imagined_step").ended() == {}
+    jobs.run_jobs("imagined_step", ["hangs"], session_in(tmp_path), processes=1, seconds=10)
+    assert "no end within 10 s" in session.rows("imagined_step").ended()["hangs"]["error"]
+
+
+@NO_GPU
+def test_without_a_gpu_the_error_names_the_rehearsal(tmp_path, capsys) -> None:
+    assert main(["--out", str(tmp_path)]) == CANNOT
+    message = capsys.readouterr().err
+    assert "no CUDA device" in message
+    assert "DEVICE=emulator" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_another_machine_are_not_continued(tmp_path, capsys, imagined) -> None:
+    assert emulated(tmp_path, "--step", "parity") == 0
+    stored = json.loads((tmp_path / "session.json").read_text())
+    (tmp_path / "session.json").write_text(json.dumps(stored | {"sources": "others"}))
+    assert emulated(tmp_path, "--step", "parity") == CANNOT
+    assert "sources others" in capsys.readouterr().err
+    assert why_not_here(tmp_path / "new", facts(EMULATOR, "tiny")) is None
+
+
+def test_there_is_no_report_of_nothing(tmp_path, capsys) -> None:
+    assert main(["--step", "report", "--out", str(tmp_path)]) == CANNOT
+    assert "nothing to report" in capsys.readouterr().err
+
+
+def test_a_tool_that_is_not_there_is_never_said_to_have_found_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sanitizer, "tool", lambda: None)
+    session = session_in(tmp_path, machine=Machine("cuda"))
+    sanitizer.run(session)
+    found = sanitizer.progress(session)
+    assert str(found) == "skipped: compute-sanitizer is not there"
+    assert not found.is_left
+    text = "\n".join(report.sanitizer_lines(session))
+    assert "Nothing here has been checked" in text
+    assert "clean" not in text
+
+
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors"
+TWO = "========= Invalid __global__ read\n========= ERROR SUMMARY: 2 errors"
+RACES = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("printed", "code", "found"),
+    [(CLEAN, 0, 0), (TWO, 86, 2), (RACES, 86, 1), (RACES, 0, 1), ("killed", 0, None),
+     (CLEAN, 1, None)],
+)  # fmt: skip
+def test_a_verdict_is_read_from_what_the_tool_says(tmp_path, printed, code, found) -> None:
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit {code}\n")
+    fake.chmod(0o755)
+    if found is None:
+        with pytest.raises(RuntimeError, match="no verdict"):
+            sanitizer.checked([str(fake), "--tool", "memcheck"], "any")
+    else:
+        assert sanitizer.checked([str(fake), "--tool", "memcheck"], "any")["found"] == found
+
+
+def test_states_say_how_far_a_step_has_come() -> None:
+    assert str(Progress(0, 4)) == "not run"
+    assert str(Progress(2, 4, 1)) == "partly: 2 of 4, 1 WRONG"
+    assert str(Progress(4, 4)) == "done: 4 of 4"
+    assert Progress(2, 4).is_left
+    assert not Progress(4, 4).is_left
+
+
+def test_problems_of_the_sanitizer_and_of_rehearsals_exist() -> None:
+    names = {problem.name for problem in problems()}
+    assert {*sanitizer.PROBLEMS, *sanitizer.TINY, *parity.TINY} <= names
+    families = {name.partition(":")[0] for name in names}
+    for some in (sanitizer.PROBLEMS, parity.TINY):
+        assert {name.partition(":")[0] for name in some} == families
+
+
+def test_cases_with_targets_on_a_gpu_are_measured_first() -> None:
+    found = [case.name for case in benchmark.cases("full", Machine("cuda"))]
+    assert sorted(found) == sorted(case.name for case in benchmark.CASES)
+    assert found[: len(benchmark.FIRST)] == list(benchmark.FIRST)
+
+
+class Recording(Machine):
+    """A machine that runs nothing."""
+
+    def launching(self):
+        return recorded()
+
+
+class recorded:  # noqa: N801
+    def __enter__(self) -> list[Started]:
+        self.started: list[Started] = []
+        self.block = launch.redirected(lambda one: self.started.append(Started(one)))
+        self.block.__enter__()
+        return self.started
+
+    def __exit__(self, *error: object) -> None:
+        self.block.__exit__(*error)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("job", [job for job in tune.jobs("full") if "128" not in job])
+def test_every_setting_starts_the_kernel_that_it_tunes(job: str) -> None:
+    setting = tune.Setting.parse(job)
+    machine = Recording("emulator")
+    compute = tune.inputs(setting, machine, "tiny")
+    choice, results = tune.present_choice(setting, compute, machine)
+    assert isinstance(choice, tune.Choice)
+    assert results
+    for other in tune.neighbours(choice, tune.smallest(setting)):
+        with tune.tuning.override(**{setting.kernel: other}), machine.launching() as started:
+            compute()
+        assert tune.KERNELS[setting.kernel] in {one.kernel for one in started}
+        break
+
+
+def test_the_best_choice_is_proposed_as_source() -> None:
+    def row(job: str, choice: tuple[int, ...], cost: float | None, present: bool = False) -> dict:
+        return {"job": job, "choice": list(choice), "cost": cost, "present": present}
+
+    rows = [
+        row("forward, bf16, 64", (64, 32, 4, 2), 3.0, present=True),
+        row("forward, bf16, 64", (128, 64, 8, 3), 1.5),
+        row("forward, bf16, 64", (256, 64, 8, 3), None),
+        row("forward, bf16, 128", (64, 32, 4, 2), 1.0, present=True),
+        row("d_query, bf16, 64", (64, 32, 4, 2), 1.0),  # the present one was not measured
+    ]
+    text = tune.source(tune.proposals(rows), "a GPU")
+    code = compile(text, "proposal", "eval")
+    table = eval(code, {"Choice": tune.Choice})
+    assert table == {"forward": {64: tune.Choice(128, 64, 8, 3), 128: tune.Choice(64, 32, 4, 2)}}
+    assert "# 2.00, 1.00" in text
+
+
+def test_peaks_are_those_of_the_device() -> None:
+    assert report.peak_of("NVIDIA H200, CUDA 12.8").bytes == 4.8e12
+    assert report.peak_of("NVIDIA H100 80GB HBM3, CUDA 12.8").bytes == 3.35e12
+    assert report.peak_of("NVIDIA H100 PCIe, CUDA 12.8").flops == 756e12
+    assert report.peak_of("NVIDIA A100-SXM4-40GB, CUDA 12.8").bytes == 1.555e12
+    assert report.peak_of("NVIDIA A100-SXM4-80GB, CUDA 12.8").bytes == 2.039e12
+    assert report.peak_of("NVIDIA GeForce RTX 4090, CUDA 12.8") is None
+
+
+def test_places_that_say_that_no_gpu_has_run_the_kernels_are_found() -> None:
+    found = [place.partition(":")[0] for place in report.claims()]
+    if report.NEVER.search((report.ROOT / "README.md").read_text()):
+        assert {"README.md", "docs/support.py", "CHANGELOG.md"} <= set(found)
+    assert "docs/log.md" not in found
