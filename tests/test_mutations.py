@@ -1358,6 +1358,13 @@ MUTATIONS = [
         (f"{BENCH}_gathered.py::test_every_edge_stands_in_one_place_of_a_table",),
     ),
     Mutation(
+        "a benchmark that goes on keeps the rows of a case that was cut off",
+        "graphattn/bench/reporting/record.py",
+        "return case in found.measured",
+        "return True",
+        (f"{BENCH}.py::test_an_interrupted_run_goes_on_with_its_file",),
+    ),
+    Mutation(
         "the benchmark does not check a forward pass without a backward pass",
         "graphattn/bench/measuring/runner.py",
         "return self.right(truth.forward_error_of(run)), None",

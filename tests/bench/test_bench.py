@@ -627,6 +627,41 @@ def test_what_was_measured_before_an_interruption_is_written_and_shown(monkeypat
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.json"]
 
 
+def test_an_interrupted_run_goes_on_with_its_file(monkeypatch, tmp_path):
+    measured, seen = runner.Runner.measure, []
+
+    def stops_once(self, case):
+        seen.append(case.name)
+        if case.name == "edges" and seen.count("edges") == 1:
+            raise StoppedError
+        return measured(self, case)
+
+    monkeypatch.setattr(runner.Runner, "measure", stops_once)
+    run("knn", "edges", "--json", tmp_path / "rows.json")
+    first = record.read(tmp_path / "rows.json")
+    assert first.measured == ["knn"]
+    result = run("knn", "edges", "--json", tmp_path / "rows.json", "--resume")
+    assert result.exit_code == 0, result.output
+    assert seen == ["knn", "edges", "edges"]
+    found = record.read(tmp_path / "rows.json")
+    assert found.measured == ["knn", "edges"]
+    assert found.rows[: len(first.rows)] == first.rows
+    assert {row.case for row in found.rows} == {"knn", "edges"}
+    assert not [line for line in found.missing if "interrupted" in line]
+
+
+def test_a_run_of_another_machine_or_size_is_not_continued(tmp_path):
+    path = tmp_path / "rows.json"
+    now = record.provenance(torch.device("cpu"), "small")
+    record.Record(now | {"size": "paper"}).write(path)
+    with pytest.raises(ValueError, match=r"rows\.json cannot be continued: its size is paper"):
+        record.resumed(path, now)
+    assert record.resumed(tmp_path / "new.json", now).rows == []
+    result = run("knn", "--resume")
+    assert result.exit_code == 2
+    assert "--resume needs --json" in result.output + result.stderr
+
+
 def test_the_table_of_targets_comes_last():
     lines = run("window").output
     assert lines.index("missing:") < lines.index("Targets")

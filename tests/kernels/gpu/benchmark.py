@@ -75,7 +75,7 @@ def run(session: Session) -> None:
         try:
             process.wait(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # compilers that it has started, too
             process.wait()
         if isinstance(cut, KeyboardInterrupt):
             raise

@@ -113,7 +113,7 @@ def parity_lines(session: Session) -> Iterator[str]:
 
 
 def sanitizer_lines(session: Session) -> Iterator[str]:
-    """What every tool found."""
+    """Findings of every tool."""
     rows = session.rows("sanitizer")
     progress = sanitizer.progress(session)
     if progress.skipped:
@@ -243,7 +243,7 @@ def claims() -> Iterator[str]:
 
 
 def documentation_lines(session: Session) -> Iterator[str]:
-    """Which kernels have run, and where the documentation still says that they have not."""
+    """Kernels that have run, and places in the documentation that still say that none has."""
     rows = [row for row in session.rows("parity").all() if "errors" in row]
     right = sorted({k for row in rows if parity.is_right(row) for k in row["kernels"]})
     wrong = sorted({k for row in rows if not parity.is_right(row) for k in row["kernels"]})

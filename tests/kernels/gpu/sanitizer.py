@@ -36,7 +36,7 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazar
 
 
 def tool() -> str | None:
-    """Where compute-sanitizer is: in PATH or a CUDA toolkit."""
+    """Find compute-sanitizer, in PATH or a CUDA toolkit."""
     if found := shutil.which("compute-sanitizer"):
         return found
     homes = [os.environ.get("CUDA_HOME", ""), *map(str, sorted(Path("/usr/local").glob("cuda*")))]

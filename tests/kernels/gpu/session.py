@@ -43,7 +43,7 @@ class Machine(NamedTuple):
 
     @property
     def tensors(self) -> str:
-        """Where tensors lie."""
+        """The device of tensors."""
         return "cuda" if self.device == "cuda" else "cpu"
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,83 @@ def test_every_setting_starts_the_kernel_that_it_tunes(job: str) -> None:
             compute()
         assert tune.KERNELS[setting.kernel] in {one.kernel for one in started}
         break
+
+
+class Interpreted(Machine):
+    """A machine that takes every way of a GPU, with kernels that are interpreted."""
+
+    tensors = "cpu"
+
+
+class Event:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.time - self.time)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return Interpreted("cuda")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param("edges_forward, bf16, 32", marks=pytest.mark.long), "window_step, bf16, 32"],
+)
+def test_a_search_measures_every_choice_and_skips_what_is_known(
+    job: str, interpreted, monkeypatch
+) -> None:
+    compiled = []
+
+    class Kernel:
+        def __init__(self, real: object) -> None:
+            self.fn, self.real = real.fn, real
+
+        def warmup(self, *, grid: tuple, **arguments: object) -> None:
+            compiled.append(self.fn.__name__)
+
+    monkeypatch.setattr(launch, "recording", _recording_with(Kernel))
+    rows = list(tune.work(job, [], interpreted, "tiny"))
+    assert [row["present"] for row in rows] == [True, False, False]
+    assert all(row["cost"] > 0 and row["difference"] < 1e-2 for row in rows)
+    assert set(compiled) == {tune.KERNELS[tune.Setting.parse(job).kernel]}
+    assert len(compiled) == len(rows)
+    known = [{"job": job, **row} for row in rows]
+    left = list(tune.work(job, known[:2], interpreted, "tiny"))
+    assert [row["choice"] for row in left] == [rows[2]["choice"]]
+    assert list(tune.work(job, known, interpreted, "tiny")) == []
+    (proposal,) = tune.proposals(known)
+    assert proposal.gain >= 1
+
+
+def _recording_with(kernel: type):
+    real = launch.recording
+
+    @contextmanager
+    def recording():
+        with real() as found:
+            yield found
+        found[:] = [one._replace(kernel=kernel(one.kernel)) for one in found]
+
+    return recording
+
+
+def test_a_problem_runs_on_the_device_and_tells_its_kernels(interpreted) -> None:
+    small = {kernel: tune.Choice(16, 16, 4, 1) for kernel in tune.tuning.KERNELS}
+    with tune.tuning.override(**small):
+        (row,) = parity.work("edges: bias of every edge, bf16", [], interpreted, "full")
+    assert parity.is_right(row)
+    assert "edges_forward_kernel" in row["kernels"]
+    assert row["findings"] == []
 
 
 def test_the_best_choice_is_proposed_as_source() -> None:
