@@ -734,9 +734,9 @@ MUTATIONS = [
     Mutation(
         "a file of the kernels imports, in a function, what imports it",
         "kernels/shared/launch.py",
-        "    before, _recorded = _recorded, []",
+        "    before, _receiver = _receiver, receive",
         "    from graphattn.kernels.shared import row_dots  # noqa: F401\n\n"
-        "    before, _recorded = _recorded, []",
+        "    before, _receiver = _receiver, receive",
         ("tests/test_imports.py::test_no_file_imports_itself_by_way_of_others",),
     ),
     Mutation(
