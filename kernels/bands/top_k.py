@@ -34,7 +34,14 @@ from graphattn.kernels.bands.math import (
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
-from graphattn.kernels.shared.ordered_integers import LARGEST, NO_EDGE, middle, rank_of
+from graphattn.kernels.shared.ordered_integers import (
+    LARGEST,
+    NO_EDGE,
+    is_open,
+    middle,
+    narrowed,
+    rank_of,
+)
 
 WORD = 32  # sources whose bits share one number
 WARP = 32  # threads
@@ -102,20 +109,6 @@ def turns(b_rank, b_low, i_column, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def narrowed(b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k):
-    """The interval in which the k-th largest rank lies, after a try; all arguments are [ROWS].
-
-    `b_reach` ranks are at least `b_try`. At least `top_k` ranks reach `b_low` (if the row has so
-    many), namely `b_of_low`; fewer than `top_k` reach `b_high`, namely `b_of_high`.
-    """
-    m_up = (b_reach >= top_k) & (b_try > b_low)
-    m_down = (b_reach < top_k) & (b_try < b_high)
-    b_low, b_of_low = tl.where(m_up, b_try, b_low), tl.where(m_up, b_reach, b_of_low)
-    b_high, b_of_high = tl.where(m_down, b_try, b_high), tl.where(m_down, b_reach, b_of_high)
-    return b_low, b_high, b_of_low, b_of_high
-
-
-@triton.jit
 def halved(b_end, b_start, b_try, b_reach, top_k):
     """Bisect for the last source that is kept: the interval after a try, [ROWS] each.
 
@@ -124,15 +117,6 @@ def halved(b_end, b_start, b_try, b_reach, top_k):
     """
     m_enough = b_reach >= top_k
     return tl.where(m_enough, b_try, b_end), tl.where(m_enough, b_start, b_try)
-
-
-@triton.jit
-def is_open(b_low, b_high, b_of_low, top_k):
-    """Whether some row needs another try: more than `top_k` ranks reach `b_low`, and some rank lies
-    between `b_low` and `b_high`.
-    """
-    m_open = (b_of_low > top_k) & (b_high - 1 > b_low)
-    return tl.max(m_open.to(tl.int32), axis=0) > 0
 
 
 @triton.jit

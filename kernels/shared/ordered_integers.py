@@ -76,9 +76,11 @@ def is_open(b_low, b_high, b_of_low, top_k):
 
 @triton.jit
 def narrowed(b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k):
-    """The interval after a try: `b_reach` ranks are at least `b_try`; all [ROWS].
+    """The interval in which the k-th largest rank lies, after a try; all arguments are [ROWS].
 
-    Tries that are not within the interval change nothing.
+    `b_reach` ranks are at least `b_try`. At least `top_k` ranks reach `b_low` (if the row has so
+    many), namely `b_of_low`; fewer than `top_k` reach `b_high`, namely `b_of_high`. Tries that are
+    not within the interval change nothing.
     """
     m_up = (b_reach >= top_k) & (b_try > b_low) & (b_try < b_high)
     m_down = (b_reach < top_k) & (b_try > b_low) & (b_try < b_high)
