@@ -46,10 +46,13 @@ def work(name: str, known: list[Row], machine: Machine, size: str) -> Iterator[R
 
 
 def is_right(row: Row) -> bool:
-    """Whether every error of a row is allowed; NaN is not. What started nothing shows nothing."""
-    return row["launches"] > 0 and all(
-        error <= allowed for error, allowed in row["errors"].values()
-    )
+    """Whether every error of a row is allowed; NaN is not.
+
+    A problem that started no kernel shows nothing, and one with a finding of the emulator is wrong.
+    """
+    if not row["launches"] or row["findings"]:
+        return False
+    return all(error <= allowed for error, allowed in row["errors"].values())
 
 
 def progress(session: Session) -> Progress:

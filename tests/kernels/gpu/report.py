@@ -104,9 +104,9 @@ def parity_lines(session: Session) -> Iterator[str]:
     yield ""
     for row in rows:
         if not parity.is_right(row):
-            yield f"- WRONG: {row['job']}: {row['errors']}"
+            yield f"- WRONG: {row['job']}: {one_line(str(row['errors']))}"
         for found in row["findings"]:
-            yield f"- {row['job']}: {found}"
+            yield f"- {row['job']}: {one_line(found)}"
     for job, row in session.rows("parity").ended().items():
         if "error" in row:
             yield f"- FAILED: {job}: {one_line(row['error'])}"

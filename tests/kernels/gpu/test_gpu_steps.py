@@ -100,9 +100,10 @@ def test_what_is_wrong_is_counted_and_named(imagined, tmp_path) -> None:
     assert "agree with float64 on the emulator: none." in text
 
 
-def test_a_problem_that_started_no_kernel_shows_nothing() -> None:
+def test_a_problem_without_a_launch_or_with_a_finding_is_not_right() -> None:
     assert parity.is_right(RIGHT)
     assert not parity.is_right(RIGHT | {"launches": 0})
+    assert not parity.is_right(RIGHT | {"findings": ["shared memory: race"]})
 
 
 def test_failed_jobs_run_again_only_when_asked_to(imagined, tmp_path) -> None:
