@@ -72,7 +72,7 @@ kernels-check-all: $(NATIVE)  ## for every architecture; writes the table that i
 		--markdown docs/benchmarks/kernels.md
 
 # The same compiled code, executed by an emulator of GPUs and watched for races. `CASES=all` takes
-# out every barrier, wait and mask of every kernel, too.
+# out every barrier, wait and mask of every kernel, too, for hours.
 emulate: $(NATIVE)  ## compiled kernels executed on the CPU
 	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		--device emulator --emulated build/emulated.md \

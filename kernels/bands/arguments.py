@@ -3,7 +3,8 @@
 Triton keeps the constants of a tuple (names in capitals) while a kernel passes it on as it is. In a
 tuple that a kernel makes itself, and in one that a function returns, they would become numbers that
 are only known at run time, so those tuples have none: :class:`Sequence`, :class:`Sources`,
-:class:`Targets` and :class:`PairTables`.
+:class:`Targets` and :class:`PairTables`. Triton 3.4 cannot return None from a function, so every
+kernel moves its own pointers to the tokens of its sequence, in the same lines as the others.
 """
 
 from __future__ import annotations

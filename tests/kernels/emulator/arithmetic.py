@@ -81,10 +81,6 @@ def is_float(kind: str) -> bool:
 # Functions of one type: operands and result are numbers of it
 
 
-def _larger(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.fmax(x, y)
-
-
 def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """x * y + z, rounded once."""
     wide = np.longdouble if x.dtype == np.float64 else np.float64

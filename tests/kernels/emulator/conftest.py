@@ -51,5 +51,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         f"emulated: {len(launches)} launches of {len({x.kernel for _, x in launches})} kernels, "
         f"{sum(x.blocks for _, x in launches)} blocks, {seconds:.0f} s, nothing found"
     )
+    remarks: Counter[str] = Counter()
+    for _, launch in launches:
+        remarks.update({f"{launch.kernel}: {remark}": n for remark, n in launch.remarks.items()})
+    for remark, times in remarks.items():
+        terminalreporter.write_line(f"remark: {remark}, {times} times")
     if path := terminalreporter.config.getoption("--emulated"):
         Path(path).write_text(markdown(launches), encoding="utf-8")

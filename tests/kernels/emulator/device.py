@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import time
@@ -47,6 +48,7 @@ class Emulated(NamedTuple):
     warps: int
     instructions: int  # executed, each for a batch of blocks
     findings: str  # "none", or a line for each
+    remarks: dict[str, int]  # what is odd and no mistake, and how often
     compile_seconds: float
     run_seconds: float
 
@@ -89,20 +91,18 @@ class Device:
         compiled = self.compile(started)
         compiled_at = time.perf_counter()
         machine = self.machine(compiled, started.num_warps)
-        machine.findings.counts.clear()
+        machine.findings.clear()
         machine.executed = 0
         self.execute(machine, compiled, started)
-        blocks = 1
-        for n in started.grid:
-            blocks *= n
         self.launches.append(
             Emulated(
                 started.kernel.fn.__name__,
                 dict(_constants(started.arguments)),
-                blocks,
+                math.prod(started.grid),
                 started.num_warps,
                 machine.executed,
                 str(machine.findings),
+                dict(machine.findings.remarks),
                 compiled_at - begin,
                 time.perf_counter() - compiled_at,
             )
@@ -154,18 +154,11 @@ class Device:
         bits = [_bits(_at(values, place)) for place in compiled.parameters]
         bits += [0] * (len(machine.program.parameters) - len(bits))  # scratch memory, not used
         memory = GlobalMemory(launch.tensors_in(started.arguments.values()), machine.findings)
-        blocks = list(range(_product(started.grid)))
+        blocks = list(range(math.prod(started.grid)))
         self._order.shuffle(blocks)
         at_once = max(1, THREADS // machine.block_threads)
         for begin in range(0, len(blocks), at_once):
             machine.run(started.grid, bits, memory, blocks[begin : begin + at_once])
-
-
-def _product(numbers: Iterable[int]) -> int:
-    found = 1
-    for number in numbers:
-        found *= number
-    return found
 
 
 def _passed(place: tuple[int, ...], kind: Any) -> Iterator[tuple[int, ...]]:

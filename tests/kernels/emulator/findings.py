@@ -29,8 +29,10 @@ class Findings:
         """Note something that is no mistake."""
         self.remarks[kind] += 1
 
-    def __bool__(self) -> bool:
-        return bool(self.counts)
+    def clear(self) -> None:
+        """Forget everything, before another launch."""
+        self.counts.clear()
+        self.remarks.clear()
 
     def __str__(self) -> str:
         lines = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,13 +20,6 @@ BLOCK, EPOCH = 40, 8  # bits to shift
 WARPS = (1 << EPOCH) - 1  # in place of a warp: several
 SEVERAL = (1 << 22) - 1  # in place of a block
 KEPT_READS = 256  # lists of reads that are noted before they are written down
-
-
-class Threads(NamedTuple):
-    """The threads that an access is made by, [k] each."""
-
-    lanes: np.ndarray | slice  # their numbers in the batch
-    stamps: np.ndarray  # int64, as in `BLOCK` and `EPOCH`
 
 
 class Region:
@@ -95,30 +87,30 @@ class GlobalMemory:
         self.regions = [Region(*span) for span in merged]
         self._low = np.array([region.low for region in self.regions], np.int64)
 
-    def read(self, address: np.ndarray, size: int, count: int, threads: Threads) -> np.ndarray:
+    def read(self, address: np.ndarray, size: int, count: int, stamps: np.ndarray) -> np.ndarray:
         """`count` numbers of `size` bytes at every address, [k, count]; ones where out of bounds.
 
         Args:
             address: int64 [k].
-            threads: who reads.
+            stamps: who reads, int64 [k] (see `BLOCK` and `EPOCH`).
         """
         found = np.full((len(address), count), ~UNSIGNED[size](0), UNSIGNED[size])
         for region, which in self._by_region(address, size * count, "read"):
-            own, stamps = address[which], threads.stamps[which]
+            own, who = address[which], stamps[which]
             elements = region.bytes.view(UNSIGNED[size])
             place = (own - region.base) // size
             found[which] = elements[place[:, None] + np.arange(count)]
             units = region.units(own, size * count)
             if region.writers is not None:
-                self._check_reads(region.writers[units], stamps)
-            region.note_reads(units, stamps)
+                self._check_reads(region.writers[units], who)
+            region.note_reads(units, who)
         return found
 
-    def write(self, address: np.ndarray, values: np.ndarray, threads: Threads) -> None:
+    def write(self, address: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
         """Write values [k, count] at every address [k]."""
         size, count = values.dtype.itemsize, values.shape[1]
         for region, which in self._by_region(address, size * count, "write"):
-            own, stamps = address[which], threads.stamps[which]
+            own, who = address[which], stamps[which]
             elements = region.bytes.view(values.dtype)
             places = ((own - region.base) // size)[:, None] + np.arange(count)
             elements[places] = values[which]
@@ -128,9 +120,9 @@ class GlobalMemory:
                 region.writers = np.full(len(region.bytes) // region.unit + 1, -1, np.int64)
             region.write_down()
             assert region.readers is not None
-            self._check_writes(region.writers[units], region.readers[units], stamps)
-            region.writers[units] = stamps[:, None]
-            if (region.writers[units] >> BLOCK != stamps[:, None] >> BLOCK).any():
+            self._check_writes(region.writers[units], region.readers[units], who)
+            region.writers[units] = who[:, None]
+            if (region.writers[units] >> BLOCK != who[:, None] >> BLOCK).any():
                 self.findings.add("global memory: two blocks write at one place")
             elif differ:
                 self.findings.add("global memory: two threads write different values at one place")

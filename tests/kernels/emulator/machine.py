@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .findings import Findings
-from .global_memory import BLOCK, EPOCH, UNSIGNED, GlobalMemory, Threads
+from .global_memory import BLOCK, EPOCH, UNSIGNED, GlobalMemory
 from .ptx import Instruction, Program
 from .shared_memory import WARP, SharedMemory
 
@@ -165,10 +165,9 @@ class Machine:
         """The numbers of the threads that execute the instruction; a slice if all do."""
         return slice(None) if self.mask is None else np.nonzero(self.mask)[0]
 
-    def stamps(self) -> Threads:
-        """The executing threads as device memory notes them."""
-        lanes = self.lanes
-        return Threads(lanes, self._stamps[lanes])
+    def stamps(self) -> np.ndarray:
+        """The executing threads as device memory notes them, int64 [k]."""
+        return self._stamps[self.lanes]
 
     # Translation
 

@@ -48,12 +48,20 @@ STORE = "st.global.b32 [%rd2], %r6;"
 
 def execute(body: str, x: Tensor, blocks: int = 1, shared_bytes: int = 1024) -> tuple[Tensor, str]:
     """Run a program: %r5 is this thread's number of `x`; returns what is stored, and findings."""
+    machine, out = executed(body, x, blocks, shared_bytes)
+    return out, str(machine.findings)
+
+
+def executed(
+    body: str, x: Tensor, blocks: int = 1, shared_bytes: int = 1024
+) -> tuple[Machine, Tensor]:
+    """Run a program, and return the machine as it is then, and what is stored."""
     ptx = PROGRAM.format(threads=THREADS, body=body)
     machine = Machine(parse(ptx), THREADS // 32, shared_bytes, INSTRUCTIONS)
     out = torch.zeros_like(x)
     memory = GlobalMemory([x, out], machine.findings)
     machine.run((blocks,), [x.data_ptr(), out.data_ptr()], memory, range(blocks))
-    return out, str(machine.findings)
+    return machine, out
 
 
 def floats(count: int = THREADS, seed: int = 0) -> Tensor:
@@ -268,6 +276,16 @@ MISTAKES = {
 def test_a_mistake_is_noticed(mistake: str) -> None:
     _, findings = execute(MISTAKES[mistake], floats(), shared_bytes=1024)
     assert mistake in findings
+
+
+def test_roundings_of_one_warp_are_a_remark_and_of_two_warps_a_race() -> None:
+    """Every thread writes its own rounding of a number at one place of its warp, or of all."""
+    x = 1 + torch.arange(THREADS) * 2.0**-23
+    own, shared = "and.b32 %r7, %r4, 128; ", "mov.b32 %r7, 0; "
+    for place, is_race in ((own, False), (shared, True)):
+        machine, _ = executed(place + "st.shared.b32 [%r7], %r5;", x)
+        assert bool(machine.findings.counts) is is_race
+        assert bool(machine.findings.remarks) is not is_race
 
 
 BETWEEN_BLOCKS = {

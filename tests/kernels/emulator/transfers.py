@@ -150,9 +150,8 @@ def copy(machine: Machine, instruction: Instruction) -> Step:
                 machine.findings.add("cp.async: part of a chunk")
         reads = read > 0
         if reads.any():
-            threads = machine.stamps()
-            threads = threads._replace(stamps=threads.stamps[reads])
-            words = machine.memory.read(source()[lanes][reads], 4, size // 4, threads)
+            stamps = machine.stamps()[reads]
+            words = machine.memory.read(source()[lanes][reads], 4, size // 4, stamps)
             values[reads] = np.ascontiguousarray(words).view(np.uint8)
         blocks = machine.block_of[lanes]
         for block in np.unique(blocks):
