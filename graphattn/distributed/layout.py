@@ -1,0 +1,67 @@
+"""Which tokens every rank owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tokens 0 .. num_tokens - 1, divided among ranks in chunks of consecutive tokens.
+
+    Chunks differ in length by one token at most; the longer ones come first. Without `zigzag`,
+    rank r owns chunk r. With it there are twice as many chunks, and rank r owns chunk r and chunk
+    2 * ranks - 1 - r. In a causal graph, where later tokens see more, all ranks then have about
+    the same work.
+
+    Example:
+        >>> from graphattn.distributed.layout import Layout
+        >>> Layout(num_tokens=10, ranks=4).runs(3), Layout(16, ranks=2, zigzag=True).runs(0)
+        ((range(8, 10),), (range(0, 4), range(12, 16)))
+    """
+
+    num_tokens: int
+    ranks: int
+    zigzag: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        return self.ranks * (2 if self.zigzag else 1)
+
+    def chunk(self, number: int) -> range:
+        """Return the tokens of a chunk."""
+        size, longer = divmod(self.num_tokens, self.num_chunks)
+        start = number * size + min(number, longer)
+        return range(start, start + size + (number < longer))
+
+    def runs(self, rank: int) -> tuple[range, ...]:
+        """Return the runs of tokens that a rank owns, in ascending order."""
+        if not self.zigzag:
+            return (self.chunk(rank),)
+        return self.chunk(rank), self.chunk(self.num_chunks - 1 - rank)
+
+    def size(self, rank: int) -> int:
+        """Count the tokens of a rank."""
+        return sum(len(run) for run in self.runs(rank))
+
+    def sizes(self) -> list[int]:
+        """Count the tokens of every rank."""
+        return [self.size(rank) for rank in range(self.ranks)]
+
+    def tokens(self, rank: int) -> Tensor:
+        """Return the tokens of a rank in ascending order, a LongTensor."""
+        return torch.cat([torch.arange(run.start, run.stop) for run in self.runs(rank)])
+
+    def owner(self, token: Tensor) -> Tensor:
+        """Return the ranks that own some tokens."""
+        size, longer = divmod(self.num_tokens, self.num_chunks)
+        in_longer = longer * (size + 1)  # the number of tokens in longer chunks
+        chunk = torch.where(
+            token < in_longer,
+            torch.div(token, size + 1, rounding_mode="floor"),
+            torch.div(token - in_longer, max(size, 1), rounding_mode="floor") + longer,
+        )
+        return torch.minimum(chunk, self.num_chunks - 1 - chunk) if self.zigzag else chunk

@@ -1,0 +1,143 @@
+"""The sources that a run of targets sees, exactly, as runs.
+
+:func:`graphattn.graphs.targets.sources_seen` gives the shortest single run that contains them.
+What is sent to another rank must be neither more nor less than what its targets see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structures.composites import Parts, Union
+from graphattn.graphs.structures.sections import Section, edges_of_rows
+from graphattn.graphs.structures.structure import (
+    Band,
+    Blocks,
+    Complete,
+    Cycle,
+    GlobalTokens,
+    GraphStructure,
+)
+from graphattn.graphs.token_graph import TokenGraph
+
+Run = tuple[int, int]  # the first token, and the one after the last
+
+
+def seen_by(graph: TokenGraph, start: int, stop: int) -> list[Run]:
+    """Return the sources that targets start .. stop - 1 see, as disjoint runs in ascending order.
+
+    No edge is listed for windows, blocks, cycles, causal and complete graphs, global tokens, and
+    batches and unions of these.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.distributed.seen import seen_by
+        >>> seen_by(ga.longformer_graph(1000, window=4, global_tokens=[0]), 500, 600)
+        [(0, 1), (496, 604)]
+    """
+    if start >= stop:
+        return []
+    if graph.structure is not None:
+        return joined(_of_structure(graph.structure, start, stop))
+    if (table := graph.compact_neighbors) is not None:
+        rows = table[start:stop]
+        return runs_of(rows[rows >= 0])
+    first, last = graph.compact_rowptr[[start, stop]].tolist()
+    return runs_of(graph.compact_edges[0, first:last])
+
+
+def runs_of(tokens: Tensor) -> list[Run]:
+    """Return the runs of consecutive tokens in a tensor of tokens, which may repeat."""
+    if not tokens.numel():
+        return []
+    found = tokens.unique().cpu()
+    cut = (found.diff() != 1).nonzero().flatten()
+    starts = torch.cat([found[:1], found[cut + 1]])
+    stops = torch.cat([found[cut], found[-1:]]) + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """Join runs that overlap or touch; the result is disjoint and in ascending order."""
+    result: list[Run] = []
+    for start, stop in sorted(run for run in runs if run[0] < run[1]):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(stop, result[-1][1])
+        else:
+            result.append((start, stop))
+    return result
+
+
+def common(runs: Iterable[Run], within: Iterable[range]) -> list[Run]:
+    """Cut disjoint runs to other disjoint runs, both in ascending order."""
+    found = []
+    others = list(within)
+    for start, stop in runs:
+        for other in others:
+            low, high = max(start, other.start), min(stop, other.stop)
+            if low < high:
+                found.append((low, high))
+    return found
+
+
+def _of_structure(structure: GraphStructure, start: int, stop: int) -> Iterator[Run]:
+    """Yield runs that together are the sources of a run of targets, which is not empty."""
+    match structure:
+        case Band():
+            yield from _of_band(structure, start, stop)
+        case Complete(_, sources):
+            yield 0, sources
+        case Blocks():
+            first, last = structure._bounds(torch.tensor([start, stop - 1]))
+            yield int(first[0]), int(last[1])
+        case Cycle(N, w):
+            for low, high in ((start - w, stop - 1), (start + 1, stop + w)):
+                for turn in (-N, 0, N):
+                    yield max(low + turn, 0), min(high + turn, N)
+        case GlobalTokens(N, tokens):
+            if any(start <= token < stop for token in tokens):
+                yield 0, N
+            else:
+                yield from ((token, token + 1) for token in tokens)
+        case Section():
+            whole = joined(
+                _of_structure(structure.whole, start + structure.start, stop + structure.start)
+            )
+            first, last = structure.source_start, structure.source_stop
+            for low, high in common(whole, (range(first, last),)):
+                yield low - first, high - first
+        case Union(parts):
+            for part in parts:
+                yield from _of_structure(part, start, stop)
+        case Parts():
+            for part, t0, s0 in zip(
+                structure.parts, structure.target_ptr, structure.source_ptr, strict=False
+            ):
+                low, high = max(start - t0, 0), min(stop - t0, part.num_targets)
+                if low < high:
+                    for first, last in _of_structure(part, low, high):
+                        yield first + s0, last + s0
+        case _:
+            yield from runs_of(edges_of_rows(structure, start, stop)[0])
+
+
+def _of_band(band: Band, start: int, stop: int) -> Iterator[Run]:
+    """Yield the sources of a run of targets of a band.
+
+    Runs at neighbouring offsets touch, unless the dilation is longer than the run of targets.
+    """
+    N, step = band.num_tokens, band._stride
+    before, after = band._reach(band.before), band._reach(band.after)
+    if band.self_loops:
+        yield start, stop
+    if step <= stop - start:
+        sides = [(start - before * step, stop - step)] if before else []
+        sides += [(start + step, stop + after * step)] if after else []
+    else:
+        hops = [*range(-before, 0), *range(1, after + 1)]
+        sides = [(start + hop * step, stop + hop * step) for hop in hops]
+    for low, high in sides:
+        yield max(low, 0), min(high, N)
