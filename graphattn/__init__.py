@@ -7,8 +7,8 @@
     y = layer(x, graph)                                            # x: [batch, 1024, 384]
 
 Graph builders and operations live here. `ga.nn`, `ga.models`, `ga.spectral`, `ga.dynamics`,
-`ga.diagnostics`, `ga.train`, `ga.plot`, `ga.data` and `ga.integrations` load on first use, so that
-importing graphattn costs little more than importing torch; `ga.save` and `ga.load` too.
+`ga.diagnostics`, `ga.distributed`, `ga.train`, `ga.plot`, `ga.data` and `ga.integrations` load on
+first use, so that importing graphattn costs little more than importing torch; `ga.save` and `ga.load` too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from graphattn.version import __version__ as __version__
 if TYPE_CHECKING:  # what loads on first use, for those who read without running
     from graphattn import data as data
     from graphattn import diagnostics as diagnostics
+    from graphattn import distributed as distributed
     from graphattn import dynamics as dynamics
     from graphattn import integrations as integrations
     from graphattn import models as models
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # what loads on first use, for those who read without running
 _ON_FIRST_USE = (
     "data",
     "diagnostics",
+    "distributed",
     "dynamics",
     "integrations",
     "models",

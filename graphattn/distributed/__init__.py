@@ -1,1 +1,5 @@
 """Sequences longer than one machine: the graph says which tokens a rank needs of another rank."""
+
+from graphattn.distributed.sharded_graph import ShardedGraph, shard
+
+__all__ = ["ShardedGraph", "shard"]

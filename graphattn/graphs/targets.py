@@ -61,6 +61,28 @@ def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
     return part, range(first, last)
 
 
+def graph_among(graph: G, start: int, stop: int) -> G | None:
+    """Return the edges between tokens start .. stop - 1; None if the graph has no structure.
+
+    Targets and sources must be the same tokens. They are numbered from 0 again, but have the same
+    positions as in `graph`.
+    """
+    if graph.structure is None:
+        return None
+    structure = section_of(graph.structure, start, stop, start, stop)
+    if structure is graph.structure:
+        return graph
+    run = start, stop
+    sizes, starts = _cut_sequences(graph, run, run)
+    return type(graph)(
+        structure=structure,
+        sizes=sizes,
+        starts=starts,
+        device=graph.device,
+        positions=_cut_positions(graph, run, run),
+    )
+
+
 def _checked(graph: StoredGraph, start: Any, stop: Any) -> Run:
     start, stop = as_int("start", start, 0), as_int("stop", stop, 0)
     if stop > graph.num_targets:

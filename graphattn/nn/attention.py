@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.typing import OptTensor
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention_steps import AttentionSteps
@@ -128,7 +129,8 @@ class GraphAttention(AttentionSteps):
         """Forward pass of every attention layer: check, project, mix, project the output.
 
         1. :meth:`prepare` checks the inputs and replaces invalid tokens by zeros.
-        2. :meth:`project` makes queries [*, N, H, D], and keys and values [*, M, Hk, D].
+        2. :meth:`project` makes queries [*, N, H, D], and keys and values [*, M, Hk, D]. If the
+           graph is divided among ranks, keys and values of other ranks are fetched.
         3. :meth:`mix` averages, for every target, the values of its sources, [*, N, H, D].
         4. `output_proj` takes all heads of a token together, [*, N, dim].
 
@@ -158,11 +160,15 @@ class GraphAttention(AttentionSteps):
                 if not return_attention_weights:
                     return out
                 return out, self.weights_of_flat_call(x, graph, projected)
+        shard = graph if isinstance(graph, ShardedGraph) else None
         needs_sorted_edges = bool(return_attention_weights) or edge_bias is not None
         x, context, graph, valid_pair = self.prepare(
             x, context, context_dim, graph, valid, per_edge=needs_sorted_edges
         )
         query, key, value = self.project(x, context, graph, positions)
+        if shard is not None:
+            edge_bias = shard.edge_bias(edge_bias)
+            graph, (key, value), valid_pair = shard.fetch((key, value), (-3, -3), valid_pair)
         bias_argument = _bias_argument(edge_bias)
         mixed = self.mix(query, key, value, graph, valid_pair, **bias_argument)
         out = self.output_proj(mixed.flatten(-2))

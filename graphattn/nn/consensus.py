@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.typing import OptTensor, PairTensor
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.flat_call import flat_consensus_call
@@ -148,6 +150,54 @@ class _Consensus(GraphLayer):
         pull = R.apply(u_i - u_j)
         keep = edge_mask(valid_i, valid_j)
         return pull if keep is None else pull.masked_fill(~keep[..., None], 0)
+
+    def sharded_step(
+        self,
+        x: Tensor,
+        shard: ShardedGraph,
+        context: Tensor | None,
+        valid: Valid,
+        positions: Positions,
+        edge_features: Tensor | None,
+        *,
+        step: Callable[..., Tensor],
+    ) -> Tensor:
+        """Compute `step`, the forward pass of the class, over the tokens of one rank.
+
+        Tokens that other ranks own are fetched before they are projected: they are narrower than
+        their hidden vectors. If the step moves both ends of an edge, an edge between two ranks is
+        computed on both of them, so that nothing has to travel back.
+        """
+        both = self.update_rule == "energy" and (context is None or context is x)
+        sources = x if context is None else context
+        x, sources, tokens, pair = self.prepare(
+            x, sources, self.context_dim, shard, valid, per_edge=edge_features is not None
+        )
+        if both and edge_features is not None:
+            edge_features = shard.values_of_both_ends(edge_features)
+        local = shard.by_both_ends if both else shard.by_targets
+        given: list[Any] = [None, None]
+        if positions is not None:
+            given = [*self.resolve_positions(tokens, positions)]
+        sent = {"context": (sources, -2), "valid": (pair[1], -1), "positions": (given[1], -1)}
+        if both:
+            sent |= {"of_targets": (pair[0], -1), "target_positions": (given[0], -1)}
+        there = {name: x for name, x in sent.items() if x[0] is not None}
+        found = local.exchange(
+            *(x for x, _ in there.values()), dims=[dim for _, dim in there.values()]
+        )
+        fetched: dict[str, Any] = dict(zip(there, found, strict=True))
+        seen = fetched["context"]
+        masks = fetched.get("of_targets", pair[0]), fetched.get("valid")
+        places = fetched.get("target_positions", given[0]), fetched.get("positions")
+        options: dict[str, Any] = {
+            "valid": None if pair == (None, None) else masks,
+            "positions": None if positions is None else places,
+            "edge_features": edge_features,
+        }
+        if both:
+            return step(self, seen, local.graph, **options)[..., local.own, :]
+        return step(self, x, local.graph, seen, **options)
 
     def checked_features(
         self, edge_features: Any, x: Tensor, graph: TokenGraph
@@ -491,6 +541,9 @@ class SelfConsensus(_Consensus, CompiledSteps):
         The rows of `context` are tokens of the same sequence, with the same projection as `x`. They
         do not move.
         """
+        if isinstance(graph, ShardedGraph):
+            given = context, valid, positions, edge_features
+            return self.sharded_step(x, graph, *given, step=SelfConsensus.forward)
         if (
             valid is None
             and positions is None
@@ -692,6 +745,9 @@ class CrossConsensus(_Consensus):
         edge_features: Tensor | None = None,
     ) -> Tensor:
         """Make one consensus step of the tokens of `x` towards those of `context`."""
+        if isinstance(graph, ShardedGraph):
+            given = context, valid, positions, edge_features
+            return self.sharded_step(x, graph, *given, step=CrossConsensus.forward)
         x, context, graph, pair = self.prepare(
             x, context, self.context_dim, graph, valid, per_edge=edge_features is not None
         )

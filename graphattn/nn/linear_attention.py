@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.typing import OptTensor
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
@@ -172,10 +173,15 @@ class LinearAttention(StreamingLayer):
                 with torch.no_grad():
                     features = self.features_of(*projected, None)
                     return out, self.weights_of_edges(features, graph, (None, None))
+        shard = graph if isinstance(graph, ShardedGraph) else None
         x, context, graph, pair = self.prepare(
             x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
         )
         features = self.project_features(x, context, self.rotations(x, context, graph, positions))
+        if shard is not None:
+            query, key, value, turned_query, turned_key = features
+            graph, found, pair = shard.fetch((key, value, turned_key), (-3, -3, -3), pair)
+            features = Features(query, found[0], found[1], turned_query, found[2])
         mixed = self.mix(features, graph, pair)
         out = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:

@@ -282,6 +282,25 @@ class StoredGraph:
         part = torch.arange(len(sizes), device=self._device)
         return part.repeat_interleave(sizes, output_size=self._num_targets)
 
+    def maximum_per_sequence(self, values: Tensor) -> Tensor:
+        """Return the maximum over the targets of every sequence, once for each of them, [*, N, H].
+
+        Args:
+            values: numbers of every target, [*, N, H].
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> graph = ga.batch([ga.causal_graph(2), ga.causal_graph(3)])
+            >>> graph.maximum_per_sequence(torch.tensor([[1], [2], [5], [4], [3]])).flatten()
+            tensor([2, 2, 5, 5, 5])
+        """
+        if values.shape[-2] == 0:
+            return values
+        pieces = values.split([targets for targets, _ in self._sizes], dim=-2)
+        return torch.cat(
+            [p.amax(-2, keepdim=True).expand_as(p) if p.shape[-2] else p for p in pieces], dim=-2
+        )
+
     @property
     def device(self) -> torch.device:
         """The device of edges and positions, even if they are not listed yet."""

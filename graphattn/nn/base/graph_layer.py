@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.overrides import (
@@ -102,7 +103,8 @@ class GraphLayer(Configured, MessagePassing):
         """Check the inputs, and replace invalid tokens by zeros.
 
         Returns:
-            x, context, the TokenGraph, and the masks of targets and of sources.
+            x, context, the TokenGraph, and the masks of targets and of sources. In place of a
+            ShardedGraph, it is the graph of this rank's tokens without edges.
         """
         for name, tokens, width in (("x", x, self.dim), ("context", context, context_dim)):
             if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
@@ -117,6 +119,10 @@ class GraphLayer(Configured, MessagePassing):
                 f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
                 f"got {list(context.shape[:-2])}"
             )
+        if isinstance(graph, ShardedGraph):
+            graph.check_tokens("x", x, graph.num_targets)
+            graph.check_tokens("context", context, graph.num_sources)
+            graph = graph.tokens
         N, M = x.shape[-2], context.shape[-2]
         graph = check_graph(graph, x, N, M, per_edge=per_edge)
         pair = check_valid(valid, x.shape[:-2], x.device, N, M)

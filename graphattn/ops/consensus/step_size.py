@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
@@ -34,18 +33,8 @@ def automatic_step(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
 def step_of_degrees(degree: Tensor, graph: TokenGraph, update: str) -> Tensor:
     """The step of :func:`automatic_step` from the degrees d_i, [*, N, H]."""
     if update == "energy":
-        bound = 2 * _maximum_per_sequence(degree, graph)
+        bound = 2 * graph.maximum_per_sequence(degree)
     else:
         bound = degree
     still = bound == 0
     return bound.masked_fill(still, 1).reciprocal().masked_fill(still, 0)
-
-
-def _maximum_per_sequence(degree: Tensor, graph: TokenGraph) -> Tensor:
-    """The maximum over the tokens of every sequence of a batch, repeated for each of its tokens."""
-    if degree.shape[-2] == 0:
-        return degree
-    pieces = degree.split([targets for targets, _ in graph.sizes], dim=-2)
-    return torch.cat(
-        [p.amax(-2, keepdim=True).expand_as(p) if p.shape[-2] else p for p in pieces], dim=-2
-    )

@@ -1,0 +1,129 @@
+"""The exchange of rows between ranks: of keys and values, or whatever a layer reads of sources.
+
+All rows travel in one all-to-all before the layer's operation, and their gradients in one after
+it. Both are functional collectives, which torch.compile traces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """What one rank sends to and receives from every other rank.
+
+    The rows that a rank receives come in the order of their tokens. With its own rows in the place
+    where they belong, they are the *context*: all tokens that its targets see.
+
+    Attributes:
+        group: the process group; None if there is only one rank.
+        send: LongTensor, its own rows that others need, by receiver, then by token.
+        sent: how many rows each rank gets, one number per rank.
+        received: how many rows come from each rank.
+        own: its own rows in the context, a slice or a LongTensor.
+        place: LongTensor, the rows of the context in [received rows, own rows]. None if the first
+            `before` received rows, its own rows, and the other received rows are the context.
+        before: how many received rows come before its own.
+        total: how many rows all ranks send together. If 0, nobody calls a collective.
+    """
+
+    group: Any
+    send: Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    own: slice | Tensor
+    place: Tensor | None
+    before: int
+    total: int
+
+    def __call__(self, *tensors: Tensor, dims: Sequence[int]) -> list[Tensor]:
+        """Return the context of tensors with this rank's tokens.
+
+        Args:
+            tensors: on one device. All ranks pass equal shapes and dtypes, up to the number of
+                tokens. Those of floating-point numbers travel in the widest dtype of them.
+            dims: the dimension of every tensor that counts the tokens, from the end: -2 for
+                [*, N, dim], -3 for [*, N, heads, D], -1 for masks [*, N].
+        """
+        own = [self._own_rows(x, dim) for x, dim in zip(tensors, dims, strict=True)]
+        if self.total == 0:
+            return own
+        arrived: dict[int, Tensor] = {}
+        for numbers in _in_one_buffer(tensors):
+            arrived.update(self._fetched(numbers, tensors, dims))
+        return [self._merged(arrived[i], mine, dims[i]) for i, mine in enumerate(own)]
+
+    def _fetched(
+        self, numbers: list[int], tensors: Sequence[Tensor], dims: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Return the rows that arrive of some of the tensors, which travel in one buffer."""
+        given = [(tensors[i], dims[i]) for i in numbers]
+        dtype = _common_dtype([x for x, _ in given])
+        picked = [_as_rows(x.index_select(dim, self.send), dim) for x, dim in given]
+        rows = self._all_to_all(torch.cat([x.to(dtype) for x in picked], dim=1))
+        parts = rows.split([x.shape[1] for x in picked], dim=1)
+        return {
+            i: _from_rows(part, x, dim).to(x.dtype)
+            for i, part, (x, dim) in zip(numbers, parts, given, strict=True)
+        }
+
+    def _own_rows(self, x: Tensor, dim: int) -> Tensor:
+        if isinstance(self.own, Tensor):
+            return x.index_select(dim, self.own)
+        if self.own == slice(0, x.shape[dim]):
+            return x
+        return x.narrow(dim, self.own.start, self.own.stop - self.own.start)
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        from torch.distributed import _functional_collectives as functional
+
+        move = functional.all_to_all_single_autograd
+        if not rows.is_floating_point():
+            move = functional.all_to_all_single
+        received: Tensor = move(
+            rows.contiguous(), list(self.received), list(self.sent), self.group
+        )
+        return received
+
+    def _merged(self, others: Tensor, own: Tensor, dim: int) -> Tensor:
+        if self.place is not None:
+            return torch.cat([others, own], dim).index_select(dim, self.place)
+        count = others.shape[dim]
+        first = others.narrow(dim, 0, self.before)
+        last = others.narrow(dim, self.before, count - self.before)
+        return torch.cat([first, own, last], dim)
+
+
+def _in_one_buffer(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group tensors that travel together: numbers and masks; integers of their own."""
+    floats = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.dtype == torch.bool]
+    others = [i for i in range(len(tensors)) if i not in floats]
+    return [group for group in (floats, *([i] for i in others)) if group]
+
+
+def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the widest dtype; masks travel as the numbers 0 and 1."""
+    dtypes = [x.dtype for x in tensors if x.dtype != torch.bool] or [torch.uint8]
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def _as_rows(x: Tensor, dim: int) -> Tensor:
+    """Reshape x to one row of numbers per token, [tokens, numbers]."""
+    first = x.movedim(dim, 0)
+    return first.reshape(first.shape[0], math.prod(first.shape[1:]))
+
+
+def _from_rows(rows: Tensor, like: Tensor, dim: int) -> Tensor:
+    """Reshape rows of numbers to the shape of `like`, with another number of tokens."""
+    shape = like.movedim(dim, 0).shape[1:]
+    return rows.reshape(rows.shape[0], *shape).movedim(0, dim)

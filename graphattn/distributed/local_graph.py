@@ -1,0 +1,229 @@
+"""The part of a graph that one rank computes: its own targets, and all sources that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.distributed.exchange import RowExchange
+from graphattn.distributed.layout import Layout
+from graphattn.distributed.seen import Run, common, joined, runs_of, seen_by
+from graphattn.graphs.edges.storage import StoredGraph
+from graphattn.graphs.targets import graph_among
+from graphattn.graphs.token_graph import TokenGraph
+
+Runs = list[Run]
+
+
+class LocalGraph(TokenGraph):
+    """A graph of one rank. Results over whole sequences take the other ranks into account.
+
+    Attributes:
+        rank, ranks: the place of this rank among all of them.
+        over_ranks: the maximum of a tensor over all ranks, elementwise; None if ranks share no
+            sequence.
+        own: the tokens of this rank among the targets of this graph.
+        sequence: LongTensor, for every target the number of its sequence in the whole graph.
+        sequences: how many sequences the whole graph has.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    over_ranks: Callable[[Tensor], Tensor] | None = None
+    own: slice | Tensor = slice(None)
+    sequence: Tensor | None = None
+    sequences: int = 1
+
+    def maximum_per_sequence(self, degree: Tensor) -> Tensor:
+        """Return the maximum over all tokens of every sequence, on whatever rank they are."""
+        if self.over_ranks is None or self.sequence is None:
+            return super().maximum_per_sequence(degree)
+        owned, sequence = degree[..., self.own, :], self.sequence[self.own]
+        shape = *degree.shape[:-2], self.sequences, degree.shape[-1]
+        index = sequence[:, None].expand(owned.shape)
+        largest = degree.new_zeros(shape).scatter_reduce(-2, index, owned, "amax")
+        return self.over_ranks(largest).index_select(-2, self.sequence)
+
+
+class LocalPart(NamedTuple):
+    """A graph of one rank, and the exchange of rows that makes its sources.
+
+    Attributes:
+        graph: the edges that this rank computes.
+        exchange: the rows that travel.
+        own: the tokens of this rank among the targets of the graph, in case there are others.
+    """
+
+    graph: LocalGraph
+    exchange: RowExchange
+    own: slice | Tensor
+
+
+def needed_of_targets(graph: TokenGraph, targets: Layout, rank: int) -> Runs:
+    """Return the sources that the targets of a rank see."""
+    return joined(
+        seen for run in targets.runs(rank) for seen in seen_by(graph, run.start, run.stop)
+    )
+
+
+def needed_of_both_ends(graph: TokenGraph, layout: Layout, rank: int) -> Runs:
+    """Return the tokens that share an edge with a token of a rank, in either direction."""
+    backward = needed_of_targets(graph.transpose(), layout, rank)
+    return joined([*needed_of_targets(graph, layout, rank), *backward])
+
+
+def exchange_of(
+    needed: Sequence[Runs], layout: Layout, rank: int, group: Any, device: torch.device
+) -> tuple[RowExchange, Tensor]:
+    """Return the exchange of rows of a rank, and the tokens of its context in ascending order.
+
+    Args:
+        needed: for every rank the tokens that it needs, its own included or not.
+        layout: who owns the tokens.
+        rank: this rank.
+        group: the process group.
+        device: the device of the rows.
+    """
+    own_runs = layout.runs(rank)
+    own = layout.tokens(rank)
+    send, sent = [], []
+    total = 0
+    for other, runs in enumerate(needed):
+        total += _count(runs) - _count(common(runs, layout.runs(other)))
+        rows = [] if other == rank else common(runs, own_runs)
+        send.append(torch.searchsorted(own, _tokens(rows)))
+        sent.append(_count(rows))
+    own_needed = _tokens(common(needed[rank], own_runs))
+    arriving = [
+        _tokens([] if other == rank else common(needed[rank], layout.runs(other)))
+        for other in range(layout.ranks)
+    ]
+    arrived = torch.cat(arriving)
+    tokens = torch.cat([arrived, own_needed])
+    order = tokens.argsort()
+    before = int((arrived < own_needed[0]).sum()) if len(own_needed) else len(arrived)
+    kept = torch.searchsorted(own, own_needed)
+    is_run = not len(kept) or bool((kept.diff() == 1).all())
+    first = int(kept[0]) if len(kept) else 0
+    plain = torch.cat(
+        [
+            torch.arange(before),
+            torch.arange(len(arrived), len(tokens)),
+            torch.arange(before, len(arrived)),
+        ]
+    )
+    return (
+        RowExchange(
+            group=group,
+            send=torch.cat(send).to(device),
+            sent=tuple(sent),
+            received=tuple(len(rows) for rows in arriving),
+            own=slice(first, first + len(kept)) if is_run else kept.to(device),
+            place=None if torch.equal(order, plain) else order.to(device),
+            before=before,
+            total=total,
+        ),
+        tokens[order],
+    )
+
+
+def rows_of_targets(graph: TokenGraph, run: range, context: Tensor) -> TokenGraph:
+    """Return the rows of a run of targets, with the sources `context`, in ascending order.
+
+    The result has a structure if the context is one run. Otherwise it is a list of edges or a
+    table of neighbours.
+    """
+    part, seen = graph.targets(run.start, run.stop)
+    if len(context) == len(seen) and (not len(seen) or int(context[0]) == seen.start):
+        return part
+    context = context.to(graph.device)
+
+    def renumbered(source: Tensor) -> Tensor:
+        return torch.searchsorted(context, source.long() + seen.start)
+
+    neighbors = edges = None
+    if part.compact_neighbors is not None:
+        table = part.compact_neighbors
+        neighbors = torch.where(table < 0, -1, renumbered(table.clamp(min=0)))
+    else:
+        source, target = part.compact_edges
+        edges = torch.stack([renumbered(source), target.long()])
+    return TokenGraph(
+        edge_index=edges,
+        neighbors=neighbors,
+        num_targets=part.num_targets,
+        num_sources=len(context),
+        sizes=_sizes_within(part, context - seen.start),
+        starts=part.starts,
+        is_causal=graph.is_causal,
+        has_causal_part=graph.has_causal_part,
+        positions=(part.positions, graph.source_positions[context]),
+    )
+
+
+def among_context(graph: TokenGraph, own: Tensor, context: Tensor) -> TokenGraph:
+    """Return the edges that touch a token of a rank, over the tokens `context`.
+
+    If the context is one run, the result has a structure, and also the edges between other tokens
+    of the context.
+    """
+    device = graph.device
+    context = context.to(device)
+    first, last = int(context[0]), int(context[-1]) + 1
+    if last - first == len(context) and (among := graph_among(graph, first, last)) is not None:
+        return among
+    lists = []
+    for side in (graph, graph.transpose()):
+        for low, high in runs_of(own):
+            part, seen = side.targets(low, high)
+            ends = part.compact_edges.long() + torch.tensor([[seen.start], [low]], device=device)
+            lists.append(ends if side is graph else ends.flip(0))
+    source, target = torch.searchsorted(context, torch.cat(lists, dim=1))
+    key = (target * len(context) + source).unique()
+    edges = torch.stack([key % len(context), key // len(context)])
+    positions = graph.positions[context], graph.source_positions[context]
+    return TokenGraph(
+        edge_index=edges,
+        num_targets=len(context),
+        num_sources=len(context),
+        is_causal=graph.is_causal,
+        has_causal_part=graph.has_causal_part,
+        positions=positions,
+    )
+
+
+def as_local(graph: StoredGraph, rank: int, ranks: int) -> LocalGraph:
+    """Return a copy of a graph as a LocalGraph, which shares its edges."""
+    local = LocalGraph.__new__(LocalGraph)
+    vars(local).update(vars(graph))
+    local._forget()
+    local._code = graph.code
+    local.rank, local.ranks = rank, ranks
+    return local
+
+
+def sequences_of(graph: TokenGraph, tokens: Tensor) -> Tensor:
+    """Return the sequence, in a batch, of some targets; all 0 for a single graph."""
+    ends = torch.tensor([targets for targets, _ in graph.sizes]).cumsum(0)
+    return torch.searchsorted(ends, tokens.cpu(), right=True).to(graph.device)
+
+
+def _sizes_within(part: TokenGraph, kept: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of the sequences, if only some of the sources are kept."""
+    ends = torch.tensor([sources for _, sources in part.sizes]).cumsum(0)
+    upto = torch.searchsorted(kept.cpu(), ends)
+    counts = torch.cat([upto[:1], upto.diff()]).tolist()
+    return tuple((n, m) for (n, _), m in zip(part.sizes, counts, strict=True))
+
+
+def _count(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _tokens(runs: Runs) -> Tensor:
+    if not runs:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(start, stop) for start, stop in runs])
