@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.layout import Layout
+
 
 def maximum_over_ranks(x: Tensor, group: Any) -> Tensor:
     """Return the elementwise maximum of a tensor over all ranks, on every rank.
@@ -25,27 +27,35 @@ def all_gathered(x: Tensor, group: Any) -> tuple[Tensor, ...]:
     return tuple(whole.view(ranks, *x.shape))
 
 
-def gathered(x: Tensor, dim: int, sizes: list[int], rank: int, group: Any) -> Tensor:
-    """Concatenate the tensors of all ranks, whose sizes in dimension `dim` are `sizes`."""
-    result: Tensor = _Gathered.apply(x, dim, sizes, rank, group)
+def gathered(x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tensor:
+    """Return the tensor of all tokens, whose dimension `dim` counts them, from those of all ranks.
+
+    In the backward pass, every rank takes the gradient of its own tokens.
+    """
+    result: Tensor = _Gathered.apply(x, dim, layout, rank, group)
     return result
 
 
 class _Gathered(torch.autograd.Function):
-    """Tensors of all ranks, of which each rank differentiates its own."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], rank: int, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tensor:
         from torch.distributed import _functional_collectives as functional
 
-        ctx.place = dim, sum(sizes[:rank]), sizes[rank]
+        ctx.dim, ctx.runs = dim, layout.runs(rank)
+        sizes = layout.sizes()
         first = x.movedim(dim, 0)
         padded = first.new_zeros((max(sizes), *first.shape[1:]))
         padded[: sizes[rank]] = first
-        whole = functional.all_gather_tensor(padded, 0, group)
-        rows = [part[:size] for part, size in zip(whole.chunk(len(sizes)), sizes, strict=True)]
-        return torch.cat(rows).movedim(0, dim)
+        arrived = functional.all_gather_tensor(padded, 0, group).chunk(layout.ranks)
+        whole = padded.new_empty((layout.num_tokens, *first.shape[1:]))
+        for other, rows in enumerate(arrived):
+            start = 0
+            for run in layout.runs(other):
+                whole[run.start : run.stop] = rows[start : start + len(run)]
+                start += len(run)
+        return whole.movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return d_whole.narrow(*ctx.place), None, None, None, None
+        own = [d_whole.narrow(ctx.dim, run.start, len(run)) for run in ctx.runs]
+        return torch.cat(own, dim=ctx.dim), None, None, None, None

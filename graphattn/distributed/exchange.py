@@ -55,24 +55,42 @@ class RowExchange:
         own = [self._own_rows(x, dim) for x, dim in zip(tensors, dims, strict=True)]
         if self.total == 0:
             return own
-        arrived: dict[int, Tensor] = {}
-        for numbers in _in_one_buffer(tensors):
-            arrived.update(self._fetched(numbers, tensors, dims))
-        return [self._merged(arrived[i], mine, dims[i]) for i, mine in enumerate(own)]
+        arrived = self.finish(self.start(tensors, dims), tensors, dims)
+        return [self._merged(*rows) for rows in zip(arrived, own, dims, strict=True)]
 
-    def _fetched(
-        self, numbers: list[int], tensors: Sequence[Tensor], dims: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """Return the rows that arrive of some of the tensors, which travel in one buffer."""
-        given = [(tensors[i], dims[i]) for i in numbers]
-        dtype = _common_dtype([x for x, _ in given])
-        picked = [_as_rows(x.index_select(dim, self.send), dim) for x, dim in given]
-        rows = self._all_to_all(torch.cat([x.to(dtype) for x in picked], dim=1))
-        parts = rows.split([x.shape[1] for x in picked], dim=1)
-        return {
-            i: _from_rows(part, x, dim).to(x.dtype)
-            for i, part, (x, dim) in zip(numbers, parts, given, strict=True)
-        }
+    def start(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+        """Send this rank's rows, and return buffers that :meth:`finish` waits for."""
+        buffers = []
+        for numbers in _in_one_buffer(tensors):
+            given = [(tensors[i], dims[i]) for i in numbers]
+            dtype = _common_dtype([x for x, _ in given])
+            picked = [_as_rows(x.index_select(dim, self.send), dim).to(dtype) for x, dim in given]
+            buffers.append(self._all_to_all(torch.cat(picked, dim=1), self.received, self.sent))
+        return buffers
+
+    def finish(
+        self, buffers: Sequence[Tensor], tensors: Sequence[Tensor], dims: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the rows that arrive of every tensor, in the order of their tokens."""
+        found: dict[int, Tensor] = {}
+        for numbers, rows in zip(_in_one_buffer(tensors), buffers, strict=True):
+            widths = [_numbers_of_row(tensors[i], dims[i]) for i in numbers]
+            for i, part in zip(numbers, _waited(rows).split(widths, dim=1), strict=True):
+                found[i] = _from_rows(part, tensors[i], dims[i]).to(tensors[i].dtype)
+        return [found[i] for i in range(len(tensors))]
+
+    def returned(self, gradients: Sequence[Any], dims: Sequence[int]) -> list[Tensor]:
+        """Send the gradients of rows that arrived to the ranks that own them.
+
+        The result are the gradients of the rows that this rank sent, in the order of `send`.
+        """
+        if not gradients or self.total == 0:
+            return [x.narrow(dim, 0, 0) for x, dim in zip(gradients, dims, strict=True)]
+        pairs = list(zip(gradients, dims, strict=True))
+        rows = [_as_rows(x, dim) for x, dim in pairs]
+        home = _waited(self._all_to_all(torch.cat(rows, dim=1), self.sent, self.received))
+        parts = home.split([x.shape[1] for x in rows], dim=1)
+        return [_from_rows(part, x, dim) for part, (x, dim) in zip(parts, pairs, strict=True)]
 
     def _own_rows(self, x: Tensor, dim: int) -> Tensor:
         if isinstance(self.own, Tensor):
@@ -81,16 +99,17 @@ class RowExchange:
             return x
         return x.narrow(dim, self.own.start, self.own.stop - self.own.start)
 
-    def _all_to_all(self, rows: Tensor) -> Tensor:
+    def _all_to_all(
+        self, rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...]
+    ) -> Tensor:
+        if self.total == 0:
+            return rows
         from torch.distributed import _functional_collectives as functional
 
-        move = functional.all_to_all_single_autograd
-        if not rows.is_floating_point():
-            move = functional.all_to_all_single
-        received: Tensor = move(
-            rows.contiguous(), list(self.received), list(self.sent), self.group
-        )
-        return received
+        differentiable = rows.requires_grad
+        move = functional.all_to_all_single_autograd if differentiable else functional.all_to_all_single
+        result: Tensor = move(rows.contiguous(), list(received), list(sent), self.group)
+        return result
 
     def _merged(self, others: Tensor, own: Tensor, dim: int) -> Tensor:
         if self.place is not None:
@@ -99,6 +118,13 @@ class RowExchange:
         first = others.narrow(dim, 0, self.before)
         last = others.narrow(dim, self.before, count - self.before)
         return torch.cat([first, own, last], dim)
+
+
+def _waited(x: Tensor) -> Tensor:
+    """Return the result of a collective when it is there, as a plain tensor."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def _in_one_buffer(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -121,6 +147,10 @@ def _as_rows(x: Tensor, dim: int) -> Tensor:
     """Reshape x to one row of numbers per token, [tokens, numbers]."""
     first = x.movedim(dim, 0)
     return first.reshape(first.shape[0], math.prod(first.shape[1:]))
+
+
+def _numbers_of_row(x: Tensor, dim: int) -> int:
+    return math.prod(x.movedim(dim, 0).shape[1:])
 
 
 def _from_rows(rows: Tensor, like: Tensor, dim: int) -> Tensor:

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.seen import Run, common, joined, runs_of, seen_by
+from graphattn.distributed.seen import Runs, common, count, joined, runs_of, seen_by, tokens_of
 from graphattn.graphs.edges.storage import StoredGraph
-from graphattn.graphs.targets import graph_among
+from graphattn.graphs.targets import block_of
 from graphattn.graphs.token_graph import TokenGraph
-
-Runs = list[Run]
 
 
 class LocalGraph(TokenGraph):
@@ -76,57 +74,54 @@ def needed_of_both_ends(graph: TokenGraph, layout: Layout, rank: int) -> Runs:
 
 
 def exchange_of(
-    needed: Sequence[Runs], layout: Layout, rank: int, group: Any, device: torch.device
-) -> tuple[RowExchange, Tensor]:
-    """Return the exchange of rows of a rank, and the tokens of its context in ascending order.
+    needed: Sequence[Runs],
+    layout: Layout,
+    rank: int,
+    context: Tensor,
+    *,
+    group: Any,
+    device: torch.device,
+) -> RowExchange:
+    """Return the exchange that makes the context of a rank.
 
     Args:
         needed: for every rank the tokens that it needs, its own included or not.
         layout: who owns the tokens.
         rank: this rank.
+        context: LongTensor, the tokens that this rank needs, in any order; they may repeat.
         group: the process group.
         device: the device of the rows.
     """
-    own_runs = layout.runs(rank)
-    own = layout.tokens(rank)
-    send, sent = [], []
-    total = 0
+    own_runs, own = layout.runs(rank), layout.tokens(rank)
+    send, sent, total = [], [], 0
     for other, runs in enumerate(needed):
-        total += _count(runs) - _count(common(runs, layout.runs(other)))
+        total += count(runs) - count(common(runs, layout.runs(other)))
         rows = [] if other == rank else common(runs, own_runs)
-        send.append(torch.searchsorted(own, _tokens(rows)))
-        sent.append(_count(rows))
-    own_needed = _tokens(common(needed[rank], own_runs))
+        send.append(torch.searchsorted(own, tokens_of(rows)))
+        sent.append(count(rows))
     arriving = [
-        _tokens([] if other == rank else common(needed[rank], layout.runs(other)))
+        tokens_of([] if other == rank else common(needed[rank], layout.runs(other)))
         for other in range(layout.ranks)
     ]
-    arrived = torch.cat(arriving)
-    tokens = torch.cat([arrived, own_needed])
-    order = tokens.argsort()
-    before = int((arrived < own_needed[0]).sum()) if len(own_needed) else len(arrived)
-    kept = torch.searchsorted(own, own_needed)
-    is_run = not len(kept) or bool((kept.diff() == 1).all())
-    first = int(kept[0]) if len(kept) else 0
-    plain = torch.cat(
-        [
-            torch.arange(before),
-            torch.arange(len(arrived), len(tokens)),
-            torch.arange(before, len(arrived)),
-        ]
-    )
-    return (
-        RowExchange(
-            group=group,
-            send=torch.cat(send).to(device),
-            sent=tuple(sent),
-            received=tuple(len(rows) for rows in arriving),
-            own=slice(first, first + len(kept)) if is_run else kept.to(device),
-            place=None if torch.equal(order, plain) else order.to(device),
-            before=before,
-            total=total,
-        ),
-        tokens[order],
+    kept = tokens_of(common(needed[rank], own_runs))
+    there = torch.cat([*arriving, kept])
+    arrived = len(there) - len(kept)
+    order = there.argsort()
+    place = order[torch.searchsorted(there[order], context)]
+    before = int((there[:arrived] < kept[0]).sum()) if len(kept) else arrived
+    plain = [torch.arange(before), torch.arange(arrived, len(there)), torch.arange(before, arrived)]
+    places = torch.searchsorted(own, kept)
+    first = int(places[0]) if len(kept) else 0
+    is_run = torch.equal(places, torch.arange(first, first + len(kept)))
+    return RowExchange(
+        group=group,
+        send=torch.cat(send).to(device),
+        sent=tuple(sent),
+        received=tuple(map(len, arriving)),
+        own=slice(first, first + len(kept)) if is_run else places.to(device),
+        place=None if torch.equal(place, torch.cat(plain)) else place.to(device),
+        before=before,
+        total=total,
     )
 
 
@@ -173,8 +168,10 @@ def among_context(graph: TokenGraph, own: Tensor, context: Tensor) -> TokenGraph
     device = graph.device
     context = context.to(device)
     first, last = int(context[0]), int(context[-1]) + 1
-    if last - first == len(context) and (among := graph_among(graph, first, last)) is not None:
-        return among
+    if last - first == len(context):
+        among = block_of(graph, (first, last), (first, last))
+        if among is not None:
+            return among
     lists = []
     for side in (graph, graph.transpose()):
         for low, high in runs_of(own):
@@ -192,6 +189,32 @@ def among_context(graph: TokenGraph, own: Tensor, context: Tensor) -> TokenGraph
         is_causal=graph.is_causal,
         has_causal_part=graph.has_causal_part,
         positions=positions,
+    )
+
+
+def edges_between(graph: TokenGraph, run: range, tokens: Tensor) -> TokenGraph:
+    """Return the edges from some sources, in ascending order, to a run of targets.
+
+    The sources are numbered from 0 in this order. The result has a structure if the graph has one
+    and the sources are one run.
+    """
+    if len(tokens) and int(tokens[-1]) - int(tokens[0]) + 1 == len(tokens):
+        sources = int(tokens[0]), int(tokens[-1]) + 1
+        block = block_of(graph, (run.start, run.stop), sources)
+        if block is not None:
+            return block
+    part, seen = graph.targets(run.start, run.stop)
+    source, target = part.edge_index
+    tokens = tokens.to(graph.device)
+    place = torch.searchsorted(tokens, source + seen.start)
+    if len(tokens):
+        inside = tokens[place.clamp(max=len(tokens) - 1)] == source + seen.start
+    else:
+        inside = torch.zeros_like(source, dtype=torch.bool)
+    return TokenGraph(
+        edge_index=torch.stack([place[inside], target[inside]]),
+        num_targets=len(run),
+        num_sources=len(tokens),
     )
 
 
@@ -219,11 +242,3 @@ def _sizes_within(part: TokenGraph, kept: Tensor) -> tuple[tuple[int, int], ...]
     return tuple((n, m) for (n, _), m in zip(part.sizes, counts, strict=True))
 
 
-def _count(runs: Runs) -> int:
-    return sum(stop - start for start, stop in runs)
-
-
-def _tokens(runs: Runs) -> Tensor:
-    if not runs:
-        return torch.empty(0, dtype=torch.int64)
-    return torch.cat([torch.arange(start, stop) for start, stop in runs])

@@ -24,9 +24,10 @@ from graphattn.graphs.structures.structure import (
 from graphattn.graphs.token_graph import TokenGraph
 
 Run = tuple[int, int]  # the first token, and the one after the last
+Runs = list[Run]
 
 
-def seen_by(graph: TokenGraph, start: int, stop: int) -> list[Run]:
+def seen_by(graph: TokenGraph, start: int, stop: int) -> Runs:
     """Return the sources that targets start .. stop - 1 see, as disjoint runs in ascending order.
 
     No edge is listed for windows, blocks, cycles, causal and complete graphs, global tokens, and
@@ -49,7 +50,7 @@ def seen_by(graph: TokenGraph, start: int, stop: int) -> list[Run]:
     return runs_of(graph.compact_edges[0, first:last])
 
 
-def runs_of(tokens: Tensor) -> list[Run]:
+def runs_of(tokens: Tensor) -> Runs:
     """Return the runs of consecutive tokens in a tensor of tokens, which may repeat."""
     if not tokens.numel():
         return []
@@ -60,9 +61,9 @@ def runs_of(tokens: Tensor) -> list[Run]:
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def joined(runs: Iterable[Run]) -> list[Run]:
+def joined(runs: Iterable[Run]) -> Runs:
     """Join runs that overlap or touch; the result is disjoint and in ascending order."""
-    result: list[Run] = []
+    result: Runs = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):
         if result and start <= result[-1][1]:
             result[-1] = result[-1][0], max(stop, result[-1][1])
@@ -71,7 +72,7 @@ def joined(runs: Iterable[Run]) -> list[Run]:
     return result
 
 
-def common(runs: Iterable[Run], within: Iterable[range]) -> list[Run]:
+def common(runs: Iterable[Run], within: Iterable[range]) -> Runs:
     """Cut disjoint runs to other disjoint runs, both in ascending order."""
     found = []
     others = list(within)
@@ -81,6 +82,17 @@ def common(runs: Iterable[Run], within: Iterable[range]) -> list[Run]:
             if low < high:
                 found.append((low, high))
     return found
+
+
+def count(runs: Iterable[Run]) -> int:
+    """Count the tokens of disjoint runs."""
+    return sum(stop - start for start, stop in runs)
+
+
+def tokens_of(runs: Iterable[Run]) -> Tensor:
+    """Return the tokens of runs one after another, a LongTensor."""
+    lists = [torch.arange(start, stop) for start, stop in runs]
+    return torch.cat(lists) if lists else torch.empty(0, dtype=torch.int64)
 
 
 def _of_structure(structure: GraphStructure, start: int, stop: int) -> Iterator[Run]:

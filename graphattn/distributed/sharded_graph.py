@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, NoReturn, overload
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
     LocalPart,
-    Runs,
     among_context,
     as_local,
     exchange_of,
@@ -23,7 +23,11 @@ from graphattn.distributed.local_graph import (
     rows_of_targets,
     sequences_of,
 )
+from graphattn.distributed.ring import Round
+from graphattn.distributed.rounds import RingPlan
+from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tokens_of
 from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.inputs import ValidPair
 
@@ -40,12 +44,23 @@ class ShardedGraph:
         whole: the graph of all tokens.
         rank, ranks: the place of this rank in the group, and the size of the group.
         group: the process group; None if there is only one rank.
+        exchange: "rows" if all rows that a rank needs are fetched at once, "ring" if it computes
+            with those of one rank at a time.
     """
 
-    def __init__(self, whole: TokenGraph, rank: int, ranks: int, group: Any) -> None:
-        self.whole, self.rank, self.ranks, self.group = whole, rank, ranks, group
-        self._targets = Layout(whole.num_targets, ranks)
-        self._sources = Layout(whole.num_sources, ranks)
+    def __init__(
+        self,
+        whole: TokenGraph,
+        rank: int,
+        group: Any,
+        *,
+        targets: Layout,
+        sources: Layout,
+        exchange: str,
+    ) -> None:
+        self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
+        self.exchange = exchange
+        self._targets, self._sources = targets, sources
 
     # What this rank owns.
 
@@ -67,19 +82,23 @@ class ShardedGraph:
     @cached_property
     def tokens(self) -> TokenGraph:
         """The targets and sources of this rank, without any edges; for their positions."""
-        (targets,), (sources,) = self._targets.runs(self.rank), self._sources.runs(self.rank)
-        of_targets = self.whole.positions[targets.start : targets.stop]
-        of_sources = self.whole.source_positions[sources.start : sources.stop]
-        if self.whole.has_same_tokens:
-            of_sources = of_targets
+        same = self.whole.has_same_tokens
+        of_targets = self._positions_of(self.whole, self._targets)
+        of_sources = of_targets
+        if not same:
+            of_sources = self._positions_of(self.whole.transpose(), self._sources)
         return TokenGraph(
             edge_index=torch.empty((2, 0), dtype=torch.int64, device=self.device),
-            num_targets=len(targets),
-            num_sources=len(sources),
+            num_targets=len(of_targets),
+            num_sources=len(of_sources),
             # Different starts, unless targets and sources are the same tokens.
-            starts=((0, 0),) if self.whole.has_same_tokens else ((0, 1),),
+            starts=((0, 0),) if same else ((0, 1),),
             positions=(of_targets, of_sources),
         )
+
+    def _positions_of(self, graph: TokenGraph, layout: Layout) -> Tensor:
+        runs = layout.runs(self.rank)
+        return torch.cat([graph.targets(run.start, run.stop)[0].positions for run in runs])
 
     @property
     def positions(self) -> Tensor:
@@ -105,11 +124,19 @@ class ShardedGraph:
     @cached_property
     def by_targets(self) -> LocalPart:
         """The graph of this rank's targets, and the exchange that fetches their sources."""
-        (run,) = self._targets.runs(self.rank)
+        runs = self._targets.runs(self.rank)
         needed = [needed_of_targets(self.whole, self._targets, r) for r in range(self.ranks)]
-        exchange, context = self._exchange(needed)
-        graph = as_local(rows_of_targets(self.whole, run, context), self.rank, self.ranks)
-        return LocalPart(graph, exchange, slice(0, graph.num_targets))
+        contexts = [tokens_of(seen_by(self.whole, run.start, run.stop)) for run in runs]
+        parts = [
+            rows_of_targets(self.whole, run, context)
+            for run, context in zip(runs, contexts, strict=True)
+        ]
+        # The sources of a part with a structure are a run, which may have tokens nobody sees.
+        graph = parts[0] if len(parts) == 1 else batch(parts)
+        exchange = self._exchange(needed, torch.cat(contexts))
+        return LocalPart(
+            as_local(graph, self.rank, self.ranks), exchange, slice(0, graph.num_targets)
+        )
 
     @cached_property
     def by_both_ends(self) -> LocalPart:
@@ -122,20 +149,31 @@ class ShardedGraph:
         for rank in range(self.ranks):
             runs = needed_of_both_ends(self.whole, layout, rank)
             needed.append(_with(runs, layout, rank))
-        exchange, context = self._exchange(needed)
+        context = tokens_of(needed[self.rank])
+        exchange = self._exchange(needed, context)
         among = among_context(self.whole, own, context)
         graph = as_local(among, self.rank, self.ranks)
         graph._points_backward = self.whole.points_backward
-        first = int(torch.searchsorted(context, own[:1]))
-        graph.own = slice(first, first + len(own))
+        places = torch.searchsorted(context, own)
+        first = int(places[0])
+        is_run = int(places[-1]) - first + 1 == len(own)
+        graph.own = slice(first, first + len(own)) if is_run else places.to(self.device)
         graph.sequence = sequences_of(self.whole, context)
         graph.sequences = len(self.whole.sizes)
         if self.ranks > 1:
             graph.over_ranks = lambda x: maximum_over_ranks(x, self.group)
         return LocalPart(graph, exchange, graph.own)
 
-    def _exchange(self, needed: list[Runs]) -> tuple[RowExchange, Tensor]:
-        return exchange_of(needed, self._sources, self.rank, self.group, self.device)
+    def _exchange(self, needed: list[Runs], context: Tensor) -> RowExchange:
+        return exchange_of(
+            needed, self._sources, self.rank, context, group=self.group, device=self.device
+        )
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """The rounds of a ring, in which this rank computes with the rows of one rank at a time."""
+        plan = RingPlan(self.whole, self._targets, self._sources, self.group)
+        return plan.rounds(self.rank)
 
     # Tokens and values of this rank.
 
@@ -159,12 +197,13 @@ class ShardedGraph:
             dim: the dimension that counts the tokens, if it is another one.
 
         Returns:
-            One tensor for one, otherwise a tuple. They share memory with the given tensors.
+            One tensor for one, otherwise a tuple. They share memory with the given tensors, unless
+            this rank owns two runs of tokens.
 
         Raises:
             ValueError: if a tensor has another number of tokens.
         """
-        first, last = self._bounds(as_choice("of", of, SIDES))
+        runs = self._runs(as_choice("of", of, SIDES))
         count = self._whole_count(of)
         parts = []
         for number, x in enumerate(tensors):
@@ -177,7 +216,8 @@ class ShardedGraph:
                     f"tensors[{number}] must have {count} {of} in dimension {along}, got shape "
                     f"{list(x.shape)}"
                 )
-            parts.append(x.narrow(along, first, last - first))
+            own = [x.narrow(along, run.start, len(run)) for run in runs]
+            parts.append(own[0] if len(own) == 1 else torch.cat(own, dim=along))
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def gather(self, tensor: Tensor, *, of: Side = "targets", dim: int | None = None) -> Tensor:
@@ -204,15 +244,21 @@ class ShardedGraph:
             )
         if self.ranks == 1:
             return tensor
-        return gathered(tensor, along % tensor.dim(), layout.sizes(), self.rank, self.group)
+        return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
 
-    def _bounds(self, of: str) -> tuple[int, int]:
-        (run,) = (self._sources if of == "sources" else self._targets).runs(self.rank)
-        if of != "edges":
-            return run.start, run.stop
-        before, _ = self.whole.targets(0, run.start)
-        first = before.num_edges
-        return first, first + self.graph.num_edges
+    def _runs(self, of: str) -> list[range]:
+        """Return the runs of targets, sources or edges of this rank."""
+        if of == "sources":
+            return list(self._sources.runs(self.rank))
+        targets = self._targets.runs(self.rank)
+        if of == "targets":
+            return list(targets)
+        found = []
+        for run in targets:
+            first = self.whole.targets(0, run.start)[0].num_edges
+            own = self.whole.targets(run.start, run.stop)[0].num_edges
+            found.append(range(first, first + own))
+        return found
 
     def _whole_count(self, of: str) -> int:
         if of == "edges":
@@ -250,11 +296,13 @@ class ShardedGraph:
     @cached_property
     def _offset_rows(self) -> Tensor:
         """The row of the whole graph's table of offsets for every edge of ``shard.graph``."""
-        (run,) = self._targets.runs(self.rank)
-        part, _ = self.whole.targets(run.start, run.stop)
-        assert part.structure is not None
-        source, target = part.edge_index
-        return part.structure.offset_index(target, source)
+        rows = []
+        for run in self._targets.runs(self.rank):
+            part, _ = self.whole.targets(run.start, run.stop)
+            assert part.structure is not None
+            source, target = part.edge_index
+            rows.append(part.structure.offset_index(target, source))
+        return torch.cat(rows)
 
     def edge_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return a bias in the form that ``shard.graph`` takes.
@@ -291,8 +339,6 @@ class ShardedGraph:
 
 def _with(runs: Runs, layout: Layout, rank: int) -> Runs:
     """Return runs with the tokens of a rank."""
-    from graphattn.distributed.seen import joined
-
     return joined([*runs, *((run.start, run.stop) for run in layout.runs(rank))])
 
 
@@ -300,7 +346,13 @@ def _token_dim(x: Tensor) -> int:
     return -2 if x.is_floating_point() and x.dim() >= 2 else -1
 
 
-def shard(graph: TokenGraph, group: Any = None) -> ShardedGraph:
+def shard(
+    graph: TokenGraph,
+    group: Any = None,
+    *,
+    order: Literal["auto", "runs", "zigzag"] = "auto",
+    exchange: Literal["auto", "rows", "ring"] = "auto",
+) -> ShardedGraph:
     """Divide the tokens of a graph among the ranks of a process group.
 
     Every rank calls it with an equal graph. The ranks get runs of consecutive tokens, which differ
@@ -311,6 +363,15 @@ def shard(graph: TokenGraph, group: Any = None) -> ShardedGraph:
         graph: the graph of all tokens.
         group: a one-dimensional :class:`torch.distributed.DeviceMesh`, such as ``mesh["cp"]``, or a
             process group; the default group if None.
+        order: "runs": every rank owns one run of consecutive tokens. "zigzag": it owns two, one
+            from the beginning and one from the end, so that all ranks have about the same work in a
+            causal graph. "auto" takes the order of an earlier graph with as many tokens in this
+            group, if there is one, so that one tensor fits all graphs of a model; otherwise
+            "zigzag" for a causal graph whose exchange is a ring, and "runs" for all others.
+        exchange: "rows": all rows of other ranks that a rank needs are fetched before the
+            operation. "ring": attention computes with the rows of one rank at a time, so that a
+            rank never stores those of more than two others. "auto" takes the ring if a rank needs
+            more than twice as many rows of others as it owns. Consensus always fetches all rows.
 
     Returns:
         A :class:`ShardedGraph`, which layers take in the place of a graph.
@@ -332,12 +393,55 @@ def shard(graph: TokenGraph, group: Any = None) -> ShardedGraph:
     if not isinstance(graph, TokenGraph):
         raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
     process_group, rank, ranks = _group_of(group)
-    if ranks > graph.num_targets:
+    as_choice("order", order, ("auto", "runs", "zigzag"))
+    as_choice("exchange", exchange, ("auto", "rows", "ring"))
+    chunks = ranks * (2 if order == "zigzag" else 1)
+    if chunks > graph.num_targets:
         raise ValueError(
-            f"graph must have at least one target per rank, got {graph.num_targets} targets and "
-            f"{ranks} ranks"
+            f"graph must have at least {chunks // ranks} targets per rank, got "
+            f"{graph.num_targets} targets and {ranks} ranks"
         )
-    return ShardedGraph(graph, rank, ranks, process_group if ranks > 1 else None)
+    if exchange == "auto":
+        exchange = "ring" if _needs_many_rows(graph, ranks) else "rows"
+    balance = exchange == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets
+    targets = _layout(process_group, graph.num_targets, ranks, order, balance)
+    sources = targets
+    if not graph.has_same_tokens:
+        sources = _layout(process_group, graph.num_sources, ranks, "auto", False)
+    return ShardedGraph(
+        graph,
+        rank,
+        process_group if ranks > 1 else None,
+        targets=targets,
+        sources=sources,
+        exchange=exchange if ranks > 1 else "rows",
+    )
+
+
+# The layouts of graphs that are in use, by process group and number of tokens.
+_LAYOUTS: WeakValueDictionary[tuple[int, int], Layout] = WeakValueDictionary()
+
+
+def _layout(group: Any, num_tokens: int, ranks: int, order: str, balance: bool) -> Layout:
+    """Return a layout in the wanted order; if that is "auto", the one that is in use."""
+    key = id(group), num_tokens
+    zigzag = balance if order == "auto" else order == "zigzag"
+    earlier = _LAYOUTS.get(key)
+    if earlier is not None and (order == "auto" or earlier.zigzag == zigzag):
+        return earlier
+    _LAYOUTS[key] = layout = Layout(num_tokens, ranks, zigzag)
+    return layout
+
+
+def _needs_many_rows(graph: TokenGraph, ranks: int) -> bool:
+    """Whether a rank needs more than twice as many rows of other ranks as it owns."""
+    targets, sources = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
+    for rank in range(ranks):
+        needed = needed_of_targets(graph, targets, rank)
+        own = count(common(needed, sources.runs(rank)))
+        if count(needed) - own > 2 * max(sources.size(rank), 1):
+            return True
+    return False
 
 
 def _group_of(group: Any) -> tuple[Any, int, int]:

@@ -61,25 +61,24 @@ def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
     return part, range(first, last)
 
 
-def graph_among(graph: G, start: int, stop: int) -> G | None:
-    """Return the edges between tokens start .. stop - 1; None if the graph has no structure.
+def block_of(graph: G, targets: Run, sources: Run) -> G | None:
+    """Return the edges between a run of targets and a run of sources.
 
-    Targets and sources must be the same tokens. They are numbered from 0 again, but have the same
-    positions as in `graph`.
+    Both are numbered from 0 again, but have the same positions as in `graph`. The result is None if
+    the graph has no structure.
     """
     if graph.structure is None:
         return None
-    structure = section_of(graph.structure, start, stop, start, stop)
+    structure = section_of(graph.structure, *targets, *sources)
     if structure is graph.structure:
         return graph
-    run = start, stop
-    sizes, starts = _cut_sequences(graph, run, run)
+    sizes, starts = _cut_sequences(graph, targets, sources)
     return type(graph)(
         structure=structure,
         sizes=sizes,
         starts=starts,
         device=graph.device,
-        positions=_cut_positions(graph, run, run),
+        positions=_cut_positions(graph, targets, sources),
     )
 
 

@@ -17,6 +17,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention_steps import AttentionSteps
 from graphattn.nn.base.flat_call import Projected, flat_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.base.on_ring import attention_on_ring, check_no_weights
 from graphattn.nn.base.overrides import (
     message_takes,
     names_of,
@@ -166,6 +167,10 @@ class GraphAttention(AttentionSteps):
             x, context, context_dim, graph, valid, per_edge=needs_sorted_edges
         )
         query, key, value = self.project(x, context, graph, positions)
+        if shard is not None and shard.exchange == "ring":
+            check_no_weights(return_attention_weights)
+            mixed = attention_on_ring(self, query, key, value, shard, valid_pair, edge_bias)
+            return cast(Tensor, self.output_proj(mixed.flatten(-2)))
         if shard is not None:
             edge_bias = shard.edge_bias(edge_bias)
             graph, (key, value), valid_pair = shard.fetch((key, value), (-3, -3), valid_pair)

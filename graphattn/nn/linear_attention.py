@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.flat_call import flat_linear_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.base.on_ring import check_no_weights, linear_on_ring
 from graphattn.nn.base.overrides import (
     names_of,
     overridden_edges,
@@ -178,6 +179,11 @@ class LinearAttention(StreamingLayer):
             x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
         )
         features = self.project_features(x, context, self.rotations(x, context, graph, positions))
+        if shard is not None and shard.exchange == "ring":
+            check_no_weights(return_attention_weights)
+            sums = linear_on_ring(self, features, shard, pair)
+            mixed = average(*sums, self.eps).to(self.mixed_dtype(features.query))
+            return cast(Tensor, self.output_proj(mixed.flatten(-2)))
         if shard is not None:
             query, key, value, turned_query, turned_key = features
             graph, found, pair = shard.fetch((key, value, turned_key), (-3, -3, -3), pair)

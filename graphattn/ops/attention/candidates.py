@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.calls import check_qkv
-from graphattn.ops.attention.logits.score import DotProduct, GaussianKernel, score_of
+from graphattn.ops.attention.logits.score import Score, score_of
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -76,9 +76,24 @@ def top_k_candidates(
         >>> torch.allclose(out, z, atol=1e-6)
         True
     """
-    heads = check_qkv(query, key, key)
+    check_qkv(query, key, key)
     given = score_of(sigma, scale)
-    k, first_source = as_int("k", k, 1), as_int("first_source", first_source, 0)
+    first_source = as_int("first_source", first_source, 0)
+    logits, index = candidates_by_score(query, key, graph, k, given, valid=valid)
+    return logits, torch.where(index < 0, index, index + first_source)
+
+
+def candidates_by_score(
+    query: Tensor,
+    key: Tensor,
+    graph: TokenGraph | Tensor,
+    k: int,
+    given: Score,
+    *,
+    valid: Valid = None,
+) -> Candidates:
+    """Implement :func:`top_k_candidates` for any score; sources are numbered from 0."""
+    heads, k = query.shape[-2], as_int("k", k, 1)
     N, M = query.shape[-3], key.shape[-3]
     graph = check_graph(graph, query, N, M)
     batch = query.shape[:-3]
@@ -106,7 +121,6 @@ def top_k_candidates(
         empty = query.new_zeros(len(query), 0, heads, k)
         found = [(empty, empty.long())]
     logits, index = (torch.cat(x, dim=1) for x in zip(*found, strict=True))
-    index = torch.where(index < 0, index, index + first_source)
     return logits.reshape(*batch, N, heads, k), index.reshape(*batch, N, heads, k)
 
 
@@ -136,7 +150,7 @@ def _best_of_rows(
     sources: Tensor,
     present: Tensor,
     k: int,
-    score: DotProduct | GaussianKernel,
+    score: Any,
 ) -> Candidates:
     """The k largest logits of rows and their sources, [B, n, H, k], among `sources` [n, w]."""
     B, n, H, _ = query.shape

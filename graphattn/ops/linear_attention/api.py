@@ -96,17 +96,38 @@ def linear_attention(
         >>> torch.allclose(y, torch.einsum("hij,jhd->ihd", weights, v), atol=1e-5)
         True
     """
+    eps = as_float("eps", eps, positive=False)
+    sums = linear_attention_sums(
+        query, key, value, graph, rotated=rotated, valid=valid, backend=backend
+    )
+    with full_precision(query.device):
+        return average(*sums, eps).to(query.dtype)
+
+
+def linear_attention_sums(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    rotated: tuple[Tensor, Tensor] | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The numerators [*, N, H, Dv] and denominators [*, N, H, 1] of :func:`linear_attention`.
+
+    They are float32 for half precision. Those over disjoint sets of sources add up.
+    """
     check_backend(backend)
     _check(query, key, value, rotated)
-    eps = as_float("eps", eps, positive=False)
     N, M = query.shape[-3], key.shape[-3]
     graph = check_graph(graph, query, N, M)
     pair = check_valid(valid, query.shape[:-3], query.device, N, M)
     chosen = choose(BACKENDS, None, backend)
     with full_precision(query.device):
         call = LinearCall(_readable(query, key, value, rotated, pair), graph, pair)
-        above, below = chosen(call)
-        return average(above, below, eps).to(query.dtype)
+        sums: tuple[Tensor, Tensor] = chosen(call)
+        return sums
 
 
 def linear_attention_weights(

@@ -1,0 +1,96 @@
+"""The rounds of a ring: which rows travel in which round, and which edges are then computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.distributed.exchange import RowExchange
+from graphattn.distributed.layout import Layout
+from graphattn.distributed.local_graph import as_local, edges_between
+from graphattn.distributed.ring import Block, Round
+from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tokens_of
+from graphattn.graphs.token_graph import TokenGraph
+
+
+class RingPlan:
+    """What every rank sends in every round of a ring, and what it computes.
+
+    In round d, a rank gets rows from the rank d places before it, and sends rows to the rank d
+    places after it: those that are needed there, and no others.
+
+    Args:
+        graph: the graph of all tokens.
+        targets, sources: who owns its targets and its sources.
+        group: the process group.
+    """
+
+    def __init__(self, graph: TokenGraph, targets: Layout, sources: Layout, group: Any) -> None:
+        self.graph, self.targets, self.sources, self.group = graph, targets, sources, group
+        # For every rank, the sources that each run of its targets sees; and all of them.
+        self.by_run = [
+            [seen_by(graph, run.start, run.stop) for run in targets.runs(rank)]
+            for rank in range(targets.ranks)
+        ]
+        self.needed = [joined(seen for runs in by_run for seen in runs) for by_run in self.by_run]
+
+    def rounds(self, rank: int) -> tuple[Round, ...]:
+        """Return the rounds of a rank."""
+        ranks = self.targets.ranks
+        rounds = []
+        for d in range(ranks):
+            sender = (rank - d) % ranks
+            arriving = common(self.needed[rank], self.sources.runs(sender))
+            if d == 0:
+                arriving = [(run.start, run.stop) for run in self.sources.runs(rank)]
+            blocks = self._blocks(rank, sender, tokens_of(arriving))
+            exchange = self._exchange(rank, d, count(arriving)) if d else None
+            rounds.append(Round(exchange, tuple(blocks)))
+        return tuple(rounds)
+
+    def _travelling(self, sender: int, receiver: int) -> Runs:
+        """Return the tokens of one rank that another one needs."""
+        return common(self.needed[receiver], self.sources.runs(sender))
+
+    def _exchange(self, rank: int, d: int, arriving: int) -> RowExchange:
+        """Return the exchange of round d, in which `arriving` rows reach this rank."""
+        ranks = self.targets.ranks
+        sender, receiver = (rank - d) % ranks, (rank + d) % ranks
+        leaving = tokens_of(self._travelling(rank, receiver))
+        return RowExchange(
+            group=self.group,
+            send=torch.searchsorted(self.sources.tokens(rank), leaving).to(self.graph.device),
+            sent=tuple(len(leaving) if other == receiver else 0 for other in range(ranks)),
+            received=tuple(arriving if other == sender else 0 for other in range(ranks)),
+            own=slice(0, 0),
+            place=None,
+            before=arriving,
+            total=sum(
+                count(self._travelling((other - d) % ranks, other)) for other in range(ranks)
+            ),
+        )
+
+    def _blocks(self, rank: int, sender: int, arrived: Tensor) -> Iterator[Block]:
+        """Yield the blocks of edges from the rows of one rank to the targets of another."""
+        start = 0
+        for run, seen in zip(self.targets.runs(rank), self.by_run[rank], strict=True):
+            parts = [found for own in self.sources.runs(sender) if (found := common(seen, (own,)))]
+            if not parts and sender == rank:
+                parts = [[]]  # a target without sources needs a result, too
+            for part in parts:
+                tokens = tokens_of(part)
+                rows = torch.searchsorted(arrived, tokens)
+                first = int(rows[0]) if len(rows) else 0
+                is_run = torch.equal(rows, torch.arange(first, first + len(rows)))
+                graph = edges_between(self.graph, run, tokens)
+                yield Block(
+                    targets=range(start, start + len(run)),
+                    sources=range(first, first + len(rows)) if is_run else rows.to(graph.device),
+                    tokens=tokens.to(graph.device),
+                    graph=graph,
+                    number=run.start * self.sources.num_tokens + (int(tokens[0]) if part else 0),
+                )
+            start += len(run)

@@ -1,0 +1,138 @@
+"""Attention layers over a graph whose tokens are divided among ranks in a ring.
+
+The operations are in :mod:`graphattn.distributed.ring`. Layers have the type Any here, because
+their files import this one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.distributed.ring import (
+    Averages,
+    SelectedAverages,
+    Sums,
+    best_on_ring,
+    on_ring,
+)
+from graphattn.distributed.sharded_graph import ShardedGraph
+from graphattn.nn.base.overrides import names_of, overridden_edges
+from graphattn.ops.dropout import SEEDS
+from graphattn.ops.inputs import ValidPair, clear_invalid
+
+INSTEAD = "make the shard with exchange='rows'"
+
+
+def attention_on_ring(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    edge_bias: Tensor | None,
+) -> Tensor:
+    """Average the values of every target's sources, on whatever rank they are, [*, N, H, D].
+
+    Args:
+        layer: an attention layer.
+        query, key, value: [*, n, H, D] and [*, m, Hk, D], of the tokens of this rank.
+        shard: the graph.
+        valid: masks of this rank's targets and sources, or None.
+        edge_bias: a table per offset, [offsets, H]; None if there is none.
+
+    Raises:
+        ValueError: if the layer or the bias cannot be computed in parts.
+    """
+    check_layer(layer)
+    check_bias(edge_bias, shard)
+    parameters = list(layer.parameters())
+    targets, sources = (query, valid[0]), (key, value, valid[1])
+    operation: Averages
+    if layer.top_k is not None:
+        check_top_k(layer, edge_bias)
+        with torch.no_grad():
+            index = best_on_ring(
+                layer.score(), layer.top_k, shard.rounds, (query, valid[0]), (key, valid[1])
+            )
+        operation = SelectedAverages(layer.score, index)
+    else:
+        options = {"softcap": layer.softcap, "backend": layer.backend}
+        if edge_bias is not None:
+            options["edge_bias"] = edge_bias
+            parameters.append(edge_bias)
+        dropout = 0.0, 0
+        if layer.current_dropout:
+            dropout = layer.current_dropout, int(torch.randint(SEEDS, ()))
+        operation = Averages(layer.score, dropout=dropout, **options)
+    out, lse = on_ring(operation, shard.rounds, targets, sources, parameters)
+    floor = _extra_term(layer, lse)
+    if floor is not None:
+        out = out * torch.sigmoid(lse - floor[:, None])
+    return clear_invalid(out, valid[0]).to(query.dtype)
+
+
+def _extra_term(layer: Any, like: Tensor) -> Tensor | None:
+    """Return the logarithm of what eps and the sink add to the denominator, [H]."""
+    sink = layer.sink_logits(like)
+    if not layer.eps:
+        return sink  # type: ignore[no-any-return]
+    eps = like.new_full((layer.heads,), math.log(layer.eps))
+    return eps if sink is None else torch.logaddexp(eps, sink)
+
+
+def linear_on_ring(layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair) -> Any:
+    """Return the numerators and denominators of linear attention, over the sources of all ranks."""
+    check_layer(layer)
+    query, key, value, turned_query, turned_key = features
+    turned = (turned_query, turned_key) if turned_query is not query else (None, None)
+    return on_ring(
+        Sums(),
+        shard.rounds,
+        (query, turned[0], valid[0]),
+        (key, value, turned[1], valid[1]),
+        (),
+    )
+
+
+def check_no_weights(wanted: object) -> None:
+    """Refuse to return weights, because no rank has all sources of its targets."""
+    if wanted:
+        raise ValueError(
+            f"return_attention_weights must be False if rows are exchanged on a ring, got "
+            f"{wanted!r}: {INSTEAD}"
+        )
+
+
+def check_layer(layer: Any) -> None:
+    """Refuse a layer whose messages are its own: their results cannot be merged."""
+    if replaced := overridden_edges(layer):
+        raise ValueError(
+            f"graph must not exchange its rows on a ring, because this {type(layer).__name__} has "
+            f"its own {names_of(replaced)}, whose results cannot be merged: {INSTEAD}"
+        )
+
+
+def check_bias(edge_bias: Tensor | None, shard: ShardedGraph) -> None:
+    """Refuse values per edge: a rank computes its edges in another order."""
+    whole = shard.whole.structure
+    rows = None if whole is None else whole.num_offsets
+    if edge_bias is not None and (edge_bias.dim() != 2 or len(edge_bias) != rows):
+        raise ValueError(
+            "edge_bias must be a table per offset if rows are exchanged on a ring, got shape "
+            f"{list(edge_bias.shape)}: {INSTEAD} for values per edge"
+        )
+
+
+def check_top_k(layer: Any, edge_bias: Tensor | None) -> None:
+    """Refuse what changes the logits that top-k selects by."""
+    if edge_bias is not None or layer.softcap is not None or layer.current_dropout:
+        raise ValueError(
+            f"top_k = {layer.top_k} cannot be used with edge_bias, softcap or attention_dropout if "
+            f"rows are exchanged on a ring: {INSTEAD}"
+        )
+
