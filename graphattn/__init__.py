@@ -8,7 +8,8 @@
 
 Graph builders and operations live here. `ga.nn`, `ga.models`, `ga.spectral`, `ga.dynamics`,
 `ga.diagnostics`, `ga.distributed`, `ga.train`, `ga.plot`, `ga.data` and `ga.integrations` load on
-first use, so that importing graphattn costs little more than importing torch; `ga.save` and `ga.load` too.
+first use, so that importing graphattn costs little more than importing torch; `ga.save` and
+`ga.load` too.
 """
 
 from typing import TYPE_CHECKING, Any

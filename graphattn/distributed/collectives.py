@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +21,17 @@ def maximum_over_ranks(x: Tensor, group: Any) -> Tensor:
 
 def all_gathered(x: Tensor, group: Any) -> tuple[Tensor, ...]:
     """Return the tensors of all ranks; in the backward pass, ranks add up their gradients."""
+    gather = _functional("all_gather_single_autograd", "all_gather_tensor_autograd")
+    whole: Tensor = gather(x.contiguous()[None], 0, group)
+    return tuple(whole.view(group.size(), *x.shape))
+
+
+def _functional(name: str, older_name: str) -> Callable[..., Any]:
+    """Return a functional collective by its name, or by the one that it had before torch 2.13."""
     from torch.distributed import _functional_collectives as functional
 
-    ranks = group.size()
-    whole = functional.all_gather_tensor_autograd(x.contiguous()[None], 0, group)
-    return tuple(whole.view(ranks, *x.shape))
+    found: Callable[..., Any] = getattr(functional, name, None) or getattr(functional, older_name)
+    return found
 
 
 def gathered(x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tensor:
@@ -39,14 +46,13 @@ def gathered(x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tens
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tensor:
-        from torch.distributed import _functional_collectives as functional
-
         ctx.dim, ctx.runs = dim, layout.runs(rank)
         sizes = layout.sizes()
         first = x.movedim(dim, 0)
         padded = first.new_zeros((max(sizes), *first.shape[1:]))
         padded[: sizes[rank]] = first
-        arrived = functional.all_gather_tensor(padded, 0, group).chunk(layout.ranks)
+        gather = _functional("all_gather_single", "all_gather_tensor")
+        arrived = gather(padded, 0, group).chunk(layout.ranks)
         whole = padded.new_empty((layout.num_tokens, *first.shape[1:]))
         for other, rows in enumerate(arrived):
             start = 0
@@ -56,6 +62,6 @@ class _Gathered(torch.autograd.Function):
         return whole.movedim(0, dim)
 
     @staticmethod
-    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
         own = [d_whole.narrow(ctx.dim, run.start, len(run)) for run in ctx.runs]
         return torch.cat(own, dim=ctx.dim), None, None, None, None

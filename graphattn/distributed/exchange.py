@@ -99,15 +99,17 @@ class RowExchange:
             return x
         return x.narrow(dim, self.own.start, self.own.stop - self.own.start)
 
-    def _all_to_all(
-        self, rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...]
-    ) -> Tensor:
+    def _all_to_all(self, rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...]) -> Tensor:
         if self.total == 0:
             return rows
         from torch.distributed import _functional_collectives as functional
 
         differentiable = rows.requires_grad
-        move = functional.all_to_all_single_autograd if differentiable else functional.all_to_all_single
+        move = (
+            functional.all_to_all_single_autograd
+            if differentiable
+            else functional.all_to_all_single
+        )
         result: Tensor = move(rows.contiguous(), list(received), list(sent), self.group)
         return result
 

@@ -35,6 +35,10 @@ class LocalGraph(TokenGraph):
     sequence: Tensor | None = None
     sequences: int = 1
 
+    @property
+    def rank_of_part(self) -> tuple[int, int]:
+        return self.rank, self.ranks
+
     def maximum_per_sequence(self, degree: Tensor) -> Tensor:
         """Return the maximum over all tokens of every sequence, on whatever rank they are."""
         if self.over_ranks is None or self.sequence is None:
@@ -53,11 +57,32 @@ class LocalPart(NamedTuple):
         graph: the edges that this rank computes.
         exchange: the rows that travel.
         own: the tokens of this rank among the targets of the graph, in case there are others.
+        context: LongTensor, the tokens that are the sources of the graph.
     """
 
     graph: LocalGraph
     exchange: RowExchange
     own: slice | Tensor
+    context: Tensor
+
+
+class EdgeExchange(NamedTuple):
+    """The exchange of values of edges between two ranks, for layers that move both ends.
+
+    Attributes:
+        exchange: sends the values of the edges to its targets that start at another rank.
+        place: LongTensor, for every edge of the graph of both ends its row in [rows that arrive,
+            its own rows, a row of zeros]. Edges between two tokens of others get zeros.
+    """
+
+    exchange: RowExchange
+    place: Tensor
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the values [*, E, F] of the graph of both ends, from those of its own targets."""
+        arrived = self.exchange.finish(self.exchange.start([values], [-2]), [values], [-2])
+        zeros = torch.zeros_like(values[..., :1, :])
+        return torch.cat([*arrived, values, zeros], dim=-2).index_select(-2, self.place)
 
 
 def needed_of_targets(graph: TokenGraph, targets: Layout, rank: int) -> Runs:
@@ -192,6 +217,33 @@ def among_context(graph: TokenGraph, own: Tensor, context: Tensor) -> TokenGraph
     )
 
 
+def edge_exchange_of(part: LocalPart, layout: Layout, rank: int, group: Any) -> EdgeExchange:
+    """Return the exchange of values of edges for the graph of both ends of a rank."""
+    source, target = part.context[part.graph.edge_index.cpu()]
+    from_rank, to_rank = layout.owner(source), layout.owner(target)
+    own = (to_rank == rank).nonzero().flatten()
+    arriving = ((from_rank == rank) & (to_rank != rank)).nonzero().flatten()
+    arriving = arriving[to_rank[arriving].argsort(stable=True)]
+    leaving = (from_rank[own] != rank).nonzero().flatten()
+    receivers = from_rank[own][leaving]
+    order = receivers.argsort(stable=True)
+    place = torch.full_like(source, len(arriving) + len(own))
+    place[arriving] = torch.arange(len(arriving))
+    place[own] = torch.arange(len(own)) + len(arriving)
+    ranks, device = layout.ranks, part.graph.device
+    exchange = RowExchange(
+        group=group,
+        send=leaving[order].to(device),
+        sent=tuple(torch.bincount(receivers, minlength=ranks).tolist()),
+        received=tuple(torch.bincount(to_rank[arriving], minlength=ranks).tolist()),
+        own=slice(0, 0),
+        place=None,
+        before=len(arriving),
+        total=ranks - 1,  # all ranks take part
+    )
+    return EdgeExchange(exchange, place.to(device))
+
+
 def edges_between(graph: TokenGraph, run: range, tokens: Tensor) -> TokenGraph:
     """Return the edges from some sources, in ascending order, to a run of targets.
 
@@ -228,6 +280,17 @@ def as_local(graph: StoredGraph, rank: int, ranks: int) -> LocalGraph:
     return local
 
 
+def unlike_edges(table: Tensor, graph: TokenGraph) -> Tensor:
+    """Return a table per offset, in a form that cannot be taken for one value per edge.
+
+    If the graph has as many edges as offsets, it becomes values per edge, [1, E, H].
+    """
+    if graph.structure is None or len(table) != graph.num_edges:
+        return table
+    source, target = graph.edge_index
+    return table.index_select(0, graph.structure.offset_index(target, source))[None]
+
+
 def sequences_of(graph: TokenGraph, tokens: Tensor) -> Tensor:
     """Return the sequence, in a batch, of some targets; all 0 for a single graph."""
     ends = torch.tensor([targets for targets, _ in graph.sizes]).cumsum(0)
@@ -240,5 +303,3 @@ def _sizes_within(part: TokenGraph, kept: Tensor) -> tuple[tuple[int, int], ...]
     upto = torch.searchsorted(kept.cpu(), ends)
     counts = torch.cat([upto[:1], upto.diff()]).tolist()
     return tuple((n, m) for (n, _), m in zip(part.sizes, counts, strict=True))
-
-

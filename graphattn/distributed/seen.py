@@ -103,8 +103,8 @@ def _of_structure(structure: GraphStructure, start: int, stop: int) -> Iterator[
         case Complete(_, sources):
             yield 0, sources
         case Blocks():
-            first, last = structure._bounds(torch.tensor([start, stop - 1]))
-            yield int(first[0]), int(last[1])
+            firsts, lasts = structure._bounds(torch.tensor([start, stop - 1]))
+            yield int(firsts[0]), int(lasts[1])
         case Cycle(N, w):
             for low, high in ((start - w, stop - 1), (start + 1, stop + w)):
                 for turn in (-N, 0, N):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,17 +14,19 @@ from graphattn.distributed.collectives import gathered, maximum_over_ranks
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
+    EdgeExchange,
     LocalPart,
     among_context,
     as_local,
+    edge_exchange_of,
     exchange_of,
     needed_of_both_ends,
     needed_of_targets,
     rows_of_targets,
     sequences_of,
+    unlike_edges,
 )
-from graphattn.distributed.ring import Round
-from graphattn.distributed.rounds import RingPlan
+from graphattn.distributed.ring.rounds import RingPlan, Round
 from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tokens_of
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
@@ -134,9 +136,8 @@ class ShardedGraph:
         # The sources of a part with a structure are a run, which may have tokens nobody sees.
         graph = parts[0] if len(parts) == 1 else batch(parts)
         exchange = self._exchange(needed, torch.cat(contexts))
-        return LocalPart(
-            as_local(graph, self.rank, self.ranks), exchange, slice(0, graph.num_targets)
-        )
+        own = slice(0, graph.num_targets)
+        return LocalPart(as_local(graph, self.rank, self.ranks), exchange, own, torch.cat(contexts))
 
     @cached_property
     def by_both_ends(self) -> LocalPart:
@@ -162,7 +163,7 @@ class ShardedGraph:
         graph.sequences = len(self.whole.sizes)
         if self.ranks > 1:
             graph.over_ranks = lambda x: maximum_over_ranks(x, self.group)
-        return LocalPart(graph, exchange, graph.own)
+        return LocalPart(graph, exchange, graph.own, context)
 
     def _exchange(self, needed: list[Runs], context: Tensor) -> RowExchange:
         return exchange_of(
@@ -176,14 +177,6 @@ class ShardedGraph:
         return plan.rounds(self.rank)
 
     # Tokens and values of this rank.
-
-    @overload
-    def split(self, tensor: Tensor, /, *, of: Side = ..., dim: int | None = ...) -> Tensor: ...
-
-    @overload
-    def split(
-        self, *tensors: Tensor | None, of: Side = ..., dim: int | None = ...
-    ) -> tuple[Tensor | None, ...]: ...
 
     def split(self, *tensors: Any, of: Side = "targets", dim: int | None = None) -> Any:
         """Return this rank's rows of tensors with the rows of all tokens.
@@ -205,7 +198,7 @@ class ShardedGraph:
         """
         runs = self._runs(as_choice("of", of, SIDES))
         count = self._whole_count(of)
-        parts = []
+        parts: list[Tensor | None] = []
         for number, x in enumerate(tensors):
             if x is None:
                 parts.append(None)
@@ -281,7 +274,7 @@ class ShardedGraph:
         Returns:
             The graph of this rank's targets, the tensors of all its sources, and the masks.
         """
-        graph, exchange, _ = self.by_targets
+        graph, exchange, _, _ = self.by_targets
         of_targets, of_sources = valid
         masks = [] if of_sources is None else [of_sources]
         once = list({id(x): (x, dim) for x, dim in zip(tensors, dims, strict=True)}.values())
@@ -310,11 +303,43 @@ class ShardedGraph:
         A table per offset becomes one value per edge where the local graph has no such table.
         """
         whole = self.whole.structure
-        if bias is None or whole is None or self.graph.structure is not None:
+        if bias is None or whole is None or not self._is_table(bias):
             return bias
-        if bias.dim() != 2 or len(bias) != whole.num_offsets or len(bias) == self.graph.num_edges:
-            return bias
-        return bias.index_select(0, self._offset_rows)
+        if self.graph.structure is None:
+            bias = bias.index_select(0, self._offset_rows)
+            return bias[None] if len(self._offset_rows) == whole.num_offsets else bias
+        return unlike_edges(bias, self.graph)
+
+    def _is_table(self, bias: Tensor) -> bool:
+        """Whether a bias is a table per offset of the whole graph."""
+        structure = self.whole.structure
+        rows = None if structure is None else structure.num_offsets
+        return bias.dim() == 2 and len(bias) == rows != self.whole.num_edges
+
+    @cached_property
+    def _edges_of_both_ends(self) -> EdgeExchange:
+        return edge_exchange_of(self.by_both_ends, self._targets, self.rank, self.group)
+
+    def values_of_both_ends(self, values: Tensor) -> Tensor:
+        """Return the values of the edges that touch a token of this rank.
+
+        Args:
+            values: [E, F] or [*, E, F] in the order of ``shard.graph.edge_index``.
+
+        Returns:
+            The values in the order of the edges of :attr:`by_both_ends`. Those of edges between
+            tokens of other ranks are 0.
+
+        Raises:
+            ValueError: if there is not one row per edge.
+        """
+        edges = self.graph.num_edges
+        if values.dim() < 2 or values.shape[-2] != edges:
+            raise ValueError(
+                f"edge_features must have the {edges} edges of rank {self.rank} in dimension -2, "
+                f"got shape {list(values.shape)}: shard.split(values, of='edges') gives them"
+            )
+        return self._edges_of_both_ends(values)
 
     def check_tokens(self, name: str, x: Any, count: int) -> None:
         """Check that a tensor [*, count, dim] has the tokens of this rank."""

@@ -461,7 +461,7 @@ class GraphAttention(AttentionSteps):
                 f"{type(self).__name__}, which would not drop any message: let it take kept (bool "
                 "[*, E, heads], or None) and hand it on to super().aggregate()"
             )
-        dropout = dropout_of_call(p, draw_seed(None, query.device), query, graph)
+        dropout = dropout_of_call(p, draw_seed(None, query.device, graph), query, graph)
         source, target = graph.edge_index
         return dropout.kept_edges(source, target, query.shape[:-3])
 

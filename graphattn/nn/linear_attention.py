@@ -181,13 +181,13 @@ class LinearAttention(StreamingLayer):
         features = self.project_features(x, context, self.rotations(x, context, graph, positions))
         if shard is not None and shard.exchange == "ring":
             check_no_weights(return_attention_weights)
-            sums = linear_on_ring(self, features, shard, pair)
-            mixed = average(*sums, self.eps).to(self.mixed_dtype(features.query))
+            above, below = linear_on_ring(self, features, shard, pair)
+            mixed = average(above, below, self.eps).to(self.mixed_dtype(features.query))
             return cast(Tensor, self.output_proj(mixed.flatten(-2)))
         if shard is not None:
             query, key, value, turned_query, turned_key = features
-            graph, found, pair = shard.fetch((key, value, turned_key), (-3, -3, -3), pair)
-            features = Features(query, found[0], found[1], turned_query, found[2])
+            graph, seen, pair = shard.fetch((key, value, turned_key), (-3, -3, -3), pair)
+            features = Features(query, seen[0], seen[1], turned_query, seen[2])
         mixed = self.mix(features, graph, pair)
         out = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:

@@ -94,15 +94,17 @@ def as_share(name: str, p: Any) -> float:
     return share
 
 
-def draw_seed(generator: Any, device: torch.device) -> Tensor:
+def draw_seed(generator: Any, device: torch.device, graph: TokenGraph) -> Tensor:
     """A seed, int64 [], from `generator`, or from torch's default generator of the CPU if None.
 
-    A tensor, so that a compiled function draws anew in every call.
+    A tensor, so that a compiled function draws anew in every call. Parts of one graph on several
+    ranks take different seeds, also if their generators have the same state.
     """
+    rank, ranks = graph.rank_of_part
     if generator is None:
-        seed = torch.randint(SEEDS, ())
+        seed = torch.randint(SEEDS, (ranks,))[rank]
     elif isinstance(generator, torch.Generator):
-        seed = torch.randint(SEEDS, (), generator=generator, device=generator.device)
+        seed = torch.randint(SEEDS, (ranks,), generator=generator, device=generator.device)[rank]
     else:
         raise ValueError(
             f"generator must be a torch.Generator or None, got {type(generator).__name__}"

@@ -282,6 +282,11 @@ class StoredGraph:
         part = torch.arange(len(sizes), device=self._device)
         return part.repeat_interleave(sizes, output_size=self._num_targets)
 
+    @property
+    def rank_of_part(self) -> tuple[int, int]:
+        """The rank and the number of ranks, if this is a part of a graph on several ranks."""
+        return 0, 1
+
     def maximum_per_sequence(self, values: Tensor) -> Tensor:
         """Return the maximum over the targets of every sequence, once for each of them, [*, N, H].
 

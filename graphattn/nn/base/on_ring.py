@@ -1,7 +1,7 @@
 """Attention layers over a graph whose tokens are divided among ranks in a ring.
 
-The operations are in :mod:`graphattn.distributed.ring`. Layers have the type Any here, because
-their files import this one.
+The operations are in :mod:`graphattn.distributed.ring.operations`. Layers have the type Any here,
+because their files import this one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.distributed.ring import (
-    Averages,
-    SelectedAverages,
-    Sums,
-    best_on_ring,
-    on_ring,
-)
+from graphattn.distributed.ring.operations import Averages, SelectedAverages, Sums
+from graphattn.distributed.ring.passes import best_on_ring, on_ring
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden_edges
 from graphattn.ops.dropout import SEEDS
@@ -78,25 +73,28 @@ def attention_on_ring(
 
 def _extra_term(layer: Any, like: Tensor) -> Tensor | None:
     """Return the logarithm of what eps and the sink add to the denominator, [H]."""
-    sink = layer.sink_logits(like)
+    sink: Tensor | None = layer.sink_logits(like)
     if not layer.eps:
-        return sink  # type: ignore[no-any-return]
+        return sink
     eps = like.new_full((layer.heads,), math.log(layer.eps))
     return eps if sink is None else torch.logaddexp(eps, sink)
 
 
-def linear_on_ring(layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair) -> Any:
+def linear_on_ring(
+    layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair
+) -> tuple[Tensor, Tensor]:
     """Return the numerators and denominators of linear attention, over the sources of all ranks."""
     check_layer(layer)
     query, key, value, turned_query, turned_key = features
     turned = (turned_query, turned_key) if turned_query is not query else (None, None)
-    return on_ring(
+    above, below = on_ring(
         Sums(),
         shard.rounds,
         (query, turned[0], valid[0]),
         (key, value, turned[1], valid[1]),
         (),
     )
+    return above, below
 
 
 def check_no_weights(wanted: object) -> None:
@@ -135,4 +133,3 @@ def check_top_k(layer: Any, edge_bias: Tensor | None) -> None:
             f"top_k = {layer.top_k} cannot be used with edge_bias, softcap or attention_dropout if "
             f"rows are exchanged on a ring: {INSTEAD}"
         )
-

@@ -466,7 +466,7 @@ def _attend(
     )
     chosen = choose(BACKENDS, call, backend)
     if call.dropout > 0:
-        call = call._replace(seed=draw_seed(generator, query.device))
+        call = call._replace(seed=draw_seed(generator, query.device, call.graph))
     with full_precision(query.device):
         out, lse = chosen(call)
     if has_extra_mass:

@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.local_graph import as_local, edges_between
-from graphattn.distributed.ring import Block, Round
+from graphattn.distributed.local_graph import edges_between
 from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tokens_of
 from graphattn.graphs.token_graph import TokenGraph
+
+
+class Block(NamedTuple):
+    """The edges from some of the rows that arrive in a round to some of a rank's targets.
+
+    Attributes:
+        number: the number of the block among all blocks of the rank.
+        targets: a range of this rank's targets.
+        sources: a range of the rows of the round, or a LongTensor.
+        tokens: LongTensor, the tokens of these rows, in ascending order.
+        graph: the edges.
+    """
+
+    number: int
+    targets: range
+    sources: range | Tensor
+    tokens: Tensor
+    graph: TokenGraph
+
+
+class Round(NamedTuple):
+    """One round: the rows that travel, and the blocks of edges that are then computed.
+
+    The exchange of the first round is None: a rank has its own rows. `rows` is their number, and
+    in other rounds that of the rows that arrive.
+    """
+
+    rows: int
+    exchange: RowExchange | None
+    blocks: tuple[Block, ...]
 
 
 class RingPlan:
@@ -48,7 +77,7 @@ class RingPlan:
                 arriving = [(run.start, run.stop) for run in self.sources.runs(rank)]
             blocks = self._blocks(rank, sender, tokens_of(arriving))
             exchange = self._exchange(rank, d, count(arriving)) if d else None
-            rounds.append(Round(exchange, tuple(blocks)))
+            rounds.append(Round(count(arriving), exchange, tuple(blocks)))
         return tuple(rounds)
 
     def _travelling(self, sender: int, receiver: int) -> Runs:

@@ -1,0 +1,159 @@
+"""Operations that a ring computes in parts: linear attention, softmax attention, and top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphattn.distributed.local_graph import unlike_edges
+from graphattn.distributed.ring.rounds import Block
+from graphattn.ops.attention.api import score_attention
+from graphattn.ops.attention.logits.score import Score
+from graphattn.ops.attention.merge import merged
+from graphattn.ops.inputs import compute_dtype, full_precision, repeat_heads
+from graphattn.ops.linear_attention.api import linear_attention_sums
+
+Tensors = tuple[Tensor, ...]
+Given = Sequence[Any]  # tensors, or None for a missing one
+
+
+class RingOperation(Protocol):
+    """An operation that can be computed in parts, each over some of the sources.
+
+    All tensors of targets and sources have the shape [*, tokens, heads, features], and masks
+    [*, tokens]; some may be None.
+    """
+
+    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+        """Compute the results over a block, each [*, N, H, features]; they are differentiated."""
+
+    def merge(self, whole: Tensors, part: Tensors) -> Tensors:
+        """Merge the results over some blocks with those over another."""
+
+    def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
+        """Return the gradients of the results of a part, from those of the whole."""
+
+
+class Sums:
+    """Numerators and denominators of linear attention; the parts add up."""
+
+    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+        query, turned_query, of_targets = targets
+        key, value, turned_key, of_sources = sources
+        rotated = None
+        if turned_query is not None and turned_key is not None:
+            rotated = turned_query, turned_key
+        return linear_attention_sums(
+            query, key, value, block.graph, rotated=rotated, valid=(of_targets, of_sources)
+        )
+
+    def merge(self, whole: Tensors, part: Tensors) -> Tensors:
+        return tuple(x + y for x, y in zip(whole, part, strict=True))
+
+    def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
+        return d_whole
+
+
+class Averages:
+    """Softmax attention; its parts are merged by their log-sums.
+
+    Args:
+        score: makes the score. It is called for every part.
+        options: further arguments of :func:`~graphattn.score_attention`.
+        dropout: the share of edges that is dropped, and the seed of that.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[], Score],
+        *,
+        dropout: tuple[float, int] = (0.0, 0),
+        **options: Any,
+    ) -> None:
+        self.score, self.options, self.dropout = score, options, dropout
+
+    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+        (query, of_targets), (key, value, of_sources) = targets, sources
+        options = dict(self.options)
+        if (table := options.get("edge_bias")) is not None:
+            options["edge_bias"] = unlike_edges(table, block.graph)
+        p, seed = self.dropout
+        dropped: dict[str, Any] = {}
+        if p:
+            generator = torch.Generator().manual_seed(seed + block.number)
+            dropped = {"dropout": p, "generator": generator}
+        out, lse = score_attention(
+            query,
+            key,
+            value,
+            block.graph,
+            self.score(),
+            valid=(of_targets, of_sources),
+            return_lse=True,
+            **options,
+            **dropped,
+        )
+        return out.to(lse.dtype), lse[..., None]
+
+    def merge(self, whole: Tensors, part: Tensors) -> Tensors:
+        outs = [out.masked_fill(lse == -torch.inf, 0) for out, lse in (whole, part)]
+        out, lse = merged(outs, [lse[..., 0] for _, lse in (whole, part)])
+        return out, lse[..., None]
+
+    def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
+        (out, lse), (whole_out, whole_lse), (d_out, d_lse) = part, whole, d_whole
+        share = (lse - whole_lse).exp().masked_fill(lse == -torch.inf, 0)
+        out = out.masked_fill(lse == -torch.inf, 0)
+        change = (d_out * (out - whole_out)).sum(-1, keepdim=True)
+        return share * d_out, share * (change + d_lse)
+
+
+class SelectedAverages(Averages):
+    """Softmax attention over sources that are selected already, per target and head.
+
+    Args:
+        score: makes the score.
+        index: LongTensor [*, N, H, k], the tokens that every row selects; -1 for none.
+    """
+
+    def __init__(self, score: Callable[[], Score], index: Tensor) -> None:
+        super().__init__(score)
+        self.index = index
+
+    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+        (query, _), (key, value, _) = targets, sources
+        heads = query.shape[-2]
+        dtype = compute_dtype(query.dtype)
+        index = self.index[..., block.targets.start : block.targets.stop, :, :]
+        place = torch.searchsorted(block.tokens, index.clamp(min=0))
+        place = place.clamp(max=max(len(block.tokens) - 1, 0))
+        found = (index >= 0) & (block.tokens[place] == index) if len(block.tokens) else index < -1
+        with full_precision(query.device):
+            score = self.score().ready(heads, query)
+            keys, values = (
+                _rows_of_heads(repeat_heads(x.to(dtype), heads), place, found) for x in (key, value)
+            )
+            logits = score.edges(
+                query.to(dtype)[..., None, :, :], keys.transpose(-2, -3)
+            ).transpose(-1, -2)
+            logits = logits.masked_fill(~found, -torch.inf)
+            empty = ~found.any(-1, keepdim=True)
+            lse = logits.masked_fill(empty, 0).logsumexp(-1, keepdim=True)
+            weights = (logits - lse).exp().masked_fill(~found, 0)
+            out = (weights[..., None] * values).sum(-2)
+        return out, lse.masked_fill(empty, -torch.inf)
+
+
+def _rows_of_heads(x: Tensor, place: Tensor, found: Tensor) -> Tensor:
+    """Gather x [*, M, H, D] at `place` [*, N, H, k], and 0 where not `found`: [*, N, H, k, D]."""
+    if x.shape[-3] == 0:
+        return x.new_zeros(*place.shape, x.shape[-1])
+    by_head = x.transpose(-2, -3)  # [*, H, M, D]
+    index = (
+        place.transpose(-2, -3).flatten(-2)[..., None].expand(*x.shape[:-3], -1, -1, x.shape[-1])
+    )
+    rows = by_head.gather(-2, index).unflatten(-2, (place.shape[-3], place.shape[-1]))
+    return rows.transpose(-3, -4).masked_fill(~found[..., None], 0)

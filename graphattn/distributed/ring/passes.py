@@ -1,0 +1,229 @@
+"""The two passes of an operation on a ring.
+
+In round d, every rank gets rows from the rank d places before it, computes the part of the
+operation over them, and merges it with what it has. So it never stores the rows of more than two
+ranks. In the backward pass the rows travel again, each part is computed again, and the gradients
+of its sources travel back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
+from graphattn.distributed.ring.rounds import Block, Round
+from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
+from graphattn.ops.attention.logits.score import Score
+
+
+def best_on_ring(
+    score: Score,
+    k: int,
+    rounds: Sequence[Round],
+    targets: Given,
+    sources: Given,
+) -> Tensor:
+    """Return the k best sources of every target and head, on whatever rank they are.
+
+    Only keys travel. Every rank keeps the k best candidates of the rounds so far.
+
+    Args:
+        score: gives the logits.
+        k: how many sources a row selects.
+        rounds: this rank's rounds.
+        targets: this rank's queries [*, N, H, D], and a mask or None.
+        sources: this rank's keys [*, M, Hk, D], and a mask or None.
+
+    Returns:
+        LongTensor [*, N, H, k], tokens of the whole graph; -1 where a row has fewer sources.
+    """
+    by_run: dict[range, Candidates] = {}
+    for turn, rows in _arriving(rounds, sources):
+        for block in turn.blocks:
+            (query, of_targets), (key, of_sources) = (
+                _rows(targets, block.targets),
+                _rows(rows, block.sources),
+            )
+            logits, place = candidates_by_score(
+                query, key, block.graph, k, score, valid=(of_targets, of_sources)
+            )
+            index = place
+            if len(block.tokens):
+                index = torch.where(place < 0, place, block.tokens[place.clamp(min=0)])
+            best = logits, index
+            if (earlier := by_run.get(block.targets)) is not None:
+                best = merge_top_k([earlier, best], k)
+            by_run[block.targets] = best
+    runs = sorted(by_run, key=lambda run: run.start)
+    return torch.cat([by_run[run][1] for run in runs], dim=-3)
+
+
+def on_ring(
+    operation: RingOperation,
+    rounds: Sequence[Round],
+    targets: Given,
+    sources: Given,
+    parameters: Sequence[Tensor],
+) -> Tensors:
+    """Compute an operation over the sources of all ranks, one rank at a time.
+
+    Args:
+        operation: what is computed.
+        rounds: this rank's rounds; all ranks have equally many.
+        targets, sources: this rank's tensors, [*, tokens, heads, features], or masks [*, tokens].
+        parameters: all other tensors that the operation differentiates, such as bandwidths.
+
+    Returns:
+        The results over all sources, [*, N, H, features].
+    """
+    counts = len(targets), len(sources)
+    results: Tensors = _OnRing.apply(
+        operation, rounds, counts, *targets, *sources, *(x for x in parameters if x.requires_grad)
+    )
+    return results
+
+
+class _OnRing(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: RingOperation,
+        rounds: Sequence[Round],
+        counts: tuple[int, int],
+        *tensors: Any,
+    ) -> Tensors:
+        t, s = counts
+        targets, sources = tensors[:t], tensors[t : t + s]
+        by_run: dict[range, Tensors] = {}
+        for turn, rows in _arriving(rounds, sources):
+            for block in turn.blocks:
+                given = _rows(targets, block.targets), _rows(rows, block.sources)
+                part = operation.part(*given, block)
+                if (earlier := by_run.get(block.targets)) is not None:
+                    part = operation.merge(earlier, part)
+                by_run[block.targets] = part
+        parts = [by_run[run] for run in sorted(by_run, key=lambda run: run.start)]
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = tuple(torch.cat(results, dim=-3) for results in zip(*parts, strict=True))
+        ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
+        ctx.parameters = tensors[t + s :]
+        ctx.save_for_backward(*targets, *sources, *whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *d_whole: Tensor) -> tuple[Any, ...]:
+        counts = t, s = ctx.counts
+        saved = ctx.saved_tensors
+        targets, sources, whole = saved[:t], saved[t : t + s], saved[t + s :]
+        needed = ctx.needs_input_grad[3:]
+        totals = [
+            torch.zeros_like(x) if need and x is not None else None
+            for x, need in zip([*targets, *sources, *ctx.parameters], needed, strict=True)
+        ]
+        of_targets, of_sources, of_parameters = totals[:t], totals[t : t + s], totals[t + s :]
+        travelling = [i for i, total in enumerate(of_sources) if total is not None]
+        for turn, rows in _arriving(ctx.rounds, sources):
+            d_rows = [
+                None if total is None else torch.zeros_like(x)
+                for total, x in zip(of_sources, rows, strict=True)
+            ]
+            for block in turn.blocks:
+                given = [*_rows(targets, block.targets), *_rows(rows, block.sources)]
+                given += ctx.parameters
+                results = _rows(whole, block.targets), _rows(d_whole, block.targets)
+                found = _gradients(ctx.operation, block, given, needed, counts, *results)
+                for total, gradient in zip(of_targets, found[:t], strict=True):
+                    _add_rows(total, block.targets, gradient)
+                for total, gradient in zip(d_rows, found[t : t + s], strict=True):
+                    _add_rows(total, block.sources, gradient)
+                for total, gradient in zip(of_parameters, found[t + s :], strict=True):
+                    if total is not None and gradient is not None:
+                        total += gradient
+            home: list[Any] = [d_rows[i] for i in travelling]
+            places: range | Tensor = range(turn.rows)
+            if turn.exchange is not None:
+                home = turn.exchange.returned(home, [-3] * len(home))
+                places = turn.exchange.send
+            for i, gradient in zip(travelling, home, strict=True):
+                _add_rows(of_sources[i], places, gradient)
+        return None, None, None, *totals
+
+
+def _arriving(rounds: Sequence[Round], sources: Given) -> Iterator[tuple[Round, list[Any]]]:
+    """Yield every round and its rows; those of the next round are on their way by then."""
+    there = [x for x in sources if x is not None]
+    dims = [_dim(x) for x in there]
+
+    def start(turn: Round) -> list[Tensor] | None:
+        return None if turn.exchange is None else turn.exchange.start(there, dims)
+
+    on_their_way = start(rounds[0])
+    for number, turn in enumerate(rounds):
+        arrived = there
+        if turn.exchange is not None and on_their_way is not None:
+            arrived = turn.exchange.finish(on_their_way, there, dims)
+        if number + 1 < len(rounds):
+            on_their_way = start(rounds[number + 1])
+        rows = iter(arrived)
+        yield turn, [None if x is None else next(rows) for x in sources]
+
+
+def _dim(x: Tensor) -> int:
+    return -1 if x.dtype == torch.bool else -3
+
+
+def _rows(tensors: Given, rows: range | Tensor) -> list[Any]:
+    """Take some tokens of every tensor."""
+    found: list[Any] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+        elif isinstance(rows, Tensor):
+            found.append(x.index_select(_dim(x), rows))
+        else:
+            found.append(x.narrow(_dim(x), rows.start, len(rows)))
+    return found
+
+
+def _add_rows(total: Tensor | None, rows: range | Tensor, gradient: Tensor | None) -> None:
+    if total is None or gradient is None:
+        return
+    if isinstance(rows, Tensor):
+        total.index_add_(-3, rows, gradient)
+    else:
+        total.narrow(-3, rows.start, len(rows)).add_(gradient)
+
+
+def _gradients(
+    operation: RingOperation,
+    block: Block,
+    given: list[Any],
+    needed: Sequence[bool],
+    counts: tuple[int, int],
+    whole: list[Any],
+    d_whole: list[Any],
+) -> list[Tensor | None]:
+    """Compute a part again, and return the gradients of its targets, sources and parameters."""
+    t, s = counts
+    inputs = [
+        x.detach().requires_grad_() if x is not None and need and i < t + s else x
+        for i, (x, need) in enumerate(zip(given, needed, strict=True))
+    ]
+    with torch.enable_grad():
+        part = operation.part(inputs[:t], inputs[t : t + s], block)
+    upstream = operation.upstream(tuple(x.detach() for x in part), tuple(whole), tuple(d_whole))
+    results = [(y, d) for y, d in zip(part, upstream, strict=True) if y.requires_grad]
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if x is not None and need]
+    if not results or not wanted:
+        return [None] * len(inputs)
+    outs, gradients = zip(*results, strict=True)
+    found = iter(torch.autograd.grad(outs, wanted, gradients, allow_unused=True))
+    return [
+        next(found) if x is not None and need else None
+        for x, need in zip(inputs, needed, strict=True)
+    ]

@@ -1,0 +1,256 @@
+"""Layers over graphs that are divided among ranks, beside the same layers in one process.
+
+The functions that take a group run on every rank. All ranks draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import graphattn as ga
+
+WIDE = torch.float64
+DIM, HEADS = 8, 2
+
+
+def _edges(rng: random.Random, targets: int, sources: int) -> Tensor:
+    count = rng.randint(1, 4 * targets)
+    ends = [torch.randint(0, sources, (count,)), torch.randint(0, targets, (count,))]
+    return torch.stack(ends).unique(dim=1)
+
+
+def _packed(rng: random.Random, n: int, w: int) -> ga.TokenGraph:
+    parts = [ga.window_path_graph(n, w), ga.complete_graph(5), ga.window_path_graph(7, 2)]
+    return ga.batch([*parts, ga.block_window_graph(n, 4)])
+
+
+# By name: a graph of about n tokens, with windows of about w.
+GRAPHS: dict[str, Callable[[random.Random, int, int], ga.TokenGraph]] = {
+    "window": lambda rng, n, w: ga.window_path_graph(n, w),
+    "window with self-loops": lambda rng, n, w: ga.window_path_graph(n, w, self_loops=True),
+    "causal window": lambda rng, n, w: ga.causal_window_graph(n, w),
+    "dilated": lambda rng, n, w: ga.dilated_window_graph(n, w, dilation=rng.randint(2, 9)),
+    "blocks": lambda rng, n, w: ga.block_window_graph(n, w),
+    "cycle": lambda rng, n, w: ga.window_cycle_graph(2 * n, min(w, n - 1)),
+    "causal": lambda rng, n, w: ga.causal_graph(n),
+    "complete": lambda rng, n, w: ga.complete_graph(n),
+    "longformer": lambda rng, n, w: ga.longformer_graph(n, w, [0, n // 2]),
+    "bigbird": lambda rng, n, w: ga.bigbird_graph(n, w, [0], 2),
+    "union": lambda rng, n, w: ga.union(
+        ga.window_path_graph(n, 1), ga.dilated_window_graph(n, 2, 5)
+    ),
+    "grid": lambda rng, n, w: ga.grid_window_graph(5, 6, 2),
+    "grid blocks": lambda rng, n, w: ga.grid_block_graph(6, 6, 3),
+    "neighbours": lambda rng, n, w: ga.knn_graph(torch.randn(n, 3), 3),
+    "edges": lambda rng, n, w: ga.from_edge_index(_edges(rng, n, n), num_targets=n),
+    "permuted": lambda rng, n, w: ga.window_path_graph(n, w).permute(torch.randperm(n)),
+    "packed": _packed,
+    "packed causal": lambda rng, n, w: ga.batch([ga.causal_graph(n), ga.causal_window_graph(9, w)]),
+    "two tracks": lambda rng, n, w: ga.bipartite_window_graph(n, w),
+    "two tracks, complete": lambda rng, n, w: ga.bipartite_complete_graph(n, rng.randint(1, 20)),
+    "two tracks, edges": lambda rng, n, w: ga.from_edge_index(
+        _edges(rng, n, 7), num_targets=n, num_sources=7
+    ),
+    "past": lambda rng, n, w: ga.causal_graph(n, past=5),
+}
+
+SOFTMAX: dict[str, Callable[[], nn.Module]] = {
+    "dot": lambda: ga.nn.DotProductAttention(DIM, HEADS, kv_heads=1, rope=True, sink=True),
+    "dot, softcap": lambda: ga.nn.DotProductAttention(DIM, HEADS, softcap=2.0),
+    "dot, top-k": lambda: ga.nn.DotProductAttention(DIM, HEADS, kv_heads=1, top_k=3),
+}
+LINEAR: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: ga.nn.LinearAttention(DIM, HEADS, rope=True),
+    "linear, kv heads": lambda: ga.nn.LinearAttention(DIM, HEADS, kv_heads=1),
+}
+ONE_TRACK: dict[str, Callable[[], nn.Module]] = {
+    "krause": lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=3, rope=True),
+    "gka": lambda: ga.nn.GaussianKernelAttention(DIM, HEADS),
+}
+
+
+def _consensus(**options: Any) -> nn.Module:
+    return ga.nn.SelfConsensus(DIM, HEADS, rank=2, edge_hidden=6, **options)
+
+
+CONSENSUS: dict[str, Callable[[], nn.Module]] = {
+    "target": lambda: _consensus(update="target", rope=True),
+    "target, auto": lambda: _consensus(update="target", step_size="auto"),
+    "target, features": lambda: _consensus(update="target", edge_features=3),
+}
+ENERGY: dict[str, Callable[[], nn.Module]] = {
+    "energy": lambda: _consensus(rope=True),
+    "energy, auto": lambda: _consensus(step_size="auto"),
+    "energy, features": lambda: _consensus(edge_features=3, step_size="auto"),
+    "energy, by messages": lambda: _consensus(
+        step_size="auto", rope="isometric", backend="reference"
+    ),
+}
+TWO_TRACKS: dict[str, Callable[[], nn.Module]] = {
+    "cross": lambda: ga.nn.CrossConsensus(DIM, HEADS, rank=2, edge_hidden=6),
+    "cross, features": lambda: ga.nn.CrossConsensus(
+        DIM, HEADS, rank=2, edge_hidden=6, edge_features=3, step_size="auto"
+    ),
+}
+BY_MESSAGES = {
+    "dot, by messages": lambda: ga.nn.DotProductAttention(DIM, HEADS, backend="reference")
+}
+
+
+class _Doubled(ga.nn.DotProductAttention):
+    """A layer with its own logits, which runs through `propagate`."""
+
+    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
+        return 2 * super().log_affinity(query_i, key_j)
+
+
+def layers_over(graph: ga.TokenGraph, exchange: str) -> dict[str, Callable[[], nn.Module]]:
+    """The layers that take a graph."""
+    found = {**SOFTMAX, **LINEAR}
+    if exchange == "rows":
+        found |= BY_MESSAGES | {"own logits": lambda: _Doubled(DIM, HEADS)}
+    if not graph.has_same_tokens:
+        return found | TWO_TRACKS
+    found |= ONE_TRACK | CONSENSUS
+    return found if graph.has_causal_part else found | ENERGY
+
+
+class Call(NamedTuple):
+    """The inputs of a call for all tokens; what is None is not given."""
+
+    x: Tensor
+    context: Tensor | None
+    valid: Any
+    positions: Any
+    edges: tuple[str, Tensor] | None
+
+    def run(self, layer: nn.Module, graph: Any) -> Tensor:
+        given: dict[str, Any] = {"valid": self.valid, "positions": self.positions}
+        if self.edges is not None:
+            given[self.edges[0]] = self.edges[1]
+        tracks = [] if self.context is None else [self.context]
+        out: Tensor = layer(self.x, graph, *tracks, **given)
+        return out
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors whose gradients are compared."""
+        edges = None if self.edges is None else self.edges[1]
+        return [x for x in (self.x, self.context, edges) if x is not None]
+
+    def of_rank(self, shard: Any) -> tuple[Call, list[Tensor]]:
+        """The inputs of a rank, and new leaves that they are parts of, in the order of `leaves`."""
+
+        def pair(values: Any) -> Any:
+            if not isinstance(values, tuple):
+                return shard.split(values)
+            return shard.split(values[0]), shard.split(values[1], of="sources")
+
+        whole = [x.detach().clone().requires_grad_() for x in self.leaves()]
+        rest = iter(whole)
+        x = shard.split(next(rest))
+        context = None if self.context is None else shard.split(next(rest), of="sources")
+        edges = None
+        if self.edges is not None:
+            values = next(rest)
+            is_table = values.shape[-2] != shard.whole.num_edges
+            edges = self.edges[0], values if is_table else shard.split(values, of="edges")
+        return Call(x, context, pair(self.valid), pair(self.positions), edges), whole
+
+
+def draw_call(rng: random.Random, layer: Any, graph: ga.TokenGraph, exchange: str) -> Call:
+    """Draw inputs: batches or not, masks, positions, biases or features of edges."""
+    n, m, two = graph.num_targets, graph.num_sources, not graph.has_same_tokens
+    batch = rng.choice([(), (2,)])
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=WIDE, requires_grad=True)
+
+    edges = None
+    if getattr(layer, "edge_features", 0):
+        edges = "edge_features", numbers(*rng.choice([(), batch]), graph.num_edges, 3)
+    elif (
+        isinstance(layer, ga.nn.DotProductAttention) and layer.top_k is None and rng.random() < 0.5
+    ):
+        rows = None if graph.structure is None else graph.structure.num_offsets
+        if rows is not None and rows != graph.num_edges:
+            edges = "edge_bias", numbers(rows, HEADS)
+        elif exchange == "rows":
+            edges = "edge_bias", numbers(*rng.choice([(), batch]), graph.num_edges, HEADS)
+    masks = torch.rand(*batch, n) < 0.8, torch.rand(*batch, m) < 0.8
+    places = torch.randint(0, 100, (n,)), torch.randint(0, 100, (m,))
+    return Call(
+        x=numbers(*batch, n, DIM),
+        context=numbers(*batch, m, DIM) if two else None,
+        valid=rng.choice([None, masks if two else masks[0]]),
+        positions=rng.choice([None, None, places if two else places[0]]),
+        edges=edges,
+    )
+
+
+def real_rows(y: Tensor, valid: Any) -> Tensor:
+    """Outputs with 0 at padding, where they have no meaning."""
+    of_targets = valid[0] if isinstance(valid, tuple) else valid
+    return y if of_targets is None else torch.where(of_targets[..., None], y, 0)
+
+
+def compare(group: Any, rng: random.Random, shard: Any, layer: nn.Module) -> None:
+    """Compare outputs and all gradients with those of one process."""
+    import torch.distributed as dist
+
+    graph = shard.whole
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.5)
+    call = draw_call(rng, layer, graph, shard.exchange)
+    weight = torch.randn(call.x.shape, dtype=WIDE)
+    expected = real_rows(call.run(layer, graph), call.valid)
+    gradients = torch.autograd.grad(
+        (expected * weight).sum(), [*call.leaves(), *layer.parameters()], allow_unused=True
+    )
+    own, whole = call.of_rank(shard)
+    found = real_rows(own.run(layer, shard), own.valid)
+    parts = torch.autograd.grad(
+        (found * shard.split(weight)).sum(), [*whole, *layer.parameters()], allow_unused=True
+    )
+    close("output", shard.gather(found), expected)
+    for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+        like = [*whole, *layer.parameters()][i]
+        total = torch.zeros_like(like) if part is None else part.clone()
+        dist.all_reduce(total, group=group)  # every rank has the share of its own tokens
+        close(f"gradient {i}", total, torch.zeros_like(like) if gradient is None else gradient)
+
+
+def close(what: str, found: Tensor, expected: Tensor) -> None:
+    found, expected = found.detach(), expected.detach()
+    error = float((found - expected).abs().max()) if found.numel() else 0.0
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    assert error <= 1e-12 * max(1.0, largest) * 10, (what, error, largest)
+
+
+WAYS: tuple[tuple[Any, Any], ...] = (
+    ("rows", "runs"),
+    ("ring", "zigzag"),
+    ("rows", "zigzag"),
+    ("ring", "runs"),
+)
+
+
+def every_layer_over(group: Any, name: str, way: int) -> int:
+    """Compare every layer over one graph, with one of the ways of exchange and orders of tokens."""
+    exchange, order = WAYS[way % len(WAYS)]
+    rng = random.Random(f"{name} {way}")
+    torch.manual_seed(rng.randint(0, 1 << 40))
+    graph = GRAPHS[name](rng, rng.randint(2 * group.size() + 4, 60), rng.randint(1, 9))
+    shard = ga.distributed.shard(graph, group, exchange=exchange, order=order)
+    layers = layers_over(graph, shard.exchange)
+    for layer_name, made in layers.items():
+        try:
+            compare(group, rng, shard, made().to(WIDE))
+        except Exception as error:
+            error.add_note(f"{layer_name} over {graph}, {exchange}, {order}")
+            raise
+    return len(layers)
