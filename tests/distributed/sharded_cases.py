@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
+from graphattn.distributed.layout import Layout
 
 WIDE = torch.float64
 DIM, HEADS = 8, 2
@@ -40,7 +42,7 @@ GRAPHS: dict[str, Callable[[random.Random, int, int], ga.TokenGraph]] = {
     "causal": lambda rng, n, w: ga.causal_graph(n),
     "complete": lambda rng, n, w: ga.complete_graph(n),
     "longformer": lambda rng, n, w: ga.longformer_graph(n, w, [0, n // 2]),
-    "bigbird": lambda rng, n, w: ga.bigbird_graph(n, w, [0], 2),
+    "bigbird": lambda rng, n, w: ga.bigbird_graph(n, w, 2, [0], seed=1),
     "union": lambda rng, n, w: ga.union(
         ga.window_path_graph(n, 1), ga.dilated_window_graph(n, 2, 5)
     ),
@@ -254,3 +256,83 @@ def every_layer_over(group: Any, name: str, way: int) -> int:
             error.add_note(f"{layer_name} over {graph}, {exchange}, {order}")
             raise
     return len(layers)
+
+
+class Sent(TorchDispatchMode):
+    """Counts the numbers that collectives send to other ranks, and looks for NaN among them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.rows: list[list[int]] = []  # of every exchange, how many rows each rank gets
+        self.numbers = 0
+        self.has_nan = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_to_all" in str(func):
+            rows, _, sent = args[:3]
+            self.rows.append([int(n) for n in sent])
+            self.numbers += rows.numel()
+            self.has_nan |= bool(rows.isnan().any())
+        return func(*args, **(kwargs or {}))
+
+
+def rows_sent_by_a_causal_window(group: Any, window: int, num_tokens: int) -> dict[str, Any]:
+    """Return what a forward and a backward pass of a layer sends, and what the plan says."""
+    graph = ga.causal_window_graph(num_tokens, window)
+    shard = ga.distributed.shard(graph, group)
+    layer = ga.nn.DotProductAttention(DIM, HEADS, rope=True).to(WIDE)
+    x = shard.split(torch.randn(num_tokens, DIM, dtype=WIDE)).clone().requires_grad_()
+    with Sent(group.rank()) as sent:
+        layer(x, shard).sum().backward()
+    return {"rows": sent.rows, "numbers": sent.numbers}
+
+
+def poisoned(group: Any, name: str, exchange: str) -> int:
+    """Put NaN into tokens that share no edge with another rank, and into all padding.
+
+    NaN must neither be sent nor change a bit of the outputs that do not see it.
+    """
+    rng = random.Random(name)
+    torch.manual_seed(7)
+    graph = GRAPHS[name](rng, 40, 3)
+    shard = ga.distributed.shard(graph, group, exchange=exchange, order="runs")
+    n, m, two = graph.num_targets, graph.num_sources, not graph.has_same_tokens
+    source, target = graph.edge_index
+    crossing = _owners(m, group)[source] != _owners(n, group)[target]
+    stays = torch.ones(m, dtype=torch.bool)
+    stays[source[crossing]] = False
+    if not two:  # layers that move both ends fetch targets, too
+        stays[target[crossing]] = False
+    masks = torch.rand(n) < 0.8, torch.rand(m) < 0.8
+    bad = stays | ~(masks[1] if two else masks[0])
+    reached = torch.zeros(n, dtype=torch.bool)
+    reached[target[stays[source]]] = True
+    if not two:
+        reached |= stays
+        reached[source[stays[target]]] = True
+    clean = shard.split(~reached & masks[0])
+    x, c = torch.randn(n, DIM, dtype=WIDE), torch.randn(m, DIM, dtype=WIDE)
+    layers = layers_over(graph, exchange)
+    for layer_name, made in layers.items():
+        layer = made().to(WIDE)
+        given: dict[str, Any] = {"valid": shard.split(masks[0])}
+        if two:
+            given["valid"] = given["valid"], shard.split(masks[1], of="sources")
+        if getattr(layer, "edge_features", 0):
+            features = torch.randn(graph.num_edges, 3, dtype=WIDE)
+            given["edge_features"] = shard.split(features, of="edges")
+        tokens = c if two else x
+        with Sent(group.rank()) as sent:
+            outs = []
+            for seen in (tokens, tokens.masked_fill(bad[:, None], torch.nan)):
+                tracks = [shard.split(seen, of="sources")] if two else []
+                outs.append(layer(shard.split(x if two else seen), shard, *tracks, **given))
+        assert not sent.has_nan, layer_name
+        if getattr(layer, "step_size", None) != "auto":  # one step for the whole sequence
+            assert torch.equal(outs[0][clean], outs[1][clean]), layer_name
+    return len(layers)
+
+
+def _owners(tokens: int, group: Any) -> Tensor:
+    return Layout(tokens, group.size()).owner(torch.arange(tokens))

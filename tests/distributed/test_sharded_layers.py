@@ -1,7 +1,13 @@
 """Layers over a graph on several ranks compute what one process computes."""
 
 import pytest
-from sharded_cases import GRAPHS, every_layer_over
+from sharded_cases import (
+    DIM,
+    GRAPHS,
+    every_layer_over,
+    poisoned,
+    rows_sent_by_a_causal_window,
+)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -9,3 +15,22 @@ from sharded_cases import GRAPHS, every_layer_over
 def test_outputs_and_gradients_equal_those_of_one_process(ranks, size, number):
     counts = ranks.run(every_layer_over, size, name=list(GRAPHS)[number], way=size + number)
     assert min(counts) > 4
+
+
+@pytest.mark.parametrize("exchange", ["rows", "ring"])
+@pytest.mark.parametrize("graph", ["window", "edges", "longformer", "causal", "two tracks"])
+def test_nothing_that_nobody_sees_leaves_a_rank_or_changes_a_bit(ranks, graph, exchange):
+    assert min(ranks.run(poisoned, 3, name=graph, exchange=exchange)) > 4
+
+
+@pytest.mark.every_case
+def test_a_causal_window_of_256_sends_255_rows_over_every_border(ranks):
+    found = ranks.run(rows_sent_by_a_causal_window, 4, window=256, num_tokens=2048)
+    for rank, sent in enumerate(found):
+        to_next, to_previous = [0] * 4, [0] * 4
+        if rank < 3:
+            to_next[rank + 1] = 255
+        if rank > 0:
+            to_previous[rank - 1] = 255
+        assert sent["rows"] == [to_next, to_previous]  # keys and values, then their gradients
+        assert sent["numbers"] == 2 * DIM * (sum(to_next) + sum(to_previous))

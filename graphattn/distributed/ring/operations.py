@@ -79,7 +79,11 @@ class Averages:
         (query, of_targets), (key, value, of_sources) = targets, sources
         options = dict(self.options)
         if (table := options.get("edge_bias")) is not None:
-            options["edge_bias"] = unlike_edges(table, block.graph)
+            if block.offsets is None:
+                table = unlike_edges(table, block.graph)
+            else:
+                table = table.index_select(0, block.offsets)[None]
+            options["edge_bias"] = table
         p, seed = self.dropout
         dropped: dict[str, Any] = {}
         if p:

@@ -24,6 +24,8 @@ class Block(NamedTuple):
         sources: a range of the rows of the round, or a LongTensor.
         tokens: LongTensor, the tokens of these rows, in ascending order.
         graph: the edges.
+        offsets: LongTensor [E], the row of the whole graph's table of offsets for every edge. None
+            if `graph` has the table itself, or the whole graph has none.
     """
 
     number: int
@@ -31,6 +33,7 @@ class Block(NamedTuple):
     sources: range | Tensor
     tokens: Tensor
     graph: TokenGraph
+    offsets: Tensor | None = None
 
 
 class Round(NamedTuple):
@@ -115,11 +118,18 @@ class RingPlan:
                 first = int(rows[0]) if len(rows) else 0
                 is_run = torch.equal(rows, torch.arange(first, first + len(rows)))
                 graph = edges_between(self.graph, run, tokens)
+                offsets = None
+                whole = self.graph.structure
+                if graph.structure is None and whole is not None and whole.num_offsets:
+                    source, target = graph.edge_index
+                    place = tokens.to(graph.device)[source]
+                    offsets = whole.offset_index(target + run.start, place)
                 yield Block(
                     targets=range(start, start + len(run)),
                     sources=range(first, first + len(rows)) if is_run else rows.to(graph.device),
                     tokens=tokens.to(graph.device),
                     graph=graph,
+                    offsets=offsets,
                     number=run.start * self.sources.num_tokens + (int(tokens[0]) if part else 0),
                 )
             start += len(run)
