@@ -423,7 +423,7 @@ def shard(
     chunks = ranks * (2 if order == "zigzag" else 1)
     if chunks > graph.num_targets:
         raise ValueError(
-            f"graph must have at least {chunks // ranks} targets per rank, got "
+            f"graph must have at least {chunks} targets, got "
             f"{graph.num_targets} targets and {ranks} ranks"
         )
     if exchange == "auto":

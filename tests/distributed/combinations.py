@@ -1,0 +1,154 @@
+"""Sharded layers together with what users combine them with; every function runs on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import graphattn as ga
+
+DIM, HEADS = 16, 2
+
+
+def _layers() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {
+        "dot": ga.nn.DotProductAttention(DIM, HEADS, rope=True),
+        "krause": ga.nn.KrauseAttention(DIM, HEADS, top_k=3),
+        "linear": ga.nn.LinearAttention(DIM, HEADS),
+        "energy": ga.nn.SelfConsensus(DIM, HEADS, rank=2, edge_hidden=8, step_size="auto"),
+        "block": ga.nn.PreNormBlock(ga.nn.GaussianKernelAttention(DIM, HEADS)),
+    }
+
+
+def _graphs(n: int) -> dict[str, ga.TokenGraph]:
+    return {"window": ga.window_path_graph(n, 3, self_loops=True), "complete": ga.complete_graph(n)}
+
+
+def _pairs(n: int) -> Any:
+    for graph_name, graph in _graphs(n).items():
+        for name, layer in _layers().items():
+            yield f"{name} over {graph_name}", layer, graph
+
+
+def _gradients(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = run(x)
+    (y.float() * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
+    leaves = [x, *layer.parameters()]
+    return [y.detach(), *(torch.zeros(1) if p.grad is None else p.grad.clone() for p in leaves)]
+
+
+def _checkpointed(layer: nn.Module, shard: Any, reentrant: bool, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(layer, x, shard, use_reentrant=reentrant)
+    return y
+
+
+def checkpointed(group: Any) -> int:
+    """Both modes of checkpointing give the bits of a plain call."""
+    count = 0
+    for name, layer, graph in _pairs(24):
+        shard = ga.distributed.shard(graph, group, exchange="auto", order="runs")
+        x = torch.randn(2, shard.num_targets, DIM)
+        plain = _gradients(lambda x, layer=layer, shard=shard: layer(x, shard), layer, x)
+        for reentrant in (False, True):
+
+            again = partial(_checkpointed, layer, shard, reentrant)
+            for a, b in zip(plain, _gradients(again, layer, x), strict=True):
+                assert torch.equal(a, b), (name, reentrant)
+            count += 1
+    return count
+
+
+def compiled(group: Any) -> list[int]:
+    """Compiled layers give what plain ones give, at three lengths; returns the compilations."""
+    compilations = []
+    for name, layer in _layers().items():
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        fast = torch.compile(layer, backend=counter)
+        for n in (24, 36, 50):
+            graph = ga.window_path_graph(n, 3, self_loops=True)
+            shard = ga.distributed.shard(graph, group, order="runs")
+            x = torch.randn(2, shard.num_targets, DIM)
+            a = _gradients(lambda x, layer=layer, s=shard: layer(x, s), layer, x)
+            b = _gradients(lambda x, layer=fast, s=shard: layer(x, s), layer, x)
+            for found, expected in zip(b, a, strict=True):
+                assert torch.allclose(found, expected, atol=1e-5), name
+        compilations.append(counter.frame_count)
+    return compilations
+
+
+def half_precision(group: Any) -> int:
+    """Autocast, and layers in bfloat16, give what one process gives up to rounding."""
+    count = 0
+    for name, layer, graph in _pairs(24):
+        if "krause" in name:  # rounding decides what it selects
+            continue
+        shard = ga.distributed.shard(graph, group, order="runs")
+        x = torch.randn(2, 24, DIM)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = layer(shard.split(x), shard), layer(x, graph)
+        assert found.dtype == expected.dtype
+        error = (found - shard.split(expected)).abs().max()
+        assert error <= 0.05 * expected.abs().max(), (name, error)
+        half, x = layer.bfloat16(), x.bfloat16()
+        error = (half(shard.split(x), shard) - shard.split(half(x, graph))).abs().max()
+        assert error <= 0.05 * expected.abs().max(), (name, error)
+        count += 1
+    return count
+
+
+def dropped(group: Any) -> list[Tensor]:
+    """Return what dropout leaves of equal values, by rows and on a ring, in [tokens, DIM]."""
+    layer = ga.nn.DotProductAttention(DIM, HEADS, attention_dropout=0.5)
+    for p in layer.parameters():
+        nn.init.constant_(p, 0.1)
+    found = []
+    for exchange in ("rows", "ring"):
+        shard = ga.distributed.shard(
+            ga.window_cycle_graph(64, 8), group, exchange=exchange, order="runs"
+        )
+        torch.manual_seed(3)
+        found.append(layer(torch.ones(shard.num_targets, DIM), shard).detach())
+    return found
+
+
+def refusals(group: Any) -> list[str]:
+    """Return the messages of errors, which every rank must raise alike."""
+    n = 24
+    graph = ga.causal_graph(n)
+    ring = ga.distributed.shard(graph, group, exchange="ring")
+    rows = ga.distributed.shard(graph, group, exchange="rows")
+    layer = ga.nn.DotProductAttention(DIM, HEADS)
+    x = torch.randn(ring.num_targets, DIM)
+    calls = [
+        lambda: layer(x[1:], ring),
+        lambda: layer(x, ring, return_attention_weights=True),
+        lambda: layer(x, ring, edge_bias=torch.zeros(1, 3, HEADS)),
+        lambda: ga.nn.DotProductAttention(DIM, HEADS, top_k=2, softcap=2.0)(x, ring),
+        lambda: ga.distributed.shard(ga.causal_graph(1), group),
+        lambda: ga.distributed.shard(torch.zeros(2, 3), group),
+        lambda: ga.distributed.shard(graph, "cp"),
+        lambda: ga.distributed.shard(graph, group, order="random"),
+        lambda: rows.split(torch.randn(n + 1, DIM)),
+        lambda: rows.gather(torch.randn(n, DIM)),
+        lambda: __import__("copy").deepcopy(rows),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        else:
+            messages.append("no error")
+    return messages

@@ -1,0 +1,49 @@
+"""Sharded layers under checkpointing, torch.compile, autocast, dropout; and what is refused."""
+
+import re
+
+import pytest
+import torch
+from combinations import checkpointed, compiled, dropped, half_precision, refusals
+
+
+@pytest.mark.every_case
+def test_checkpointing_changes_no_bit(ranks):
+    assert ranks.run(checkpointed, 3) == [20] * 3
+
+
+@pytest.mark.long
+def test_compiled_layers_serve_three_lengths(ranks):
+    assert len(ranks.run(compiled, 2)[0]) == 5
+
+
+def test_half_precision_is_that_of_one_process(ranks):
+    assert ranks.run(half_precision, 2) == [8] * 2
+
+
+def test_ranks_drop_different_edges_and_keep_the_mean(ranks):
+    by_rank = ranks.run(dropped, 2)
+    for first, second in zip(*by_rank, strict=True):
+        assert not torch.equal(first, second)
+        mean = float(torch.cat([first, second]).mean())
+        whole = 0.1 + 1.6 * (0.1 + 1.6)  # without dropout: output bias, and 16 equal values
+        assert abs(mean - whole) < 0.1 * whole
+
+
+def test_errors_name_the_argument_on_every_rank(ranks):
+    texts = (
+        r"x must have the 8 tokens of rank \d of 3",
+        "return_attention_weights must be False",
+        "edge_bias must be a table per offset",
+        "top_k = 2 cannot be used",
+        "graph must have at least 3 targets",
+        "graph must be a TokenGraph",
+        "group must be a DeviceMesh",
+        "order must be one of",
+        r"tensors\[0\] must have 24 targets",
+        "tensor must have 8 targets",
+        "cannot be copied or pickled",
+    )
+    for messages in ranks.run(refusals, 3):
+        for text, message in zip(texts, messages, strict=True):
+            assert re.search(text, message), message
