@@ -277,12 +277,16 @@ class ShardedGraph:
         graph, exchange, _, _ = self.by_targets
         of_targets, of_sources = valid
         masks = [] if of_sources is None else [of_sources]
-        once = list({id(x): (x, dim) for x, dim in zip(tensors, dims, strict=True)}.values())
-        sent = [x for x, _ in once]
-        found = exchange(*sent, *masks, dims=[*(dim for _, dim in once), *[-1] * len(masks)])
-        by_id = {id(x): y for x, y in zip(sent, found, strict=False)}
+        once: list[int] = []  # numbers of tensors, every tensor once
+        place: list[int] = []  # for every tensor, where it stands among those
+        for number, x in enumerate(tensors):
+            known = [i for i, other in enumerate(once) if tensors[other] is x]
+            place.append(known[0] if known else len(once))
+            once += [] if known else [number]
+        sent, along = [tensors[i] for i in once], [dims[i] for i in once]
+        found = exchange(*sent, *masks, dims=[*along, *[-1] * len(masks)])
         mask = found[-1] if masks else None
-        return graph, [by_id[id(x)] for x in tensors], (of_targets, mask)
+        return graph, [found[i] for i in place], (of_targets, mask)
 
     # Values per edge.
 
