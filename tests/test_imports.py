@@ -135,9 +135,10 @@ def test_public_names_are_listed_once_and_exist():
 ARROWS = {
     "graphs": {"kernels"},
     "ops": {"graphs", "kernels"},
-    "nn": {"ops", "graphs", "version"},
+    "nn": {"distributed", "ops", "graphs", "version"},
     "spectral": {"graphs"},
     "data": {"graphs"},
+    "distributed": {"ops", "graphs", "kernels"},
     "dynamics": {"ops", "graphs"},
     "diagnostics": {"nn", "ops", "graphs", "dynamics"},
     "models": {"nn", "ops", "graphs", "data"},
