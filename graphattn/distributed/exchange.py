@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.failures.watching import watched
+
 
 @dataclass(frozen=True)
 class RowExchange:
@@ -102,15 +104,11 @@ class RowExchange:
     def _all_to_all(self, rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...]) -> Tensor:
         if self.total == 0:
             return rows
-        from torch.distributed import _functional_collectives as functional
-
-        differentiable = rows.requires_grad
-        move = (
-            functional.all_to_all_single_autograd
-            if differentiable
-            else functional.all_to_all_single
-        )
-        result: Tensor = move(rows.contiguous(), list(received), list(sent), self.group)
+        result: Tensor
+        if rows.requires_grad and torch.is_grad_enabled():
+            result = _Exchanged.apply(rows, received, sent, self.group)
+        else:
+            result = _exchanged(rows, received, sent, self.group)
         return result
 
     def _merged(self, others: Tensor, own: Tensor, dim: int) -> Tensor:
@@ -120,6 +118,34 @@ class RowExchange:
         first = others.narrow(dim, 0, self.before)
         last = others.narrow(dim, self.before, count - self.before)
         return torch.cat([first, own, last], dim)
+
+
+def _exchanged(
+    rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: Any
+) -> Tensor:
+    """Send rows to all ranks and receive others; the result may be on its way still."""
+    from torch.distributed import _functional_collectives as functional
+
+    result: Tensor = functional.all_to_all_single(
+        rows.contiguous(), list(received), list(sent), group
+    )
+    return result
+
+
+class _Exchanged(torch.autograd.Function):
+    """An exchange of rows, whose gradients travel back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: Any
+    ) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _waited(_exchanged(rows, received, sent, group))
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        with watched(ctx.group):
+            return _waited(_exchanged(d_rows, ctx.sent, ctx.received, ctx.group)), None, None, None
 
 
 def _waited(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 from weakref import WeakValueDictionary
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from graphattn.distributed.collectives import gathered, maximum_over_ranks
 from graphattn.distributed.exchange import RowExchange
+from graphattn.distributed.failures.agreement import agree, graph_digest
+from graphattn.distributed.failures.watching import watch, watched
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
     EdgeExchange,
@@ -237,7 +240,8 @@ class ShardedGraph:
             )
         if self.ranks == 1:
             return tensor
-        return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
+        with self.watched():
+            return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
 
     def _runs(self, of: str) -> list[range]:
         """Return the runs of targets, sources or edges of this rank."""
@@ -353,6 +357,10 @@ class ShardedGraph:
                 f"shape {list(x.shape)}: shard.split(x) gives them"
             )
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of this rank, or of another, ends the call of all."""
+        return nullcontext() if self.group is None else watched(self.group)
+
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "a ShardedGraph belongs to a process group, and cannot be copied or pickled: copy the "
@@ -381,6 +389,7 @@ def shard(
     *,
     order: Literal["auto", "runs", "zigzag"] = "auto",
     exchange: Literal["auto", "rows", "ring"] = "auto",
+    limit: float = 30.0,
 ) -> ShardedGraph:
     """Divide the tokens of a graph among the ranks of a process group.
 
@@ -401,12 +410,15 @@ def shard(
             operation. "ring": attention computes with the rows of one rank at a time, so that a
             rank never stores those of more than two others. "auto" takes the ring if a rank needs
             more than twice as many rows of others as it owns. Consensus always fetches all rows.
+        limit: how many seconds a rank may be silent. If a rank raises an error in a layer, dies or
+            hangs for longer, all others raise an error that names it.
 
     Returns:
         A :class:`ShardedGraph`, which layers take in the place of a graph.
 
     Raises:
-        ValueError: if there are more ranks than targets, or an argument has another type.
+        ValueError: if there are more ranks than targets, an argument has another type or value, or
+            the ranks have different graphs. All ranks raise it.
 
     Example:
         A script for ``torchrun --nproc-per-node 4 script.py``::
@@ -419,17 +431,18 @@ def shard(
             shard = ga.distributed.shard(graph)
             y = shard.gather(layer(shard.split(x), shard))  # equals layer(x, graph)
     """
-    if not isinstance(graph, TokenGraph):
-        raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
     process_group, rank, ranks = _group_of(group)
-    as_choice("order", order, ("auto", "runs", "zigzag"))
-    as_choice("exchange", exchange, ("auto", "rows", "ring"))
-    chunks = ranks * (2 if order == "zigzag" else 1)
-    if chunks > graph.num_targets:
-        raise ValueError(
-            f"graph must have at least {chunks} targets, got "
-            f"{graph.num_targets} targets and {ranks} ranks"
-        )
+    error, facts = None, {"the graph": "none"}
+    try:
+        _check(graph, ranks, order, exchange)
+        facts = {"the graph": graph_digest(graph), "order": order, "exchange": exchange}
+    except ValueError as found:
+        error = found
+    if ranks > 1:
+        watch(process_group, limit)
+        agree(process_group, facts, error)
+    elif error is not None:
+        raise error
     if exchange == "auto":
         exchange = "ring" if _needs_many_rows(graph, ranks) else "rows"
     balance = exchange == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets
@@ -445,6 +458,20 @@ def shard(
         sources=sources,
         exchange=exchange if ranks > 1 else "rows",
     )
+
+
+def _check(graph: Any, ranks: int, order: str, exchange: str) -> None:
+    """Check the arguments of :func:`shard`."""
+    if not isinstance(graph, TokenGraph):
+        raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
+    as_choice("order", order, ("auto", "runs", "zigzag"))
+    as_choice("exchange", exchange, ("auto", "rows", "ring"))
+    chunks = ranks * (2 if order == "zigzag" else 1)
+    if chunks > graph.num_targets:
+        raise ValueError(
+            f"graph must have at least {chunks} targets, got {graph.num_targets} targets and "
+            f"{ranks} ranks"
+        )
 
 
 # The layouts of graphs that are in use, by process group and number of tokens.

@@ -60,7 +60,6 @@ def checkpointed(group: Any) -> int:
         x = torch.randn(2, shard.num_targets, DIM)
         plain = _gradients(lambda x, layer=layer, shard=shard: layer(x, shard), layer, x)
         for reentrant in (False, True):
-
             again = partial(_checkpointed, layer, shard, reentrant)
             for a, b in zip(plain, _gradients(again, layer, x), strict=True):
                 assert torch.equal(a, b), (name, reentrant)
@@ -152,3 +151,24 @@ def refusals(group: Any) -> list[str]:
         else:
             messages.append("no error")
     return messages
+
+
+def one_rank_has_another_length(group: Any) -> str:
+    """Return the error of this rank, if rank 1 calls a layer with too few tokens."""
+    shard = ga.distributed.shard(ga.causal_window_graph(24, 4), group)
+    layer = ga.nn.DotProductAttention(DIM, HEADS)
+    x = torch.randn(shard.num_targets - (shard.rank == 1), DIM)
+    try:
+        layer(x, shard)
+    except (ValueError, ga.distributed.RankFailure) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def graphs_differ(group: Any) -> str:
+    """Return the error of this rank, if rank 1 has another graph."""
+    try:
+        ga.distributed.shard(ga.causal_window_graph(24, 4 + group.rank() % 2), group)
+    except ValueError as error:
+        return str(error)
+    return "no error"

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 import graphattn as ga
-from graphattn.distributed.agreement import agree, graph_digest
-from graphattn.distributed.failures import report, watch, watched
+from graphattn.distributed.failures.agreement import agree, graph_digest
+from graphattn.distributed.failures.watching import report, watch, watched
 
 RANKS = 3
 LIMIT = 2.0  # of the watches, seconds

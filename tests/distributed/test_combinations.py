@@ -4,7 +4,15 @@ import re
 
 import pytest
 import torch
-from combinations import checkpointed, compiled, dropped, half_precision, refusals
+from combinations import (
+    checkpointed,
+    compiled,
+    dropped,
+    graphs_differ,
+    half_precision,
+    one_rank_has_another_length,
+    refusals,
+)
 
 
 @pytest.mark.every_case
@@ -47,3 +55,16 @@ def test_errors_name_the_argument_on_every_rank(ranks):
     for messages in ranks.run(refusals, 3):
         for text, message in zip(texts, messages, strict=True):
             assert re.search(text, message), message
+
+
+def test_graphs_that_differ_are_told_on_every_rank(ranks):
+    for message in ranks.run(graphs_differ, 3):
+        assert "the graph must be equal on all ranks" in message
+
+
+def test_a_tensor_of_another_length_on_one_rank_is_an_error_on_every_rank(ranks):
+    found = ranks.run(one_rank_has_another_length, 3)
+    ranks.stop()  # the connections are closed
+    assert found[1].startswith("ValueError: x must have the 8 tokens of rank 1 of 3")
+    for message in (found[0], found[2]):
+        assert message.startswith("RankFailure: rank 1 raised ValueError: x must have the 8 tokens")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.distributed.agreement import graph_digest
+from graphattn.distributed.failures.agreement import graph_digest
 
 SCRIPT = Path(__file__).with_name("failing_ranks.py")
 LIMIT = 2.0  # of the watches, as in the script

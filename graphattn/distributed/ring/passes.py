@@ -9,11 +9,13 @@ of its sources travel back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphattn.distributed.failures.watching import watched
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import Block, Round
 from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
@@ -111,12 +113,19 @@ class _OnRing(torch.autograd.Function):
         if len(parts) > 1:
             whole = tuple(torch.cat(results, dim=-3) for results in zip(*parts, strict=True))
         ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
+        group = rounds[-1].exchange.group if rounds[-1].exchange is not None else None
+        ctx.watched = partial(watched, group)
         ctx.parameters = tensors[t + s :]
         ctx.save_for_backward(*targets, *sources, *whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *d_whole: Tensor) -> tuple[Any, ...]:
+        with ctx.watched():
+            return _OnRing.gradients(ctx, d_whole)
+
+    @staticmethod
+    def gradients(ctx: Any, d_whole: Tensors) -> tuple[Any, ...]:
         counts = t, s = ctx.counts
         saved = ctx.saved_tensors
         targets, sources, whole = saved[:t], saved[t : t + s], saved[t + s :]

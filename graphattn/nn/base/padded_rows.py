@@ -4,6 +4,8 @@ All rows of a tensor [B, N, dim] share a graph over N tokens. A graph over B * N
 have its own edges for every row: :func:`graphattn.collate` makes one of padded items, and
 :func:`graphattn.knn_graph` of points [B, N, C]. Its parts must end where the rows end. Then the
 rows are concatenated, as in packed sequences, and the output is split again.
+
+The same wrapper watches over calls whose graph is on several ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.token_graph import TokenGraph
 
 POSITIONAL = ("x", "graph", "context")
@@ -29,6 +32,9 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph = args[1] if len(args) > 1 else kwargs.get("graph")
+        if isinstance(graph, ShardedGraph):
+            with graph.watched():
+                return forward(self, *args, **kwargs)
         if not isinstance(graph, TokenGraph):
             return forward(self, *args, **kwargs)
         x = args[0] if args else kwargs.get("x")

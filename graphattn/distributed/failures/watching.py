@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from graphattn.distributed.connections import store_of
-from graphattn.distributed.group_watch import GroupWatch, RankFailure, is_of_collective
+from graphattn.distributed.failures.connections import store_of
+from graphattn.distributed.failures.group_watch import GroupWatch, RankFailure, is_of_collective
 from graphattn.graphs.arguments import as_float
 
 _WATCHES: weakref.WeakKeyDictionary[Any, GroupWatch] = weakref.WeakKeyDictionary()
@@ -95,7 +95,7 @@ def watched(group: Any) -> contextlib.AbstractContextManager[None]:
     """
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    found = _WATCHES.get(group)
+    found = None if group is None else _WATCHES.get(group)
     return contextlib.nullcontext() if found is None else _watched(found)
 
 

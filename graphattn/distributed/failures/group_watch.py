@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from graphattn.distributed.agreement import said
-from graphattn.distributed.connections import (
+from graphattn.distributed.failures.agreement import said
+from graphattn.distributed.failures.connections import (
     close_connections,
     gloo_addresses,
     is_closed,

@@ -24,7 +24,7 @@ def graph_digest(graph: StoredGraph) -> str:
 
     Example:
         >>> import graphattn as ga
-        >>> from graphattn.distributed.agreement import graph_digest
+        >>> from graphattn.distributed.failures.agreement import graph_digest
         >>> a, b = ga.causal_graph(1 << 40), ga.causal_graph(1 << 40)
         >>> graph_digest(a) == graph_digest(b), graph_digest(a) == graph_digest(ga.causal_graph(9))
         (True, False)
@@ -76,6 +76,9 @@ def agree(group: Any, facts: Mapping[str, object], error: BaseException | None =
     mine = {name: _short(value) for name, value in facts.items()}
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (mine, None if error is None else said(error)), group)
+    texts = {text for _, text in told}
+    if error is not None and len(texts) == 1:  # all ranks say the same
+        raise error
     wrong = [f"rank {rank} raised {text}" for rank, (_, text) in enumerate(told) if text]
     if not wrong:
         names = dict.fromkeys(name for of_rank, _ in told for name in of_rank)
