@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import mutations_of_data
+import mutations_of_failures
 import mutations_of_lists
 import mutations_of_models
 import mutations_of_objectives
@@ -2012,6 +2013,7 @@ MUTATIONS = [
     ),
 ]
 MUTATIONS += mutations_of_data.MUTATIONS
+MUTATIONS += mutations_of_failures.MUTATIONS
 MUTATIONS += mutations_of_lists.MUTATIONS
 MUTATIONS += mutations_of_models.MUTATIONS
 MUTATIONS += mutations_of_objectives.MUTATIONS

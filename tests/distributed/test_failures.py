@@ -1,5 +1,6 @@
 """One rank fails: all others raise an error that names it, soon, and none hangs."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -102,6 +103,7 @@ def test_ranks_that_wait_for_one_that_raises_end_wherever_they_wait(
     assert_all_raise(outcome(scenario), message, 1, own)
 
 
+@pytest.mark.long
 def test_a_call_that_nothing_watches_ends_when_the_limit_is_over(outcome):
     assert_all_raise(outcome("outside"), "Connection closed", 1, "ValueError", "RuntimeError")
 
@@ -114,16 +116,19 @@ def test_a_rank_of_a_subgroup_has_both_its_numbers_and_other_groups_go_on(outcom
     assert found[1]["message"] == "rank 1 (global rank 2) raised KeyError: 'q'"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["kill", "stop"])
 def test_a_rank_that_dies_or_hangs_is_named(outcome, scenario):
     assert_all_raise(outcome(scenario), "rank 2 stopped answering", 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["kill_host", "stop_host"])
 def test_a_rank_that_takes_the_store_with_it_is_named(outcome, scenario):
     assert_all_raise(outcome(scenario), "rank 0, which hosts the store, stopped answering", 0)
 
 
+@pytest.mark.long
 def test_groups_can_be_destroyed_and_made_again_and_leave_no_thread(outcome):
     assert [rank["error"] for rank in outcome("again")] == [""] * 3
 
@@ -139,11 +144,13 @@ def under_torchrun(scenario: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_script_that_ends_well_prints_nothing():
     run = under_torchrun("normal")
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
+@pytest.mark.long
 def test_a_script_that_fails_on_one_rank_ends_on_all_of_them():
     run = under_torchrun("key_error")
     assert run.returncode
@@ -181,10 +188,12 @@ def test_graphs_share_a_digest_only_with_their_equals(name):
 
 @given(st.permutations(range(6)), st.permutations(range(6)))
 @settings(deadline=None, max_examples=50)
-def test_permuted_graphs_share_a_digest_if_and_only_if_they_are_equal(first, second):
-    base = ga.from_edge_index(ga.window_path_graph(6, 1).edge_index, 6)
-    a, b = (base.permute(torch.tensor(order)) for order in (first, second))
-    assert (graph_digest(a) == graph_digest(b)) == (a == b)
+def test_permuted_graphs_share_a_digest_if_and_only_if_they_are_equal(first, other):
+    path = ga.from_edge_index(ga.window_path_graph(6, 1).edge_index, 6)
+    mirrored = [5 - token for token in first]  # equal edges, other positions
+    graphs = [path.permute(torch.tensor(order)) for order in (first, mirrored, other, range(6))]
+    for a, b in itertools.product([*graphs, path], repeat=2):
+        assert (graph_digest(a) == graph_digest(b)) == (a == b)
 
 
 def test_the_digest_of_a_structured_graph_lists_no_edges():

@@ -1,0 +1,72 @@
+"""Mutations of `graphattn/distributed/`, where it says which rank differs, failed or died."""
+
+from mutation import Mutation
+
+HERE = "graphattn/distributed"
+TESTS = "tests/distributed/test_failures.py"
+
+MUTATIONS = [
+    Mutation(
+        "the digest of a graph forgets its list",
+        f"{HERE}/agreement.py",
+        "tensors.append(graph.listed)",
+        "pass",
+        (f"{TESTS}::test_graphs_share_a_digest_only_with_their_equals[listed]",),
+    ),
+    Mutation(
+        "the digest of a graph forgets its positions",
+        f"{HERE}/agreement.py",
+        "tensors.extend(graph.own_positions)",
+        "pass",
+        (f"{TESTS}::test_permuted_graphs_share_a_digest_if_and_only_if_they_are_equal",),
+    ),
+    Mutation(
+        "the error of a rank is not told when graphs are compared",
+        f"{HERE}/agreement.py",
+        "None if error is None else said(error)",
+        "None",
+        (f"{TESTS}::test_the_error_of_one_rank_before_the_graph_is_made_is_raised_on_every_rank",),
+    ),
+    Mutation(
+        "an error that all ranks raise breaks their group",
+        f"{HERE}/group_watch.py",
+        "failure.rank == self.rank or failure.call in self.raised",
+        "failure.rank == self.rank",
+        (f"{TESTS}::test_an_error_that_all_ranks_raise_alike_breaks_nothing",),
+    ),
+    Mutation(
+        "a call outside of a context waits for ever",
+        f"{HERE}/group_watch.py",
+        "waited = not failure.left and self._seconds_since(failure.since) > self.limit",
+        "waited = False",
+        (f"{TESTS}::test_a_call_that_nothing_watches_ends_when_the_limit_is_over",),
+    ),
+    Mutation(
+        "a broken group keeps its connections",
+        f"{HERE}/group_watch.py",
+        "close_connections(self.addresses)",
+        "pass",
+        (f"{TESTS}::test_a_wrong_shard_on_one_rank_raises_on_all",),
+    ),
+    Mutation(
+        "nobody notices a rank that hangs",
+        f"{HERE}/group_watch.py",
+        "self._look_at([(self.rank + 1) % self.size], self.limit)",
+        "pass",
+        (f"{TESTS}::test_a_rank_that_dies_or_hangs_is_named[stop]",),
+    ),
+    Mutation(
+        "nobody notices a store that hangs",
+        f"{HERE}/group_watch.py",
+        "if self.unanswered * self.pause > self.limit:",
+        "if False:",
+        (f"{TESTS}::test_a_rank_that_takes_the_store_with_it_is_named[stop_host]",),
+    ),
+    Mutation(
+        "a new group is confused with the one before it",
+        f"{HERE}/connections.py",
+        "connection.getpeername()[1] == store.port and not is_closed(connection)",
+        "connection.getpeername()[1] == store.port",
+        (f"{TESTS}::test_groups_can_be_destroyed_and_made_again_and_leave_no_thread",),
+    ),
+]
