@@ -19,7 +19,7 @@ from graphattn.distributed.failures.watching import watched
 
 @dataclass(frozen=True)
 class RowExchange:
-    """What one rank sends to and receives from every other rank.
+    """Rows that one rank sends to and receives from every other rank.
 
     The rows that a rank receives come in the order of their tokens. With its own rows in the place
     where they belong, they are the *context*: all tokens that its targets see.

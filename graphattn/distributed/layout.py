@@ -1,4 +1,4 @@
-"""Which tokens every rank owns."""
+"""The division of tokens among ranks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from graphattn.distributed.local_graph import (
     sequences_of,
     unlike_edges,
 )
-from graphattn.distributed.ring.rounds import RingPlan, Round
+from graphattn.distributed.ring.rounds import RingPlan, RingRound
 from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tokens_of
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
@@ -174,7 +174,7 @@ class ShardedGraph:
         )
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:
+    def rounds(self) -> tuple[RingRound, ...]:
         """The rounds of a ring, in which this rank computes with the rows of one rank at a time."""
         plan = RingPlan(self.whole, self._targets, self._sources, self.group)
         return plan.rounds(self.rank)

@@ -53,7 +53,7 @@ def _checkpointed(layer: nn.Module, shard: Any, reentrant: bool, x: Tensor) -> T
 
 
 def checkpointed(group: Any) -> int:
-    """Both modes of checkpointing give the bits of a plain call."""
+    """Check that both modes of checkpointing give the bits of a plain call; count the cases."""
     count = 0
     for name, layer, graph in _pairs(24):
         shard = ga.distributed.shard(graph, group, exchange="auto", order="runs")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.local_graph import unlike_edges
-from graphattn.distributed.ring.rounds import Block
+from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.ops.attention.api import score_attention
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.merge import merged
@@ -27,7 +27,7 @@ class RingOperation(Protocol):
     [*, tokens]; some may be None.
     """
 
-    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+    def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         """Compute the results over a block, each [*, N, H, features]; they are differentiated."""
 
     def merge(self, whole: Tensors, part: Tensors) -> Tensors:
@@ -37,10 +37,10 @@ class RingOperation(Protocol):
         """Return the gradients of the results of a part, from those of the whole."""
 
 
-class Sums:
+class LinearParts:
     """Numerators and denominators of linear attention; the parts add up."""
 
-    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+    def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         query, turned_query, of_targets = targets
         key, value, turned_key, of_sources = sources
         rotated = None
@@ -57,7 +57,7 @@ class Sums:
         return d_whole
 
 
-class Averages:
+class SoftmaxParts:
     """Softmax attention; its parts are merged by their log-sums.
 
     Args:
@@ -75,7 +75,7 @@ class Averages:
     ) -> None:
         self.score, self.options, self.dropout = score, options, dropout
 
-    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+    def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, of_targets), (key, value, of_sources) = targets, sources
         options = dict(self.options)
         if (table := options.get("edge_bias")) is not None:
@@ -115,7 +115,7 @@ class Averages:
         return share * d_out, share * (change + d_lse)
 
 
-class SelectedAverages(Averages):
+class TopKParts(SoftmaxParts):
     """Softmax attention over sources that are selected already, per target and head.
 
     Args:
@@ -127,7 +127,7 @@ class SelectedAverages(Averages):
         super().__init__(score)
         self.index = index
 
-    def part(self, targets: Given, sources: Given, block: Block) -> Tensors:
+    def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, _), (key, value, _) = targets, sources
         heads = query.shape[-2]
         dtype = compute_dtype(query.dtype)

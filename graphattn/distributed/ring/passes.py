@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphattn.distributed.failures.watching import watched
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
-from graphattn.distributed.ring.rounds import Block, Round
+from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
 from graphattn.ops.attention.logits.score import Score
 
@@ -25,7 +25,7 @@ from graphattn.ops.attention.logits.score import Score
 def best_on_ring(
     score: Score,
     k: int,
-    rounds: Sequence[Round],
+    rounds: Sequence[RingRound],
     targets: Given,
     sources: Given,
 ) -> Tensor:
@@ -66,7 +66,7 @@ def best_on_ring(
 
 def on_ring(
     operation: RingOperation,
-    rounds: Sequence[Round],
+    rounds: Sequence[RingRound],
     targets: Given,
     sources: Given,
     parameters: Sequence[Tensor],
@@ -94,7 +94,7 @@ class _OnRing(torch.autograd.Function):
     def forward(
         ctx: Any,
         operation: RingOperation,
-        rounds: Sequence[Round],
+        rounds: Sequence[RingRound],
         counts: tuple[int, int],
         *tensors: Any,
     ) -> Tensors:
@@ -163,12 +163,12 @@ class _OnRing(torch.autograd.Function):
         return None, None, None, *totals
 
 
-def _arriving(rounds: Sequence[Round], sources: Given) -> Iterator[tuple[Round, list[Any]]]:
+def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[RingRound, list[Any]]]:
     """Yield every round and its rows; those of the next round are on their way by then."""
     there = [x for x in sources if x is not None]
     dims = [_dim(x) for x in there]
 
-    def start(turn: Round) -> list[Tensor] | None:
+    def start(turn: RingRound) -> list[Tensor] | None:
         return None if turn.exchange is None else turn.exchange.start(there, dims)
 
     on_their_way = start(rounds[0])
@@ -210,7 +210,7 @@ def _add_rows(total: Tensor | None, rows: range | Tensor, gradient: Tensor | Non
 
 def _gradients(
     operation: RingOperation,
-    block: Block,
+    block: RingBlock,
     given: list[Any],
     needed: Sequence[bool],
     counts: tuple[int, int],

@@ -15,7 +15,7 @@ from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tok
 from graphattn.graphs.token_graph import TokenGraph
 
 
-class Block(NamedTuple):
+class RingBlock(NamedTuple):
     """The edges from some of the rows that arrive in a round to some of a rank's targets.
 
     Attributes:
@@ -36,7 +36,7 @@ class Block(NamedTuple):
     offsets: Tensor | None = None
 
 
-class Round(NamedTuple):
+class RingRound(NamedTuple):
     """One round: the rows that travel, and the blocks of edges that are then computed.
 
     The exchange of the first round is None: a rank has its own rows. `rows` is their number, and
@@ -45,11 +45,11 @@ class Round(NamedTuple):
 
     rows: int
     exchange: RowExchange | None
-    blocks: tuple[Block, ...]
+    blocks: tuple[RingBlock, ...]
 
 
 class RingPlan:
-    """What every rank sends in every round of a ring, and what it computes.
+    """Plan of a ring: rows that every rank sends in every round, and the edges that it computes.
 
     In round d, a rank gets rows from the rank d places before it, and sends rows to the rank d
     places after it: those that are needed there, and no others.
@@ -69,7 +69,7 @@ class RingPlan:
         ]
         self.needed = [joined(seen for runs in by_run for seen in runs) for by_run in self.by_run]
 
-    def rounds(self, rank: int) -> tuple[Round, ...]:
+    def rounds(self, rank: int) -> tuple[RingRound, ...]:
         """Return the rounds of a rank."""
         ranks = self.targets.ranks
         rounds = []
@@ -80,7 +80,7 @@ class RingPlan:
                 arriving = [(run.start, run.stop) for run in self.sources.runs(rank)]
             blocks = self._blocks(rank, sender, tokens_of(arriving))
             exchange = self._exchange(rank, d, count(arriving)) if d else None
-            rounds.append(Round(count(arriving), exchange, tuple(blocks)))
+            rounds.append(RingRound(count(arriving), exchange, tuple(blocks)))
         return tuple(rounds)
 
     def _travelling(self, sender: int, receiver: int) -> Runs:
@@ -105,7 +105,7 @@ class RingPlan:
             ),
         )
 
-    def _blocks(self, rank: int, sender: int, arrived: Tensor) -> Iterator[Block]:
+    def _blocks(self, rank: int, sender: int, arrived: Tensor) -> Iterator[RingBlock]:
         """Yield the blocks of edges from the rows of one rank to the targets of another."""
         start = 0
         for run, seen in zip(self.targets.runs(rank), self.by_run[rank], strict=True):
@@ -124,7 +124,7 @@ class RingPlan:
                     source, target = graph.edge_index
                     place = tokens.to(graph.device)[source]
                     offsets = whole.offset_index(target + run.start, place)
-                yield Block(
+                yield RingBlock(
                     targets=range(start, start + len(run)),
                     sources=range(first, first + len(rows)) if is_run else rows.to(graph.device),
                     tokens=tokens.to(graph.device),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.distributed.ring.operations import Averages, SelectedAverages, Sums
+from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
 from graphattn.distributed.ring.passes import best_on_ring, on_ring
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden_edges
@@ -47,14 +47,14 @@ def attention_on_ring(
     check_bias(edge_bias, shard)
     parameters = list(layer.parameters())
     targets, sources = (query, valid[0]), (key, value, valid[1])
-    operation: Averages
+    operation: SoftmaxParts
     if layer.top_k is not None:
         check_top_k(layer, edge_bias)
         with torch.no_grad():
             index = best_on_ring(
                 layer.score(), layer.top_k, shard.rounds, (query, valid[0]), (key, valid[1])
             )
-        operation = SelectedAverages(layer.score, index)
+        operation = TopKParts(layer.score, index)
     else:
         options = {"softcap": layer.softcap, "backend": layer.backend}
         if edge_bias is not None:
@@ -63,7 +63,7 @@ def attention_on_ring(
         dropout = 0.0, 0
         if layer.current_dropout:
             dropout = layer.current_dropout, int(torch.randint(SEEDS, ()))
-        operation = Averages(layer.score, dropout=dropout, **options)
+        operation = SoftmaxParts(layer.score, dropout=dropout, **options)
     out, lse = on_ring(operation, shard.rounds, targets, sources, parameters)
     floor = _extra_term(layer, lse)
     if floor is not None:
@@ -88,7 +88,7 @@ def linear_on_ring(
     query, key, value, turned_query, turned_key = features
     turned = (turned_query, turned_key) if turned_query is not query else (None, None)
     above, below = on_ring(
-        Sums(),
+        LinearParts(),
         shard.rounds,
         (query, turned[0], valid[0]),
         (key, value, turned[1], valid[1]),
