@@ -6,6 +6,7 @@ What is sent to another rank must be neither more nor less than what its targets
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -103,8 +104,8 @@ def _of_structure(structure: GraphStructure, start: int, stop: int) -> Iterator[
         case Complete(_, sources):
             yield 0, sources
         case Blocks():
-            firsts, lasts = structure._bounds(torch.tensor([start, stop - 1]))
-            yield int(firsts[0]), int(lasts[1])
+            starts, stops = structure._bounds(torch.tensor([start, stop - 1]))
+            yield int(starts[0]), int(stops[1])
         case Cycle(N, w):
             for low, high in ((start - w, stop - 1), (start + 1, stop + w)):
                 for turn in (-N, 0, N):
@@ -125,13 +126,13 @@ def _of_structure(structure: GraphStructure, start: int, stop: int) -> Iterator[
             for part in parts:
                 yield from _of_structure(part, start, stop)
         case Parts():
-            for part, t0, s0 in zip(
-                structure.parts, structure.target_ptr, structure.source_ptr, strict=False
-            ):
+            number = bisect_right(structure.target_ptr, start) - 1  # there may be many sequences
+            while (t0 := structure.target_ptr[number]) < stop:
+                part, s0 = structure.parts[number], structure.source_ptr[number]
                 low, high = max(start - t0, 0), min(stop - t0, part.num_targets)
-                if low < high:
-                    for first, last in _of_structure(part, low, high):
-                        yield first + s0, last + s0
+                for begin, end in _of_structure(part, low, high):
+                    yield begin + s0, end + s0
+                number += 1
         case _:
             yield from runs_of(edges_of_rows(structure, start, stop)[0])
 
