@@ -17,7 +17,9 @@ from graphattn import graphs
 from graphattn.nn.base.graph_layer import GraphLayer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PARTS = ("nn", "spectral", "dynamics", "diagnostics", "data", "plot", "models", "train")
+PARTS = (
+    "nn", "spectral", "dynamics", "diagnostics", "data", "plot", "models", "train", "distributed"
+)  # fmt: skip
 PLUG_INS = ("integrations", "integrations.transformers", "integrations.torch")
 MODULES = ["graphattn", *(f"graphattn.{name}" for name in (*PARTS, *PLUG_INS))]
 DIRECTIVE = re.compile(

@@ -39,7 +39,7 @@ print(seconds, *sorted(set(sys.modules) - before))
 PARTS = """
 import graphattn as ga
 for part in (
-    "nn", "data", "models", "spectral", "dynamics", "diagnostics", "train", "plot"
+    "nn", "data", "models", "spectral", "dynamics", "diagnostics", "train", "distributed", "plot"
 ):
     name = "graphattn." + part
     assert name not in sys.modules, name
@@ -125,7 +125,7 @@ def test_dir_lists_every_public_name():
 
 def test_public_names_are_listed_once_and_exist():
     parts = (ga.nn, ga.models, ga.train, ga.plot, ga.spectral, ga.data, ga.dynamics, ga.diagnostics)
-    for module in (ga, *parts):
+    for module in (ga, *parts, ga.distributed):
         assert len(module.__all__) == len(set(module.__all__))
         assert all(hasattr(module, name) for name in module.__all__)
 
@@ -137,6 +137,7 @@ ARROWS = {
     "ops": {"graphs", "kernels"},
     "nn": {"distributed", "ops", "graphs", "version"},
     "spectral": {"graphs"},
+    "distributed": {"graphs"},
     "data": {"graphs"},
     "distributed": {"ops", "graphs", "kernels"},
     "dynamics": {"ops", "graphs"},

@@ -1,4 +1,4 @@
-"""The division of tokens among ranks."""
+"""Layouts: how tokens are divided among ranks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ class Layout:
         size, longer = divmod(self.num_tokens, self.num_chunks)
         start = number * size + min(number, longer)
         return range(start, start + size + (number < longer))
+
+    def borders(self) -> Tensor:
+        """Return the first token of every chunk and the number of tokens, [num_chunks + 1]."""
+        size, longer = divmod(self.num_tokens, self.num_chunks)
+        number = torch.arange(self.num_chunks + 1)
+        return number * size + number.clamp(max=longer)
+
+    def per_rank(self, counts: Tensor) -> Tensor:
+        """Add up one number per chunk, [num_chunks], to one number per rank, [ranks]."""
+        return counts[: self.ranks] + counts[self.ranks :].flip(0) if self.zigzag else counts
 
     def runs(self, rank: int) -> tuple[range, ...]:
         """Return the runs of tokens that a rank owns, in ascending order."""

@@ -1,0 +1,83 @@
+"""Text of a printed plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.distributed.seen import Run
+
+MOST_LISTED = 16  # ranks, one per line
+MOST_NAMED = 5  # senders in a line
+
+
+def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
+    """Write what :meth:`CommunicationPlan.describe` returns, line by line."""
+    at_once = plan.exchange == "rows"
+    way = "all rows at once, before the operation" if at_once else "rows in rounds of a ring"
+    zigzag = ", layout zigzag" if plan.target_layout.zigzag else ""
+    yield f"Plan of communication: {plan.ranks:,} ranks, {way}{zigzag}"
+    yield repr(plan.graph)
+    if plan.ranks <= MOST_LISTED:
+        yield "  rank  tokens  receives rows from"
+        for rank, (own, rows) in enumerate(zip(plan.own_rows, plan.received_rows, strict=True)):
+            yield f"  {rank:>4}  {own:>6,}  {rows:,}{senders(plan.pairs(rank))}"
+    else:
+        yield f"  rows that a rank owns: {range_of(plan.own_rows)}"
+        yield f"  rows that it receives: {range_of(plan.received_rows)}"
+        yield f"  rows that it sends: {range_of(plan.sent_rows)}"
+        yield f"  ranks that it receives from: {range_of(plan.partners)}"
+    yield f"edges per rank: {range_of(plan.edges)}, largest / mean {plan.balance:.2f}"
+    forward = int(plan.bytes(dtype, features).max())
+    backward = int(plan.bytes(dtype, features, backward=True).max())
+    gathered = int(plan.all_gather_bytes(dtype, features).max())
+    times = f", {gathered / forward:,.3g} times the forward" if forward else ""
+    name = str(dtype).removeprefix("torch.")
+    yield f"one layer, {features:,} numbers of {name} per row, received by the busiest rank:"
+    yield (
+        f"  forward {with_unit(forward, 'B')}, backward {with_unit(backward, 'B')}; "
+        f"all-gather {with_unit(gathered, 'B')} each{times}"
+    )
+    there, back = (plan.seconds(dtype, features, backward=after) for after in (False, True))
+    yield (
+        "predicted for H100 SXM in nodes of 8, not measured: "
+        f"forward {with_unit(there, 's')}, backward {with_unit(back, 's')}"
+    )
+
+
+def senders(pairs: list[tuple[int, list[Run]]]) -> str:
+    """Write from which ranks how many rows come.
+
+    Example:
+        >>> from graphattn.distributed.plan_text import senders
+        >>> senders([(0, [(0, 4), (6, 8)]), (3, [(20, 21)])])
+        ': rank 0 (6), rank 3 (1)'
+    """
+    rows = [f"rank {sender} ({sum(b - a for a, b in runs):,})" for sender, runs in pairs]
+    if len(rows) > MOST_NAMED:
+        rows[MOST_NAMED - 1 :] = [f"{len(rows) - MOST_NAMED + 1} other ranks"]
+    return ": " + ", ".join(rows) if rows else ""
+
+
+def range_of(numbers: Tensor) -> str:
+    """Write the smallest and the largest of some integers, and their mean.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.distributed.plan_text import range_of
+        >>> range_of(torch.tensor([0, 255, 255]))
+        '0 to 255, mean 170.0'
+    """
+    mean = float(numbers.double().mean())
+    return f"{numbers.min():,} to {numbers.max():,}, mean {mean:,.1f}"
+
+
+def with_unit(number: float, unit: str) -> str:
+    """Write a number with three digits: 1.04 MB, 12 µs."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1), ("m", 1e-3)):
+        if number >= size and (size <= 1 or unit == "B"):
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number * 1e6:.3g} µs" if unit == "s" else f"{number:g} {unit}"

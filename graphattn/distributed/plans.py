@@ -1,0 +1,378 @@
+"""Plans of communication: which rank needs which tokens of which other rank, from the graph alone.
+
+A row is what a layer sends of one token, for example its key and its value. A plan needs no
+processes, and no memory for pairs of ranks: it keeps the runs of tokens that every rank receives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graphattn.distributed.layout import Layout
+from graphattn.distributed.needs import edges_per_rank, remote_runs
+from graphattn.distributed.plan_text import lines_of
+from graphattn.distributed.run_tables import RunTable
+from graphattn.distributed.seen import Run
+from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.token_graph import TokenGraph
+
+Exchange = Literal["rows", "ring"]
+Moves = Literal["targets", "both"]
+# Published bytes per second and direction of one H100 SXM: NVLink 4 has 900 GB/s in both directions
+# together (NVIDIA H100 data sheet), and NDR InfiniBand 400 Gbit/s (ConnectX-7, one per GPU).
+H100_SXM = (450e9, 50e9)
+LATENCY = 10e-6  # seconds until the first byte arrives; assumed, not published
+WORTH_ZIGZAG = 0.9  # of the edges of the busiest rank
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CommunicationPlan:
+    """Plan of which rows every rank receives from which other rank; :func:`plan` makes it.
+
+    Every rank owns some targets and some sources. It needs the rows of all sources that its targets
+    see, and receives exactly those that it does not own, each directly from its owner. In the
+    backward pass, the gradients of these rows travel back.
+
+    Attributes:
+        graph: the graph.
+        target_layout: which targets a rank owns.
+        source_layout: which sources a rank owns, whose rows it sends.
+        moves: "targets", or "both" if the layer moves both ends of an edge.
+        exchange: "rows" if all rows arrive at once, before the operation. "ring" if they arrive in
+            rounds: in round d = 1 .. ranks - 1, rank r receives the rows of rank (r - d) % ranks.
+        needs: the runs of sources that every rank receives.
+
+    Example:
+        >>> import graphattn as ga
+        >>> plan = ga.distributed.plan(ga.causal_window_graph(1024, window=256), ranks=4)
+        >>> plan.received_rows, plan.sent_rows
+        (tensor([  0, 255, 255, 255]), tensor([255, 255, 255,   0]))
+        >>> plan.pairs(2), plan.sends(2)
+        ([(1, [(257, 512)])], [(3, [(513, 768)])])
+    """
+
+    graph: TokenGraph
+    target_layout: Layout
+    source_layout: Layout
+    moves: Moves
+    exchange: Exchange
+    needs: RunTable
+
+    @property
+    def ranks(self) -> int:
+        return self.source_layout.ranks
+
+    @cached_property
+    def own_rows(self) -> Tensor:
+        """How many rows each rank owns, a LongTensor [ranks]."""
+        return self.source_layout.per_rank(self._borders.diff())
+
+    @cached_property
+    def received_rows(self) -> Tensor:
+        """How many rows each rank receives, a LongTensor [ranks]."""
+        return self.needs.counted(self.ranks)
+
+    @cached_property
+    def sent_rows(self) -> Tensor:
+        """How many rows each rank sends, a LongTensor [ranks]; a row counts for every receiver."""
+        return self._sent(self.needs)
+
+    @cached_property
+    def partners(self) -> Tensor:
+        """How many ranks each rank receives rows from, a LongTensor [ranks]."""
+        R, chunks = self.ranks, self.source_layout.num_chunks
+        first, last = self._chunk(self.needs.start), self._chunk(self.needs.stop - 1) + 1
+        owners = RunTable(self.needs.rank, first, last)  # runs of chunks, and then of ranks
+        if chunks > R:  # Rank r also owns chunk 2 R - 1 - r.
+            mirrored = RunTable(self.needs.rank, chunks - last, chunks - first)
+            owners = RunTable.concatenated([owners.cut(0, R), mirrored.cut(0, R)])
+        return owners.joined(R).counted(R)
+
+    @cached_property
+    def edges(self) -> Tensor:
+        """How many edges lead to the targets of each rank, a LongTensor [ranks]."""
+        return edges_per_rank(self.graph, self.target_layout)
+
+    @property
+    def balance(self) -> float:
+        """Edges of the busiest rank, divided by the mean; 1 is perfect."""
+        total = int(self.edges.sum())
+        return int(self.edges.max()) * self.ranks / total if total else 1.0
+
+    def pairs(self, rank: int) -> list[tuple[int, list[Run]]]:
+        """List what `rank` receives: senders in ascending order, each with its runs of sources.
+
+        A run is a pair of the first token and the one after the last.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        place = self.needs.rank == self._checked(rank)
+        start, stop = self.needs.start[place], self.needs.stop[place]
+        first, count = self._chunk(start), self._chunk(stop - 1) - self._chunk(start) + 1
+        run = torch.arange(len(start)).repeat_interleave(count)
+        chunk = first[run] + torch.arange(len(run)) - (count.cumsum(0) - count)[run]
+        mirrored = self.source_layout.num_chunks - 1 - chunk
+        sender = torch.minimum(chunk, mirrored) if self.source_layout.zigzag else chunk
+        pieces = RunTable(sender, start[run], stop[run])
+        pieces = pieces.cut(self._borders[chunk], self._borders[chunk + 1])
+        return pieces.joined(self.graph.num_sources).by_rank()
+
+    def sends(self, rank: int) -> list[tuple[int, list[Run]]]:
+        """List what `rank` sends: receivers in ascending order, each with its runs of sources.
+
+        It is the mirror image of :meth:`pairs`.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        own = self.source_layout.runs(self._checked(rank))
+        pieces = RunTable.concatenated(self.needs.cut(run.start, run.stop) for run in own)
+        return pieces.joined(self.graph.num_sources).by_rank()
+
+    def bytes(self, dtype: torch.dtype, features: int, *, backward: bool = False) -> Tensor:
+        """Count the bytes that every rank receives for one layer, a LongTensor [ranks].
+
+        Its ``max()`` is the busiest rank, its ``sum()`` all traffic. In the forward pass these are
+        rows. In the backward pass, every rank receives the gradients of the rows that it sent; on
+        a ring, it also receives the rows again, because no rank has kept them.
+
+        Args:
+            dtype: the dtype of rows and gradients.
+            features: the numbers in a row, for example 2 * kv_heads * head_dim for keys and values.
+            backward: whether to count the backward pass, and not the forward pass.
+
+        Raises:
+            ValueError: if `dtype` is not a dtype, or `features` < 1.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> plan = ga.distributed.plan(ga.causal_window_graph(1024, window=256), ranks=4)
+            >>> plan.bytes(torch.bfloat16, features=2 * 8 * 128)
+            tensor([      0, 1044480, 1044480, 1044480])
+        """
+        rows = self.received_rows
+        if backward:
+            rows = self.sent_rows + (rows if self.exchange == "ring" else 0)
+        return rows * _bytes_per_row(dtype, features)
+
+    def all_gather_bytes(self, dtype: torch.dtype, features: int) -> Tensor:
+        """Count the bytes that every rank receives if it gathers all rows, a LongTensor [ranks].
+
+        The backward pass, which scatters the sums of all gradients, receives as many.
+
+        Raises:
+            ValueError: if `dtype` is not a dtype, or `features` < 1.
+        """
+        remote = self.graph.num_sources - self.own_rows
+        return remote * _bytes_per_row(dtype, features)
+
+    def seconds(
+        self,
+        dtype: torch.dtype,
+        features: int,
+        *,
+        backward: bool = False,
+        bandwidth: tuple[float, float] = H100_SXM,
+        latency: float = LATENCY,
+        per_node: int = 8,
+    ) -> float:
+        """Predict the seconds that the exchange of one layer takes; nothing is measured.
+
+        The prediction is the time of the busiest rank. Links inside a node and between nodes work
+        at the same time, and so do both directions of a link. The latency counts once if all rows
+        arrive at once, and once per sender on a ring, in whose other rounds a rank does nothing.
+        Messages reach the full bandwidth, no rank waits for another one, and nothing overlaps with
+        computation. So real exchanges take longer, unless computation hides them.
+
+        Args:
+            dtype: the dtype of rows and gradients.
+            features: the numbers in a row.
+            backward: whether to predict the backward pass, and not the forward pass.
+            bandwidth: bytes per second and direction of one rank, inside a node and between nodes.
+                The default is published for H100 SXM: NVLink 4 and NDR InfiniBand.
+            latency: seconds until a message begins to arrive; the default is an assumption.
+            per_node: how many ranks share a node: ranks 0 .. per_node - 1, and so on.
+
+        Raises:
+            ValueError: if an argument is out of range.
+        """
+        if not isinstance(bandwidth, tuple) or len(bandwidth) != 2:
+            raise ValueError(
+                "bandwidth must be a pair of bytes per second, inside a node and between nodes, "
+                f"got {bandwidth!r}"
+            )
+        inside, between = (as_float("bandwidth", speed, positive=True) for speed in bandwidth)
+        latency = as_float("latency", latency, positive=False)
+        near = self._within_nodes(as_int("per_node", per_node, 1))
+        near_in, near_out = near.counted(self.ranks), self._sent(near)
+        far_in, far_out = self.received_rows - near_in, self.sent_rows - near_out
+        ring = self.exchange == "ring"
+        if backward and ring:  # Rows come again, and their gradients go the other way.
+            near_rows, far_rows = near_in + near_out, far_in + far_out
+        else:
+            near_rows, far_rows = torch.maximum(near_in, near_out), torch.maximum(far_in, far_out)
+        if not int(self.received_rows.max()):
+            return 0.0
+        size = _bytes_per_row(dtype, features)
+        transfer = size * torch.maximum(near_rows / inside, far_rows / between).max()
+        rounds = int(self.partners.max()) * (2 if backward else 1) if ring else 1
+        return float(transfer) + rounds * latency
+
+    def describe(self, *, dtype: torch.dtype = torch.bfloat16, features: int = 2048) -> str:
+        """Return a short text about the plan, with the bytes of a layer as an example.
+
+        ``print(plan)`` shows it, too.
+
+        Args:
+            dtype: the dtype of rows and gradients.
+            features: the numbers in a row. The default is that of keys and values of 8 heads with
+                128 features each.
+
+        Raises:
+            ValueError: if `dtype` is not a dtype, or `features` < 1.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> plan = ga.distributed.plan(ga.window_path_graph(3000, window=10), ranks=3)
+            >>> print(plan.describe(dtype=torch.float32, features=64))
+            Plan of communication: 3 ranks, all rows at once, before the operation
+            TokenGraph(num_tokens=3000, num_edges=59890, structure=Band)
+              rank  tokens  receives rows from
+                 0   1,000  10: rank 1 (10)
+                 1   1,000  20: rank 0 (10), rank 2 (10)
+                 2   1,000  10: rank 1 (10)
+            edges per rank: 19,945 to 20,000, mean 19,963.3, largest / mean 1.00
+            one layer, 64 numbers of float32 per row, received by the busiest rank:
+              forward 5.12 kB, backward 5.12 kB; all-gather 512 kB each, 100 times the forward
+            predicted for H100 SXM in nodes of 8, not measured: forward 10 µs, backward 10 µs
+        """
+        return "\n".join(lines_of(self, dtype, features))
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __repr__(self) -> str:
+        return (
+            f"CommunicationPlan(ranks={self.ranks}, exchange={self.exchange!r}, "
+            f"largest_received_rows={self.received_rows.max()}, graph={self.graph!r})"
+        )
+
+    @cached_property
+    def _borders(self) -> Tensor:
+        return self.source_layout.borders()
+
+    def _chunk(self, source: Tensor) -> Tensor:
+        return torch.searchsorted(self._borders, source, right=True) - 1
+
+    def _sent(self, table: RunTable) -> Tensor:
+        return self.source_layout.per_rank(table.counted_between(self._borders))
+
+    def _within_nodes(self, per_node: int) -> RunTable:
+        """Cut what ranks receive to what ranks of the same node own."""
+        first = torch.div(self.needs.rank, per_node, rounding_mode="floor") * per_node
+        last = (first + per_node).clamp(max=self.ranks)
+        cuts = [self.needs.cut(self._borders[first], self._borders[last])]
+        if self.source_layout.zigzag:
+            first, last = 2 * self.ranks - last, 2 * self.ranks - first
+            cuts.append(self.needs.cut(self._borders[first], self._borders[last]))
+        return RunTable.concatenated(cuts)
+
+    def _checked(self, rank: int) -> int:
+        rank = as_int("rank", rank, 0)
+        if rank >= self.ranks:
+            raise ValueError(f"rank must be < ranks = {self.ranks}, got {rank}")
+        return rank
+
+
+def plan(
+    graph: TokenGraph,
+    ranks: int,
+    *,
+    moves: Moves = "targets",
+    zigzag: bool | None = None,
+) -> CommunicationPlan:
+    """Plan which rows ranks exchange, without any process.
+
+    It takes seconds for 65,536 ranks. No edge is listed for windows, blocks, cycles, causal and
+    complete graphs, global tokens, and batches and unions of these. The edges of other graphs are
+    read once.
+
+    Args:
+        graph: the graph of the whole sequence.
+        ranks: 1 <= ranks <= number of targets and of sources.
+        moves: "both" for consensus with ``update="energy"``, which moves both ends of an edge: a
+            rank then also needs the targets that see its sources.
+        zigzag: whether rank r owns chunks r and 2 * ranks - 1 - r (a zigzag). None decides:
+            True for a causal graph on a ring, if the busiest rank then has at least a tenth fewer
+            edges.
+
+    Raises:
+        ValueError: if an argument is out of range, or `moves` is "both" although targets and
+            sources are different tokens.
+
+    Example:
+        >>> import graphattn as ga
+        >>> plan = ga.distributed.plan(ga.causal_graph(2**24), ranks=1024)
+        >>> plan.exchange, plan.target_layout.zigzag, round(plan.balance, 3)
+        ('ring', True, 1.0)
+        >>> ga.distributed.plan(ga.causal_graph(2**24), 1024, zigzag=False).balance
+        1.99...
+    """
+    if not isinstance(graph, TokenGraph):
+        raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
+    ranks = as_int("ranks", ranks, 1)
+    as_choice("moves", moves, ("targets", "both"))
+    if zigzag is not None and not isinstance(zigzag, bool):
+        raise ValueError(f"zigzag must be True, False or None, got {zigzag!r}")
+    for name, count in (("targets", graph.num_targets), ("sources", graph.num_sources)):
+        if ranks > count:
+            raise ValueError(f"ranks must be <= the number of {name} = {count}, got {ranks}")
+    if moves == "both" and not graph.has_same_tokens:
+        raise ValueError(
+            'moves must be "targets" if targets and sources are different tokens, got "both"'
+        )
+    found = _planned(graph, ranks, moves, bool(zigzag))
+    if zigzag is None and graph.is_causal and found.exchange == "ring":
+        other = _planned(graph, ranks, moves, True)
+        if int(other.edges.max()) <= WORTH_ZIGZAG * int(found.edges.max()):
+            return other
+    return found
+
+
+def _planned(graph: TokenGraph, ranks: int, moves: Moves, zigzag: bool) -> CommunicationPlan:
+    targets = Layout(graph.num_targets, ranks, zigzag)
+    sources = Layout(graph.num_sources, ranks, zigzag)
+    needs = remote_runs(graph, targets, sources, both=moves == "both")
+    own = sources.per_rank(sources.borders().diff())
+    exchange = exchange_of(needs.counted(ranks), own)
+    return CommunicationPlan(graph, targets, sources, moves, exchange, needs)
+
+
+def exchange_of(received_rows: Tensor, own_rows: Tensor) -> Exchange:
+    """Choose how rows travel, from the rows that every rank receives and owns, both [ranks].
+
+    It is "ring" if a rank receives more than twice as many rows as it owns. A rank that gets all
+    rows at once keeps them until the backward pass, so it would hold more than three times its
+    share. On a ring, it holds the rows of one other rank at a time, and receives them again in the
+    backward pass. One such rank is enough, because its memory is what ends a run: the owner of a
+    global token is an example.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.distributed.plans import exchange_of
+        >>> exchange_of(torch.tensor([0, 255]), torch.tensor([512, 512]))
+        'rows'
+    """
+    return "ring" if bool((received_rows > 2 * own_rows).any()) else "rows"
+
+
+def _bytes_per_row(dtype: torch.dtype, features: int) -> int:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
+    return as_int("features", features, 1) * dtype.itemsize
