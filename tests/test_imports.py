@@ -147,7 +147,7 @@ ARROWS = {
     "train": {"models", "integrations", "nn", "ops", "graphs", "data", "diagnostics", "spectral",
               "version"},
     "plot": {"models", "integrations", "nn", "ops", "graphs", "spectral", "dynamics",
-             "diagnostics", "data", "train"},
+             "diagnostics", "data", "train", "distributed"},
     "bench": {"models", "integrations", "train", "nn", "ops", "graphs", "data", "diagnostics",
               "plot", "kernels", "plain_tables", "graphattn itself"},
     "plain_tables": set(),

@@ -12,6 +12,7 @@ from graphattn.plot.clusters import (
     cluster_scatter,
     covariance_spectra,
 )
+from graphattn.plot.communication import communication_plan
 from graphattn.plot.diagnostics import (
     bandwidth_lines,
     bandwidth_map,
@@ -47,6 +48,7 @@ __all__ = [
     "cluster_counts",
     "cluster_image",
     "cluster_scatter",
+    "communication_plan",
     "covariance_spectra",
     "effective_ranks",
     "filter_response",
