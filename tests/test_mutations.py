@@ -12,6 +12,7 @@ import mutations_of_lists
 import mutations_of_models
 import mutations_of_objectives
 import mutations_of_parts
+import mutations_of_plans
 import mutations_of_proteins
 import mutations_of_runs
 import pytest
@@ -2018,6 +2019,7 @@ MUTATIONS += mutations_of_lists.MUTATIONS
 MUTATIONS += mutations_of_models.MUTATIONS
 MUTATIONS += mutations_of_objectives.MUTATIONS
 MUTATIONS += mutations_of_parts.MUTATIONS
+MUTATIONS += mutations_of_plans.MUTATIONS
 MUTATIONS += mutations_of_proteins.MUTATIONS
 MUTATIONS += mutations_of_runs.MUTATIONS
 

@@ -1,0 +1,58 @@
+"""Mistakes in plans of communication between ranks."""
+
+from mutation import Mutation
+
+PLANS = "tests/distributed/test_plans.py"
+ROWS = f"{PLANS}::test_a_plan_has_the_rows_that_the_edges_need_and_no_others"
+
+MUTATIONS = [
+    Mutation(
+        "an owner is read from the chunk after the one it owns",
+        "graphattn/distributed/plans.py",
+        "torch.searchsorted(self._borders, source, right=True) - 1",
+        "torch.searchsorted(self._borders, source) - 1",
+        (f"{ROWS}[causal-False]",),
+    ),
+    Mutation(
+        "the second chunk of a zigzag is not taken out of what a rank receives",
+        "graphattn/distributed/needs.py",
+        "for own in (rank, sources.num_chunks - 1 - rank) if sources.zigzag else (rank,):",
+        "for own in (rank,):",
+        (f"{ROWS}[causal-True]",),
+    ),
+    Mutation(
+        "targets that see the sources of a rank are forgotten",
+        "graphattn/distributed/needs.py",
+        "for seen in (part, flipped) if flipped != part else (part,):",
+        "for seen in (part,):",
+        (f"{ROWS}[causal window-False]",),
+    ),
+    Mutation(
+        "runs of two ranks are joined",
+        "graphattn/distributed/run_tables.py",
+        "line = self.rank * (num_tokens + 1)",
+        "line = self.rank * num_tokens",
+        (f"{PLANS}::test_a_table_of_runs_joins_and_cuts_each_rank_alone",),
+    ),
+    Mutation(
+        "rows come again in the backward pass of every exchange",
+        "graphattn/distributed/plans.py",
+        '(rows if self.exchange == "ring" else 0)',
+        "rows",
+        (f"{PLANS}::test_bytes_of_rows_go_back_to_those_who_sent_them",),
+    ),
+    Mutation(
+        "a plan for a causal window is a zigzag, which balances nothing",
+        "graphattn/distributed/plans.py",
+        "if int(other.edges.max()) <= WORTH_ZIGZAG * int(found.edges.max()):",
+        "if True:",
+        (f"{PLANS}::test_a_zigzag_that_balances_nothing_is_not_chosen",),
+    ),
+    Mutation(
+        "a batch begins at the sequence after the first one that is seen",
+        "graphattn/distributed/seen.py",
+        "bisect_right(structure.target_ptr, start) - 1",
+        "bisect_right(structure.target_ptr, start + 1) - 1",
+        (f"{ROWS}[batch-False]",),
+    ),
+]
