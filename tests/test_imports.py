@@ -39,7 +39,7 @@ print(seconds, *sorted(set(sys.modules) - before))
 PARTS = """
 import graphattn as ga
 for part in (
-    "nn", "data", "models", "spectral", "dynamics", "diagnostics", "train", "distributed", "plot"
+    "distributed", "nn", "data", "models", "spectral", "dynamics", "diagnostics", "train", "plot"
 ):
     name = "graphattn." + part
     assert name not in sys.modules, name
@@ -137,7 +137,6 @@ ARROWS = {
     "ops": {"graphs", "kernels"},
     "nn": {"distributed", "ops", "graphs", "version"},
     "spectral": {"graphs"},
-    "distributed": {"graphs"},
     "data": {"graphs"},
     "distributed": {"ops", "graphs", "kernels"},
     "dynamics": {"ops", "graphs"},

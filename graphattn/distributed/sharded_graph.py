@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 from weakref import WeakValueDictionary
@@ -29,8 +30,9 @@ from graphattn.distributed.local_graph import (
     sequences_of,
     unlike_edges,
 )
+from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
 from graphattn.distributed.ring.rounds import RingPlan, RingRound
-from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tokens_of
+from graphattn.distributed.seen import Runs, joined, seen_by, tokens_of
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.token_graph import TokenGraph
@@ -61,7 +63,7 @@ class ShardedGraph:
         *,
         targets: Layout,
         sources: Layout,
-        exchange: str,
+        exchange: Exchange,
     ) -> None:
         self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
         self.exchange = exchange
@@ -78,6 +80,11 @@ class ShardedGraph:
     def num_sources(self) -> int:
         """The number of sources of this rank: a ``context`` has so many tokens."""
         return self._sources.size(self.rank)
+
+    @cached_property
+    def plan(self) -> CommunicationPlan:
+        """The plan of what all ranks exchange; ``print(shard.plan)`` shows it."""
+        return replace(planned(self.whole, self._targets, self._sources), exchange=self.exchange)
 
     @property
     def device(self) -> torch.device:
@@ -443,9 +450,12 @@ def shard(
         agree(process_group, facts, error)
     elif error is not None:
         raise error
+    shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
+    balance = False
     if exchange == "auto":
-        exchange = "ring" if _needs_many_rows(graph, ranks) else "rows"
-    balance = exchange == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets
+        exchange = planned(graph, *shares).exchange
+    if exchange == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets:
+        balance = plan(graph, ranks).target_layout.zigzag
     targets = _layout(process_group, graph.num_targets, ranks, order, balance)
     sources = targets
     if not graph.has_same_tokens:
@@ -487,17 +497,6 @@ def _layout(group: Any, num_tokens: int, ranks: int, order: str, balance: bool) 
         return earlier
     _LAYOUTS[key] = layout = Layout(num_tokens, ranks, zigzag)
     return layout
-
-
-def _needs_many_rows(graph: TokenGraph, ranks: int) -> bool:
-    """Whether a rank needs more than twice as many rows of other ranks as it owns."""
-    targets, sources = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
-    for rank in range(ranks):
-        needed = needed_of_targets(graph, targets, rank)
-        own = count(common(needed, sources.runs(rank)))
-        if count(needed) - own > 2 * max(sources.size(rank), 1):
-            return True
-    return False
 
 
 def _group_of(group: Any) -> tuple[Any, int, int]:

@@ -10,8 +10,8 @@ import torch
 
 import graphattn as ga
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.plans import H100_SXM, CommunicationPlan, exchange_of
-from graphattn.distributed.run_tables import RunTable
+from graphattn.distributed.planning.plans import H100_SXM, CommunicationPlan, exchange_of
+from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.seen import joined
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.needs import edges_per_rank, remote_runs
-from graphattn.distributed.plan_text import lines_of
-from graphattn.distributed.run_tables import RunTable
+from graphattn.distributed.planning.needs import edges_per_rank, remote_runs
+from graphattn.distributed.planning.plan_text import lines_of
+from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.seen import Run
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
@@ -337,21 +337,26 @@ def plan(
         raise ValueError(
             'moves must be "targets" if targets and sources are different tokens, got "both"'
         )
-    found = _planned(graph, ranks, moves, bool(zigzag))
+    found = planned(graph, *_layouts(graph, ranks, bool(zigzag)), moves)
     if zigzag is None and graph.is_causal and found.exchange == "ring":
-        other = _planned(graph, ranks, moves, True)
+        other = planned(graph, *_layouts(graph, ranks, True), moves)
         if int(other.edges.max()) <= WORTH_ZIGZAG * int(found.edges.max()):
             return other
     return found
 
 
-def _planned(graph: TokenGraph, ranks: int, moves: Moves, zigzag: bool) -> CommunicationPlan:
-    targets = Layout(graph.num_targets, ranks, zigzag)
-    sources = Layout(graph.num_sources, ranks, zigzag)
+def planned(
+    graph: TokenGraph, targets: Layout, sources: Layout, moves: Moves = "targets"
+) -> CommunicationPlan:
+    """Plan the exchange between ranks that own certain targets and sources."""
     needs = remote_runs(graph, targets, sources, both=moves == "both")
     own = sources.per_rank(sources.borders().diff())
-    exchange = exchange_of(needs.counted(ranks), own)
+    exchange = exchange_of(needs.counted(sources.ranks), own)
     return CommunicationPlan(graph, targets, sources, moves, exchange, needs)
+
+
+def _layouts(graph: TokenGraph, ranks: int, zigzag: bool) -> tuple[Layout, Layout]:
+    return Layout(graph.num_targets, ranks, zigzag), Layout(graph.num_sources, ranks, zigzag)
 
 
 def exchange_of(received_rows: Tensor, own_rows: Tensor) -> Exchange:
@@ -365,7 +370,7 @@ def exchange_of(received_rows: Tensor, own_rows: Tensor) -> Exchange:
 
     Example:
         >>> import torch
-        >>> from graphattn.distributed.plans import exchange_of
+        >>> from graphattn.distributed.planning.plans import exchange_of
         >>> exchange_of(torch.tensor([0, 255]), torch.tensor([512, 512]))
         'rows'
     """

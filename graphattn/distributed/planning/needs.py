@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.run_tables import RunTable
+from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.seen import seen_by
 from graphattn.graphs.structures.composites import Parts, Union
 from graphattn.graphs.structures.sections import Section
@@ -35,7 +35,7 @@ def remote_runs(graph: TokenGraph, targets: Layout, sources: Layout, both: bool)
     Example:
         >>> import graphattn as ga
         >>> from graphattn.distributed.layout import Layout
-        >>> from graphattn.distributed.needs import remote_runs
+        >>> from graphattn.distributed.planning.needs import remote_runs
         >>> halves = Layout(100, ranks=2)
         >>> remote_runs(ga.causal_window_graph(100, 8), halves, halves, both=False).by_rank()
         [(1, [(43, 50)])]
@@ -56,7 +56,7 @@ def edges_per_rank(graph: TokenGraph, targets: Layout) -> Tensor:
     Example:
         >>> import graphattn as ga
         >>> from graphattn.distributed.layout import Layout
-        >>> from graphattn.distributed.needs import edges_per_rank
+        >>> from graphattn.distributed.planning.needs import edges_per_rank
         >>> edges_per_rank(ga.causal_graph(6), Layout(6, ranks=3))
         tensor([ 3,  7, 11])
     """

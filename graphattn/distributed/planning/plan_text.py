@@ -52,7 +52,7 @@ def senders(pairs: list[tuple[int, list[Run]]]) -> str:
     """Write from which ranks how many rows come.
 
     Example:
-        >>> from graphattn.distributed.plan_text import senders
+        >>> from graphattn.distributed.planning.plan_text import senders
         >>> senders([(0, [(0, 4), (6, 8)]), (3, [(20, 21)])])
         ': rank 0 (6), rank 3 (1)'
     """
@@ -67,7 +67,7 @@ def range_of(numbers: Tensor) -> str:
 
     Example:
         >>> import torch
-        >>> from graphattn.distributed.plan_text import range_of
+        >>> from graphattn.distributed.planning.plan_text import range_of
         >>> range_of(torch.tensor([0, 255, 255]))
         '0 to 255, mean 170.0'
     """

@@ -15,7 +15,7 @@ class RunTable(NamedTuple):
     """Run k of rank ``rank[k]`` has the tokens start[k] .. stop[k] - 1; all are LongTensors [n].
 
     Example:
-        >>> from graphattn.distributed.run_tables import RunTable
+        >>> from graphattn.distributed.planning.run_tables import RunTable
         >>> table = RunTable.of_runs([(1, (0, 4)), (0, (7, 9)), (1, (4, 6))])
         >>> table.joined(10).by_rank()
         [(0, [(7, 9)]), (1, [(0, 6)])]
