@@ -15,6 +15,7 @@ import mutations_of_parts
 import mutations_of_plans
 import mutations_of_proteins
 import mutations_of_runs
+import mutations_of_shards
 import pytest
 from mutation import Mutation
 
@@ -2022,6 +2023,7 @@ MUTATIONS += mutations_of_parts.MUTATIONS
 MUTATIONS += mutations_of_plans.MUTATIONS
 MUTATIONS += mutations_of_proteins.MUTATIONS
 MUTATIONS += mutations_of_runs.MUTATIONS
+MUTATIONS += mutations_of_shards.MUTATIONS
 
 
 def copy_of_the_checkout(folder: Path) -> Path:

@@ -1,0 +1,69 @@
+"""Mutations of `graphattn/distributed/`: rows that travel, rings, and layers that use them."""
+
+from mutation import Mutation
+
+HERE = "graphattn/distributed"
+TESTS = "tests/distributed/test_sharded_layers.py"
+SAME = f"{TESTS}::test_outputs_and_gradients_equal_those_of_one_process"
+SEES = f"{TESTS}::test_nothing_that_nobody_sees_leaves_a_rank_or_changes_a_bit"
+COUNTS = f"{TESTS}::test_a_causal_window_of_256_sends_255_rows_over_every_border"
+OTHERS = "tests/distributed/test_combinations.py"
+
+MUTATIONS = [
+    Mutation(
+        "a window reaches one token too far",
+        f"{HERE}/seen.py",
+        "sides = [(start - before * step, stop - step)] if before else []",
+        "sides = [(start - before * step - 1, stop - step)] if before else []",
+        (COUNTS,),
+    ),
+    Mutation(
+        "edges among halo tokens lack the last token",
+        f"{HERE}/local_graph.py",
+        "        among = block_of(graph, (first, last), (first, last))",
+        "        among = block_of(graph, (first, last - 1), (first, last - 1))",
+        (f"{SAME}[window-4]",),
+    ),
+    Mutation(
+        "gradients of rows do not travel",
+        f"{HERE}/exchange.py",
+        "_exchanged(d_rows, ctx.sent",
+        "_exchanged(0 * d_rows, ctx.sent",
+        (f"{SAME}[window-4]",),
+    ),
+    Mutation(
+        "the output of a part has no share in its log-sum's gradient",
+        f"{HERE}/ring/operations.py",
+        "        return share * d_out, share * (change + d_lse)",
+        "        return share * d_out, share * d_lse",
+        (f"{SAME}[causal window-3]",),
+    ),
+    Mutation(
+        "all ranks draw the same seed",
+        f"{HERE}/local_graph.py",
+        "        return self.rank, self.ranks",
+        "        return 0, 1",
+        (f"{OTHERS}::test_ranks_drop_different_edges_and_keep_the_mean",),
+    ),
+    Mutation(
+        "the automatic step is that of one rank",
+        f"{HERE}/local_graph.py",
+        "        return self.over_ranks(largest).index_select(-2, self.sequence)",
+        "        return largest.index_select(-2, self.sequence)",
+        (f"{SAME}[window-4]",),
+    ),
+    Mutation(
+        "nobody hears of an error in a layer",
+        "graphattn/nn/base/padded_rows.py",
+        "            with graph.watched():\n                return forward(self, *args, **kwargs)",
+        "            return forward(self, *args, **kwargs)",
+        (f"{OTHERS}::test_a_tensor_of_another_length_on_one_rank_is_an_error_on_every_rank",),
+    ),
+    Mutation(
+        "rows that nobody needs travel on a ring",
+        f"{HERE}/ring/rounds.py",
+        "            arriving = common(self.needed[rank], self.sources.runs(sender))",
+        "            arriving = [(run.start, run.stop) for run in self.sources.runs(sender)]",
+        (f"{SEES}[window-ring]",),
+    ),
+]
