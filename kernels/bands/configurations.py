@@ -27,10 +27,13 @@ PRODUCTS = {
     "d_table_kernel": 2,
     "band_select_kernel": 1,
 }
-# How often a selection goes over its code (if ranks are held) or over its tiles (if they are not).
-# Until all of 64 rows of normally distributed tokens are done, the interval is halved 17 times.
-# That is a third of the code; with three tries a pass, two halvings take one pass.
-TIMES_HELD, TIMES_STREAMED = 2.0, 12.0
+# How often a selection whose ranks are held goes over its code. Until all of 64 rows of normally
+# distributed tokens are done, the interval is halved 17 times, which is a third of the code.
+TIMES_HELD = 2.0
+# How often a streamed selection goes over its tiles, on average over programs of 64 rows of normal
+# or chi-squared logits (512 of 4,096, simulated): to count, to write candidates down, to cut ties,
+# and to write bits. Outside of these loops, halvings repeat a tenth of the code a dozen times.
+TIMES_STREAMED, TIMES_OUTSIDE = (1.1, 1.1, 0.0, 1.0), 2.5
 # Tensors of the size of the queries that a kernel reads and writes once.
 TENSORS = {
     "band_forward_kernel": 4,
@@ -149,7 +152,9 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
     tensors = TENSORS[kernel]
     if "a" in arguments and arguments["a"].p is arguments["b"].p:  # a square
         tensors = 1
-    iterations, products = 0.0, PRODUCTS.get(kernel, 0)
+    iterations, products = 0.0, float(PRODUCTS.get(kernel, 0))
+    passes: tuple[float, ...] = ()
+    programs = 0.0
     width = case.features * (2 if case.rbf else 1)  # distances keep more numbers
     if products:
         rows, columns = arguments["ROWS"], arguments["COLUMNS"]
@@ -163,7 +168,14 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         # Hopper's matrix instruction takes 64 rows, and few rows take the one before it.
         is_main = is_main and arguments["COLUMNS"] < FEW_ROWS.columns
         held = arguments["CHUNKS"] > 0
-        iterations = TIMES_HELD * launch.grid[0] if held else TIMES_STREAMED * iterations
+        if held:
+            iterations = TIMES_HELD * launch.grid[0]
+        else:
+            # Places of candidates are as many operations as 64 features.
+            products = sum(TIMES_STREAMED) + TIMES_STREAMED[1] * 64 / case.features
+            is_main = False  # it spills outside of its loops
+            passes = _passes_streamed(launch, iterations)
+            programs = TIMES_OUTSIDE * launch.grid[0]
     kept = arguments.get("p_kept")
     words = 0 if kept is None else kept.nbytes
     part = kernel.removesuffix("_kernel").replace("_", " ")
@@ -175,6 +187,27 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         bytes=float(tensors * numbers * case.dtype.itemsize + words),
         iterations=iterations,
         target=case.target,
+        passes=passes,
+        programs=programs,
+    )
+
+
+def _passes_streamed(launch: Launch, tiles: float) -> tuple[float, ...]:
+    """Passes through the loops of a streamed selection of `tiles` tiles, in the order of the code.
+
+    Loops are in three parts, of which the first and the last have masks, but the one for ties.
+    """
+    count, write_down, cut, write = (times * tiles for times in TIMES_STREAMED)
+    arguments = launch.arguments
+    if arguments["PARTS"] == 1:
+        return count, write_down, cut, write
+    masked = launch.grid[0] * (arguments["ROWS"] // arguments["COLUMNS"] + 0.5) / tiles
+    parts = masked, 1 - 2 * masked, masked
+    return (
+        *(share * count for share in parts),
+        *(share * write_down for share in parts),
+        cut,
+        *(share * write for share in parts),
     )
 
 

@@ -75,6 +75,16 @@ def is_open(b_low, b_high, b_of_low, top_k):
 
 
 @triton.jit
+def is_wide(b_low, b_high, b_of_low, b_of_high, top_k, few):
+    """Whether some row is open (:func:`is_open`) and more than `few` ranks lie in its interval, or
+    nothing is known of its upper end; all [ROWS] but the numbers `top_k` and `few`.
+    """
+    m_many = (b_of_low - b_of_high > few) | (b_high == LARGEST)
+    m_wide = (b_of_low > top_k) & (b_high - 1 > b_low) & m_many
+    return tl.max(m_wide.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
 def narrowed(b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k):
     """The interval in which the k-th largest rank lies, after a try; all arguments are [ROWS].
 
