@@ -143,7 +143,6 @@ class ShardedGraph:
             rows_of_targets(self.whole, run, context)
             for run, context in zip(runs, contexts, strict=True)
         ]
-        # The sources of a part with a structure are a run, which may have tokens nobody sees.
         graph = parts[0] if len(parts) == 1 else batch(parts)
         exchange = self._exchange(needed, torch.cat(contexts))
         own = slice(0, graph.num_targets)

@@ -172,3 +172,27 @@ def graphs_differ(group: Any) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+class _Elsewhere(ga.nn.DotProductAttention):
+    """A layer whose score depends on a tensor that is not its parameter."""
+
+    scale = torch.ones((), requires_grad=True)
+
+    def score(self) -> ga.Score:
+        return ga.DotProduct(self.scale)
+
+
+def a_score_with_a_foreign_parameter(group: Any) -> list[str]:
+    """Return what this rank gets by rows, where the gradient is right, and on a ring."""
+    found = []
+    for exchange in ("rows", "ring"):
+        shard = ga.distributed.shard(ga.causal_graph(12), group, exchange=exchange, order="runs")
+        y = _Elsewhere(DIM, HEADS)(torch.randn(shard.num_targets, DIM), shard)
+        try:
+            y.sum().backward()
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("no error")
+    return found

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from combinations import (
+    a_score_with_a_foreign_parameter,
     checkpointed,
     compiled,
     dropped,
@@ -68,3 +69,9 @@ def test_a_tensor_of_another_length_on_one_rank_is_an_error_on_every_rank(ranks)
     assert found[1].startswith("ValueError: x must have the 8 tokens of rank 1 of 3")
     for message in (found[0], found[2]):
         assert message.startswith("RankFailure: rank 1 raised ValueError: x must have the 8 tokens")
+
+
+def test_no_gradient_is_lost_on_a_ring(ranks):
+    for rows, ring in ranks.run(a_score_with_a_foreign_parameter, 2):
+        assert rows == "no error"
+        assert "score must depend on parameters of its layer only" in ring

@@ -231,8 +231,28 @@ def _gradients(
     if not results or not wanted:
         return [None] * len(inputs)
     outs, gradients = zip(*results, strict=True)
+    if block.targets.start == 0:  # once is enough
+        _check_leaves(outs, wanted)
     found = iter(torch.autograd.grad(outs, wanted, gradients, allow_unused=True))
     return [
         next(found) if x is not None and need else None
         for x, need in zip(inputs, needed, strict=True)
     ]
+
+
+def _check_leaves(outs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Refuse a tensor that the results depend on and whose gradient would be lost."""
+    waiting, seen = [x.grad_fn for x in outs], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is x for x in known):
+            raise ValueError(
+                "score must depend on parameters of its layer only if rows are exchanged on a "
+                f"ring, got another tensor of shape {list(leaf.shape)} that requires a gradient: "
+                "register it in the layer, or make the shard with exchange='rows'"
+            )
+        waiting += [following for following, _ in node.next_functions]
