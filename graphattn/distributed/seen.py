@@ -7,7 +7,7 @@ What is sent to another rank must be neither more nor less than what its targets
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from graphattn.graphs.structures.structure import (
     Cycle,
     GlobalTokens,
     GraphStructure,
+    Grid,
 )
 from graphattn.graphs.token_graph import TokenGraph
 
 Run = tuple[int, int]  # the first token, and the one after the last
 Runs = list[Run]
+MOST_GLOBAL = 64  # global tokens whose queries are sent to all ranks
 
 
 def seen_by(graph: TokenGraph, start: int, stop: int) -> Runs:
@@ -83,6 +85,44 @@ def common(runs: Iterable[Run], within: Iterable[range]) -> Runs:
             if low < high:
                 found.append((low, high))
     return found
+
+
+def without(runs: Iterable[range], tokens: Sequence[int]) -> list[range]:
+    """Leave some tokens out of runs, in ascending order.
+
+    Example:
+        >>> from graphattn.distributed.seen import without
+        >>> without([range(0, 5), range(8, 9)], (0, 3, 8))
+        [range(1, 3), range(4, 5)]
+    """
+    found = []
+    for run in runs:
+        start = run.start
+        for token in (*(t for t in sorted(tokens) if t in run), run.stop):
+            if start < token:
+                found.append(range(start, token))
+            start = token + 1
+    return found
+
+
+def global_tokens(structure: GraphStructure | None) -> tuple[int, ...]:
+    """Return the tokens that see all tokens and are seen by all of them, if they are few.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.distributed.seen import global_tokens
+        >>> global_tokens(ga.longformer_graph(1000, window=4, global_tokens=[0, 7]).structure)
+        (0, 7)
+    """
+    match structure:
+        case GlobalTokens(_, tokens):
+            return tokens if len(tokens) <= MOST_GLOBAL else ()
+        case Grid(class_token=True):
+            return (0,)
+        case Union(parts):
+            found = sorted({token for part in parts for token in global_tokens(part)})
+            return tuple(found) if len(found) <= MOST_GLOBAL else ()
+    return ()
 
 
 def count(runs: Iterable[Run]) -> int:

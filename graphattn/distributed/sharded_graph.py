@@ -16,6 +16,7 @@ from graphattn.distributed.collectives import gathered, maximum_over_ranks
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.failures.agreement import agree, graph_digest
 from graphattn.distributed.failures.watching import watch, watched
+from graphattn.distributed.global_targets import GlobalTargets, global_block, results_exchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
     EdgeExchange,
@@ -25,14 +26,14 @@ from graphattn.distributed.local_graph import (
     edge_exchange_of,
     exchange_of,
     needed_of_both_ends,
-    needed_of_targets,
     rows_of_targets,
     sequences_of,
     unlike_edges,
 )
+from graphattn.distributed.planning.needs import remote_runs
 from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
 from graphattn.distributed.ring.rounds import RingPlan, RingRound
-from graphattn.distributed.seen import Runs, joined, seen_by, tokens_of
+from graphattn.distributed.seen import Runs, joined, seen_by, tokens_of, without
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.token_graph import TokenGraph
@@ -53,6 +54,8 @@ class ShardedGraph:
         group: the process group; None if there is only one rank.
         exchange: "rows" if all rows that a rank needs are fetched at once, "ring" if it computes
             with those of one rank at a time.
+        broadcast: global tokens whose queries attention sends to all ranks; () if their owner
+            fetches all rows, as that of any other target.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class ShardedGraph:
         targets: Layout,
         sources: Layout,
         exchange: Exchange,
+        broadcast: tuple[int, ...] = (),
     ) -> None:
         self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
-        self.exchange = exchange
+        self.exchange, self.broadcast = exchange, broadcast
         self._targets, self._sources = targets, sources
 
     # What this rank owns.
@@ -84,7 +88,11 @@ class ShardedGraph:
     @cached_property
     def plan(self) -> CommunicationPlan:
         """The plan of what all ranks exchange; ``print(shard.plan)`` shows it."""
-        return replace(planned(self.whole, self._targets, self._sources), exchange=self.exchange)
+        found = planned(self.whole, self._targets, self._sources)
+        if (found.exchange, found.broadcast) == (self.exchange, self.broadcast):
+            return found
+        needs = remote_runs(self.whole, self._targets, self._sources, False, self.broadcast)
+        return replace(found, exchange=self.exchange, needs=needs, broadcast=self.broadcast)
 
     @property
     def device(self) -> torch.device:
@@ -136,17 +144,46 @@ class ShardedGraph:
     @cached_property
     def by_targets(self) -> LocalPart:
         """The graph of this rank's targets, and the exchange that fetches their sources."""
-        runs = self._targets.runs(self.rank)
-        needed = [needed_of_targets(self.whole, self._targets, r) for r in range(self.ranks)]
-        contexts = [tokens_of(seen_by(self.whole, run.start, run.stop)) for run in runs]
+        return self._part([[*self._targets.runs(rank)] for rank in range(self.ranks)])
+
+    def _part(self, runs: list[list[range]]) -> LocalPart:
+        """Return the graph of some runs of targets of this rank; `runs` are those of all ranks."""
+        needed = [
+            joined(seen for run in of_rank for seen in seen_by(self.whole, run.start, run.stop))
+            for of_rank in runs
+        ]
+        own = runs[self.rank] or [range(0)]  # a rank may own nothing but global tokens
+        contexts = [tokens_of(seen_by(self.whole, run.start, run.stop)) for run in own]
         parts = [
             rows_of_targets(self.whole, run, context)
-            for run, context in zip(runs, contexts, strict=True)
+            for run, context in zip(own, contexts, strict=True)
         ]
-        graph = parts[0] if len(parts) == 1 else batch(parts)
-        exchange = self._exchange(needed, torch.cat(contexts))
-        own = slice(0, graph.num_targets)
-        return LocalPart(as_local(graph, self.rank, self.ranks), exchange, own, torch.cat(contexts))
+        graph = as_local(parts[0] if len(parts) == 1 else batch(parts), self.rank, self.ranks)
+        context = torch.cat(contexts)
+        exchange = self._exchange(needed, context)
+        return LocalPart(graph, exchange, slice(0, graph.num_targets), context)
+
+    @cached_property
+    def global_targets(self) -> GlobalTargets:
+        """The global tokens of all ranks, and the graph of this rank's other targets."""
+        tokens, layout, device = self.broadcast, self._targets, self.device
+        own = layout.tokens(self.rank)
+        is_global = torch.isin(own, torch.tensor(tokens))
+        rows, mine = (~is_global).nonzero().flatten(), is_global.nonzero().flatten()
+        others = [without(layout.runs(rank), tokens) for rank in range(self.ranks)]
+        everywhere = [[(token, token + 1) for token in tokens]] * self.ranks
+        results, place = results_exchange(tokens, layout, self.rank, self.group, device)
+        return GlobalTargets(
+            others=self._part(others),
+            rows=rows.to(device),
+            queries=exchange_of(
+                everywhere, layout, self.rank, torch.tensor(tokens), group=self.group, device=device
+            ),
+            block=global_block(tokens, self.num_sources, self.rank, device),
+            results=results,
+            own=place,
+            place=torch.cat([rows, mine]).argsort().to(device),
+        )
 
     @cached_property
     def by_both_ends(self) -> LocalPart:
@@ -284,7 +321,13 @@ class ShardedGraph:
         Returns:
             The graph of this rank's targets, the tensors of all its sources, and the masks.
         """
-        graph, exchange, _, _ = self.by_targets
+        return self.fetch_for(self.by_targets, tensors, dims, valid)
+
+    def fetch_for(
+        self, part: LocalPart, tensors: Sequence[Tensor], dims: Sequence[int], valid: ValidPair
+    ) -> tuple[TokenGraph, list[Tensor], ValidPair]:
+        """Fetch the sources of a part of this rank's graph, as :meth:`fetch` does for all of it."""
+        graph, exchange, _, _ = part
         of_targets, of_sources = valid
         masks = [] if of_sources is None else [of_sources]
         once: list[int] = []  # numbers of tensors, every tensor once
@@ -415,7 +458,8 @@ def shard(
         exchange: "rows": all rows of other ranks that a rank needs are fetched before the
             operation. "ring": attention computes with the rows of one rank at a time, so that a
             rank never stores those of more than two others. "auto" takes the ring if a rank needs
-            more than twice as many rows of others as it owns. Consensus always fetches all rows.
+            more than twice as many rows of others as it owns. If only global tokens need so many,
+            their queries are sent to all ranks instead. Consensus always fetches all rows.
         limit: how many seconds a rank may be silent. If a rank raises an error in a layer, dies or
             hangs for longer, all others raise an error that names it.
 
@@ -451,9 +495,14 @@ def shard(
         raise error
     shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
     balance = False
+    broadcast: tuple[int, ...] = ()
+    way: Exchange
     if exchange == "auto":
-        exchange = planned(graph, *shares).exchange
-    if exchange == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets:
+        automatic = planned(graph, *shares)
+        way, broadcast = automatic.exchange, automatic.broadcast
+    else:
+        way = exchange
+    if way == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets:
         balance = plan(graph, ranks).target_layout.zigzag
     targets = _layout(process_group, graph.num_targets, ranks, order, balance)
     sources = targets
@@ -465,7 +514,8 @@ def shard(
         process_group if ranks > 1 else None,
         targets=targets,
         sources=sources,
-        exchange=exchange if ranks > 1 else "rows",
+        exchange=way if ranks > 1 else "rows",
+        broadcast=broadcast,
     )
 
 

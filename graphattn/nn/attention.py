@@ -15,9 +15,14 @@ from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention_steps import AttentionSteps
+from graphattn.nn.base.across_ranks import (
+    attention_on_ring,
+    attention_with_globals,
+    check_no_weights,
+    may_broadcast,
+)
 from graphattn.nn.base.flat_call import Projected, flat_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
-from graphattn.nn.base.on_ring import attention_on_ring, check_no_weights
 from graphattn.nn.base.overrides import (
     message_takes,
     names_of,
@@ -170,6 +175,9 @@ class GraphAttention(AttentionSteps):
         if shard is not None and shard.exchange == "ring":
             check_no_weights(return_attention_weights)
             mixed = attention_on_ring(self, query, key, value, shard, valid_pair, edge_bias)
+            return cast(Tensor, self.output_proj(mixed.flatten(-2)))
+        if shard is not None and may_broadcast(self, shard, edge_bias, return_attention_weights):
+            mixed = attention_with_globals(self, query, key, value, shard, valid_pair)
             return cast(Tensor, self.output_proj(mixed.flatten(-2)))
         if shard is not None:
             edge_bias = shard.edge_bias(edge_bias)

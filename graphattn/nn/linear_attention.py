@@ -13,9 +13,14 @@ from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.across_ranks import (
+    check_no_weights,
+    linear_on_ring,
+    linear_with_globals,
+    may_broadcast,
+)
 from graphattn.nn.base.flat_call import flat_linear_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
-from graphattn.nn.base.on_ring import check_no_weights, linear_on_ring
 from graphattn.nn.base.overrides import (
     names_of,
     overridden_edges,
@@ -179,9 +184,14 @@ class LinearAttention(StreamingLayer):
             x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
         )
         features = self.project_features(x, context, self.rotations(x, context, graph, positions))
+        in_parts = None
         if shard is not None and shard.exchange == "ring":
             check_no_weights(return_attention_weights)
-            above, below = linear_on_ring(self, features, shard, pair)
+            in_parts = linear_on_ring
+        elif shard is not None and may_broadcast(self, shard, return_attention_weights):
+            in_parts = linear_with_globals
+        if shard is not None and in_parts is not None:
+            above, below = in_parts(self, features, shard, pair)
             mixed = average(above, below, self.eps).to(self.mixed_dtype(features.query))
             return cast(Tensor, self.output_proj(mixed.flatten(-2)))
         if shard is not None:

@@ -46,6 +46,8 @@ GRAPHS: dict[str, Callable[[random.Random, int, int], ga.TokenGraph]] = {
     "union": lambda rng, n, w: ga.union(
         ga.window_path_graph(n, 1), ga.dilated_window_graph(n, 2, 5)
     ),
+    "global tokens": lambda rng, n, w: ga.longformer_graph(80, 3, [0, 41, 42]),
+    "class token": lambda rng, n, w: ga.grid_window_graph(8, 8, 1, class_token=True),
     "grid": lambda rng, n, w: ga.grid_window_graph(5, 6, 2),
     "grid blocks": lambda rng, n, w: ga.grid_block_graph(6, 6, 3),
     "neighbours": lambda rng, n, w: ga.knn_graph(torch.randn(n, 3), 3),
@@ -238,12 +240,14 @@ WAYS: tuple[tuple[Any, Any], ...] = (
     ("ring", "zigzag"),
     ("rows", "zigzag"),
     ("ring", "runs"),
+    ("auto", "runs"),
+    ("auto", "zigzag"),
 )
 
 
 def every_layer_over(group: Any, name: str, way: int) -> int:
     """Compare every layer over one graph, with one of the ways of exchange and orders of tokens."""
-    exchange, order = WAYS[way % len(WAYS)]
+    exchange, order = WAYS[way]
     rng = random.Random(f"{name} {way}")
     torch.manual_seed(rng.randint(0, 1 << 40))
     graph = GRAPHS[name](rng, rng.randint(2 * group.size() + 4, 60), rng.randint(1, 9))
@@ -286,6 +290,21 @@ def rows_sent_by_a_causal_window(group: Any, window: int, num_tokens: int) -> di
     with Sent(group.rank()) as sent:
         layer(x, shard).sum().backward()
     return {"rows": sent.rows, "numbers": sent.numbers}
+
+
+def global_tokens_sent(group: Any, name: str) -> bool:
+    """Return whether the owner of global tokens gets few rows, and as many as the plan says."""
+    shard = ga.distributed.shard(GRAPHS[name](random.Random(0), 0, 0), group, order="runs")
+    layer = ga.nn.DotProductAttention(DIM, HEADS).to(WIDE)
+    x = torch.randn(shard.num_targets, DIM, dtype=WIDE)
+    with Sent(group.rank()) as sent:
+        layer(x, shard)
+    rows = [sum(ranks) for ranks in sent.rows]
+    tokens, ranks = len(shard.broadcast), shard.ranks
+    own = sum(owner == shard.rank for owner in shard._targets.owner(torch.tensor(shard.broadcast)))
+    queries, results = int(own) * (ranks - 1), tokens - int(own)
+    few = int(shard.plan.received_rows.max()) <= 2 * shard.num_targets
+    return few and rows == [queries, results, int(shard.plan.sent_rows[shard.rank])]
 
 
 def poisoned(group: Any, name: str, exchange: str) -> int:

@@ -5,6 +5,7 @@ from sharded_cases import (
     DIM,
     GRAPHS,
     every_layer_over,
+    global_tokens_sent,
     poisoned,
     rows_sent_by_a_causal_window,
 )
@@ -13,8 +14,15 @@ from sharded_cases import (
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("number", range(len(GRAPHS)), ids=list(GRAPHS))
 def test_outputs_and_gradients_equal_those_of_one_process(ranks, size, number):
-    counts = ranks.run(every_layer_over, size, name=list(GRAPHS)[number], way=size + number)
+    counts = ranks.run(every_layer_over, size, name=list(GRAPHS)[number], way=(size + number) % 4)
     assert min(counts) > 4
+
+
+@pytest.mark.parametrize("way", [4, 5], ids=["runs", "zigzag"])
+@pytest.mark.parametrize("graph", ["global tokens", "class token"])
+def test_queries_of_global_tokens_are_sent_to_all_ranks(ranks, graph, way):
+    assert min(ranks.run(every_layer_over, 4, name=graph, way=way)) > 4
+    assert ranks.run(global_tokens_sent, 4, name=graph) == [True] * 4
 
 
 @pytest.mark.parametrize("exchange", ["rows", "ring"])

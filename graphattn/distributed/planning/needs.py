@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.planning.run_tables import RunTable
-from graphattn.distributed.seen import seen_by
+from graphattn.distributed.seen import seen_by, without
 from graphattn.graphs.structures.composites import Parts, Union
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
@@ -23,7 +23,13 @@ from graphattn.graphs.structures.structure import (
 from graphattn.graphs.token_graph import TokenGraph
 
 
-def remote_runs(graph: TokenGraph, targets: Layout, sources: Layout, both: bool) -> RunTable:
+def remote_runs(
+    graph: TokenGraph,
+    targets: Layout,
+    sources: Layout,
+    both: bool,
+    left_out: tuple[int, ...] = (),
+) -> RunTable:
     """Return the runs of sources that every rank needs and does not own, joined.
 
     Args:
@@ -31,6 +37,7 @@ def remote_runs(graph: TokenGraph, targets: Layout, sources: Layout, both: bool)
         targets: which targets a rank owns.
         sources: which sources a rank owns.
         both: whether a rank also needs the targets that see its sources.
+        left_out: targets for which no sources travel.
 
     Example:
         >>> import graphattn as ga
@@ -41,7 +48,7 @@ def remote_runs(graph: TokenGraph, targets: Layout, sources: Layout, both: bool)
         [(1, [(43, 50)])]
     """
     # An empty table comes first, since there may be no edges at all.
-    tables = [RunTable.of_runs([]), *_seen(graph, targets, sources, both)]
+    tables = [RunTable.of_runs([]), *_seen(graph, targets, sources, both, left_out)]
     needs = RunTable.concatenated(tables).joined(graph.num_sources)
     rank, borders = torch.arange(sources.ranks), sources.borders()
     for own in (rank, sources.num_chunks - 1 - rank) if sources.zigzag else (rank,):
@@ -63,7 +70,9 @@ def edges_per_rank(graph: TokenGraph, targets: Layout) -> Tensor:
     return targets.per_rank(_edges_before(graph, targets.borders()).diff())
 
 
-def _seen(graph: TokenGraph, targets: Layout, sources: Layout, both: bool) -> Iterator[RunTable]:
+def _seen(
+    graph: TokenGraph, targets: Layout, sources: Layout, both: bool, left_out: tuple[int, ...]
+) -> Iterator[RunTable]:
     """Yield runs that together are all sources that every rank needs, some of them its own."""
     structure = graph.structure
     for part in structure.parts if isinstance(structure, Union) else (structure,):
@@ -75,13 +84,15 @@ def _seen(graph: TokenGraph, targets: Layout, sources: Layout, both: bool) -> It
                 yield RunTable.of_runs(
                     (rank, found)
                     for rank in range(targets.ranks)
-                    for run in targets.runs(rank)
+                    for run in without(targets.runs(rank), left_out)
                     for found in seen_by(whole, run.start, run.stop)
                 )
             continue
         for source, target in _pieces(graph, part):
             receiver, sender = targets.owner(target), sources.owner(source)
             remote = receiver != sender
+            if left_out:
+                remote &= ~torch.isin(target, torch.tensor(left_out))
             yield RunTable.of_tokens(receiver[remote], source[remote])
             if both:
                 yield RunTable.of_tokens(sender[remote], target[remote])

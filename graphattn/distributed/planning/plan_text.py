@@ -30,6 +30,8 @@ def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
         yield f"  rows that it receives: {range_of(plan.received_rows)}"
         yield f"  rows that it sends: {range_of(plan.sent_rows)}"
         yield f"  ranks that it receives from: {range_of(plan.partners)}"
+    if plan.broadcast:
+        yield f"  queries of {len(plan.broadcast)} global tokens go to all ranks, results come back"
     yield f"edges per rank: {range_of(plan.edges)}, largest / mean {plan.balance:.2f}"
     forward = int(plan.bytes(dtype, features).max())
     backward = int(plan.bytes(dtype, features, backward=True).max())

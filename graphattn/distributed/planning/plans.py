@@ -17,7 +17,7 @@ from graphattn.distributed.layout import Layout
 from graphattn.distributed.planning.needs import edges_per_rank, remote_runs
 from graphattn.distributed.planning.plan_text import lines_of
 from graphattn.distributed.planning.run_tables import RunTable
-from graphattn.distributed.seen import Run
+from graphattn.distributed.seen import Run, global_tokens
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -46,6 +46,9 @@ class CommunicationPlan:
         exchange: "rows" if all rows arrive at once, before the operation. "ring" if they arrive in
             rounds: in round d = 1 .. ranks - 1, rank r receives the rows of rank (r - d) % ranks.
         needs: the runs of sources that every rank receives.
+        broadcast: the global tokens whose queries go to all ranks, where they are compared with
+            the sources of that rank; the partial results go back. So their owner does not need all
+            rows.
 
     Example:
         >>> import graphattn as ga
@@ -62,6 +65,7 @@ class CommunicationPlan:
     moves: Moves
     exchange: Exchange
     needs: RunTable
+    broadcast: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -159,7 +163,17 @@ class CommunicationPlan:
         rows = self.received_rows
         if backward:
             rows = self.sent_rows + (rows if self.exchange == "ring" else 0)
-        return rows * _bytes_per_row(dtype, features)
+        return (rows + self._of_global_tokens) * _bytes_per_row(dtype, features)
+
+    @cached_property
+    def _of_global_tokens(self) -> Tensor:
+        """Queries of global tokens and partial results that every rank receives, [ranks].
+
+        In the backward pass, as many gradients travel the other way, and their number is the same.
+        """
+        tokens = torch.tensor(self.broadcast, dtype=torch.int64)
+        own = torch.bincount(self.target_layout.owner(tokens), minlength=self.ranks)
+        return len(tokens) - own + (self.ranks - 1) * own
 
     def all_gather_bytes(self, dtype: torch.dtype, features: int) -> Tensor:
         """Count the bytes that every rank receives if it gathers all rows, a LongTensor [ranks].
@@ -349,10 +363,16 @@ def planned(
     graph: TokenGraph, targets: Layout, sources: Layout, moves: Moves = "targets"
 ) -> CommunicationPlan:
     """Plan the exchange between ranks that own certain targets and sources."""
-    needs = remote_runs(graph, targets, sources, both=moves == "both")
     own = sources.per_rank(sources.borders().diff())
+    layouts = graph, targets, sources
+    needs = remote_runs(*layouts, both=moves == "both")
     exchange = exchange_of(needs.counted(sources.ranks), own)
-    return CommunicationPlan(graph, targets, sources, moves, exchange, needs)
+    tokens = global_tokens(graph.structure)
+    if exchange == "ring" and tokens and moves == "targets":
+        others = remote_runs(*layouts, both=False, left_out=tokens)
+        if exchange_of(others.counted(sources.ranks), own) == "rows":
+            return CommunicationPlan(*layouts, moves, "rows", others, tokens)
+    return CommunicationPlan(*layouts, moves, exchange, needs)
 
 
 def _layouts(graph: TokenGraph, ranks: int, zigzag: bool) -> tuple[Layout, Layout]:
@@ -365,8 +385,7 @@ def exchange_of(received_rows: Tensor, own_rows: Tensor) -> Exchange:
     It is "ring" if a rank receives more than twice as many rows as it owns. A rank that gets all
     rows at once keeps them until the backward pass, so it would hold more than three times its
     share. On a ring, it holds the rows of one other rank at a time, and receives them again in the
-    backward pass. One such rank is enough, because its memory is what ends a run: the owner of a
-    global token is an example.
+    backward pass. One such rank is enough, because its memory is what ends a run.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Attention layers over a graph whose tokens are divided among ranks in a ring.
+"""Attention over a graph on several ranks, where results are merged: on a ring, or global tokens.
 
 The operations are in :mod:`graphattn.distributed.ring.operations`. Layers have the type Any here,
 because their files import this one.
@@ -18,6 +18,7 @@ from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden_edges
 from graphattn.ops.dropout import SEEDS
 from graphattn.ops.inputs import ValidPair, clear_invalid
+from graphattn.ops.linear_attention.api import linear_attention_sums
 
 INSTEAD = "make the shard with exchange='rows'"
 
@@ -56,19 +57,61 @@ def attention_on_ring(
             )
         operation = TopKParts(layer.score, index)
     else:
-        options = {"softcap": layer.softcap, "backend": layer.backend}
-        if edge_bias is not None:
-            options["edge_bias"] = edge_bias
-            parameters.append(edge_bias)
-        dropout = 0.0, 0
-        if layer.current_dropout:
-            dropout = layer.current_dropout, int(torch.randint(SEEDS, ()))
-        operation = SoftmaxParts(layer.score, dropout=dropout, **options)
+        operation = softmax_of(layer, edge_bias)
+        parameters += [] if edge_bias is None else [edge_bias]
     out, lse = on_ring(operation, shard.rounds, targets, sources, parameters)
+    return clear_invalid(_normalised(layer, out, lse), valid[0]).to(query.dtype)
+
+
+def softmax_of(layer: Any, edge_bias: Tensor | None = None) -> SoftmaxParts:
+    """Return the attention of a layer without top-k, as an operation in parts."""
+    options = {"softcap": layer.softcap, "backend": layer.backend}
+    if edge_bias is not None:
+        options["edge_bias"] = edge_bias
+    dropout = 0.0, 0
+    if layer.current_dropout:
+        dropout = layer.current_dropout, int(torch.randint(SEEDS, ()))
+    return SoftmaxParts(layer.score, dropout=dropout, **options)
+
+
+def _normalised(layer: Any, out: Tensor, lse: Tensor) -> Tensor:
+    """Add what eps and the sink add to the denominator of merged results."""
     floor = _extra_term(layer, lse)
-    if floor is not None:
-        out = out * torch.sigmoid(lse - floor[:, None])
-    return clear_invalid(out, valid[0]).to(query.dtype)
+    return out if floor is None else out * torch.sigmoid(lse - floor[:, None])
+
+
+def may_broadcast(layer: Any, shard: ShardedGraph, *others: object) -> bool:
+    """Whether a call sends the queries of global tokens to all ranks.
+
+    Otherwise their owner fetches all rows: if results cannot be merged (top-k, own messages), or
+    if `others`, a bias or a wish for weights, need all edges of a target on one rank.
+    """
+    top_k = getattr(layer, "top_k", None)
+    plain = top_k is None and not overridden_edges(layer) and layer.backend != "reference"
+    return (
+        bool(shard.broadcast)
+        and plain
+        and not any(x is not None and x is not False for x in others)
+    )
+
+
+def attention_with_globals(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, shard: ShardedGraph, valid: ValidPair
+) -> Tensor:
+    """Average the values of every target's sources, if the graph has global tokens, [*, N, H, D].
+
+    The arguments are those of :func:`attention_on_ring`.
+    """
+    split = shard.global_targets
+    out, lse = split.computed(softmax_of(layer), (query, valid[0]), (key, value, valid[1]))
+    of_globals = _normalised(layer, out, lse).to(query.dtype)
+    mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
+    graph, (key, value), pair = shard.fetch_for(
+        split.others, (key, value), (-3, -3), (mask, valid[1])
+    )
+    others = layer.mix(query.index_select(-3, split.rows), key, value, graph, pair)
+    whole = torch.cat([others, of_globals], dim=-3).index_select(-3, split.place)
+    return clear_invalid(whole, valid[0])
 
 
 def _extra_term(layer: Any, like: Tensor) -> Tensor | None:
@@ -78,6 +121,35 @@ def _extra_term(layer: Any, like: Tensor) -> Tensor | None:
         return sink
     eps = like.new_full((layer.heads,), math.log(layer.eps))
     return eps if sink is None else torch.logaddexp(eps, sink)
+
+
+def linear_with_globals(
+    layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair
+) -> tuple[Tensor, Tensor]:
+    """Return numerators and denominators of linear attention, if the graph has global tokens."""
+    split = shard.global_targets
+    query, key, value, turned_query, turned_key = features
+    turned = (turned_query, turned_key) if turned_query is not query else (None, None)
+    above, below = split.computed(
+        LinearParts(), (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
+    )
+    mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
+    fetched = (key, value, turned_key)
+    graph, (key, value, turned_key), pair = shard.fetch_for(
+        split.others, fetched, (-3, -3, -3), (mask, valid[1])
+    )
+    rows = query.index_select(-3, split.rows)
+    rotated = None
+    if turned[0] is not None:
+        rotated = turned_query.index_select(-3, split.rows), turned_key
+    others = linear_attention_sums(
+        rows, key, value, graph, rotated=rotated, valid=pair, backend=layer.backend
+    )
+    whole = (
+        torch.cat([x, y], dim=-3).index_select(-3, split.place)
+        for x, y in zip(others, (above, below), strict=True)
+    )
+    return next(whole), next(whole)
 
 
 def linear_on_ring(
