@@ -6,7 +6,8 @@ A plan needs no processes, so it can be made on a laptop for any number of ranks
 """
 
 from graphattn.distributed.failures.watching import RankFailure
+from graphattn.distributed.losses import token_mean
 from graphattn.distributed.planning.plans import CommunicationPlan, plan
 from graphattn.distributed.sharded_graph import ShardedGraph, shard
 
-__all__ = ["CommunicationPlan", "RankFailure", "ShardedGraph", "plan", "shard"]
+__all__ = ["CommunicationPlan", "RankFailure", "ShardedGraph", "plan", "shard", "token_mean"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphattn.distributed.losses import token_mean
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.ops.inputs import compute_dtype
 
@@ -24,8 +27,10 @@ def mask_tokens(
     """Replace a random share of the tokens by `mask_token`, and return which ones.
 
     Every token is masked independently with probability `mask_ratio` (BERT, Devlin et al. 2019).
-    All masked tokens become mask tokens. With ``replace=True``, as in BERT, only 80 % do; 10 %
-    become a random token, and 10 % do not change. The model has to guess all of them.
+    All masked tokens become mask tokens. If tokens are divided among ranks, mask all of them with
+    equal random numbers on every rank, and divide the results (``shard.split``). With
+    ``replace=True``, as in BERT, only 80 % do; 10 % become a random token, and 10 % do not change.
+    The model has to guess all of them.
 
     Args:
         tokens: integers of any shape.
@@ -97,13 +102,19 @@ def mask_tokens(
     return torch.where(masked & (kind >= 0.8) & (kind < 0.9), other, inputs), masked
 
 
-def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
+def masked_token_loss(
+    logits: Tensor, tokens: Tensor, masked: Tensor, *, group: Any = None
+) -> Tensor:
     """Return the mean cross-entropy of the masked tokens, in nats per token.
 
     Args:
         logits: [*, vocab_size].
         tokens: the original tokens, integers [*].
         masked: bool [*], from :func:`mask_tokens`.
+        group: all ranks that share the parameters, if tokens are divided among ranks. The mean is
+            then over the masked tokens of all ranks, and its gradient is right after ranks have
+            averaged theirs (:func:`graphattn.distributed.token_mean`). None for the tokens of this
+            process alone.
 
     Returns:
         A scalar; 0 (with zero gradients) if nothing is masked.
@@ -141,6 +152,9 @@ def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
                 f"tokens must be 0 .. {logits.shape[-1] - 1} where masked, "
                 f"got {least if least < 0 else most}"
             )
+    if group is not None:
+        losses = functional.cross_entropy(guessed, truth, reduction="none")
+        return token_mean(losses, group=group)
     total = functional.cross_entropy(guessed, truth, reduction="sum")
     return total / masked.sum().clamp_min(1)
 
