@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from graphattn.distributed.blocks import check_same_shares
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph
 from graphattn.models.mixers import KINDS, options_taken, top_k_schedule
 from graphattn.models.presets import preset
@@ -18,7 +20,8 @@ from graphattn.nn.base.graph_layer import GraphLayer
 from graphattn.nn.files.config import Configured
 from graphattn.nn.files.known import KNOWN
 
-Graphs = TokenGraph | Sequence[TokenGraph] | None
+BlockGraph = TokenGraph | ShardedGraph  # of one block
+Graphs = BlockGraph | Sequence[BlockGraph] | None
 
 
 class BlockStack(Configured, nn.Module):
@@ -106,9 +109,14 @@ class BlockStack(Configured, nn.Module):
 
     # Methods for subclasses.
 
-    def graph_of_blocks(self, graph: Graphs, *args: Any, **kwargs: Any) -> Sequence[TokenGraph]:
+    def graph_of_blocks(self, graph: Graphs, *args: Any, **kwargs: Any) -> Sequence[BlockGraph]:
         """Return one graph per block from the `graph` of a call: None, one for all, or one per
-        block."""
+        block.
+
+        Raises:
+            ValueError: if there is another number of graphs, or if ShardedGraphs among them divide
+                the tokens differently.
+        """
         if graph is None:
             return self.graphs(*args, **kwargs)
         if not isinstance(graph, list | tuple):
@@ -118,12 +126,13 @@ class BlockStack(Configured, nn.Module):
             raise ValueError(
                 f"graph must be one graph, or one per block ({len(self.blocks)}), got {len(graph)}"
             )
+        check_same_shares(graph)
         return graph
 
     def run_blocks(
         self,
         x: Tensor,
-        graphs: Sequence[TokenGraph],
+        graphs: Sequence[BlockGraph],
         *,
         of_edges: dict[str, Any] | None = None,
         **given: Any,
@@ -144,7 +153,7 @@ class BlockStack(Configured, nn.Module):
             x = self.run_block(block, x, own, **given, **edges)
         return x
 
-    def run_block(self, block: nn.Module, x: Tensor, graph: TokenGraph, **given: Any) -> Tensor:
+    def run_block(self, block: nn.Module, x: Tensor, graph: BlockGraph, **given: Any) -> Tensor:
         """Run one block, with gradient checkpointing if it is enabled."""
         if self._checkpointing is None or not (self.training and torch.is_grad_enabled()):
             out: Tensor = block(x, graph, **given)

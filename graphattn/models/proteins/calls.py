@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.data import Structure
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import (
     TokenGraph,
     batch,
@@ -21,7 +22,7 @@ from graphattn.models.mixers import Reach
 from graphattn.models.proteins.context_steps import Track, TrackEmbeddings
 from graphattn.models.proteins.residue_edges import ResidueEdges, Residues
 from graphattn.models.proteins.scores import ProteinScores
-from graphattn.models.stack import Graphs
+from graphattn.models.stack import BlockGraph, Graphs
 from graphattn.nn.rotary import check_positions
 
 # The neighbours of a residue depend on coordinates, which torch.compile cannot know from shapes.
@@ -168,11 +169,23 @@ def graph_of_track(
     return batch([bipartite_window_graph(size, window) for size in sizes])
 
 
+def _check_shards(graph: Any, structure: Any) -> None:
+    """Refuse a structure if the residues are divided among ranks: it belongs to all of them."""
+    one = graph[0] if isinstance(graph, list | tuple) and graph else graph
+    if structure is not None and isinstance(one, ShardedGraph):
+        raise ValueError(
+            f"structure must be None if graph is a ShardedGraph, got {type(structure).__name__}: "
+            "compute structure.edge_features(graph) for the whole graph, and pass "
+            "edge_features=shard.split(features, of='edges') and "
+            "positions=shard.split(structure.positions)"
+        )
+
+
 class ProteinCall(NamedTuple):
     """Arguments that one call passes to the blocks."""
 
     tokens: Tensor
-    graphs: list[TokenGraph]
+    graphs: list[BlockGraph]
     given: dict[str, Any]  # for every block
     rows: tuple[int, ...]  # (B, N) of padded proteins that are joined into one sequence; else ()
     residues: Residues
@@ -243,6 +256,7 @@ class ProteinCalls(ProteinScores):
                     "edge_features must be None in a model made with structure=False, got "
                     f"{type(edge_features).__name__}"
                 )
+        _check_shards(graph, structure)
         layout: ProteinLayout | None = None
         rows: tuple[int, ...] = ()
         batch = tuple(tokens.shape[:-1]) if isinstance(tokens, Tensor) else ()
@@ -281,7 +295,7 @@ class ProteinCalls(ProteinScores):
             call.tracks.update(self._tracks(context, call, layout, batch))
         return call
 
-    def _of_edges(self, place: int, graph: TokenGraph, call: ProteinCall) -> dict[str, Tensor]:
+    def _of_edges(self, place: int, graph: BlockGraph, call: ProteinCall) -> dict[str, Tensor]:
         """Return the features of the edges of a block as keyword arguments of its mixer."""
         layer: Any = self.blocks[place].mixer
         takes_bias = str(place) in self.edge_maps
@@ -307,7 +321,7 @@ class ProteinCalls(ProteinScores):
             return {"edge_bias": self.edge_maps[str(place)](features)}
         return {"edge_features": features}
 
-    def _known_of(self, graph: TokenGraph, residues: Residues, as_bias: bool) -> Tensor:
+    def _known_of(self, graph: BlockGraph, residues: Residues, as_bias: bool) -> Tensor:
         """Return features of the edges of a graph, or of its offsets for a bias if these are
         enough."""
         dtype = self.embedding.weight.dtype
@@ -342,8 +356,15 @@ class ProteinCalls(ProteinScores):
             else:
                 length = features.shape[-2]
             if graph is None:
+                of_tokens = call.graphs[0]
+                if isinstance(of_tokens, ShardedGraph):
+                    raise ValueError(
+                        f"context[{name!r}] must be a pair (track, graph) if the tokens are "
+                        "divided among ranks, got a track alone: divide the graph from residues to "
+                        "rows of the track by graphattn.distributed.shard, too"
+                    )
                 graph = graph_of_track(
-                    name, length, is_chain, self.context_window, call.graphs[0], layout, call.rows
+                    name, length, is_chain, self.context_window, of_tokens, layout, call.rows
                 ).to(features.device)
             aligned = not is_chain and features.shape[-2] == call.tokens.shape[-1]
             if aligned and valid is not None:

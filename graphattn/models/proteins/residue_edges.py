@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphattn.data import Structure
 from graphattn.data.structures.edges import distance_features, offset_features
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.nn.edges.offsets import offsets_of_table
@@ -55,10 +56,19 @@ class ResidueEdges:
         """Return F, the number of features per edge."""
         return Structure.num_edge_features(self.num_distances, self.max_distance, self.max_offset)
 
-    def of_edges(self, graph: TokenGraph, residues: Residues, dtype: torch.dtype) -> Tensor:
-        """Return features [E, F] or [*, E, F], in the order of ``graph.edge_index``."""
-        edges = graph.edge_index
-        places = graph.positions if residues.positions is None else residues.positions
+    def of_edges(
+        self, graph: TokenGraph | ShardedGraph, residues: Residues, dtype: torch.dtype
+    ) -> Tensor:
+        """Return features [E, F] or [*, E, F], in the order of ``graph.edge_index``.
+
+        For one rank's part of a graph, residues are those of this rank, and edges those of
+        ``shard.graph``.
+        """
+        if isinstance(graph, ShardedGraph):
+            edges, places = _ends_of_shard(graph, residues.positions)
+        else:
+            edges = graph.edge_index
+            places = graph.positions if residues.positions is None else residues.positions
         chains = residues.chain_index
         if chains is None:
             chains = torch.zeros(places.shape[-1:], dtype=torch.int64, device=edges.device)
@@ -76,12 +86,12 @@ class ResidueEdges:
             ).to(dtype)
         return torch.cat([distances.expand(*along.shape[:-1], -1), along], -1)
 
-    def of_offsets(self, graph: TokenGraph, dtype: torch.dtype) -> Tensor | None:
+    def of_offsets(self, graph: TokenGraph | ShardedGraph, dtype: torch.dtype) -> Tensor | None:
         """Return features [offsets, F], one row per offset of a graph's table, for a single chain.
 
         Return None if the graph has no such table.
         """
-        found = offsets_of_table(graph, 1)
+        found = offsets_of_table(graph.whole if isinstance(graph, ShardedGraph) else graph, 1)
         if found is None:
             return None
         (offset,) = found
@@ -92,3 +102,15 @@ class ResidueEdges:
         along = offset_features(positions, torch.zeros_like(positions), edges, self.max_offset)
         along = along.to(dtype)
         return torch.cat([along.new_zeros(len(offset), self.num_distances), along], -1)
+
+
+def _ends_of_shard(shard: ShardedGraph, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the edges of one rank, among its targets and then their sources, with positions."""
+    local = shard.graph
+    of_target, of_source = local.positions, local.source_positions
+    if positions is not None:
+        of_target = positions
+        (of_source,) = shard.by_targets.exchange(positions, dims=[-1])
+    source, target = local.edge_index
+    edges = torch.stack([source + local.num_targets, target])
+    return edges, torch.cat([of_target, of_source], -1)

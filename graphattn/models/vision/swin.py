@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.mixers import Mixer, mixers
@@ -256,6 +257,10 @@ class SwinTransformer(BlockStack):
         cells = self.patches(images.reshape(-1, *images.shape[-3:])).flatten(-2).mT
         x = self.dropout(self.patch_norm(cells.reshape(*batch, *cells.shape[-2:])))
         graphs = self.graph_of_blocks(graph, (height, width))
+        if any(isinstance(own, ShardedGraph) for own in graphs):
+            raise ValueError(
+                "graph must not be a ShardedGraph in a model that merges tokens between its stages"
+            )
         place = 0
         for stage, grid in enumerate(self.grids((height, width))):
             for _ in range(self.depths[stage]):

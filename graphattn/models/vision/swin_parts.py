@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph, grid_block_graph
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.structures.grid_blocks import GridBlocks
@@ -108,7 +109,7 @@ class WindowBlock(PreNormBlock):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor | None = None,
         *,
         grid: tuple[int, int] | None = None,

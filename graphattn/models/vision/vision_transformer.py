@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from graphattn.distributed.losses import same_loss_on_all_ranks
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.models.mixers import Mixer, Reach, mixers
@@ -73,7 +75,9 @@ class VisionTransformer(BlockStack):
 
     Shapes:
         - **images**: [*, channels, height, width], normalised as in training
-        - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`)
+        - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`). With
+          their parts of one rank (:func:`graphattn.distributed.shard`), every rank gets the same
+          images and returns the same output; gradients are right after ranks have averaged them
         - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
           [*, E, heads] over their graph, or one entry per block (a sequence of `depth`), None for
           a block without a bias (keyword)
@@ -298,9 +302,14 @@ class VisionTransformer(BlockStack):
         """
         x = self.embedding(images, interpolate_pos_encoding=interpolate_pos_encoding)
         graphs = self.graph_of_blocks(graph, (images.shape[-2], images.shape[-1]))
-        return self.norm(
-            self.run_blocks(self.dropout(x), graphs, of_edges={"edge_bias": edge_bias})
-        )
+        shard = graphs[0] if isinstance(graphs[0], ShardedGraph) else None
+        x = self.dropout(x)
+        if shard is not None:
+            x = shard.split(x, dim=-2)
+        x = self.run_blocks(x, graphs, of_edges={"edge_bias": edge_bias})
+        if shard is not None:
+            x = same_loss_on_all_ranks(shard.gather(x, dim=-2), shard.ranks)
+        return self.norm(x)
 
     def forward(
         self,

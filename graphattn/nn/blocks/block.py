@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.graph_layer import GraphLayer, Positions
@@ -61,7 +62,8 @@ class PreNormBlock(Configured, nn.Module):
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: a graph that the mixer takes
+        - **graph**: a graph that the mixer takes; or its part of one rank
+          (:func:`graphattn.distributed.shard`), with the tokens of that rank
         - **context**: [*, M, context_dim], for a mixer across two tracks. The block passes it on
           without a norm. If `x` is some rows of a sequence and the context is that sequence, apply
           ``mixer_norm`` to the context first, as the block does to `x`
@@ -142,7 +144,7 @@ class PreNormBlock(Configured, nn.Module):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor | None = None,
         *,
         valid: Valid = None,

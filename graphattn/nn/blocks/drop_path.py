@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.blocks import of_first_rank
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -17,7 +19,8 @@ def drop_paths(x: Tensor, share: float, graph: Any = None) -> Tensor:
         x: [*, N, dim], what a branch adds to its sequences.
         share: probability, in [0, 1), that a sequence is set to 0.
         graph: the graph of the N tokens. If it packs several sequences (:func:`~graphattn.batch`),
-            each of them is dropped independently of the others.
+            each of them is dropped independently of the others. If it is divided among ranks, a
+            sequence is dropped on all of them: the first rank draws.
 
     Example:
         >>> import torch
@@ -28,11 +31,16 @@ def drop_paths(x: Tensor, share: float, graph: Any = None) -> Tensor:
     """
     if share == 0:
         return x
-    sizes = (graph.sizes or ()) if isinstance(graph, TokenGraph) else ()
+    shard = graph if isinstance(graph, ShardedGraph) else None
+    whole = graph if shard is None else shard.whole
+    sizes = (whole.sizes or ()) if isinstance(whole, TokenGraph) else ()
     parts = max(len(sizes), 1)
     keep = torch.rand(*x.shape[:-2], parts, 1, device=x.device) >= share
+    if shard is not None:
+        keep = of_first_rank(keep, shard.group)
     scale = keep.to(x.dtype) / (1 - share)
     if parts > 1:
         lengths = torch.tensor([size[0] for size in sizes], device=x.device)
-        scale = scale.repeat_interleave(lengths, dim=-2, output_size=x.shape[-2])
+        scale = scale.repeat_interleave(lengths, dim=-2, output_size=whole.num_targets)
+        scale = scale if shard is None else shard.split(scale, dim=-2)
     return x * scale

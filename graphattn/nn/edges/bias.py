@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.edges.offsets import unlike_a_table
@@ -43,7 +44,9 @@ class DistanceBias(Configured, nn.Module):
     Shapes:
         - **positions**: [N, 3] or [*, N, 3] (any number of dimensions), or a pair for targets and
           sources
-        - **graph**: a TokenGraph with N targets and M sources
+        - **graph**: a TokenGraph with N targets and M sources; or its part of one rank
+          (:func:`graphattn.distributed.shard`). Positions are then those of the tokens of this
+          rank, and the biases those of the edges of ``shard.graph``
         - **output**: [E, heads] or [*, E, heads], in the order of ``graph.edge_index``
 
         Raises: ValueError: if an argument is out of range, or `positions` does not fit `graph`.
@@ -82,9 +85,15 @@ class DistanceBias(Configured, nn.Module):
             nn.init.zeros_(self.projection.weight)
 
     def forward(
-        self, positions: Tensor | tuple[Tensor, Tensor] | list[Tensor], graph: TokenGraph
+        self,
+        positions: Tensor | tuple[Tensor, Tensor] | list[Tensor],
+        graph: TokenGraph | ShardedGraph,
     ) -> Tensor:
         """The bias of every edge."""
+        if isinstance(graph, ShardedGraph):
+            of_target, of_source = self._places(positions, graph.tokens)
+            (of_source,) = graph.by_targets.exchange(of_source, dims=[-2])
+            positions, graph = (of_target, of_source), graph.graph
         basis = self.radial_basis(positions, graph).to(self.projection.weight.dtype)
         return unlike_a_table(self.projection(basis), graph)
 

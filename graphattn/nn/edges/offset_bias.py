@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.edges.offsets import (
@@ -60,7 +61,9 @@ class OffsetBias(Configured, nn.Module):
         num_buckets, max_distance, bidirectional: for ``kind="t5"``, as in :meth:`t5`.
 
     Shapes:
-        - **graph**: a TokenGraph with N targets and M sources
+        - **graph**: a TokenGraph with N targets and M sources; or its part of one rank
+          (:func:`graphattn.distributed.shard`), whose bias is that of ``shard.graph``, for layers
+          over it. `positions` are then those of the tokens of this rank
         - **positions**: integers [N] or [*, N], or a pair for targets and sources, instead of the
           positions of the graph; with several axes [*, N, axes] (keyword)
         - **output**: [offsets, heads] if the graph has a table of offsets and `positions` is None,
@@ -217,8 +220,10 @@ class OffsetBias(Configured, nn.Module):
         given = {name: value for name, value in config.items() if value is not None}
         return {**T5_DEFAULTS, **given}
 
-    def forward(self, graph: TokenGraph, *, positions: Any = None) -> Tensor:
+    def forward(self, graph: TokenGraph | ShardedGraph, *, positions: Any = None) -> Tensor:
         """Return the table of a graph, or the bias of every edge."""
+        if isinstance(graph, ShardedGraph):
+            return self._of_shard(graph, positions)
         if not isinstance(graph, TokenGraph):
             raise ValueError(
                 f"graph must be a TokenGraph, got {type(graph).__name__}: "
@@ -234,6 +239,22 @@ class OffsetBias(Configured, nn.Module):
         assert graph.structure is not None
         rows = graph.structure.offset_index(target, source)
         return bias.index_select(0, rows.to(bias.device))[None]
+
+    def _of_shard(self, shard: ShardedGraph, positions: Any) -> Tensor:
+        """Return the bias of one rank's part of a graph."""
+        if positions is not None:
+            more = () if self.axes == 1 else (self.axes,)
+            of_target, of_source = positions_of(shard.tokens, positions, more)
+            (of_source,) = shard.by_targets.exchange(of_source, dims=[-1 - len(more)])
+            return self.forward(shard.graph, positions=(of_target, of_source))
+        table = None
+        if shard.graph.structure is None and self.axes > 1:  # cells are known of the whole alone
+            table = offsets_of_table(shard.whole, self.axes)
+        if table is None:
+            return self.forward(shard.graph)
+        spread = shard.edge_bias(self._of_offsets(table))
+        assert spread is not None
+        return spread
 
     def _of_edges(self, graph: TokenGraph, positions: Any) -> Tensor:
         """Return [E, heads] or [*, E, heads], from the positions of the two tokens of each edge."""
