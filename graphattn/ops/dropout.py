@@ -94,13 +94,13 @@ def as_share(name: str, p: Any) -> float:
     return share
 
 
-def draw_seed(generator: Any, device: torch.device, graph: TokenGraph) -> Tensor:
+def draw_seed(generator: Any, device: torch.device, graph: TokenGraph | None = None) -> Tensor:
     """A seed, int64 [], from `generator`, or from torch's default generator of the CPU if None.
 
     A tensor, so that a compiled function draws anew in every call. Parts of one graph on several
     ranks take different seeds, also if their generators have the same state.
     """
-    rank, ranks = graph.rank_of_part
+    rank, ranks = (0, 1) if graph is None else graph.rank_of_part
     if generator is None:
         seed = torch.randint(SEEDS, (ranks,))[rank]
     elif isinstance(generator, torch.Generator):
