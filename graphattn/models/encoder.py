@@ -85,7 +85,8 @@ class SequenceEncoder(TokenModel):
         - **tokens**: integers [*, N]
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); for
           packed sequences use :func:`~graphattn.batch`. Without a graph, all tokens of a row are
-          one sequence, even if you have packed several into it
+          one sequence, even if you have packed several into it. With parts of one rank
+          (:func:`graphattn.distributed.shard`), all arguments and the output are of its tokens
         - **noise_level**: floating-point [*], numbers >= 0, one per sequence, or [*, N], one per
           token, which packed sequences need. Required if the model has `noise_dim`, not allowed
           otherwise (keyword)

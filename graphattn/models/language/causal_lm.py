@@ -84,7 +84,9 @@ class CausalLM(TiedModel):
     Shapes:
         - **tokens**: integers [*, N]
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`), which
-          replaces all windows. For packed sequences use ``model.graphs(lengths)``
+          replaces all windows. For packed sequences use ``model.graphs(lengths)``. With parts of
+          one rank (:func:`graphattn.distributed.shard`), all arguments and the output are of its
+          tokens
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
         - **edge_features**, **edge_bias**: as :class:`SequenceEncoder` takes them (keywords)
