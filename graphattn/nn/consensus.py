@@ -529,7 +529,7 @@ class SelfConsensus(_Consensus, CompiledSteps):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor | None = None,
         *,
         valid: Valid = None,
@@ -737,7 +737,7 @@ class CrossConsensus(_Consensus):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor,
         *,
         valid: Valid = None,

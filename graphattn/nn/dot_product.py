@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor, nn
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import GraphAttention
@@ -126,7 +127,7 @@ class DotProductAttention(GraphAttention):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor | None = None,
         *,
         valid: Valid = None,

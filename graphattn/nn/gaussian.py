@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
@@ -112,7 +113,7 @@ class GaussianKernelAttention(DistanceAttention):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor | None = None,
         *,
         valid: Valid = None,

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
 from graphattn.nn.base.graph_layer import Positions
@@ -115,7 +116,7 @@ class KrauseAttention(DistanceAttention):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor | None = None,
         *,
         valid: Valid = None,

@@ -158,7 +158,7 @@ class LinearAttention(StreamingLayer):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         context: Tensor | None = None,
         *,
         valid: Valid = None,
