@@ -688,6 +688,13 @@ MUTATIONS = [
         (f"{PREDICTION}::test_programs_that_share_a_multiprocessor_fill_each_others_waits",),
     ),
     Mutation(
+        "sources are predicted to read tiles as large as their own",
+        "kernels/bands/configurations.py",
+        'bands.tile_pairs(columns, rows, "sources"), rows',
+        'bands.tile_pairs(columns, rows, "sources"), columns',
+        (f"{PREDICTION}::test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees",),
+    ),
+    Mutation(
         "a GPU without matrix instructions for bfloat16 gets kernels",
         "kernels/shared/launch.py",
         "found < LEAST_CAPABILITY",

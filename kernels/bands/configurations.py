@@ -45,6 +45,16 @@ TENSORS = {
     "band_select_kernel": 2,
     "row_dots_kernel": 2,
 }
+# Tensors whose rows a program reads for each of its tiles of pairs: those of the other side.
+READ_AGAIN = {
+    "band_forward_kernel": 2,
+    "shared_forward_kernel": 1,
+    "d_query_kernel": 2,
+    "d_source_kernel": 2,
+    "shared_backward_kernel": 2,
+    "d_table_kernel": 2,
+    "band_select_kernel": 1,
+}
 
 
 class BandCase(NamedTuple):
@@ -152,17 +162,19 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
     tensors = TENSORS[kernel]
     if "a" in arguments and arguments["a"].p is arguments["b"].p:  # a square
         tensors = 1
-    iterations, products = 0.0, float(PRODUCTS.get(kernel, 0))
+    iterations, gathered, products = 0.0, 0.0, float(PRODUCTS.get(kernel, 0))
     passes: tuple[float, ...] = ()
     programs = 0.0
     width = case.features * (2 if case.rbf else 1)  # distances keep more numbers
     if products:
         rows, columns = arguments["ROWS"], arguments["COLUMNS"]
         if kernel == "d_source_kernel":
-            pairs = bands.tile_pairs(columns, rows, "sources")
+            pairs, others = bands.tile_pairs(columns, rows, "sources"), rows
         else:
-            pairs = bands.tile_pairs(rows, columns)
+            pairs, others = bands.tile_pairs(rows, columns), columns
         iterations = float(pairs * case.batch * case.heads)
+        row = READ_AGAIN[kernel] * case.features * case.dtype.itemsize
+        gathered = iterations * others * row
     is_main = bool(products) and case.dtype != torch.float32 and width <= 128
     if kernel == "band_select_kernel":
         # Hopper's matrix instruction takes 64 rows, and few rows take the one before it.
@@ -176,6 +188,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
             is_main = False  # it spills outside of its loops
             passes = _passes_streamed(launch, iterations)
             programs = TIMES_OUTSIDE * launch.grid[0]
+            gathered *= sum(TIMES_STREAMED)
     kept = arguments.get("p_kept")
     words = 0 if kept is None else kept.nbytes
     part = kernel.removesuffix("_kernel").replace("_", " ")
@@ -187,6 +200,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         bytes=float(tensors * numbers * case.dtype.itemsize + words),
         iterations=iterations,
         target=case.target,
+        gathered=gathered,
         passes=passes,
         programs=programs,
     )

@@ -5,6 +5,9 @@ The model, in sentences:
 - Every unit (device memory, cache, matrix products, issue slots, special functions) needs at least
   the time of its work, if all multiprocessors share the work equally. No launch is faster than the
   unit with the longest time.
+- What programs read again and again comes from the cache at best: rows of neighbours and, in
+  attention over bands, the tiles of the other side, which every program of a head reads by itself.
+  Programs of fewer rows read more of them.
 - A program waits for the products that it has started before it computes with them: Triton emits
   waits for wgmma that leave none in flight. So within one program the times of products, of issue
   slots and of special functions add up. If some waits let products go on (`Compiled.open_waits`),
@@ -70,7 +73,7 @@ class Prediction(NamedTuple):
     """
 
     bytes_s: float  # device memory
-    cache_s: float  # gathered rows of features, at best from the L2 cache
+    cache_s: float  # rows of features that are read again and again, at best from the L2 cache
     matrix_s: float  # matrix products
     issue_s: float  # issue slots: instructions of all warps
     special_s: float  # exp2, log2, 1 / x, ...

@@ -8,6 +8,7 @@ import pytest
 from graphattn.kernels.check.compile import Compiled
 from graphattn.kernels.check.machine_code import counts, read_sass
 from graphattn.kernels.check.prediction import Prediction, predict, programs_at_once
+from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import Launch
 
 BF16 = {"HGMMA.64x64x16.F32.BF16": 8}
@@ -83,6 +84,25 @@ def test_what_is_gathered_takes_the_time_of_the_cache() -> None:
     prediction = predict(configuration(bytes=4.3e9, gathered=11e9), compiled(BF16))
     assert (prediction.bytes_s, prediction.cache_s) == pytest.approx((1e-3, 2e-3))
     assert prediction.limit == "gathers"
+
+
+def test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees() -> None:
+    pytest.importorskip("triton")
+    from graphattn.kernels.bands.configurations import BandCase, complete, configurations_of
+
+    # 4 x 16 heads of 64 bfloat16 features, and 4,096 tokens that all see each other. Of 128 targets
+    # or 64 sources a program goes over two tensors of all tokens at the other side.
+    case = BandCase("", "", complete(4096), 4, 16, 64)
+    sizes = {
+        "forward": tuning.Choice(128, 32, 4, 2),
+        "d_query": tuning.Choice(128, 64, 4, 2),
+        "d_source": tuning.Choice(32, 64, 4, 2),
+    }
+    with tuning.compiling_for("sm_90"), tuning.override(**sizes):
+        found = {one.name.rpartition(": ")[2]: one.gathered for one in configurations_of(case)}
+    tensors = 2.0 * 4 * 16 * 4096 * 64 * 2
+    tiles = {"band forward": 32, "row dots": 0, "d query": 32, "d source": 64}
+    assert found == {part: number * tensors for part, number in tiles.items()}
 
 
 @pytest.mark.parametrize("i", range(5))
