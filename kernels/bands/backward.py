@@ -316,7 +316,18 @@ def d_source_kernel(
                     RBF, bands.HOLES, bands.STRIDED, i_part != 1, REPEATS, PRECISION,
                 )  # fmt: skip
     if RBF:
-        b_d_key = b_d_key - b_pulled[:, None] * b_key.to(tl.float32)
+        if PARTS == 1:
+            b_d_key = b_d_key - b_pulled[:, None] * b_key.to(tl.float32)
+        elif i_borders[0] < i_borders[3]:
+            # The keys are loaded again, because holding them takes registers, of which three loops
+            # leave few, and in a branch, because Triton would keep the first copy otherwise.
+            b_key = load_features(
+                first_row(key, i_source, i_key_head), key, i_column, own.i_step, own.n_sources,
+                COLUMNS, bands.STRIDED, True,
+            )  # fmt: skip
+            if b_center is not None:
+                b_key = b_key - b_center[None, :]
+            b_d_key = b_d_key - b_pulled[:, None] * b_key.to(tl.float32)
     if REPEATS == 1:
         b_d_key = b_d_key * tl.load(p_scale + i_key_head)
     b_d_key = tl.where(m_column[:, None], b_d_key, 0.0)

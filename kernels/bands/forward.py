@@ -137,7 +137,10 @@ def band_forward_kernel(
         b_center = load_center(p_center, i_slot, query.WIDTH, query.BLOCK)
         b_query = b_query - b_center[None, :]
     i_scale = tl.load(p_scale + i_h) * LOG2E
-    if not RBF:
+    if RBF:
+        # Computed before the loop, because the queries would take registers until after it.
+        b_half_square = half_square(b_query)
+    else:
         # The maximum of a row is taken before the scale is applied, so the scale must be positive:
         # a negative sign is moved to the queries. A scale of 0 becomes a tiny number, because
         # affinities of pairs that are no edges are -inf, and 0 * -inf is NaN.
@@ -175,7 +178,7 @@ def band_forward_kernel(
         b_saved = b_max * i_scale + tl.log2(b_sum)
     b_true = b_saved
     if RBF:
-        b_true = b_saved - i_scale * half_square(b_query)
+        b_true = b_saved - i_scale * b_half_square
         if (
             p_center is not None
         ):  # b_saved depends on this tile's centre, and the backward has others

@@ -300,7 +300,14 @@ def shared_backward_kernel(
                 i_part != 1, PRECISION,
             )  # fmt: skip
 
-    b_d_x = tl.where(m_row[:, None], b_d_x - b_pulled[:, None] * b_x.to(tl.float32), 0.0)
+    if i_borders[0] < i_borders[PARTS]:
+        # The tile is loaded again, because holding it takes registers, and in a branch, because
+        # Triton would keep the first copy otherwise.
+        b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+        if b_center is not None:
+            b_x = b_x - b_center[None, :]
+        b_d_x = b_d_x - b_pulled[:, None] * b_x.to(tl.float32)
+    b_d_x = tl.where(m_row[:, None], b_d_x, 0.0)
     store_features(p_d_x, b_d_x, i_token, i_h, H, i_row, own.i_step, own.n_sources, x.WIDTH)
     # Both ends of a pair count it, so each takes half. b_log holds the scale, hence the division.
     i_share = tl.sum(tl.where(m_row, b_d_scale, 0.0), axis=0) * 0.5 / (i_scale * LOG2E)
