@@ -35,18 +35,20 @@ class Choice(NamedTuple):
 
 Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
 
-# Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time.
+# Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time. A
+# program waits for its products, so sizes with which two programs fit on a multiprocessor are best:
+# one computes while the other waits. Four warps may have all registers that a thread can have.
 HOPPER: Table = {
-    "forward": {64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2)},
-    "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
-    "d_source": {64: Choice(32, 128, 8, 2), 128: Choice(16, 128, 8, 1), 256: Choice(16, 32, 8, 1)},
+    "forward": {64: Choice(128, 32, 4, 2), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2)},
+    "d_query": {128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
+    "d_source": {64: Choice(32, 64, 4, 2), 128: Choice(16, 128, 8, 1), 256: Choice(16, 32, 8, 1)},
     "shared_forward": {
-        64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2),
+        64: Choice(128, 32, 4, 2), 128: Choice(64, 32, 4, 2), 256: Choice(64, 32, 8, 2),
     },
     "shared_backward": {
-        64: Choice(128, 32, 8, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 4, 1),
+        64: Choice(64, 32, 4, 3), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 4, 1),
     },
-    "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
+    "d_table": {64: Choice(64, 64, 4, 1), 128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
     "band_select": {256: Choice(64, 32, 4, 2)},
     "consensus": {64: Choice(128, 32, 8, 1), 256: Choice(64, 64, 8, 2)},
     "consensus_backward": {64: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 1)},
