@@ -75,6 +75,7 @@ PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
 DEVICES = "tests/kernels/test_kernels_devices.py"
+STREAMED = "tests/kernels/test_kernels_streamed_top_k.py"
 PREDICTION = "tests/kernels/test_kernels_prediction.py"
 STORED = "tests/kernels/test_kernels_stored.py"
 STEP_OFFSETS = "tests/kernels/test_kernels_window_step_offsets.py"
@@ -510,6 +511,27 @@ MUTATIONS = [
         "i_common_end = tl.minimum(i_row + n_after + 1, n_other)",
         "i_common_end = tl.minimum(i_row + n_after + 2, n_other)",
         (f"{KERNELS}::test_a_tile_needs_no_mask_only_where_all_its_rows_see_it",),
+    ),
+    Mutation(
+        "a streamed selection keeps one more of equal sources",
+        "kernels/bands/top_k.py",
+        "(b_place < b_left[:, None])",
+        "(b_place <= b_left[:, None])",
+        (f"{STREAMED}::test_the_choice_is_that_of_a_sort[all equal-40]",),
+    ),
+    Mutation(
+        "a streamed selection keeps all NaN, as if something were larger",
+        "kernels/bands/top_k.py",
+        "reaches(b_logit, b_below_next) & m_number[:, None]",
+        "reaches(b_logit, b_below_next)",
+        (f"{STREAMED}::test_the_choice_is_that_of_a_sort[NaN alone-40]",),
+    ),
+    Mutation(
+        "a streamed selection forgets what is larger than all that it has written down",
+        "kernels/bands/top_k.py",
+        "b_reach = b_of_all + tl.sum(",
+        "b_reach = tl.sum(",
+        (f"{STREAMED}::test_the_choice_is_that_of_a_sort[normal-40]",),
     ),
     Mutation(
         "kernels count 32 bits of offsets within a tile, however far apart tokens are",

@@ -401,7 +401,7 @@ def select_streamed(
     p_words = pairs.p_kept + i_row * own.i_step * pairs.n_words
     i_few = tl.minimum(own.n_targets - i_row, ROWS) * pairs.n_words // ROWS
     i_few = tl.minimum(i_few, CANDIDATES)
-    i_apart = (own.i_step * pairs.n_words).to(tl.int32)
+    i_apart = own.i_step * pairs.n_words  # in 64 bits, because i_step has 64
     i_pass = 0
     i_more = is_wide(b_low, b_high, b_of_low, b_of_high, top_k, 0).to(tl.int32)
     while i_more > 0:
@@ -439,7 +439,7 @@ def select_streamed(
         i_pass += 1
         i_more = is_wide(b_low, b_high, b_of_low, b_of_high, top_k, 4 * i_few).to(tl.int32)
         # The next pass is over nothing if there are too many. Of rows that are done, nothing is
-        # written down. (A condition around it is more than Triton 3.4 compiles.)
+        # written down.
         m_open = (b_of_low > top_k) & (b_high - 1 > b_low)
         b_from, b_to = few_between(b_low, b_high, b_of_low, b_of_high, top_k, i_few)
         b_from = tl.where(m_open & (i_more == 0), b_from, b_high)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import cases_consensus
 import cases_kernels
+import cases_top_k
 import torch
 from cases_edges import cut_at, hubs, nearest, some
 from cases_kernels import Case, Errors, random
@@ -119,6 +120,27 @@ EDGES: dict[str, tuple[Case, tuple[torch.dtype, ...]]] = {
     "top 4 of neighbours with a bias": (top(4, nearest(60, 9), per_edge=True), (FP32,)),
 }  # fmt: skip
 
+# Selections that hold no logits, although the windows are short. Of most problems, every part of
+# every loop runs. Rows have few words, so few candidates: counting goes on until few are left.
+STREAMED: dict[str, tuple[Case, tuple[torch.dtype, ...]]] = {
+    "dot": (top(40, WINDOW, score="dot"), EVERY),
+    "RBF": (top(40, WINDOW), (BF16, FP32)),
+    "grouped queries, biases": (
+        top(25, ga.causal_window_graph(200, 120), heads=4, kv_heads=2, score="dot", table=True),
+        (BF16, FP32),
+    ),
+    "padding, no self-loops": (
+        top(17, ga.window_path_graph(100, 60), batch=(2,), valid="both", score="dot"), (BF16, FP32),
+    ),
+    "dilated": (top(30, ga.dilated_window_graph(250, 60, 2, self_loops=False)), (BF16,)),
+    "packed": (top(50, ga.batch([ga.causal_graph(n) for n in (130, 1, 77)])), (BF16,)),
+    "few values": (top(45, WINDOW), (BF16, FP32)),
+    "few values, padding": (
+        top(33, ga.causal_window_graph(130, 100), batch=(2,), valid="both", score="dot"), (BF16,),
+    ),
+    "one value": (top(100, ga.causal_window_graph(150, 120), score="dot"), (BF16, FP32)),
+}  # fmt: skip
+
 
 def consensus(graph: ga.TokenGraph, update: str = "energy", **options: object):
     """A consensus problem with states as wide as those of real models."""
@@ -150,6 +172,12 @@ def problems() -> Iterator[Problem]:
                 yield Problem(
                     f"{family}: {name}, {SHORT_NAMES[dtype]}", _attention(case, dtype, parts)
                 )
+    for name, (case, dtypes) in STREAMED.items():
+        for dtype in dtypes:
+            yield Problem(
+                f"bands: streamed selection, {name}, {SHORT_NAMES[dtype]}",
+                _selection(case, name.partition(" ")[0], dtype),
+            )
     for name, (step, dtypes) in CONSENSUS.items():
         for dtype in dtypes:
             yield Problem(f"consensus: {name}, {SHORT_NAMES[dtype]}", _consensus(step, dtype))
@@ -173,6 +201,26 @@ def _attention(case: Case, dtype: torch.dtype, longest: int | None) -> Callable[
                 return cases_kernels.half_errors(case, dtype, device)
             found, expected = cases_kernels.kernels(case, device), cases_kernels.exact(case)
             return _single(cases_kernels.errors(found, expected))
+
+    return errors
+
+
+def _selection(case: Case, values: str, dtype: torch.dtype) -> Callable[[str], Errors]:
+    """The choice alone. With `values` "few" or "one", so many different logits, which are exact."""
+
+    def errors(device: str) -> Errors:
+        tensors = cases_top_k.with_ties(case) if values == "few" else case.tensors()
+        if values == "one":
+            tensors["key"] = torch.ones_like(tensors["key"])
+        for name in ("query", "key", "value"):
+            tensors[name] = tensors[name].to(dtype)
+        with cases_top_k.streamed():
+            kept = cases_top_k.chosen(case, tensors, device)
+        logit = cases_top_k.logits_in_float64(case, tensors)
+        if values == "one":
+            logit = logit[..., :1].expand_as(logit)  # float64 may add features in another order
+        rounding = 0.0 if values in ("few", "one") else SINGLE
+        return cases_top_k.choice_errors(kept, case, logit, rounding)
 
     return errors
 

@@ -18,14 +18,11 @@ from cases_kernels import (
     kernels,
     solve,
 )
+from cases_top_k import chosen, inputs_of, largest, logits_in_float64, pairs_of
 from test_kernels_sweep import random_case
-from torch import Tensor
 
 import graphattn as ga
-from graphattn.graphs.structures.bands import bands_of
 from graphattn.kernels.bands import top_k as selection
-from graphattn.kernels.bands.inputs import BandInputs
-from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -84,64 +81,9 @@ CASES = {
 }  # fmt: skip
 
 
-def inputs_of(case: Case, tensors: Tensors, device: str) -> BandInputs:
-    """Make the inputs that the selection of the k best sources is given."""
-    structure = case.graph.structure
-    assert structure is not None
-    bands = bands_of(structure)
-    assert bands is not None
-    x = {name: t.to(device) for name, t in tensors.items()}
-    strength = x["strength"].float()
-    qkv = [x.get(name, x["query"]) for name in ("query", "key", "value")]
-    masks = [None if m is None else m.to(device) for m in case.masks]
-    return BandInputs(
-        *qkv,
-        strength**-2 if case.score == "rbf" else strength,
-        BandSchedule(bands.sequences, torch.device(device), origin=bands.origin),
-        case.score == "rbf",
-        x.get("table"),
-        *masks,
-    )
-
-
-def pairs_of(words: Tensor, case: Case, bands: BandSchedule) -> Tensor:
-    """Bits [B, H, N, words] as a mask [B, H, N, M]; False where there is no edge."""
-    kept = torch.zeros(*words.shape[:3], case.graph.num_sources, dtype=torch.bool)
-    words = words.cpu()
-    for start, targets, source, sources, step, before, *_ in bands.on_cpu.tolist():
-        i, c = torch.arange(targets)[:, None], torch.arange(sources)[None, :]
-        o_word = c // 32 - (i - before).clamp(min=0) // 32
-        inside = (o_word >= 0) & (o_word < words.shape[-1])
-        own = words[:, :, start + i * step, o_word.clamp(0, words.shape[-1] - 1)]
-        bits = (own >> (c % 32)) & 1 != 0
-        kept[:, :, start + i * step, source + c * step] = bits & inside
-    return kept & case.edges[:, None]
-
-
-def nearest_in_float64(case: Case, tensors: Tensors) -> Tensor:
-    """Find the mask of the k best sources of every row by sorting logits in float64.
-
-    The sort is stable, so that of equal logits the smaller source comes first.
-    """
-    x = {name: t.double() for name, t in tensors.items()}
-    q, k = x["query"], x.get("key", x["query"])
-    k = k.repeat_interleave(case.heads // k.shape[-2], dim=-2)
-    q, k = (y.transpose(-2, -3) for y in (q, k))
-    strength = x["strength"][:, None, None]
-    if case.score == "rbf":
-        logit = -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / (2 * strength**2)
-    else:
-        logit = q @ k.mT * strength
-    edges = case.edges[:, None].expand_as(logit)
-    order = logit.masked_fill(~edges, -torch.inf).sort(dim=-1, descending=True, stable=True)[1]
-    kept = torch.zeros_like(edges).scatter(-1, order[..., : case.options["top_k"]], True)
-    return kept & edges
-
-
 def check_choice(case: Case, tensors: Tensors, device: str) -> None:
-    x = inputs_of(case, tensors, device)
-    found = pairs_of(selection.select(x, case.options["top_k"]), case, x.bands)
-    expected = nearest_in_float64(case, tensors)
+    found = chosen(case, tensors, device)
+    expected = largest(case, logits_in_float64(case, tensors))
     assert torch.equal(found, expected), f"{(found != expected).sum()} pairs differ"
 
 
