@@ -19,7 +19,7 @@ from graphattn.kernels.bands.schedule import BandSchedule
 
 @contextmanager
 def streamed() -> Iterator[None]:
-    """Within the block no selection holds its logits: they are computed anew in every pass."""
+    """Let no selection hold its logits: within the block they are computed anew in every pass."""
     with mock.patch.object(selection, "HELD", {dtype: {} for dtype in selection.HELD}):
         yield
 
@@ -108,7 +108,7 @@ def with_ties(case: Case) -> Tensors:
 
 
 def choice_errors(kept: Tensor, case: Case, logit: Tensor, rounding: float) -> Errors:
-    """What is wrong with the pairs [B, H, N, M] that are kept.
+    """Compute what is wrong with the pairs [B, H, N, M] that are kept.
 
     The share of rows that keep another number of sources than k, or than all if there are fewer;
     and by how much a logit that is left out exceeds one that is kept, beside the largest, which may

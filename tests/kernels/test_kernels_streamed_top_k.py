@@ -96,7 +96,7 @@ def choices(
 @pytest.mark.parametrize("k", [1, 40, 128, 129])
 @pytest.mark.parametrize("logits", LOGITS)
 def test_the_choice_is_that_of_a_sort(logits: str, k: int, device: str) -> None:
-    """From one source to all that the widest rows see, of a window that the sequence cuts off."""
+    """Rows keep one source, or up to all that they see; the sequence cuts windows off."""
     found, expected = choices(LOGITS[logits], k, GRAPHS["window"], torch.float32, device)
     assert torch.equal(found, expected)
 
