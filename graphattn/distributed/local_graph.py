@@ -81,7 +81,7 @@ class EdgeExchange(NamedTuple):
     def __call__(self, values: Tensor) -> Tensor:
         """Return the values [*, E, F] of the graph of both ends, from those of its own targets."""
         arrived = self.exchange.finish(self.exchange.start([values], [-2]), [values], [-2])
-        zeros = torch.zeros_like(values[..., :1, :])
+        zeros = values.new_zeros(*values.shape[:-2], 1, values.shape[-1])
         return torch.cat([*arrived, values, zeros], dim=-2).index_select(-2, self.place)
 
 

@@ -169,10 +169,12 @@ class _Consensus(GraphLayer):
         computed on both of them, so that nothing has to travel back.
         """
         both = self.update_rule == "energy" and (context is None or context is x)
-        sources = x if context is None else context
+        given_x, sources = x, x if context is None else context
         x, sources, tokens, pair = self.prepare(
             x, sources, self.context_dim, shard, valid, per_edge=edge_features is not None
         )
+        if both and pair[0] is not pair[1]:  # a token may move and yet not be seen
+            sources = clear_unread(given_x, pair)
         if both and edge_features is not None:
             edge_features = shard.values_of_both_ends(edge_features)
         local = shard.by_both_ends if both else shard.by_targets
