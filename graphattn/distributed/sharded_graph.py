@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, Literal, NoReturn
+from functools import cached_property, partial, wraps
+from typing import Any, Literal, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,11 +36,24 @@ from graphattn.distributed.ring.rounds import RingPlan, RingRound
 from graphattn.distributed.seen import Runs, joined, seen_by, tokens_of, without
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
+from graphattn.graphs.edges.stored_values import kept_for_training
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.inputs import ValidPair
 
 Side = Literal["targets", "sources", "edges"]
 SIDES = ("targets", "sources", "edges")
+T = TypeVar("T")
+
+
+def _for_training(make: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Let what a method makes be used in training, even if the first use is in inference mode."""
+
+    @wraps(make)
+    def made(shard: Any) -> T:
+        with kept_for_training():
+            return make(shard)
+
+    return made
 
 
 class ShardedGraph:
@@ -100,6 +113,7 @@ class ShardedGraph:
         return self.whole.device
 
     @cached_property
+    @_for_training
     def tokens(self) -> TokenGraph:
         """The targets and sources of this rank, without any edges; for their positions."""
         same = self.whole.has_same_tokens
@@ -142,6 +156,7 @@ class ShardedGraph:
         return self.by_targets.graph
 
     @cached_property
+    @_for_training
     def by_targets(self) -> LocalPart:
         """The graph of this rank's targets, and the exchange that fetches their sources."""
         return self._part([[*self._targets.runs(rank)] for rank in range(self.ranks)])
@@ -164,6 +179,7 @@ class ShardedGraph:
         return LocalPart(graph, exchange, slice(0, graph.num_targets), context)
 
     @cached_property
+    @_for_training
     def global_targets(self) -> GlobalTargets:
         """The global tokens of all ranks, and the graph of this rank's other targets."""
         tokens, layout, device = self.broadcast, self._targets, self.device
@@ -186,6 +202,7 @@ class ShardedGraph:
         )
 
     @cached_property
+    @_for_training
     def by_both_ends(self) -> LocalPart:
         """The graph of all edges that touch a token of this rank, for layers that move both ends.
 
@@ -208,7 +225,7 @@ class ShardedGraph:
         graph.sequence = sequences_of(self.whole, context)
         graph.sequences = len(self.whole.sizes)
         if self.ranks > 1:
-            graph.over_ranks = lambda x: maximum_over_ranks(x, self.group)
+            graph.over_ranks = partial(maximum_over_ranks, group=self.group)
         return LocalPart(graph, exchange, graph.own, context)
 
     def _exchange(self, needed: list[Runs], context: Tensor) -> RowExchange:
@@ -217,6 +234,7 @@ class ShardedGraph:
         )
 
     @cached_property
+    @_for_training
     def rounds(self) -> tuple[RingRound, ...]:
         """The rounds of a ring, in which this rank computes with the rows of one rank at a time."""
         plan = RingPlan(self.whole, self._targets, self._sources, self.group)
@@ -344,6 +362,7 @@ class ShardedGraph:
     # Values per edge.
 
     @cached_property
+    @_for_training
     def _offset_rows(self) -> Tensor:
         """The row of the whole graph's table of offsets for every edge of ``shard.graph``."""
         rows = []
@@ -359,9 +378,25 @@ class ShardedGraph:
 
         A table per offset becomes one value per edge where the local graph has no such table.
         """
-        whole = self.whole.structure
-        if bias is None or whole is None or not self._is_table(bias):
+        if bias is None or not self._is_table(bias):
             return bias
+        if len(bias) == self.graph.num_edges and len(bias) > 1:
+            raise ValueError(
+                f"edge_bias with {len(bias)} rows is ambiguous: rank {self.rank} has as many edges "
+                "as the graph has offsets. For one value per edge, give it a leading dimension "
+                "(edge_bias[None]); for a table, make it with graphattn.nn.OffsetBias, called "
+                "with the shard"
+            )
+        return self.spread(bias)
+
+    def unlike_a_table(self, bias: Tensor) -> Tensor:
+        """Return values of this rank's edges in a form that :meth:`edge_bias` takes for those."""
+        return bias[None] if self._is_table(bias) else bias
+
+    def spread(self, bias: Tensor) -> Tensor:
+        """Return a table per offset of the whole graph in the form that ``shard.graph`` takes."""
+        whole = self.whole.structure
+        assert whole is not None
         if self.graph.structure is None:
             bias = bias.index_select(0, self._offset_rows)
             return bias[None] if len(self._offset_rows) == whole.num_offsets else bias
@@ -374,6 +409,7 @@ class ShardedGraph:
         return bias.dim() == 2 and len(bias) == rows != self.whole.num_edges
 
     @cached_property
+    @_for_training
     def _edges_of_both_ends(self) -> EdgeExchange:
         return edge_exchange_of(self.by_both_ends, self._targets, self.rank, self.group)
 
@@ -453,7 +489,7 @@ def shard(
         order: "runs": every rank owns one run of consecutive tokens. "zigzag": it owns two, one
             from the beginning and one from the end, so that all ranks have about the same work in a
             causal graph. "auto" takes the order of an earlier graph with as many tokens in this
-            group, if there is one, so that one tensor fits all graphs of a model; otherwise
+            group, if all ranks have one, so that one tensor fits all graphs of a model; otherwise
             "zigzag" for a causal graph whose exchange is a ring, and "runs" for all others.
         exchange: "rows": all rows of other ranks that a rank needs are fetched before the
             operation. "ring": attention computes with the rows of one rank at a time, so that a
@@ -483,14 +519,19 @@ def shard(
     """
     process_group, rank, ranks = _group_of(group)
     error, facts = None, {"the graph": "none"}
+    earlier: Earlier = (None, None)
     try:
         _check(graph, ranks, order, exchange)
         facts = {"the graph": graph_digest(graph), "order": order, "exchange": exchange}
+        counts = graph.num_targets, graph.num_sources
+        earlier = _is_zigzag(process_group, counts[0]), _is_zigzag(process_group, counts[1])
     except ValueError as found:
         error = found
     if ranks > 1:
         watch(process_group, limit)
-        agree(process_group, facts, error)
+        told = agree(process_group, facts, error, earlier)
+        if len(set(told)) > 1:  # some ranks have deleted the earlier graph
+            earlier = None, None
     elif error is not None:
         raise error
     shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
@@ -504,10 +545,13 @@ def shard(
         way = exchange
     if way == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets:
         balance = plan(graph, ranks).target_layout.zigzag
-    targets = _layout(process_group, graph.num_targets, ranks, order, balance)
-    sources = targets
-    if not graph.has_same_tokens:
-        sources = _layout(process_group, graph.num_sources, ranks, "auto", False)
+    if order != "auto":
+        balance = order == "zigzag"
+    elif earlier[0] is not None:
+        balance = earlier[0]
+    targets = sources = _layout(process_group, graph.num_targets, ranks, balance)
+    if graph.num_sources != graph.num_targets:
+        sources = _layout(process_group, graph.num_sources, ranks, bool(earlier[1]))
     return ShardedGraph(
         graph,
         rank,
@@ -533,19 +577,25 @@ def _check(graph: Any, ranks: int, order: str, exchange: str) -> None:
         )
 
 
+# Whether the targets and sources of an earlier graph are in zigzag; None without one.
+Earlier = tuple[bool | None, bool | None]
 # The layouts of graphs that are in use, by process group and number of tokens.
 _LAYOUTS: WeakValueDictionary[tuple[int, int], Layout] = WeakValueDictionary()
 
 
-def _layout(group: Any, num_tokens: int, ranks: int, order: str, balance: bool) -> Layout:
-    """Return a layout in the wanted order; if that is "auto", the one that is in use."""
-    key = id(group), num_tokens
-    zigzag = balance if order == "auto" else order == "zigzag"
+def _is_zigzag(group: Any, num_tokens: int) -> bool | None:
+    """Whether an earlier graph that is in use on this rank is in zigzag; None without one."""
+    earlier = _LAYOUTS.get((id(group), num_tokens))
+    return None if earlier is None else earlier.zigzag
+
+
+def _layout(group: Any, num_tokens: int, ranks: int, zigzag: bool) -> Layout:
+    """Return a layout, the one that is in use if it is equal."""
+    key, layout = (id(group), num_tokens), Layout(num_tokens, ranks, zigzag)
     earlier = _LAYOUTS.get(key)
-    if earlier is not None and (order == "auto" or earlier.zigzag == zigzag):
-        return earlier
-    _LAYOUTS[key] = layout = Layout(num_tokens, ranks, zigzag)
-    return layout
+    if earlier != layout:
+        _LAYOUTS[key] = earlier = layout
+    return earlier
 
 
 def _group_of(group: Any) -> tuple[Any, int, int]:

@@ -50,7 +50,9 @@ def _add(found: Any, x: Tensor) -> None:
         found.update(part.to("cpu", torch.int64).numpy())
 
 
-def agree(group: Any, facts: Mapping[str, object], error: BaseException | None = None) -> None:
+def agree(
+    group: Any, facts: Mapping[str, object], error: BaseException | None = None, note: Any = None
+) -> list[Any]:
     """Check that all ranks of a group have equal facts, and that none of them found an error.
 
     Every rank must call it. It takes part in one collective, and then either returns on every rank,
@@ -60,6 +62,10 @@ def agree(group: Any, facts: Mapping[str, object], error: BaseException | None =
         group: the process group.
         facts: values with a short ``repr`` by name, such as ``{"the number of tokens": 100}``.
         error: what this rank has to say against it; None if nothing.
+        note: what this rank tells the others beside that.
+
+    Returns:
+        The notes of all ranks.
 
     Raises:
         ValueError: which names the ranks with an error and what it was, or every fact that differs
@@ -75,19 +81,20 @@ def agree(group: Any, facts: Mapping[str, object], error: BaseException | None =
 
     mine = {name: _short(value) for name, value in facts.items()}
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (mine, None if error is None else said(error)), group)
-    texts = {text for _, text in told}
+    dist.all_gather_object(told, (mine, None if error is None else said(error), note), group)
+    texts = {text for _, text, _ in told}
     if error is not None and len(texts) == 1:  # all ranks say the same
         raise error
-    wrong = [f"rank {rank} raised {text}" for rank, (_, text) in enumerate(told) if text]
+    wrong = [f"rank {rank} raised {text}" for rank, (_, text, _) in enumerate(told) if text]
     if not wrong:
-        names = dict.fromkeys(name for of_rank, _ in told for name in of_rank)
+        names = dict.fromkeys(name for of_rank, _, _ in told for name in of_rank)
         for name in names:
-            values = [of_rank.get(name, "nothing") for of_rank, _ in told]
+            values = [of_rank.get(name, "nothing") for of_rank, _, _ in told]
             if len(set(values)) > 1:
                 wrong.append(f"{name} must be equal on all ranks, got {_by_value(values)}")
     if wrong:
         raise ValueError("; ".join(wrong)) from error
+    return [found for _, _, found in told]
 
 
 def said(error: BaseException) -> str:

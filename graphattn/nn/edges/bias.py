@@ -93,7 +93,7 @@ class DistanceBias(Configured, nn.Module):
         if isinstance(graph, ShardedGraph):
             of_target, of_source = self._places(positions, graph.tokens)
             (of_source,) = graph.by_targets.exchange(of_source, dims=[-2])
-            positions, graph = (of_target, of_source), graph.graph
+            return graph.unlike_a_table(self.forward((of_target, of_source), graph.graph))
         basis = self.radial_basis(positions, graph).to(self.projection.weight.dtype)
         return unlike_a_table(self.projection(basis), graph)
 
