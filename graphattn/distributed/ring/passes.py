@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -121,8 +121,15 @@ class _OnRing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_whole: Tensor) -> tuple[Any, ...]:
-        with ctx.watched():
-            return _OnRing.gradients(ctx, d_whole)
+        with torch.no_grad(), ctx.watched():
+            found = _OnRing.gradients(ctx, d_whole)
+        if not torch.is_grad_enabled():
+            return found
+        # With create_graph=True: a second derivative would lack the share of the ring.
+        there = [x for x in found if x is not None]
+        inputs = [x for x in (*d_whole, *ctx.saved_tensors, *ctx.parameters) if x is not None]
+        once = iter(_Once.apply(len(there), *there, *inputs))
+        return tuple(None if x is None else next(once) for x in found)
 
     @staticmethod
     def gradients(ctx: Any, d_whole: Tensors) -> tuple[Any, ...]:
@@ -161,6 +168,21 @@ class _OnRing(torch.autograd.Function):
             for i, gradient in zip(travelling, home, strict=True):
                 _add_rows(of_sources[i], places, gradient)
         return None, None, None, *totals
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that depend on other tensors, and cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensors:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "rows that are exchanged on a ring have no second derivative: make the shard with "
+            "exchange='rows'"
+        )
 
 
 def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[RingRound, list[Any]]]:
