@@ -15,7 +15,7 @@ from torch import Tensor
 from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
 from graphattn.distributed.ring.passes import best_on_ring, on_ring
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.nn.base.overrides import names_of, overridden_edges
+from graphattn.nn.base.overrides import names_of, overridden_edges, replaced_beside
 from graphattn.ops.dropout import SEEDS
 from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.linear_attention.api import linear_attention_sums
@@ -87,7 +87,7 @@ def may_broadcast(layer: Any, shard: ShardedGraph, *others: object) -> bool:
     if `others`, a bias or a wish for weights, need all edges of a target on one rank.
     """
     top_k = getattr(layer, "top_k", None)
-    plain = top_k is None and not overridden_edges(layer) and layer.backend != "reference"
+    plain = top_k is None and not _own_methods(layer) and layer.backend != "reference"
     return (
         bool(shard.broadcast)
         and plain
@@ -180,11 +180,16 @@ def check_no_weights(wanted: object) -> None:
 
 def check_layer(layer: Any) -> None:
     """Refuse a layer whose messages are its own: their results cannot be merged."""
-    if replaced := overridden_edges(layer):
+    if replaced := _own_methods(layer):
         raise ValueError(
             f"graph must not exchange its rows on a ring, because this {type(layer).__name__} has "
             f"its own {names_of(replaced)}, whose results cannot be merged: {INSTEAD}"
         )
+
+
+def _own_methods(layer: Any) -> tuple[str, ...]:
+    """Return the names of overrides that an operation in parts would not call."""
+    return *overridden_edges(layer), *replaced_beside(layer, ("mix", "fused"), ())
 
 
 def check_bias(edge_bias: Tensor | None, shard: ShardedGraph) -> None:
