@@ -126,6 +126,11 @@ def _exchanged(
     """Send rows to all ranks and receive others; the result may be on its way still."""
     from torch.distributed import _functional_collectives as functional
 
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(rows):
+        raise ValueError(  # torch would not wait for them
+            "torch.vmap cannot be used over a graph that is divided among ranks: give the batch as "
+            "leading dimensions of x, [*, N, dim]"
+        )
     result: Tensor = functional.all_to_all_single(
         rows.contiguous(), list(received), list(sent), group
     )
