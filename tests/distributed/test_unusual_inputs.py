@@ -1,0 +1,43 @@
+import pytest
+import unusual_inputs as cases
+from ranks import Ranks
+
+
+def test_a_token_may_move_and_yet_not_be_seen(ranks: Ranks) -> None:
+    assert ranks.run(cases.masks_that_differ, 3) == [42] * 3
+
+
+def test_ranks_divide_tokens_alike_if_only_one_of_them_keeps_an_earlier_graph(ranks: Ranks) -> None:
+    found = ranks.run(cases.graph_kept_by_one_rank, 3)
+    assert found == [[True, False]] * 3
+
+
+def test_a_bias_is_not_taken_for_a_table(ranks: Ranks) -> None:
+    first, *others = ranks.run(cases.bias_as_long_as_a_table, 3)
+    assert "edge_bias with 15 rows is ambiguous: rank 0 has as many edges" in first
+    assert others == ["", ""]
+
+
+def test_the_first_use_may_be_in_inference_mode(ranks: Ranks) -> None:
+    counts = ranks.run(cases.inference_first, 3)
+    assert min(counts) > 50
+
+
+@pytest.mark.parametrize("exchange", ["rows", "ring"])
+def test_second_derivatives_are_right_or_refused(ranks: Ranks, exchange: str) -> None:
+    for found in ranks.run(cases.second_derivatives, 3, exchange=exchange):
+        if exchange == "rows":
+            assert found == ["right"] * 4
+        else:
+            assert all("no second derivative" in text for text in found)
+
+
+def test_own_mix_and_fused_run_or_are_refused(ranks: Ranks) -> None:
+    for mixed, fused in ranks.run(cases.own_mix_or_fused, 3):
+        assert "_Mixed has its own mix()" in mixed
+        assert "_Fused has its own fused()" in fused
+
+
+def test_vmap_is_refused(ranks: Ranks) -> None:
+    for text in ranks.run(cases.inside_vmap, 3):
+        assert text.startswith("torch.vmap cannot be used")

@@ -1,0 +1,185 @@
+"""Inputs that few people give, on several ranks and in one process; functions run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sharded_cases import CONSENSUS, DIM, ENERGY, HEADS, WIDE, layers_over
+from torch import Tensor
+
+import graphattn as ga
+
+
+def masks_that_differ(group: Any) -> int:
+    """Consensus of tokens that move but are not seen, or the other way round."""
+    n, count = 13, 0
+    graph = ga.window_path_graph(n, 3)
+    torch.manual_seed(3)
+    a, b = torch.rand(n) < 0.7, torch.rand(n) < 0.7
+    for name, made in {**CONSENSUS, **ENERGY}.items():
+        for order in ("runs", "zigzag"):
+            shard = ga.distributed.shard(graph, group, order=order)  # type: ignore[arg-type]
+            layer = made().to(WIDE)
+            features, own = {}, {}
+            if layer.edge_features:
+                values = torch.randn(graph.num_edges, 3, dtype=WIDE)
+                features["edge_features"] = values
+                own["edge_features"] = shard.split(values, of="edges")
+            x = torch.randn(2, n, DIM, dtype=WIDE)
+            for pair in ((None, b), (a, None), (a, b)):
+                y = layer(x, graph, valid=pair, **features)
+                expected = shard.split(y if pair[0] is None else y * pair[0][:, None])
+                y = layer(shard.split(x), shard, valid=shard.split(*pair), **own)
+                found = y if pair[0] is None else y * shard.split(pair[0])[:, None]
+                assert torch.allclose(found, expected, atol=1e-12), (name, order, pair)
+                count += 1
+    return count
+
+
+def graph_kept_by_one_rank(group: Any) -> list[bool]:
+    """Whether new graphs are in zigzag: if some, and if all ranks keep one that is."""
+    first = ga.distributed.shard(ga.causal_graph(24), group, order="zigzag")
+    kept = [first] if group.rank() == 0 else []
+    both = first
+    del first
+    found = [ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag]
+    del both
+    found.append(ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag)
+    del kept
+    return found
+
+
+def bias_as_long_as_a_table(group: Any) -> str:
+    """The error of rank 0, which has as many edges as the graph has offsets; then it is clear."""
+    graph = ga.causal_graph(15)  # three ranks: 15 edges of 5 targets on rank 0
+    shard = ga.distributed.shard(graph, group, exchange="rows", order="runs")
+    torch.manual_seed(0)
+    layer = ga.nn.DotProductAttention(DIM, HEADS).to(WIDE)
+    x, places = torch.randn(15, DIM, dtype=WIDE), torch.randn(15, 3, dtype=WIDE)
+    bias = torch.randn(graph.num_edges, HEADS, dtype=WIDE)
+    of_rank = shard.split(bias, of="edges")
+    error = ""
+    try:
+        shard.edge_bias(of_rank)
+    except ValueError as found:
+        error = str(found)
+    distances = ga.nn.DistanceBias(HEADS).to(WIDE)
+    offsets = ga.nn.OffsetBias(HEADS, max_offset=9).to(WIDE)
+    for p in offsets.parameters():
+        torch.nn.init.normal_(p)
+    pairs = [
+        (bias, of_rank[None]),
+        (distances(places, graph), distances(shard.split(places), shard)),
+        (offsets(graph), offsets(shard)),
+        (
+            offsets(graph, positions=torch.arange(15)),
+            offsets(shard, positions=shard.split(torch.arange(15))),
+        ),
+    ]
+    for whole, own in pairs:
+        expected = shard.split(layer(x, graph, edge_bias=whole))
+        assert torch.allclose(layer(shard.split(x), shard, edge_bias=own), expected, atol=1e-12)
+    return error
+
+
+def inference_first(group: Any) -> int:
+    """A shard whose first use is in inference mode can be used in training."""
+    count = 0
+    graphs = (
+        ga.causal_graph(20),
+        ga.longformer_graph(40, 2, [0, 21]),
+        ga.knn_graph(torch.arange(60.0).view(20, 3).sin(), 3),
+    )
+    for graph in graphs:
+        for exchange in ("auto", "rows", "ring"):
+            for name, made in layers_over(graph, exchange).items():
+                if "features" in name:
+                    continue
+                layer = made().to(WIDE)
+                shard = ga.distributed.shard(graph, group, exchange=exchange)  # type: ignore[arg-type]
+                x = torch.randn(shard.num_targets, DIM, dtype=WIDE, requires_grad=True)
+                if exchange == "auto" and shard.exchange == "ring" and name in BY_ROWS:
+                    continue
+                with torch.inference_mode():
+                    first = layer(x, shard)
+                y = layer(x, shard)
+                assert torch.equal(first, y), name
+                y.sum().backward()
+                count += 1
+    return count
+
+
+BY_ROWS = ("dot, by messages", "own logits")
+
+
+def second_derivatives(group: Any, exchange: Any) -> list[str]:
+    """Return what a second derivative by rows or on a ring says."""
+    found = []
+    torch.manual_seed(1)
+    graph = ga.causal_graph(12)
+    shard = ga.distributed.shard(graph, group, exchange=exchange, order="runs")
+    for name in ("dot", "linear", "krause", "gka"):
+        made = layers_over(graph, exchange)[name]
+        layer = made().to(WIDE)
+        whole = torch.randn(12, DIM, dtype=WIDE)
+        expected = _twice(layer, whole, graph, lambda x: x)
+        try:
+            total = _twice(layer, whole, shard, shard.split)
+        except RuntimeError as error:
+            found.append(str(error))
+            continue
+        torch.distributed.all_reduce(total, group=group)
+        assert torch.allclose(total, expected, atol=1e-12), name
+        found.append("right")
+    return found
+
+
+def _twice(layer: Any, x: Tensor, graph: Any, split: Any) -> Tensor:
+    x = x.clone().requires_grad_()
+    (once,) = torch.autograd.grad(layer(split(x), graph).pow(2).sum(), x, create_graph=True)
+    (twice,) = torch.autograd.grad((once * torch.arange(x.numel()).view(x.shape).cos()).sum(), x)
+    return twice.clone()
+
+
+class _Mixed(ga.nn.DotProductAttention):
+    def mix(self, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().mix(*args, **options)
+
+
+class _Fused(ga.nn.LinearAttention):
+    def fused(self, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().fused(*args, **options)
+
+
+def own_mix_or_fused(group: Any) -> list[str]:
+    """Layers with their own mix() or fused(): over global tokens, and errors on a ring."""
+    errors = []
+    for made in (_Mixed, _Fused):
+        torch.manual_seed(4)
+        layer = made(DIM, HEADS).to(WIDE)
+        graph = ga.longformer_graph(40, 2, [0, 21])
+        shard = ga.distributed.shard(graph, group)
+        assert shard.broadcast == (0, 21)
+        x = torch.randn(40, DIM, dtype=WIDE)
+        expected = shard.split(layer(x, graph))
+        assert torch.allclose(layer(shard.split(x), shard), expected, atol=1e-12)
+        ring = ga.distributed.shard(graph, group, exchange="ring")
+        try:
+            layer(ring.split(x), ring)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def inside_vmap(group: Any) -> str:
+    """Return the error of torch.vmap, in which torch does not wait for collectives."""
+    shard = ga.distributed.shard(ga.window_path_graph(12, 3), group)
+    layer = ga.nn.DotProductAttention(DIM, HEADS)
+    x = torch.randn(3, shard.num_targets, DIM)
+    try:
+        with torch.no_grad():
+            torch.func.vmap(lambda rows: layer(rows, shard))(x)
+    except ValueError as error:
+        return str(error)
+    return "no error"
