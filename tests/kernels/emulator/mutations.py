@@ -6,7 +6,8 @@ the kernel is run on the same numbers. The removal is
 - noticed, if the emulator finds a mistake that it does not find in the whole kernel,
 - seen in the results, if those change,
 - harmless, if neither happens, also where warps run one after another in place of in step: on this
-  launch no two accesses needed it.
+  launch no two accesses needed it,
+- not run, if the launch never comes to it: nothing changes either if the kernel ends there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Removal(NamedTuple):
     kind: str
     line: int  # of the kernel's text
     text: str
-    verdict: str  # "noticed", "seen in the results", "harmless"
+    verdict: str  # "noticed", "seen in the results", "harmless", "not run"
     why: str  # what was found
 
 
@@ -84,6 +85,11 @@ def removals(device: Device, started: Launch, *, masks: bool = True) -> Iterator
                 verdict, why = "seen in the results", ORDERS[order]
             if why:
                 break
+        if not why and kind not in MASKS:
+            ended = f"{compiled.ptx[: match.start()]}ret;{compiled.ptx[match.end() :]}"
+            found, results = run(ended)
+            if found <= known and all(map(torch.equal, results, expected)):
+                verdict = "not run"
         line = compiled.ptx[: match.start()].count("\n") + 1
         end = compiled.ptx.find("\n", match.start())
         yield Removal(kind, line, compiled.ptx[match.start() : end].strip(), verdict, why)
