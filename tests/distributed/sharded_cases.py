@@ -221,18 +221,21 @@ def compare(group: Any, rng: random.Random, shard: Any, layer: nn.Module) -> Non
         (found * shard.split(weight)).sum(), [*whole, *layer.parameters()], allow_unused=True
     )
     close("output", shard.gather(found), expected)
+    # The parts of the gradient of a bandwidth are larger than their sum.
+    of_bandwidth = isinstance(layer, ga.nn.KrauseAttention) and shard.exchange == "ring"
     for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
         like = [*whole, *layer.parameters()][i]
         total = torch.zeros_like(like) if part is None else part.clone()
         dist.all_reduce(total, group=group)  # every rank has the share of its own tokens
-        close(f"gradient {i}", total, torch.zeros_like(like) if gradient is None else gradient)
+        wanted = torch.zeros_like(like) if gradient is None else gradient
+        close(f"gradient {i}", total, wanted, 1e-11 if of_bandwidth else 1e-12)
 
 
-def close(what: str, found: Tensor, expected: Tensor) -> None:
+def close(what: str, found: Tensor, expected: Tensor, limit: float = 1e-12) -> None:
     found, expected = found.detach(), expected.detach()
     error = float((found - expected).abs().max()) if found.numel() else 0.0
     largest = float(expected.abs().max()) if expected.numel() else 0.0
-    assert error <= 1e-12 * max(1.0, largest) * 10, (what, error, largest)
+    assert error <= limit * max(1.0, largest), (what, error, largest)
 
 
 WAYS: tuple[tuple[Any, Any], ...] = (
