@@ -182,6 +182,11 @@ def _as_rows(x: Tensor, dim: int) -> Tensor:
     return first.reshape(first.shape[0], math.prod(first.shape[1:]))
 
 
+def head_token_dim(x: Tensor) -> int:
+    """Return the dimension that counts the tokens: of a mask [*, N], or of [*, N, H, D]."""
+    return -1 if x.dtype == torch.bool else -3
+
+
 def _numbers_of_row(x: Tensor, dim: int) -> int:
     return math.prod(x.movedim(dim, 0).shape[1:])
 

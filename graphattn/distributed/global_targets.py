@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import RowExchange
+from graphattn.distributed.exchange import RowExchange, head_token_dim
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import LocalPart
 from graphattn.distributed.ring.operations import RingOperation, Tensors
@@ -52,7 +52,7 @@ class GlobalTargets(NamedTuple):
             sources: those of its sources.
         """
         there = [x for x in targets if x is not None]
-        found = iter(self.queries(*there, dims=[_dim(x) for x in there]))
+        found = iter(self.queries(*there, dims=[head_token_dim(x) for x in there]))
         asked = [None if x is None else next(found) for x in targets]
         parts = operation.part(asked, sources, self.block)
         dims = [-3] * len(parts)
@@ -65,10 +65,6 @@ class GlobalTargets(NamedTuple):
         if not count:  # gradients must reach the exchange on every rank
             whole = tuple(torch.cat([x, y], dim=-3) for x, y in zip(whole, arrived, strict=True))
         return whole
-
-
-def _dim(x: Tensor) -> int:
-    return -1 if x.dtype == torch.bool else -3
 
 
 def global_block(tokens: Sequence[int], num_sources: int, rank: int, device: Any) -> RingBlock:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.seen import Runs, common, count, joined, runs_of, seen_by, tokens_of
+from graphattn.distributed.seen import Runs, common, count, joined, runs_of, seen_by_runs, tokens_of
 from graphattn.graphs.edges.storage import StoredGraph
 from graphattn.graphs.targets import block_of
 from graphattn.graphs.token_graph import TokenGraph
@@ -85,17 +85,10 @@ class EdgeExchange(NamedTuple):
         return torch.cat([*arrived, values, zeros], dim=-2).index_select(-2, self.place)
 
 
-def needed_of_targets(graph: TokenGraph, targets: Layout, rank: int) -> Runs:
-    """Return the sources that the targets of a rank see."""
-    return joined(
-        seen for run in targets.runs(rank) for seen in seen_by(graph, run.start, run.stop)
-    )
-
-
 def needed_of_both_ends(graph: TokenGraph, layout: Layout, rank: int) -> Runs:
     """Return the tokens that share an edge with a token of a rank, in either direction."""
-    backward = needed_of_targets(graph.transpose(), layout, rank)
-    return joined([*needed_of_targets(graph, layout, rank), *backward])
+    runs = layout.runs(rank)
+    return joined([*seen_by_runs(graph, runs), *seen_by_runs(graph.transpose(), runs)])
 
 
 def exchange_of(

@@ -53,6 +53,11 @@ def seen_by(graph: TokenGraph, start: int, stop: int) -> Runs:
     return runs_of(graph.compact_edges[0, first:last])
 
 
+def seen_by_runs(graph: TokenGraph, runs: Iterable[range]) -> Runs:
+    """Return the sources that any target of some runs sees, as :func:`seen_by` does for one."""
+    return joined(seen for run in runs for seen in seen_by(graph, run.start, run.stop))
+
+
 def runs_of(tokens: Tensor) -> Runs:
     """Return the runs of consecutive tokens in a tensor of tokens, which may repeat."""
     if not tokens.numel():

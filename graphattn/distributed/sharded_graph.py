@@ -33,7 +33,7 @@ from graphattn.distributed.local_graph import (
 from graphattn.distributed.planning.needs import remote_runs
 from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
 from graphattn.distributed.ring.rounds import RingPlan, RingRound
-from graphattn.distributed.seen import Runs, joined, seen_by, tokens_of, without
+from graphattn.distributed.seen import Runs, joined, seen_by, seen_by_runs, tokens_of, without
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.edges.stored_values import kept_for_training
@@ -163,10 +163,7 @@ class ShardedGraph:
 
     def _part(self, runs: list[list[range]]) -> LocalPart:
         """Return the graph of some runs of targets of this rank; `runs` are those of all ranks."""
-        needed = [
-            joined(seen for run in of_rank for seen in seen_by(self.whole, run.start, run.stop))
-            for of_rank in runs
-        ]
+        needed = [seen_by_runs(self.whole, of_rank) for of_rank in runs]
         own = runs[self.rank] or [range(0)]  # a rank may own nothing but global tokens
         contexts = [tokens_of(seen_by(self.whole, run.start, run.stop)) for run in own]
         parts = [

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from graphattn.distributed.exchange import head_token_dim
 from graphattn.distributed.failures.watching import watched
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
@@ -188,7 +189,7 @@ class _Once(torch.autograd.Function):
 def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[RingRound, list[Any]]]:
     """Yield every round and its rows; those of the next round are on their way by then."""
     there = [x for x in sources if x is not None]
-    dims = [_dim(x) for x in there]
+    dims = [head_token_dim(x) for x in there]
 
     def start(turn: RingRound) -> list[Tensor] | None:
         return None if turn.exchange is None else turn.exchange.start(there, dims)
@@ -204,10 +205,6 @@ def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[Rin
         yield turn, [None if x is None else next(rows) for x in sources]
 
 
-def _dim(x: Tensor) -> int:
-    return -1 if x.dtype == torch.bool else -3
-
-
 def _rows(tensors: Given, rows: range | Tensor) -> list[Any]:
     """Take some tokens of every tensor."""
     found: list[Any] = []
@@ -215,9 +212,9 @@ def _rows(tensors: Given, rows: range | Tensor) -> list[Any]:
         if x is None:
             found.append(None)
         elif isinstance(rows, Tensor):
-            found.append(x.index_select(_dim(x), rows))
+            found.append(x.index_select(head_token_dim(x), rows))
         else:
-            found.append(x.narrow(_dim(x), rows.start, len(rows)))
+            found.append(x.narrow(head_token_dim(x), rows.start, len(rows)))
     return found
 
 
