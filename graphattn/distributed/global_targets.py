@@ -71,8 +71,9 @@ def global_block(tokens: Sequence[int], num_sources: int, rank: int, device: Any
     """Return the edges from the sources of a rank to all global tokens."""
     return RingBlock(
         number=rank,
-        targets=range(len(tokens)),
-        sources=range(num_sources),
+        run=0,
+        targets=(0, len(tokens)),
+        sources=(0, num_sources),
         tokens=torch.arange(num_sources, device=device),
         graph=bipartite_complete_graph(len(tokens), num_sources).to(device),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,9 +80,9 @@ def compiled(group: Any) -> list[int]:
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         fast = torch.compile(layer, backend=counter)
-        for n in (24, 36, 50):
-            graph = ga.window_path_graph(n, 3, self_loops=True)
-            shard = ga.distributed.shard(graph, group, order="runs")
+        for way, n in itertools.product(("window", "complete"), (24, 36, 50)):
+            graph = _graphs(n)[way]
+            shard = ga.distributed.shard(graph, group, exchange=_way(way), order="runs")
             x = torch.randn(2, shard.num_targets, DIM)
             a = _gradients(lambda x, layer=layer, s=shard: layer(x, s), layer, x)
             b = _gradients(lambda x, layer=fast, s=shard: layer(x, s), layer, x)

@@ -131,7 +131,8 @@ class TopKParts(SoftmaxParts):
         (query, _), (key, value, _) = targets, sources
         heads = query.shape[-2]
         dtype = compute_dtype(query.dtype)
-        index = self.index[..., block.targets.start : block.targets.stop, :, :]
+        start, stop = block.targets
+        index = self.index[..., start:stop, :, :]
         place = torch.searchsorted(block.tokens, index.clamp(min=0))
         place = place.clamp(max=max(len(block.tokens) - 1, 0))
         found = (index >= 0) & (block.tokens[place] == index) if len(block.tokens) else index < -1

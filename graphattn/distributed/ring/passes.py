@@ -19,6 +19,7 @@ from graphattn.distributed.exchange import head_token_dim
 from graphattn.distributed.failures.watching import watched
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
+from graphattn.distributed.seen import Run
 from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
 from graphattn.ops.attention.logits.score import Score
 
@@ -44,7 +45,7 @@ def best_on_ring(
     Returns:
         LongTensor [*, N, H, k], tokens of the whole graph; -1 where a row has fewer sources.
     """
-    by_run: dict[range, Candidates] = {}
+    by_run: dict[int, Candidates] = {}
     for turn, rows in _arriving(rounds, sources):
         for block in turn.blocks:
             (query, of_targets), (key, of_sources) = (
@@ -58,11 +59,10 @@ def best_on_ring(
             if len(block.tokens):
                 index = torch.where(place < 0, place, block.tokens[place.clamp(min=0)])
             best = logits, index
-            if (earlier := by_run.get(block.targets)) is not None:
+            if (earlier := by_run.get(block.run)) is not None:
                 best = merge_top_k([earlier, best], k)
-            by_run[block.targets] = best
-    runs = sorted(by_run, key=lambda run: run.start)
-    return torch.cat([by_run[run][1] for run in runs], dim=-3)
+            by_run[block.run] = best
+    return torch.cat([by_run[run][1] for run in sorted(by_run)], dim=-3)
 
 
 def on_ring(
@@ -101,15 +101,15 @@ class _OnRing(torch.autograd.Function):
     ) -> Tensors:
         t, s = counts
         targets, sources = tensors[:t], tensors[t : t + s]
-        by_run: dict[range, Tensors] = {}
+        by_run: dict[int, Tensors] = {}
         for turn, rows in _arriving(rounds, sources):
             for block in turn.blocks:
                 given = _rows(targets, block.targets), _rows(rows, block.sources)
                 part = operation.part(*given, block)
-                if (earlier := by_run.get(block.targets)) is not None:
+                if (earlier := by_run.get(block.run)) is not None:
                     part = operation.merge(earlier, part)
-                by_run[block.targets] = part
-        parts = [by_run[run] for run in sorted(by_run, key=lambda run: run.start)]
+                by_run[block.run] = part
+        parts = [by_run[run] for run in sorted(by_run)]
         whole = parts[0]
         if len(parts) > 1:
             whole = tuple(torch.cat(results, dim=-3) for results in zip(*parts, strict=True))
@@ -162,7 +162,7 @@ class _OnRing(torch.autograd.Function):
                     if total is not None and gradient is not None:
                         total += gradient
             home: list[Any] = [d_rows[i] for i in travelling]
-            places: range | Tensor = range(turn.rows)
+            places: Run | Tensor = 0, turn.rows
             if turn.exchange is not None:
                 home = turn.exchange.returned(home, [-3] * len(home))
                 places = turn.exchange.send
@@ -205,7 +205,7 @@ def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[Rin
         yield turn, [None if x is None else next(rows) for x in sources]
 
 
-def _rows(tensors: Given, rows: range | Tensor) -> list[Any]:
+def _rows(tensors: Given, rows: Run | Tensor) -> list[Any]:
     """Take some tokens of every tensor."""
     found: list[Any] = []
     for x in tensors:
@@ -214,17 +214,17 @@ def _rows(tensors: Given, rows: range | Tensor) -> list[Any]:
         elif isinstance(rows, Tensor):
             found.append(x.index_select(head_token_dim(x), rows))
         else:
-            found.append(x.narrow(head_token_dim(x), rows.start, len(rows)))
+            found.append(x.narrow(head_token_dim(x), rows[0], rows[1] - rows[0]))
     return found
 
 
-def _add_rows(total: Tensor | None, rows: range | Tensor, gradient: Tensor | None) -> None:
+def _add_rows(total: Tensor | None, rows: Run | Tensor, gradient: Tensor | None) -> None:
     if total is None or gradient is None:
         return
     if isinstance(rows, Tensor):
         total.index_add_(-3, rows, gradient)
     else:
-        total.narrow(-3, rows.start, len(rows)).add_(gradient)
+        total.narrow(-3, rows[0], rows[1] - rows[0]).add_(gradient)
 
 
 def _gradients(
@@ -250,7 +250,7 @@ def _gradients(
     if not results or not wanted:
         return [None] * len(inputs)
     outs, gradients = zip(*results, strict=True)
-    if block.targets.start == 0:  # once is enough
+    if block.run == 0:  # once is enough
         _check_leaves(outs, wanted)
     found = iter(torch.autograd.grad(outs, wanted, gradients, allow_unused=True))
     return [

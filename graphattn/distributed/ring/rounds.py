@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import edges_between
-from graphattn.distributed.seen import Runs, common, count, joined, seen_by, tokens_of
+from graphattn.distributed.seen import Run, Runs, common, count, joined, seen_by, tokens_of
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -20,8 +20,9 @@ class RingBlock(NamedTuple):
 
     Attributes:
         number: the number of the block among all blocks of the rank.
-        targets: a range of this rank's targets.
-        sources: a range of the rows of the round, or a LongTensor.
+        run: which of this rank's runs of targets it belongs to.
+        targets: this run among its targets: the first one, and the one after the last.
+        sources: a run of the rows of the round, or a LongTensor.
         tokens: LongTensor, the tokens of these rows, in ascending order.
         graph: the edges.
         offsets: LongTensor [E], the row of the whole graph's table of offsets for every edge. None
@@ -29,8 +30,9 @@ class RingBlock(NamedTuple):
     """
 
     number: int
-    targets: range
-    sources: range | Tensor
+    run: int
+    targets: Run
+    sources: Run | Tensor
     tokens: Tensor
     graph: TokenGraph
     offsets: Tensor | None = None
@@ -108,7 +110,8 @@ class RingPlan:
     def _blocks(self, rank: int, sender: int, arrived: Tensor) -> Iterator[RingBlock]:
         """Yield the blocks of edges from the rows of one rank to the targets of another."""
         start = 0
-        for run, seen in zip(self.targets.runs(rank), self.by_run[rank], strict=True):
+        runs = zip(self.targets.runs(rank), self.by_run[rank], strict=True)
+        for which, (run, seen) in enumerate(runs):
             parts = [found for own in self.sources.runs(sender) if (found := common(seen, (own,)))]
             if not parts and sender == rank:
                 parts = [[]]  # a target without sources needs a result, too
@@ -125,8 +128,9 @@ class RingPlan:
                     place = tokens.to(graph.device)[source]
                     offsets = whole.offset_index(target + run.start, place)
                 yield RingBlock(
-                    targets=range(start, start + len(run)),
-                    sources=range(first, first + len(rows)) if is_run else rows.to(graph.device),
+                    run=which,
+                    targets=(start, start + len(run)),
+                    sources=(first, first + len(rows)) if is_run else rows.to(graph.device),
                     tokens=tokens.to(graph.device),
                     graph=graph,
                     offsets=offsets,
