@@ -23,9 +23,9 @@ from graphattn.graphs.structures.structure import (
     GraphStructure,
     Grid,
 )
+from graphattn.graphs.targets import Run
 from graphattn.graphs.token_graph import TokenGraph
 
-Run = tuple[int, int]  # the first token, and the one after the last
 Runs = list[Run]
 MOST_GLOBAL = 64  # global tokens whose queries are sent to all ranks
 
