@@ -295,6 +295,39 @@ def rows_sent_by_a_causal_window(group: Any, window: int, num_tokens: int) -> di
     return {"rows": sent.rows, "numbers": sent.numbers}
 
 
+def bytes_are_those_of_the_plan(group: Any) -> int:
+    """Compare what a layer sends, forward and backward, with the plan, over every graph."""
+    layer = ga.nn.DotProductAttention(DIM, HEADS).to(WIDE)
+    for name, make in GRAPHS.items():
+        rng = random.Random(name)
+        torch.manual_seed(3)
+        graph = make(rng, 40, 4)
+        for exchange, order in WAYS[:4]:
+            shard = ga.distributed.shard(graph, group, exchange=exchange, order=order)
+            x = torch.randn(shard.num_targets, DIM, dtype=WIDE, requires_grad=True)
+            tracks = []
+            if not graph.has_same_tokens:
+                tracks = [torch.randn(shard.num_sources, DIM, dtype=WIDE, requires_grad=True)]
+            counts = []
+            with Sent(group.rank()) as sent:
+                y = layer(x, shard, *tracks)
+                counts.append(sent.numbers)
+                y.sum().backward()
+            counts.append(sent.numbers - counts[0])
+            plan, rank = shard.plan, shard.rank
+            # A plan counts what a rank receives: forward, rows of others; backward, the gradients
+            # of its own, and on a ring the rows of others again. It sends what others receive.
+            again = plan.sent_rows if exchange == "ring" else 0
+            rows = int(plan.sent_rows[rank]), int((plan.received_rows + again)[rank])
+            assert counts == [2 * DIM * n for n in rows], (name, exchange, order, counts, rows)
+            for backward, found in zip((False, True), counts, strict=True):
+                everywhere = torch.tensor(8 * found)
+                torch.distributed.all_reduce(everywhere, group=group)
+                planned = plan.bytes(WIDE, 2 * DIM, backward=backward).sum()
+                assert int(everywhere) == int(planned), (name, exchange, order, backward)
+    return len(GRAPHS)
+
+
 def global_tokens_sent(group: Any, name: str) -> bool:
     """Return whether the owner of global tokens gets few rows, and as many as the plan says."""
     shard = ga.distributed.shard(GRAPHS[name](random.Random(0), 0, 0), group, order="runs")

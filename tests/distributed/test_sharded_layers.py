@@ -4,6 +4,7 @@ import pytest
 from sharded_cases import (
     DIM,
     GRAPHS,
+    bytes_are_those_of_the_plan,
     every_layer_over,
     global_tokens_sent,
     poisoned,
@@ -42,3 +43,8 @@ def test_a_causal_window_of_256_sends_255_rows_over_every_border(ranks):
             to_previous[rank - 1] = 255
         assert sent["rows"] == [to_next, to_previous]  # keys and values, then their gradients
         assert sent["numbers"] == 2 * DIM * (sum(to_next) + sum(to_previous))
+
+
+@pytest.mark.long
+def test_bytes_that_are_sent_are_those_of_the_plan(ranks):
+    assert ranks.run(bytes_are_those_of_the_plan, 3) == [len(GRAPHS)] * 3
