@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from graphattn.kernels.bands import one_tensor
 from graphattn.kernels.bands.backward import backward
@@ -14,7 +14,12 @@ from graphattn.kernels.bands.forward import forward
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.bands.top_k import FEW_ROWS, select
-from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
+from graphattn.kernels.shared.configuration import (
+    SHORT_NAMES,
+    Configuration,
+    made,
+    scales,
+)
 from graphattn.kernels.shared.launch import Launch, recording
 
 # Products of a pair of tokens, per feature: two operations each.
@@ -113,25 +118,20 @@ CASES = (
 )  # fmt: skip
 
 
-def configurations() -> list[Configuration]:
-    """Every launch of every case."""
-    return [configuration for case in CASES for configuration in configurations_of(case)]
-
-
-def configurations_of(case: BandCase) -> list[Configuration]:
+def configurations_of(case: BandCase, device: str = "meta") -> list[Configuration]:
     """The launches of one case, in their order."""
-    sequences = torch.tensor(case.sequences)
-    bands = BandSchedule(sequences, "meta", origin=case.table_rows - 1 if case.table_rows else None)
+    sequences, origin = torch.tensor(case.sequences), case.table_rows - 1
+    bands = BandSchedule(sequences, device, origin=origin if case.table_rows else None)
     tokens = int(sequences[:, 1].sum())
-    shape = case.batch, tokens, case.heads, case.features
-    query, key, value = (torch.empty(shape, dtype=case.dtype, device="meta") for _ in range(3))
-    valid = torch.empty(shape[:2], dtype=torch.bool, device="meta") if case.valid else None
-    table = torch.empty(case.table_rows, case.heads, device="meta") if case.table_rows else None
+    B, H = case.batch, case.heads
+    make = partial(made, dtype=case.dtype, device=device)
+    query, key, value = (make(B, tokens, H, case.features) for _ in range(3))
+    valid = make(B, tokens, dtype=torch.bool) if case.valid else None
+    table = make(case.table_rows, H, dtype=torch.float32) if case.table_rows else None
     if case.shared:
         key = value = query
     inputs = BandInputs(
-        query, key, value, torch.empty(case.heads, device="meta"), bands, case.rbf, table,
-        valid, valid,
+        query, key, value, scales(H, device), bands, case.rbf, table, valid, valid
     )  # fmt: skip
     with recording() as launches:
         if case.top_k is not None:
@@ -142,7 +142,7 @@ def configurations_of(case: BandCase) -> list[Configuration]:
 
 def _attend(x: BandInputs, shared: bool) -> None:
     """Forward and backward, as the operator runs them."""
-    d_out: Tensor = torch.empty_like(x.query)
+    d_out = made(*x.query.shape, dtype=x.query.dtype, device=x.query.device.type)
     if shared:
         out, lse, saved = one_tensor.shared_forward(x)
         if one_tensor.has_shared_backward(x, symmetric=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,12 @@ from graphattn.kernels.consensus.inputs import ConsensusInputs
 from graphattn.kernels.consensus.math import LOGITS, WIDE
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared import tuning
-from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
+from graphattn.kernels.shared.configuration import (
+    SHORT_NAMES,
+    Configuration,
+    made,
+    made_indices,
+)
 from graphattn.kernels.shared.launch import Launch, recording
 
 KERNELS = ("consensus_kernel", "consensus_backward_kernel")
@@ -55,34 +61,26 @@ CASES = (
 )
 
 
-def configurations() -> list[Configuration]:
-    """Every launch of every case."""
-    return [configuration for case in CASES for configuration in configurations_of(case)]
-
-
-def configurations_of(case: ConsensusCase) -> list[Configuration]:
+def configurations_of(case: ConsensusCase, device: str = "meta") -> list[Configuration]:
     """The launches of one case, in their order."""
     B, N, H, D = case.batch, case.tokens, case.heads, case.features
     r, xi = case.rank, case.hidden
-
-    def empty(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    make = partial(made, dtype=case.dtype, device=device)
     # Hidden vectors as a batched product over heads leaves them.
     of_target, of_source = (
-        empty(H, B * N, xi).unflatten(1, (B, N)).permute(1, 2, 0, 3) for _ in range(2)
+        make(H, B * N, xi).unflatten(1, (B, N)).permute(1, 2, 0, 3) for _ in range(2)
     )
-    u = empty(B, N, H, D)
+    u = make(B, N, H, D)
     sizes = (H, xi), (H,), (H, xi), (H,), (H, r, D, xi), (H, r, D)
-    network = tuple(empty(*size, dtype=torch.float32) for size in sizes)
-    valid = empty(B, N, dtype=torch.bool) if case.valid else None
+    network = tuple(make(*size, dtype=torch.float32) for size in sizes)
+    valid = make(B, N, dtype=torch.bool) if case.valid else None
     if case.degree:
-        listed = empty(2, N * case.degree, dtype=torch.int64)
-        edges = ConsensusSchedule(N, N, "meta", edge_index=listed)
+        listed = made_indices(2, N * case.degree, below=N, device=device)
+        edges = ConsensusSchedule(N, N, device, edge_index=listed)
     else:
         w = case.window
         moves = (*range(-w, 0), *range(1, w + 1))
-        edges = ConsensusSchedule(N, N, "meta", moves)
+        edges = ConsensusSchedule(N, N, device, moves)
     x = ConsensusInputs(
         of_target,
         of_source,
@@ -97,11 +95,11 @@ def configurations_of(case: ConsensusCase) -> list[Configuration]:
         True,
         UNBOUNDED,
     )
-    d_degree = empty(B, N, H, dtype=torch.float32) if case.degrees else None
+    d_degree = make(B, N, H, dtype=torch.float32) if case.degrees else None
     with recording() as launches:
         forward(x)
         first_of_backward = len(launches)
-        backward(x, torch.empty_like(u), d_degree, network=True)
+        backward(x, make(B, N, H, D), d_degree, network=True)
     return [
         _describe(case, x, launch, "forward" if i < first_of_backward else "backward")
         for i, launch in enumerate(launches)

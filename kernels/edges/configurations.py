@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,13 @@ from graphattn.kernels.edges.forward import forward
 from graphattn.kernels.edges.inputs import EdgeInputs
 from graphattn.kernels.edges.schedule import LONGEST_SEGMENT, EdgeSchedule
 from graphattn.kernels.edges.top_k import select
-from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
+from graphattn.kernels.shared.configuration import (
+    SHORT_NAMES,
+    Configuration,
+    made,
+    made_indices,
+    scales,
+)
 from graphattn.kernels.shared.launch import Launch, recording
 
 # Rows of features that a kernel gathers per edge, and that it reads or writes per token.
@@ -58,23 +65,19 @@ CASES = (
 )
 
 
-def configurations() -> list[Configuration]:
-    """Every launch of every case."""
-    return [configuration for case in CASES for configuration in configurations_of(case)]
-
-
-def configurations_of(case: EdgeCase) -> list[Configuration]:
+def configurations_of(case: EdgeCase, device: str = "meta") -> list[Configuration]:
     """The launches of one case, in their order, except those that add up parts of split rows."""
     B, N, H, D = case.batch, case.tokens, case.heads, case.features
     if case.listed:
-        edges_of = {"edge_index": torch.empty(2, N * case.degree, dtype=torch.int64, device="meta")}
+        edges_of = {"edge_index": made_indices(2, N * case.degree, below=N, device=device)}
     else:
-        edges_of = {"neighbors": torch.empty(N, case.degree, dtype=torch.int64, device="meta")}
-    query, key, value = (torch.empty(B, N, H, D, dtype=case.dtype, device="meta") for _ in range(3))
-    valid = torch.empty(B, N, dtype=torch.bool, device="meta") if case.valid else None
-    bias = torch.empty(N * case.degree, H, device="meta") if case.bias else None
+        edges_of = {"neighbors": made_indices(N, case.degree, below=N, device=device)}
+    make = partial(made, dtype=case.dtype, device=device)
+    query, key, value, d_out = (make(B, N, H, D) for _ in range(4))
+    valid = make(B, N, dtype=torch.bool) if case.valid else None
+    bias = make(N * case.degree, H, dtype=torch.float32) if case.bias else None
     x = EdgeInputs(
-        query, key, value, torch.empty(H, device="meta"), EdgeSchedule(N, N, **edges_of), case.rbf,
+        query, key, value, scales(H, device), EdgeSchedule(N, N, **edges_of), case.rbf,
         bias, valid, valid,
     )  # fmt: skip
     with recording() as launches:
@@ -85,7 +88,7 @@ def configurations_of(case: EdgeCase) -> list[Configuration]:
             x,
             out,
             saved,
-            torch.empty_like(out),
+            d_out,
             None,
             scale_gradient=case.rbf,
             bias_gradient=case.bias,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from graphattn.kernels.generation.step import window_step
-from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
+from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration, made
 from graphattn.kernels.shared.launch import Launch, recording
 
 
@@ -47,18 +48,16 @@ CASES = (
 )
 
 
-def configurations() -> list[Configuration]:
-    """One launch a case."""
-    return [_describe(case, _launch_of(case)) for case in CASES]
+def configurations_of(case: StepCase, device: str = "meta") -> list[Configuration]:
+    """The one launch of a case."""
+    return [_describe(case, _launch_of(case, device))]
 
 
-def _launch_of(case: StepCase) -> Launch:
-    def empty(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+def _launch_of(case: StepCase, device: str) -> Launch:
+    make = partial(made, dtype=case.dtype, device=device)
     B, W, H, Hk, D = case.batch, case.window, case.heads, case.kv_heads, case.features
-    query, key, keys = empty(B, H, D), empty(B, Hk, D), empty(B * Hk, W, D)
-    value, values = (key, keys) if case.shared else (empty(B, Hk, D), empty(B * Hk, W, D))
+    query, key, keys = make(B, H, D), make(B, Hk, D), make(B * Hk, W, D)
+    value, values = (key, keys) if case.shared else (make(B, Hk, D), make(B * Hk, W, D))
     with recording() as launches:
         window_step(
             query,
@@ -69,10 +68,10 @@ def _launch_of(case: StepCase) -> Launch:
             first=1,
             held=W,
             window=W,
-            log_sigma=empty(H, dtype=torch.float32) if case.rbf else None,
+            log_sigma=make(H, dtype=torch.float32) if case.rbf else None,
             top_k=case.top_k,
-            valid=empty(B, dtype=torch.bool) if case.valid else None,
-            valids=empty(B, W, dtype=torch.bool) if case.valid else None,
+            valid=make(B, dtype=torch.bool) if case.valid else None,
+            valids=make(B, W, dtype=torch.bool) if case.valid else None,
         )
     (launch,) = launches
     return launch

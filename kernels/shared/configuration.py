@@ -1,6 +1,7 @@
-"""The launches that matter most, at their real sizes, recorded without a device.
+"""The launches that matter most, at their real sizes, recorded without starting them.
 
-Ahead-of-time compilation and predictions read these (``python -m graphattn.kernels.check``).
+Ahead-of-time compilation and predictions read these (``python -m graphattn.kernels.check``), of
+tensors without memory. On a GPU, the same launches are timed (``make gpu STEP=times``).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from graphattn.kernels.shared.launch import Launch
 
@@ -27,3 +29,24 @@ class Configuration(NamedTuple):
     gathered: float = 0.0  # bytes that are read again and again, at best from the cache
     passes: tuple[float, ...] = ()  # passes through each innermost loop with products, in order
     programs: float = 0.0  # with `passes`: how often the code outside of those loops is run
+
+
+def made(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Make a tensor for a launch: normal numbers, or True for masks; on "meta" it has no values."""
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def made_indices(*shape: int, below: int, device: str) -> Tensor:
+    """Make random indices, of tokens; on "meta" they have no values."""
+    if device == "meta":
+        return torch.empty(shape, dtype=torch.int64, device=device)
+    return torch.randint(below, shape, device=device)
+
+
+def scales(heads: int, device: str) -> Tensor:
+    """Make the scale of every head, with which logits of normal tokens are of usual size."""
+    return torch.full((heads,), 0.125, device=device)

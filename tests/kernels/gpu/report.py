@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from graphattn.bench.cases.case import BOTH
 from graphattn.bench.reporting.record import OURS
 from graphattn.bench.reporting.record import Row as Timed
-from graphattn.kernels.check.report import table
+from graphattn.kernels.check.report import microseconds, table
 
-from . import benchmark, parity, sanitizer, tune
+from . import benchmark, parity, sanitizer, times, tune
 from .session import ROOT, Progress, Session
 
-STEPS = {step.__name__.rpartition(".")[2]: step for step in (parity, sanitizer, benchmark, tune)}
+STEPS = {step.__name__.rpartition(".")[2]: step for step in (parity, times, sanitizer, benchmark, tune)}
 NO_TIME = "emulated, no time"
 FACTS = ("hardware", "driver", "torch", "triton", "python", "commit", "sources", "size", "date")
 
@@ -73,6 +73,8 @@ def lines(session: Session) -> Iterator[str]:
     yield from table(("step", "state"), [(n, str(p)) for n, p in states(session).items()])
     yield from ("", "## Parity with float64", "")
     yield from parity_lines(session)
+    yield from ("", "## Times of launches", "")
+    yield from times_lines(session)
     yield from ("", "## Sanitizer", "")
     yield from sanitizer_lines(session)
     yield from ("", "## Benchmark", "")
@@ -108,6 +110,23 @@ def parity_lines(session: Session) -> Iterator[str]:
         for found in row["findings"]:
             yield f"- {row['job']}: {one_line(found)}"
     for job, row in session.rows("parity").ended().items():
+        if "error" in row:
+            yield f"- FAILED: {job}: {one_line(row['error'])}"
+
+
+def times_lines(session: Session) -> Iterator[str]:
+    """Times of the launches that are predicted, and where they are compared."""
+    rows = session.rows("times")
+    if skipped := times.progress(session).skipped:
+        yield f"Skipped: {skipped}."
+        return
+    cells = [(row["name"], microseconds(row["seconds"])) for row in rows.all() if "seconds" in row]
+    yield from table(("launch", "microseconds"), cells) if cells else ["Not run."]
+    yield ""
+    yield (
+        "`python -m graphattn.kernels.check --measured times.jsonl` shows them beside predictions."
+    )
+    for job, row in rows.ended().items():
         if "error" in row:
             yield f"- FAILED: {job}: {one_line(row['error'])}"
 

@@ -29,7 +29,7 @@ PROBLEMS = (  # together they start every kernel
 )  # fmt: skip
 TINY = ("bands: heads of 7, bf16", "edges: bias of every edge, bf16")
 SECONDS = 240.0
-AT_ONCE = 4  # a checked process is slow, and holds much memory
+AT_ONCE = 8  # a checked process is slow, and holds much memory
 FOUND = 86  # the exit code for findings
 # memcheck and synccheck end with the first, racecheck with the second.
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")

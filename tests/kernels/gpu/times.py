@@ -1,0 +1,86 @@
+"""Times: every launch that is predicted without a device, alone on one.
+
+`python -m graphattn.kernels.check` predicts how long these launches take. Here the same launches
+run, with random values, one process at a time. What they compute is checked by `parity`. On the
+emulator a launch of real size would take hours, so there this step is skipped.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+
+from graphattn.kernels.check.families import cases
+from graphattn.kernels.shared import launch
+
+from .jobs import run_jobs
+from .session import Machine, Progress, Row, Session
+
+SECONDS = 120.0  # of a case
+SAMPLES = 15
+LONG = 0.05  # seconds of a launch; then a few samples are enough
+FLUSHED = 256 * 2**20  # bytes that are written between two samples, more than any cache has
+
+
+def jobs() -> list[str]:
+    """Names of the cases."""
+    return list(cases())
+
+
+def run(session: Session) -> None:
+    """Time what is left, by one process: others would take the GPU's time."""
+    if session.machine.is_emulated:
+        session.rows("times").add({"skipped": "the emulator has no time"})
+        return
+    run_jobs(__name__, jobs(), session, processes=1, seconds=SECONDS)
+
+
+def work(name: str, known: list[Row], machine: Machine, size: str) -> Iterator[Row]:
+    """Yield the time of every launch of a case."""
+    for configuration in cases()[name](machine.tensors):
+        one = configuration.launch
+        yield {"name": configuration.name, "seconds": seconds_of(one)}
+
+
+def seconds_of(one: launch.Launch) -> float:
+    """The median time of a launch whose data is not in the cache."""
+    return median_of(lambda: start(one))
+
+
+def start(one: launch.Launch) -> None:
+    """Start a recorded launch on the device."""
+    launch.launch(
+        one.kernel, one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
+        fp_fusion=one.fp_fusion, **one.arguments,
+    )  # fmt: skip
+
+
+def median_of(begin: Callable[[], object], samples: int = SAMPLES) -> float:
+    """The median time on the GPU, in seconds, of what a function starts there."""
+    cache = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
+    found: list[float] = []
+    for i in range(3 + samples):
+        cache.zero_()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        begin()
+        last.record()
+        torch.cuda.synchronize()
+        seconds = first.elapsed_time(last) / 1000
+        if i >= 3:
+            found.append(seconds)
+        if seconds > LONG and len(found) >= 3:
+            break
+    return statistics.median(found)
+
+
+def progress(session: Session) -> Progress:
+    """How many cases have been timed."""
+    rows = session.rows("times")
+    names, ended = jobs(), rows.ended()
+    wrong = sum("error" in ended.get(name, {}) for name in names)
+    skipped = [row["skipped"] for row in rows.all() if "skipped" in row]
+    done = sum(name in ended for name in names)
+    return Progress(done, len(names), wrong, skipped[-1] if skipped and not done else "")
