@@ -31,8 +31,8 @@ from graphattn.kernels.bands.math import (
     edges_to,
     first_row,
     half_square,
-    is_edge,
     is_kept,
+    is_unsound,
     load_affinities,
     load_bias,
     load_center,
@@ -42,10 +42,10 @@ from graphattn.kernels.bands.math import (
     poisoned,
     row_pointers,
     store_features,
+    within_reach,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
-from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import side_by_side
 from graphattn.kernels.shared.precision import add_product, product
 from graphattn.kernels.shared.row_dots import row_dots
@@ -56,7 +56,7 @@ def d_query_tile(
     b_d_query, b_pulled, b_d_scale, b_query, b_d_out, b_saved, b_delta, b_center, i_scale,
     key, value, sources, pairs, i_row, i_column, own,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
-    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDED: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
     SCALE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Adds the share of the sources i_column, i_column + 1, ... in the gradients of a tile.
@@ -90,7 +90,7 @@ def d_query_tile(
     # [ROWS, COLUMNS]
     b_d_weight = product(b_d_out, tl.trans(b_value), PRECISION)
     b_d_logit = b_weight * (b_d_weight - b_delta[:, None])
-    if MASKED:
+    if CAREFUL:
         b_d_logit = tl.where(b_logit == float("-inf"), 0.0, b_d_logit)
         if SCALE_GRADIENT:
             b_affinity = tl.where(b_logit == float("-inf"), 0.0, b_affinity)
@@ -110,11 +110,15 @@ def d_query_tile(
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def d_query_kernel(
     query, key, value, d_out, p_saved, p_delta, p_d_query, p_d_scale, p_scale, p_half_square,
-    p_center, p_table, p_kept, p_valid_target, p_valid_source, bands, N, M, H, num_tiles, origin,
-    num_words, REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    p_center, p_table, p_kept, p_valid_target, p_valid_source, p_again, bands, N, M, H, num_tiles,
+    origin, num_words,
+    REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
+    PARTS: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_query [B, N, H, D], and every tile's share of d_scale [B, tiles, H] unless that is None."""
+    if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
+        if tl.load(p_again + tl.program_id(0)) == 0:
+            return
     i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
     i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
@@ -170,8 +174,10 @@ def d_query_kernel(
             b_d_query, b_pulled, b_d_scale = d_query_tile(
                 b_d_query, b_pulled, b_d_scale, b_query, b_d_out, b_saved, b_delta, b_center,
                 i_scale, key, value, sources, pairs, i_row, i_column, own, ROWS, COLUMNS, RBF,
-                bands.HOLES, bands.STRIDED, i_part != 1, PRECISION, p_d_scale is not None,
+                bands.HOLES, bands.STRIDED, i_part != 1, CAREFUL, PRECISION, p_d_scale is not None,
             )  # fmt: skip
+    if p_again is not None and not CAREFUL:
+        tl.store(p_again + tl.program_id(0), is_unsound(b_d_query))
 
     m_alive = m_row & (b_saved != float("inf"))  # rows with edges
     if RBF:
@@ -192,7 +198,8 @@ def d_source_tile(
     b_d_key, b_d_value, b_pulled, b_key, b_value, b_half_square, b_center, i_scale, o_column,
     query, d_out, targets, pairs, i_row, i_column, own,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
-    STRIDED: tl.constexpr, MASKED: tl.constexpr, REPEATS: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDED: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, REPEATS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the share of the targets i_row, i_row + 1, ... in the gradients of a tile of sources.
 
@@ -222,9 +229,12 @@ def d_source_tile(
         b_affinity = b_affinity - b_half_square[:, None]
     b_logit = b_affinity * (i_scale * LOG2E) - b_saved[None, :]
     if MASKED:
-        # An empty row, whose saved log-sum is +inf, has no edges, also where it holds NaN.
-        o_seen = tl.where(m_row & (b_saved != float("inf")), o_row, -NOWHERE)
-        m_edge = is_edge(o_seen[None, :], o_column[:, None], own, HOLES)
+        # Seen from a source, before and after change their places, and hops their sign.
+        m_edge = within_reach(
+            o_column, i_row, own.n_targets, own.n_after, own.n_before, -own.i_hole, ROWS, HOLES
+        )  # fmt: skip
+        if CAREFUL:  # an empty row, whose saved log-sum is +inf, has no edges if it holds NaN
+            m_edge = m_edge & (b_saved != float("inf"))[None, :]
         if pairs.p_kept is not None:
             m_edge = m_edge & is_kept(pairs, o_row, i_column, own, COLUMNS, 1)
     if pairs.p_table is not None:
@@ -237,7 +247,7 @@ def d_source_tile(
     b_d_logit = b_weight * (b_d_weight - b_delta[None, :])
     if REPEATS > 1:  # each query head of this key head has its own scale
         b_d_logit = b_d_logit * i_scale
-    if MASKED:
+    if CAREFUL:
         b_query, _ = cleaned(b_query)
         b_d_out, m_bad = cleaned(b_d_out)
         b_weight = poisoned(b_weight, b_logit, m_bad)
@@ -255,11 +265,14 @@ def d_source_tile(
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def d_source_kernel(
     query, key, value, d_out, p_saved, p_delta, p_d_key, p_d_value, p_scale, p_center, p_table,
-    p_kept, p_valid_target, p_valid_source, bands, N, M, H, num_tiles, origin, num_words,
+    p_kept, p_valid_target, p_valid_source, p_again, bands, N, M, H, num_tiles, origin, num_words,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_key [B, M, Hk, D] and d_value [B, M, Hk, DV], summed over the query heads of a key head."""
+    if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
+        if tl.load(p_again + tl.program_id(0)) == 0:
+            return
     Hk = H // REPEATS
     i_b, i_key_head, i_tile, i_column, own = own_tile(
         bands.p_tiles, bands.p_sequences, num_tiles, Hk
@@ -313,8 +326,11 @@ def d_source_kernel(
                 b_d_key, b_d_value, b_pulled = d_source_tile(
                     b_d_key, b_d_value, b_pulled, b_key, b_value, b_half_square, b_center, i_scale,
                     o_column, query, d_out, targets, pairs, i_row, i_column, own, ROWS, COLUMNS,
-                    RBF, bands.HOLES, bands.STRIDED, i_part != 1, REPEATS, PRECISION,
+                    RBF, bands.HOLES, bands.STRIDED, i_part != 1, CAREFUL, REPEATS, PRECISION,
                 )  # fmt: skip
+    if p_again is not None and not CAREFUL:
+        i_again = tl.maximum(is_unsound(b_d_key), is_unsound(b_d_value))
+        tl.store(p_again + tl.program_id(0), i_again)
     if RBF:
         if PARTS == 1:
             b_d_key = b_d_key - b_pulled[:, None] * b_key.to(tl.float32)
@@ -373,13 +389,12 @@ def backward(
     choice = tuning.choose("d_query", x.query.dtype, x.width, x.bands.window)
     tiles = x.of_tiles("targets", choice)
     shares = x.scale.new_empty(B, tiles["num_tiles"], H) if scale_gradient else None
-    launch(
+    x.start(
         d_query_kernel,
-        (B * H * tiles["num_tiles"],),
+        B * H * tiles["num_tiles"],
         p_d_query=d_query,
         p_d_scale=shares,
-        # With top_k's bits, the kernel has no registers left for pointers to stored half squares.
-        p_half_square=x.half_squares(choice.rows, choice.columns) if x.kept is None else None,
+        p_half_square=x.half_squares(),
         PARTS=x.parts(choice.rows, choice.columns),
         **upstream,
         **tiles,
@@ -387,9 +402,9 @@ def backward(
     )
     choice = tuning.choose("d_source", x.query.dtype, x.width, x.bands.window)
     tiles = x.of_tiles("sources", choice)
-    launch(
+    x.start(
         d_source_kernel,
-        (B * x.key.shape[2] * tiles["num_tiles"],),
+        B * x.key.shape[2] * tiles["num_tiles"],
         p_d_key=d_key,
         p_d_value=d_value,
         PARTS=x.parts(choice.rows, choice.columns),

@@ -29,6 +29,7 @@ from graphattn.kernels.bands.math import (
     first_row,
     half_square,
     is_kept,
+    is_unsound,
     load_affinities,
     load_bias,
     load_center,
@@ -40,7 +41,6 @@ from graphattn.kernels.bands.math import (
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
-from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.precision import add_product
 
 
@@ -48,7 +48,7 @@ from graphattn.kernels.shared.precision import add_product
 def attend_tile(
     b_out, b_sum, b_max, b_query, b_center, i_scale, key, value, sources, pairs, i_row, i_column,
     own, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
-    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDED: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the sources i_column, i_column + 1, ... to the running sums of a tile of targets.
 
@@ -91,7 +91,7 @@ def attend_tile(
     b_value = load_features(
         sources.p_value, value, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
     )
-    if MASKED:
+    if CAREFUL:
         b_value, m_bad = cleaned(b_value)
         b_weight = poisoned(b_weight, b_affinity, m_bad)
     # [ROWS, BLOCK_DV]
@@ -102,14 +102,17 @@ def attend_tile(
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def band_forward_kernel(
     query, key, value, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_table, p_kept,
-    p_valid_target, p_valid_source, bands, N, M, H, num_tiles, origin, num_words,
+    p_valid_target, p_valid_source, p_again, bands, N, M, H, num_tiles, origin, num_words,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, DV], log-sums [B, H, N] and base-2 log-sums for the backward [B, H, N].
 
     The last are +inf for empty rows. For RBF they lack the term -||q||^2 / 2, unless centred.
     """
+    if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
+        if tl.load(p_again + tl.program_id(0)) == 0:
+            return
     i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
     i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
@@ -162,8 +165,10 @@ def band_forward_kernel(
             b_out, b_sum, b_max = attend_tile(
                 b_out, b_sum, b_max, b_query, b_center, i_scale, key, value, sources, pairs, i_row,
                 i_column, own, ROWS, COLUMNS, RBF, bands.HOLES, bands.STRIDED, i_part != 1,
-                PRECISION,
+                CAREFUL, PRECISION,
             )  # fmt: skip
+    if p_again is not None and not CAREFUL:
+        tl.store(p_again + tl.program_id(0), is_unsound(b_out))
 
     o_row = i_row + tl.arange(0, ROWS)
     m_row = o_row < own.n_targets
@@ -203,13 +208,13 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
     saved = torch.empty_like(lse)
     choice = tuning.choose("forward", x.query.dtype, x.width, x.bands.window)
     tiles = x.of_tiles("targets", choice)
-    launch(
+    x.start(
         band_forward_kernel,
-        (B * H * tiles["num_tiles"],),
+        B * H * tiles["num_tiles"],
         p_out=out,
         p_lse=lse,
         p_saved=saved,
-        p_half_square=x.half_squares(choice.rows, choice.columns),
+        p_half_square=x.half_squares(),
         PARTS=x.parts(choice.rows, choice.columns),
         **tiles,
         **x.common(),

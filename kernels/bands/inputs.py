@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphattn.kernels.bands.arguments import BandTables, TokenRows
 from graphattn.kernels.bands.schedule import BandSchedule, Side
+from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
 from graphattn.kernels.shared.row_dots import row_dots
@@ -69,15 +70,15 @@ class BandInputs:
         """
         return self.rbf and self.query.dtype == torch.float32
 
-    def half_squares(self, rows: int, columns: int) -> Tensor | None:
-        """||k||^2 / 2 [B, Hk, M] if some tiles may need no mask; None if kernels compute it.
+    def half_squares(self) -> Tensor | None:
+        """||k||^2 / 2 [B, Hk, M]; None where kernels need none, or compute it from a centre.
 
-        In a loop without masks, a tile of keys stays in shared memory, where matrix products read
-        it. If threads read it there as well, Triton (3.4 to 3.9) has the next tile copied over it
-        before the product is done, on Hopper: ``make emulate`` found that. Besides, many programs
-        read each key in long windows, and its square is better computed once.
+        A tile of keys stays in shared memory, where matrix products read it. If threads read it
+        there as well, Triton (3.4 to 3.9) has the next tile copied over it before the product is
+        done, on Hopper: ``make emulate`` found that. Besides, many programs read each key, and its
+        square is better computed once.
         """
-        if self.rbf and not self.is_centered and self.bands.window >= rows + columns - 1:
+        if self.rbf and not self.is_centered:
             return row_dots(self.key, self.key, 0.5)
         return None
 
@@ -161,12 +162,35 @@ class BandInputs:
         - ROWS, COLUMNS: targets and sources of a tile, in this order, also where the sources are a
           program's own and it goes over the targets.
         - PARTS: parts of the loop over tiles, 3 or 1 (`parts`).
+        - CAREFUL: whether NaN and infinity are kept from tokens that do not see them (`start`).
         - MASKED, of functions that the kernels call: some pairs of this tile may not be edges. In
           three parts, all tiles but those of the middle part are MASKED.
         """
         kept = self.kept
         num_words = 0 if kept is None else kept.shape[-1]
         return self._common | {"p_kept": kept, "num_words": num_words}
+
+    def start(self, kernel: Any, programs: int, **arguments: Any) -> None:
+        """Starts a kernel, and once more for programs whose sums are NaN or infinite.
+
+        A product of tiles multiplies every pair, also pairs that are no edges and have weight 0;
+        and 0 * NaN is NaN. It would cost much to clean every tile that needs a mask, and NaN is
+        rare. So a program notes in `p_again` [programs] whether its sums are unsound; the second
+        launch, with CAREFUL, computes those again, and its other programs end at once.
+        """
+        grid = (programs,)
+        if self.sees_all:
+            launch(kernel, grid, p_again=None, CAREFUL=False, **arguments)
+            return
+        again = torch.empty(grid, dtype=torch.int32, device=self.query.device)
+        launch(kernel, grid, p_again=again, CAREFUL=False, **arguments)
+        launch(kernel, grid, p_again=again, CAREFUL=True, **(arguments | {"PARTS": 1}))
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every target sees all sources of its sequence, so none has to be kept from it."""
+        plain = self.valid_source is None and self.valid_target is None and self.kept is None
+        return plain and self.bands.is_complete
 
     def of_tiles(self, side: Side, choice: Choice) -> dict[str, Any]:
         """The arguments about the tiles of one side, in the sizes of a choice."""

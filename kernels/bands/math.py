@@ -189,6 +189,13 @@ def cleaned(b_x):
 
 
 @triton.jit
+def is_unsound(b_x):
+    """Whether a tile [rows, columns] holds NaN or infinity somewhere: 1 or 0."""
+    b_zero = tl.sum(b_x * 0.0, axis=1)
+    return tl.max((b_zero != 0.0).to(tl.int32), axis=0)
+
+
+@triton.jit
 def poisoned(b_weight, b_logit, m_bad):
     """Weights with NaN at edges whose second end is in `m_bad`, from :func:`cleaned`.
 
@@ -217,18 +224,40 @@ def is_edge(o_target, o_source, own, HOLES: tl.constexpr):
 
 
 @triton.jit
+def within_reach(
+    o_own, i_other, n_other, n_before, n_after, i_hole, COUNT: tl.constexpr, HOLES: tl.constexpr
+):  # fmt: skip
+    """Whether tokens `o_own` [OWN] have edges with i_other, i_other + 1, ...: [OWN, COUNT].
+
+    They have edges with those from `n_before` places before them to `n_after` after them, which are
+    fewer than `n_other`; those that have none are at NOWHERE, or -NOWHERE. What :func:`is_edge`
+    says of a pair is said of a row here, so that a pair takes one addition and one comparison of
+    unsigned numbers: a row has `n_row` edges from `o_first` on. `i_hole` is -2 times a hop that is
+    left out (the other token minus the own one), or odd.
+    """
+    o_first = tl.maximum(o_own - n_before, 0)
+    n_row = tl.maximum(tl.minimum(o_own + n_after + 1, n_other) - o_first, 0)
+    o_place = (i_other - o_first)[:, None] + tl.arange(0, COUNT)[None, :]
+    m_edge = o_place.to(tl.uint32) < n_row.to(tl.uint32)[:, None]
+    if HOLES:
+        m_edge = m_edge & (2 * o_place != (2 * (o_own - o_first) - i_hole)[:, None])
+    return m_edge
+
+
+@triton.jit
 def edges_to(
     o_row, i_column, own, p_valid,
     COLUMNS: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
     """Whether targets `o_row` [ROWS] see sources i_column, i_column + 1, ...: [ROWS, COLUMNS]."""
-    o_column = i_column + tl.arange(0, COLUMNS)
-    m_column = o_column < own.n_sources
+    m_edge = within_reach(
+        o_row, i_column, own.n_sources, own.n_before, own.n_after, own.i_hole, COLUMNS, HOLES
+    )  # fmt: skip
     if p_valid is not None:
+        m_column = i_column + tl.arange(0, COLUMNS) < own.n_sources
         p_rows = row_pointers(p_valid, i_column, own.i_step, COLUMNS, STRIDED)
-        m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
-    o_seen = tl.where(m_column, o_column, NOWHERE)
-    return is_edge(o_row[:, None], o_seen[None, :], own, HOLES)
+        m_edge = m_edge & (tl.load(p_rows, mask=m_column, other=0) != 0)[None, :]
+    return m_edge
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from graphattn.kernels.bands.math import (
     first_row,
     half_square,
     half_squares,
+    is_unsound,
     load_center,
     load_features,
     own_tile,
@@ -41,7 +42,6 @@ from graphattn.kernels.bands.math import (
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E
-from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import side_by_side
 from graphattn.kernels.shared.precision import add_product, product
 from graphattn.kernels.shared.row_dots import row_dots
@@ -82,7 +82,7 @@ def shared_tile(
     b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square, p_valid,
     i_row, i_column, own,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the tokens i_column, i_column + 1, ... to the sums of a tile of ROWS tokens.
 
@@ -103,6 +103,7 @@ def shared_tile(
         o_row = i_row + tl.arange(0, ROWS)
         m_edge = edges_to(o_row, i_column, own, p_valid, COLUMNS, False, STRIDED)
         b_log = tl.where(m_edge, b_log, float("-inf"))
+    if CAREFUL:
         # A token that holds NaN has a weight of NaN at every edge, so its own NaN is not needed.
         b_other, _ = cleaned(b_other)
     # [ROWS, COLUMNS], [ROWS] and [ROWS, BLOCK_D]
@@ -114,14 +115,18 @@ def shared_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_forward_kernel(
-    x, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_valid, bands, N, H, num_tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    x, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_valid, p_again, bands, N, H,
+    num_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, D], log Z [B, H, N], and base-2 log-sums for the backward [B, H, N].
 
     The last are those that :mod:`graphattn.kernels.bands.forward` stores: without the term
     -||x_i||^2 / 2 unless centred, and +inf for rows without edges.
     """
+    if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
+        if tl.load(p_again + tl.program_id(0)) == 0:
+            return
     i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_token, i_numbers = i_b * N + own.i_first_source, (i_b * H + i_h) * N + own.i_first_source
     if p_half_square is not None:
@@ -149,8 +154,11 @@ def shared_forward_kernel(
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum = shared_tile(
                 b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square,
-                p_valid, i_row, i_column, own, ROWS, COLUMNS, bands.STRIDED, i_part != 1, PRECISION,
+                p_valid, i_row, i_column, own, ROWS, COLUMNS, bands.STRIDED, i_part != 1, CAREFUL,
+                PRECISION,
             )  # fmt: skip
+    if p_again is not None and not CAREFUL:
+        tl.store(p_again + tl.program_id(0), is_unsound(b_out))
 
     o_row = i_row + tl.arange(0, ROWS)
     m_row = o_row < own.n_sources
@@ -186,7 +194,7 @@ def shared_backward_tile(
     b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta, b_center,
     i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse, p_delta, p_valid, i_row, i_column, own,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the share of the pairs with tokens i_column, i_column + 1, ... in a tile's gradient.
 
@@ -222,18 +230,20 @@ def shared_backward_tile(
     b_back = product(b_x, tl.trans(b_d_other), PRECISION)  # dy_j . x_i
     if MASKED:
         m_edge = edges_to(o_row, i_column, own, p_valid, COLUMNS, False, STRIDED)
-        b_log = tl.where(m_edge, b_log, float("-inf"))
+        b_kernel = tl.exp2(tl.where(m_edge, b_log, float("-inf")))
+    else:
+        b_kernel = tl.exp2(b_log)
+    if CAREFUL:
         b_other, _ = cleaned(b_other)
         b_d_other, m_bad = cleaned(b_d_other)
-    b_kernel = tl.exp2(b_log)
     b_weight = b_kernel * b_other_inverse[None, :]  # K_ij / Z_j
     # sigma^2 G_ij
     b_pull = b_kernel * b_inverse[:, None] * (b_there - b_delta[:, None])
     b_pull = b_pull + b_weight * (b_back - b_other_delta[None, :])
-    if MASKED:
-        b_weight = poisoned(b_weight, b_log, m_bad)
-        b_pull = tl.where(b_log == float("-inf"), 0.0, b_pull)
-        b_log = tl.where(b_log == float("-inf"), 0.0, b_log)
+    if CAREFUL:
+        b_weight = poisoned(b_weight, tl.where(m_edge, 0.0, float("-inf")), m_bad)
+        b_pull = tl.where(m_edge, b_pull, 0.0)
+        b_log = tl.where(m_edge, b_log, 0.0)
     b_d_scale += tl.sum(b_pull * b_log, axis=1)
     b_rounded = (b_pull * i_scale).to(b_other.dtype)
     b_pulled += tl.sum(b_rounded.to(tl.float32), axis=1)
@@ -245,11 +255,14 @@ def shared_backward_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_backward_kernel(
-    x, d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half_square, p_center, p_valid, bands,
-    N, H, num_tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    x, d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half_square, p_center, p_valid, p_again,
+    bands, N, H, num_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_x [B, N, H, D], and every tile's share of d_scale [B, tiles, H]; symmetric graphs."""
+    if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
+        if tl.load(p_again + tl.program_id(0)) == 0:
+            return
     i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_token, i_numbers = i_b * N + own.i_first_source, (i_b * H + i_h) * N + own.i_first_source
     if p_half_square is not None:
@@ -297,8 +310,10 @@ def shared_backward_kernel(
                 b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta,
                 b_center, i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse + i_numbers,
                 p_delta + i_numbers, p_valid, i_row, i_column, own, ROWS, COLUMNS, bands.STRIDED,
-                i_part != 1, PRECISION,
+                i_part != 1, CAREFUL, PRECISION,
             )  # fmt: skip
+    if p_again is not None and not CAREFUL:
+        tl.store(p_again + tl.program_id(0), is_unsound(b_d_x))
 
     if i_borders[0] < i_borders[PARTS]:
         # The tile is loaded again, because holding it takes registers, and in a branch, because
@@ -341,7 +356,7 @@ def shared_forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
     choice = tuning.choose("shared_forward", x.query.dtype, x.width, x.bands.window)
-    launch(shared_forward_kernel, **_arguments(x, choice), p_out=out, p_lse=lse, p_saved=saved)
+    x.start(shared_forward_kernel, **_arguments(x, choice), p_out=out, p_lse=lse, p_saved=saved)
     return out, lse, saved
 
 
@@ -360,7 +375,7 @@ def shared_backward(
     choice = tuning.choose("shared_backward", x.query.dtype, x.width, x.bands.window)
     arguments = _arguments(x, choice)
     shares = x.scale.new_empty(B, arguments["num_tiles"], H)
-    launch(
+    x.start(
         shared_backward_kernel,
         **arguments,
         d_out=TokenRows.of(d_out),
@@ -377,10 +392,10 @@ def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
     B, _, H, _ = x.query.shape
     common, tiles = x.common(), x.of_tiles("targets", choice)
     return {
-        "grid": (B * H * tiles["num_tiles"],),
+        "programs": B * H * tiles["num_tiles"],
         "x": common["query"],
         "p_valid": common["p_valid_source"],
-        "p_half_square": x.half_squares(choice.rows, choice.columns),
+        "p_half_square": x.half_squares(),
         "PARTS": x.parts(choice.rows, choice.columns),
         **tiles,
         **{name: common[name] for name in ("p_scale", "N", "H", "PRECISION")},

@@ -47,6 +47,8 @@ class BandSchedule:
         _, targets, _, sources, step, before, after, hole = sequences.unbind(1)
         self.is_strided = bool((step != 1).any())
         self.has_holes = bool((hole != 1).any())
+        sees_all = (before >= targets - 1) & (after >= sources - 1)
+        self.is_complete = bool(sees_all.all()) and not self.has_holes
         # The most tokens of one side that a token of the other can have edges with.
         reach = torch.minimum(before + after + 1, torch.maximum(targets, sources))
         self.window = int(reach.max()) if len(reach) else 0

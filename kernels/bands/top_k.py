@@ -639,7 +639,7 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     launch(
         band_select_kernel,
         (B * H * tiles["num_tiles"],),
-        p_half_square=x.half_squares(choice.rows, choice.columns),
+        p_half_square=x.half_squares(),
         top_k=min(top_k, x.bands.window),
         CHUNKS=chunks,
         PARTS=1 if x.is_centered else x.parts(choice.rows, choice.columns),

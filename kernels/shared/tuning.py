@@ -35,24 +35,41 @@ class Choice(NamedTuple):
 
 Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
 
-# Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time. A
-# program waits for its products, so sizes with which two programs fit on a multiprocessor are best:
-# one computes while the other waits. Four warps may have all registers that a thread can have.
+# Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time.
 HOPPER: Table = {
-    "forward": {64: Choice(128, 32, 4, 2), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2)},
-    "d_query": {128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
-    "d_source": {64: Choice(32, 64, 4, 2), 128: Choice(16, 128, 8, 1), 256: Choice(16, 32, 8, 1)},
+    "forward": {64: Choice(64, 128, 4, 2), 128: Choice(128, 64, 8, 3), 256: Choice(64, 32, 4, 2)},
+    "d_query": {64: Choice(64, 64, 4, 3), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
+    "d_source": {64: Choice(32, 64, 4, 3), 128: Choice(32, 128, 8, 2), 256: Choice(32, 32, 4, 1)},
     "shared_forward": {
-        64: Choice(128, 32, 4, 2), 128: Choice(64, 32, 4, 2), 256: Choice(64, 32, 8, 2),
+        64: Choice(128, 32, 4, 4), 128: Choice(128, 32, 4, 3), 256: Choice(64, 32, 4, 3),
     },
-    "shared_backward": {
-        64: Choice(64, 32, 4, 3), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 4, 1),
+    "shared_backward": {64: Choice(128, 32, 4, 3), 256: Choice(32, 32, 4, 1)},
+    "d_table": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
+    "band_select": {64: Choice(64, 64, 4, 2), 128: Choice(32, 64, 4, 2), 256: Choice(16, 64, 4, 2)},
+    "consensus": {64: Choice(128, 64, 8, 1), 128: Choice(64, 32, 4, 2), 256: Choice(64, 32, 8, 3)},
+    "consensus_backward": {
+        64: Choice(64, 64, 8, 3), 128: Choice(64, 64, 4, 1), 256: Choice(64, 64, 8, 2),
     },
-    "d_table": {64: Choice(64, 64, 4, 1), 128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
-    "band_select": {256: Choice(64, 32, 4, 2)},
-    "consensus": {64: Choice(128, 32, 8, 1), 256: Choice(64, 64, 8, 2)},
-    "consensus_backward": {64: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 1)},
 }  # fmt: skip
+# Windows of at most SHORT sources: many tiles need a mask there, and smaller ones have fewer pairs
+# that are no edges.
+HOPPER_SHORT: Table = HOPPER | {
+    "forward": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 2)},
+    "d_query": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
+    "d_source": {64: Choice(32, 64, 4, 2), 128: Choice(32, 64, 4, 2), 256: Choice(32, 32, 4, 1)},
+    "shared_forward": {
+        64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 3),
+    },
+    "shared_backward": {64: Choice(64, 32, 4, 3), 256: Choice(32, 32, 4, 1)},
+}  # fmt: skip
+# Windows narrower than NARROW: most pairs of a tile are near a border of the window.
+HOPPER_NARROW: Table = HOPPER_SHORT | {
+    "forward": {128: Choice(64, 16, 4, 3), 256: Choice(64, 32, 4, 2)},
+    "d_query": {128: Choice(64, 16, 4, 3), 256: Choice(64, 32, 4, 1)},
+    "d_source": {128: Choice(32, 64, 4, 3), 256: Choice(32, 32, 4, 1)},
+    "shared_forward": {128: Choice(64, 16, 4, 2), 256: Choice(64, 32, 4, 3)},
+    "shared_backward": {64: Choice(64, 16, 4, 3), 256: Choice(32, 32, 4, 1)},
+}
 # Half precision on Ampere, AMD's GPUs and others.
 OTHERS: Table = {
     "forward": {64: Choice(64, 32, 4, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 8, 1)},
@@ -75,8 +92,8 @@ BLACKWELL: Table = OTHERS | {
     "consensus_backward": {64: Choice(64, 64, 8, 1), 256: Choice(64, 32, 8, 1)},
 }
 SINGLE: Table = {  # float32
-    "forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
-    "d_query": {64: Choice(32, 32, 8, 1), 256: Choice(16, 32, 4, 1)},
+    "forward": {64: Choice(64, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
+    "d_query": {64: Choice(32, 32, 4, 1), 256: Choice(16, 32, 4, 1)},
     "d_source": {64: Choice(32, 32, 8, 1), 256: Choice(32, 16, 4, 1)},
     "shared_forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
     "shared_backward": {256: Choice(16, 32, 4, 1)},
@@ -90,26 +107,26 @@ SINGLE_ON_AMD: Table = SINGLE | {
     "d_source": {256: Choice(16, 32, 4, 1)},
     "consensus_backward": {256: Choice(16, 16, 4, 1)},
 }
-# Edge kernels: a program is one warp, whose threads share the features of a few edges of one row.
-# With several warps or rows, sums go across threads more often: up to twice the instructions.
-OF_EDGES = (
-    "edges_forward", "edges_d_query", "edges_d_source", "edges_select", "sum_messages",
-    "window_step",
-)  # fmt: skip
-TILE_ELEMENTS = 1024  # the most elements of a gathered tile; more spill
-MAX_SLOTS = 32
-FILLS_A_WARP = 256  # elements of a tile, 8 for each of 32 threads
+# Edge kernels: a program is one warp, whose threads share the features of a few edges of some rows.
+# Rows and edges of each at a time, by width of a head; rows with fewer edges are taken by more.
+EDGE_TILES: dict[str, dict[int, tuple[int, int]]] = {
+    "edges_forward": {64: (4, 8), 128: (1, 8), 256: (1, 4)},
+    "edges_d_query": {32: (4, 8), 64: (4, 4), 256: (1, 4)},
+    "edges_d_source": {32: (4, 8), 64: (4, 16), 128: (1, 4), 256: (1, 4)},
+    "edges_select": {32: (4, 16), 64: (2, 16), 256: (1, 16)},
+    "sum_messages": {32: (2, 8), 64: (4, 2), 256: (2, 2)},
+}
+OF_EDGES = (*EDGE_TILES, "window_step")
+TILE_ELEMENTS = 1024
 HELD_ELEMENTS = 16384  # the most elements of the edges whose ranks are held for top-k
 # A step of generation has one row a program, and few programs. So more loads are in flight.
-STEP_ELEMENTS = 4096
+STEP_ELEMENTS = 1024
 STEP_STAGES = 4
 HELD_BY_FOUR_WARPS = 4096  # the most tokens of a window whose ranks four warps hold
 HELD_TOKENS = 8192  # the most tokens of a window with top-k; more spill
 KERNELS = (*HOPPER, *OF_EDGES)
-# In windows narrower than this, most pairs of a tile are near a border of the window, and many are
-# no edges. In smaller tiles fewer pairs are computed in vain.
-NARROW = 64
-OF_NARROW = {"d_source": (32, 64)}
+NARROW = 64  # sources
+SHORT = 512
 
 # Not context variables: on GPUs autograd runs backwards in a thread of its own.
 _override: dict[str, Choice] = {}
@@ -131,13 +148,8 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
     """
     if kernel in _override:
         return _override[kernel]
-    table = _table(dtype)[kernel]
-    choice = next(choice for widest, choice in table.items() if width <= widest)
-    if window < NARROW and architecture() == "sm_90" and kernel != "d_table":
-        rows, columns = OF_NARROW.get(kernel, (64, 32))
-        rows, columns = min(choice.rows, rows), min(choice.columns, columns)
-        choice = choice._replace(rows=rows, columns=columns, num_warps=4)
-    return choice
+    table = _table(dtype, window)[kernel]
+    return next(choice for widest, choice in table.items() if width <= widest)
 
 
 def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
@@ -152,14 +164,17 @@ def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
     if kernel in _override:
         return _override[kernel]
     width, slots = power_of_2(width), power_of_2(math.ceil(degree))
-    if kernel == "edges_select":  # slots for a whole row, except for rows much above average
-        slots = max(1, min(max(slots, 16), 128, HELD_ELEMENTS // width))
-        return Choice(1, slots, min(8, max(1, slots * width // (2 * TILE_ELEMENTS))), 1)
     if kernel == "window_step":
         warps = 4 if slots <= HELD_BY_FOUR_WARPS else 8
         return Choice(1, max(1, min(slots, STEP_ELEMENTS // width)), warps, STEP_STAGES)
-    slots = max(1, min(slots, MAX_SLOTS, TILE_ELEMENTS // width))
-    return Choice(max(1, FILLS_A_WARP // (slots * width)), slots, 1, 1)
+    table = EDGE_TILES[kernel]
+    rows, most = table[min((widest for widest in table if width <= widest), default=max(table))]
+    if kernel == "edges_select":  # slots for a whole row, except for rows much above average
+        slots = max(1, min(max(slots, 16), 128, HELD_ELEMENTS // width))
+        warps = min(8, max(1, slots * width // (2 * TILE_ELEMENTS)))
+        return Choice(rows if slots <= most else 1, slots, warps, 1)
+    slots = min(slots, most)
+    return Choice(rows * most // slots, slots, 1, 1)
 
 
 def power_of_2(number: int) -> int:
@@ -167,11 +182,11 @@ def power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _table(dtype: torch.dtype) -> Table:
+def _table(dtype: torch.dtype, window: int) -> Table:
     if dtype == torch.float32:
         return SINGLE_ON_AMD if is_amd() else SINGLE
     if architecture() == "sm_90":
-        return HOPPER
+        return HOPPER_NARROW if window < NARROW else HOPPER_SHORT if window <= SHORT else HOPPER
     return BLACKWELL if architecture() in ("sm_100", "sm_103") else OTHERS
 
 

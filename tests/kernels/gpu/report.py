@@ -15,7 +15,9 @@ from graphattn.kernels.check.report import microseconds, table
 from . import benchmark, parity, sanitizer, times, tune
 from .session import ROOT, Progress, Session
 
-STEPS = {step.__name__.rpartition(".")[2]: step for step in (parity, times, sanitizer, benchmark, tune)}
+STEPS = {
+    step.__name__.rpartition(".")[2]: step for step in (parity, times, sanitizer, benchmark, tune)
+}
 NO_TIME = "emulated, no time"
 FACTS = ("hardware", "driver", "torch", "triton", "python", "commit", "sources", "size", "date")
 

@@ -41,9 +41,11 @@ KERNELS = {
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ALLOWED = {"bf16": 3e-2, "fp32": 1e-3}  # between results of two sizes of tiles
 WIDTHS = (64, 128, 256)
-OF_EDGES = (32, 64, 128)
+OF_EDGES = (16, 32, 64, 128, 256)
 OTHER_WIDTHS = {"shared_backward": (64,)}  # wider heads take other kernels
-NARROW = ("forward", "d_query", "d_source", "shared_forward", "shared_backward")
+# Kernels whose sizes depend on the window, by the widths of heads that are tried.
+SPANS = {"short": (64, 128), "narrow": (64,)}
+OF_SPANS = ("forward", "d_query", "d_source", "shared_forward", "shared_backward")
 TINY = ("forward, bf16, 32", "edges_forward, bf16, 32")
 SECONDS, ON_EMULATOR = 240.0, 600.0
 ROUNDS = 2  # of a search: around the present choice, and around the best
@@ -54,38 +56,43 @@ Work = Callable[[], list[Tensor]]
 
 
 class Setting(NamedTuple):
-    """A kernel, the precision and width of heads, and whether the window is narrow."""
+    """A kernel, the precision and width of heads, and the window: "short", "narrow", or any."""
 
     kernel: str
     dtype: str
     width: int
-    narrow: bool = False
+    span: str = ""
 
     @classmethod
     def parse(cls, job: str) -> Setting:
         """Read the name of a job: "forward, bf16, 64, narrow"."""
         kernel, dtype, width, *rest = job.split(", ")
-        return cls(kernel, dtype, int(width), bool(rest))
+        return cls(kernel, dtype, int(width), *rest)
 
     def __str__(self) -> str:
-        narrow = ", narrow" if self.narrow else ""
-        return f"{self.kernel}, {self.dtype}, {self.width}{narrow}"
+        return ", ".join(str(part) for part in self if part)
 
 
 def jobs(size: str) -> list[str]:
     """Names of all settings, those of half precision first."""
     if size == "tiny":
         return list(TINY)
-    found = []
+    found: list[Setting] = []
     for dtype in DTYPES:
+        if dtype == "bf16":
+            for span, span_widths in SPANS.items():
+                found += [
+                    Setting(kernel, dtype, width, span)
+                    for kernel in OF_SPANS
+                    for width in span_widths
+                    if width in OTHER_WIDTHS.get(kernel, span_widths)
+                ]
         for kernel in KERNELS:
             is_edge = kernel in tuning.OF_EDGES
             if is_edge and dtype == "fp32":  # the rule does not depend on the precision
                 continue
             widths = OTHER_WIDTHS.get(kernel, OF_EDGES if is_edge else WIDTHS)
             found += [Setting(kernel, dtype, width) for width in widths]
-        if dtype == "bf16":
-            found += [Setting(kernel, dtype, 64, narrow=True) for kernel in NARROW]
     return [str(setting) for setting in found]
 
 
@@ -274,8 +281,12 @@ def inputs(setting: Setting, machine: Machine, size: str) -> Work:
         options["top_k"] = 12 if tiny else 192
     elif kernel == "d_table":
         graph = ga.window_path_graph(*((40, 8) if tiny else (8192, 256)), self_loops=True)
-    elif setting.narrow:
+    elif setting.span == "narrow":
         graph = ga.window_path_graph(40 if tiny else 65536, 8, self_loops=True)
+    elif setting.span == "short" and shared:  # a causal window takes other kernels backward
+        graph = ga.window_path_graph(40 if tiny else 16384, 128, self_loops=True)
+    elif setting.span == "short":
+        graph = ga.causal_window_graph(*((40, 16) if tiny else (16384, 256)))
     else:
         graph = ga.complete_graph(40 if tiny else 4096)
     tokens = graph.num_targets
@@ -370,11 +381,12 @@ def source(found: list[Proposal], where: str) -> str:
     """
     lines = []
     kinds = (
-        ("bf16", False, "Half precision"), ("fp32", False, "float32"),
-        ("bf16", True, "Half precision, windows narrower than 64"),
+        ("bf16", "", "Half precision"), ("fp32", "", "float32"),
+        ("bf16", "short", f"Half precision, windows of at most {tuning.SHORT}"),
+        ("bf16", "narrow", f"Half precision, windows narrower than {tuning.NARROW}"),
     )  # fmt: skip
-    for dtype, narrow, title in kinds:
-        own = [p for p in found if (p.setting.dtype, p.setting.narrow) == (dtype, narrow)]
+    for dtype, span, title in kinds:
+        own = [p for p in found if (p.setting.dtype, p.setting.span) == (dtype, span)]
         if not own:
             continue
         lines += [f"# {title}. {where}; behind each line: cost of the present / the new.", "{"]
