@@ -67,9 +67,11 @@ bench: $(NATIVE)  ## every operation beside its peers
 kernels-check: $(NATIVE)  ## every Triton kernel compiled for sm_90, without a GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check
 
+# Times that a GPU has measured, if there are some, stand beside the predictions.
+MEASURED := $(wildcard docs/benchmarks/kernels-h200.json)
 kernels-check-all: $(NATIVE)  ## for every architecture; writes the table that is kept
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check --all \
-		--markdown docs/benchmarks/kernels.md
+		--markdown docs/benchmarks/kernels.md $(if $(MEASURED),--measured $(MEASURED))
 
 # The same compiled code, executed by an emulator of GPUs and watched for races. `CASES=all` takes
 # out every barrier, wait and mask of every kernel, too, for hours.

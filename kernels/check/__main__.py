@@ -2,6 +2,7 @@
 
     python -m graphattn.kernels.check                    # sm_90
     python -m graphattn.kernels.check --all --markdown docs/benchmarks/kernels.md
+    python -m graphattn.kernels.check --measured docs/benchmarks/kernels-h200.json
 
 Exits with 1 and a list where a kernel spills registers, needs more shared memory than there is,
 or lacks the matrix instruction of its architecture.
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphattn.kernels.check.compile import ARCHITECTURES
+from graphattn.kernels.check.measured import read_measured
 from graphattn.kernels.check.report import CONFIGURATIONS, as_json, check, markdown
 
 
@@ -35,7 +37,17 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
     parser.add_argument("--all", action="store_true", help="every architecture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every number, for programs")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as a file")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="times on a GPU, shown beside predictions: kernels.json of `make gpu STEP=times`",
+    )
     options = parser.parse_args(arguments)
+    try:
+        measured = read_measured(options.measured) if options.measured else None
+    except ValueError as error:
+        parser.error(str(error))
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print(
             "TRITON_INTERPRET is set: an interpreted kernel cannot be compiled. Unset it.",
@@ -43,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
         )
         return 2
     rows = check(list(ARCHITECTURES) if options.all else options.arch, configurations)
-    text = markdown(rows)
+    text = markdown(rows, measured)
     print(text)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from graphattn.kernels.check.compile import (
     matrix_families,
     problems,
 )
+from graphattn.kernels.check.measured import Measured
 from graphattn.kernels.check.prediction import Prediction, predict
 from graphattn.kernels.shared import tuning
 
@@ -88,14 +89,17 @@ PREDICTED = (
 )
 
 
-def markdown(rows: Sequence[ReportRow]) -> str:
-    """The tables as text that depends on the kernels and on Triton's version alone."""
+MEASURED = ("measured", "measured / predicted")
+
+
+def markdown(rows: Sequence[ReportRow], measured: Measured | None = None) -> str:
+    """The tables as text that depends on the kernels and on Triton's version, and on `measured`."""
     import triton
 
     text = [
         "# Kernels, compiled ahead of time",
         "",
-        f"Triton {triton.__version__}; nothing here was run on a device. Registers per thread; "
+        f"Triton {triton.__version__}; compiled without a device. Registers per thread; "
         "loop: instructions of one warp in one pass through the main loop; spills: loads and "
         "stores of spilled registers (in the main loop). "
         "`python -m graphattn.kernels.check --all --markdown FILE` writes this.",
@@ -111,13 +115,21 @@ def markdown(rows: Sequence[ReportRow]) -> str:
             "",
             "Microseconds each unit would need if it were the only limit: no launch is faster than "
             "the slowest of them. In turn: the sum of what does not overlap within a program, "
-            "which waits for its products before it computes with them. The programs that share "
-            "a multiprocessor divide this sum, because one computes while another waits. "
-            "Predicted is the larger of both. Not measured. kernels/check/prediction.py states "
-            "the model.",
+            "which waits for its products before it computes with them, and for memory. The "
+            "programs that share a multiprocessor divide this sum, because one computes while "
+            "another waits. Predicted is the larger of both, and the start of a launch. "
+            "kernels/check/prediction.py states the model. "
+            + (measured.provenance if measured else "Not measured."),
             "",
         ]
-        text += table(PREDICTED, [predicted_cells(row) for row in predicted])
+        cells = [predicted_cells(row) for row in predicted]
+        if measured:
+            cells = [
+                (*row[:-1], *found, row[-1])
+                for row, found in zip(cells, measured_cells(predicted, measured), strict=True)
+            ]
+        header = (*PREDICTED[:-1], *(MEASURED if measured else ()), PREDICTED[-1])
+        text += table(header, cells)
     found = [f"- {row.name} on {row.arch} {problem}" for row in rows for problem in row.problems]
     text += ["", "## Problems", "", *(found or ["None."]), ""]
     return "\n".join(text)
@@ -146,6 +158,16 @@ def predicted_cells(row: ReportRow) -> tuple[str, ...]:
     parts = [microseconds(seconds) for seconds in (*prediction.units, prediction.in_turn_s)]
     total = f"{microseconds(prediction.seconds)} ({prediction.limit})"
     return (row.name, *parts, str(prediction.programs), total, row.target)
+
+
+def measured_cells(rows: Sequence[ReportRow], measured: Measured) -> Iterator[tuple[str, str]]:
+    """Yield the cells of every row in the columns `MEASURED`, empty where nothing was measured."""
+    for row, seconds in zip(rows, measured.seconds_of(row.name for row in rows), strict=True):
+        assert row.prediction is not None
+        if seconds is None:
+            yield "", ""
+        else:
+            yield microseconds(seconds), f"{seconds / row.prediction.seconds:.2f}"
 
 
 def microseconds(seconds: float) -> str:

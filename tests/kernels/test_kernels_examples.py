@@ -9,6 +9,7 @@ MODULES = (
     "bands.schedule",
     "check.compile",
     "check.machine_code",
+    "check.measured",
     "check.prediction",
     "consensus.schedule",
     "edges.schedule",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from graphattn.bench.cases.case import BOTH
 from graphattn.bench.reporting.record import OURS
 from graphattn.bench.reporting.record import Row as Timed
+from graphattn.kernels.check.measured import as_file
 from graphattn.kernels.check.report import microseconds, table
 
 from . import benchmark, parity, sanitizer, times, tune
@@ -76,7 +77,7 @@ def lines(session: Session) -> Iterator[str]:
     yield from ("", "## Parity with float64", "")
     yield from parity_lines(session)
     yield from ("", "## Times of launches", "")
-    yield from times_lines(session)
+    yield from times_lines(session, facts)
     yield from ("", "## Sanitizer", "")
     yield from sanitizer_lines(session)
     yield from ("", "## Benchmark", "")
@@ -116,18 +117,22 @@ def parity_lines(session: Session) -> Iterator[str]:
             yield f"- FAILED: {job}: {one_line(row['error'])}"
 
 
-def times_lines(session: Session) -> Iterator[str]:
-    """Times of the launches that are predicted, and where they are compared."""
+def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
+    """Times of the launches that are predicted; also as a file, to be shown beside predictions."""
     rows = session.rows("times")
     if skipped := times.progress(session).skipped:
         yield f"Skipped: {skipped}."
         return
-    cells = [(row["name"], microseconds(row["seconds"])) for row in rows.all() if "seconds" in row]
+    found = times.launches(rows.all())
+    cells = [(name, microseconds(seconds)) for name, seconds in found]
     yield from table(("launch", "microseconds"), cells) if cells else ["Not run."]
     yield ""
-    yield (
-        "`python -m graphattn.kernels.check --measured times.jsonl` shows them beside predictions."
-    )
+    if found:
+        (session.out / "kernels.json").write_text(as_file(facts, found), encoding="utf-8")
+        yield (
+            "Copy `kernels.json` to `docs/benchmarks/kernels-NAME.json`. "
+            "`python -m graphattn.kernels.check --measured FILE` shows it beside predictions."
+        )
     for job, row in rows.ended().items():
         if "error" in row:
             yield f"- FAILED: {job}: {one_line(row['error'])}"

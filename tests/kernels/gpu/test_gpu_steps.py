@@ -11,9 +11,10 @@ import pytest
 import torch
 from problems import problems
 
-from gpu import benchmark, jobs, parity, report, sanitizer, tune
+from gpu import benchmark, jobs, parity, report, sanitizer, times, tune
 from gpu.__main__ import CANNOT, LEFT, WRONG, main
 from gpu.session import Machine, Progress, Rows, Session, Started, facts, why_not_here
+from graphattn.kernels.check.measured import read_measured
 from graphattn.kernels.shared import launch
 
 EMULATOR = Machine("emulator")
@@ -385,3 +386,41 @@ def test_places_that_say_that_no_gpu_has_run_the_kernels_are_found() -> None:
     if report.NEVER.search((report.ROOT / "README.md").read_text()):
         assert {"README.md", "docs/support.py", "CHANGELOG.md"} <= set(found)
     assert "docs/log.md" not in found
+
+
+def test_times_of_launches_become_a_file_that_stands_beside_predictions(tmp_path) -> None:
+    rows = Rows(tmp_path / "times.jsonl")
+    rows.add({"job": "bands 1", "name": "dots", "seconds": 3e-6})
+    rows.add({"job": "bands 1", "end": True, "seconds": 0.5})
+    rows.add({"job": "bands 0", "name": "dots", "seconds": 1e-6})  # later, as it was run again
+    rows.add({"job": "bands 0", "name": "forward", "seconds": 2e-6})
+    rows.add({"job": "bands 0", "end": True, "error": "out of memory", "seconds": 0.5})
+    session = session_in(tmp_path, machine=Machine("cuda"), size="full")
+    now = facts(EMULATOR, "tiny") | {"hardware": "NVIDIA H200"}
+    lines = "\n".join(report.times_lines(session, now))
+    assert "FAILED: bands 0: out of memory" in lines
+    assert [line.split("|")[1].strip() for line in lines.splitlines()[2:5]] == [
+        "dots", "forward", "dots",
+    ]  # fmt: skip
+    found = read_measured(tmp_path / "kernels.json")
+    assert found.launches == [("dots", 1e-6), ("forward", 2e-6), ("dots", 3e-6)]
+    assert found.facts["hardware"] == "NVIDIA H200"
+    assert {name: now[name] for name in found.facts} == found.facts
+
+
+def test_there_is_no_file_of_no_times(tmp_path) -> None:
+    session = session_in(tmp_path, machine=Machine("cuda"), size="full")
+    session.rows("times").add({"job": "bands 0", "end": True, "error": "x", "seconds": 0.5})
+    assert "Not run." in list(report.times_lines(session, {}))
+    assert not (tmp_path / "kernels.json").exists()
+
+
+def test_a_case_that_was_cut_off_goes_on_behind_the_launches_that_are_timed(monkeypatch) -> None:
+    monkeypatch.setattr(times, "seconds_of", lambda _: 1e-6)
+    make = times.cases()["bands 2"]
+    monkeypatch.setattr(times, "cases", lambda: {"bands 2": lambda device: make("meta")})
+    everything = [row["name"] for row in times.work("bands 2", [], EMULATOR, "full")]
+    known = [{"job": "bands 2", "name": name, "seconds": 1e-6} for name in everything[:2]]
+    known.append({"job": "bands 2", "end": True, "error": "stopped", "seconds": 1.0})
+    assert [row["name"] for row in times.work("bands 2", known, EMULATOR, "full")] == everything[2:]
+    assert len(everything) > 3

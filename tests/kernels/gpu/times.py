@@ -8,7 +8,7 @@ emulator a launch of real size would take hours, so there this step is skipped.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -38,8 +38,9 @@ def run(session: Session) -> None:
 
 
 def work(name: str, known: list[Row], machine: Machine, size: str) -> Iterator[Row]:
-    """Yield the time of every launch of a case."""
-    for configuration in cases()[name](machine.tensors):
+    """Yield the time of every launch of a case that is not known yet."""
+    done = sum(map(is_time, known))
+    for configuration in cases()[name](machine.tensors)[done:]:
         one = configuration.launch
         yield {"name": configuration.name, "seconds": seconds_of(one)}
 
@@ -74,6 +75,19 @@ def median_of(begin: Callable[[], object], samples: int = SAMPLES) -> float:
         if seconds > LONG and len(found) >= 3:
             break
     return statistics.median(found)
+
+
+def is_time(row: Row) -> bool:
+    """Whether a row is the time of a launch; the last row of a job has seconds, but no name."""
+    return "name" in row and "seconds" in row
+
+
+def launches(rows: Iterable[Row]) -> list[tuple[str, float]]:
+    """Names and times of launches, in the order of all cases, whenever a case was timed."""
+    found: dict[str, list[tuple[str, float]]] = {name: [] for name in jobs()}
+    for row in filter(is_time, rows):
+        found.setdefault(row.get("job", ""), []).append((row["name"], row["seconds"]))
+    return [launch for of_job in found.values() for launch in of_job]
 
 
 def progress(session: Session) -> Progress:
