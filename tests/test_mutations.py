@@ -698,8 +698,8 @@ MUTATIONS = [
     Mutation(
         "a program computes while its products are formed",
         "kernels/check/prediction.py",
-        "computing = max(products, awaited + found.issue_s + found.special_s)",
-        "computing = max(products, found.issue_s + found.special_s)",
+        "computing = max(products, awaited + issued)",
+        "computing = max(products, issued)",
         (f"{PREDICTION}::test_a_program_waits_for_its_products_before_it_computes_with_them",),
     ),
     Mutation(
@@ -710,10 +710,26 @@ MUTATIONS = [
         (f"{PREDICTION}::test_programs_that_share_a_multiprocessor_fill_each_others_waits",),
     ),
     Mutation(
+        "masked tiles are predicted as if they had no mask",
+        "kernels/bands/configurations.py",
+        'if arguments.get("PARTS") == 3:',
+        "if False:",
+        (
+            f"{PREDICTION}::test_kernels_of_windows_go_over_masked_tiles_before_and_after_the_others",
+        ),
+    ),
+    Mutation(
+        "a warp is predicted to issue one instruction per clock",
+        "kernels/check/prediction.py",
+        "issued = found.issue_s * WARP_CLOCKS * SCHEDULERS / warps",
+        "issued = found.issue_s * SCHEDULERS / warps",
+        (f"{PREDICTION}::test_a_warp_issues_an_instruction_only_when_the_one_before_it_is_done",),
+    ),
+    Mutation(
         "sources are predicted to read tiles as large as their own",
         "kernels/bands/configurations.py",
-        'bands.tile_pairs(columns, rows, "sources"), rows',
-        'bands.tile_pairs(columns, rows, "sources"), columns',
+        'others, sizes = rows, (columns, rows, "sources")',
+        'others, sizes = columns, (columns, rows, "sources")',
         (f"{PREDICTION}::test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees",),
     ),
     Mutation(

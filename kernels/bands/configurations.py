@@ -12,7 +12,7 @@ from graphattn.kernels.bands.backward import backward
 from graphattn.kernels.bands.bias_backward import d_table
 from graphattn.kernels.bands.forward import forward
 from graphattn.kernels.bands.inputs import BandInputs
-from graphattn.kernels.bands.schedule import BandSchedule
+from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.bands.top_k import FEW_ROWS, select
 from graphattn.kernels.shared.configuration import (
     SHORT_NAMES,
@@ -172,11 +172,17 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
     width = case.features * (2 if case.rbf else 1)  # distances keep more numbers
     if products:
         rows, columns = arguments["ROWS"], arguments["COLUMNS"]
+        sizes: tuple[int, int, Side] = (rows, columns, "targets")
         if kernel == "d_source_kernel":
-            pairs, others = bands.tile_pairs(columns, rows, "sources"), rows
+            others, sizes = rows, (columns, rows, "sources")
         else:
-            pairs, others = bands.tile_pairs(rows, columns), columns
-        iterations = float(pairs * case.batch * case.heads)
+            others = columns
+        iterations = float(bands.tile_pairs(*sizes) * case.batch * case.heads)
+        # Kernels with three parts have a loop for each: masked, unmasked, masked.
+        if arguments.get("PARTS") == 3:
+            passes = tuple(float(n * case.batch * case.heads) for n in bands.part_pairs(*sizes))
+        elif "PARTS" in arguments:
+            passes = (iterations,)
         row = READ_AGAIN[kernel] * case.features * case.dtype.itemsize
         gathered = iterations * others * row
     is_main = bool(products) and case.dtype != torch.float32 and width <= 128
@@ -185,6 +191,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         is_main = is_main and arguments["COLUMNS"] < FEW_ROWS.columns
         held = arguments["CHUNKS"] > 0
         if held:
+            passes = ()
             iterations = TIMES_HELD * launch.grid[0]
         else:
             # Places of candidates are as many operations as 64 features.

@@ -86,15 +86,40 @@ class BandSchedule:
         _, work = self._list_tiles(side, rows)
         return int(((work + columns - 1) // columns).sum())
 
+    def part_pairs(self, rows: int, columns: int, side: Side = "targets") -> tuple[int, int, int]:
+        """Number of pairs of tiles before, among and after those that need no mask.
+
+        In these, all `rows` of the tile see all `columns`; `part_borders` of
+        `kernels/bands/math.py` computes the same on the device.
+
+        >>> window = torch.tensor([[0, 64, 0, 64, 1, 31, 0, 1]])  # causal: itself and 31 before
+        >>> BandSchedule(window, "cpu").part_pairs(16, 16)  # 1, 2, 3 and 3 tiles of sources
+        (2, 3, 4)
+        """
+        table, _ = self._list_tiles(side, rows)
+        own, other, before, after = self._seen_from(side)
+        sequence, first = table.unbind(1)
+        own, other, before, after = (x[sequence] for x in (own, other, before, after))
+        last = torch.minimum(first + rows, own) - 1
+        begin = (first - before).clamp(min=0)
+        end = torch.minimum(last + after + 1, other)
+
+        def whole(tokens: Tensor) -> Tensor:  # tiles
+            return (tokens.clamp(min=0) + columns - 1) // columns
+
+        masked = torch.minimum(whole(last - before - begin), whole(end - begin))
+        common_end = torch.minimum(first + after + 1, other)
+        unmasked = (common_end - begin - masked * columns).clamp(min=0) // columns
+        rest = whole(end - begin) - masked - unmasked
+        return int(masked.sum()), int(unmasked.sum()), int(rest.sum())
+
     def _in_order(self, side: Side, rows: int) -> Tensor:
         table, work = self._list_tiles(side, rows)
         return table[work.argsort(descending=True, stable=True)]
 
     def _list_tiles(self, side: Side, rows: int) -> tuple[Tensor, Tensor]:
         """Tiles [tiles, 2], and how many tokens of the other side each has edges with [tiles]."""
-        _, own, _, other, _, before, after, _ = self.on_cpu.unbind(1)
-        if side == "sources":  # a source is seen from j - after to j + before
-            own, other, before, after = other, own, after, before
+        own, other, before, after = self._seen_from(side)
         count = (own + rows - 1) // rows
         sequence = torch.arange(len(own)).repeat_interleave(count)
         start = (count.cumsum(0) - count).repeat_interleave(count)
@@ -103,3 +128,10 @@ class BandSchedule:
         low = (first - before[sequence]).clamp(min=0)
         high = torch.minimum(last + after[sequence] + 1, other[sequence])
         return torch.stack([sequence, first], dim=1), (high - low).clamp(min=0)
+
+    def _seen_from(self, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens of a side and of the other, and how far back and ahead it sees, [sequences]."""
+        _, targets, _, sources, _, before, after, _ = self.on_cpu.unbind(1)
+        if side == "targets":
+            return targets, sources, before, after
+        return sources, targets, after, before  # a source is seen from j - after to j + before

@@ -118,15 +118,19 @@ def _describe(case: ConsensusCase, x: ConsensusInputs, launch: Launch, part: str
         number = arguments["p_messages"].element_size()
         ends = 2 if arguments.get("AT_TARGET") and arguments.get("AT_SOURCE") else 1
         found = arguments["p_found"].element_size()
+        listed = "num_runs" not in arguments
         return Configuration(
             f"{name}, sums of {width}",
             launch,
             main=False,
             flops=0.0,
             bytes=float(width * (messages * number + tokens * found)),
-            iterations=float(launch.grid[0] * arguments.get("num_runs", 1)),
+            # The loop over the runs of a window only adds, so it is not told apart from the rest.
+            iterations=float(launch.grid[0]),
             target="",
             gathered=float(width * messages * number * ends),
+            table=float(width * messages * number) if listed else 0.0,
+            lookups=float(launch.grid[0]) if listed else 0.0,
         )
     is_backward = kernel == "consensus_backward_kernel"
     width = x.columns + LOGITS.value

@@ -103,6 +103,9 @@ def _describe(case: EdgeCase, launch: Launch) -> Configuration:
     row = float(case.heads * case.features * case.dtype.itemsize)
     segments = case.batch * case.tokens * case.heads * -(-case.degree // LONGEST_SEGMENT)
     passes = segments / arguments["ROWS"] * -(-case.degree // arguments["SLOTS"])
+    # A selection gathers the rows that it holds twice: to choose, and to write. Its code has two
+    # more such parts, for rows that it does not hold, so about half of it is run.
+    share, times = (0.5, 2) if kernel == "edges_select_kernel" else (1.0, 1)
     part = kernel.removesuffix("_kernel").removeprefix("edges_").replace("_", " ")
     return Configuration(
         f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",
@@ -111,7 +114,9 @@ def _describe(case: EdgeCase, launch: Launch) -> Configuration:
         flops=0.0,
         # Tensors are read at least once, and so is the list of edges, four bytes an edge.
         bytes=(gathered + own) * tokens * row + 4.0 * case.tokens * case.degree,
-        iterations=passes * (2 if kernel == "edges_select_kernel" else 1),  # held, and written
+        iterations=share * passes,
         target=case.target,
         gathered=gathered * edges_of_all * row,
+        table=gathered * case.tokens * row,  # batch entries come one after the other
+        lookups=times * passes,
     )

@@ -27,8 +27,12 @@ class Configuration(NamedTuple):
     iterations: float  # passes through the main loop, over all programs
     target: str  # the speed that is aimed at, for the table of predictions; "" for none
     gathered: float = 0.0  # bytes that are read again and again, at best from the cache
-    passes: tuple[float, ...] = ()  # passes through each innermost loop with products, in order
-    programs: float = 0.0  # with `passes`: how often the code outside of those loops is run
+    # Passes through each innermost loop with products, in the order of the code. Loops beyond these
+    # are not run: they are for values that are rare, such as NaN.
+    passes: tuple[float, ...] = ()
+    programs: float = 0.0  # how often the code outside of those loops is run; 0: once a program
+    table: float = 0.0  # bytes over which what is gathered is spread; 0: they fit in the cache
+    lookups: float = 0.0  # passes that wait for rows that are anywhere in memory
 
 
 def made(*shape: int, dtype: torch.dtype, device: str) -> Tensor:

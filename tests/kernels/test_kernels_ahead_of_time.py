@@ -31,25 +31,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 KERNELS = """
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from graphattn.kernels.shared.configuration import Configuration
 from graphattn.kernels.shared.launch import Launch
-
-
-class Configuration(NamedTuple):
-    name: str
-    launch: Launch
-    main: bool
-    flops: float
-    bytes: float
-    iterations: float
-    target: str
-    gathered: float = 0.0
-    passes: tuple[float, ...] = ()
 
 
 @triton.jit(do_not_specialize=["offset"])

@@ -1,25 +1,42 @@
 """Predicted times against arithmetic by hand and the data sheet."""
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from graphattn.kernels.bands.schedule import BandSchedule
+from graphattn.kernels.check.__main__ import main
 from graphattn.kernels.check.compile import Compiled
 from graphattn.kernels.check.machine_code import counts, read_sass
-from graphattn.kernels.check.prediction import Prediction, predict, programs_at_once
+from graphattn.kernels.check.measured import as_file, read_measured
+from graphattn.kernels.check.prediction import (
+    LATENCY,
+    START,
+    WAITS,
+    WARP_CLOCKS,
+    Prediction,
+    predict,
+    programs_at_once,
+)
+from graphattn.kernels.check.report import ReportRow, markdown
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.configuration import Configuration
 from graphattn.kernels.shared.launch import Launch
 
 BF16 = {"HGMMA.64x64x16.F32.BF16": 8}
 TF32 = {"HGMMA.64x64x8.F32.TF32": 16}
 
 
-def configuration(**changed: Any) -> Any:
+def configuration(**changed: Any) -> Configuration:
     grid, warps = (changed.pop("programs_in_all", 132),), changed.pop("warps", 4)
     launch = Launch(None, grid, {"PRECISION": changed.pop("precision", "tf32")}, warps, 3)
-    work = {"flops": 0.0, "bytes": 0.0, "gathered": 0.0, "iterations": 0.0, "passes": ()}
-    return SimpleNamespace(name="", launch=launch, main=True, target="", **(work | changed))
+    work = {"flops": 0.0, "bytes": 0.0, "iterations": 0.0}
+    return Configuration(name="", launch=launch, main=True, target="", **(work | changed))
+
+
+STARTED = WAITS * LATENCY  # of a program before it computes
 
 
 def compiled(matrix: dict[str, int], *, instructions: int = 0, special: int = 0) -> Compiled:
@@ -31,14 +48,27 @@ def test_a_scheduler_issues_one_instruction_per_clock() -> None:
     # ten passes of 198 instructions are 1980 clocks of 1.98 GHz: a microsecond.
     prediction = predict(configuration(iterations=1320), compiled(BF16, instructions=198))
     assert prediction.issue_s == pytest.approx(1e-6)
-    assert (prediction.seconds, prediction.limit) == (prediction.issue_s, "issue slots")
+
+
+def test_a_warp_issues_an_instruction_only_when_the_one_before_it_is_done() -> None:
+    # One warp per scheduler fills one slot of 4.6, and eight fill all.
+    work = compiled(BF16, instructions=198)
+    for warps, slots in ((4, WARP_CLOCKS), (8, WARP_CLOCKS / 2), (16, WARP_CLOCKS / 4)):
+        prediction = predict(configuration(iterations=5280 / warps, warps=warps), work)
+        assert prediction.issue_s == pytest.approx(1e-6)
+        assert prediction.in_turn_s == pytest.approx(slots * 1e-6 + STARTED)
+    many = configuration(iterations=13200, programs_in_all=8 * 132)
+    prediction = predict(many, work._replace(registers=64))
+    assert prediction.programs == 8
+    assert prediction.in_turn_s / 8 == pytest.approx(WARP_CLOCKS * 10e-6 / 8 + STARTED)
+    assert prediction.seconds == START + prediction.issue_s
+    assert prediction.limit == "issue slots"
 
 
 def test_a_multiprocessor_takes_two_clocks_for_a_warps_special_function() -> None:
     # 32 threads, 16 results per clock: four warps with 99 each take 792 clocks, 10 passes 4 us.
     prediction = predict(configuration(iterations=1320), compiled(BF16, special=99))
     assert prediction.special_s == pytest.approx(4e-6)
-    assert prediction.limit == "special functions"
 
 
 def test_the_work_is_all_that_counts_not_how_it_is_divided() -> None:
@@ -53,8 +83,26 @@ def test_loops_one_after_the_other_and_what_is_around_them_are_counted_each() ->
     found = predict(configuration(passes=(2.0, 4.0), programs=3.0), twice)
     once = predict(configuration(iterations=1.0), compiled(BF16, instructions=490, special=11))
     assert (found.issue_s, found.special_s) == pytest.approx((once.issue_s, once.special_s))
-    with pytest.raises(ValueError, match=r"passes must be one number for each of 2 loops"):
-        predict(configuration(passes=(2.0,), programs=3.0), twice)
+    with pytest.raises(ValueError, match=r"passes must be at most one number for each of 2 loops"):
+        predict(configuration(passes=(2.0, 4.0, 1.0), programs=3.0), twice)
+
+
+def test_loops_beyond_those_with_passes_are_not_run() -> None:
+    careful = compiled(BF16)._replace(loops=((100, 4), (50, 0), (900, 9)), outside=(30, 1))
+    found = predict(configuration(passes=(2.0, 4.0), programs=3.0), careful)
+    usual = predict(
+        configuration(passes=(2.0, 4.0), programs=3.0), careful._replace(loops=careful.loops[:2])
+    )
+    assert found == usual
+
+
+def test_code_outside_of_loops_is_run_once_by_every_program() -> None:
+    code = compiled(BF16, instructions=198)._replace(loops=((198, 0),), outside=(99, 0))
+    found = predict(configuration(iterations=1320, programs_in_all=264), code)
+    assert found.issue_s == pytest.approx(1.1e-6)
+    # Code without a loop is one pass.
+    found = predict(configuration(programs_in_all=1320), compiled(BF16, instructions=198))
+    assert found.issue_s == pytest.approx(1e-6)
 
 
 def test_matrix_time_follows_the_type_the_machine_code_multiplies() -> None:
@@ -67,6 +115,8 @@ def test_matrix_time_follows_the_type_the_machine_code_multiplies() -> None:
     assert tf32 == pytest.approx(1e12 / 494e12)
     assert thrice == pytest.approx(3 * tf32)
     assert ieee == pytest.approx(1e12 / 67e12, rel=0.01)  # data sheet: 67 TFLOPS in float32
+    before = predict(configuration(**work), compiled({"HMMA.16816.F32.BF16": 8})).matrix_s
+    assert before == pytest.approx(half / 0.62)
 
 
 def test_half_precision_beside_a_tf32x3_constant_stays_half_precision() -> None:
@@ -75,15 +125,47 @@ def test_half_precision_beside_a_tf32x3_constant_stays_half_precision() -> None:
 
 
 def test_moved_bytes_take_the_time_of_a_copy() -> None:
-    prediction = predict(configuration(bytes=4.3e9), compiled(BF16))
+    # Copies go on while a program computes, and programs that share a multiprocessor wait at once.
+    launch = configuration(bytes=4.3e9, programs_in_all=264)
+    prediction = predict(launch, compiled(BF16)._replace(copies=1))
     assert prediction.bytes_s == pytest.approx(1e-3)
+    assert prediction.seconds == pytest.approx(1e-3 + START)
     assert prediction.limit == "bytes"
 
 
 def test_what_is_gathered_takes_the_time_of_the_cache() -> None:
-    prediction = predict(configuration(bytes=4.3e9, gathered=11e9), compiled(BF16))
+    launch = configuration(bytes=4.3e9, gathered=11e9, programs_in_all=264)
+    prediction = predict(launch, compiled(BF16))
     assert (prediction.bytes_s, prediction.cache_s) == pytest.approx((1e-3, 2e-3))
     assert prediction.limit == "gathers"
+
+
+def test_rows_of_a_table_that_does_not_fit_in_the_cache_come_from_memory() -> None:
+    def seconds(table: float) -> float:
+        return predict(configuration(gathered=11e9, table=table), compiled(BF16)).cache_s
+
+    assert seconds(0.0) == seconds(50e6) == pytest.approx(2e-3)
+    # Three of four bytes are not in the cache.
+    assert seconds(200e6) == pytest.approx(0.25 * 11e9 / 5.5e12 + 0.75 * 11e9 / 4.3e12)
+
+
+def test_programs_wait_for_memory_when_they_start_and_when_they_look_rows_up() -> None:
+    found = predict(configuration(programs_in_all=1320, lookups=2640.0), compiled(BF16))
+    assert found.in_turn_s == pytest.approx(LATENCY * (10 * WAITS + 20))
+
+
+def test_no_launch_takes_less_than_an_empty_one() -> None:
+    found = predict(configuration(iterations=132), compiled(BF16, instructions=99))
+    assert found.limit == "start"
+    assert START < found.seconds < 2 * START
+
+
+def test_few_programs_leave_multiprocessors_idle() -> None:
+    work = compiled(BF16, instructions=198)
+    all_busy = predict(configuration(iterations=1320), work)
+    quarter = predict(configuration(iterations=1320, programs_in_all=33), work)
+    assert quarter.issue_s == all_busy.issue_s
+    assert quarter.in_turn_s - STARTED == pytest.approx(4 * (all_busy.in_turn_s - STARTED))
 
 
 def test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees() -> None:
@@ -105,6 +187,72 @@ def test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees() -> None:
     assert found == {part: number * tensors for part, number in tiles.items()}
 
 
+def parts_by_hand(band: list[int], rows: int, columns: int, side: str) -> list[int]:
+    """Go over every pair of tokens of every pair of tiles."""
+    _, targets, _, sources, _, before, after, _ = band
+    if side == "sources":
+        targets, sources, before, after = sources, targets, after, before
+    found = [0, 0, 0]
+    for first in range(0, targets, rows):
+        own = range(first, min(first + rows, targets))
+        seen = [{j for j in range(i - before, i + after + 1) if 0 <= j < sources} for i in own]
+        begin, end = max(first - before, 0), min(own[-1] + after + 1, sources)
+        tiles = [range(j, min(j + columns, end)) for j in range(begin, end, columns)]
+        whole = [len(tile) == columns and all(set(tile) <= row for row in seen) for tile in tiles]
+        among = sum(whole)
+        at = sum(tile[0] < own[-1] - before for tile in tiles)  # the last row does not see it yet
+        assert whole[at : at + among] == [True] * among
+        found[0] += at
+        found[1] += among
+        found[2] += len(tiles) - at - among
+    return found
+
+
+@pytest.mark.parametrize("side", ["targets", "sources"])
+@pytest.mark.parametrize(
+    "band",
+    [
+        [0, 64, 0, 64, 1, 63, 63, 1],
+        [0, 100, 0, 100, 1, 99, 0, 1],
+        [0, 200, 0, 200, 1, 63, 0, 1],
+        [0, 150, 0, 170, 1, 40, 57, 1],
+        [0, 90, 0, 90, 1, 4, 4, 1],
+    ],
+)
+def test_pairs_of_tiles_without_a_mask_are_those_in_which_all_see_all(
+    band: list[int], side: Any
+) -> None:
+    schedule = BandSchedule(torch.tensor([band]), "cpu")
+    for rows, columns in ((16, 16), (32, 16), (16, 32), (64, 16)):
+        found = schedule.part_pairs(rows, columns, side)
+        assert list(found) == parts_by_hand(band, rows, columns, side)
+        assert sum(found) == schedule.tile_pairs(rows, columns, side)
+
+
+def test_kernels_of_windows_go_over_masked_tiles_before_and_after_the_others() -> None:
+    pytest.importorskip("triton")
+    from graphattn.kernels.bands.configurations import BandCase, configurations_of, window
+
+    # Causal, 4 x 16 heads: 64 targets see 64 sources in part, up to 128 in full, and 64 in part.
+    case = BandCase("", "", window(4096, 191, 0), 4, 16, 64)
+    sizes = {
+        "forward": tuning.Choice(64, 64, 4, 2),
+        "d_query": tuning.Choice(64, 64, 4, 2),
+        "d_source": tuning.Choice(64, 64, 4, 2),
+    }
+    with tuning.compiling_for("sm_90"), tuning.override(**sizes):
+        found = {one.name.rpartition(": ")[2]: one for one in configurations_of(case)}
+    tiles = 4096 // 64
+    # The first tile sees only itself, the second one tile and itself, the third two, ...
+    of_targets = (64.0 * (tiles - 3), 64.0 * (1 + 2 * (tiles - 2)), 64.0 * tiles)
+    for part in ("band forward", "d query"):
+        assert found[part].passes == of_targets
+    assert found["d source"].passes == of_targets[::-1]
+    assert found["row dots"].passes == ()
+    for one in found.values():
+        assert sum(one.passes) == one.iterations
+
+
 @pytest.mark.parametrize("i", range(5))
 def test_the_largest_bound_is_the_prediction(i: int) -> None:
     seconds = [1.0, 1.0, 1.0, 1.0, 1.0]
@@ -115,62 +263,66 @@ def test_the_largest_bound_is_the_prediction(i: int) -> None:
     assert prediction.limit == limits[i]
 
 
-# What does not overlap: 132 programs, one on each multiprocessor. Ten passes of 198 instructions of
-# four warps are 1 us of issue slots, and 99 special functions 4 us more; 790e6 operations of
-# products are 1 us.
-BUSY = {"iterations": 1320, "flops": 790e6}
+# What does not overlap: 132 programs of four warps, one on each multiprocessor. A hundred passes of
+# 198 instructions are 10 us of issue slots if all are filled, of which a warp fills one of 4.6.
+# 7900e6 operations of products are 10 us.
+BUSY = {"iterations": 13200, "flops": 7900e6}
+ISSUED = WARP_CLOCKS * 10e-6
 
 
 def busy(**changed: Any) -> Compiled:
-    return compiled(BF16, instructions=198, special=99)._replace(**changed)
+    return compiled(BF16, instructions=198)._replace(**changed)
 
 
 def test_a_program_waits_for_its_products_before_it_computes_with_them() -> None:
     prediction = predict(configuration(**BUSY), busy(waits=2))
-    assert prediction.in_turn_s == pytest.approx(6e-6)
-    assert (prediction.seconds, prediction.limit) == (prediction.in_turn_s, "one after the other")
+    assert prediction.in_turn_s == pytest.approx(10e-6 + ISSUED + STARTED)
+    assert prediction.seconds == START + prediction.in_turn_s
+    assert prediction.limit == "one after the other"
 
 
 def test_products_that_go_on_overlap_with_the_rest() -> None:
     all_open = predict(configuration(**BUSY), busy(waits=2, open_waits=2))
     half_open = predict(configuration(**BUSY), busy(waits=2, open_waits=1))
-    assert all_open.in_turn_s == pytest.approx(5e-6)
-    assert half_open.in_turn_s == pytest.approx(5.5e-6)
-    many = predict(configuration(**BUSY | {"flops": 7900e6}), busy(waits=1, open_waits=1))
-    assert many.in_turn_s == pytest.approx(10e-6)  # the rest is done meanwhile
+    assert all_open.in_turn_s == pytest.approx(ISSUED + STARTED)
+    assert half_open.in_turn_s == pytest.approx(5e-6 + ISSUED + STARTED)
+    many = predict(configuration(**BUSY | {"flops": 79e9}), busy(waits=1, open_waits=1))
+    assert many.in_turn_s == pytest.approx(100e-6 + STARTED)  # the rest is done meanwhile
 
 
 def test_memory_adds_to_the_sum_unless_copies_are_in_flight() -> None:
-    work = BUSY | {"bytes": 4.3e6}  # 1 us
-    assert predict(configuration(**work), busy()).in_turn_s == pytest.approx(7e-6)
-    assert predict(configuration(**work), busy(copies=4)).in_turn_s == pytest.approx(6e-6)
-    slow = BUSY | {"bytes": 43e6}
-    assert predict(configuration(**slow), busy(copies=4)).seconds == pytest.approx(10e-6)
+    work, computing = BUSY | {"bytes": 4.3e7}, 10e-6 + ISSUED + STARTED  # 10 us more
+    assert predict(configuration(**work), busy()).in_turn_s == pytest.approx(10e-6 + computing)
+    assert predict(configuration(**work), busy(copies=4)).in_turn_s == pytest.approx(computing)
+    slow = BUSY | {"bytes": 4.3e8}
+    found = predict(configuration(**slow), busy(copies=4))
+    assert found.in_turn_s == pytest.approx(100e-6 + STARTED)
 
 
 def test_products_of_multiply_adds_are_instructions_and_count_once() -> None:
-    # 523 TFLOPS in half precision, 67 in float32: 1 us of multiply-adds in 2 us of instructions.
-    work = {"iterations": 2640, "flops": 66.9e6}
+    # 67 TFLOPS in float32: 1 us of multiply-adds in 10 us of instructions.
+    work = {"iterations": 13200, "flops": 66.9e6}
     prediction = predict(configuration(**work), compiled({}, instructions=198))
     assert prediction.matrix_s == pytest.approx(1e-6, rel=0.01)
-    assert prediction.seconds == prediction.in_turn_s == pytest.approx(2e-6)
+    assert prediction.in_turn_s == pytest.approx(ISSUED + STARTED)
 
 
 def test_programs_that_share_a_multiprocessor_fill_each_others_waits() -> None:
     prediction = predict(configuration(**BUSY, programs_in_all=2 * 132), busy())
     assert prediction.programs == 2
-    assert prediction.in_turn_s == pytest.approx(6e-6)
-    # Half the sum is 3 us, but special functions alone are 4.
-    assert (prediction.seconds, prediction.limit) == (prediction.special_s, "special functions")
-    assert prediction.special_s == pytest.approx(4e-6)
+    assert prediction.in_turn_s == pytest.approx(10e-6 + ISSUED + 2 * STARTED)
+    assert prediction.seconds == pytest.approx(START + prediction.in_turn_s / 2)
+    # Half the sum is 30 us, but special functions alone are 40.
+    special = predict(configuration(**BUSY, programs_in_all=2 * 132), busy(loop_special=99))
+    assert special.special_s == pytest.approx(40e-6)
+    assert (special.seconds, special.limit) == (START + special.special_s, "special functions")
 
 
 def test_a_single_warp_leaves_three_schedulers_idle() -> None:
     # The same work by one warp in place of four, alone on its multiprocessor.
-    work = BUSY | {"iterations": 5280, "flops": 0.0}
-    prediction = predict(configuration(**work, warps=1), busy())
-    assert prediction.issue_s + prediction.special_s == pytest.approx(5e-6)
-    assert prediction.in_turn_s == pytest.approx(20e-6)
+    prediction = predict(configuration(**BUSY | {"iterations": 52800}, warps=1), busy())
+    assert prediction.issue_s == pytest.approx(10e-6)
+    assert prediction.in_turn_s == pytest.approx(4 * (10e-6 + ISSUED) + STARTED)
 
 
 @pytest.mark.every_case
@@ -220,3 +372,53 @@ def test_waits_and_copies_are_read_from_the_machine_code() -> None:
 def test_only_sm_90_is_predicted() -> None:
     with pytest.raises(ValueError, match="sm_90"):
         predict(configuration(), compiled(BF16)._replace(arch="sm_80"))
+
+
+FACTS_OF_TEST = {"hardware": "NVIDIA H200, CUDA 13.0", "driver": "580", "torch": "2.11.0",
+                 "triton": "3.6.0", "date": "2026-11-26", "commit": "cdef0c3"}  # fmt: skip
+
+
+def rows_of(**seconds: float) -> list[ReportRow]:
+    """Rows as if launches took so long, some of one name."""
+    return [
+        ReportRow(
+            name.rstrip("_"), "sm_90", "a target", compiled({}), Prediction(s, 0, 0, 0, 0), []
+        )
+        for name, s in seconds.items()
+    ]
+
+
+def test_measured_times_stand_beside_the_predictions_of_the_same_launches(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "kernels.json"
+    path.write_text(as_file(FACTS_OF_TEST | {"size": "full"}, [("dots", 2e-6), ("dots", 9e-6)]))
+    rows = rows_of(dots=1e-6, forward=2e-6, dots_=3e-6)
+    text = markdown(rows, read_measured(path)).split("## Predicted time")[1]
+    for fact in FACTS_OF_TEST.values():
+        assert fact in text
+    assert "may have changed since" in text
+    header, _, *lines = (line for line in text.splitlines() if line.startswith("|"))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *lines)]
+    assert [line[0] for line in cells] == ["configuration", "dots", "forward", "dots"]
+    assert [line[-4:] for line in cells] == [
+        ["predicted", "measured", "measured / predicted", "target"],
+        ["1 (bytes)", "2", "2.00", "a target"],
+        ["2 (bytes)", "", "", "a target"],
+        ["3 (bytes)", "9", "3.00", "a target"],
+    ]
+    assert "Not measured." not in text
+    assert "Not measured." in markdown(rows)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"launches": []}', None])
+def test_a_file_that_holds_no_measured_times_is_refused(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "times.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match="measured must be a JSON object with hardware"):
+        read_measured(path)
+    with pytest.raises(SystemExit):
+        main(["--measured", str(path)])
+    assert "measured must be" in capsys.readouterr().err
