@@ -30,7 +30,7 @@ The model, in sentences:
 Where products are formed by multiply-adds instead of matrix instructions, they take issue slots,
 where they are counted already; they do not add to the sum.
 
-Four numbers are fitted to times on an NVIDIA H200 (Triton 3.6, 175 launches of `families`):
+Four numbers are fitted to times on an NVIDIA H200 (Triton 3.6, 175 launches, commit cdef0c3):
 `WARP_CLOCKS` to the three launches of complete attention in float16, `LATENCY` with two `WAITS` to
 the windows of 8 and to the forward of the kNN graph (k 16, 64 features), and `START` to row dots.
 Over all launches, measured / predicted has the median 1.03; a tenth is below 0.86 and a tenth above
