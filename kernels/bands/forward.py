@@ -188,7 +188,8 @@ def band_forward_kernel(
             p_center is not None
         ):  # b_saved depends on this tile's centre, and the backward has others
             b_saved = b_true
-    b_out = tl.where(m_empty[:, None], 0.0, b_out / tl.where(m_empty, 1.0, b_sum)[:, None])
+    b_inverse = 1.0 / tl.where(m_empty, 1.0, b_sum)  # one division per row
+    b_out = tl.where(m_empty[:, None], 0.0, b_out * b_inverse[:, None])
     store_features(p_out, b_out, i_target, i_h, H, i_row, own.i_step, own.n_targets, value.WIDTH)
     o_number = i_numbers + o_row * own.i_step
     tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)

@@ -176,7 +176,7 @@ def shared_forward_kernel(
     if p_valid is not None:
         p_rows = p_valid + o_row * own.i_step
         m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
-    b_out = b_out / b_sum[:, None]
+    b_out = b_out * (1.0 / b_sum)[:, None]  # one division per row
     if b_center is not None:
         b_out = b_out + b_center[None, :]
     b_out = tl.where(m_empty[:, None], 0.0, b_out)

@@ -37,37 +37,33 @@ Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
 
 # Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time.
 HOPPER: Table = {
-    "forward": {64: Choice(64, 128, 4, 2), 128: Choice(128, 64, 8, 3), 256: Choice(64, 32, 4, 2)},
-    "d_query": {64: Choice(64, 64, 4, 3), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
-    "d_source": {64: Choice(32, 64, 4, 3), 128: Choice(32, 128, 8, 2), 256: Choice(32, 32, 4, 1)},
-    "shared_forward": {
-        64: Choice(128, 32, 4, 4), 128: Choice(128, 32, 4, 3), 256: Choice(64, 32, 4, 3),
-    },
-    "shared_backward": {64: Choice(128, 32, 4, 3), 256: Choice(32, 32, 4, 1)},
-    "d_table": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
+    "forward": {64: Choice(64, 128, 4, 3), 128: Choice(128, 64, 8, 3), 256: Choice(64, 32, 4, 2)},
+    "d_query": {64: Choice(64, 128, 4, 3), 128: Choice(64, 64, 4, 2), 256: Choice(64, 16, 4, 2)},
+    "d_source": {64: Choice(16, 128, 4, 3), 128: Choice(32, 128, 8, 3), 256: Choice(64, 32, 4, 2)},
+    "shared_forward": {128: Choice(128, 32, 4, 3), 256: Choice(64, 32, 4, 2)},
+    "shared_backward": {64: Choice(128, 32, 4, 2), 256: Choice(32, 32, 4, 1)},
+    "d_table": {128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
     "band_select": {64: Choice(64, 64, 4, 2), 128: Choice(32, 64, 4, 2), 256: Choice(16, 64, 4, 2)},
-    "consensus": {64: Choice(128, 64, 8, 1), 128: Choice(64, 32, 4, 2), 256: Choice(64, 32, 8, 3)},
+    "consensus": {64: Choice(128, 64, 8, 1), 128: Choice(64, 32, 4, 3), 256: Choice(64, 32, 8, 3)},
     "consensus_backward": {
-        64: Choice(64, 64, 8, 3), 128: Choice(64, 64, 4, 1), 256: Choice(64, 64, 8, 2),
+        64: Choice(64, 64, 8, 3), 128: Choice(64, 64, 4, 2), 256: Choice(64, 64, 8, 3),
     },
 }  # fmt: skip
 # Windows of at most SHORT sources: many tiles need a mask there, and smaller ones have fewer pairs
 # that are no edges.
 HOPPER_SHORT: Table = HOPPER | {
-    "forward": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 2)},
-    "d_query": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
-    "d_source": {64: Choice(32, 64, 4, 2), 128: Choice(32, 64, 4, 2), 256: Choice(32, 32, 4, 1)},
-    "shared_forward": {
-        64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 3),
-    },
-    "shared_backward": {64: Choice(64, 32, 4, 3), 256: Choice(32, 32, 4, 1)},
+    "forward": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 1), 256: Choice(64, 32, 4, 2)},
+    "d_query": {128: Choice(64, 32, 4, 2), 256: Choice(64, 16, 4, 2)},
+    "d_source": {64: Choice(64, 64, 4, 1), 128: Choice(32, 64, 4, 2), 256: Choice(64, 32, 4, 2)},
+    "shared_forward": {64: Choice(64, 32, 4, 3), 128: Choice(64, 32, 4, 1), 256: Choice(64, 32, 4, 2)},
+    "shared_backward": {64: Choice(64, 32, 4, 1), 256: Choice(32, 32, 4, 1)},
 }  # fmt: skip
 # Windows narrower than NARROW: most pairs of a tile are near a border of the window.
 HOPPER_NARROW: Table = HOPPER_SHORT | {
     "forward": {128: Choice(64, 16, 4, 3), 256: Choice(64, 32, 4, 2)},
-    "d_query": {128: Choice(64, 16, 4, 3), 256: Choice(64, 32, 4, 1)},
-    "d_source": {128: Choice(32, 64, 4, 3), 256: Choice(32, 32, 4, 1)},
-    "shared_forward": {128: Choice(64, 16, 4, 2), 256: Choice(64, 32, 4, 3)},
+    "d_query": {128: Choice(64, 16, 4, 3), 256: Choice(64, 16, 4, 2)},
+    "d_source": {128: Choice(16, 64, 4, 3), 256: Choice(64, 32, 4, 2)},
+    "shared_forward": {128: Choice(64, 16, 4, 4), 256: Choice(64, 32, 4, 2)},
     "shared_backward": {64: Choice(64, 16, 4, 3), 256: Choice(32, 32, 4, 1)},
 }
 # Half precision on Ampere, AMD's GPUs and others.
@@ -94,7 +90,7 @@ BLACKWELL: Table = OTHERS | {
 SINGLE: Table = {  # float32
     "forward": {64: Choice(64, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
     "d_query": {64: Choice(32, 32, 4, 1), 256: Choice(16, 32, 4, 1)},
-    "d_source": {64: Choice(32, 32, 8, 1), 256: Choice(32, 16, 4, 1)},
+    "d_source": {64: Choice(32, 32, 4, 1), 256: Choice(32, 16, 4, 1)},
     "shared_forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
     "shared_backward": {256: Choice(16, 32, 4, 1)},
     "d_table": {256: Choice(16, 32, 4, 1)},
@@ -110,17 +106,17 @@ SINGLE_ON_AMD: Table = SINGLE | {
 # Edge kernels: a program is one warp, whose threads share the features of a few edges of some rows.
 # Rows and edges of each at a time, by width of a head; rows with fewer edges are taken by more.
 EDGE_TILES: dict[str, dict[int, tuple[int, int]]] = {
-    "edges_forward": {64: (4, 8), 128: (1, 8), 256: (1, 4)},
-    "edges_d_query": {32: (4, 8), 64: (4, 4), 256: (1, 4)},
-    "edges_d_source": {32: (4, 8), 64: (4, 16), 128: (1, 4), 256: (1, 4)},
-    "edges_select": {32: (4, 16), 64: (2, 16), 256: (1, 16)},
-    "sum_messages": {32: (2, 8), 64: (4, 2), 256: (2, 2)},
+    "edges_forward": {16: (4, 4), 32: (4, 8), 64: (8, 4), 128: (1, 8), 256: (1, 4)},
+    "edges_d_query": {16: (8, 4), 32: (8, 8), 64: (4, 4), 128: (1, 4), 256: (1, 2)},
+    "edges_d_source": {32: (8, 4), 64: (4, 16), 128: (1, 4), 256: (1, 2)},
+    "edges_select": {16: (8, 16), 32: (4, 16), 64: (2, 16), 256: (1, 16)},
+    "sum_messages": {32: (1, 4), 256: (2, 2)},
 }
 OF_EDGES = (*EDGE_TILES, "window_step")
 TILE_ELEMENTS = 1024
 HELD_ELEMENTS = 16384  # the most elements of the edges whose ranks are held for top-k
 # A step of generation has one row a program, and few programs. So more loads are in flight.
-STEP_ELEMENTS = 1024
+STEP_ELEMENTS = 4096
 STEP_STAGES = 4
 HELD_BY_FOUR_WARPS = 4096  # the most tokens of a window whose ranks four warps hold
 HELD_TOKENS = 8192  # the most tokens of a window with top-k; more spill
