@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial, wraps
@@ -15,7 +15,8 @@ from torch import Tensor
 from graphattn.distributed.collectives import gathered, maximum_over_ranks
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.failures.agreement import agree, graph_digest
-from graphattn.distributed.failures.watching import watch, watched
+from graphattn.distributed.failures.same_calls import SameCalls, call_of, fact_of
+from graphattn.distributed.failures.watching import same_calls, watch, watched
 from graphattn.distributed.global_targets import GlobalTargets, global_block, results_exchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
@@ -33,7 +34,16 @@ from graphattn.distributed.local_graph import (
 from graphattn.distributed.planning.needs import remote_runs
 from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
 from graphattn.distributed.ring.rounds import RingPlan, RingRound
-from graphattn.distributed.seen import Runs, joined, seen_by, seen_by_runs, tokens_of, without
+from graphattn.distributed.seen import (
+    Runs,
+    common,
+    count,
+    joined,
+    seen_by,
+    seen_by_runs,
+    tokens_of,
+    without,
+)
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.edges.stored_values import kept_for_training
@@ -81,10 +91,12 @@ class ShardedGraph:
         sources: Layout,
         exchange: Exchange,
         broadcast: tuple[int, ...] = (),
+        calls: SameCalls | None = None,
     ) -> None:
         self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
         self.exchange, self.broadcast = exchange, broadcast
         self._targets, self._sources = targets, sources
+        self._calls = calls
 
     # What this rank owns.
 
@@ -299,6 +311,9 @@ class ShardedGraph:
         if self.ranks == 1:
             return tensor
         with self.watched():
+            if self._calls is not None and not torch.compiler.is_compiling():
+                from_end = along % tensor.dim() - tensor.dim()
+                self._calls.check((fact_of("tensor to gather", tensor, from_end),))
             return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
 
     def _runs(self, of: str) -> list[range]:
@@ -439,6 +454,38 @@ class ShardedGraph:
                 f"shape {list(x.shape)}: shard.split(x) gives them"
             )
 
+    def check_call(self, layer: str, names: Sequence[str], given: Mapping[str, Any]) -> None:
+        """Check that all ranks call a layer with tensors that are alike, before rows travel.
+
+        It does nothing where no row travels, and while torch.compile traces.
+
+        Args:
+            layer: the name of the layer.
+            names: the arguments whose rows travel.
+            given: all arguments by name.
+
+        Raises:
+            ValueError: which names the argument, and which ranks have what.
+        """
+        if self._calls is None or torch.compiler.is_compiling() or not self._has_border:
+            return
+        both = bool(self.broadcast) or "positions" in names
+        call = call_of(layer, names, given, both=both)
+        if self.broadcast:  # they decide whether queries are sent
+            weights = given.get("return_attention_weights", False) is not False
+            has_bias = given.get("edge_bias") is not None
+            call = *call, ("edge_bias or weights", weights or has_bias, None)
+        self._calls.check(call)
+
+    @cached_property
+    def _has_border(self) -> bool:
+        """Whether any rank sees a token of another rank."""
+        for rank in range(self.ranks):
+            seen = seen_by_runs(self.whole, [*self._targets.runs(rank)])
+            if count(seen) > count(common(seen, self._sources.runs(rank))):
+                return True
+        return False
+
     def watched(self) -> AbstractContextManager[None]:
         """Return a context in which an error of this rank, or of another, ends the call of all."""
         return nullcontext() if self.group is None else watched(self.group)
@@ -531,6 +578,7 @@ def shard(
             earlier = None, None
     elif error is not None:
         raise error
+    calls = same_calls(process_group)
     shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
     balance = False
     broadcast: tuple[int, ...] = ()
@@ -557,6 +605,7 @@ def shard(
         sources=sources,
         exchange=way if ranks > 1 else "rows",
         broadcast=broadcast,
+        calls=calls,
     )
 
 

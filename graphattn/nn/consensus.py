@@ -45,6 +45,7 @@ class _Consensus(GraphLayer):
     """Base of self- and cross-consensus; `update_rule` says which tokens of an edge move."""
 
     attribute_of: ClassVar = {"update": "update_rule"}
+    exchanged = (*GraphLayer.exchanged, "positions", "edge_features")
     # Types of the arguments that PyG's generated code passes on; pairs are (sources, targets).
     propagate_type: ClassVar = {
         "u": PairTensor,

@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import different_calls
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -224,6 +225,7 @@ SCENARIOS: dict[str, Scenario] = {
         plain_functional, backward, compiled, outside, subgroup, again, key_error, normal,
     )
 }  # fmt: skip
+SCENARIOS |= different_calls.SCENARIOS
 SCENARIOS |= {
     "kill": _signal(signal.SIGKILL, 2),
     "kill_host": _signal(signal.SIGKILL, 0),

@@ -4,6 +4,9 @@ from mutation import Mutation
 
 HERE = "graphattn/distributed"
 TESTS = "tests/distributed/test_failures.py"
+CALLS = "tests/distributed/test_different_calls.py"
+SAME = f"{CALLS}::test_every_rank_says_what_differs_and_where"
+ALIKE = f"{CALLS}::test_ranks_are_not_kept_from_calls_that_are_alike"
 
 MUTATIONS = [
     Mutation(
@@ -68,5 +71,54 @@ MUTATIONS = [
         "connection.getpeername()[1] == store.port and not is_closed(connection)",
         "connection.getpeername()[1] == store.port",
         (f"{TESTS}::test_groups_can_be_destroyed_and_made_again_and_leave_no_thread",),
+    ),
+    Mutation(
+        "a rank sends rows of a call that others do not expect",
+        f"{HERE}/failures/same_calls.py",
+        "        if call == expected:",
+        "        if expected:",
+        (f"{SAME}[batch]",),
+    ),
+    Mutation(
+        "nobody answers a rank that waits for the same call",
+        f"{HERE}/failures/same_calls.py",
+        '            store.compare_set(f"call/{self.name}/{count}/{self.watch.rank}", "", "{}")',
+        "            pass",
+        (f"{SAME}[batch]",),
+    ),
+    Mutation(
+        "a question to a rank that is late is dropped",
+        f"{HERE}/failures/group_watch.py",
+        "                self.questions.append((shard, call))",
+        "                pass",
+        (f"{CALLS}::test_a_rank_that_is_late_and_differs_is_named",),
+    ),
+    Mutation(
+        "ranks have to cross a border to call as they like",
+        f"{HERE}/sharded_graph.py",
+        "or torch.compiler.is_compiling() or not self._has_border",
+        "or torch.compiler.is_compiling()",
+        (f"{ALIKE}[nothing_travels]",),
+    ),
+    Mutation(
+        "a rank that compares nothing is waited for",
+        f"{HERE}/failures/same_calls.py",
+        "if waited > watch.limit and not differ:",
+        "if waited > 100 * watch.limit and not differ:",
+        (f"{CALLS}::test_a_rank_that_compares_nothing_is_waited_for_no_longer_than_the_limit",),
+    ),
+    Mutation(
+        "ranks expect the last call again, whatever followed it before",
+        f"{HERE}/failures/same_calls.py",
+        "            if numbers in self.following:",
+        "            if False:",
+        (f"{ALIKE}[only_surprises]",),
+    ),
+    Mutation(
+        "the dtype of autocast is not compared",
+        f"{HERE}/failures/same_calls.py",
+        "    if torch.is_autocast_enabled(device):",
+        "    if False:",
+        (f"{SAME}[autocast]",),
     ),
 ]

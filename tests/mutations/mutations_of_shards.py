@@ -54,8 +54,8 @@ MUTATIONS = [
     Mutation(
         "nobody hears of an error in a layer",
         "graphattn/nn/base/padded_rows.py",
-        "            with graph.watched():\n                return forward(self, *args, **kwargs)",
-        "            return forward(self, *args, **kwargs)",
+        "            with graph.watched():",
+        "            if True:",
         (f"{OTHERS}::test_a_tensor_of_another_length_on_one_rank_is_an_error_on_every_rank",),
     ),
     Mutation(

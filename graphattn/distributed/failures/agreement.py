@@ -91,7 +91,9 @@ def agree(
         for name in names:
             values = [of_rank.get(name, "nothing") for of_rank, _, _ in told]
             if len(set(values)) > 1:
-                wrong.append(f"{name} must be equal on all ranks, got {_by_value(values)}")
+                wrong.append(
+                    f"{name} must be equal on all ranks, got {by_value(dict(enumerate(values)))}"
+                )
     if wrong:
         raise ValueError("; ".join(wrong)) from error
     return [found for _, _, found in told]
@@ -110,10 +112,10 @@ def _short(value: object) -> str:
     return f"{text[:LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
 
 
-def _by_value(values: list[str]) -> str:
-    """Say which ranks have which value."""
+def by_value(values: Mapping[int, str]) -> str:
+    """Say which ranks have which value, from the values by rank."""
     ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ", ".join(f"{value} on {_named(of)}" for value, of in ranks.items())
 

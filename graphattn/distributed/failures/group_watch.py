@@ -55,7 +55,7 @@ class GroupWatch:
     A second thread notices if the store does not answer, because a request cannot be cancelled.
     """
 
-    def __init__(self, group: Any, store: Any, limit: float) -> None:
+    def __init__(self, group: Any, store: Any, limit: float, store_of_calls: Any) -> None:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _world
 
@@ -75,6 +75,12 @@ class GroupWatch:
         self.failure: str | None = None  # the message of the failure that broke the group
         self.failures: list[Failure] = []
         self.outbox: list[tuple[int, int, str, bool]] = []
+        # For comparisons of calls (`same_calls.py`), whose requests are not in the thread.
+        self.store_of_calls = store_of_calls
+        self.num_shards = 0  # how many have been made
+        self.asked_about: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.questions: list[tuple[str, int]] = []  # that this rank cannot answer yet
+        self.asked = 0  # how many questions this rank has read
         self.read = 0  # how many failures this rank has read
         # Time is counted in rounds of the threads. If all ranks are stopped for a while, as a
         # scheduler may do it, none of them looks dead when they go on.
@@ -122,6 +128,7 @@ class GroupWatch:
         while self.outbox:
             self._send(*self.outbox.pop(0))
         self._read()
+        self._answer()
         if self.failure is None:
             if self.suspicious.is_set():
                 self._look_at(range(self.size), SILENT)
@@ -159,6 +166,18 @@ class GroupWatch:
             return False
         waited = not failure.left and self._seconds_since(failure.since) > self.limit
         return self.calls >= failure.call or self.suspicious.is_set() or waited
+
+    def _answer(self) -> None:
+        """Answer what ranks ask that wait until all make the same call."""
+        count = self.store.add("questions", 0)
+        for number in range(self.asked + 1, count + 1):
+            self.questions.append(tuple(json.loads(self.store.get(f"question/{number}"))))
+        self.asked, waiting = count, self.questions
+        self.questions = []
+        for shard, call in waiting:
+            calls = self.asked_about.get(shard)
+            if calls is None or not calls.answer(call, self.store):
+                self.questions.append((shard, call))
 
     def _seconds_since(self, round_: int) -> float:
         return (self.rounds - round_) * self.pause

@@ -24,6 +24,7 @@ import torch
 
 from graphattn.distributed.failures.connections import store_of
 from graphattn.distributed.failures.group_watch import GroupWatch, RankFailure, is_of_collective
+from graphattn.distributed.failures.same_calls import SameCalls
 from graphattn.graphs.arguments import as_float
 
 _WATCHES: weakref.WeakKeyDictionary[Any, GroupWatch] = weakref.WeakKeyDictionary()
@@ -55,8 +56,19 @@ def watch(group: Any, limit: float = 30.0) -> None:
     # A new name, because a store may outlive a group and then serve another one.
     names: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(names, uuid.uuid4().hex, group)
-    store = store_of(group).clone()
-    _WATCHES[group] = GroupWatch(group, dist.PrefixStore(f"graphattn/{names[0]}", store), limit)
+    store, other = (
+        dist.PrefixStore(f"graphattn/{names[0]}", store_of(group).clone()) for _ in range(2)
+    )
+    _WATCHES[group] = GroupWatch(group, store, limit, other)
+
+
+def same_calls(group: Any) -> SameCalls | None:
+    """Return the comparison of calls over a new shard; all ranks make shards in the same order."""
+    found = _WATCHES.get(group)
+    if found is None:
+        return None
+    found.num_shards += 1
+    return SameCalls(found, str(found.num_shards))
 
 
 @contextlib.contextmanager
@@ -118,4 +130,4 @@ def report(group: Any, error: BaseException) -> None:
         found.report(error, found.calls)
 
 
-__all__ = ["RankFailure", "report", "watch", "watched"]
+__all__ = ["RankFailure", "report", "same_calls", "watch", "watched"]

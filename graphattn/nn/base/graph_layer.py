@@ -40,6 +40,8 @@ class GraphLayer(Configured, MessagePassing):
     """
 
     class_overrides: ClassVar[ClassOverrides]
+    # Arguments that must be alike on all ranks if the graph is divided: their rows travel.
+    exchanged: ClassVar[tuple[str, ...]] = ("x", "context", "valid")
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -34,6 +34,8 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
         graph = args[1] if len(args) > 1 else kwargs.get("graph")
         if isinstance(graph, ShardedGraph):
             with graph.watched():
+                given = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
+                graph.check_call(type(self).__name__, self.exchanged, given)
                 return forward(self, *args, **kwargs)
         if not isinstance(graph, TokenGraph):
             return forward(self, *args, **kwargs)
