@@ -183,7 +183,7 @@ def graphs_differ(group: Any) -> str:
 class _Elsewhere(ga.nn.DotProductAttention):
     """A layer whose score depends on a tensor that is not its parameter."""
 
-    scale = torch.ones((), requires_grad=True)
+    scale: Tensor
 
     def score(self) -> ga.Score:
         return ga.DotProduct(self.scale)
@@ -192,9 +192,11 @@ class _Elsewhere(ga.nn.DotProductAttention):
 def a_score_with_a_foreign_parameter(group: Any) -> list[str]:
     """Return what this rank gets by rows, where the gradient is right, and on a ring."""
     found = []
-    for exchange in ("rows", "ring"):
-        shard = ga.distributed.shard(ga.causal_graph(12), group, exchange=exchange, order="runs")
-        y = _Elsewhere(DIM, HEADS)(torch.randn(shard.num_targets, DIM), shard)
+    for exchange, shape in (("rows", ()), ("ring", ()), ("ring", (HEADS,))):
+        shard = ga.distributed.shard(ga.causal_graph(12), group, exchange=exchange, order="runs")  # type: ignore[arg-type]
+        layer = _Elsewhere(DIM, HEADS)
+        layer.scale = torch.ones(shape, requires_grad=True)
+        y = layer(torch.randn(shard.num_targets, DIM), shard)
         try:
             y.sum().backward()
         except ValueError as error:

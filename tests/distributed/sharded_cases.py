@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.ring.operations import SoftmaxParts, TopKParts
 
 WIDE = torch.float64
 DIM, HEADS = 8, 2
@@ -391,3 +392,24 @@ def poisoned(group: Any, name: str, exchange: str) -> int:
 
 def _owners(tokens: int, group: Any) -> Tensor:
     return Layout(tokens, group.size()).owner(torch.arange(tokens))
+
+
+def parts_computed_in_backward(group: Any) -> dict[str, int]:
+    """How many parts of a ring the backward passes of some layers compute, over two ranks."""
+    graph, found = ga.complete_graph(20), {}
+    shard = ga.distributed.shard(graph, group, exchange="ring")
+    layers = layers_over(graph, "ring")
+    for name in ("dot", "gka", "krause"):
+        y = layers[name]().to(WIDE)(torch.randn(shard.num_targets, DIM, dtype=WIDE), shard)
+        found[name], plain = 0, (SoftmaxParts.part, TopKParts.part)
+
+        def counted(self: Any, *given: Any, name: str = name, plain: Any = plain) -> Any:
+            found[name] += 1
+            return plain[isinstance(self, TopKParts)](self, *given)
+
+        SoftmaxParts.part = TopKParts.part = counted  # type: ignore[method-assign]
+        try:
+            y.sum().backward()
+        finally:
+            SoftmaxParts.part, TopKParts.part = plain  # type: ignore[method-assign]
+    return found

@@ -72,6 +72,7 @@ def test_a_tensor_of_another_length_on_one_rank_is_an_error_on_every_rank(ranks)
 
 
 def test_no_gradient_is_lost_on_a_ring(ranks):
-    for rows, ring in ranks.run(a_score_with_a_foreign_parameter, 2):
+    for rows, *on_ring in ranks.run(a_score_with_a_foreign_parameter, 2):
         assert rows == "no error"
-        assert "score must depend on parameters of its layer only" in ring
+        for ring in on_ring:
+            assert "score must depend on parameters of its layer only" in ring

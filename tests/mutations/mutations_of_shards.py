@@ -4,6 +4,7 @@ from mutation import Mutation
 
 HERE = "graphattn/distributed"
 TESTS = "tests/distributed/test_sharded_layers.py"
+PARTS = "tests/distributed/test_part_gradients.py"
 SAME = f"{TESTS}::test_outputs_and_gradients_equal_those_of_one_process"
 COUNTS = f"{TESTS}::test_a_causal_window_of_256_sends_255_rows_over_every_border"
 OTHERS = "tests/distributed/test_combinations.py"
@@ -64,5 +65,40 @@ MUTATIONS = [
         "            arriving = common(self.needed[rank], self.sources.runs(sender))",
         "            arriving = [(run.start, run.stop) for run in self.sources.runs(sender)]",
         (f"{SAME}[window-3]",),
+    ),
+    Mutation(
+        "the backward pass of a ring computes parts again",
+        f"{HERE}/ring/passes.py",
+        "        pairs = operation.pulled(*own, tuple(whole), tuple(d_whole))",
+        "        pairs = None",
+        (f"{PARTS}::test_the_backward_pass_of_a_ring_computes_no_part_again",),
+    ),
+    Mutation(
+        "the log-sum of a part has no gradient",
+        "graphattn/ops/attention/native/bands.py",
+        "    return plan.backward(inputs, out, saved.flatten(-2), d_out, d_lse)",
+        "    return plan.backward(inputs, out, saved.flatten(-2), d_out, None)",
+        (f"{PARTS}::test_parts_add_up_to_the_gradient_over_all_sources[dot-False]",),
+    ),
+    Mutation(
+        "products of a part may overflow",
+        "graphattn/ops/attention/native/bands.py",
+        "        return None  # also if one of them is NaN",
+        "        pass",
+        (f"{PARTS}::test_numbers_whose_products_overflow_are_left_to_the_parts[nan-0]",),
+    ),
+    Mutation(
+        "steep differences of a part are those of products",
+        "graphattn/ops/attention/native/bands.py",
+        "    if may_be_steep and (bias",
+        "    if False and (bias",
+        (f"{PARTS}::test_targets_far_from_all_sources_are_left_to_the_parts",),
+    ),
+    Mutation(
+        "a scale that no layer has is lost on a ring",
+        f"{HERE}/ring/passes.py",
+        "    leaves = [x for x in outs if x.grad_fn is None]",
+        "    leaves = []",
+        (f"{OTHERS}::test_no_gradient_is_lost_on_a_ring",),
     ),
 ]

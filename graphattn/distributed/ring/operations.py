@@ -13,6 +13,7 @@ from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.ops.attention.api import score_attention
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.merge import merged
+from graphattn.ops.attention.part_gradients import Pairs, part_gradients
 from graphattn.ops.inputs import compute_dtype, full_precision, repeat_heads
 from graphattn.ops.linear_attention.api import linear_attention_sums
 
@@ -36,6 +37,15 @@ class RingOperation(Protocol):
     def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
         """Return the gradients of the results of a part, from those of the whole."""
 
+    def pulled(
+        self, targets: Given, sources: Given, block: RingBlock, whole: Tensors, d_whole: Tensors
+    ) -> Pairs | None:
+        """Return what a block gives to the gradients, without computing its results again.
+
+        The result are tensors that depend on the given ones, each with its gradient; None if the
+        results are needed.
+        """
+
 
 class LinearParts:
     """Numerators and denominators of linear attention; the parts add up."""
@@ -55,6 +65,9 @@ class LinearParts:
 
     def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
         return d_whole
+
+    def pulled(self, *_: Any) -> None:
+        return None
 
 
 class SoftmaxParts:
@@ -77,13 +90,6 @@ class SoftmaxParts:
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, of_targets), (key, value, of_sources) = targets, sources
-        options = dict(self.options)
-        if (table := options.get("edge_bias")) is not None:
-            if block.offsets is None:
-                table = unlike_edges(table, block.graph)
-            else:
-                table = table.index_select(0, block.offsets)[None]
-            options["edge_bias"] = table
         p, seed = self.dropout
         dropped: dict[str, Any] = {}
         if p:
@@ -97,10 +103,21 @@ class SoftmaxParts:
             self.score(),
             valid=(of_targets, of_sources),
             return_lse=True,
-            **options,
+            **self._options(block),
             **dropped,
         )
         return out.to(lse.dtype), lse[..., None]
+
+    def _options(self, block: RingBlock) -> dict[str, Any]:
+        """Return the options of a block, with its own biases."""
+        options = dict(self.options)
+        if (table := options.get("edge_bias")) is not None:
+            if block.offsets is None:
+                table = unlike_edges(table, block.graph)
+            else:
+                table = table.index_select(0, block.offsets)[None]
+            options["edge_bias"] = table
+        return options
 
     def merge(self, whole: Tensors, part: Tensors) -> Tensors:
         outs = [out.masked_fill(lse == -torch.inf, 0) for out, lse in (whole, part)]
@@ -114,6 +131,25 @@ class SoftmaxParts:
         change = (d_out * (out - whole_out)).sum(-1, keepdim=True)
         return share * d_out, share * (change + d_lse)
 
+    def pulled(
+        self, targets: Given, sources: Given, block: RingBlock, whole: Tensors, d_whole: Tensors
+    ) -> Pairs | None:
+        if self.dropout[0]:
+            return None
+        (query, of_targets), (key, value, of_sources) = targets, sources
+        (out, lse), (d_out, d_lse) = whole, d_whole
+        return part_gradients(
+            query,
+            key,
+            value,
+            block.graph,
+            self.score(),
+            valid=(of_targets, of_sources),
+            whole=(out, lse[..., 0]),
+            d_whole=(d_out, d_lse[..., 0]),
+            **self._options(block),
+        )
+
 
 class TopKParts(SoftmaxParts):
     """Softmax attention over sources that are selected already, per target and head.
@@ -126,6 +162,9 @@ class TopKParts(SoftmaxParts):
     def __init__(self, score: Callable[[], Score], index: Tensor) -> None:
         super().__init__(score)
         self.index = index
+
+    def pulled(self, *_: Any) -> None:
+        return None
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, _), (key, value, _) = targets, sources

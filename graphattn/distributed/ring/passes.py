@@ -2,8 +2,9 @@
 
 In round d, every rank gets rows from the rank d places before it, computes the part of the
 operation over them, and merges it with what it has. So it never stores the rows of more than two
-ranks. In the backward pass the rows travel again, each part is computed again, and the gradients
-of its sources travel back.
+ranks. In the backward pass the rows travel again, and the gradients of its sources travel back.
+Softmax attention computes them from the results over all sources where its backend can
+(`ops/attention/part_gradients.py`). Everything else computes each part again.
 """
 
 from __future__ import annotations
@@ -236,16 +237,23 @@ def _gradients(
     whole: list[Any],
     d_whole: list[Any],
 ) -> list[Tensor | None]:
-    """Compute a part again, and return the gradients of its targets, sources and parameters."""
+    """Return the gradients of a part's targets, sources and parameters.
+
+    The part is computed again, unless its operation needs the results over all sources only.
+    """
     t, s = counts
     inputs = [
         x.detach().requires_grad_() if x is not None and need and i < t + s else x
         for i, (x, need) in enumerate(zip(given, needed, strict=True))
     ]
+    own = inputs[:t], inputs[t : t + s], block
     with torch.enable_grad():
-        part = operation.part(inputs[:t], inputs[t : t + s], block)
-    upstream = operation.upstream(tuple(x.detach() for x in part), tuple(whole), tuple(d_whole))
-    results = [(y, d) for y, d in zip(part, upstream, strict=True) if y.requires_grad]
+        pairs = operation.pulled(*own, tuple(whole), tuple(d_whole))
+        part = () if pairs is not None else operation.part(*own)
+    if pairs is None:
+        upstream = operation.upstream(tuple(x.detach() for x in part), tuple(whole), tuple(d_whole))
+        pairs = list(zip(part, upstream, strict=True))
+    results = [(y, d) for y, d in pairs if y.requires_grad]
     wanted = [x for x, need in zip(inputs, needed, strict=True) if x is not None and need]
     if not results or not wanted:
         return [None] * len(inputs)
@@ -261,17 +269,20 @@ def _gradients(
 
 def _check_leaves(outs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Refuse a tensor that the results depend on and whose gradient would be lost."""
+    leaves = [x for x in outs if x.grad_fn is None]
     waiting, seen = [x.grad_fn for x in outs], set()
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is x for x in known):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    for leaf in leaves:
+        if not any(leaf is x for x in known):
             raise ValueError(
                 "score must depend on parameters of its layer only if rows are exchanged on a "
                 f"ring, got another tensor of shape {list(leaf.shape)} that requires a gradient: "
                 "register it in the layer, or make the shard with exchange='rows'"
             )
-        waiting += [following for following, _ in node.next_functions]

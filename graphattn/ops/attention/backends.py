@@ -73,6 +73,21 @@ def _run_native(call: AttentionCall) -> Result:
     return native.attend(*_tensors(call, widened), call.graph, **_options(call, _score_name(call)))
 
 
+def gradients_of_part(call: AttentionCall, whole: Result, d_whole: Result) -> Any:
+    """Gradients of a part by the C++ code, from results over all sources; see `part_gradients.py`.
+
+    The tensors beside the gradients are inputs in the compute dtype.
+    """
+    if is_watched(call.query):
+        return None
+    tensors, options = _tensors(call), _options(call, _score_name(call))
+    found = native.gradients_of_part(*tensors, call.graph, whole, d_whole, **options)
+    if found is None:
+        return None
+    inputs = *tensors, options["scale"], options["bias"]
+    return [(x, d) for x, d in zip(inputs, found, strict=True) if x is not None]
+
+
 def _run_structured(call: AttentionCall) -> Result:
     """Run operations of torch over tiles or rows of the graph."""
     if call.score.kernel is None:
