@@ -55,7 +55,9 @@ HOPPER_SHORT: Table = HOPPER | {
     "forward": {64: Choice(64, 64, 4, 2), 128: Choice(64, 64, 4, 1), 256: Choice(64, 32, 4, 2)},
     "d_query": {128: Choice(64, 32, 4, 2), 256: Choice(64, 16, 4, 2)},
     "d_source": {64: Choice(64, 64, 4, 1), 128: Choice(32, 64, 4, 2), 256: Choice(64, 32, 4, 2)},
-    "shared_forward": {64: Choice(64, 32, 4, 3), 128: Choice(64, 32, 4, 1), 256: Choice(64, 32, 4, 2)},
+    "shared_forward": {
+        64: Choice(64, 32, 4, 3), 128: Choice(64, 32, 4, 1), 256: Choice(64, 32, 4, 2),
+    },
     "shared_backward": {64: Choice(64, 32, 4, 1), 256: Choice(32, 32, 4, 1)},
 }  # fmt: skip
 # Windows narrower than NARROW: most pairs of a tile are near a border of the window.
