@@ -44,7 +44,6 @@ from graphattn.kernels.bands.math import (
     store_features,
     within_reach,
 )
-from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.layout import side_by_side
 from graphattn.kernels.shared.precision import add_product, product
@@ -386,7 +385,7 @@ def backward(
     d_key = torch.empty_like(x.key, memory_format=torch.contiguous_format)
     d_value = torch.empty_like(x.value, memory_format=torch.contiguous_format)
     upstream: dict[str, Any] = {"d_out": TokenRows.of(d_out), "p_saved": saved, "p_delta": delta}
-    choice = tuning.choose("d_query", x.query.dtype, x.width, x.bands.window)
+    choice = x.choose("d_query")
     tiles = x.of_tiles("targets", choice)
     shares = x.scale.new_empty(B, tiles["num_tiles"], H) if scale_gradient else None
     x.start(
@@ -400,7 +399,7 @@ def backward(
         **tiles,
         **x.common(),
     )
-    choice = tuning.choose("d_source", x.query.dtype, x.width, x.bands.window)
+    choice = x.choose("d_source")
     tiles = x.of_tiles("sources", choice)
     x.start(
         d_source_kernel,

@@ -28,7 +28,6 @@ from graphattn.kernels.bands.math import (
     load_own,
     part_borders,
 )
-from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import side_by_side
@@ -148,7 +147,7 @@ def d_table(inputs: BandInputs, saved: Tensor, delta: Tensor, d_out: Tensor) -> 
     x = inputs
     assert x.table is not None
     B, _, H, _ = x.query.shape
-    choice = tuning.choose("d_table", x.query.dtype, x.width, x.bands.window)
+    choice = x.choose("d_table")
     tiles = x.of_tiles("targets", choice._replace(columns=choice.rows))
     programs = max(min(PROGRAMS, B * tiles["num_tiles"]), 1)
     partial = x.table.new_zeros(programs, H, len(x.table))

@@ -39,7 +39,6 @@ from graphattn.kernels.bands.math import (
     poisoned,
     store_features,
 )
-from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
 from graphattn.kernels.shared.precision import add_product
 
@@ -207,7 +206,7 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
     out = x.query.new_empty((B, N, H, x.value.shape[-1]), dtype=dtype or x.query.dtype)
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
-    choice = tuning.choose("forward", x.query.dtype, x.width, x.bands.window)
+    choice = x.choose("forward")
     tiles = x.of_tiles("targets", choice)
     x.start(
         band_forward_kernel,

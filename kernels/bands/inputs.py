@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphattn.kernels.bands.arguments import BandTables, TokenRows
 from graphattn.kernels.bands.schedule import BandSchedule, Side
+from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
@@ -169,6 +170,11 @@ class BandInputs:
         kept = self.kept
         num_words = 0 if kept is None else kept.shape[-1]
         return self._common | {"p_kept": kept, "num_words": num_words}
+
+    def choose(self, kernel: str) -> Choice:
+        """The sizes of the tiles of a kernel, by its name in `tuning`."""
+        narrowest = min(self.query.shape[-1], self.value.shape[-1])
+        return tuning.choose(kernel, self.query.dtype, self.width, self.bands.window, narrowest)
 
     def start(self, kernel: Any, programs: int, **arguments: Any) -> None:
         """Starts a kernel, and once more for programs whose sums are NaN or infinite.

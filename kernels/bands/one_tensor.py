@@ -355,7 +355,7 @@ def shared_forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.empty_like(x.query, memory_format=torch.contiguous_format)
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
-    choice = tuning.choose("shared_forward", x.query.dtype, x.width, x.bands.window)
+    choice = x.choose("shared_forward")
     x.start(shared_forward_kernel, **_arguments(x, choice), p_out=out, p_lse=lse, p_saved=saved)
     return out, lse, saved
 
@@ -372,7 +372,7 @@ def shared_backward(
     B, _, H, _ = x.query.shape
     d_out = side_by_side(d_out)
     d_x = torch.empty_like(x.query, memory_format=torch.contiguous_format)
-    choice = tuning.choose("shared_backward", x.query.dtype, x.width, x.bands.window)
+    choice = x.choose("shared_backward")
     arguments = _arguments(x, choice)
     shares = x.scale.new_empty(B, arguments["num_tiles"], H)
     x.start(

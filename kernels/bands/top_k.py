@@ -628,7 +628,7 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     """
     x = inputs
     B, N, H, _ = x.query.shape
-    choice = tuning.choose("band_select", x.query.dtype, x.width, x.bands.window)
+    choice = x.choose("band_select")
     choice = choice._replace(columns=max(choice.columns, WORD))
     chunks = _held(x, choice)
     if chunks == 0 and (chunks := _held(x, FEW_ROWS)):

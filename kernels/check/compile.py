@@ -41,7 +41,9 @@ ARCHITECTURES = {
     "sm_100": Architecture("cuda", 100, 32, 227 * KIB, r"UTC\w*MMA", "tcgen05 (UTCHMMA)"),
     "gfx942": Architecture("hip", "gfx942", 64, 64 * KIB, r"v_mfma", "mfma (v_mfma)"),
 }
-UNNOTICED = 100  # a spill does not matter if the main loop has so many instructions for each
+# A spill in the main loop is not noticed if that has so many instructions for each: on an H200 the
+# fastest sizes of tiles were often some that spill so much, or more outside of their loops.
+UNNOTICED = 10
 TENSOR_MEMORY_LIMIT = 512  # columns of tensor memory on sm_100
 
 _DTYPES = {
@@ -236,21 +238,20 @@ def problems(compiled: Compiled, *, main: bool = True) -> list[str]:
 
     Args:
         compiled: from :func:`compile_launch`.
-        main: whether the kernel must use the matrix instruction of its architecture and spill
-            nothing; other kernels may spill a little outside their main loop. In a loop of
-            thousands of instructions one in a hundred may be a spill, which is not noticeable.
+        main: whether the kernel must use the matrix instruction of its architecture.
 
-    >>> compiled = Compiled("sm_90", 255, 8, 2, 240 * 1024, 0, {"HMMA.16816.F32": 4}, 90, 4, 1, 8)
+    A kernel may spill outside of its main loop, and a little within.
+
+    >>> compiled = Compiled("sm_90", 255, 8, 12, 240 * 1024, 0, {"HMMA.16816.F32": 4}, 90, 4, 10, 8)
     >>> for problem in problems(compiled):
     ...     print(problem)
-    spills 2 times, 1 times in the main loop, 8 bytes of stack per thread
+    spills 12 times, 10 times in the main loop, 8 bytes of stack per thread
     needs 240.0 KiB of shared memory, sm_90 has 227 KiB
     has no wgmma (HGMMA), but HMMA
     """
     device = ARCHITECTURES[compiled.arch]
     found = []
-    spilled = compiled.loop_spills or (main and (compiled.spills or compiled.stack))
-    if spilled and not 0 < compiled.spills * UNNOTICED <= compiled.loop_instructions:
+    if compiled.loop_spills * UNNOTICED > compiled.loop_instructions:
         what = "registers" if device.backend == "hip" else "times"
         found.append(
             f"spills {compiled.spills} {what}, {compiled.loop_spills} times in the main loop, "

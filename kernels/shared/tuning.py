@@ -1,9 +1,10 @@
-"""Sizes of tiles: tables by architecture and precision, one line per kernel, by width of a head.
-Edge kernels follow a rule: :func:`choose_for_edges`.
+"""Sizes of tiles: tables by architecture, precision and window, one line per kernel, by width of a
+head. Edge kernels have a table of their own: :func:`choose_for_edges`.
 
-These sizes are not yet measured on a GPU. They were chosen by registers, shared memory and
-instructions of kernels compiled ahead of time (docs/benchmarks/kernels.md). Another choice can be
-tried without editing::
+Those for Hopper in half precision and those of edges are the fastest that were found on an H200
+with Triton 3.6 (``make gpu STEP=tune``). All others were chosen by registers, shared memory and
+instructions of kernels compiled ahead of time (docs/benchmarks/kernels.md), and have not been
+measured. Another choice can be tried without editing::
 
     from graphattn.kernels.shared import tuning
     with tuning.override(forward=tuning.Choice(rows=64, columns=64, num_warps=4, num_stages=2)):
@@ -38,10 +39,10 @@ Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
 # Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time.
 HOPPER: Table = {
     "forward": {64: Choice(64, 128, 4, 3), 128: Choice(128, 64, 8, 3), 256: Choice(64, 32, 4, 2)},
-    "d_query": {64: Choice(64, 128, 4, 3), 128: Choice(64, 64, 4, 2), 256: Choice(64, 16, 4, 2)},
+    "d_query": {64: Choice(64, 64, 4, 3), 128: Choice(64, 64, 4, 2), 256: Choice(64, 16, 4, 2)},
     "d_source": {64: Choice(16, 128, 4, 3), 128: Choice(32, 128, 8, 3), 256: Choice(64, 32, 4, 2)},
     "shared_forward": {128: Choice(128, 32, 4, 3), 256: Choice(64, 32, 4, 2)},
-    "shared_backward": {64: Choice(128, 32, 4, 2), 256: Choice(32, 32, 4, 1)},
+    "shared_backward": {64: Choice(64, 32, 4, 3), 256: Choice(32, 32, 4, 1)},
     "d_table": {128: Choice(64, 64, 4, 2), 256: Choice(64, 32, 4, 1)},
     "band_select": {64: Choice(64, 64, 4, 2), 128: Choice(32, 64, 4, 2), 256: Choice(16, 64, 4, 2)},
     "consensus": {64: Choice(128, 64, 8, 1), 128: Choice(64, 32, 4, 3), 256: Choice(64, 32, 8, 3)},
@@ -110,7 +111,7 @@ SINGLE_ON_AMD: Table = SINGLE | {
 EDGE_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "edges_forward": {16: (4, 4), 32: (4, 8), 64: (8, 4), 128: (1, 8), 256: (1, 4)},
     "edges_d_query": {16: (8, 4), 32: (8, 8), 64: (4, 4), 128: (1, 4), 256: (1, 2)},
-    "edges_d_source": {32: (8, 4), 64: (4, 16), 128: (1, 4), 256: (1, 2)},
+    "edges_d_source": {32: (8, 4), 64: (2, 16), 128: (1, 4), 256: (1, 2)},
     "edges_select": {16: (8, 16), 32: (4, 16), 64: (2, 16), 256: (1, 16)},
     "sum_messages": {32: (1, 4), 256: (2, 2)},
 }
@@ -125,20 +126,32 @@ HELD_TOKENS = 8192  # the most tokens of a window with top-k; more spill
 KERNELS = (*HOPPER, *OF_EDGES)
 NARROW = 64  # sources
 SHORT = 512
+# In heads of at most so many features, programs go over at most so many tokens of the other side at
+# a time. ptxas 12.8, which comes with Triton 3.6, computed a wrong address for a product with values
+# of 24 features in tiles of 64: the one wrong result on an H200 (docs/log.md).
+FEW_FEATURES = 32
+OTHER_SIDE = {
+    "forward": "columns", "d_query": "columns", "d_source": "rows", "d_table": "columns",
+    "shared_forward": "columns", "shared_backward": "columns",
+}  # fmt: skip
 
 # Not context variables: on GPUs autograd runs backwards in a thread of its own.
 _override: dict[str, Choice] = {}
 _architecture: str | None = None
 
 
-def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
+def choose(
+    kernel: str, dtype: torch.dtype, width: int, window: int, narrowest: int | None = None
+) -> Choice:
     """Choose sizes for heads of `width` features and at most `window` sources a target.
+
+    `narrowest` is the fewest features of a factor of a product, if those are fewer than `width`.
 
     Example:
         >>> import torch
         >>> from graphattn.kernels.shared import tuning
         >>> with tuning.compiling_for("sm_90"):
-        ...     tuning.choose("forward", torch.bfloat16, 64, 4096).rows
+        ...     tuning.choose("forward", torch.bfloat16, 64, 4096).columns
         128
         >>> with tuning.override(forward=tuning.Choice(32, 32, 2, 1)):
         ...     tuning.choose("forward", torch.bfloat16, 64, 4096).rows
@@ -147,7 +160,12 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
     if kernel in _override:
         return _override[kernel]
     table = _table(dtype, window)[kernel]
-    return next(choice for widest, choice in table.items() if width <= widest)
+    choice = next(choice for widest, choice in table.items() if width <= widest)
+    few = min(width, width if narrowest is None else narrowest) <= FEW_FEATURES
+    if few and kernel in OTHER_SIDE and architecture() == "sm_90":
+        side = OTHER_SIDE[kernel]
+        choice = choice._replace(**{side: min(getattr(choice, side), FEW_FEATURES)})
+    return choice
 
 
 def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
@@ -157,7 +175,7 @@ def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
     Example:
         >>> from graphattn.kernels.shared import tuning
         >>> tuning.choose_for_edges("edges_forward", width=64, degree=16.0)
-        Choice(rows=1, columns=16, num_warps=1, num_stages=1)
+        Choice(rows=8, columns=4, num_warps=1, num_stages=1)
     """
     if kernel in _override:
         return _override[kernel]
