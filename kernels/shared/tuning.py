@@ -127,7 +127,7 @@ KERNELS = (*HOPPER, *OF_EDGES)
 NARROW = 64  # sources
 SHORT = 512
 # In heads of at most so many features, programs go over at most so many tokens of the other side at
-# a time. ptxas 12.8, which comes with Triton 3.6, computed a wrong address for a product with values
+# a time. ptxas 12.8, which comes with Triton 3.6, computed a wrong address for a product of values
 # of 24 features in tiles of 64: the one wrong result on an H200 (docs/log.md).
 FEW_FEATURES = 32
 OTHER_SIDE = {
