@@ -97,9 +97,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda (cuda has not been tested on a GPU yet).")
-    ] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     size: Annotated[
         str,
         typer.Option(

@@ -156,10 +156,10 @@ class Sizes(NamedTuple):
 
 
 def choose(k: int, width: int) -> Sizes:
-    """Chosen by instructions and registers of kernels compiled ahead of time; not yet measured.
+    """Choose by instructions and registers of kernels compiled ahead of time.
 
-    Two programs of 4 warps share a multiprocessor: one multiplies while the other merges. Where
-    that spills, one program has 8.
+    Other sizes have not been measured on a GPU. Two programs of 4 warps share a multiprocessor: one
+    multiplies while the other merges. Where that spills, one program has 8.
     """
     kept = max(16, triton.next_power_of_2(k + 2 + SPARE))
     if kept > 128:
