@@ -264,3 +264,26 @@ def test_a_launch_runs_on_the_device_of_a_tensor_in_a_tuple(
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     launch(Kernel(), (1,), num_warps=4, num_stages=1, size=1, q=Heads.of(x))
     assert seen[0] is x
+
+
+def test_few_features_never_meet_many_tokens_at_a_time_on_hopper() -> None:
+    """Values of 24 features in tiles of 64 sources are compiled wrong by ptxas 12.8."""
+    with tuning.compiling_for("sm_90"):
+        for kernel, side in tuning.OTHER_SIDE.items():
+            for width, narrowest in ((24, None), (32, 32), (40, 24), (64, 1)):
+                for window in (17, 256, 4096):
+                    found = tuning.choose(kernel, torch.bfloat16, width, window, narrowest)
+                    assert getattr(found, side) <= 32
+        assert tuning.choose("forward", torch.bfloat16, 64, 4096, 40).columns == 128
+    with tuning.compiling_for("sm_80"):
+        assert tuning.choose("d_source", torch.bfloat16, 24, 4096).columns == 64
+
+
+def test_rows_of_few_edges_are_taken_together() -> None:
+    for kernel, table in tuning.EDGE_TILES.items():
+        for width in (1, 16, 60, 128, 256, 1000):
+            rows, slots = table[min((w for w in table if width <= w), default=max(table))]
+            found = tuning.choose_for_edges(kernel, width, 1.0)
+            if kernel != "edges_select":
+                assert (found.rows, found.columns) == (rows * slots, 1)
+            assert tuning.choose_for_edges(kernel, width, 1000.0).rows <= rows

@@ -42,7 +42,8 @@ def test_a_union_with_a_window_keeps_its_window_a_band(device: str) -> None:
         case = CASES[name]
         with recording() as launches:
             attend(case, case.tensors(), backend="triton")
-        names = [launch.kernel.fn.__name__ for launch in launches]
+        first = [one for one in launches if not one.arguments.get("CAREFUL")]
+        names = [one.kernel.fn.__name__ for one in first]
         assert names.count("band_forward_kernel") == bands, names
         assert names.count("edges_forward_kernel") == 1, names
 

@@ -89,7 +89,8 @@ def launched(case: Case, device: str) -> list[str]:
         leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
         out, lse = attend(case, leaves, backend="triton", device=device)
         torch.autograd.grad(out.sum() + lse.sum(), list(leaves.values()))
-    return [launch.kernel.fn.__name__ for launch in launches]
+    # A second launch of a kernel, with CAREFUL, ends at once if nothing is NaN.
+    return [one.kernel.fn.__name__ for one in launches if not one.arguments.get("CAREFUL")]
 
 
 @pytest.mark.parametrize("name", [*SYMMETRIC, "padding"])

@@ -280,8 +280,8 @@ def documentation_lines(session: Session) -> Iterator[str]:
         yield "- This is a rehearsal: the documentation stays as it is."
         return
     yield (
-        "- Copy `benchmark.json` to `docs/benchmarks/cuda-NAME.json`: the note of the support matrix "
-        "(`docs/support.py`) then changes by itself, but names the H200."
+        "- Copy `benchmark.json` to `docs/benchmarks/cuda-NAME.json`: the note of the support "
+        "matrix (`docs/support.py`) then says that a GPU has run the kernels."
     )
     yield "- These places say that no GPU has run the kernels:"
     yield from (f"  - {place}" for place in claims())
