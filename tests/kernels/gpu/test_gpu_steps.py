@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -424,3 +426,37 @@ def test_a_case_that_was_cut_off_goes_on_behind_the_launches_that_are_timed(monk
     known.append({"job": "bands 2", "end": True, "error": "stopped", "seconds": 1.0})
     assert [row["name"] for row in times.work("bands 2", known, EMULATOR, "full")] == everything[2:]
     assert len(everything) > 3
+
+
+@pytest.mark.long
+def test_what_was_compiled_ahead_is_found_again(tmp_path) -> None:
+    """A second process compiles nothing: it finds all kernels in the folder."""
+    folder = tmp_path / "ahead"
+    script = (
+        "import sys; from gpu import ahead, parity; "
+        "ahead.JOBS['parity'] = ahead.of_parity, lambda: list(parity.TINY); "
+        "ahead.JOBS['times'] = ahead.of_times, lambda: ['edges 0']; "
+        "ahead.JOBS['tune'] = ahead.of_tune, lambda: ['edges_forward, bf16, 32']; "
+        f"sys.exit(ahead.main(['sm_90', {str(folder)!r}]))"
+    )
+    found = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            env=jobs.environment(GRAPHATTN_AHEAD=str(folder)),
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count(": done (") == 7, run.stdout
+        found.append({path.name for path in folder.iterdir()})
+    assert found[0] == found[1]
+    assert len(found[0]) > 20
+    assert all(path.stat().st_size == 0 for path in folder.rglob("*.ptx"))
+    assert all(path.stat().st_size > 0 for path in folder.rglob("*.cubin"))
+
+
+def test_compiling_ahead_asks_for_the_folder_in_the_environment(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("GRAPHATTN_AHEAD", raising=False)
+    from gpu import ahead
+
+    assert ahead.main(["sm_90", str(tmp_path)]) == 2
