@@ -43,8 +43,11 @@ def test_what_is_taken_out_is_noticed_or_not_needed(
     with tuning.compiling_for(arch), launch.redirected(receive):
         PROBLEMS[name].run()
     request.node.user_properties.append(("removals", [[*key, n] for key, n in counts.items()]))
-    # Triton writes some that another one makes needless, where a loop is peeled. Most are needed.
+    # Triton writes some that another one makes needless, where a loop is peeled. Most are needed;
+    # of the fences before products, which stand before every product that reads what threads have
+    # stored, one in three: each makes visible what was stored before it, for later products, too.
     for kind in {kind for kind, _ in counts} - set(MASKS):
         ran = {verdict: n for (of, verdict), n in counts.items() if of == kind}
         ran.pop("not run", None)
-        assert sum(ran.values()) - ran.get("harmless", 0) >= 0.6 * sum(ran.values()), counts
+        least = 0.3 if kind == "fence before products" else 0.6
+        assert sum(ran.values()) - ran.get("harmless", 0) >= least * sum(ran.values()), counts
