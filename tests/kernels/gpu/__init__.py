@@ -3,6 +3,7 @@
 Each step ends within nine minutes. It writes rows as they come, and goes on where it was cut off:
 
 - `parity`: problems that start every kernel, compared with float64.
+- `times`: every launch whose time is predicted.
 - `sanitizer`: some of them under NVIDIA's compute-sanitizer.
 - `benchmark`: what `graphattn bench --device cuda` measures.
 - `tune`: other sizes of tiles, and whether they are faster.

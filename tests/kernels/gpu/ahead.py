@@ -1,8 +1,8 @@
 """Kernels compiled before there is a GPU, into a cache that goes along with the sources.
 
-    python -m gpu.ahead sm_90 build/ahead             # here, with the GPU's versions of Python's
-                                                      # minor version and Triton
-    GRAPHATTN_AHEAD=build/ahead python -m gpu         # on the GPU
+    export GRAPHATTN_AHEAD=/tmp/ahead         # on both machines
+    python -m gpu.ahead sm_90 /tmp/ahead      # here: the GPU's Triton, and its 3.x of Python
+    python -m gpu                             # there
 
 Where time on a GPU is short, compiling takes most of it. Triton compiles for any device if its
 driver names one, so here the driver only names it. Launches of `parity`, `times` and `tune` (the
@@ -31,7 +31,7 @@ from graphattn.kernels.check.families import cases
 from graphattn.kernels.shared import launch, tuning
 
 from . import AHEAD, parity, tune
-from .session import Machine, Started
+from .session import Machine, Started, compile_only
 
 TEXTS = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # emptied: only people read them
 STEPS = ("parity", "times", "tune")
@@ -53,15 +53,6 @@ class Named:
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
-
-
-def compile_only(one: launch.Launch) -> None:
-    """Compile the kernel of a launch as Triton's launcher would."""
-    if 0 not in one.grid:
-        one.kernel.warmup(
-            grid=one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
-            enable_fp_fusion=one.fp_fusion, **one.arguments,
-        )  # fmt: skip
 
 
 class Compiler(Machine):

@@ -35,6 +35,23 @@ class Started(NamedTuple):
         return self.launch.kernel.fn.__name__
 
 
+def start(one: launch.Launch) -> None:
+    """Start a recorded launch on the device of its tensors."""
+    launch.launch(
+        one.kernel, one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
+        fp_fusion=one.fp_fusion, **one.arguments,
+    )  # fmt: skip
+
+
+def compile_only(one: launch.Launch) -> None:
+    """Compile the kernel of a recorded launch as Triton's launcher would, and start nothing."""
+    if 0 not in one.grid:
+        one.kernel.warmup(
+            grid=one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
+            enable_fp_fusion=one.fp_fusion, **one.arguments,
+        )  # fmt: skip
+
+
 class Machine(NamedTuple):
     """A GPU, or the emulator in its place."""
 
@@ -58,10 +75,7 @@ class Machine(NamedTuple):
 
             def run(one: launch.Launch) -> None:
                 with launch.redirected(None):
-                    launch.launch(
-                        one.kernel, one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
-                        fp_fusion=one.fp_fusion, **one.arguments,
-                    )  # fmt: skip
+                    start(one)
                 started.append(Started(one))
 
             with launch.redirected(run):

@@ -16,7 +16,7 @@ from graphattn.kernels.check.families import cases
 from graphattn.kernels.shared import launch
 
 from .jobs import run_jobs
-from .session import Machine, Progress, Row, Session
+from .session import Machine, Progress, Row, Session, start
 
 SECONDS = 120.0  # of a case
 SAMPLES = 15
@@ -48,14 +48,6 @@ def work(name: str, known: list[Row], machine: Machine, size: str) -> Iterator[R
 def seconds_of(one: launch.Launch) -> float:
     """The median time of a launch whose data is not in the cache."""
     return median_of(lambda: start(one))
-
-
-def start(one: launch.Launch) -> None:
-    """Start a recorded launch on the device."""
-    launch.launch(
-        one.kernel, one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
-        fp_fusion=one.fp_fusion, **one.arguments,
-    )  # fmt: skip
 
 
 def median_of(begin: Callable[[], object], samples: int = SAMPLES) -> float:

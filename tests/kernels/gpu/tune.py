@@ -26,7 +26,7 @@ from graphattn.bench.contenders import ours
 from graphattn.kernels.shared import launch, tuning
 
 from .jobs import run_jobs
-from .session import Machine, Progress, Row, Session
+from .session import Machine, Progress, Row, Session, compile_only, start
 
 # The kernel whose tile a name in `tuning` stands for.
 KERNELS = {
@@ -201,23 +201,13 @@ def measure(
             compute()
         for one in recorded:  # the compiler works while others measure
             if one.kernel.fn.__name__ == kernel:
-                one.kernel.warmup(
-                    grid=one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
-                    enable_fp_fusion=one.fp_fusion, **one.arguments,
-                )  # fmt: skip
+                compile_only(one)
         del recorded
         with alone():
             with machine.launching() as started:
                 results = compute()
             again = [one.launch for one in started if one.kernel == kernel]
-            return seconds_of(lambda: [_start(one) for one in again]), results
-
-
-def _start(one: launch.Launch) -> None:
-    launch.launch(
-        one.kernel, one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
-        fp_fusion=one.fp_fusion, **one.arguments,
-    )  # fmt: skip
+            return seconds_of(lambda: [start(one) for one in again]), results
 
 
 def seconds_of(start: Callable[[], object]) -> float:
