@@ -176,7 +176,8 @@ def d_query_kernel(
                 bands.HOLES, bands.STRIDED, i_part != 1, CAREFUL, PRECISION, p_d_scale is not None,
             )  # fmt: skip
     if p_again is not None and not CAREFUL:
-        tl.store(p_again + tl.program_id(0), is_unsound(b_d_query))
+        # Squares of large numbers are infinite, so d_scale may be NaN where d_query is not.
+        tl.store(p_again + tl.program_id(0), is_unsound(b_d_query, b_d_scale))
 
     m_alive = m_row & (b_saved != float("inf"))  # rows with edges
     if RBF:

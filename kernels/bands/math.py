@@ -189,9 +189,9 @@ def cleaned(b_x):
 
 
 @triton.jit
-def is_unsound(b_x):
-    """Whether a tile [rows, columns] holds NaN or infinity somewhere: 1 or 0."""
-    b_zero = tl.sum(b_x * 0.0, axis=1)
+def is_unsound(b_x, b_number=0.0):
+    """Whether a tile [rows, columns], or a number of a row, [rows], is NaN or infinite: 1 or 0."""
+    b_zero = tl.sum(b_x * 0.0, axis=1) + b_number * 0.0
     return tl.max((b_zero != 0.0).to(tl.int32), axis=0)
 
 

@@ -313,7 +313,8 @@ def shared_backward_kernel(
                 i_part != 1, CAREFUL, PRECISION,
             )  # fmt: skip
     if p_again is not None and not CAREFUL:
-        tl.store(p_again + tl.program_id(0), is_unsound(b_d_x))
+        # Squares of large numbers are infinite, so d_scale may be NaN where d_x is not.
+        tl.store(p_again + tl.program_id(0), is_unsound(b_d_x, b_d_scale))
 
     if i_borders[0] < i_borders[PARTS]:
         # The tile is loaded again, because holding it takes registers, and in a branch, because
