@@ -12,6 +12,7 @@ from torch import Tensor
 from graphattn.kernels.bands.arguments import BandTables, TokenRows
 from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LOG2E, saved_log_sums
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
@@ -82,6 +83,18 @@ class BandInputs:
         if self.rbf and not self.is_centered:
             return row_dots(self.key, self.key, 0.5)
         return None
+
+    def saved_from(self, lse: Tensor) -> Tensor:
+        """The log-sums that the forward saves for the backward, from natural ones, [B, H, N].
+
+        They may be those over more edges than the bands have: then the backward computes what the
+        bands give to the gradients over all of these.
+        """
+        if not self.rbf or self.is_centered:
+            return saved_log_sums(lse)
+        # Logits in half precision lack -||q||^2 / 2, and so do their log-sums.
+        half_squares = row_dots(self.query, self.query, 0.5)
+        return saved_log_sums(lse, half_squares * (self.scale * LOG2E.value)[:, None])
 
     def parts(self, rows: int, columns: int) -> int:
         """Number of parts of the loop over tiles of the other side, 3 or 1.

@@ -71,7 +71,7 @@ class Rows {
   void forward(int64_t b, int64_t i, int64_t next, Row<T, I>& row) const {
     T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + i) * call_.heads;
     look(b, i, row);
-    weigh(b, i, next, row, lse);
+    weigh(b, i, next, row, lse, nullptr);
     const T* weight = averaged(b, i, row);
     const int64_t width = call_.value_width;
     if (row.size == 0) return clear(call_.out, b, i, call_.heads, width);
@@ -97,7 +97,7 @@ class Rows {
       }
     }
     if (row.size == 0) return clear(wanted.d_query, b, i, H, width);
-    weigh(b, i, next, row, nullptr);
+    weigh(b, i, next, row, nullptr, number(wanted.lse, b, i, 0));
     const T* weight = averaged(b, i, row);
     note_silent_heads(wanted, b, i, row);
     gradients_of_weights(wanted, b, i, next, weight, row);
@@ -243,8 +243,9 @@ class Rows {
     row.reserve(call_.heads);
   }
 
-  // Weights before dropout, and the logarithms of their sums.
-  void weigh(int64_t b, int64_t i, int64_t next, Row<T, I>& row, T* lse) const {
+  // Weights before dropout, and the logarithms of their sums. `given`: log-sums of the heads that
+  // take the place of those of the row, which then keeps all its edges; or null.
+  void weigh(int64_t b, int64_t i, int64_t next, Row<T, I>& row, T* lse, const T* given) const {
     for_blocks(row.size, [&](int64_t first, int64_t count) {
       for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
         products<T, D, RBF>(at<T>(call_.query, b, i, h),
@@ -254,7 +255,7 @@ class Rows {
       });
     });
     for (int64_t h = 0; h < call_.heads; ++h) {
-      const T found = softmax(b, h, row);
+      const T found = softmax(b, h, row, given ? given + h : nullptr);
       if (lse) lse[h] = found;
     }
   }
@@ -289,7 +290,7 @@ class Rows {
   }
 
   // Weights of one head in the place of its affinities' logits; returns their log-sum.
-  T softmax(int64_t b, int64_t h, Row<T, I>& row) const {
+  T softmax(int64_t b, int64_t h, Row<T, I>& row, const T* given) const {
     constexpr int64_t L = Vec<T>::L;
     constexpr T NONE = -std::numeric_limits<T>::infinity();
     const T* affinity = row.affinity.data() + h * row.stride;
@@ -308,6 +309,16 @@ class Rows {
       }
     }
     for (int64_t e = row.size; e < row.stride; ++e) weight[e] = NONE;
+    if (given) {
+      if (*given == NONE) {
+        std::fill_n(weight, row.stride, T(NOT_KEPT));
+      } else {
+        for (int64_t e = 0; e < row.stride; e += L) {
+          store(weight + e, exp(load(weight + e) - broadcast(*given)));
+        }
+      }
+      return *given;
+    }
     const bool some = call_.top_k > 0 && call_.top_k < row.size;
     if (some) keep_largest(row, weight);
     vec<T> most = broadcast(NONE);
@@ -396,8 +407,14 @@ class Rows {
   }
 
   T d_lse(const RowsGradients& wanted, int64_t b, int64_t i, int64_t h) const {
-    const T* found = static_cast<const T*>(wanted.d_lse);
-    return found ? found[(b * call_.targets + i) * call_.heads + h] : T(0);
+    const T* found = number(wanted.d_lse, b, i, h);
+    return found ? *found : T(0);
+  }
+
+  // One of the numbers [batch, targets, heads]; null stays null.
+  const T* number(const void* numbers, int64_t b, int64_t i, int64_t h) const {
+    if (!numbers) return nullptr;
+    return static_cast<const T*>(numbers) + (b * call_.targets + i) * call_.heads + h;
   }
 
   // From gradients of one head's weights to those of its products, which take their place, and to
@@ -409,10 +426,11 @@ class Rows {
     const T* read = (call_.drop_rows ? row.averaged : row.weight).data() + h * row.stride;
     T* d_weight = row.d_weight.data() + h * row.stride;
     double mean = 0, d_scale = 0;
-    for (int64_t e = 0; e < row.size; ++e) {
+    const T* delta = number(wanted.delta, b, i, h);
+    for (int64_t e = 0; !delta && e < row.size; ++e) {
       if (weight[e] >= 0 || std::isnan(weight[e])) mean += double(weight[e]) * double(d_weight[e]);
     }
-    const T less = T(mean) - d_lse(wanted, b, i, h);
+    const T less = delta ? *delta : T(mean) - d_lse(wanted, b, i, h);
     const T cap = T(call_.softcap);
     T* d_bias = static_cast<T*>(wanted.d_bias);
     if (d_bias) d_bias += b * wanted.d_bias_batch + h;

@@ -51,6 +51,8 @@ struct RowsGradients {
   double* d_scale;       // [heads], added to
   void* d_bias;          // [edges, heads], added to, or null
   int64_t d_bias_batch;  // numbers between two samples' gradients; 0: they share one
+  const void *lse, *delta;  // [batch, targets, heads], or null: log-sums over more edges than the
+                            // call's, and output . d_out - d_lse over all of these
 };
 
 }  // namespace graphattn

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -397,10 +398,17 @@ def _owners(tokens: int, group: Any) -> Tensor:
 def parts_computed_in_backward(group: Any) -> dict[str, int]:
     """How many parts of a ring the backward passes of some layers compute, over two ranks."""
     graph, found = ga.complete_graph(20), {}
-    shard = ga.distributed.shard(graph, group, exchange="ring")
+    edges = ga.knn_graph(torch.arange(20.0)[:, None], 7)
     layers = layers_over(graph, "ring")
-    for name in ("dot", "gka", "krause"):
-        y = layers[name]().to(WIDE)(torch.randn(shard.num_targets, DIM, dtype=WIDE), shard)
+    structured = partial(ga.nn.DotProductAttention, DIM, HEADS, backend="structured")
+    calls: dict[str, tuple[Callable[[], nn.Module], ga.TokenGraph]] = {
+        **{name: (layers[name], graph) for name in ("dot", "gka", "krause")},
+        "edges": (layers["dot"], edges),
+        "structured": (structured, graph),
+    }
+    for name, (make, whole) in calls.items():
+        shard = ga.distributed.shard(whole, group, exchange="ring")
+        y = make().to(WIDE)(torch.randn(shard.num_targets, DIM, dtype=WIDE), shard)
         found[name], plain = 0, (SoftmaxParts.part, TopKParts.part)
 
         def counted(self: Any, *given: Any, name: str = name, plain: Any = plain) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from part_cases import CASES, Case, check, is_left_to_the_parts
 from sharded_cases import parts_computed_in_backward
 from torch import Tensor
 
@@ -15,8 +16,9 @@ from graphattn.ops.attention.part_gradients import part_gradients
 N, M, H, D = 11, 19, 2, 3
 WIDE = torch.float64
 
-if compiled_code.why_not(torch.zeros(1)) is not None:
-    pytest.skip("there is no compiled code", allow_module_level=True)
+NO_CODE = compiled_code.why_not(torch.zeros(1))
+compiled = pytest.mark.skipif(NO_CODE is not None, reason=f"there is no compiled code: {NO_CODE}")
+NATIVE = pytest.param("native", marks=compiled)
 
 
 def drawn(dtype: torch.dtype = WIDE) -> list[Tensor]:
@@ -82,6 +84,7 @@ def results(tensors: list[Tensor], score: ga.Score) -> tuple[Tensor, Tensor]:
     return ga.score_attention(*tensors[:3], graph, score, return_lse=True)
 
 
+@compiled
 @pytest.mark.parametrize("place", range(5))
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e30])
 def test_numbers_whose_products_overflow_are_left_to_the_parts(place: int, number: float) -> None:
@@ -91,6 +94,7 @@ def test_numbers_whose_products_overflow_are_left_to_the_parts(place: int, numbe
     assert in_parts(tensors, ga.DotProduct(), whole, (0, M)) == [None]
 
 
+@compiled
 def test_targets_far_from_all_sources_are_left_to_the_parts() -> None:
     score = ga.GaussianKernel(1.0)
     for dtype, far, is_left in (
@@ -112,6 +116,21 @@ def test_a_score_of_your_own_is_left_to_the_parts() -> None:
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize("backend", [NATIVE, "structured"])
+@pytest.mark.parametrize(("graph", "score", "biased"), CASES)
+def test_parts_of_any_graph_add_up(backend: str, graph: str, score: str, biased: bool) -> None:
+    case = Case(graph, score, biased=biased, valid=True, kv=1)
+    check(case, backend, WIDE, 1e-12)
+
+
+@pytest.mark.parametrize("backend", [NATIVE, "structured"])
+@pytest.mark.parametrize("size", [1.0, 3e3, torch.nan])
+def test_log_sums_too_large_for_float32_are_left_to_the_parts(backend: str, size: float) -> None:
+    assert is_left_to_the_parts(backend, size) == (size != 1.0)
+
+
+@compiled
+@pytest.mark.every_case
 def test_the_backward_pass_of_a_ring_computes_no_part_again(ranks: Any) -> None:
     found = ranks.run(parts_computed_in_backward, 2)
-    assert found == [{"dot": 0, "gka": 0, "krause": 2}] * 2
+    assert found == [{"dot": 0, "gka": 0, "krause": 2, "edges": 0, "structured": 0}] * 2

@@ -5,6 +5,8 @@ from mutation import Mutation
 HERE = "graphattn/distributed"
 TESTS = "tests/distributed/test_sharded_layers.py"
 PARTS = "tests/distributed/test_part_gradients.py"
+KERNELS = "tests/kernels/test_kernels_part_gradients.py"
+LARGE = "test_log_sums_too_large_for_float32_are_left_to_the_parts"
 SAME = f"{TESTS}::test_outputs_and_gradients_equal_those_of_one_process"
 COUNTS = f"{TESTS}::test_a_causal_window_of_256_sends_255_rows_over_every_border"
 OTHERS = "tests/distributed/test_combinations.py"
@@ -76,23 +78,44 @@ MUTATIONS = [
     Mutation(
         "the log-sum of a part has no gradient",
         "graphattn/ops/attention/native/bands.py",
-        "    return plan.backward(inputs, out, saved.flatten(-2), d_out, d_lse)",
-        "    return plan.backward(inputs, out, saved.flatten(-2), d_out, None)",
+        "        return self.backward(inputs, out, saved.flatten(-2), d_out, d_lse)",
+        "        return self.backward(inputs, out, saved.flatten(-2), d_out, None)",
         (f"{PARTS}::test_parts_add_up_to_the_gradient_over_all_sources[dot-False]",),
     ),
     Mutation(
         "products of a part may overflow",
         "graphattn/ops/attention/native/bands.py",
-        "        return None  # also if one of them is NaN",
-        "        pass",
+        "        if not are_moderate((*inputs[:4], out, d_out, d_lse), (sums,)):",
+        "        if False:",
         (f"{PARTS}::test_numbers_whose_products_overflow_are_left_to_the_parts[nan-0]",),
     ),
     Mutation(
         "steep differences of a part are those of products",
         "graphattn/ops/attention/native/bands.py",
-        "    if may_be_steep and (bias",
-        "    if False and (bias",
+        "        if may_be_steep and (bias",
+        "        if False and (bias",
         (f"{PARTS}::test_targets_far_from_all_sources_are_left_to_the_parts",),
+    ),
+    Mutation(
+        "log-sums of all sources keep the squares that band kernels leave out",
+        "kernels/bands/inputs.py",
+        "        return saved_log_sums(lse, half_squares",
+        "        return saved_log_sums(lse, 0 * half_squares",
+        (f"{KERNELS}::test_parts_add_up_in_half_precision",),
+    ),
+    Mutation(
+        "the log-sum of a part of an edge list has no gradient",
+        "graphattn/ops/attention/native/rows.py",
+        "        delta = (out * d_out).sum(-1) - d_lse",
+        "        delta = (out * d_out).sum(-1)",
+        (f"{PARTS}::test_parts_of_any_graph_add_up[edges-dot-True-native]",),
+    ),
+    Mutation(
+        "weights of a part come from log-sums without digits",
+        "graphattn/ops/attention/part_numbers.py",
+        "bound = SOUND if x.dtype == torch.float64 else most",
+        "bound = SOUND",
+        (f"{PARTS}::{LARGE}[3000.0-structured]",),
     ),
     Mutation(
         "a scale that no layer has is lost on a ring",

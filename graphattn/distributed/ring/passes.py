@@ -3,8 +3,9 @@
 In round d, every rank gets rows from the rank d places before it, computes the part of the
 operation over them, and merges it with what it has. So it never stores the rows of more than two
 ranks. In the backward pass the rows travel again, and the gradients of its sources travel back.
-Softmax attention computes them from the results over all sources where its backend can
-(`ops/attention/part_gradients.py`). Everything else computes each part again.
+Softmax attention computes them from the results over all sources
+(`ops/attention/part_gradients.py` says where). Dropout, top-k, scores of your own and everything
+else compute each part again.
 """
 
 from __future__ import annotations

@@ -73,19 +73,34 @@ def _run_native(call: AttentionCall) -> Result:
     return native.attend(*_tensors(call, widened), call.graph, **_options(call, _score_name(call)))
 
 
-def gradients_of_part(call: AttentionCall, whole: Result, d_whole: Result) -> Any:
-    """Gradients of a part by the C++ code, from results over all sources; see `part_gradients.py`.
+def gradients_of_part(call: AttentionCall, backend: str, whole: Result, d_whole: Result) -> Any:
+    """Gradients of a part by a backend, from results over all sources; see `part_gradients.py`.
 
-    The tensors beside the gradients are inputs in the compute dtype.
+    The tensors beside the gradients are inputs, for "native" in the compute dtype.
     """
-    if is_watched(call.query):
+    if call.score.kernel is None or call.top_k is not None or is_watched(call.query):
         return None
-    tensors, options = _tensors(call), _options(call, _score_name(call))
-    found = native.gradients_of_part(*tensors, call.graph, whole, d_whole, **options)
+    inputs: tuple[Tensor | None, ...]
+    found: tuple[Tensor | None, ...] | None
+    of_all = call.graph, whole, d_whole
+    own: dict[str, Any]
+    if backend == "triton":
+        inputs = call.query, call.key, call.value, _scale(call), call.bias
+        own = {"score": _score_name(call), "valid": call.valid, "per_offset": call.per_offset}
+        with torch.no_grad():
+            found = triton.gradients_of_part(inputs, *of_all, **own)
+    elif backend in ("native", "structured"):
+        compute = native if backend == "native" else structured
+        own = _options(call, _score_name(call))
+        inputs = *_tensors(call), own.pop("scale"), own.pop("bias")
+        with torch.no_grad():
+            found = compute.gradients_of_part(inputs, *of_all, **own)
+    else:
+        return None
     if found is None:
         return None
-    inputs = *tensors, options["scale"], options["bias"]
-    return [(x, d) for x, d in zip(inputs, found, strict=True) if x is not None]
+    pairs = zip(inputs, found, strict=True)
+    return [(x, d) for x, d in pairs if x is not None and d is not None]
 
 
 def _run_structured(call: AttentionCall) -> Result:

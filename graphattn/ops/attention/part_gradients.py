@@ -6,7 +6,10 @@ Its backward pass needs no part again: with the log-sum L and the output y over 
     w_ij = exp(l_ij - L_i),    dl_ij = w_ij (dy_i . v_j - dy_i . y_i + dL_i),
 
 so a part needs its own logits l_ij only. A backward pass that starts from saved log-sums computes
-this for the sources of a part, if it is given L and y in the place of the part's own.
+this for the sources of a part, if it is given L and y in the place of the part's own. "triton" does
+so for all graphs; "native" and "structured" do for bands, tiles and lists of edges, and not for
+graphs that they compute as several parts themselves. Dropout, top-k and scores of your own need the
+results of the part, and so do numbers for which exp(l - L) has few digits (`part_numbers.py`).
 """
 
 from __future__ import annotations
@@ -51,12 +54,10 @@ def part_gradients(
 
     Returns:
         Tensors that depend on the inputs, each with its gradient: queries, keys, values, and the
-        numbers of the score and the bias. None if the part must be computed again, because its
-        backend reads log-sums of its own, or because of numbers that this form of the gradient is
-        not exact for.
+        numbers of the score and the bias, those that need one. None if the part must be computed
+        again, because its backend reads log-sums of its own, or because of numbers that this form
+        of the gradient is not exact for.
     """
     ready = score.ready(check_qkv(query, key, value), query)
     call = checked_call(query, key, value, graph, ready, backend=backend, **options)
-    if choose(BACKENDS, call, backend).name != "native":
-        return None
-    return gradients_of_part(call, whole, d_whole)
+    return gradients_of_part(call, choose(BACKENDS, call, backend).name, whole, d_whole)

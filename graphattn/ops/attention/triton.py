@@ -25,6 +25,7 @@ from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.edges.schedule import EdgeSchedule
 from graphattn.kernels.shared.launch import why_not_heads
 from graphattn.kernels.shared.stored import copied, stores_results
+from graphattn.ops.attention.part_numbers import are_moderate
 from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.inputs import ValidPair, flat_masks
 
@@ -50,6 +51,57 @@ def why_not(
         return "its kernels have no dropout"
     width = query.shape[-1]
     return why_not_heads(query, width, width if value_width is None else value_width)
+
+
+def gradients_of_part(
+    inputs: tuple[Any, ...],
+    graph: TokenGraph,
+    whole: tuple[Tensor, Tensor],
+    d_whole: tuple[Tensor, Tensor],
+    *,
+    score: str,
+    valid: ValidPair,
+    per_offset: bool,
+) -> Gradients | None:
+    """Gradients of the five inputs, from results over more sources than those of the graph.
+
+    Args:
+        inputs: those of :class:`KernelCall`.
+        graph: the edges of a part.
+        whole: output and log-sums over all sources, in float32.
+        d_whole: their gradients.
+        score, valid, per_offset: those of :class:`KernelCall`.
+
+    Returns:
+        None for numbers that this form of the gradient is not exact for. To read them waits for
+        the device once, which takes less time than the forward pass of the part. Gradients of
+        scale and bias are None if they need none.
+    """
+    from graphattn.kernels.shared.layout import side_by_side
+
+    query, key, value, scale, bias = inputs
+    (out, lse), (d_out, d_lse) = whole, d_whole
+    with torch.cuda.device_of(query):  # as in `on_its_device`
+        call = KernelCall(
+            inputs, graph, score, valid, per_offset=per_offset, top_k=None, shared=False
+        )
+        saved = call.saved_from(lse)
+        sums = lse.masked_fill(lse == -torch.inf, 0), saved.masked_fill(saved == torch.inf, 0)
+        if not are_moderate((query, key, value, out, d_out, d_lse), sums):
+            return None
+        found = call.backward(
+            side_by_side(call.flat(out)),
+            lse.transpose(-1, -2).contiguous(),
+            saved,
+            d_out.to(query.dtype),
+            d_lse.transpose(-1, -2),
+            needs_scale=scale.requires_grad,
+            needs_bias=bias is not None and bias.requires_grad,
+        )
+    return tuple(
+        None if x is None or d is None else d.reshape(x.shape)
+        for x, d in zip(inputs, found, strict=True)
+    )
 
 
 class KernelCall:
@@ -82,8 +134,8 @@ class KernelCall:
         query, key, value, scale, bias = inputs
         self.batch, self.shared = query.shape[:-3], shared
         self.scale, self.is_rbf, self.valid = scale, score == "rbf", flat_masks(valid, self.batch)
-        query = self._flat(query)
-        self.tensors = (query,) * 3 if shared else (query, self._flat(key), self._flat(value))
+        query = self.flat(query)
+        self.tensors = (query,) * 3 if shared else (query, self.flat(key), self.flat(value))
         self.bands: BandInputs | None = None
         self.edges: EdgeInputs | None = None
         self.offset_rows: Tensor | None = None
@@ -148,7 +200,9 @@ class KernelCall:
         needs_bias: bool,
     ) -> Gradients:
         """Gradients of the inputs; if query, key and value are one tensor, the first is its own."""
-        out, d_out = self._flat(out), self._flat(d_out)
+        from graphattn.kernels.shared.exponentials import saved_log_sums
+
+        out, d_out = self.flat(out), self.flat(d_out)
         B = self.batch.numel()
         lse, saved, d_lse = (t.reshape(B, *t.shape[-2:]) for t in (lse, saved, d_lse))
         d_lse = d_lse.transpose(1, 2)
@@ -160,13 +214,23 @@ class KernelCall:
             found = self._through_edges(out, saved, d_out, d_lse, needs_scale, needs_bias)
         else:
             of_bands = self._through_bands(out, lse, saved, d_out, d_lse, needs_scale, False)
-            saved = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
+            saved = saved_log_sums(lse)
             of_edges = self._through_edges(out, saved, d_out, d_lse, needs_scale, False)
             found = (*map(_sum, of_bands, of_edges),)
         if self.shared and found[1] is not None:
             query, key, value, *others = found
             found = _sum(_sum(query, key), value), None, None, *others
         return found
+
+    def saved_from(self, lse: Tensor) -> Tensor:
+        """The log-sums [B, H, N] that :meth:`backward` takes as saved, from natural ones [*, N, H].
+
+        These may be those over more edges than the call has.
+        """
+        from graphattn.kernels.shared.exponentials import saved_log_sums
+
+        lse = lse.reshape(self.batch.numel(), *lse.shape[-2:]).transpose(1, 2).contiguous()
+        return saved_log_sums(lse) if self.bands is None else self.bands.saved_from(lse)
 
     def _through_bands(
         self,
@@ -241,7 +305,7 @@ class KernelCall:
 
         return EdgeInputs(*self.tensors, self.scale, tables, self.is_rbf, bias, *self.valid)
 
-    def _flat(self, x: Tensor) -> Tensor:
+    def flat(self, x: Tensor) -> Tensor:
         """x [*, tokens, heads, features] with one batch dimension."""
         return x.reshape(self.batch.numel(), *x.shape[-3:])
 

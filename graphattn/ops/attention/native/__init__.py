@@ -14,7 +14,6 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import structured
 from graphattn.ops.attention.native.bands import (
     NativeBandPlan,
-    gradients_from_log_sums,
     in_dtype_of_scale,
     most_saved_per_head,
     native_tiles,
@@ -47,38 +46,9 @@ def attend(
     return structured.run(plan, inputs, query.shape[:-3])
 
 
-def gradients_of_part(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    graph: TokenGraph,
-    whole: tuple[Tensor, Tensor],
-    d_whole: tuple[Tensor, Tensor],
-    **options: Any,
-) -> Gradients | None:
-    """Gradients of the five inputs, from results over more sources than those of the graph.
-
-    Args:
-        query, key, value: in the compute dtype.
-        graph: the edges of a part.
-        whole: output and log-sums over all sources.
-        d_whole: their gradients.
-        options: those of :func:`attend`.
-
-    Returns:
-        None if the plan is another one than bands, or for numbers that bands leave to slower code.
-    """
-    scale, bias = options.pop("scale"), options.pop("bias")
-    given = query, key, value, scale, bias
-    inputs, plan = plan_call(given, graph, **options)
-    if not isinstance(plan, NativeBandPlan):
-        return None
-    results = (x.reshape(len(inputs[0]), *x.shape[query.dim() - 3 :]) for x in (*whole, *d_whole))
-    found = gradients_from_log_sums(plan, inputs, *results)
-    if found is None:
-        return None
-    query_, key_, value_ = (d.view(x.shape) for x, d in zip(given, found[:3], strict=False))
-    return query_, key_, value_, *found[3:]
+def gradients_of_part(inputs: Inputs, *of_all: Any, **options: Any) -> Gradients | None:
+    """As :func:`graphattn.ops.attention.structured.gradients_of_part`, by C++ code."""
+    return structured.gradients_of_part(inputs, *of_all, kernels=KERNELS, **options)
 
 
 def plan_call(inputs: Inputs, graph: TokenGraph, **options: Any) -> tuple[Inputs, Plan]:

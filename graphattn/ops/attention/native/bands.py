@@ -18,6 +18,7 @@ from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.structures.structure import Blocks, GraphStructure
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, view
+from graphattn.ops.attention.part_numbers import SOUND, are_moderate
 from graphattn.ops.attention.structured.chunked import TilePlan
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.parts import ReorderedPlan
@@ -25,7 +26,6 @@ from graphattn.ops.attention.structured.plans import tile_plan
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
 
 STEEP = -32.0  # log-affinities of RBF below which differences are exact, as in `band_forward.h`
-SOUND = 1e9  # no product of two such numbers and a scale overflows
 
 
 class BandsCall(ctypes.Structure):
@@ -154,38 +154,34 @@ class NativeBandPlan:
         d_key, d_value = d_key.to(key.dtype), d_value.to(value.dtype)
         return d_query, d_key, d_value, d_scale.to(scale.dtype), of_table
 
+    def backward_from_log_sums(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> Gradients | None:
+        """Gradients from outputs and log-sums over more edges than the plan has.
+
+        The result is None for numbers that the forward pass leaves to slower code: then the
+        backward pass needs the marks that the forward pass makes.
+        """
+        options, bias = self.slow.options, inputs[4]
+        empty = lse == -torch.inf
+        if options.top_k is not None or self.keeps_outputs:
+            return None
+        may_be_steep = options.score == "rbf" and lse.dtype == torch.float32
+        if may_be_steep and (bias is not None or bool(((lse < STEEP) & ~empty).any())):
+            return None
+        sums = lse.masked_fill(empty, 0)
+        if not are_moderate((*inputs[:4], out, d_out, d_lse), (sums,)):
+            return None
+        if bias is not None and bias.numel() and not bool(bias.detach().amax() <= SOUND):
+            return None
+        # The largest logit and 1 / sum: exp(logit - lse) * 1. Without edges: see `bands.h`.
+        saved = torch.stack([lse.masked_fill(empty, torch.inf), (~empty).to(lse.dtype)], dim=-1)
+        return self.backward(inputs, out, saved.flatten(-2), d_out, d_lse)
+
     def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
         out, lse = self.slow.by_autograd(in_dtype_of_scale(inputs))
         return out.to(inputs[0].dtype), lse
-
-
-def gradients_from_log_sums(
-    plan: NativeBandPlan, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
-) -> Gradients | None:
-    """Gradients from outputs and log-sums, which may be those over more edges than the plan has.
-
-    Returns:
-        None for numbers that the forward pass leaves to slower code: then the backward pass needs
-        the marks that the forward pass makes.
-    """
-    options, bias = plan.slow.options, inputs[4]
-    empty = lse == -torch.inf
-    if options.top_k is not None or plan.keeps_outputs:
-        return None
-    may_be_steep = options.score == "rbf" and lse.dtype == torch.float32
-    if may_be_steep and (bias is not None or bool(((lse < STEEP) & ~empty).any())):
-        return None
-    sums = lse.masked_fill(empty, 0)
-    numbers = (*inputs[:4], out, sums, d_out, d_lse)
-    ranges = [x.detach().aminmax() for x in numbers if x.numel()]
-    if not all(bool(low >= -SOUND) and bool(high <= SOUND) for low, high in ranges):
-        return None  # also if one of them is NaN
-    if bias is not None and bias.numel() and not bool(bias.detach().amax() <= SOUND):
-        return None
-    # The largest logit and 1 / sum: exp(logit - lse) * 1. Of a row without edges: see `bands.h`.
-    saved = torch.stack([lse.masked_fill(empty, torch.inf), (~empty).to(lse.dtype)], dim=-1)
-    return plan.backward(inputs, out, saved.flatten(-2), d_out, d_lse)
 
 
 def in_dtype_of_scale(inputs: Inputs) -> Inputs:

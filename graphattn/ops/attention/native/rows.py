@@ -17,6 +17,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.edge_order import edges_by_source
 from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, view
+from graphattn.ops.attention.part_numbers import are_moderate
 from graphattn.ops.attention.structured.chunked import RowPlan
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.plans import gathered_rows
@@ -67,6 +68,7 @@ class RowsGradients(ctypes.Structure):
         ("d_scale", ctypes.c_void_p),
         ("d_bias", ctypes.c_void_p),
         ("d_bias_batch", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("lse", "delta")),
     )
 
 
@@ -158,7 +160,34 @@ class NativeRowPlan:
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         """Gradients of the five inputs; the logits of every row are computed again."""
+        return self._gradients(inputs, d_out, d_lse, None)
+
+    def backward_from_log_sums(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> Gradients | None:
+        """Gradients from outputs and log-sums over more edges than the plan has.
+
+        The result is None with top_k, with dropout, and for numbers that this is not exact for.
+        """
+        options = self.slow.options
+        if options.top_k is not None or options.dropout is not None:
+            return None
+        sums = lse.masked_fill(lse == -torch.inf, 0)
+        if not are_moderate((*inputs[:4], out, d_out, d_lse), (sums,)):
+            return None
+        delta = (out * d_out).sum(-1) - d_lse
+        return self._gradients(inputs, d_out, d_lse, (lse.contiguous(), delta.contiguous()))
+
+    def _gradients(
+        self,
+        inputs: Inputs,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        whole: tuple[Tensor, Tensor] | None,
+    ) -> Gradients:
+        """Gradients of the five inputs; `whole`: see `lse` and `delta` in `rows.h`."""
         query, key, value, scale, bias = inputs
+        lse, delta = (None, None) if whole is None else whole
         call = _Call(self, inputs, backward=True)
         d_query, d_key, d_value = (x.new_empty(x.shape) for x in (query, key, value))
         d_scale = scale.new_zeros(scale.shape, dtype=torch.float64)
@@ -180,6 +209,8 @@ class NativeRowPlan:
             d_scale.data_ptr(),
             address(d_bias),
             _per_sample(d_bias),
+            address(lse),
+            address(delta),
         )
         call.run(wanted)
         if d_bias is not None and self.slow.index is not None:

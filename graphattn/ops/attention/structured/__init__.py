@@ -7,6 +7,11 @@ which it is tested. `plans.py` chooses a plan for a graph, `tiles.py` finds the 
 plans.
 """
 
-from graphattn.ops.attention.structured.plans import attend, plan_call, run
+from graphattn.ops.attention.structured.plans import (
+    attend,
+    gradients_of_part,
+    plan_call,
+    run,
+)
 
-__all__ = ["attend", "plan_call", "run"]
+__all__ = ["attend", "gradients_of_part", "plan_call", "run"]

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import kept_for_training
 from graphattn.ops.attention.logits.score import Score
-from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, scatter
+from graphattn.ops.attention.part_numbers import are_moderate
+from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, Whole, scatter
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
@@ -57,11 +58,36 @@ class _Chunked:
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         """Gradients of the five inputs; the logits of every chunk are computed again."""
+        return self._gradients(inputs, d_out, d_lse, None)
+
+    def backward_from_log_sums(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> Gradients | None:
+        """Gradients from outputs and log-sums over more edges than the plan has.
+
+        The result is None with top_k, with dropout, with a score of your own, which only autograd
+        differentiates, and for numbers that this is not exact for.
+        """
+        options = self.options
+        if options.top_k is not None or options.dropout is not None:
+            return None
+        empty = lse == -torch.inf
+        if isinstance(options.score, Score) or not are_moderate(
+            (*inputs[:4], out, d_out, d_lse), (lse.masked_fill(empty, 0),)
+        ):
+            return None
+        delta = (out * d_out).sum(-1) - d_lse
+        whole = lse.masked_fill(empty, torch.inf), delta
+        return self._gradients(inputs, d_out, d_lse, whole)
+
+    def _gradients(
+        self, inputs: Inputs, d_out: Tensor, d_lse: Tensor | None, whole: Whole | None
+    ) -> Gradients:
         sums = zeros_like(inputs)
         finite = products_are_finite(inputs, d_out, d_lse)
         unused = None if finite else unused_rows(d_out, d_lse)
         for chunk in self.chunks(inputs):
-            attention = ChunkAttention(self.options, chunk, _flat(inputs), finite, unused)
+            attention = ChunkAttention(self.options, chunk, _flat(inputs), finite, unused, whole)
             attention.add_gradients(_flat(sums), d_out, d_lse)
         return sums
 

@@ -20,6 +20,8 @@ from graphattn.ops.attention.structured.softmax import keep_best, softmax
 from graphattn.ops.attention.structured.squares import product
 from graphattn.ops.dropout import Kept, keeps
 
+Whole = tuple[Tensor, Tensor]
+
 
 class Chunk(NamedTuple):
     """T tiles of n targets and m sources.
@@ -43,6 +45,9 @@ class ChunkAttention:
     A product of matrices reads every pair, edge or not, and 0 * NaN is NaN. Unless `finite` says
     that all numbers are finite, slower code keeps NaN and infinity from spreading. The rows that
     `unused` marks, bool [B, N, H], add nothing to any gradient.
+
+    Gradients of some of the edges of a graph start from `whole`: of all edges of every row, the
+    log-sums (+inf for none) and output . d_out - d_lse, both [B, N, H].
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class ChunkAttention:
         inputs: Inputs,
         finite: bool,
         unused: Tensor | None = None,
+        whole: Whole | None = None,
     ) -> None:
         self.options, self.chunk, self.finite = options, chunk, finite
         query, key, value, scale, self.bias = inputs
@@ -63,6 +69,9 @@ class ChunkAttention:
         self.unused = None if unused is None else gathered(unused[..., None], chunk.targets)
         if self.unused is not None:
             self.query = self.query.masked_fill(self.unused, 0)
+        self.whole = None
+        if whole is not None:
+            self.whole = tuple(gathered(x[..., None], chunk.targets) for x in whole)
         per_pair = scale[:, None, None, None]
         self.pairs = pair_scores(options, self.query, self.key, per_pair, finite)
 
@@ -109,6 +118,8 @@ class ChunkAttention:
             logits = logits + self.biases
         if keep is not None:
             logits = torch.where(keep, logits, -torch.inf)
+        if self.whole is not None:
+            return (logits - self.whole[0]).exp(), self.whole[0][..., 0], keep
         if top_k is not None and top_k < logits.shape[-1]:
             keep = keep_best(logits, top_k, self._rounding, self._exact)
             logits = torch.where(keep, logits, -torch.inf)
@@ -162,8 +173,12 @@ class ChunkAttention:
         if self.kept_by_dropout is not None:
             d_weights = self.kept_by_dropout.weights(d_weights)
         d_weights = self.pairs.hidden(d_weights, keep)
-        mean = (weights * d_weights).sum(-1, keepdim=True)
-        d_logits = (d_weights - (mean if d_lse is None else mean - d_lse)).mul_(weights)
+        if self.whole is not None:
+            less = self.whole[1]
+        else:
+            less = (weights * d_weights).sum(-1, keepdim=True)
+            less = less if d_lse is None else less - d_lse
+        d_logits = (d_weights - less).mul_(weights)
         d_logits = self.pairs.hidden(d_logits, keep)
         d_query, d_key, d_scale = self.pairs.gradients(d_logits, keep)
         into_query, into_key, into_value, into_scale, into_bias = sums

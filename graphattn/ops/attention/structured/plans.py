@@ -19,7 +19,13 @@ from graphattn.ops.attention.logits.score import Kernel, Score
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
-from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
+from graphattn.ops.attention.structured.recompute import (
+    Gradients,
+    Inputs,
+    Plan,
+    Recomputed,
+    backward_from_log_sums,
+)
 from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid, may_be_differentiated
 from graphattn.ops.memory import keep_freed_memory
@@ -62,6 +68,38 @@ def attend(
         out, lse = plan.by_autograd(inputs)
         return out.view(*query.shape[:-3], *out.shape[1:]), lse.view(query.shape[:-1])
     return run(plan, inputs, query.shape[:-3])
+
+
+def gradients_of_part(
+    inputs: Inputs,
+    graph: TokenGraph,
+    whole: tuple[Tensor, Tensor],
+    d_whole: tuple[Tensor, Tensor],
+    **options: Any,
+) -> Gradients | None:
+    """Gradients of the five inputs, from results over more sources than those of the graph.
+
+    Args:
+        inputs: query, key and value in the compute dtype, scale and bias, as in :func:`attend`.
+        graph: the edges of a part.
+        whole: output and log-sums over all sources.
+        d_whole: their gradients.
+        options: those of :func:`plan_call`.
+
+    Returns:
+        None if the plan starts from log-sums of its own, or for numbers that this is not exact for.
+    """
+    flat_inputs, plan = plan_call(inputs, graph, **options)
+    B, batch = len(flat_inputs[0]), inputs[0].dim() - 3
+    results = (x.reshape(B, *x.shape[batch:]) for x in (*whole, *d_whole))
+    found = backward_from_log_sums(plan, flat_inputs, *results)
+    if found is None:
+        return None
+    shaped: Any = (
+        None if x is None or d is None else d.reshape(x.shape)
+        for x, d in zip(inputs, found, strict=True)
+    )
+    return (*shaped,)
 
 
 def run(plan: Plan, inputs: Inputs, batch: torch.Size) -> tuple[Tensor, Tensor]:

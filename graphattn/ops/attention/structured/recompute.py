@@ -41,6 +41,21 @@ def saved_per_head(plan: Plan) -> int:
     return getattr(plan, "saved_per_head", 1)
 
 
+def backward_from_log_sums(
+    plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
+) -> Gradients | None:
+    """Gradients from outputs [B, N, H, Dv] and log-sums [B, N, H] over more edges than a plan has.
+
+    The result is None if the plan starts from log-sums of its own, or for numbers that this is not
+    exact for.
+    """
+    compute = getattr(plan, "backward_from_log_sums", None)
+    found: Gradients | None = None
+    if compute is not None:
+        found = compute(inputs, out, lse, d_out, d_lse)
+    return found
+
+
 class Recomputed(torch.autograd.Function):
     """Runs a plan, with memory for one chunk beside inputs and outputs, forward and backward."""
 
