@@ -13,7 +13,7 @@ def test_parts_add_up(graph: str, score: str, biased: bool, device: str) -> None
 
 
 def test_parts_add_up_in_half_precision(device: str) -> None:
-    """There the log-sums of band kernels lack the squares of queries."""
+    """Log-sums that band kernels save lack the squares of queries there."""
     check(Case("causal window", "rbf"), "triton", torch.float16, 0.05, device)
 
 

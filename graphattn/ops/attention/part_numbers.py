@@ -1,4 +1,4 @@
-"""Which numbers the gradients of a part are exact for, if they start from log-sums over all parts.
+"""Say which numbers the gradients of a part are exact for, if log-sums over all parts are given.
 
 A weight is exp(l - L). Both are rounded, and so the weight has a relative error of about |L| times
 the precision of the dtype. A softmax of the part itself would not: it subtracts the largest logit.

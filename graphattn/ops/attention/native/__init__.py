@@ -47,7 +47,7 @@ def attend(
 
 
 def gradients_of_part(inputs: Inputs, *of_all: Any, **options: Any) -> Gradients | None:
-    """As :func:`graphattn.ops.attention.structured.gradients_of_part`, by C++ code."""
+    """Return what `structured.gradients_of_part` returns, by C++ code."""
     return structured.gradients_of_part(inputs, *of_all, kernels=KERNELS, **options)
 
 
