@@ -66,8 +66,11 @@ class RowExchange:
         for numbers in _in_one_buffer(tensors):
             given = [(tensors[i], dims[i]) for i in numbers]
             dtype = _common_dtype([x for x, _ in given])
-            picked = [_as_rows(x.index_select(dim, self.send), dim).to(dtype) for x, dim in given]
-            buffers.append(self._all_to_all(torch.cat(picked, dim=1), self.received, self.sent))
+            # Without a name for the list, its tensors are freed before others are allocated.
+            leaving = torch.cat(
+                [_as_rows(x.index_select(dim, self.send), dim).to(dtype) for x, dim in given], dim=1
+            )
+            buffers.append(self._all_to_all(leaving, self.received, self.sent))
         return buffers
 
     def finish(
@@ -81,18 +84,29 @@ class RowExchange:
                 found[i] = _from_rows(part, tensors[i], dims[i]).to(tensors[i].dtype)
         return [found[i] for i in range(len(tensors))]
 
-    def returned(self, gradients: Sequence[Any], dims: Sequence[int]) -> list[Tensor]:
+    def room_for_gradients(
+        self, tensors: Sequence[Tensor], dims: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return zeros for rows that arrived: one buffer, and its parts in the shapes of tensors."""
+        widths = [_numbers_of_row(x, dim) for x, dim in zip(tensors, dims, strict=True)]
+        buffer = tensors[0].new_zeros(
+            (sum(self.received), sum(widths)), dtype=_common_dtype(tensors)
+        )
+        parts = zip(buffer.split(widths, dim=1), tensors, dims, strict=True)
+        return buffer, [_from_rows(*part) for part in parts]
+
+    def returned(
+        self, gradients: Tensor, tensors: Sequence[Tensor], dims: Sequence[int]
+    ) -> list[Tensor]:
         """Send the gradients of rows that arrived to the ranks that own them.
 
-        The result are the gradients of the rows that this rank sent, in the order of `send`.
+        `gradients` is a buffer of :meth:`room_for_gradients`. The result are the gradients of the
+        rows that this rank sent, in the order of `send`.
         """
-        if not gradients or self.total == 0:
-            return [x.narrow(dim, 0, 0) for x, dim in zip(gradients, dims, strict=True)]
-        pairs = list(zip(gradients, dims, strict=True))
-        rows = [_as_rows(x, dim) for x, dim in pairs]
-        home = _waited(self._all_to_all(torch.cat(rows, dim=1), self.sent, self.received))
-        parts = home.split([x.shape[1] for x in rows], dim=1)
-        return [_from_rows(part, x, dim) for part, (x, dim) in zip(parts, pairs, strict=True)]
+        home = _waited(self._all_to_all(gradients, self.sent, self.received))
+        widths = [_numbers_of_row(x, dim) for x, dim in zip(tensors, dims, strict=True)]
+        parts = zip(home.split(widths, dim=1), tensors, dims, strict=True)
+        return [_from_rows(*part) for part in parts]
 
     def _own_rows(self, x: Tensor, dim: int) -> Tensor:
         if isinstance(self.own, Tensor):

@@ -92,6 +92,25 @@ def compiled(group: Any) -> list[int]:
     return compilations
 
 
+def compiled_by_inductor(group: Any) -> int:
+    """Code that inductor generates around exchanges gives what plain layers give; count the calls."""
+    count = 0
+    for way, n in itertools.product(("window", "complete"), (24, 36)):
+        for name in ("dot", "block"):
+            torch._dynamo.reset()
+            layer, graph = _layers()[name], _graphs(n)[way]
+            shard = ga.distributed.shard(graph, group, exchange=_way(way), order="runs")
+            x = torch.randn(2, shard.num_targets, DIM)
+            a, b = (
+                _gradients(lambda x, run=run, s=shard: run(x, s), layer, x)
+                for run in (layer, torch.compile(layer, fullgraph=way == "window"))
+            )
+            for found, expected in zip(b, a, strict=True):
+                assert torch.allclose(found, expected, atol=1e-5), (name, way, n)
+            count += 1
+    return count
+
+
 def half_precision(group: Any) -> int:
     """Autocast, and layers in bfloat16, give what one process gives up to rounding."""
     count = 0

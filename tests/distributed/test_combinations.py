@@ -8,6 +8,7 @@ from combinations import (
     a_score_with_a_foreign_parameter,
     checkpointed,
     compiled,
+    compiled_by_inductor,
     dropped,
     graphs_differ,
     half_precision,
@@ -24,6 +25,11 @@ def test_checkpointing_changes_no_bit(ranks):
 @pytest.mark.long
 def test_compiled_layers_serve_three_lengths(ranks):
     assert len(ranks.run(compiled, 2)[0]) == 5
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same(ranks):
+    assert ranks.run(compiled_by_inductor, 2, limit=600) == [8] * 2
 
 
 def test_half_precision_is_that_of_one_process(ranks):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import head_token_dim
+from graphattn.distributed.exchange import RowExchange, head_token_dim
 from graphattn.distributed.failures.watching import watched
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
@@ -145,12 +145,10 @@ class _OnRing(torch.autograd.Function):
             for x, need in zip([*targets, *sources, *ctx.parameters], needed, strict=True)
         ]
         of_targets, of_sources, of_parameters = totals[:t], totals[t : t + s], totals[t + s :]
-        travelling = [i for i, total in enumerate(of_sources) if total is not None]
         for turn, rows in _arriving(ctx.rounds, sources):
-            d_rows = [
-                None if total is None else torch.zeros_like(x)
-                for total, x in zip(of_sources, rows, strict=True)
-            ]
+            d_rows, leaving = of_sources, None
+            if turn.exchange is not None:
+                d_rows, leaving = _zeros_to_return(turn.exchange, of_sources)
             for block in turn.blocks:
                 given = [*_rows(targets, block.targets), *_rows(rows, block.sources)]
                 given += ctx.parameters
@@ -163,13 +161,10 @@ class _OnRing(torch.autograd.Function):
                 for total, gradient in zip(of_parameters, found[t + s :], strict=True):
                     if total is not None and gradient is not None:
                         total += gradient
-            home: list[Any] = [d_rows[i] for i in travelling]
-            places: Run | Tensor = 0, turn.rows
-            if turn.exchange is not None:
-                home = turn.exchange.returned(home, [-3] * len(home))
-                places = turn.exchange.send
-            for i, gradient in zip(travelling, home, strict=True):
-                _add_rows(of_sources[i], places, gradient)
+                del given, found  # before others are allocated
+            rows.clear()
+            if turn.exchange is not None and leaving is not None:
+                _add_returned(turn.exchange, leaving, of_sources)
         return None, None, None, *totals
 
 
@@ -189,7 +184,10 @@ class _Once(torch.autograd.Function):
 
 
 def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[RingRound, list[Any]]]:
-    """Yield every round and its rows; those of the next round are on their way by then."""
+    """Yield every round and its rows; those of the next round are on their way by then.
+
+    A list of rows is emptied when the next one is asked for.
+    """
     there = [x for x in sources if x is not None]
     dims = [head_token_dim(x) for x in there]
 
@@ -198,13 +196,13 @@ def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[Rin
 
     on_their_way = start(rounds[0])
     for number, turn in enumerate(rounds):
-        arrived = there
+        arrived = iter(there)
         if turn.exchange is not None and on_their_way is not None:
-            arrived = turn.exchange.finish(on_their_way, there, dims)
-        if number + 1 < len(rounds):
-            on_their_way = start(rounds[number + 1])
-        rows = iter(arrived)
-        yield turn, [None if x is None else next(rows) for x in sources]
+            arrived = iter(turn.exchange.finish(on_their_way, there, dims))
+        rows = [None if x is None else next(arrived) for x in sources]
+        on_their_way = start(rounds[number + 1]) if number + 1 < len(rounds) else None
+        yield turn, rows
+        rows.clear()  # before others arrive
 
 
 def _rows(tensors: Given, rows: Run | Tensor) -> list[Any]:
@@ -218,6 +216,30 @@ def _rows(tensors: Given, rows: Run | Tensor) -> list[Any]:
         else:
             found.append(x.narrow(head_token_dim(x), rows[0], rows[1] - rows[0]))
     return found
+
+
+def _zeros_to_return(exchange: RowExchange, totals: Given) -> tuple[list[Any], Tensor | None]:
+    """Make room for the gradients of the rows of a round: 0 for every row, in one buffer.
+
+    Returns:
+        Parts of the buffer in the shapes of the rows, or None where no total is wanted; and the
+        buffer.
+    """
+    wanted = [x for x in totals if x is not None]
+    if not wanted:
+        return list(totals), None
+    buffer, parts = exchange.room_for_gradients(wanted, [-3] * len(wanted))
+    rest = iter(parts)
+    return [None if x is None else next(rest) for x in totals], buffer
+
+
+def _add_returned(exchange: RowExchange, leaving: Tensor, totals: Given) -> None:
+    """Send the gradients of the rows of a round home, and add those that come home."""
+    wanted = [x for x in totals if x is not None]
+    for total, home in zip(
+        wanted, exchange.returned(leaving, wanted, [-3] * len(wanted)), strict=True
+    ):
+        _add_rows(total, exchange.send, home)
 
 
 def _add_rows(total: Tensor | None, rows: Run | Tensor, gradient: Tensor | None) -> None:
