@@ -34,6 +34,7 @@ from graphattn.distributed.local_graph import (
 from graphattn.distributed.planning.needs import remote_runs
 from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
 from graphattn.distributed.ring.rounds import RingPlan, RingRound
+from graphattn.distributed.ring.states import StatesOfRank
 from graphattn.distributed.seen import (
     Runs,
     common,
@@ -248,6 +249,14 @@ class ShardedGraph:
         """The rounds of a ring, in which this rank computes with the rows of one rank at a time."""
         plan = RingPlan(self.whole, self._targets, self._sources, self.group)
         return plan.rounds(self.rank)
+
+    @cached_property
+    @_for_training
+    def states(self) -> StatesOfRank:
+        """The states that this rank exchanges if ``plan.sends_states``, for linear attention."""
+        states = self.plan.states
+        assert states is not None
+        return states.of_rank(self.rank, self.group, self.device)
 
     # Tokens and values of this rank.
 

@@ -17,6 +17,7 @@ from graphattn.distributed.layout import Layout
 from graphattn.distributed.planning.needs import edges_per_rank, remote_runs
 from graphattn.distributed.planning.plan_text import lines_of
 from graphattn.distributed.planning.run_tables import RunTable
+from graphattn.distributed.ring.states import StatePlan, plan_of_states
 from graphattn.distributed.seen import Run, global_tokens
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
@@ -164,6 +165,79 @@ class CommunicationPlan:
         if backward:
             rows = self.sent_rows + (rows if self.exchange == "ring" else 0)
         return (rows + self._of_global_tokens) * _bytes_per_row(dtype, features)
+
+    @cached_property
+    def states(self) -> StatePlan | None:
+        """The states that linear attention may send in place of rows; None if it may not.
+
+        A state is the sums of k_j v_j^T and of k_j over sources that a target sees as a whole.
+        """
+        if self.exchange != "ring" or self.moves != "targets":
+            return None
+        return plan_of_states(self.graph, self.target_layout, self.source_layout)
+
+    def sends_states(self, head_dim: int, *, rope: bool = False) -> bool:
+        """Whether linear attention sends states: on a ring, if all of them are smaller than rows.
+
+        Args:
+            head_dim: D, the features of a key and of a value. A state has D (D + 1) numbers per
+                head.
+            rope: whether rotated keys travel beside the keys.
+
+        Raises:
+            ValueError: if `head_dim` < 1.
+
+        Example:
+            >>> import graphattn as ga
+            >>> plan = ga.distributed.plan(ga.causal_graph(4096), ranks=8)
+            >>> plan.sends_states(64), plan.sends_states(1024)
+            (True, False)
+        """
+        D = as_int("head_dim", head_dim, 1)
+        return D <= self._widest_state(3 if rope else 2)
+
+    def _widest_state(self, tensors: int) -> int:
+        """Return the largest D at which states, D (D + 1), are smaller than rows, tensors * D."""
+        states = 0 if self.states is None else int(self.states.received.sum())
+        return (int(self.received_rows.sum()) * tensors - 1) // states - 1 if states else 0
+
+    def linear_bytes(
+        self,
+        dtype: torch.dtype,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        rope: bool = False,
+        backward: bool = False,
+    ) -> Tensor:
+        """Count the bytes that every rank receives for a layer of linear attention, [ranks].
+
+        They are those of :meth:`bytes`, unless it sends states (:meth:`sends_states`). In the
+        backward pass, every rank then receives the gradients of the states that it sent.
+
+        Args:
+            dtype: the dtype of features, at least float32.
+            kv_heads: the number of key and value heads.
+            head_dim: the features of a key and of a value.
+            rope: whether features are rotated.
+            backward: whether to count the backward pass, and not the forward pass.
+
+        Raises:
+            ValueError: if an argument is out of range.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> plan = ga.distributed.plan(ga.causal_graph(2**20), ranks=8)
+            >>> plan.linear_bytes(torch.float32, 8, 64).max()  # 14 states
+            tensor(1863680)
+            >>> plan.bytes(torch.float32, features=2 * 8 * 64).max()
+            tensor(3758096384)
+        """
+        heads, D = as_int("kv_heads", kv_heads, 1), as_int("head_dim", head_dim, 1)
+        if self.states is None or not self.sends_states(D, rope=rope):
+            return self.bytes(dtype, heads * D * (3 if rope else 2), backward=backward)
+        count = self.states.sent if backward else self.states.received
+        return count * _bytes_per_row(dtype, heads * D * (D + 1))
 
     @cached_property
     def _of_global_tokens(self) -> Tensor:

@@ -92,6 +92,41 @@ def on_ring(
     return results
 
 
+def over_own_sources(
+    operation: RingOperation, rounds: Sequence[RingRound], targets: Given, sources: Given
+) -> Tensors:
+    """Compute an operation over the sources of this rank only; autograd differentiates it.
+
+    The arguments are those of :func:`on_ring`.
+    """
+    by_run: dict[int, Tensors] = {}
+    _add_blocks(by_run, operation, rounds[0].blocks, targets, sources)
+    return _all_runs(by_run)
+
+
+def _add_blocks(
+    by_run: dict[int, Tensors],
+    operation: RingOperation,
+    blocks: Sequence[RingBlock],
+    targets: Given,
+    sources: Given,
+) -> None:
+    """Merge the results over some blocks with earlier ones of the same runs of targets."""
+    for block in blocks:
+        part = operation.part(_rows(targets, block.targets), _rows(sources, block.sources), block)
+        if (earlier := by_run.get(block.run)) is not None:
+            part = operation.merge(earlier, part)
+        by_run[block.run] = part
+
+
+def _all_runs(by_run: dict[int, Tensors]) -> Tensors:
+    """Concatenate the results of all runs of targets."""
+    parts = [by_run[run] for run in sorted(by_run)]
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(results, dim=-3) for results in zip(*parts, strict=True))
+
+
 class _OnRing(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -105,16 +140,8 @@ class _OnRing(torch.autograd.Function):
         targets, sources = tensors[:t], tensors[t : t + s]
         by_run: dict[int, Tensors] = {}
         for turn, rows in _arriving(rounds, sources):
-            for block in turn.blocks:
-                given = _rows(targets, block.targets), _rows(rows, block.sources)
-                part = operation.part(*given, block)
-                if (earlier := by_run.get(block.run)) is not None:
-                    part = operation.merge(earlier, part)
-                by_run[block.run] = part
-        parts = [by_run[run] for run in sorted(by_run)]
-        whole = parts[0]
-        if len(parts) > 1:
-            whole = tuple(torch.cat(results, dim=-3) for results in zip(*parts, strict=True))
+            _add_blocks(by_run, operation, turn.blocks, targets, rows)
+        whole = _all_runs(by_run)
         ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
         group = rounds[-1].exchange.group if rounds[-1].exchange is not None else None
         ctx.watched = partial(watched, group)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
 from graphattn.distributed.ring.passes import best_on_ring, on_ring
+from graphattn.distributed.ring.state_sums import linear_with_states
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden_edges, replaced_beside
 from graphattn.ops.dropout import SEEDS
@@ -155,17 +156,18 @@ def linear_with_globals(
 def linear_on_ring(
     layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair
 ) -> tuple[Tensor, Tensor]:
-    """Return the numerators and denominators of linear attention, over the sources of all ranks."""
+    """Return the numerators and denominators of linear attention, over the sources of all ranks.
+
+    States travel where they are exact and smaller than the rows, which otherwise travel on a ring.
+    """
     check_layer(layer)
     query, key, value, turned_query, turned_key = features
     turned = (turned_query, turned_key) if turned_query is not query else (None, None)
-    above, below = on_ring(
-        LinearParts(),
-        shard.rounds,
-        (query, turned[0], valid[0]),
-        (key, value, turned[1], valid[1]),
-        (),
-    )
+    targets, sources = (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
+    if shard.plan.sends_states(query.shape[-1], rope=turned[0] is not None):
+        above, below = linear_with_states(shard.states, shard.rounds, targets, sources)
+    else:
+        above, below = on_ring(LinearParts(), shard.rounds, targets, sources, ())
     return above, below
 
 
