@@ -55,9 +55,12 @@ class RowExchange:
                 [*, N, dim], -3 for [*, N, heads, D], -1 for masks [*, N].
         """
         own = [self._own_rows(x, dim) for x, dim in zip(tensors, dims, strict=True)]
-        if self.total == 0:
+        if self.total == 0 and self.place is None:
             return own
-        arrived = self.finish(self.start(tensors, dims), tensors, dims)
+        if self.total == 0:  # a rank that owns two runs of tokens may see its own tokens twice
+            arrived = [x.narrow(dim, 0, 0) for x, dim in zip(tensors, dims, strict=True)]
+        else:
+            arrived = self.finish(self.start(tensors, dims), tensors, dims)
         return [self._merged(*rows) for rows in zip(arrived, own, dims, strict=True)]
 
     def start(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:

@@ -57,8 +57,12 @@ T = TypeVar("T")
 
 
 def _for_training(make: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Let what a method makes be used in training, even if the first use is in inference mode."""
+    """Let what a method makes be used in training, even if the first use is in inference mode.
 
+    torch.compile does not trace into it, but calls it where a compiled layer is the first user.
+    """
+
+    @torch.compiler.disable
     @wraps(make)
     def made(shard: Any) -> T:
         with kept_for_training():
@@ -112,6 +116,7 @@ class ShardedGraph:
         return self._sources.size(self.rank)
 
     @cached_property
+    @_for_training
     def plan(self) -> CommunicationPlan:
         """The plan of what all ranks exchange; ``print(shard.plan)`` shows it."""
         found = planned(self.whole, self._targets, self._sources)
@@ -253,10 +258,19 @@ class ShardedGraph:
     @cached_property
     @_for_training
     def states(self) -> StatesOfRank:
-        """The states that this rank exchanges if ``plan.sends_states``, for linear attention."""
+        """The states that this rank exchanges, for linear attention if :meth:`sends_states`."""
         states = self.plan.states
         assert states is not None
         return states.of_rank(self.rank, self.group, self.device)
+
+    def sends_states(self, head_dim: int, *, rope: bool = False) -> bool:
+        """Whether linear attention sends states in place of rows, as the plan says."""
+        return head_dim <= self._widest_states[rope]
+
+    @cached_property
+    @_for_training
+    def _widest_states(self) -> tuple[int, int]:
+        return self.plan.widest_state(), self.plan.widest_state(rope=True)
 
     # Tokens and values of this rank.
 

@@ -32,7 +32,7 @@ def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
         yield f"  ranks that it receives from: {range_of(plan.partners)}"
     if plan.broadcast:
         yield f"  queries of {len(plan.broadcast)} global tokens go to all ranks, results come back"
-    if (widest := plan._widest_state(2)) > 0:
+    if (widest := plan.widest_state()) > 0:
         states = int(plan.states.received.max())
         yield (
             f"  linear attention sends states in place of rows, if heads have at most {widest:,} "

@@ -176,30 +176,27 @@ class CommunicationPlan:
             return None
         return plan_of_states(self.graph, self.target_layout, self.source_layout)
 
-    def sends_states(self, head_dim: int, *, rope: bool = False) -> bool:
-        """Whether linear attention sends states: on a ring, if all of them are smaller than rows.
+    def widest_state(self, *, rope: bool = False) -> int:
+        """Return the most features that heads of linear attention may have to send states.
+
+        A state of D features of keys and of values has D (D + 1) numbers per head. All states
+        together must be smaller than all rows, which otherwise travel. The result is 0 if rows
+        travel for any number of features.
 
         Args:
-            head_dim: D, the features of a key and of a value. A state has D (D + 1) numbers per
-                head.
-            rope: whether rotated keys travel beside the keys.
-
-        Raises:
-            ValueError: if `head_dim` < 1.
+            rope: whether rotated keys would travel beside keys and values.
 
         Example:
             >>> import graphattn as ga
             >>> plan = ga.distributed.plan(ga.causal_graph(4096), ranks=8)
-            >>> plan.sends_states(64), plan.sends_states(1024)
-            (True, False)
+            >>> int(plan.received_rows.sum()), int(plan.states.received.sum())
+            (21504, 84)
+            >>> plan.widest_state()  # 84 D (D + 1) < 21504 * 2 D
+            510
         """
-        D = as_int("head_dim", head_dim, 1)
-        return D <= self._widest_state(3 if rope else 2)
-
-    def _widest_state(self, tensors: int) -> int:
-        """Return the largest D at which states, D (D + 1), are smaller than rows, tensors * D."""
         states = 0 if self.states is None else int(self.states.received.sum())
-        return (int(self.received_rows.sum()) * tensors - 1) // states - 1 if states else 0
+        rows = int(self.received_rows.sum())
+        return (rows * (3 if rope else 2) - 1) // states - 1 if states else 0
 
     def linear_bytes(
         self,
@@ -212,7 +209,7 @@ class CommunicationPlan:
     ) -> Tensor:
         """Count the bytes that every rank receives for a layer of linear attention, [ranks].
 
-        They are those of :meth:`bytes`, unless it sends states (:meth:`sends_states`). In the
+        They are those of :meth:`bytes`, unless it sends states (:meth:`widest_state`). In the
         backward pass, every rank then receives the gradients of the states that it sent.
 
         Args:
@@ -234,7 +231,7 @@ class CommunicationPlan:
             tensor(3758096384)
         """
         heads, D = as_int("kv_heads", kv_heads, 1), as_int("head_dim", head_dim, 1)
-        if self.states is None or not self.sends_states(D, rope=rope):
+        if self.states is None or self.widest_state(rope=rope) < D:
             return self.bytes(dtype, heads * D * (3 if rope else 2), backward=backward)
         count = self.states.sent if backward else self.states.received
         return count * _bytes_per_row(dtype, heads * D * (D + 1))

@@ -101,7 +101,7 @@ def over_own_sources(
     """
     by_run: dict[int, Tensors] = {}
     _add_blocks(by_run, operation, rounds[0].blocks, targets, sources)
-    return _all_runs(by_run)
+    return in_order([by_run[run] for run in sorted(by_run)])
 
 
 def _add_blocks(
@@ -119,9 +119,8 @@ def _add_blocks(
         by_run[block.run] = part
 
 
-def _all_runs(by_run: dict[int, Tensors]) -> Tensors:
-    """Concatenate the results of all runs of targets."""
-    parts = [by_run[run] for run in sorted(by_run)]
+def in_order(parts: Sequence[Tensors]) -> Tensors:
+    """Concatenate the results of targets one after another."""
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(results, dim=-3) for results in zip(*parts, strict=True))
@@ -141,7 +140,7 @@ class _OnRing(torch.autograd.Function):
         by_run: dict[int, Tensors] = {}
         for turn, rows in _arriving(rounds, sources):
             _add_blocks(by_run, operation, turn.blocks, targets, rows)
-        whole = _all_runs(by_run)
+        whole = in_order([by_run[run] for run in sorted(by_run)])
         ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
         group = rounds[-1].exchange.group if rounds[-1].exchange is not None else None
         ctx.watched = partial(watched, group)

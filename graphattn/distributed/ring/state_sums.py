@@ -8,13 +8,13 @@ differentiated by autograd, so there are second derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from graphattn.distributed.ring.operations import Given, LinearParts, Tensors
-from graphattn.distributed.ring.passes import over_own_sources
+from graphattn.distributed.ring.passes import in_order, over_own_sources
 from graphattn.distributed.ring.rounds import RingRound
 from graphattn.distributed.ring.states import StateGroup, StatesOfRank
 from graphattn.distributed.seen import Run
@@ -43,9 +43,10 @@ def linear_with_states(
         sent = [torch.stack(own, dim=-3)]
         on_their_way = states.exchange.start(sent, [-3])
         (arrived,) = states.exchange.finish(on_their_way, sent, [-3])
-        parts = [_products(query, turned_query, arrived, group) for group in states.groups]
+        others = in_order(
+            [_products(query, turned_query, arrived, group) for group in states.groups]
+        )
     within = over_own_sources(LinearParts(), rounds, targets, sources)
-    others = (torch.cat(part, dim=-3) for part in zip(*parts, strict=True))
     return tuple(x + clear_invalid(y, of_targets) for x, y in zip(within, others, strict=True))
 
 
@@ -58,24 +59,30 @@ def _state(key: Tensor, value: Tensor, turned_key: Tensor, run: Run) -> Tensor:
     return torch.cat([products.flatten(-2), key.sum(-3)], dim=-1)
 
 
-def _products(
-    query: Tensor, turned_query: Tensor, arrived: Tensor, group: StateGroup
-) -> Iterator[Tensor]:
-    """Yield what states of other ranks add to the numerators and denominators of a group."""
+def _products(query: Tensor, turned_query: Tensor, arrived: Tensor, group: StateGroup) -> Tensors:
+    """Return what states of other ranks add to the numerators and denominators of a group."""
     heads, width = query.shape[-2:]
     total = arrived.index_select(-3, group.rows).sum(-3, keepdim=True)
     state = repeat_heads(total, heads).squeeze(-3)  # [*, H, D * (Dv + 1)]
     above, below = state.split([state.shape[-1] - width, width], dim=-1)
-    for rows, matrix in ((turned_query, above), (query, below)):
-        rows = rows.narrow(-3, group.start, group.stop - group.start).transpose(-3, -2)
-        yield _times(rows, matrix.unflatten(-1, (width, -1))).transpose(-3, -2)
+    rows, turned_rows = (
+        x.narrow(-3, group.start, group.stop - group.start) for x in (query, turned_query)
+    )
+    return (
+        _times(turned_rows, above.unflatten(-1, (width, -1))),
+        _times(rows, below.unflatten(-1, (width, 1))),
+    )
 
 
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Return rows @ matrix, with NaN in columns of the matrix that are not finite.
+    """Return rows [*, N, H, D] times a matrix [*, H, D, Dv] per head.
 
-    The gradient of the rows is 0 where that of the result is 0, even if the matrix has NaN.
+    Columns of the matrix that are not finite give NaN. Even so, the gradient of a row is 0 where
+    that of its product is 0.
     """
     bad = ~matrix.isfinite().all(-2, keepdim=True)
     marks = torch.zeros_like(matrix[..., :1, :]).masked_fill(bad, torch.nan)
-    return rows @ matrix.masked_fill(bad, 0) + marks
+    by_head = rows.transpose(-3, -2)
+    matrix = matrix.masked_fill(bad, 0)
+    flat = torch.baddbmm(*(x.flatten(0, -3) for x in (marks, by_head, matrix)))
+    return flat.unflatten(0, by_head.shape[:-2]).transpose(-3, -2)

@@ -136,11 +136,11 @@ class StatePlan:
         for run in self.targets.runs(rank):
             at = run.start
             for start, stop in (*sorted(common(sorted(rows), (run,))), (run.stop, run.stop)):
-                parts = ((at, start), []), ((start, stop), rows.get((start, stop), []))
-                for part, seen in parts:
+                between: Run = at, start
+                for part in (between, (start, stop)):
                     if part[0] < part[1]:
                         own = _among(self.targets.runs(rank), part)
-                        groups.append(StateGroup(*own, _long(seen, device)))
+                        groups.append(StateGroup(*own, _long(rows.get(part, []), device)))
                 at = stop
         return tuple(groups)
 

@@ -164,7 +164,7 @@ def linear_on_ring(
     query, key, value, turned_query, turned_key = features
     turned = (turned_query, turned_key) if turned_query is not query else (None, None)
     targets, sources = (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
-    if shard.plan.sends_states(query.shape[-1], rope=turned[0] is not None):
+    if shard.sends_states(query.shape[-1], rope=turned[0] is not None):
         above, below = linear_with_states(shard.states, shard.rounds, targets, sources)
     else:
         above, below = on_ring(LinearParts(), shard.rounds, targets, sources, ())
