@@ -53,6 +53,14 @@ def _way(name: str) -> Any:
     return "ring" if name.endswith("complete") else "rows"
 
 
+def _sharded(name: str, graph: ga.TokenGraph, group: Any) -> Any:
+    """Divide the graph of a case; linear attention over complete graphs sends states."""
+    shard = ga.distributed.shard(graph, group, exchange=_way(name), order="runs")
+    if name == "linear over complete":
+        assert shard.sends_states(DIM // HEADS)
+    return shard
+
+
 def _checkpointed(layer: nn.Module, shard: Any, reentrant: bool, x: Tensor) -> Tensor:
     y: Tensor = checkpoint(layer, x, shard, use_reentrant=reentrant)
     return y
@@ -62,7 +70,7 @@ def checkpointed(group: Any) -> int:
     """Check that both modes of checkpointing give the bits of a plain call; count the cases."""
     count = 0
     for name, layer, graph in _pairs(24):
-        shard = ga.distributed.shard(graph, group, exchange=_way(name), order="runs")
+        shard = _sharded(name, graph, group)
         x = torch.randn(2, shard.num_targets, DIM)
         plain = _gradients(lambda x, layer=layer, shard=shard: layer(x, shard), layer, x)
         for reentrant in (False, True):
@@ -82,7 +90,7 @@ def compiled(group: Any) -> list[int]:
         fast = torch.compile(layer, backend=counter)
         for way, n in itertools.product(("window", "complete"), (24, 36, 50)):
             graph = _graphs(n)[way]
-            shard = ga.distributed.shard(graph, group, exchange=_way(way), order="runs")
+            shard = _sharded(f"{name} over {way}", graph, group)
             x = torch.randn(2, shard.num_targets, DIM)
             a = _gradients(lambda x, layer=layer, s=shard: layer(x, s), layer, x)
             b = _gradients(lambda x, layer=fast, s=shard: layer(x, s), layer, x)
@@ -117,7 +125,7 @@ def half_precision(group: Any) -> int:
     for name, layer, graph in _pairs(24):
         if "krause" in name:  # rounding decides what it selects
             continue
-        shard = ga.distributed.shard(graph, group, exchange=_way(name), order="runs")
+        shard = _sharded(name, graph, group)
         x = torch.randn(2, 24, DIM)
         with torch.autocast("cpu", torch.bfloat16):
             found, expected = layer(shard.split(x), shard), layer(x, graph)

@@ -275,6 +275,7 @@ class Sent(TorchDispatchMode):
         self.rank = rank
         self.rows: list[list[int]] = []  # of every exchange, how many rows each rank gets
         self.numbers = 0
+        self.dtypes: list[torch.dtype] = []  # of every exchange
         self.has_nan = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -282,6 +283,7 @@ class Sent(TorchDispatchMode):
             rows, _, sent = args[:3]
             self.rows.append([int(n) for n in sent])
             self.numbers += rows.numel()
+            self.dtypes.append(rows.dtype)
             self.has_nan |= bool(rows.isnan().any())
         return func(*args, **(kwargs or {}))
 
@@ -317,6 +319,7 @@ def bytes_are_those_of_the_plan(group: Any) -> int:
                 y.sum().backward()
             counts.append(sent.numbers - counts[0])
             plan, rank = shard.plan, shard.rank
+            _linear_bytes_are_those_of_the_plan(shard, [x, *tracks])
             # A plan counts what a rank receives: forward, rows of others; backward, the gradients
             # of its own, and on a ring the rows of others again. It sends what others receive.
             again = plan.sent_rows if exchange == "ring" else 0
@@ -328,6 +331,19 @@ def bytes_are_those_of_the_plan(group: Any) -> int:
                 planned = plan.bytes(WIDE, 2 * DIM, backward=backward).sum()
                 assert int(everywhere) == int(planned), (name, exchange, order, backward)
     return len(GRAPHS)
+
+
+def _linear_bytes_are_those_of_the_plan(shard: Any, given: list[Tensor]) -> None:
+    layer = ga.nn.LinearAttention(DIM, HEADS, rope=True).to(WIDE)
+    with Sent(shard.rank) as sent:
+        y = layer(given[0], shard, *given[1:])
+        forward = sent.numbers
+        y.sum().backward()
+    for backward, found in ((False, forward), (True, sent.numbers - forward)):
+        everywhere = torch.tensor(8 * found)
+        torch.distributed.all_reduce(everywhere, group=shard.group)
+        planned = shard.plan.linear_bytes(WIDE, HEADS, DIM // HEADS, rope=True, backward=backward)
+        assert int(everywhere) == int(planned.sum()), (shard, backward)
 
 
 def global_tokens_sent(group: Any, name: str) -> bool:

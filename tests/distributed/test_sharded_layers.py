@@ -19,6 +19,12 @@ def test_outputs_and_gradients_equal_those_of_one_process(ranks, size, number):
     assert min(counts) > 4
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("graph", ["causal", "window", "two tracks, complete"])
+def test_one_rank_may_own_two_runs_that_see_the_same_tokens(ranks, graph):
+    assert min(ranks.run(every_layer_over, 1, name=graph, way=2)) > 4
+
+
 @pytest.mark.parametrize("way", [4, 5], ids=["runs", "zigzag"])
 @pytest.mark.parametrize("graph", ["global tokens", "class token"])
 def test_queries_of_global_tokens_are_sent_to_all_ranks(ranks, graph, way):

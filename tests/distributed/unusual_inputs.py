@@ -117,9 +117,13 @@ def second_derivatives(group: Any, exchange: Any) -> list[str]:
     """Return what a second derivative by rows or on a ring says."""
     found = []
     torch.manual_seed(1)
-    graph = ga.causal_graph(12)
-    shard = ga.distributed.shard(graph, group, exchange=exchange, order="runs")
-    for name in ("dot", "linear", "krause", "gka"):
+    causal, window = (
+        ga.distributed.shard(graph, group, exchange=exchange, order="runs")
+        for graph in (ga.causal_graph(12), ga.causal_window_graph(12, 5))
+    )
+    pairs = [("linear", causal), ("linear", window)]
+    for name, shard in pairs + [(name, causal) for name in ("dot", "krause", "gka")]:
+        graph = shard.whole
         made = layers_over(graph, exchange)[name]
         layer = made().to(WIDE)
         whole = torch.randn(12, DIM, dtype=WIDE)

@@ -18,7 +18,10 @@ from graphattn.distributed.ring.passes import in_order, over_own_sources
 from graphattn.distributed.ring.rounds import RingRound
 from graphattn.distributed.ring.states import StateGroup, StatesOfRank
 from graphattn.distributed.seen import Run
+from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.inputs import clear_invalid, full_precision, repeat_heads
+from graphattn.ops.linear_attention.api import by_head
+from graphattn.ops.linear_attention.operators import linear_sums
 
 
 def linear_with_states(
@@ -44,7 +47,10 @@ def linear_with_states(
         on_their_way = states.exchange.start(sent, [-3])
         (arrived,) = states.exchange.finish(on_their_way, sent, [-3])
         others = in_order(
-            [_products(query, turned_query, arrived, group) for group in states.groups]
+            [
+                _products(query, turned_query, arrived, group, graph)
+                for group, graph in zip(states.groups, states.graphs(query.shape[-1]), strict=True)
+            ]
         )
     within = over_own_sources(LinearParts(), rounds, targets, sources)
     return tuple(x + clear_invalid(y, of_targets) for x, y in zip(within, others, strict=True))
@@ -59,30 +65,24 @@ def _state(key: Tensor, value: Tensor, turned_key: Tensor, run: Run) -> Tensor:
     return torch.cat([products.flatten(-2), key.sum(-3)], dim=-1)
 
 
-def _products(query: Tensor, turned_query: Tensor, arrived: Tensor, group: StateGroup) -> Tensors:
-    """Return what states of other ranks add to the numerators and denominators of a group."""
+def _products(
+    query: Tensor, turned_query: Tensor, arrived: Tensor, group: StateGroup, graph: TokenGraph
+) -> Tensors:
+    """Return what states of other ranks add to the numerators and denominators of a group.
+
+    Each feature of a state is taken for a source that all targets see, whose key is a unit vector.
+    So NaN spreads, and stays out of gradients, as it does within a rank.
+    """
     heads, width = query.shape[-2:]
     total = arrived.index_select(-3, group.rows).sum(-3, keepdim=True)
     state = repeat_heads(total, heads).squeeze(-3)  # [*, H, D * (Dv + 1)]
     above, below = state.split([state.shape[-1] - width, width], dim=-1)
-    rows, turned_rows = (
-        x.narrow(-3, group.start, group.stop - group.start) for x in (query, turned_query)
-    )
-    return (
-        _times(turned_rows, above.unflatten(-1, (width, -1))),
-        _times(rows, below.unflatten(-1, (width, 1))),
-    )
-
-
-def _times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Return rows [*, N, H, D] times a matrix [*, H, D, Dv] per head.
-
-    Columns of the matrix that are not finite give NaN. Even so, the gradient of a row is 0 where
-    that of its product is 0.
-    """
-    bad = ~matrix.isfinite().all(-2, keepdim=True)
-    marks = torch.zeros_like(matrix[..., :1, :]).masked_fill(bad, torch.nan)
-    by_head = rows.transpose(-3, -2)
-    matrix = matrix.masked_fill(bad, 0)
-    flat = torch.baddbmm(*(x.flatten(0, -3) for x in (marks, by_head, matrix)))
-    return flat.unflatten(0, by_head.shape[:-2]).transpose(-3, -2)
+    units = torch.eye(width, dtype=state.dtype, device=state.device)
+    units = units.expand(*state.shape[:-1], width, width)
+    found = []
+    for rows, matrix in ((turned_query, above), (query, below)):
+        rows = rows.narrow(-3, group.start, group.stop - group.start)
+        if not len(group.rows):  # these targets see nothing, but gradients of states travel
+            rows = torch.zeros_like(rows)
+        found.append(linear_sums(by_head(rows), units, matrix.unflatten(-1, (width, -1)), graph))
+    return tuple(x.transpose(-3, -2) for x in found)

@@ -9,7 +9,7 @@ sources of one sequence in one chunk of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.seen import Run, common, count, joined
+from graphattn.graphs.builders.windows import bipartite_complete_graph
+from graphattn.graphs.edges.stored_values import kept_for_training
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.linear_attention.intervals import runs_of
 
@@ -35,7 +37,8 @@ class StateGroup(NamedTuple):
     rows: Tensor
 
 
-class StatesOfRank(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StatesOfRank:
     """The states that one rank computes and exchanges.
 
     Attributes:
@@ -48,6 +51,21 @@ class StatesOfRank(NamedTuple):
     pieces: tuple[Run, ...]
     exchange: RowExchange
     groups: tuple[StateGroup, ...]
+    _graphs: dict[int, tuple[TokenGraph, ...]] = field(default_factory=dict)
+
+    def graphs(self, features: int) -> tuple[TokenGraph, ...]:
+        """Return, for every group, the graph in which its targets see all features of a state."""
+        if features not in self._graphs:
+            self._make_graphs(features)
+        return self._graphs[features]
+
+    @torch.compiler.disable
+    def _make_graphs(self, features: int) -> None:
+        with kept_for_training():
+            self._graphs[features] = tuple(
+                bipartite_complete_graph(stop - start, features).to(rows.device)
+                for start, stop, rows in self.groups
+            )
 
 
 @dataclass(frozen=True, eq=False)
