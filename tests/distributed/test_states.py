@@ -164,9 +164,9 @@ def test_states_are_sent_if_all_of_them_are_smaller_than_all_rows(rope):
     assert states * widest * (widest + 1) < rows * tensors * widest
     wider = widest + 1
     assert states * wider * (wider + 1) >= rows * tensors * wider
-    sums, features = states * widest * (widest + 1), rows * tensors * wider
+    sums, features = states * widest * (widest + 1), rows * tensors * 2 * wider
     assert plan.linear_bytes(torch.float32, 1, widest, rope=rope).sum() == 4 * sums
-    assert plan.linear_bytes(torch.float32, 1, wider, rope=rope).sum() == 4 * features
+    assert plan.linear_bytes(torch.float32, 1, 2 * wider, rope=rope).sum() == 4 * features
 
 
 def test_a_printed_plan_says_where_states_travel():

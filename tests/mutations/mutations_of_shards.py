@@ -10,6 +10,7 @@ LARGE = "test_log_sums_too_large_for_float32_are_left_to_the_parts"
 SAME = f"{TESTS}::test_outputs_and_gradients_equal_those_of_one_process"
 COUNTS = f"{TESTS}::test_a_causal_window_of_256_sends_255_rows_over_every_border"
 OTHERS = "tests/distributed/test_combinations.py"
+STATES = "tests/distributed/test_states.py"
 
 MUTATIONS = [
     Mutation(
@@ -123,5 +124,33 @@ MUTATIONS = [
         "    leaves = [x for x in outs if x.grad_fn is None]",
         "    leaves = []",
         (f"{OTHERS}::test_no_gradient_is_lost_on_a_ring",),
+    ),
+    Mutation(
+        "a state has keys that are not rotated",
+        f"{HERE}/ring/state_sums.py",
+        "    products = turned_key.movedim(-3, -1) @ value.transpose(-3, -2)",
+        "    products = key.movedim(-3, -1) @ value.transpose(-3, -2)",
+        (f"{STATES}::test_outputs_and_gradients_equal_those_of_one_process[causal-2]",),
+    ),
+    Mutation(
+        "padding enters a state",
+        f"{HERE}/ring/state_sums.py",
+        "clear_invalid(x, of_sources) for x in (key, value, turned_key)",
+        "x for x in (key, value, turned_key)",
+        (f"{STATES}::test_outputs_and_gradients_equal_those_of_one_process[causal-3]",),
+    ),
+    Mutation(
+        "a state stands for sources that only some targets see",
+        f"{HERE}/ring/states.py",
+        "        if len(without_own(partly, rank).rank):",
+        "        if False:",
+        (f"{STATES}::test_states_stand_for_exactly_the_edges_between_ranks[causal window]",),
+    ),
+    Mutation(
+        "a plan counts states where rows are smaller",
+        "graphattn/distributed/planning/plans.py",
+        "        if self.states is None or self.widest_state(rope=rope) < D:",
+        "        if self.states is None:",
+        (f"{STATES}::test_states_are_sent_if_all_of_them_are_smaller_than_all_rows[False]",),
     ),
 ]
