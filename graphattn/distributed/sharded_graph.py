@@ -560,7 +560,8 @@ def shard(
             "zigzag" for a causal graph whose exchange is a ring, and "runs" for all others.
         exchange: "rows": all rows of other ranks that a rank needs are fetched before the
             operation. "ring": attention computes with the rows of one rank at a time, so that a
-            rank never stores those of more than two others. "auto" takes the ring if a rank needs
+            rank never stores those of more than two others; linear attention sends sums over
+            sources instead, where these are smaller. "auto" takes the ring if a rank needs
             more than twice as many rows of others as it owns. If only global tokens need so many,
             their queries are sent to all ranks instead. Consensus always fetches all rows.
         limit: how many seconds a rank may be silent. If a rank raises an error in a layer, dies or

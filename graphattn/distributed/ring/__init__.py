@@ -1,1 +1,1 @@
-"""Attention over the sources of all ranks, with the rows of one rank at a time."""
+"""Attention over the sources of all ranks: rows of one rank at a time, or sums of rows."""
