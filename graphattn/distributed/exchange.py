@@ -82,21 +82,21 @@ class RowExchange:
         """Return the rows that arrive of every tensor, in the order of their tokens."""
         found: dict[int, Tensor] = {}
         for numbers, rows in zip(_in_one_buffer(tensors), buffers, strict=True):
-            widths = [_numbers_of_row(tensors[i], dims[i]) for i in numbers]
-            for i, part in zip(numbers, _waited(rows).split(widths, dim=1), strict=True):
-                found[i] = _from_rows(part, tensors[i], dims[i]).to(tensors[i].dtype)
+            like, along = [tensors[i] for i in numbers], [dims[i] for i in numbers]
+            for i, part in zip(numbers, _parts(_waited(rows), like, along), strict=True):
+                found[i] = part.to(tensors[i].dtype)
         return [found[i] for i in range(len(tensors))]
 
     def room_for_gradients(
         self, tensors: Sequence[Tensor], dims: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return zeros for rows that arrived: one buffer, and its parts in the shapes of tensors."""
-        widths = [_numbers_of_row(x, dim) for x, dim in zip(tensors, dims, strict=True)]
-        buffer = tensors[0].new_zeros(
-            (sum(self.received), sum(widths)), dtype=_common_dtype(tensors)
-        )
-        parts = zip(buffer.split(widths, dim=1), tensors, dims, strict=True)
-        return buffer, [_from_rows(*part) for part in parts]
+        """Return a buffer of zeros for rows that arrived, and its parts in the shapes of tensors.
+
+        The parts are views, so what is added to them stands in the buffer.
+        """
+        width = sum(_numbers_of_row(x, dim) for x, dim in zip(tensors, dims, strict=True))
+        buffer = tensors[0].new_zeros((sum(self.received), width), dtype=_common_dtype(tensors))
+        return buffer, _parts(buffer, tensors, dims)
 
     def returned(
         self, gradients: Tensor, tensors: Sequence[Tensor], dims: Sequence[int]
@@ -106,10 +106,7 @@ class RowExchange:
         `gradients` is a buffer of :meth:`room_for_gradients`. The result are the gradients of the
         rows that this rank sent, in the order of `send`.
         """
-        home = _waited(self._all_to_all(gradients, self.sent, self.received))
-        widths = [_numbers_of_row(x, dim) for x, dim in zip(tensors, dims, strict=True)]
-        parts = zip(home.split(widths, dim=1), tensors, dims, strict=True)
-        return [_from_rows(*part) for part in parts]
+        return _parts(_waited(self._all_to_all(gradients, self.sent, self.received)), tensors, dims)
 
     def _own_rows(self, x: Tensor, dim: int) -> Tensor:
         if isinstance(self.own, Tensor):
@@ -206,6 +203,13 @@ def head_token_dim(x: Tensor) -> int:
 
 def _numbers_of_row(x: Tensor, dim: int) -> int:
     return math.prod(x.movedim(dim, 0).shape[1:])
+
+
+def _parts(rows: Tensor, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+    """Split rows of numbers into those of several tensors, in their shapes."""
+    widths = [_numbers_of_row(x, dim) for x, dim in zip(tensors, dims, strict=True)]
+    parts = zip(rows.split(widths, dim=1), tensors, dims, strict=True)
+    return [_from_rows(*part) for part in parts]
 
 
 def _from_rows(rows: Tensor, like: Tensor, dim: int) -> Tensor:

@@ -101,7 +101,7 @@ def compiled(group: Any) -> list[int]:
 
 
 def compiled_by_inductor(group: Any) -> int:
-    """Code that inductor generates around exchanges gives what plain layers give; count the calls."""
+    """Code of inductor around exchanges gives what plain layers give; returns the calls."""
     count = 0
     for way, n in itertools.product(("window", "complete"), (24, 36)):
         for name in ("dot", "block"):

@@ -272,7 +272,7 @@ def _add_rows(total: Tensor | None, rows: Run | Tensor, gradient: Tensor | None)
     if total is None or gradient is None:
         return
     if isinstance(rows, Tensor):
-        total.index_add_(-3, rows, gradient)
+        total.index_add_(-3, rows, gradient.to(total.dtype))
     else:
         total.narrow(-3, rows[0], rows[1] - rows[0]).add_(gradient)
 
