@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
+from graphattn.distributed.failures.watching import watched
 
 DIM, HEADS = 16, 2
 
@@ -184,6 +186,19 @@ def refusals(group: Any) -> list[str]:
         else:
             messages.append("no error")
     return messages
+
+
+def errors_at_different_times(group: Any) -> tuple[str, int]:
+    """Every rank finds a mistake in the same call, one of them later; afterwards all go on."""
+    shard = ga.distributed.shard(ga.causal_graph(24), group)
+    found = ""
+    try:
+        with watched(group):
+            time.sleep(1.2 * shard.rank)
+            raise ValueError("a mistake")
+    except (ValueError, RuntimeError) as error:
+        found = type(error).__name__
+    return found, shard.gather(torch.ones(shard.num_targets, DIM)).shape[0]
 
 
 def one_rank_has_another_length(group: Any) -> str:

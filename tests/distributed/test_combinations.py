@@ -10,6 +10,7 @@ from combinations import (
     compiled,
     compiled_by_inductor,
     dropped,
+    errors_at_different_times,
     graphs_differ,
     half_precision,
     one_rank_has_another_length,
@@ -43,6 +44,10 @@ def test_ranks_drop_different_edges_and_keep_the_mean(ranks):
         mean = float(torch.cat([first, second]).mean())
         whole = 0.1 + 1.6 * (0.1 + 1.6)  # without dropout: output bias, and 16 equal values
         assert abs(mean - whole) < 0.1 * whole
+
+
+def test_a_rank_that_is_late_raises_its_own_error(ranks):
+    assert ranks.run(errors_at_different_times, 2) == [("ValueError", 24)] * 2
 
 
 def test_errors_name_the_argument_on_every_rank(ranks):

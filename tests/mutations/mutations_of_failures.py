@@ -38,10 +38,17 @@ MUTATIONS = [
         (f"{TESTS}::test_an_error_that_all_ranks_raise_alike_breaks_nothing",),
     ),
     Mutation(
+        "a rank has no time for an error of its own",
+        f"{HERE}/failures/group_watch.py",
+        "(GRACE if is_same_call else self.limit)",
+        "(0 if is_same_call else self.limit)",
+        ("tests/distributed/test_combinations.py::test_a_rank_that_is_late_raises_its_own_error",),
+    ),
+    Mutation(
         "a call outside of a context waits for ever",
         f"{HERE}/failures/group_watch.py",
-        "waited = not failure.left and self._seconds_since(failure.since) > self.limit",
-        "waited = False",
+        "(GRACE if is_same_call else self.limit)",
+        "(GRACE if is_same_call else 1e9)",
         (f"{TESTS}::test_a_call_that_nothing_watches_ends_when_the_limit_is_over",),
     ),
     Mutation(

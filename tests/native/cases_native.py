@@ -22,6 +22,7 @@ from graphattn.graphs.edges import index_width
 from graphattn.kernels.cpu import edge_order, library
 from graphattn.ops import rotary
 from graphattn.ops.attention.native import rows
+from graphattn.ops.attention.part_gradients import part_gradients
 
 THREADS = (1, 2, 3)
 COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 63, 4096, 4097, 20_000)
@@ -75,6 +76,18 @@ def attention_rows(tokens: int, width: int, dtype: torch.dtype, threads: int) ->
                 query, key, value, graph, backend="native", return_lse=True, **strength, **options
             )
             (out.sum() + lse[lse.isfinite()].sum()).backward()
+    for score, given in itertools.product(
+        (ga.GaussianKernel(1.0), ga.DotProduct(1.0)), (bias, None)
+    ):
+        whole = ga.score_attention(
+            query, key, value, graph, score, edge_bias=given, valid=valid, return_lse=True
+        )
+        found = part_gradients(
+            query, key, value, graph, score, whole=[x.detach() for x in whole],
+            d_whole=[torch.ones_like(x) for x in whole], backend="native", edge_bias=given,
+            valid=valid,
+        )  # fmt: skip
+        assert found is not None
 
 
 def neighbors(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:

@@ -24,6 +24,7 @@ from graphattn.distributed.failures.connections import (
 
 BEAT = 0.5  # seconds between two heartbeats
 SILENT = 2.5  # seconds without one after which a rank is dead, if a connection was closed
+GRACE = 1.0  # seconds in which ranks that make the same call may raise errors of their own
 TO_READ = 2.0  # seconds that the host of the store waits until others have read a failure
 
 
@@ -164,8 +165,13 @@ class GroupWatch:
             return True
         if failure.rank == self.rank or failure.call in self.raised:
             return False
-        waited = not failure.left and self._seconds_since(failure.since) > self.limit
-        return self.calls >= failure.call or self.suspicious.is_set() or waited
+        if self.calls > failure.call or self.suspicious.is_set():
+            return True
+        is_same_call = self.calls == failure.call
+        if failure.left:
+            return is_same_call
+        # In the same call, this rank may be about to find the same mistake in its own arguments.
+        return self._seconds_since(failure.since) > (GRACE if is_same_call else self.limit)
 
     def _answer(self) -> None:
         """Answer what ranks ask that wait until all make the same call."""
