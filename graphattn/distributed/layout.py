@@ -67,11 +67,18 @@ class Layout:
 
     def owner(self, token: Tensor) -> Tensor:
         """Return the ranks that own some tokens."""
+        return self.rank_of(self.chunk_of(token))
+
+    def rank_of(self, chunk: Tensor) -> Tensor:
+        """Return the ranks that own some chunks."""
+        return torch.minimum(chunk, self.num_chunks - 1 - chunk) if self.zigzag else chunk
+
+    def chunk_of(self, token: Tensor) -> Tensor:
+        """Return the chunks that some tokens are in."""
         size, longer = divmod(self.num_tokens, self.num_chunks)
         in_longer = longer * (size + 1)  # the number of tokens in longer chunks
-        chunk = torch.where(
+        return torch.where(
             token < in_longer,
             torch.div(token, size + 1, rounding_mode="floor"),
             torch.div(token - in_longer, max(size, 1), rounding_mode="floor") + longer,
         )
-        return torch.minimum(chunk, self.num_chunks - 1 - chunk) if self.zigzag else chunk

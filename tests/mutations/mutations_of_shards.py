@@ -142,7 +142,7 @@ MUTATIONS = [
     Mutation(
         "a state stands for sources that only some targets see",
         f"{HERE}/ring/states.py",
-        "        if len(without_own(partly, rank).rank):",
+        "        if len(without_own(partly, rank, sources, borders).rank):",
         "        if False:",
         (f"{STATES}::test_states_stand_for_exactly_the_edges_between_ranks[causal window]",),
     ),

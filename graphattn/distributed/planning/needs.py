@@ -50,11 +50,23 @@ def remote_runs(
     # An empty table comes first, since there may be no edges at all.
     tables = [RunTable.of_runs([]), *_seen(graph, targets, sources, both, left_out)]
     needs = RunTable.concatenated(tables).joined(graph.num_sources)
-    rank, borders = torch.arange(sources.ranks), sources.borders()
-    for own in (rank, sources.num_chunks - 1 - rank) if sources.zigzag else (rank,):
-        chunk = own[needs.rank]
-        needs = needs.without(borders[chunk], borders[chunk + 1])
+    needs = without_own(needs, torch.arange(sources.ranks), sources, sources.borders())
     return needs.joined(graph.num_sources)
+
+
+def without_own(table: RunTable, rank: Tensor, sources: Layout, borders: Tensor) -> RunTable:
+    """Take what a rank owns itself out of the runs of every item of a table.
+
+    Args:
+        table: runs of tokens, or of whatever else lies in chunks; `table.rank` counts its items.
+        rank: LongTensor, the rank of every item.
+        sources: who owns the chunks.
+        borders: LongTensor [chunks + 1], where the chunks begin, in the numbers of the runs.
+    """
+    for own in (rank, sources.num_chunks - 1 - rank) if sources.zigzag else (rank,):
+        chunk = own[table.rank]
+        table = table.without(borders[chunk], borders[chunk + 1])
+    return table
 
 
 def edges_per_rank(graph: TokenGraph, targets: Layout) -> Tensor:

@@ -122,9 +122,7 @@ class CommunicationPlan:
         first, count = self._chunk(start), self._chunk(stop - 1) - self._chunk(start) + 1
         run = torch.arange(len(start)).repeat_interleave(count)
         chunk = first[run] + torch.arange(len(run)) - (count.cumsum(0) - count)[run]
-        mirrored = self.source_layout.num_chunks - 1 - chunk
-        sender = torch.minimum(chunk, mirrored) if self.source_layout.zigzag else chunk
-        pieces = RunTable(sender, start[run], stop[run])
+        pieces = RunTable(self.source_layout.rank_of(chunk), start[run], stop[run])
         pieces = pieces.cut(self._borders[chunk], self._borders[chunk + 1])
         return pieces.joined(self.graph.num_sources).by_rank()
 

@@ -41,11 +41,9 @@ class RingBlock(NamedTuple):
 class RingRound(NamedTuple):
     """One round: the rows that travel, and the blocks of edges that are then computed.
 
-    The exchange of the first round is None: a rank has its own rows. `rows` is their number, and
-    in other rounds that of the rows that arrive.
+    The exchange of the first round is None: a rank has its own rows.
     """
 
-    rows: int
     exchange: RowExchange | None
     blocks: tuple[RingBlock, ...]
 
@@ -82,7 +80,7 @@ class RingPlan:
                 arriving = [(run.start, run.stop) for run in self.sources.runs(rank)]
             blocks = self._blocks(rank, sender, tokens_of(arriving))
             exchange = self._exchange(rank, d, count(arriving)) if d else None
-            rounds.append(RingRound(count(arriving), exchange, tuple(blocks)))
+            rounds.append(RingRound(exchange, tuple(blocks)))
         return tuple(rounds)
 
     def _travelling(self, sender: int, receiver: int) -> Runs:

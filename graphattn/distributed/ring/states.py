@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.planning.needs import without_own
 from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.seen import Run, common, count, joined
 from graphattn.graphs.builders.windows import bipartite_complete_graph
@@ -189,19 +190,11 @@ def plan_of_states(graph: TokenGraph, targets: Layout, sources: Layout) -> State
     crossing = _crosses(t0, n, s0, m, targets, sources)
     n, m, t0, s0 = n[crossing], m[crossing], t0[crossing], s0[crossing]
     _, chunk, start, stop = _cut_at_chunks(s0, s0 + m, sources)
-    pieces = RunTable(_rank_of(chunk, sources), start, stop)
+    pieces = RunTable(sources.rank_of(chunk), start, stop)
     borders = torch.searchsorted(start, sources.borders())
 
-    def without_own(table: RunTable, rank: Tensor) -> RunTable:
-        """Take the pieces of rank[k] out of the runs of item k of a table."""
-        chunks = sources.num_chunks
-        for own in (rank, chunks - 1 - rank) if sources.zigzag else (rank,):
-            first = own[table.rank]
-            table = table.without(borders[first], borders[first + 1])
-        return table
-
     sequence, chunk, start, stop = _cut_at_chunks(t0, t0 + n, targets)
-    rank = _rank_of(chunk, targets)
+    rank = targets.rank_of(chunk)
     groups, seen = [RunTable.of_runs([])], [RunTable.of_runs([])]
     for number in range(max((len(run.intervals) for run in runs), default=0)):
         ends = [(*run.intervals, (0, 0, 0, -1))[min(number, len(run.intervals))] for run in runs]
@@ -223,14 +216,16 @@ def plan_of_states(graph: TokenGraph, targets: Layout, sources: Layout) -> State
             RunTable(item, whole_last[some], last[some]),
         ]
         partly = RunTable.concatenated(side.cut(0, len(pieces.start)) for side in sides)
-        if len(without_own(partly, rank).rank):
+        if len(without_own(partly, rank, sources, borders).rank):
             return None
         is_seen = some & (whole_first < whole_last)
         groups.append(RunTable(rank[is_seen], start[is_seen], stop[is_seen]))
         seen.append(RunTable(rank[is_seen], whole_first[is_seen], whole_last[is_seen]))
     of_ranks = RunTable.concatenated(seen)
     needs = of_ranks.joined(len(pieces.start))
-    needs = without_own(needs, torch.arange(sources.ranks)).joined(len(pieces.start))
+    needs = without_own(needs, torch.arange(sources.ranks), sources, borders).joined(
+        len(pieces.start)
+    )
     return StatePlan(
         targets=targets,
         sources=sources,
@@ -246,9 +241,9 @@ def _crosses(
 ) -> Tensor:
     """Mark the sequences that have tokens in more than one chunk, or on more than one rank."""
     there = (n > 0) & (m > 0)
-    ends = [_chunk_of(x, targets) for x in (t0, t0 + n - 1)]
-    ends += [_chunk_of(x, sources) for x in (s0, s0 + m - 1)]
-    first_rank, second_rank = _rank_of(ends[0], targets), _rank_of(ends[2], sources)
+    ends = [targets.chunk_of(x) for x in (t0, t0 + n - 1)]
+    ends += [sources.chunk_of(x) for x in (s0, s0 + m - 1)]
+    first_rank, second_rank = targets.rank_of(ends[0]), sources.rank_of(ends[2])
     return there & ((ends[0] != ends[1]) | (ends[2] != ends[3]) | (first_rank != second_rank))
 
 
@@ -259,20 +254,12 @@ def _cut_at_chunks(
 
     The results are, for every part, the number of its run, its chunk, its start and its stop.
     """
-    first = _chunk_of(start, layout)
-    parts = _chunk_of(stop - 1, layout) - first + 1
+    first = layout.chunk_of(start)
+    parts = layout.chunk_of(stop - 1) - first + 1
     run = torch.arange(len(start)).repeat_interleave(parts)
     chunk = first[run] + torch.arange(len(run)) - (parts.cumsum(0) - parts)[run]
     borders = layout.borders()
     return run, chunk, start[run].maximum(borders[chunk]), stop[run].minimum(borders[chunk + 1])
-
-
-def _chunk_of(token: Tensor, layout: Layout) -> Tensor:
-    return torch.searchsorted(layout.borders(), token, right=True) - 1
-
-
-def _rank_of(chunk: Tensor, layout: Layout) -> Tensor:
-    return chunk.minimum(layout.num_chunks - 1 - chunk) if layout.zigzag else chunk
 
 
 def _clamped(low: Tensor, high: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
