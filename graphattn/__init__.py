@@ -6,21 +6,20 @@
     layer = ga.nn.SelfConsensus(384, heads=6, rope=True)
     y = layer(x, graph)                                            # x: [batch, 1024, 384]
 
-Graph builders and operations live here. `ga.nn`, `ga.models`, `ga.spectral`, `ga.dynamics`,
-`ga.diagnostics`, `ga.distributed`, `ga.train`, `ga.plot`, `ga.data` and `ga.integrations` load on
-first use, so that importing graphattn costs little more than importing torch; `ga.save` and
-`ga.load` too.
+Graph builders and operations live here, and load with torch. `ga.nn`, `ga.models`, `ga.spectral`,
+`ga.dynamics`, `ga.diagnostics`, `ga.distributed`, `ga.train`, `ga.plot`, `ga.data` and
+`ga.integrations` load on first use, so that importing graphattn costs little more than importing
+torch; `ga.save` and `ga.load` too.
 """
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from graphattn.graphs import *  # noqa: F403
-from graphattn.graphs import __all__ as _graphs
-from graphattn.ops import *  # noqa: F403
-from graphattn.ops import __all__ as _ops
+from graphattn.late_imports import after_import
 from graphattn.version import __version__ as __version__
 
-if TYPE_CHECKING:  # what loads on first use, for those who read without running
+if TYPE_CHECKING:  # what loads later, for those who read without running
     from graphattn import data as data
     from graphattn import diagnostics as diagnostics
     from graphattn import distributed as distributed
@@ -31,8 +30,10 @@ if TYPE_CHECKING:  # what loads on first use, for those who read without running
     from graphattn import plot as plot
     from graphattn import spectral as spectral
     from graphattn import train as train
+    from graphattn.graphs import *  # noqa: F403
     from graphattn.models.files import load as load
     from graphattn.models.files import save as save
+    from graphattn.ops import *  # noqa: F403
 
 _ON_FIRST_USE = (
     "data",
@@ -48,20 +49,43 @@ _ON_FIRST_USE = (
 )
 _FUNCTIONS_ON_FIRST_USE = {"load": "graphattn.models.files", "save": "graphattn.models.files"}
 
-__all__ = [*_graphs, *_ops, *_ON_FIRST_USE, *_FUNCTIONS_ON_FIRST_USE, "__version__"]
+
+def _load() -> None:
+    """Load graphs and operations, which register operators with torch."""
+    import_module("torch")  # which has called this function then, if it was new
+    if "__all__" in globals():
+        return
+    parts = import_module("graphattn.graphs"), import_module("graphattn.ops")
+    for part in parts:
+        globals().update({name: getattr(part, name) for name in part.__all__})
+    names = [name for part in parts for name in part.__all__]
+    globals()["__all__"] = [*names, *_ON_FIRST_USE, *_FUNCTIONS_ON_FIRST_USE, "__version__"]
 
 
 if not TYPE_CHECKING:  # a type checker would believe that every name is there
 
     def __getattr__(name: str) -> Any:
-        from importlib import import_module
-
         if name in _ON_FIRST_USE:
             return import_module(f"graphattn.{name}")
         if name in _FUNCTIONS_ON_FIRST_USE:
             return getattr(import_module(_FUNCTIONS_ON_FIRST_USE[name]), name)
+        if "__all__" not in globals() and (name == "__all__" or not name.startswith("__")):
+            _load()
+            if name in globals():
+                return globals()[name]
         raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    _load()
+    return sorted(globals()["__all__"])
+
+
+def _load_with_torch() -> None:
+    if not any(name.startswith("graphattn.") for name in set(sys.modules) - _BEFORE_TORCH):
+        _load()  # otherwise a part of graphattn imports torch, and is not ready to be imported
+
+
+# Not before torch: the command shows its help, and refuses a mistyped option, without it.
+_BEFORE_TORCH = {"graphattn.late_imports", "graphattn.version"}
+after_import("torch", _load_with_torch)

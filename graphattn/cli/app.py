@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-import graphattn
 from graphattn.cli.terminal import terminal
 from graphattn.cli.training.commands import evaluate, generate, report, sweep, train
-from graphattn.data import FileFormatError
+from graphattn.version import __version__
 
+# A command imports what it needs after its options are checked: torch alone takes a second.
 app = typer.Typer(
     help="Token graphs and the layers on them.",
     no_args_is_help=True,
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"graphattn {graphattn.__version__}")
+        typer.echo(f"graphattn {__version__}")
         raise typer.Exit
 
 
@@ -69,6 +69,7 @@ def demo(
 ) -> None:
     """Run every graph and layer on real tokens, train two tiny models, and write a report."""
     from graphattn.cli.demo import run_demo
+    from graphattn.data import FileFormatError
 
     try:
         run_demo(file, tokens, seed, steps, out, max_bytes, terminal())

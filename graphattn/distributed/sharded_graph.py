@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial, wraps
-from typing import Any, Literal, NoReturn, TypeVar
+from functools import cached_property, partial
+from typing import Any, Literal, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -47,28 +47,12 @@ from graphattn.distributed.seen import (
 )
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.builders.combine import batch
-from graphattn.graphs.edges.stored_values import kept_for_training
+from graphattn.graphs.edges.stored_values import made_for_training
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.inputs import ValidPair
 
 Side = Literal["targets", "sources", "edges"]
 SIDES = ("targets", "sources", "edges")
-T = TypeVar("T")
-
-
-def _for_training(make: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Let what a method makes be used in training, even if the first use is in inference mode.
-
-    torch.compile does not trace into it, but calls it where a compiled layer is the first user.
-    """
-
-    @torch.compiler.disable
-    @wraps(make)
-    def made(shard: Any) -> T:
-        with kept_for_training():
-            return make(shard)
-
-    return made
 
 
 class ShardedGraph:
@@ -116,7 +100,7 @@ class ShardedGraph:
         return self._sources.size(self.rank)
 
     @cached_property
-    @_for_training
+    @made_for_training
     def plan(self) -> CommunicationPlan:
         """The plan of what all ranks exchange; ``print(shard.plan)`` shows it."""
         found = planned(self.whole, self._targets, self._sources)
@@ -131,7 +115,7 @@ class ShardedGraph:
         return self.whole.device
 
     @cached_property
-    @_for_training
+    @made_for_training
     def tokens(self) -> TokenGraph:
         """The targets and sources of this rank, without any edges; for their positions."""
         same = self.whole.has_same_tokens
@@ -174,7 +158,7 @@ class ShardedGraph:
         return self.by_targets.graph
 
     @cached_property
-    @_for_training
+    @made_for_training
     def by_targets(self) -> LocalPart:
         """The graph of this rank's targets, and the exchange that fetches their sources."""
         return self._part([[*self._targets.runs(rank)] for rank in range(self.ranks)])
@@ -194,7 +178,7 @@ class ShardedGraph:
         return LocalPart(graph, exchange, slice(0, graph.num_targets), context)
 
     @cached_property
-    @_for_training
+    @made_for_training
     def global_targets(self) -> GlobalTargets:
         """The global tokens of all ranks, and the graph of this rank's other targets."""
         tokens, layout, device = self.broadcast, self._targets, self.device
@@ -217,7 +201,7 @@ class ShardedGraph:
         )
 
     @cached_property
-    @_for_training
+    @made_for_training
     def by_both_ends(self) -> LocalPart:
         """The graph of all edges that touch a token of this rank, for layers that move both ends.
 
@@ -249,14 +233,14 @@ class ShardedGraph:
         )
 
     @cached_property
-    @_for_training
+    @made_for_training
     def rounds(self) -> tuple[RingRound, ...]:
         """The rounds of a ring, in which this rank computes with the rows of one rank at a time."""
         plan = RingPlan(self.whole, self._targets, self._sources, self.group)
         return plan.rounds(self.rank)
 
     @cached_property
-    @_for_training
+    @made_for_training
     def states(self) -> StatesOfRank:
         """The states that this rank exchanges, for linear attention if :meth:`sends_states`."""
         states = self.plan.states
@@ -268,7 +252,7 @@ class ShardedGraph:
         return head_dim <= self._widest_states[rope]
 
     @cached_property
-    @_for_training
+    @made_for_training
     def _widest_states(self) -> tuple[int, int]:
         return self.plan.widest_state(), self.plan.widest_state(rope=True)
 
@@ -397,7 +381,7 @@ class ShardedGraph:
     # Values per edge.
 
     @cached_property
-    @_for_training
+    @made_for_training
     def _offset_rows(self) -> Tensor:
         """The row of the whole graph's table of offsets for every edge of ``shard.graph``."""
         rows = []
@@ -444,7 +428,7 @@ class ShardedGraph:
         return bias.dim() == 2 and len(bias) == rows != self.whole.num_edges
 
     @cached_property
-    @_for_training
+    @made_for_training
     def _edges_of_both_ends(self) -> EdgeExchange:
         return edge_exchange_of(self.by_both_ends, self._targets, self.rank, self.group)
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.typing import OptTensor
 
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
@@ -23,6 +22,7 @@ from graphattn.nn.base.across_ranks import (
 )
 from graphattn.nn.base.flat_call import Projected, flat_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.base.message_passing import OptTensor
 from graphattn.nn.base.overrides import (
     message_takes,
     names_of,

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch_geometric.typing import OptTensor, PairTensor
 
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
@@ -22,6 +21,7 @@ from graphattn.nn.base.graph_layer import (
     edge_mask,
     valid_for_propagate,
 )
+from graphattn.nn.base.message_passing import OptTensor, PairTensor
 from graphattn.nn.base.overrides import names_of, overridden_rows
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.consensus_steps import CompiledSteps

@@ -7,7 +7,6 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.typing import OptTensor
 
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
@@ -21,6 +20,7 @@ from graphattn.nn.base.across_ranks import (
 )
 from graphattn.nn.base.flat_call import flat_linear_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.base.message_passing import OptTensor
 from graphattn.nn.base.overrides import (
     names_of,
     overridden_edges,

@@ -8,104 +8,23 @@
     ga.train.read_run("runs/a").evaluations
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from graphattn.train.diffusion import (
-    AbsorbingDiffusion,
-    GeometricNoise,
-    Likelihood,
-    LogLinearNoise,
-    MarkovChain,
-    Noise,
-    absorbing_log_scores,
-    denoising_score_entropy,
-    generative_nll,
-    likelihood_bound,
-    sample_diffusion,
-    score_entropy,
-)
-from graphattn.train.engine import fit, resume
-from graphattn.train.evaluation.baselines import bigram_loss, frequency_loss
-from graphattn.train.evaluation.calibration import Calibration
-from graphattn.train.evaluation.evaluate import evaluate_model
-from graphattn.train.evaluation.pseudo_likelihood import pseudo_log_likelihood, pseudo_perplexity
-from graphattn.train.layer_records import layer_state
-from graphattn.train.objectives.causal import NextToken
-from graphattn.train.objectives.classification import Classification
-from graphattn.train.objectives.masked import MaskedTokens
-from graphattn.train.objectives.masking import mask_tokens, masked_token_loss
-from graphattn.train.objectives.objective import Loss, Objective
-from graphattn.train.objectives.registry import objective
-from graphattn.train.objectives.regression import ResidueRegression
-from graphattn.train.objectives.schedules import MaskSchedule, mask_ratios
-from graphattn.train.parameters import parameter_groups
-from graphattn.train.runs.config import RunConfig
-from graphattn.train.runs.folder import Run, read_run
-from graphattn.train.runs.heads import WithHead
-from graphattn.train.runs.setup import Prepared, prepare
-from graphattn.train.runs.trained import Trained, load_trained
-from graphattn.train.sweeps.results import MixerSummary, summarize_sweep
-from graphattn.train.sweeps.sweep import read_sweep, resume_sweep, run_sweep
-
 if TYPE_CHECKING:
+    from graphattn.train.public import *  # noqa: F403
     from graphattn.train.trainer import GraphTrainer as GraphTrainer
-
-__all__ = [
-    "AbsorbingDiffusion",
-    "Calibration",
-    "Classification",
-    "GeometricNoise",
-    "GraphTrainer",
-    "Likelihood",
-    "LogLinearNoise",
-    "Loss",
-    "MarkovChain",
-    "MaskSchedule",
-    "MaskedTokens",
-    "MixerSummary",
-    "NextToken",
-    "Noise",
-    "Objective",
-    "Prepared",
-    "ResidueRegression",
-    "Run",
-    "RunConfig",
-    "Trained",
-    "WithHead",
-    "absorbing_log_scores",
-    "bigram_loss",
-    "denoising_score_entropy",
-    "evaluate_model",
-    "fit",
-    "frequency_loss",
-    "generative_nll",
-    "layer_state",
-    "likelihood_bound",
-    "load_trained",
-    "mask_ratios",
-    "mask_tokens",
-    "masked_token_loss",
-    "objective",
-    "parameter_groups",
-    "prepare",
-    "pseudo_log_likelihood",
-    "pseudo_perplexity",
-    "read_run",
-    "read_sweep",
-    "resume",
-    "resume_sweep",
-    "run_sweep",
-    "sample_diffusion",
-    "score_entropy",
-    "summarize_sweep",
-]
-
-
-if not TYPE_CHECKING:  # otherwise a type checker would accept every name
+else:
+    # The command reads RunConfig, for the names of its options, without waiting for all of these.
 
     def __getattr__(name: str) -> Any:
         if name == "GraphTrainer":  # it imports transformers' Trainer, which takes seconds
-            from graphattn.train.trainer import GraphTrainer
-
-            return GraphTrainer
-        raise AttributeError(f"module 'graphattn.train' has no attribute {name!r}")
+            return import_module("graphattn.train.trainer").GraphTrainer
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 'graphattn.train' has no attribute {name!r}")
+        public = import_module("graphattn.train.public")
+        globals().update({each: getattr(public, each) for each in public.__all__})
+        globals()["__all__"] = sorted([*public.__all__, "GraphTrainer"])
+        if name not in globals():
+            raise AttributeError(f"module 'graphattn.train' has no attribute {name!r}")
+        return globals()[name]

@@ -22,7 +22,7 @@ from graphattn.distributed.planning.needs import without_own
 from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.seen import Run, common, count, joined
 from graphattn.graphs.builders.windows import bipartite_complete_graph
-from graphattn.graphs.edges.stored_values import kept_for_training
+from graphattn.graphs.edges.stored_values import made_for_training
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.linear_attention.intervals import runs_of
 
@@ -60,13 +60,12 @@ class StatesOfRank:
             self._make_graphs(features)
         return self._graphs[features]
 
-    @torch.compiler.disable
+    @made_for_training
     def _make_graphs(self, features: int) -> None:
-        with kept_for_training():
-            self._graphs[features] = tuple(
-                bipartite_complete_graph(stop - start, features).to(rows.device)
-                for start, stop, rows in self.groups
-            )
+        self._graphs[features] = tuple(
+            bipartite_complete_graph(stop - start, features).to(rows.device)
+            for start, stop, rows in self.groups
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from graphattn.late_imports import not_compiled
+
+T = TypeVar("T")
 
 
 def kept_for_training() -> AbstractContextManager[object]:
@@ -23,6 +30,21 @@ def kept_for_training() -> AbstractContextManager[object]:
     if torch._C._functorch.maybe_current_level() is not None:
         stack.enter_context(temporarily_clear_interpreter_stack())
     return stack
+
+
+def made_for_training(make: Callable[..., T]) -> Callable[..., T]:
+    """Let what a method makes be used in training, even if the first use is in inference mode.
+
+    torch.compile does not trace into it, but calls it where a compiled layer is the first user.
+    """
+
+    @not_compiled()
+    @wraps(make)
+    def made(*arguments: Any) -> T:
+        with kept_for_training():
+            return make(*arguments)
+
+    return made
 
 
 def makes_fakes() -> bool:

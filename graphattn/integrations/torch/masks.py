@@ -20,6 +20,7 @@ from graphattn.graphs import (
 )
 from graphattn.graphs.structures.recognize import ListedRows, structure_of_rows
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.late_imports import not_compiled
 
 GraphOf = Callable[[int, int], TokenGraph]
 
@@ -149,7 +150,7 @@ def seen_everywhere(
     return seen._replace(valid=valid, key_bias=key_bias)
 
 
-@torch.compiler.disable
+@not_compiled()
 def seen_in_mask(
     places: Places,
     mask: Tensor,

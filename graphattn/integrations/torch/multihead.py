@@ -18,6 +18,7 @@ from graphattn.integrations.torch.masks import (
     seen_everywhere,
     seen_in_mask,
 )
+from graphattn.late_imports import not_compiled
 from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
 
 
@@ -399,7 +400,7 @@ def _read_padding(mask: Tensor | None, B: int, S: int) -> tuple[Tensor | None, T
     return (~mask, None) if mask.dtype == torch.bool else _read_float_padding(mask)
 
 
-@torch.compiler.disable
+@not_compiled()
 def _read_float_padding(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     valid = mask != float("-inf")
     bias = mask.masked_fill(~valid, 0)

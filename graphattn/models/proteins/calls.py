@@ -18,6 +18,7 @@ from graphattn.graphs import (
     bipartite_window_graph,
     union,
 )
+from graphattn.late_imports import not_compiled
 from graphattn.models.mixers import Reach
 from graphattn.models.proteins.context_steps import Track, TrackEmbeddings
 from graphattn.models.proteins.residue_edges import ResidueEdges, Residues
@@ -26,8 +27,8 @@ from graphattn.models.stack import BlockGraph, Graphs
 from graphattn.nn.rotary import check_positions
 
 # The neighbours of a residue depend on coordinates, which torch.compile cannot know from shapes.
-eager = torch.compiler.disable(
-    reason="graphs of a Structure depend on its coordinates: with fullgraph=True, compute graph, "
+eager = not_compiled(
+    "graphs of a Structure depend on its coordinates: with fullgraph=True, compute graph, "
     "positions and edge_features outside and pass them instead of structure"
 )
 

@@ -335,8 +335,8 @@ def _is_untouched(layer: Any, known: dict[str, Any]) -> bool:
     """Whether no method was replaced in the instance or its class since, and there are no hooks."""
     cls, attributes = type(layer), vars(layer)
     return (
-        not attributes["_explain"]
+        not attributes.get("_explain")
         and attributes.keys().isdisjoint(known)
         and all(map(operator.is_, map(getattr, itertools.repeat(cls), known), known.values()))
-        and not any(map(attributes.__getitem__, HOOKS))
+        and not any(map(attributes.get, HOOKS))
     )

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
 
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.message_passing import (
+    STATE,
+    Later,
+    Stored,
+    complete,
+    is_imported,
+    when_imported,
+)
 from graphattn.nn.base.overrides import (
     ClassOverrides,
     is_ours,
     names_of,
+    note_members,
     overridden_edges,
     overrides_of_class,
 )
@@ -30,13 +39,15 @@ Rotations = tuple[Rotation, Rotation] | None  # of targets and of sources
 FEW_ANGLES = 1 << 16  # the most numbers of a rotation that a graph stores
 
 
-class GraphLayer(Configured, MessagePassing):
+class GraphLayer(Configured, Later):
     """A layer whose `message()` is the mathematics of one edge.
 
     ``backend="reference"`` runs it through PyG's `propagate`; other backends pass the same tensors
     to a fused operation. (PyG itself fuses only for its sparse tensor types.) If a method that
     `propagate` runs is overridden, "auto" uses `propagate`, and fused backends refuse, because they
     compute the library's own mathematics only.
+
+    It is a MessagePassing once torch_geometric is imported (:mod:`.message_passing`).
     """
 
     class_overrides: ClassVar[ClassOverrides]
@@ -51,13 +62,28 @@ class GraphLayer(Configured, MessagePassing):
         cls.class_overrides = overrides_of_class(cls)
 
     def __init__(self, dim: int, heads: int, *, rope: object, backend: str) -> None:
-        super().__init__(aggr="add", node_dim=-3)
+        torch.nn.Module.__init__(self)
         self.dim, self.heads = as_int("dim", dim, 1), as_int("heads", heads, 1)
         if self.dim % self.heads:
             raise ValueError(f"heads must divide dim = {dim}, got {heads}")
         self.head_dim = self.dim // self.heads
         self.rotary = as_rotary(rope, self.head_dim)
         self.backend = check_backend(backend)
+        if is_imported() or self.class_overrides.at_edges or wanted_backend(backend) == "reference":
+            self.complete()
+
+    def complete(self) -> None:
+        """Store what the constructor of MessagePassing makes; this imports torch_geometric."""
+        complete(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "inspector" in state:  # PyG reads it
+            super().__setstate__(state)
+        else:
+            torch.nn.Module.__setstate__(self, state)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew; a subclass does."""
 
     def uses_propagate(self) -> bool:
         """Whether `forward` runs `message()`: by backend="reference", or because it is overridden.
@@ -244,6 +270,13 @@ class GraphLayer(Configured, MessagePassing):
                 shown = f"{value:.4g}" if isinstance(value, float) else repr(value)
                 facts.append(f"{name}={shown}")
         return f"{type(self).__name__}({', '.join(facts)})"
+
+
+for _name in STATE:
+    setattr(GraphLayer, _name, Stored(_name))
+
+
+when_imported(functools.partial(note_members, GraphLayer))
 
 
 def valid_for_propagate(valid: ValidPair) -> tuple[Tensor | None, Tensor | None]:

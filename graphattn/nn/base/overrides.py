@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphattn.nn.base.message_passing import HOOKED, Member
+
 # Methods that `propagate` runs; the twin is `fused`.
 EDGE_METHODS = (
     "message", "aggregate", "update", "edge_update", "log_affinity", "unfused",
@@ -49,11 +51,7 @@ CALL_METHODS = (
 )  # fmt: skip
 
 MADE_BY_PYG = ("propagate", "edge_updater")  # PyG puts compiled ones into classes and instances
-HOOKS = tuple(
-    f"_{method}_forward{when}_hooks"
-    for method in ("propagate", "message", "aggregate", "edge_update")
-    for when in ("_pre", "")
-)
+HOOKS = tuple(f"_{method}_forward{when}_hooks" for method in HOOKED for when in ("_pre", ""))
 NOWHERE = 1 << 30
 
 
@@ -128,6 +126,19 @@ def overrides_of_class(cls: type) -> ClassOverrides:
     )
 
 
+def note_members(cls: Any, base: type) -> None:
+    """Let the subclasses of `cls` know the methods that they inherit from MessagePassing, `base`.
+
+    Their overrides were found without it (:mod:`.message_passing`).
+    """
+    for subclass in cls.__subclasses__():
+        for known in (subclass.class_overrides.methods, subclass.class_overrides.call_methods):
+            for name, method in known.items():
+                if isinstance(method, Member):
+                    known[name] = getattr(base, name)
+        note_members(subclass, base)
+
+
 def is_ours(cls: type) -> bool:
     """Whether a class belongs to this library, to PyG or to torch."""
     return cls is object or cls.__module__.split(".")[0] in (
@@ -152,12 +163,12 @@ def overridden_edges(layer: Any) -> tuple[str, ...]:
     """The names of overrides because of which `fused` would not give what `propagate` gives."""
     found: tuple[str, ...] = layer.class_overrides.at_edges
     found += own_methods(layer, EDGE_METHODS, "fused")
+    attributes = vars(layer)
     if not torch.compiler.is_compiling():  # when compiled, PyG's own propagate runs no hooks either
-        attributes = vars(layer)
         for name in HOOKS:
-            if attributes[name]:
+            if attributes.get(name):
                 found += (name,)
-    return (*found, "explain") if layer._explain else found
+    return (*found, "explain") if attributes.get("_explain") else found
 
 
 def overridden_rows(layer: Any) -> tuple[str, ...]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from graphattn.graphs.arguments import as_float, as_int
-
 
 @dataclass
 class RunConfig:
@@ -128,6 +126,8 @@ class RunConfig:
     out: str = ""
 
     def __post_init__(self) -> None:
+        from graphattn.graphs.arguments import as_float, as_int  # imports torch
+
         for own in dataclasses.fields(self):
             setattr(self, own.name, _plain(own.name, getattr(self, own.name)))
         for name, least in _INTEGERS.items():
