@@ -8,41 +8,60 @@ CASES ?= 1
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
-	kernels-check-oldest emulate gpu native-check lint docs format clean
+	kernels-check-oldest emulate gpu native-check lint docs format clean first-minutes
 
-# torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
-$(VENV)/.installed: pyproject.toml Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	GRAPHATTN_NATIVE=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--editable ".[bio,dev,docs,plots]"
-	touch $@
+# Three installations, each on top of the one before: what the demo needs, what tests and tools need,
+# and what the documentation needs. torch goes first and alone: a looser requirement would be
+# resolved to the newest CUDA build.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+EDITABLE := GRAPHATTN_NATIVE=0 $(PIP) --no-build-isolation --editable
+$(VENV)/.demo: pyproject.toml Makefile
+	@echo "New virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch (about 200 MB to download; half a minute after that)"
+	@$(PIP) "$(TORCH)"
+	@echo "Installing graphattn with matplotlib (half a minute)"
+	@$(PIP) "setuptools>=77"
+	@$(EDITABLE) ".[plots]"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.demo
+	@echo "Installing what the tests need, transformers for instance (a minute)"
+	@$(EDITABLE) ".[bio,dev,plots]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	@echo "Installing Sphinx for the documentation (half a minute)"
+	@$(EDITABLE) ".[bio,dev,docs,plots]"
+	@touch $@
 
 # The compiled CPU kernels lie in the tree, where a changed file rebuilds them and nothing else.
 # Without a C++ compiler this says so and succeeds; after installing one: `make clean`.
 NATIVE := build/native.built
-$(NATIVE): $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) setup.py $(VENV)/.installed
+$(NATIVE): $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) setup.py $(VENV)/.demo
 	@env -u GRAPHATTN_NATIVE $(BIN)/python setup.py --quiet build_ext --inplace
 	@mkdir -p build && touch $@
+
+TESTED := $(VENV)/.installed $(NATIVE)
 
 demo: $(NATIVE)  ## real text through every graph and layer
 	$(BIN)/graphattn demo
 
 # Two processes of one thread each take half the time of one with two threads. Bytecode is kept, or
 # every start would compile all tests and the library again (half of the time to collect them).
-test: $(NATIVE)  ## unit tests (a sample of long sweeps), docstring examples, README
+test: $(TESTED)  ## unit tests (a sample of long sweeps), docstring examples, README
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		$(if $(filter all,$(CASES)),,--cases $(CASES))
 
 test-all:  ## the same, every case of every sweep
 	$(MAKE) test CASES=all
 
-slow: $(NATIVE)  ## long sweeps: does every bug put in by hand fail a test?
+slow: $(TESTED)  ## long sweeps: does every bug put in by hand fail a test?
 	$(BIN)/python -m pytest -q -m slow
 
 # torch-scatter is built from source, against the torch that is there: minutes, and a compiler.
-scatter: $(NATIVE)  ## torch-scatter as an independent oracle
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ninja "setuptools>=77"
+scatter: $(TESTED)  ## torch-scatter as an independent oracle
+	$(PIP) ninja "setuptools>=77"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet \
 		--disable-pip-version-check --no-build-isolation "torch-scatter>=2.1"
 	$(BIN)/python -c "import torch_scatter"
@@ -51,7 +70,7 @@ scatter: $(NATIVE)  ## torch-scatter as an independent oracle
 # The plug-in supports a range of transformers; the newest is in the environment, the oldest here.
 OLDEST := build/transformers-oldest
 $(OLDEST)/.installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDEST) \
+	$(PIP) --target $(OLDEST) \
 		"transformers==5.4.0"
 	touch $@
 
@@ -61,28 +80,31 @@ transformers-oldest: $(OLDEST)/.installed $(NATIVE)  ## the plug-in with the old
 		--dist worksteal $(if $(filter all,$(CASES)),,--cases $(CASES)) \
 		tests/integrations graphattn/integrations
 
-bench: $(NATIVE)  ## every operation beside its peers
+first-minutes:  ## what a newcomer waits for, in a fresh clone: a table
+	$(PYTHON) tests/first_minutes.py
+
+bench: $(TESTED)  ## every operation beside its peers
 	$(BIN)/graphattn bench
 
-kernels-check: $(NATIVE)  ## every Triton kernel compiled for sm_90, without a GPU
+kernels-check: $(TESTED)  ## every Triton kernel compiled for sm_90, without a GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check
 
 # Times that a GPU has measured, if there are some, stand beside the predictions.
 MEASURED := $(wildcard docs/benchmarks/kernels-h200.json)
-kernels-check-all: $(NATIVE)  ## for every architecture; writes the table that is kept
+kernels-check-all: $(TESTED)  ## for every architecture; writes the table that is kept
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check --all \
 		--markdown docs/benchmarks/kernels.md $(if $(MEASURED),--measured $(MEASURED))
 
 # The same compiled code, executed by an emulator of GPUs and watched for races. `CASES=all` takes
 # out every barrier, wait and mask of every kernel, too, for hours.
-emulate: $(NATIVE)  ## compiled kernels executed on the CPU
+emulate: $(TESTED)  ## compiled kernels executed on the CPU
 	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		--device emulator --emulated build/emulated.md \
 		$(if $(filter all,$(CASES)),,-m "not long and not slow") tests/kernels/emulator
 
 OLDEST_TRITON := build/triton-oldest
 $(OLDEST_TRITON)/.installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	$(PIP) --no-deps \
 		--target $(OLDEST_TRITON) "triton==3.4.0"
 	touch $@
 
@@ -93,26 +115,26 @@ kernels-check-oldest: $(OLDEST_TRITON)/.installed $(NATIVE)  ## for sm_90, with 
 # The day a GPU is there (CONTRIBUTING.md). `make gpu PYTHON=python3 VENV=` takes a Python that has
 # everything already; DEVICE=emulator rehearses.
 DEVICE ?= cuda
-gpu: $(if $(VENV),$(NATIVE))  ## parity, sanitizer, benchmark, tuning and a report; STEP= for one
+gpu: $(if $(VENV),$(TESTED))  ## parity, sanitizer, benchmark, tuning and a report; STEP= for one
 	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 PYTHONPATH=tests/kernels \
 		$(if $(VENV),$(BIN)/python,$(PYTHON)) -m gpu --device $(DEVICE) \
 		$(if $(STEP),--step $(STEP)) $(if $(SIZE),--size $(SIZE)) $(if $(ARCH),--arch $(ARCH)) \
 		$(if $(LIMIT),--limit $(LIMIT)) $(if $(OUT),--out $(OUT)) $(if $(RETRY),--retry)
 
 # Like kernels-check a look at kernels that tests cannot have; it takes a C++ compiler.
-native-check: $(NATIVE)  ## compiled CPU kernels under the address, behaviour and thread sanitizers
+native-check: $(TESTED)  ## compiled CPU kernels under the address, behaviour and thread sanitizers
 	$(BIN)/python tests/native/sanitizers.py
 
-lint: $(NATIVE)  ## formatting, lint and types
+lint: $(TESTED)  ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-docs: $(NATIVE)  ## the documentation, in docs/_build/html
+docs: $(VENV)/.docs $(NATIVE)  ## the documentation, in docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-format: $(NATIVE)
+format: $(TESTED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
