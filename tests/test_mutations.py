@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mutations_of_data
 import mutations_of_failures
+import mutations_of_imports
 import mutations_of_lists
 import mutations_of_models
 import mutations_of_objectives
@@ -2061,6 +2062,7 @@ MUTATIONS = [
 ]
 MUTATIONS += mutations_of_data.MUTATIONS
 MUTATIONS += mutations_of_failures.MUTATIONS
+MUTATIONS += mutations_of_imports.MUTATIONS
 MUTATIONS += mutations_of_lists.MUTATIONS
 MUTATIONS += mutations_of_models.MUTATIONS
 MUTATIONS += mutations_of_objectives.MUTATIONS

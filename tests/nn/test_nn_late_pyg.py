@@ -89,8 +89,8 @@ handle = layer.register_message_forward_hook(lambda m, i, out: shapes.append(out
 layer(x, graph)
 handle.remove()
 tell("hooks see messages", shapes == [(graph.num_edges, 2, 4)])
-explained.explain = True
 explained._edge_mask, explained._apply_sigmoid = torch.zeros(graph.num_edges), False
+explained.explain = True
 tell("explainers mask edges", (explained(x, graph) == 0).all())
 assert torch.equal(classwide(x, graph), y)
 
