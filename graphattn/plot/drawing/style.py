@@ -23,7 +23,12 @@ def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = 
     would draw such axes too small.
     """
     if ax is None:
-        import matplotlib.pyplot as plt
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError:
+            raise ImportError(
+                "figures need matplotlib: install it with pip install 'graphattn[plots]'"
+            ) from None
 
         _, ax = plt.subplots(
             figsize=(width, height), layout="compressed" if square else "constrained"
