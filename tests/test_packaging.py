@@ -142,6 +142,19 @@ def test_every_extra_that_a_message_or_a_page_names_exists_and_is_explained():
     assert set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", table, re.M)))) == extras
 
 
+def test_the_plug_in_says_which_extra_it_needs():
+    code = """
+import sys
+sys.modules["transformers"] = None
+try:
+    from graphattn.integrations import transformers
+except ImportError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.endswith("install it with pip install 'graphattn[transformers]'\n")
+
+
 def test_the_command_points_to_a_function():
     module, function = SETTINGS["project"]["scripts"]["graphattn"].split(":")
     assert callable(getattr(importlib.import_module(module), function))

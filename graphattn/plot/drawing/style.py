@@ -23,12 +23,7 @@ def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = 
     would draw such axes too small.
     """
     if ax is None:
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError:
-            raise ImportError(
-                "figures need matplotlib: install it with pip install 'graphattn[plots]'"
-            ) from None
+        import matplotlib.pyplot as plt
 
         _, ax = plt.subplots(
             figsize=(width, height), layout="compressed" if square else "constrained"
