@@ -14,7 +14,7 @@ others). Residues are masked one at a time. Some swapped models are also measure
 fine-tuning. The quantity for sentences is the cosine between the embeddings before and after the
 swap. The size of a window is its number of tokens on each side.
 
-    pip install "graphattn[pretrained,plots]"
+    pip install 'graphattn[pretrained,plots]'
     python examples/pretrained_models.py --quick                    # about a minute, on two cores
     python examples/pretrained_models.py --antibodies clinical.fasta --json run.json --plot run.png
 

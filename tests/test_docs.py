@@ -133,6 +133,32 @@ def test_every_recorded_benchmark_is_shown_with_where_it_comes_from():
             )
 
 
+def test_speeds_in_the_readme_are_those_of_the_records():
+    said = re.search(
+        r"(\d+) times as fast as causal SDPA over all pairs, ([\d.]+) times as fast as "
+        r"FlexAttention.*?([\d.]+) times as fast as FlexAttention forward, ([\d.]+) times forward "
+        r"and backward",
+        (DOCS.parent / "README.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    assert said is not None
+    found = []
+    for record, passes, peer in (
+        ("cpu-paper-attention", "forward", "SDPA flash, causal"),
+        ("cpu-paper-attention", "forward", "FlexAttention"),
+        ("cuda-h200", "forward", "FlexAttention"),
+        ("cuda-h200", "forward + backward", "FlexAttention"),
+    ):
+        rows = json.loads((DOCS / "benchmarks" / f"{record}.json").read_text())["rows"]
+        medians = {
+            row["contender"]: row["median"]
+            for row in rows
+            if (row["case"], row["passes"]) == ("causal-window", passes)
+        }
+        found.append(medians[f"{peer} (dot product)"] / medians["graphattn (dot product)"])
+    assert [float(number) for number in said.groups()] == pytest.approx(found, rel=0.02)
+
+
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_every_mechanism_has_a_page_that_leads_to_its_api(mechanism):
     page = page_of(mechanism)

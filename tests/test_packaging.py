@@ -124,6 +124,37 @@ def test_what_the_matrix_of_installations_reads_of_pyproject_is_what_stands_ther
     assert f"torch>={matrix['lower_bound']('torch')}" in SETTINGS["project"]["dependencies"]
 
 
+def test_every_extra_that_a_message_or_a_page_names_exists_and_is_explained():
+    extras = set(SETTINGS["project"]["optional-dependencies"])
+    named: set[str] = set()
+    for top in ("README.md", "docs", "graphattn", "kernels", "examples"):
+        path = TOP / top
+        files = [path] if path.is_file() else [*path.rglob("*.md"), *path.rglob("*.py")]
+        for file in files:
+            text = file.read_text(encoding="utf-8")
+            for name in re.findall(r"pip install\s*\"?\s*\"?'graphattn\[([\w,]+)\]'", text):
+                named |= set(name.split(","))
+            if file.name not in ("log.md", "CHANGELOG.md"):
+                assert not re.search(r"""["']\.\[\w|"graphattn\[\w""", text), file
+    assert {"train", "bio", "plots", "clusters", "lora", "transformers"} <= named <= extras
+    page = (TOP / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    table = page.split("| extra |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", table, re.M)))) == extras
+
+
+def test_the_plug_in_says_which_extra_it_needs():
+    code = """
+import sys
+sys.modules["transformers"] = None
+try:
+    from graphattn.integrations import transformers
+except ImportError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.endswith("install it with pip install 'graphattn[transformers]'\n")
+
+
 def test_the_command_points_to_a_function():
     module, function = SETTINGS["project"]["scripts"]["graphattn"].split(":")
     assert callable(getattr(importlib.import_module(module), function))

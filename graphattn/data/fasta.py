@@ -65,7 +65,9 @@ def read_fasta(
     try:
         from biotite.sequence.io.fasta import FastaFile
     except ImportError as error:
-        raise ImportError("reading FASTA needs biotite: pip install 'graphattn[bio]'") from error
+        raise ImportError(
+            "reading FASTA needs biotite: install it with pip install 'graphattn[bio]'"
+        ) from error
 
     text = read_text(path, max_bytes=max_bytes)
     _check_fasta(path, text)

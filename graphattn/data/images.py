@@ -134,7 +134,9 @@ def read_image(path: str | os.PathLike[str]) -> Any:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise ImportError("reading images needs pillow: pip install 'graphattn[train]'") from error
+        raise ImportError(
+            "reading images needs pillow: install it with pip install 'graphattn[train]'"
+        ) from error
 
     try:
         with Image.open(path) as picture:

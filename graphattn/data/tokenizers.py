@@ -133,7 +133,7 @@ class FileTokenizer:
             import tokenizers
         except ImportError as error:
             raise ImportError(
-                "FileTokenizer needs tokenizers: pip install 'graphattn[train]'"
+                "FileTokenizer needs tokenizers: install it with pip install 'graphattn[train]'"
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)

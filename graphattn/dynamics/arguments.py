@@ -57,5 +57,6 @@ def need_scikit_learn() -> None:
         import sklearn  # noqa: F401
     except ImportError:
         raise ImportError(
-            'silhouettes and KMeans need scikit-learn: pip install "graphattn[clusters]"'
+            "silhouettes and KMeans need scikit-learn: install it with pip install "
+            "'graphattn[clusters]'"
         ) from None

@@ -53,6 +53,17 @@ def check_graph(
     order of edges, so a raw edge_index must be sorted already.
     """
     given = graph
+    if (
+        isinstance(given, TokenGraph)
+        and given.num_targets != num_targets
+        and like.dim() > 3
+        and like.shape[-2] == given.num_targets
+    ):
+        raise ValueError(
+            f"tensors must be [*, tokens, heads, features] with the {given.num_targets} tokens of "
+            f"graph, got {list(like.shape)}: if heads come before tokens, as in torch's "
+            "scaled_dot_product_attention, give x.transpose(1, 2)"
+        )
     graph = as_token_graph(given, num_targets, num_sources)
     raw = as_edge_index(given) if per_edge and isinstance(given, Tensor) else None
     if raw is not None and not torch.equal(raw, graph.edge_index):

@@ -119,8 +119,8 @@ def find(folder: Path, choice: str, capability: str) -> Found:
     return Found(
         None,
         "the compiled CPU kernels were not built: there was no C++ compiler (GCC or clang) when "
-        "graphattn was installed; install one, then graphattn again (pip install "
-        "--force-reinstall --no-deps --no-cache-dir)",
+        "graphattn was installed; install one, then graphattn again: pip install "
+        "--force-reinstall --no-deps --no-cache-dir . in the folder of its source",
     )
 
 

@@ -477,5 +477,5 @@ def test_without_biotite_the_error_says_what_to_install(structure_of, monkeypatc
     monkeypatch.setitem(sys.modules, "biotite", None)
     with pytest.raises(ImportError) as caught:
         structure_of(pdb_line())
-    message = "reading structures needs biotite: pip install 'graphattn[bio]'"
+    message = "reading structures needs biotite: install it with pip install 'graphattn[bio]'"
     assert str(caught.value) == message

@@ -186,4 +186,6 @@ def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch: pytest.Monk
     assert structure.window_graph(1).num_edges == 4
     with pytest.raises(ImportError) as told:
         structure.secondary_structure()
-    assert str(told.value) == "secondary_structure() needs biotite: pip install 'graphattn[bio]'"
+    assert str(told.value) == (
+        "secondary_structure() needs biotite: install it with pip install 'graphattn[bio]'"
+    )

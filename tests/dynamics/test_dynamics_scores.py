@@ -148,7 +148,7 @@ def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
         lambda: silhouette(points, torch.tensor([0, 0, 1, 1])),
         lambda: cluster(points, method="kmeans"),
     ):
-        with pytest.raises(ImportError, match=r'pip install "graphattn\[clusters\]"'):
+        with pytest.raises(ImportError, match=r"pip install 'graphattn\[clusters\]'"):
             call()
     assert cluster(points).shape == (4,)  # merging needs none
 

@@ -225,6 +225,11 @@ BAD_CALLS = {
     ),
     "mask None": (lambda: ga.from_mask(None), ["mask", "None", "bool"]),
     "mask of lists": (lambda: ga.from_mask([[True]]), ["mask", "bool tensor"]),
+    "mask of logits": (lambda: ga.from_mask(torch.zeros(2, 2)), ["float32", "mask > -inf"]),
+    "mask of a batch": (
+        lambda: ga.from_mask(torch.ones(1, 1, 2, 2, dtype=torch.bool)),
+        ["[1, 1, 2, 2]", "mask[0, 0]"],
+    ),
     # the ecosystem's types
     "scipy dense": (lambda: ga.from_scipy(np.eye(2)), ["matrix", "ndarray", "scipy.sparse"]),
     "scipy tensor": (lambda: ga.from_scipy(torch.eye(2)), ["matrix", "Tensor", "scipy.sparse"]),

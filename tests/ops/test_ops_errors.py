@@ -317,3 +317,11 @@ def test_numbers_from_numpy_are_numbers(number: float) -> None:
     assert torch.equal(step(step_size=number), step(step_size=2.0))
     if not isinstance(number, np.floating):
         assert torch.equal(rbf(top_k=number), rbf(top_k=2))
+
+
+def test_heads_before_tokens_are_named_with_the_remedy():
+    x = random(1, H, N, D, seed=1)  # the order of torch's scaled_dot_product_attention
+    with pytest.raises(ValueError, match=r"6 tokens.*\[1, 2, 6, 3\].*x\.transpose\(1, 2\)"):
+        dot(x, x, x)
+    x = x.transpose(1, 2)
+    assert dot(x, x, x).shape == (1, N, H, D)

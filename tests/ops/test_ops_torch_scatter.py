@@ -22,7 +22,7 @@ import graphattn as ga
 from graphattn.ops.segments import segment_softmax, segment_sum
 
 torch_scatter = pytest.importorskip(
-    "torch_scatter", reason="torch-scatter is an optional extra: pip install '.[scatter]'"
+    "torch_scatter", reason="torch-scatter is an optional extra: pip install 'graphattn[scatter]'"
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:all edges of this edge list point backward")

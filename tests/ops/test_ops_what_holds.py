@@ -1,4 +1,4 @@
-"""README, "What holds, and is tested": every statement, bit for bit, over random cases.
+"""Guarantees of the operations, bit for bit, over random cases.
 
 float32, float64 and bfloat16; contiguous or not; with a bias or not. GRAPHATTN_CASES sets how many
 cases each statement gets (`pytest -m slow` takes 1,000).

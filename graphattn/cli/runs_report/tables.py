@@ -24,7 +24,7 @@ from graphattn.train.runs.records import Row
 PLACES = ("data", "out")  # options that every run has
 
 
-GUESSES = {"frequency_loss": "guessing by frequency", "bigram_loss": "guessing by the token before"}
+GUESSES = {"frequency_loss": "guessing by frequency", "bigram_loss": "guessing by bigram"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ NAMES = {
     "accuracy": "accuracy",
     "pseudo_perplexity": "pseudo-perplexity",
     "frequency_loss": "guessing by frequency (nats)",
-    "bigram_loss": "guessing by the token before (nats)",
+    "bigram_loss": "guessing by bigram (nats)",
 }
 
 

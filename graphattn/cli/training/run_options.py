@@ -7,6 +7,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -74,7 +75,14 @@ def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
         name: RunConfig.parse(name, value) if isinstance(value, str) else value
         for name, value in options.items()
     }
-    return RunConfig(**given) if file is None else RunConfig.load(file, **given)
+    if file is None:
+        return RunConfig(**given)
+    if Path(file).suffix not in (".yaml", ".yml", ".json"):  # people give their text here
+        raise ValueError(
+            f"CONFIG must be a file of options that ends with .yaml, .yml or .json, got {file}: "
+            f"if it is the data, give --data {file}"
+        )
+    return RunConfig.load(file, **given)
 
 
 def descriptions() -> dict[str, str]:

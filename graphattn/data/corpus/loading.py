@@ -87,7 +87,9 @@ def load_corpus(
     try:
         import datasets.arrow_writer  # noqa: F401
     except ImportError as error:
-        raise ImportError("load_corpus needs datasets: pip install 'graphattn[train]'") from error
+        raise ImportError(
+            "load_corpus needs datasets: install it with pip install 'graphattn[train]'"
+        ) from error
     source = find_source(path, kind)
     asked = _asked_for(tokenizer)
     if cache is None:

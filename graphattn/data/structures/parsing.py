@@ -15,7 +15,7 @@ def require_biotite(purpose: str) -> None:
     try:
         import biotite  # noqa: F401
     except ImportError as error:
-        message = f"{purpose} needs biotite: pip install 'graphattn[bio]'"
+        message = f"{purpose} needs biotite: install it with pip install 'graphattn[bio]'"
         raise ImportError(message) from error
 
 

@@ -107,7 +107,10 @@ def from_mask(mask: Tensor) -> TokenGraph:
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
         got = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else mask
-        raise ValueError(f"mask must be a bool tensor of shape [N, M], got {got}")
+        raise ValueError(
+            f"mask must be a bool tensor of shape [N, M], got {got}: use mask[0, 0] of a mask "
+            "[1, 1, N, M], and mask > -inf of one that is added to logits"
+        )
     return TokenGraph(
         edge_index=mask.nonzero().T.flip(0),
         num_targets=mask.shape[0],

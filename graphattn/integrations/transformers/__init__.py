@@ -9,6 +9,13 @@ model.save_pretrained(folder)
 model = gat.from_pretrained(folder)
 """
 
+try:
+    import transformers  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "the plug-in needs transformers: install it with pip install 'graphattn[transformers]'"
+    ) from None
+
 from graphattn.integrations.transformers.configure import configure, register
 from graphattn.integrations.transformers.configured import configured
 from graphattn.integrations.transformers.conversion.convert import convert

@@ -177,8 +177,8 @@ def _families() -> str:
 def _check_peft(model: Any, lora_rank: int) -> None:
     if importlib.util.find_spec("peft") is None:
         raise ImportError(
-            f"lora_rank = {lora_rank} needs the peft library: install it with pip install peft, or "
-            "use lora_rank=None, which trains the shortcut without adapters"
+            f"lora_rank = {lora_rank} needs the peft library: install it with pip install "
+            "'graphattn[lora]', or use lora_rank=None, which trains the shortcut without adapters"
         )
     from peft.tuners.tuners_utils import BaseTunerLayer
 
