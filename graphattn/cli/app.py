@@ -56,9 +56,7 @@ def demo(
     ] = 300,
     out: Annotated[
         Path,
-        typer.Option(
-            file_okay=False, help="Folder for the figures and the report; older ones are replaced."
-        ),
+        typer.Option(file_okay=False, help="Folder for the report; an older one is replaced."),
     ] = Path("graphattn-demo"),
     max_bytes: Annotated[
         int,
@@ -284,9 +282,7 @@ def clusters(
     ] = 50_000_000,
     out: Annotated[
         Path,
-        typer.Option(
-            file_okay=False, help="Folder for the figures and the report; older ones are replaced."
-        ),
+        typer.Option(file_okay=False, help="Folder for the report; an older one is replaced."),
     ] = Path("graphattn-clusters"),
 ) -> None:
     """Iterate attention without weights over an image or a table, and score its clusters."""
