@@ -53,7 +53,7 @@ def demo(
     ] = 0,
     steps: Annotated[
         int, typer.Option(min=0, help="Number of training steps of both models; 0 for no training.")
-    ] = 300,
+    ] = 200,
     out: Annotated[
         Path,
         typer.Option(file_okay=False, help="Folder for the report; an older one is replaced."),

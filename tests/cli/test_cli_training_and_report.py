@@ -168,7 +168,7 @@ def test_no_training_without_steps_and_none_on_too_few_tokens(tmp_path):
     assert result.exit_code == 0, result.output
     assert "no training, because it needs 32 tokens" in result.output
     page = Page((tmp_path / "report.html").read_text())
-    assert page.tags.count("img") == 3
+    assert page.tags.count("img") == FIGURES - 1
     assert page.tags.count("table") == 2
 
 
