@@ -49,7 +49,7 @@ def cells_of(table: Table) -> Cells:
     columns = [[text(cell) for cell in column.cells] for column in table.columns]
     return Cells(
         title=text(table.title),
-        caption=text(table.caption),
+        caption=text(table.caption or ""),
         header=[" ".join(text(column.header).split()) for column in table.columns],
         rows=[list(row) for row in zip(*columns, strict=True)],
         is_number=[column.justify == "right" for column in table.columns],

@@ -1260,6 +1260,13 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "figures of reports are too wide for a phone",
+        "graphattn/plot/drawing/style.py",
+        "PAGE_WIDTH = 4.0",
+        "PAGE_WIDTH = 5.0",
+        ("tests/cli/test_cli_demo.py::test_labels_of_figures_can_be_read_on_a_phone",),
+    ),
+    Mutation(
         "weights of networkx stay in its order of edges",
         "graphattn/graphs/conversions/from_libraries.py",
         "return result, weights[permutation]",

@@ -53,12 +53,10 @@ def demo(
     ] = 0,
     steps: Annotated[
         int, typer.Option(min=0, help="Number of training steps of both models; 0 for no training.")
-    ] = 300,
+    ] = 200,
     out: Annotated[
         Path,
-        typer.Option(
-            file_okay=False, help="Folder for the figures and the report; older ones are replaced."
-        ),
+        typer.Option(file_okay=False, help="Folder for the report; an older one is replaced."),
     ] = Path("graphattn-demo"),
     max_bytes: Annotated[
         int,
@@ -285,9 +283,7 @@ def clusters(
     ] = 50_000_000,
     out: Annotated[
         Path,
-        typer.Option(
-            file_okay=False, help="Folder for the figures and the report; older ones are replaced."
-        ),
+        typer.Option(file_okay=False, help="Folder for the report; an older one is replaced."),
     ] = Path("graphattn-clusters"),
 ) -> None:
     """Iterate attention without weights over an image or a table, and score its clusters."""

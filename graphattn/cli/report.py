@@ -26,11 +26,14 @@ CSS_PIXELS = 96  # pixels per inch
 
 
 class Figure(NamedTuple):
-    """A picture of a report: a matplotlib figure, or the PNG file it has been saved to."""
+    """A picture of a report: one matplotlib figure, or small ones with a name each, side by side.
+
+    The page shows figures at their own size, and smaller only where the screen is narrower.
+    """
 
     title: str
     caption: str
-    figure: figure.Figure | Path
+    figure: figure.Figure | Mapping[str, figure.Figure]
     alt: str = ""  # description for readers who cannot see it; the title if this is empty
 
 
@@ -70,8 +73,8 @@ def write_report(
 
     Figures are part of the page; everything else is escaped text. The page follows the reader's
     light or dark mode, with figures on white. If there are several sections, there is a table of
-    contents; small figures are side by side. The footer contains versions, then `facts`, then the
-    date.
+    contents; figures are side by side where there is room. The footer contains versions, then
+    `facts`, then the date.
     """
     made_by = {
         "graphattn": graphattn.__version__,
@@ -118,26 +121,24 @@ def _parts(parts: Iterable[Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _picture(drawn: Figure) -> dict[str, Any]:
-    png = _png(drawn.figure)
-    # In the header of a PNG, width and height are at a fixed position.
-    width, height = (int.from_bytes(png[k : k + 4], "big") for k in (16, 20))
-    if not isinstance(drawn.figure, Path):
-        ratio = height / width
-        width = round(drawn.figure.get_figwidth() * CSS_PIXELS)
-        height = round(width * ratio)
+    panels = drawn.figure if isinstance(drawn.figure, Mapping) else {"": drawn.figure}
     return {
         "title": drawn.title,
         "caption": drawn.caption,
-        "alt": drawn.alt or drawn.title,
-        "width": width,
-        "height": height,
-        "data": base64.b64encode(png).decode(),
+        "panels": [
+            {
+                "name": name,
+                "alt": name or drawn.alt or drawn.title,
+                "width": round(panel.get_figwidth() * CSS_PIXELS),
+                "height": round(panel.get_figheight() * CSS_PIXELS),
+                "data": base64.b64encode(_png(panel)).decode(),
+            }
+            for name, panel in panels.items()
+        ],
     }
 
 
-def _png(drawn: figure.Figure | Path) -> bytes:
-    if isinstance(drawn, Path):
-        return drawn.read_bytes()
+def _png(drawn: figure.Figure) -> bytes:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names in any script

@@ -278,7 +278,7 @@ def _name_tokens(ax: Axes, labels: list[str], shape: tuple[int, int], first: int
     origin, one = ax.transData.transform([(0, 0), (1, 1)])
     down, across = abs(one - origin)[::-1] * 72 / ax.figure.dpi  # points per cell
     for axis, count, points in ((ax.yaxis, shape[0], down), (ax.xaxis, shape[1], across)):
-        size = min(7.0, max(4.5, 0.87 * points))
+        size = min(8.0, max(4.5, 0.87 * points))
         step = max(1, math.ceil(0.95 * size / points))
         # A token may be a "$", which matplotlib would otherwise read as the start of a formula.
         axis.set_ticks(

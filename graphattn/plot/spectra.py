@@ -210,7 +210,7 @@ def theorem_margins(
     ax.set_xlim(smallest / 2, None)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_yticks(range(len(names)), names, parse_math=False)
-    ax.set_xlabel("room left of an inequality (blue), error of an equation (green)")
+    ax.set_xlabel("room left (blue),\nerror (green)")
     style_axes(ax)
     ax.tick_params(axis="y", length=0)
     return ax

@@ -233,6 +233,13 @@ def test_pictures_are_written(tmp_path):
         assert number in html
 
 
+@pytest.mark.parametrize("tokens", [20, 1000])  # with single edges, and with a colour bar
+def test_labels_of_figures_can_be_read_on_a_phone(tmp_path, tokens, on_a_phone):
+    run("window-path", "--tokens", tokens, "--html", tmp_path / "g.html")
+    assert len(on_a_phone) == 3
+    assert on_a_phone.smallest_label() >= 9
+
+
 def test_a_long_graph_is_drawn_without_its_spectrum(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
     html = tmp_path / "g.html"

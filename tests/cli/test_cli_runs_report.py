@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 import graphattn as ga
 from graphattn.cli.app import app
-from graphattn.cli.runs_report import certificates, figures
+from graphattn.cli.runs_report import certificates
 
 pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
 pytest.importorskip("transformers")
@@ -55,13 +56,6 @@ def report(*folders, out: Path, options=("--no-certify",)):
     return Page(out)
 
 
-@pytest.fixture(autouse=True)
-def few_dots(monkeypatch):
-    """Pictures are not looked at here, and most of the time would go into them."""
-    monkeypatch.setattr(figures, "DPI", 24)
-    monkeypatch.setattr(figures, "LAYOUT", "none")
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run through the engine, evaluated, with a sample."""
@@ -99,7 +93,7 @@ def sections(page: Page) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page.html)
 
 
-def test_a_page_of_one_run_has_all_its_parts(finished, tmp_path):
+def test_a_page_of_one_run_has_all_its_parts(finished, tmp_path, on_a_phone):
     page = report(finished, out=tmp_path / "page.html", options=())
     assert sections(page) == [
         "What was trained", "Curves", "Results", "Samples", "Certificates of the layers",
@@ -113,7 +107,8 @@ def test_a_page_of_one_run_has_all_its_parts(finished, tmp_path):
     ):  # fmt: skip
         assert words in page.text, words
     assert "missing" not in page.text
-    assert page.tags.count("img") >= 6
+    assert page.tags.count("img") == len(on_a_phone) >= 6
+    assert on_a_phone.smallest_label() >= 9
     assert all(len(alt) > 20 for alt in page.alts)
 
 
@@ -227,6 +222,19 @@ def test_several_runs_are_compared_by_what_they_differ_in(finished, run, tmp_pat
     assert len(set(sections(page))) == 3
 
 
+def test_runs_that_differ_in_many_options_are_columns_of_the_comparison(finished, run, tmp_path):
+    options = yaml.safe_load((run / "config.yaml").read_text())
+    others = ("seed", "warmup_steps", "batch_tokens", "log_every", "length", "save_every")
+    options |= {name: options[name] + 1 for name in others}
+    (run / "config.yaml").write_text(yaml.safe_dump(options))
+    page = report(finished, run, out=tmp_path / "page.html")
+    table = page.html.split("<table>")[1].split("</table>")[0]
+    assert table.count("<th ") == 1 + 2  # what is told, and two runs
+    told = re.findall(r"<tr>\s*<td[^>]*>(.*?)</td>", table)
+    assert told[0] == "ended"
+    assert set(others) <= set(told)
+
+
 TRIALS = [
     {"mixer": mixer, "lr": lr, "seed": seed, "status": status, "loss": loss, "steps": 9}
     for mixer, lr, seed, status, loss in [
@@ -243,7 +251,7 @@ def sweep_in(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_sweep_has_means_over_seeds_and_says_how_trials_ended(tmp_path):
+def test_a_sweep_has_means_over_seeds_and_says_how_trials_ended(tmp_path, on_a_phone):
     folder = sweep_in(tmp_path / "sweep", "".join(json.dumps(row) + "\n" for row in TRIALS))
     page = report(folder, out=tmp_path / "page.html")
     assert "6 trials: 3 finished, 1 diverged, 1 failed, 1 waiting." in page.text
@@ -253,6 +261,7 @@ def test_a_sweep_has_means_over_seeds_and_says_how_trials_ended(tmp_path):
     assert "2.125" in cells
     assert "1 of 2 failed, 1 of 2 waiting" in cells
     assert page.tags.count("img") == 1
+    assert on_a_phone.smallest_label() >= 9
 
 
 def test_a_sweep_without_results_or_with_damaged_ones_is_said(tmp_path):

@@ -64,12 +64,12 @@ def test_the_command_ends_with_0_and_writes_everything_down(tmp_path):
         assert claim["source"]
 
 
-def test_the_report_has_both_tables_and_the_figures(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
+def test_the_report_has_both_tables_and_figures_that_a_phone_can_show(tmp_path, on_a_phone):
     result = run("--html", tmp_path / "v.html")
     assert result.exit_code == 0, result.output
     html = (tmp_path / "v.html").read_text(encoding="utf-8")
-    assert html.count("data:image/png") == 2
+    assert html.count("data:image/png") == len(on_a_phone) == 3
+    assert on_a_phone.smallest_label() >= 9
     assert html.count("<table>") == 2
     assert html.count("holds") >= len(BY_NAME)
     for words in ("Remark 4.2", "Eq. 42", "1.397"):

@@ -82,18 +82,13 @@ def run_clusters(
         console.print(table)
     with console.status("drawing"):
         from graphattn.cli.clusters.figures import draw
-        from graphattn.cli.report import Figure, write_report
+        from graphattn.cli.report import write_report
 
-        figures = []
-        for name, (title, caption, figure) in draw(tokens, found, trajectory, chosen.name).items():
-            path = out / f"{name}.png"
-            figure.savefig(path)
-            figures.append(Figure(title, caption, path))
         report = write_report(
             out / "report.html",
             tokens.title,
             intro=" ".join(intro),
-            figures=figures,
+            figures=draw(tokens, found, trajectory, chosen.name),
             tables=[cells_of(table) for table in tables],
             facts={"pattern": chosen.name, "scaling": scaling, "steps": steps},
         )

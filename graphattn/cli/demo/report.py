@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphattn.cli import report
-from graphattn.cli.demo.figures import draw_pictures
+from graphattn.cli.demo.figures import draw_figures
 from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.training import Training
 from graphattn.plain_tables import Cells
@@ -21,16 +21,13 @@ except ImportError:
 def write_report(
     sample: Sample, tables: list[Cells], training: Training | None, folder: Path, seed: int
 ) -> Path:
-    """Draw the figures into `folder`, and write report.html into it."""
+    """Draw the figures, and write report.html into `folder`."""
     return report.write_report(
         folder / "report.html",
         sample.title,
         intro="Tokens are nodes, and every mechanism is message passing along explicit edges: "
         "build a token graph, apply a layer to it.",
-        figures=[
-            report.Figure(picture.title, picture.caption, picture.path)
-            for picture in draw_pictures(sample, training, folder, seed)
-        ],
+        figures=draw_figures(sample, training, seed),
         tables=tables,
         facts={"seed": seed},
     )

@@ -31,10 +31,10 @@ MODELS: dict[str, Mixer] = {"attention (SA)": "dot", "attention, consensus (MIX)
 Model = ga.models.SequenceEncoder | ga.models.ProteinModel
 LEARNING_RATE, WARM_UP = 3e-3, 20  # its maximum, and the number of steps until then
 FEWEST_TOKENS = 32
-CHOOSING_TOKENS, JUDGING_TOKENS = 12_288, 32_768  # tokens per evaluation
+CHOOSING_TOKENS, JUDGING_TOKENS = 6_144, 32_768  # tokens per evaluation
 CHOOSING_RESIDUES, JUDGING_RESIDUES = 3_072, 8_192  # fewer, because their edges cost more
 BESIDE = 2  # a residue sees this many residues on each side along its chain
-EVALUATIONS, PATIENCE, RISE = 12, 4, 0.05  # RISE, in nats per guess, is larger than noise
+EVALUATIONS, PATIENCE, RISE = 10, 4, 0.05  # RISE, in nats per guess, is larger than noise
 NEVER = -20.0  # the bias of the mask token, which is never the answer
 FEWEST_PIECES = 10  # from this number of pieces on, a standard error over pieces is used
 
@@ -244,15 +244,15 @@ def standard_error(difference: Tensor, group: Tensor) -> float:
 
 
 def gain_of(
-    model: nn.Module, batches: Sequence[MaskedBatch], log_share: Tensor
+    losses: Tensor, batches: Sequence[MaskedBatch], log_share: Tensor
 ) -> tuple[float, float]:
-    """Return the gain of a model over guessing by frequency, and its standard error.
+    """Return the gain of losses [guesses] over guessing by frequency, and its standard error.
 
     It is the larger of two standard errors: over positions (a position that is masked several times
         counts once), and, if there are enough, over pieces, because a model can be good or bad on a
         whole protein.
     """
-    difference = (frequency_losses(log_share, batches) - losses_of(model, batches)).double()
+    difference = (frequency_losses(log_share, batches) - losses).double()
     places, pieces = (
         torch.cat([getattr(batch.batch, name)[batch.masked] for batch in batches])
         for name in ("place", "piece")
@@ -315,13 +315,14 @@ def _train(
         optimizer.step()
         schedule.step()
     model.load_state_dict(kept)
-    gain, error = gain_of(model, judging, log_share)
+    after = losses_of(model, judging)
+    gain, error = gain_of(after, judging, log_share)
     return DemoTraining(
         name,
         model,
         losses,
         before,
-        float(losses_of(model, judging).mean()),
+        float(after.mean()),
         gain,
         error,
         time.perf_counter() - started,

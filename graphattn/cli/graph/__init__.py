@@ -62,9 +62,9 @@ def run_graph(
         console.print(str(plot), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         from graphattn.cli.graph.figures import separate
-        from graphattn.cli.report import Figure, write_report
+        from graphattn.cli.report import write_report
 
-        figures = [Figure(*made) for made in separate(graph, step_size)]
+        figures = separate(graph, step_size)
         intro = "A token graph: which tokens see which, and how fast information can spread."
         write_report(html, title, intro=intro, figures=figures, tables=[cells_of(table)])
         console.print(str(html), highlight=False, markup=False, soft_wrap=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import graphattn as ga
+from graphattn.cli import report
+from graphattn.plot.drawing.style import page_figure
 from graphattn.plot.filters import MOST_EIGENVALUES
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ def overview(graph: ga.TokenGraph, title: str, step_size: float | None) -> Figur
     panels: list[Panel] = [adjacency_panel, spectrum_panel, filter_panel]
     if graph.num_tokens > MOST_EIGENVALUES:
         panels.remove(spectrum_panel)
-    figure = _figure(3.8 * len(panels), 3.5)
+    figure = page_figure(3.5, 3.8 * len(panels))
     figure.get_layout_engine().set(wspace=0.06)  # type: ignore[union-attr, call-arg]
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, ax in zip(panels, axes, strict=True):
@@ -46,12 +48,12 @@ def filter_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> Non
     ax.set_ylim(max(low, -1.2), min(high, 1.2))  # a step that is too large would exceed the axis
 
 
-def separate(graph: ga.TokenGraph, step_size: float | None) -> list[tuple[str, str, Figure]]:
-    """Return title, caption and figure of every panel, for a report."""
-    made = [(*_ADJACENCY, _single(adjacency_panel, graph, step_size, 4.6, 4.4))]
+def separate(graph: ga.TokenGraph, step_size: float | None) -> list[report.Figure]:
+    """Draw every panel as a figure of its own, for a report."""
+    made = [report.Figure(*_ADJACENCY, _single(adjacency_panel, graph, step_size, 3.8))]
     if graph.num_tokens <= MOST_EIGENVALUES:
-        made.append((*_SPECTRUM, _single(spectrum_panel, graph, step_size, 6.4, 3.6)))
-    made.append((*_FILTER, _single(filter_panel, graph, step_size, 6.4, 3.6)))
+        made.append(report.Figure(*_SPECTRUM, _single(spectrum_panel, graph, step_size, 2.8)))
+    made.append(report.Figure(*_FILTER, _single(filter_panel, graph, step_size, 2.8)))
     return made
 
 
@@ -73,15 +75,7 @@ _FILTER = (
 )
 
 
-def _single(
-    panel: Panel, graph: ga.TokenGraph, step_size: float | None, width: float, height: float
-) -> Figure:
-    figure = _figure(width, height)
+def _single(panel: Panel, graph: ga.TokenGraph, step_size: float | None, height: float) -> Figure:
+    figure = page_figure(height)
     panel(graph, step_size, figure.add_subplot())
     return figure
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure  # without pyplot: no window, no global state
-
-    return Figure(figsize=(width, height), layout="constrained", dpi=144)

@@ -10,11 +10,9 @@ import graphattn as ga
 from graphattn.cli.report import Figure
 from graphattn.cli.runs_report.reading import FoundRun
 from graphattn.cli.runs_report.words import is_number, number
-from graphattn.plot.training.runs import LAYER_MEASURES, SIZE
+from graphattn.plot.drawing.style import page_figure
+from graphattn.plot.training.runs import LAYER_MEASURES
 from graphattn.train.runs.records import Row
-
-DPI = 192  # twice the resolution of a screen
-LAYOUT: Any = "constrained"
 
 WHAT_LAYERS_SAY = {
     "alpha_max": "The largest learning rate at which the optimizer's next step still lowers the "
@@ -35,12 +33,10 @@ WHAT_LAYERS_SAY = {
 
 
 def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figure:
-    """Draw with `draw` on an `ax` without pyplot, so that no window opens."""
-    from matplotlib.figure import Figure as Canvas
-
-    canvas = Canvas(figsize=SIZE, layout=LAYOUT, dpi=DPI)
-    draw(ax=canvas.add_subplot())
-    return Figure(title, caption, canvas, alt)
+    """Draw with `draw` on the `ax` of a new figure."""
+    figure = page_figure(2.8)
+    draw(ax=figure.add_subplot())
+    return Figure(title, caption, figure, alt)
 
 
 def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:

@@ -22,6 +22,7 @@ from graphattn.train import RunConfig
 from graphattn.train.runs.records import Row
 
 PLACES = ("data", "out")  # options that every run has
+MOST_COLUMNS = 10  # of a table as wide as a page
 
 
 GUESSES = {"frequency_loss": "guessing by frequency", "bigram_loss": "guessing by bigram"}
@@ -174,9 +175,12 @@ def origin(found: FoundRun) -> Cells | None:
 
 
 def comparison(runs: Sequence[FoundRun]) -> Cells:
-    """Make the table of several runs: options in which they differ, and results."""
+    """Make the table of several runs: options in which they differ, and results.
+
+    Runs are rows, or columns if there are too many options for the width of a page.
+    """
     options = [found.options or {} for found in runs]
-    names = dict.fromkeys(name for own in options for name in own if name != "out")
+    names = dict.fromkeys(name for own in options for name in own if name not in ("out", "steps"))
     differing = [
         name for name in names if len({value(own[name]) for own in options if name in own}) > 1
     ]
@@ -204,6 +208,9 @@ def comparison(runs: Sequence[FoundRun]) -> Cells:
     numbers = ["lowest validation loss", *map(column, measures), "steps"]
     header = ["run", "ended", *numbers, *differing, "time"]
     is_number_column = [own in numbers or own == "time" for own in header]
+    if len(header) > max(MOST_COLUMNS, len(rows) + 1):
+        header, *rows = map(list, zip(header, *rows, strict=True))
+        is_number_column = [False] * len(header)
     caption = "Options that are equal in all runs are omitted."
     if measures:
         told = " and ".join(map(column, measures))

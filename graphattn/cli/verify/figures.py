@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 import graphattn as ga
 from graphattn.cli import report
 from graphattn.cli.verify.claims import Outcome
+from graphattn.plot.drawing.style import page_figure
 
 
 def draw(outcomes: list[Outcome]) -> list[report.Figure]:
@@ -16,7 +17,7 @@ def draw(outcomes: list[Outcome]) -> list[report.Figure]:
             "Window paths mix as w³ / N²",
             "The Fiedler value between the bounds of Remark 4.2. The upper bound is the better "
             "estimate, and at w = 1 it is the value itself.",
-            fiedler_figure(),
+            fiedler_figures(),
         ),
         report.Figure(
             "Margins of all cases",
@@ -28,13 +29,13 @@ def draw(outcomes: list[Outcome]) -> list[report.Figure]:
     ]
 
 
-def fiedler_figure() -> Figure:
+def fiedler_figures() -> dict[str, Figure]:
     """Draw the Fiedler value against the window, and against the number of tokens."""
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained", dpi=144)
-    left, right = figure.subplots(1, 2)
-    ga.plot.path_fiedler_values(400, [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 199], ax=left)
-    ga.plot.path_fiedler_values([2**k for k in range(4, 15)], 2, ax=right)
-    return figure
+    windows = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 199]
+    over_windows, over_tokens = page_figure(2.8), page_figure(2.8)
+    ga.plot.path_fiedler_values(400, windows, ax=over_windows.add_subplot())
+    ga.plot.path_fiedler_values([2**k for k in range(4, 15)], 2, ax=over_tokens.add_subplot())
+    return {"400 tokens": over_windows, "window 2": over_tokens}
 
 
 def margin_figure(outcomes: list[Outcome]) -> Figure:
@@ -54,6 +55,6 @@ def margin_figure(outcomes: list[Outcome]) -> Figure:
         for o in with_cases
         if o.claim.kind == "equation"
     }
-    figure = Figure(figsize=(9.6, 0.8 + 0.26 * len(with_cases)), layout="constrained", dpi=144)
+    figure = page_figure(0.8 + 0.22 * len(with_cases))
     ga.plot.theorem_margins(inequalities, equations, ax=figure.add_subplot())
     return figure

@@ -8,12 +8,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import Collection
     from matplotlib.colorbar import Colorbar
+    from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 INK = "#333333"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 SHADES = ("white", "#8fbfdd", COLOURS[0], "#00253d")  # the colours of a heat map
+
+PAGE_WIDTH = 4.0  # inches: 384 CSS pixels, of which a phone 390 pixels wide shows at least 358
+
+
+def page_figure(height: float, width: float = PAGE_WIDTH) -> Figure:
+    """Return an empty figure for a web page, of this size in inches, without pyplot.
+
+    A figure of at most `PAGE_WIDTH` is hardly scaled down on a phone, so that labels of 8 points
+    have 9 pixels or more. Several panels are several figures, which the page wraps into rows.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    return Figure(figsize=(width, height), layout="compressed", dpi=192)  # twice a screen's pixels
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = False) -> Axes:

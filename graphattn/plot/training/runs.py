@@ -368,7 +368,8 @@ def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
         if shown is None or label in shown or label in (WHOLE, "learning rate")
     ]
     if len(named) > 1:
-        legend = ax.legend(*zip(*named, strict=True), frameon=False, fontsize=8)
+        # A frame of white: on a narrow figure, no place for the legend may be free of lines.
+        legend = ax.legend(*zip(*named, strict=True), fontsize=8, framealpha=0.8, edgecolor="none")
         for text in legend.get_texts():
             text.set_parse_math(False)  # A "$" in a name does not begin a formula.
     style_axes(ax)

@@ -105,5 +105,5 @@ def _draw_diverged(ax: Axes, rows: list[dict[str, Any]], names: list[str]) -> No
     ax.set_ylim(low, high + (len(shown) + 0.5) * step)
     ax.annotate(
         "diverged", (0, high), (3, 2), xycoords=("axes fraction", "data"),
-        textcoords="offset points", fontsize=7, color=INK,
+        textcoords="offset points", fontsize=8, color=INK,
     )  # fmt: skip
