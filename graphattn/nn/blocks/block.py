@@ -154,6 +154,8 @@ class PreNormBlock(Configured, nn.Module):
         condition: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens along the graph, then transform each by itself."""
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a tensor [*, N, dim], got {type(x).__name__}")
         tracks = () if context is None else (context,)
         given: dict[str, Any] = {"valid": valid, "positions": positions}
         if edge_bias is not None:  # a user's mixer may not have this argument

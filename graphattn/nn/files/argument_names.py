@@ -196,6 +196,17 @@ def refuse_unknown(
     return TypeError(f"{where} has no argument {told}{'' if told.endswith('?') else '.'} {takes}")
 
 
+def refuse_missing(where: str, missing: Iterable[str], allowed: Collection[str]) -> TypeError:
+    """Return the error that says which arguments of a call are missing, and what a graph is."""
+    needs = [
+        "a graph as its second argument, for instance ga.causal_graph(x.shape[-2])"
+        if name == "graph"
+        else f"the argument {name!r}"
+        for name in missing
+    ]
+    return TypeError(f"{where} needs {', and '.join(needs)}. It takes {', '.join(allowed)}")
+
+
 def _answer(
     name: str,
     allowed: Collection[str],

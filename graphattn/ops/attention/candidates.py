@@ -10,11 +10,11 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.calls import check_qkv
 from graphattn.ops.attention.logits.score import Score, score_of
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
+    check_qkv,
     check_valid,
     compute_dtype,
     flat_masks,
@@ -38,6 +38,10 @@ def top_k_candidates(
     valid: Valid = None,
 ) -> Candidates:
     """Find the k best sources of every target and head among the edges of one part.
+
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
 
     Use it for attention with `top_k` over sources in several places, such as chunks of a cache or
     shards of a sequence. Every part is a graph over all targets and its own sources. There are
@@ -95,7 +99,7 @@ def candidates_by_score(
     """Implement :func:`top_k_candidates` for any score; sources are numbered from 0."""
     heads, k = query.shape[-2], as_int("k", k, 1)
     N, M = query.shape[-3], key.shape[-3]
-    graph = check_graph(graph, query, N, M)
+    graph = check_graph(graph, query, N, M, source=key)
     batch = query.shape[:-3]
     masks = flat_masks(check_valid(valid, batch, query.device, N, M), batch)
     score = given.ready(heads, query)
