@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # what loads on first use, for those who read without running
     from graphattn import train as train
     from graphattn.models.files import load as load
     from graphattn.models.files import save as save
+    from graphattn.ops.attention.logits.check_score import check_score as check_score
 
 _ON_FIRST_USE = (
     "data",
@@ -46,7 +47,11 @@ _ON_FIRST_USE = (
     "spectral",
     "train",
 )
-_FUNCTIONS_ON_FIRST_USE = {"load": "graphattn.models.files", "save": "graphattn.models.files"}
+_FUNCTIONS_ON_FIRST_USE = {
+    "check_score": "graphattn.ops.attention.logits.check_score",
+    "load": "graphattn.models.files",
+    "save": "graphattn.models.files",
+}
 
 __all__ = [*_graphs, *_ops, *_ON_FIRST_USE, *_FUNCTIONS_ON_FIRST_USE, "__version__"]
 

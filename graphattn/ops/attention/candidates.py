@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.logits.score import Score, score_of
+from graphattn.ops.attention.logits.score import Score, edge_logits, score_of
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -161,7 +161,7 @@ def _best_of_rows(
     with torch.no_grad():
         shown = key.index_select(1, sources.flatten()).unflatten(1, sources.shape)
         shown = repeat_heads(shown.masked_fill(~present[..., None, None], 0), H)
-        logits = score.edges(query[:, :, None], shown).transpose(2, 3)
+        logits = edge_logits(score, query[:, :, None], shown).transpose(2, 3)
         logits = logits.masked_fill(~present[:, :, None], -torch.inf)  # [B, n, H, w]
         best = logits.sort(dim=-1, descending=True, stable=True)
         logits, places = best.values[..., :k], best.indices[..., :k]
