@@ -65,7 +65,10 @@ if not TYPE_CHECKING:  # a type checker would believe that every name is there
             return import_module(f"graphattn.{name}")
         if name in _FUNCTIONS_ON_FIRST_USE:
             return getattr(import_module(_FUNCTIONS_ON_FIRST_USE[name]), name)
-        raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
+        from graphattn.graphs.arguments import did_you_mean
+
+        near = did_you_mean(name, __all__)
+        raise AttributeError(f"module 'graphattn' has no attribute {name!r}{near}")
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from graphattn.bench.measuring.runner import SECONDS, Runner, measure_all
 from graphattn.bench.models.mixers import MIXERS
 from graphattn.bench.reporting import record, tables
 from graphattn.bench.reporting.record import Record, Row
-from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.arguments import as_choice, did_you_mean
 
 
 def run_bench(
@@ -101,5 +101,6 @@ def chosen(names: list[str]) -> list[BenchmarkCase]:
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:
         if name not in known:
-            raise ValueError(f"CASE must be one of {', '.join(known)}, got {name!r}")
+            near = did_you_mean(name, known)
+            raise ValueError(f"CASE must be one of {', '.join(known)}, got {name!r}{near}")
     return [case for name in names for case in known[name]] if names else CASES

@@ -1,5 +1,6 @@
 """Token graphs, which say which token attends to which: the graph, its structure, its builders."""
 
+from graphattn.graphs.arguments import explain_functions
 from graphattn.graphs.batches.collate import collate
 from graphattn.graphs.batches.token_batch import TokenBatch
 from graphattn.graphs.builders.combine import batch, union
@@ -64,3 +65,5 @@ __all__ = [
     "window_cycle_graph",
     "window_path_graph",
 ]
+
+explain_functions(globals(), __all__)

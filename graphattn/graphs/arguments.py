@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+CO_VARKEYWORDS = 8  # the flag of functions with **keywords, as in `inspect`
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_int(name: str, value: Any, minimum: int) -> int:
@@ -73,6 +79,76 @@ def did_you_mean(value: Any, allowed: Iterable[Any], also: Mapping[str, str] | N
     words |= {_letters(word): meant for word, meant in (also or {}).items()}
     near = difflib.get_close_matches(_letters(value), words, n=1)
     return f": did you mean {words[near[0]]!r}?" if near else ""
+
+
+def explained(function: F, also: Mapping[str, str] | None = None) -> F:
+    """Wrap a function so that Python's error for an unknown argument names the nearest one.
+
+    A call takes 0.1 to 0.25 microseconds more, the more keywords it has. On an error, the names of
+    the function's parameters are read from its code.
+
+    Args:
+        function: a function without ``**keywords``.
+        also: other names that people use, each with the parameter that they mean.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            code: Any = function.__code__
+            takes = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            unknown = [name for name in kwargs if name not in takes]
+            if not unknown:
+                raise
+            takes = [name for name in takes if name != "self"]
+            others = {_letters(k): own for k, own in (also or _ALSO_CALLED).items() if own in takes}
+            near = did_you_mean(unknown[0], takes, others)
+            raise TypeError(f"{error}{near or '.'} It takes {', '.join(takes)}") from None
+
+    return cast(F, call)
+
+
+def explain_functions(namespace: dict[str, Any], names: Iterable[str]) -> None:
+    """Wrap the public functions of a package by :func:`explained`, also where they are defined.
+
+    Both names must be one object, because a function is pickled by the place of its definition.
+    """
+    for name in names:
+        function = namespace.get(name)
+        if type(function) is FunctionType and not function.__code__.co_flags & CO_VARKEYWORDS:
+            wrapped = explained(function)
+            namespace[name] = vars(sys.modules[wrapped.__module__])[name] = wrapped
+
+
+# What other libraries call the arguments of builders and operations.
+_ALSO_CALLED = {
+    other: own
+    for own, others in {
+        "block_size": "chunk_size window_size",
+        "dropout": "dropout_p",
+        "edge_bias": "attn_bias bias",
+        "global_tokens": "num_global",
+        "graph": "attn_mask mask",
+        "k": "num_neighbors n_neighbors top_k",
+        "key_cache": "k_cache",
+        "lengths": "cache_seqlens",
+        "max_new_tokens": "max_tokens max_length",
+        "max_neighbors": "max_num_neighbors",
+        "num_targets": "num_nodes",
+        "num_tokens": "seq_len seqlen sequence_length length n size num_nodes context_length",
+        "radius": "r cutoff",
+        "scale": "softmax_scale sm_scale scaling",
+        "self_loops": "loop add_self_loops",
+        "sigma": "bandwidth length_scale",
+        "sink": "s_aux attention_sink",
+        "top_k": "k topk",
+        "valid": "key_padding_mask attention_mask",
+        "window": "window_size sliding_window",
+    }.items()
+    for other in others.split()
+}
 
 
 def _letters(word: str) -> str:

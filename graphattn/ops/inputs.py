@@ -62,10 +62,11 @@ def check_qkv(
             + _axes(f"{names[2]} fits" if swapped else "", value.dim())
         )
     if key.shape[-2] == 0 or heads % key.shape[-2]:
-        fits = key.shape[-3] > 0 and query.shape[-3] % key.shape[-3] == 0
+        what_fits = {key.shape[-3]: "they fit", key.shape[-2]: "query fits"}
+        fits = [what for n, what in what_fits.items() if n and query.shape[-3] % n == 0]
         raise ValueError(
             f"{names[1]} heads must divide query heads ({heads}), got {key.shape[-2]}: "
-            + _axes("they fit" if fits else "", query.dim())
+            + _axes(fits[0] if fits else "", query.dim())
         )
     return cast(int, heads)
 

@@ -10,6 +10,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from graphattn.graphs.arguments import explain_functions
 from graphattn.train.diffusion import (
     AbsorbingDiffusion,
     GeometricNoise,
@@ -99,6 +100,8 @@ __all__ = [
     "score_entropy",
     "summarize_sweep",
 ]
+
+explain_functions(globals(), __all__)
 
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept every name

@@ -275,5 +275,4 @@ def test_a_score_inside_a_layer_and_a_step_is_named_too() -> None:
         layer(x, ga.causal_graph(6))
     cache = layer.init_cache(1, 4)
     with pytest.raises(ValueError, match=r"OutOfRange\.edges\(\) must give"):
-        for i in range(2):
-            layer.step(x[:, i], cache)
+        layer.step(x[:, 0], cache)

@@ -6,7 +6,10 @@ encoder = gtorch.convert(nn.TransformerEncoder(...), mixer="krause", window=32, 
 model = VisionTransformer(..., attn_layer=gtorch.timm_attention(grid=(14, 14), radius=3))
 """
 
+from graphattn.graphs.arguments import explain_functions
 from graphattn.integrations.torch.convert import convert, converted
 from graphattn.integrations.torch.timm import timm_attention
 
 __all__ = ["convert", "converted", "timm_attention"]
+
+explain_functions(globals(), __all__)

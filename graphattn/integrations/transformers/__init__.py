@@ -9,6 +9,7 @@ model.save_pretrained(folder)
 model = gat.from_pretrained(folder)
 """
 
+from graphattn.graphs.arguments import explain_functions
 from graphattn.integrations.transformers.configure import configure, register
 from graphattn.integrations.transformers.configured import configured
 from graphattn.integrations.transformers.conversion.convert import convert
@@ -23,3 +24,5 @@ __all__ = [
     "from_pretrained",
     "register",
 ]
+
+explain_functions(globals(), __all__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_float, as_int, did_you_mean
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.arguments import check_takes_two, numbers_of_layers
 from graphattn.integrations.transformers.conversion.modules import (
@@ -41,7 +41,8 @@ def checked_options(mixer: Any, window: Any, top_k: Any, sigma: Any, graph: Any)
     """Return the options, or raise a ValueError."""
     if mixer not in MIXERS:
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (for mixers that "
+            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r}"
+            f"{did_you_mean(mixer, MIXERS)} (for mixers that "
             "replace projections, such as 'gka', use convert())"
         )
     window = None if window is None else as_int("window", window, 1)

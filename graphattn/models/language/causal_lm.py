@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, batch, causal_graph, causal_window_graph
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, explained
 from graphattn.models.language.generation import Progress, Stop, generate
 from graphattn.models.language.tied_model import TiedModel
 from graphattn.models.language.windows import window_of_blocks
@@ -322,6 +322,7 @@ class CausalLM(TiedModel):
         """
         return self.logits(self.encode_step(tokens, cache, valid=valid, positions=positions))
 
+    @explained
     def generate(
         self,
         tokens: Tensor,

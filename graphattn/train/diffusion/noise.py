@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_float
+from graphattn.graphs.arguments import as_float, did_you_mean
 
 
 class Noise(abc.ABC):
@@ -150,7 +150,10 @@ def as_noise(noise: Any, options: Mapping[str, Any] | None = None) -> Noise:
         return noise
     if not isinstance(noise, str) or noise not in SCHEDULES:
         names = ", ".join(repr(name) for name in SCHEDULES)
-        raise ValueError(f"noise must be one of {names}, or an instance of Noise, got {noise!r}")
+        raise ValueError(
+            f"noise must be one of {names}, or an instance of Noise, got {noise!r}"
+            + did_you_mean(noise, SCHEDULES)
+        )
     try:
         return SCHEDULES[noise](**(options or {}))
     except TypeError:
