@@ -89,7 +89,7 @@ def explained(function: F, also: Mapping[str, str] | None = None) -> F:
 
     Args:
         function: a function without ``**keywords``.
-        also: other names that people use, each with the parameter that they mean.
+        also: for some of the parameters, other names that people use, with blanks between them.
     """
 
     @functools.wraps(function)
@@ -103,11 +103,15 @@ def explained(function: F, also: Mapping[str, str] | None = None) -> F:
             if not unknown:
                 raise
             takes = [name for name in takes if name != "self"]
-            others = {_letters(k): own for k, own in (also or _ALSO_CALLED).items() if own in takes}
-            near = did_you_mean(unknown[0], takes, others)
+            near = did_you_mean(unknown[0], takes, other_names(also or _ALSO_CALLED, takes))
             raise TypeError(f"{error}{near or '.'} It takes {', '.join(takes)}") from None
 
     return cast(F, call)
+
+
+def other_names(also: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """Return the other names of the names in `known`, each with the name that it means."""
+    return {other: name for name in known for other in also.get(name, "").split()}
 
 
 def explain_functions(namespace: dict[str, Any], names: Iterable[str]) -> None:
@@ -124,30 +128,26 @@ def explain_functions(namespace: dict[str, Any], names: Iterable[str]) -> None:
 
 # What other libraries call the arguments of builders and operations.
 _ALSO_CALLED = {
-    other: own
-    for own, others in {
-        "block_size": "chunk_size window_size",
-        "dropout": "dropout_p",
-        "edge_bias": "attn_bias bias",
-        "global_tokens": "num_global",
-        "graph": "attn_mask mask",
-        "k": "num_neighbors n_neighbors top_k",
-        "key_cache": "k_cache",
-        "lengths": "cache_seqlens",
-        "max_new_tokens": "max_tokens max_length",
-        "max_neighbors": "max_num_neighbors",
-        "num_targets": "num_nodes",
-        "num_tokens": "seq_len seqlen sequence_length length n size num_nodes context_length",
-        "radius": "r cutoff",
-        "scale": "softmax_scale sm_scale scaling",
-        "self_loops": "loop add_self_loops",
-        "sigma": "bandwidth length_scale",
-        "sink": "s_aux attention_sink",
-        "top_k": "k topk",
-        "valid": "key_padding_mask attention_mask",
-        "window": "window_size sliding_window",
-    }.items()
-    for other in others.split()
+    "block_size": "chunk_size window_size",
+    "dropout": "dropout_p",
+    "edge_bias": "attn_bias bias",
+    "global_tokens": "num_global",
+    "graph": "attn_mask mask",
+    "k": "num_neighbors n_neighbors top_k",
+    "key_cache": "k_cache",
+    "lengths": "cache_seqlens",
+    "max_new_tokens": "max_tokens max_length",
+    "max_neighbors": "max_num_neighbors",
+    "num_targets": "num_nodes",
+    "num_tokens": "seq_len seqlen sequence_length length n size num_nodes context_length",
+    "radius": "r cutoff",
+    "scale": "softmax_scale sm_scale scaling",
+    "self_loops": "loop add_self_loops",
+    "sigma": "bandwidth length_scale",
+    "sink": "s_aux attention_sink",
+    "top_k": "k topk",
+    "valid": "key_padding_mask attention_mask",
+    "window": "window_size sliding_window",
 }
 
 

@@ -276,3 +276,16 @@ def test_a_score_inside_a_layer_and_a_step_is_named_too() -> None:
     cache = layer.init_cache(1, 4)
     with pytest.raises(ValueError, match=r"OutOfRange\.edges\(\) must give"):
         layer.step(x[:, 0], cache)
+
+
+def test_logits_may_be_infinite_where_an_edge_is_to_have_no_weight() -> None:
+    class Positive(ga.Score):
+        def edges(self, query: Tensor, key: Tensor) -> Tensor:
+            logits = (query * key).sum(-1)
+            return logits.masked_fill(logits < 0, -torch.inf)
+
+        def pairs(self, query: Tensor, key: Tensor) -> Tensor:
+            logits = query @ key.mT
+            return logits.masked_fill(logits < 0, -torch.inf)
+
+    ga.check_score(Positive(), heads=3, head_dim=4)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from graphattn.graphs.arguments import as_choice, as_float, as_int, did_you_mean, explained
+from graphattn.graphs.arguments import (
+    as_choice,
+    as_float,
+    as_int,
+    did_you_mean,
+    explained,
+    other_names,
+)
 
 
 @dataclass
@@ -358,24 +365,20 @@ def _yaml() -> Any:
 
 # What other libraries call these options.
 ALSO_CALLED = {
-    other: own
-    for own, others in {
-        "batch_tokens": "batch_size max_tokens",
-        "clip_norm": "max_grad_norm grad_clip gradient_clip_val",
-        "accumulate": "gradient_accumulation_steps",
-        "evaluate_every": "eval_steps eval_every eval_interval",
-        "length": "seq_len max_length block_size context_length",
-        "log_every": "logging_steps log_interval",
-        "log_to": "report_to",
-        "lr": "learning_rate",
-        "out": "output output_dir out_dir",
-        "save_every": "save_steps",
-        "schedule": "lr_scheduler_type scheduler",
-        "steps": "max_steps num_steps iterations",
-        "warmup_steps": "warmup",
-        "workers": "num_workers dataloader_num_workers",
-    }.items()
-    for other in others.split()
+    "batch_tokens": "batch_size max_tokens",
+    "clip_norm": "max_grad_norm grad_clip gradient_clip_val",
+    "accumulate": "gradient_accumulation_steps",
+    "evaluate_every": "eval_steps eval_every eval_interval",
+    "length": "seq_len max_length block_size context_length",
+    "log_every": "logging_steps log_interval",
+    "log_to": "report_to",
+    "lr": "learning_rate",
+    "out": "output output_dir out_dir",
+    "save_every": "save_steps",
+    "schedule": "lr_scheduler_type scheduler",
+    "steps": "max_steps num_steps iterations",
+    "warmup_steps": "warmup",
+    "workers": "num_workers dataloader_num_workers",
 }
 RunConfig.__init__ = explained(RunConfig.__init__, ALSO_CALLED)  # type: ignore[method-assign]
 
@@ -385,5 +388,6 @@ def _check_keys(found: dict[Any, Any], where: str) -> None:
     known = [own.name for own in dataclasses.fields(RunConfig)]
     for key in found:
         if key not in known:
-            hint = did_you_mean(key, known, ALSO_CALLED) or f": known names are {', '.join(known)}"
+            near = did_you_mean(key, known, other_names(ALSO_CALLED, known))
+            hint = near or f": known names are {', '.join(known)}"
             raise ValueError(f"{where}: unknown name {key!r}{hint}")
