@@ -171,6 +171,13 @@ def test_a_call_without_a_graph_says_what_makes_one(name):
         layer(X)
 
 
+def test_a_bias_without_a_graph_says_so_too():
+    with pytest.raises(TypeError, match=r"first argument, .* ga\.causal_graph\(num_tokens\)"):
+        nn.OffsetBias(HEADS, 2)()
+    with pytest.raises(TypeError, match="DistanceBias needs a graph as its second argument"):
+        nn.DistanceBias(HEADS)(X[0, :, :3])
+
+
 def test_a_call_without_a_context_names_it():
     layer = nn.CrossConsensus(DIM, HEADS)
     for graph in (GRAPH, GRAPH.edge_index):
