@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphattn as ga
+from graphattn.ops.attention.candidates import candidates_by_score
 
 
 class Good(ga.Score):
@@ -263,6 +264,22 @@ def test_errors_of_a_score_inside_an_operation_name_the_score(make, cause, backe
     ) as caught:
         ga.score_attention(query, query, query, ga.causal_graph(6), make(), backend=backend)
     assert isinstance(caught.value.__cause__, cause)
+
+
+def test_candidates_of_a_score_with_a_parameter_alone_have_gradients_to_it() -> None:
+    """Neither query nor key needs a gradient; the score does not say what it learns."""
+
+    class Scaled(Learned):
+        def edges(self, query: Tensor, key: Tensor) -> Tensor:
+            return self.scale * (query * key).sum(-1)
+
+    score, query, graph = Scaled(), torch.randn(6, 3, 4), ga.causal_graph(6)
+    logits, index = candidates_by_score(query, query, graph, 2, score)
+    (found,) = torch.autograd.grad(logits[index >= 0].sum(), score.scale)
+    products = torch.einsum("ihd,jhd->hij", query, query)
+    pairs = (2 * products).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).topk(2).values
+    expected = pairs.masked_fill(pairs == -torch.inf, 0).sum((1, 2)) / 2  # scale is 2
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_score_inside_a_layer_and_a_step_is_named_too() -> None:

@@ -167,11 +167,11 @@ def _best_of_rows(
         logits, places = best.values[..., :k], best.indices[..., :k]
         index = sources.expand(B, n, -1)[:, :, None].expand(B, n, H, -1).gather(-1, places)
         index = index.masked_fill(logits == -torch.inf, -1)
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or score.strength.requires_grad
-    ):
+    strength = score.strength  # None if the score is somebody's own: its parameters are not known
+    is_learned = strength is None or strength.requires_grad
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or is_learned):
         chosen = _gathered(key, index)
-        logits = score.edges(query[:, :, None], chosen.transpose(2, 3)).transpose(2, 3)
+        logits = edge_logits(score, query[:, :, None], chosen.transpose(2, 3)).transpose(2, 3)
         logits = logits.masked_fill(index < 0, -torch.inf)
     if (missing := k - index.shape[-1]) > 0:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
