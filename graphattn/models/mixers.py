@@ -213,6 +213,7 @@ def _check_options(options: dict[str, Any], entries: list[Any]) -> None:
             raise ValueError(
                 f"mixer_options must contain options of the model's mixers, got {option!r}: "
                 f"{takes or 'layers that were given as modules take none'}"
+                + did_you_mean(option, [own for name in named for own in KINDS[name].options])
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphattn.graphs.arguments import explained
 from graphattn.models.stack import BlockStack
 from graphattn.nn import ModelCache
 from graphattn.nn.base.overrides import names_of, replaced_beside
@@ -30,6 +31,7 @@ class TokenModel(BlockStack):
 
     # Generation, token by token.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.typing import OptTensor
 
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_float, as_int, explained
 from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.across_ranks import (
@@ -315,6 +315,7 @@ class LinearAttention(StreamingLayer):
         turned = {} if self.rotary is None else {"turned_key": heads}
         return {"key": heads, "value": heads, **turned}
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

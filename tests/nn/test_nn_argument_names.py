@@ -178,6 +178,20 @@ def test_a_bias_without_a_graph_says_so_too():
         nn.DistanceBias(HEADS)(X[0, :, :3])
 
 
+def test_caches_and_generation_are_told_the_nearest_name_too():
+    model = ga.models.CausalLM(9, DIM, depth=1, heads=HEADS)
+    layer = nn.DotProductAttention(DIM, HEADS)
+    for call, words in (
+        (lambda: layer.init_cache(2, windw=3), "did you mean 'window'"),
+        (lambda: nn.PreNormBlock(layer).init_cache(2, window_size=3), "did you mean 'window'"),
+        (lambda: nn.LinearAttention(DIM, HEADS).init_cache(2, rollbck=3), "'rollback'"),
+        (lambda: model.init_cache(2, windows=3), "did you mean 'window'"),
+        (lambda: model.generate(torch.ones(1, 2).long(), max_tokens=3), "'max_new_tokens'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
 def test_a_call_without_a_context_names_it():
     layer = nn.CrossConsensus(DIM, HEADS)
     for graph in (GRAPH, GRAPH.edge_index):

@@ -265,6 +265,7 @@ class CausalLM(TiedModel):
 
     # Generation, token by token.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, explained
 from graphattn.graphs.builders.windows import (
     bipartite_complete_graph,
     causal_graph,
@@ -101,6 +101,7 @@ class StreamingLayer(GraphLayer):
 
     # Methods that all layers share.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

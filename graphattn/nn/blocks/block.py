@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.arguments import as_choice, as_float, as_int, explained
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.graph_layer import GraphLayer, Positions
 from graphattn.nn.base.overrides import names_of, replaced_beside
@@ -208,6 +208,7 @@ class PreNormBlock(Configured, nn.Module):
 
     # Generation, token by token.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

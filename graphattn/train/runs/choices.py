@@ -98,7 +98,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
         if name not in known:
             raise ValueError(
                 f"model_options must contain arguments of {made.model} ({', '.join(known)}), got "
-                f"{name!r}"
+                f"{name!r}{did_you_mean(name, known)}"
             )
     arguments = {**arguments_of(config.model, made.model, config.mixer), **given}
     if corpus.kind == "images":

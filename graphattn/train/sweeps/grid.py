@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.graphs.arguments import as_choice, as_int, did_you_mean
 from graphattn.models.mixers import HALVES, KINDS, NAMES
 from graphattn.train.runs.config import RunConfig
 
@@ -58,6 +58,7 @@ def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]
         if not any(option in _options_of(name) for name in found):
             raise ValueError(
                 f"mixer_options must contain options of {', '.join(found)}, got {option!r}"
+                + did_you_mean(option, [own for name in found for own in _options_of(name)])
             )
     return list(dict.fromkeys(found))
 
