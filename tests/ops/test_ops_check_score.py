@@ -267,7 +267,7 @@ def test_errors_of_a_score_inside_an_operation_name_the_score(make, cause, backe
 
 
 def test_candidates_of_a_score_with_a_parameter_alone_have_gradients_to_it() -> None:
-    """Neither query nor key needs a gradient; the score does not say what it learns."""
+    """The score does not say what it learns; query and key need no gradient."""
 
     class Scaled(Learned):
         def edges(self, query: Tensor, key: Tensor) -> Tensor:
