@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what loads later, for those who read without running
     from graphattn.models.files import load as load
     from graphattn.models.files import save as save
     from graphattn.ops import *  # noqa: F403
+    from graphattn.ops.attention.logits.check_score import check_score as check_score
 
 _ON_FIRST_USE = (
     "data",
@@ -47,7 +48,11 @@ _ON_FIRST_USE = (
     "spectral",
     "train",
 )
-_FUNCTIONS_ON_FIRST_USE = {"load": "graphattn.models.files", "save": "graphattn.models.files"}
+_FUNCTIONS_ON_FIRST_USE = {
+    "check_score": "graphattn.ops.attention.logits.check_score",
+    "load": "graphattn.models.files",
+    "save": "graphattn.models.files",
+}
 
 
 def _load() -> None:
@@ -69,11 +74,17 @@ if not TYPE_CHECKING:  # a type checker would believe that every name is there
             return import_module(f"graphattn.{name}")
         if name in _FUNCTIONS_ON_FIRST_USE:
             return getattr(import_module(_FUNCTIONS_ON_FIRST_USE[name]), name)
-        if "__all__" not in globals() and (name == "__all__" or not name.startswith("__")):
+        known = ()
+        if name == "__all__" or not name.startswith("__"):
             _load()
+            known = globals()["__all__"]
             if name in globals():
                 return globals()[name]
-        raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
+        from graphattn.near_names import did_you_mean
+
+        raise AttributeError(
+            f"module 'graphattn' has no attribute {name!r}{did_you_mean(name, known)}"
+        )
 
 
 def __dir__() -> list[str]:

@@ -17,6 +17,7 @@ from graphattn.bench.models.mixers import MIXERS
 from graphattn.bench.reporting import record, tables
 from graphattn.bench.reporting.record import Record, Row
 from graphattn.graphs.arguments import as_choice
+from graphattn.near_names import did_you_mean
 
 
 def run_bench(
@@ -101,5 +102,6 @@ def chosen(names: list[str]) -> list[BenchmarkCase]:
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:
         if name not in known:
-            raise ValueError(f"CASE must be one of {', '.join(known)}, got {name!r}")
+            near = did_you_mean(name, known)
+            raise ValueError(f"CASE must be one of {', '.join(known)}, got {name!r}{near}")
     return [case for name in names for case in known[name]] if names else CASES

@@ -31,6 +31,7 @@ from graphattn.data import (
     sniff_format,
     tokenizer_for_sequence,
 )
+from graphattn.near_names import did_you_mean
 from graphattn.plain_tables import plain_table
 
 LETTERS = ProteinTokenizer().vocab_size
@@ -183,7 +184,8 @@ def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
             if name.startswith("protein") and found.model in ("ProteinModel", "SequenceEncoder")
         }
         if preset not in known:
-            raise ValueError(f"--preset must be one of {', '.join(known)}, got {preset!r}")
+            near = did_you_mean(preset, known)
+            raise ValueError(f"--preset must be one of {', '.join(known)}, got {preset!r}{near}")
         typer.echo(
             f"graphattn: warning: the weights of --preset {preset} are random (seed {seed}), so "
             "the features have no biological meaning",

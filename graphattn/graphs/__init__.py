@@ -32,6 +32,7 @@ from graphattn.graphs.conversions.from_libraries import (
 from graphattn.graphs.conversions.from_pyg import from_pyg
 from graphattn.graphs.search.nearest_neighbors import knn
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.near_names import explain_functions
 
 __all__ = [
     "TokenBatch",
@@ -64,3 +65,5 @@ __all__ = [
     "window_cycle_graph",
     "window_path_graph",
 ]
+
+explain_functions(globals(), __all__)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from graphattn.near_names import did_you_mean
 
 
 def as_int(name: str, value: Any, minimum: int) -> int:
@@ -59,26 +59,6 @@ def as_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def did_you_mean(value: Any, allowed: Iterable[Any], also: Mapping[str, str] | None = None) -> str:
-    """Return the end of an error message: the allowed word that is nearest to `value`, if any is.
-
-    Args:
-        value: the argument's value, which is not among `allowed`.
-        allowed: the allowed values.
-        also: other words that people use, each with the word of `allowed` that they mean.
-    """
-    if not isinstance(value, str):
-        return ""
-    words = {_letters(word): word for word in allowed if isinstance(word, str)}
-    words |= {_letters(word): meant for word, meant in (also or {}).items()}
-    near = difflib.get_close_matches(_letters(value), words, n=1)
-    return f": did you mean {words[near[0]]!r}?" if near else ""
-
-
-def _letters(word: str) -> str:
-    return word.lower().replace("-", "").replace("_", "")
-
-
 def as_edge_type(edge_type: Any) -> tuple[str, str, str]:
     """Check that `edge_type` is PyG's (source node type, relation, target node type)."""
     if (
@@ -91,6 +71,45 @@ def as_edge_type(edge_type: Any) -> tuple[str, str, str]:
             f"got {edge_type!r}"
         )
     return edge_type
+
+
+def not_a_graph(given: Any, num_targets: int, num_sources: int) -> ValueError:
+    """Return the error for an argument `graph` that is none; it says how to make one of it."""
+    square = num_targets == num_sources
+    some = f"causal_graph({num_targets})" if square else "from_edge_index(edges, N, M)"
+    got = type(given).__name__
+    remedy = f"make one, for instance graphattn.{some}"
+    if isinstance(given, Tensor):
+        got = f"a {given.dtype} tensor of shape {list(given.shape)}"
+        if given.dtype == torch.bool:
+            remedy = "use graphattn.from_mask(mask) for a mask [N, M], True where a token may look"
+        elif given.shape[-2:] != (num_targets, num_sources):
+            remedy = f"other tensors come after the graph, which is graphattn.{some} for instance"
+        elif given.is_floating_point():
+            remedy = (
+                "use graphattn.from_mask(mask == 0) for a mask [N, M] that is 0 where a token may "
+                "look and -inf elsewhere"
+            )
+        else:
+            remedy = (
+                "use graphattn.from_mask(mask.bool()) for a mask [N, M], 1 where a token may look"
+            )
+        if given.dtype == torch.bool and given.shape[-2:] != (num_targets, num_sources):
+            remedy += "; a mask of padding [batch, N] is the argument valid="
+    elif (library := type(given).__module__.split(".")[0]) in _CONVERSIONS:
+        remedy = f"use graphattn.{_CONVERSIONS[library]}"
+    return ValueError(
+        "graph must be a TokenGraph, an edge_index tensor of shape [2, E] or a PyG EdgeIndex, "
+        f"got {got}: {remedy}"
+    )
+
+
+_CONVERSIONS = {
+    "networkx": "from_networkx(graph)",
+    "numpy": "from_mask(torch.from_numpy(mask)), or edge_index=torch.from_numpy(edges)",
+    "scipy": "from_scipy(matrix)",
+    "torch_geometric": "from_pyg(data)",
+}
 
 
 def as_points(name: str, x: Any) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from graphattn.graphs.arguments import not_a_graph
 from graphattn.graphs.conversions.to_libraries import networkx_of, pyg_of, scipy_of
 from graphattn.graphs.edges.lists import sorted_edge_list
 from graphattn.graphs.edges.storage import StoredGraph
@@ -322,11 +323,8 @@ def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph
             )
         return graph
     if isinstance(graph, Tensor):
-        if graph.dtype == torch.bool:
-            raise ValueError(
-                "graph must be a TokenGraph or an edge_index tensor of shape [2, E], got a bool "
-                f"tensor of shape {list(graph.shape)}: use graphattn.from_mask(mask)"
-            )
+        if graph.dtype == torch.bool or graph.dim() != 2 or graph.shape[0] != 2:
+            raise not_a_graph(graph, num_targets, num_sources)
         if hasattr(graph, "sparse_size"):  # an EdgeIndex may know its sizes
             known = graph.sparse_size()
             if known[0] not in (None, num_sources) or known[1] not in (None, num_targets):
@@ -338,7 +336,4 @@ def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph
         return TokenGraph(
             edge_index=edges, num_targets=int(num_targets), num_sources=int(num_sources)
         )
-    raise ValueError(
-        "graph must be a TokenGraph, an edge_index tensor [2, E] or a PyG EdgeIndex, "
-        f"got {type(graph).__name__}"
-    )
+    raise not_a_graph(graph, num_targets, num_sources)

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from graphattn.graphs.arguments import as_int, did_you_mean
+from graphattn.graphs.arguments import as_int
+from graphattn.near_names import did_you_mean
 from graphattn.nn import (
     CrossConsensus,
     DotProductAttention,
@@ -213,6 +214,7 @@ def _check_options(options: dict[str, Any], entries: list[Any]) -> None:
             raise ValueError(
                 f"mixer_options must contain options of the model's mixers, got {option!r}: "
                 f"{takes or 'layers that were given as modules take none'}"
+                + did_you_mean(option, [own for name in named for own in KINDS[name].options])
             )
 
 

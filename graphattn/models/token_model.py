@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.models.stack import BlockStack
+from graphattn.near_names import explained
 from graphattn.nn import ModelCache
 from graphattn.nn.base.overrides import names_of, replaced_beside
 from graphattn.nn.base.streaming import step_mask
@@ -30,6 +31,7 @@ class TokenModel(BlockStack):
 
     # Generation, token by token.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

@@ -12,6 +12,7 @@ from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.near_names import explained
 from graphattn.nn.base.across_ranks import (
     check_no_weights,
     linear_on_ring,
@@ -315,6 +316,7 @@ class LinearAttention(StreamingLayer):
         turned = {} if self.rotary is None else {"turned_key": heads}
         return {"key": heads, "value": heads, **turned}
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

@@ -1,5 +1,6 @@
 """The mathematics as pure functions of tensors and a graph."""
 
+from graphattn.near_names import explain_functions
 from graphattn.ops.attention.api import (
     attention_weights,
     dot_product_attention,
@@ -47,3 +48,5 @@ __all__ = [
     "top_k_candidates",
     "use_backend",
 ]
+
+explain_functions(globals(), __all__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,27 +44,61 @@ def check_tensors(**tensors: Any) -> None:
             )
 
 
+def check_qkv(
+    query: Any, key: Any, value: Any, names: tuple[str, str, str] = ("query", "key", "value")
+) -> int:
+    """Check that query, key and value fit each other, and return the number of query heads."""
+    check_tensors(**dict(zip(names, (query, key, value), strict=True)))
+    heads, features = query.shape[-2:]
+    if key.shape[-1] != features:
+        raise ValueError(
+            f"{names[1]} must have {features} features like query, got {key.shape[-1]}"
+        )
+    if value.shape[-3:-1] != key.shape[-3:-1]:
+        swapped = value.shape[-3:-1] == key.shape[-3:-1][::-1]
+        raise ValueError(
+            f"{names[2]} must have the tokens and heads of {names[1]} ({list(key.shape[-3:-1])}), "
+            f"got {list(value.shape[-3:-1])}: "
+            + _axes(f"{names[2]} fits" if swapped else "", value.dim())
+        )
+    if key.shape[-2] == 0 or heads % key.shape[-2]:
+        what_fits = {key.shape[-3]: "they fit", key.shape[-2]: "query fits"}
+        fits = [what for n, what in what_fits.items() if n and query.shape[-3] % n == 0]
+        raise ValueError(
+            f"{names[1]} heads must divide query heads ({heads}), got {key.shape[-2]}: "
+            + _axes(fits[0] if fits else "", query.dim())
+        )
+    return cast(int, heads)
+
+
+def _axes(what_fits: str, dims: int) -> str:
+    """Say which axis is which in tensors with heads, and what fits in the layout of torch."""
+    axes = "tensors are [*, tokens, heads, features]"
+    return f"{axes}; {what_fits} after transpose({dims - 3}, {dims - 2})" if what_fits else axes
+
+
 def check_graph(
-    graph: Any, like: Tensor, num_targets: int, num_sources: int, *, per_edge: bool = False
+    graph: Any,
+    like: Tensor,
+    num_targets: int,
+    num_sources: int,
+    *,
+    per_edge: bool = False,
+    source: Tensor | None = None,
 ) -> TokenGraph:
     """`graph` as a TokenGraph of these sizes on the device of `like`.
 
     With `per_edge`, the caller passes or gets one value per edge. These values follow the sorted
-    order of edges, so a raw edge_index must be sorted already.
+    order of edges, so a raw edge_index must be sorted already. An operation on tensors with heads
+    also passes the tensor of its sources; the error of other sizes then says if they fit in another
+    layout.
     """
     given = graph
-    if (
-        isinstance(given, TokenGraph)
-        and given.num_targets != num_targets
-        and like.dim() > 3
-        and like.shape[-2] == given.num_targets
-    ):
-        raise ValueError(
-            f"tensors must be [*, tokens, heads, features] with the {given.num_targets} tokens of "
-            f"graph, got {list(like.shape)}: if heads come before tokens, as in torch's "
-            "scaled_dot_product_attention, give x.transpose(1, 2)"
-        )
-    graph = as_token_graph(given, num_targets, num_sources)
+    try:
+        graph = as_token_graph(given, num_targets, num_sources)
+    except ValueError as error:
+        hint = _other_layout(given, like, source)
+        raise ValueError(f"{error}{hint}") from None
     raw = as_edge_index(given) if per_edge and isinstance(given, Tensor) else None
     if raw is not None and not torch.equal(raw, graph.edge_index):
         raise ValueError(
@@ -78,6 +112,36 @@ def check_graph(
             f"use graph.to({str(like.device)!r})"
         )
     return graph
+
+
+def _other_layout(graph: Any, target: Tensor, source: Tensor | None) -> str:
+    """Say, at the end of an error, that tensors fit a graph in another order of their axes."""
+    if isinstance(graph, TokenGraph):
+        needed = graph.num_targets, graph.num_sources
+    elif isinstance(graph, Tensor) and graph.dim() == 2 and graph.shape[0] == 2 and graph.numel():
+        last_source, last_target = graph.amax(1).tolist()
+        needed = last_target + 1, last_source + 1  # at least these
+    else:
+        return ""
+
+    def fit(targets: int, sources: int) -> bool:
+        if isinstance(graph, TokenGraph):
+            return (targets, sources) == needed
+        return targets >= needed[0] and sources >= needed[1]
+
+    if source is None:  # tokens [*, N, C] of a layer
+        if target.dim() != 3 or not fit(len(target), len(target)):
+            return ""
+        return f": x is [*, tokens, dim] = {list(target.shape)}, and fits after transpose(0, 1)"
+    if fit(target.shape[-3], source.shape[-3]):
+        return ""  # the sizes are right, and something else is wrong
+    fits = (
+        fit(target.shape[-2], source.shape[-2]) and target.shape[-3] % max(source.shape[-3], 1) == 0
+    )
+    hint = f": {_axes('they fit' if fits else '', target.dim())}"
+    if fits and target.dim() == 3:
+        hint += ", or [batch, tokens, dim] after unflatten(-1, (heads, -1))"
+    return hint
 
 
 def check_valid(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 PANEL = 2.1  # inches
 COLUMNS = 4
+FEWEST = 64  # tokens of a panel whose size is not given
 WIDEST_LINE = 38  # characters that fit into a line of the title above a panel
 
 
@@ -40,7 +42,9 @@ def model_graphs(
 
     Args:
         model: a model of :mod:`graphattn.models`.
-        sizes, named_sizes: the arguments of ``model.graphs``, such as the number of tokens.
+        sizes, named_sizes: the arguments of ``model.graphs``, such as the number of tokens. Without
+            any, a model of sequences is shown on 64 tokens, or more if its windows are wide: four
+            times the widest. A model of images is shown on its own size of images.
         graphs: one graph per block, if the model will be called with these graphs instead of its
             own.
         each: whether every layer has its own panel.
@@ -106,6 +110,10 @@ def _graphs(
             f"model must be a model of graphattn.models, which has blocks and graphs, got a "
             f"{type(model).__name__}"
         )
+    takes = inspect.signature(model.graphs).parameters
+    if not sizes and not named_sizes and "num_tokens" in takes:
+        windows = getattr(model, "windows", [getattr(model, "window", None)])
+        named_sizes = {"num_tokens": max([FEWEST, *(4 * window for window in windows if window)])}
     found = list(model.graphs(*sizes, **named_sizes) if graphs is None else graphs)
     if len(found) != len(model.blocks):
         raise ValueError(

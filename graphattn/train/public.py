@@ -1,5 +1,6 @@
 """The public names of graphattn.train, which load together when one of them is used."""
 
+from graphattn.near_names import explain_functions
 from graphattn.train.diffusion import (
     AbsorbingDiffusion,
     GeometricNoise,
@@ -85,3 +86,5 @@ __all__ = [
     "score_entropy",
     "summarize_sweep",
 ]
+
+explain_functions(globals(), __all__)

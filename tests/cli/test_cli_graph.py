@@ -305,6 +305,7 @@ def test_without_a_kind_all_of_them_are_listed_with_options_that_are_taken():
     ("arguments", "words"),
     [
         (["window"], r"KIND must be one of window-path, .*got 'window'"),
+        (["longformr"], r"got 'longformr': did you mean 'longformer'\?"),
         (
             ["causal", "--window", 3],
             r"--window is not an option of causal, which has the options --tokens$",

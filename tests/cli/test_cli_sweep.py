@@ -142,7 +142,7 @@ def test_control_c_says_how_to_go_on(
         (["--resume", "nowhere"], "folder must be the folder of a sweep"),
         ([*SIX, "--out", "a", "--plot", "a.gif"], "--plot: the ending must be one of"),
         ([*SIX, "--out", "a", "--data", "nowhere.txt"], "nowhere.txt"),
-        ([*SIX, "--out", "a", "--config", "c.yaml"], "did you mean steps"),
+        ([*SIX, "--out", "a", "--config", "c.yaml"], "did you mean 'steps'"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_no_folder(

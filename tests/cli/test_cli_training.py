@@ -118,7 +118,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         (("train", "--data", "gone.txt", "--out", "b"), "gone.txt"),
         (("train", "--data", text), "--out must be"),
         (("train", "--steps", "5"), "--data must be"),
-        (("train", "wrong.yaml"), "did you mean batch_tokens"),
+        (("train", "wrong.yaml"), "did you mean 'batch_tokens'"),
         (("train", "gone.yaml"), "gone.yaml"),
         (("train", "empty.txt"), "give --data empty.txt"),
         ((*train, "--steps", "many"), "steps must be an integer"),

@@ -197,6 +197,29 @@ def test_moving_a_graph_to_where_it_is_gives_the_graph():
         assert graph.to(torch.device("cpu")) is graph
 
 
+def test_graphs_move_as_tensors_do(monkeypatch):
+    graph, wanted = ga.from_mask(torch.ones(3, 3, dtype=torch.bool)), []
+    assert graph.cpu() is graph
+    meta = ga.causal_graph(3).to("meta").cpu()
+    assert meta.device == torch.device("cpu")
+
+    def to(self, device, non_blocking=False):
+        wanted.append((device, non_blocking))
+        return self
+
+    batch = ga.collate([{"x": torch.ones(2, 1), "graph": ga.causal_graph(2)}])
+    for moved in (graph, batch):
+        monkeypatch.setattr(type(moved), "to", to)
+        for call in (
+            moved.cuda,
+            lambda own=moved: own.cuda(1),
+            lambda own=moved: own.cuda("cuda:1", True),
+        ):
+            call()
+        moved.cpu()
+    assert wanted == [("cuda", False), (1, False), ("cuda:1", True), ("cpu", False)] * 2
+
+
 def test_repr_says_sizes_edges_and_structure():
     assert (
         repr(ga.window_path_graph(4, 1)) == "TokenGraph(num_tokens=4, num_edges=6, structure=Band)"

@@ -117,10 +117,22 @@ def assert_untouched(model):
 # Which options.
 
 
+def test_an_option_with_a_wrong_name_is_told_the_nearest_one():
+    model = llama()
+    for call, words in (
+        (lambda: gat.configure(model, windw=4), "did you mean 'window'"),
+        (lambda: gat.configure(model, sliding_window=4), "did you mean 'window'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+    assert_untouched(model)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"mixer": "gka"}, r"mixer must be one of 'dot', 'rbf', 'krause', got 'gka'.*convert"),
+        ({"mixer": "krase"}, "got 'krase': did you mean 'krause'"),
         ({"mixer": None}, "mixer must be one of"),
         ({"mixer": ["dot"]}, "mixer must be one of"),
         ({"mixer": "krause"}, "needs window=, top_k= or graph="),

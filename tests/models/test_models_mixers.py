@@ -177,6 +177,7 @@ def test_halves_have_no_halves():
         ("vlt", {"kv_heads": 2}, "got 'kv_heads': 'vlt' takes"),
         ("linear", {"top_k": 2}, "got 'top_k': 'linear' takes kv_heads, eps, bias, backend$"),
         ("mix", {"sigma": 1.0}, "got 'sigma': 'dot' takes .*; 'consensus' takes .*rank"),
+        ("krause", {"topk": 2}, "did you mean 'top_k'"),
         ("dot", {"rope": True}, "got 'rope'"),
         ("dot", {"context_dim": 8}, "got 'context_dim'"),
         ("dot", {3: 1}, "got 3"),

@@ -3,10 +3,7 @@
 from mutation import Mutation
 
 LATE_TESTS = "tests/nn/test_nn_late_pyg.py"
-LATE = (
-    f"{LATE_TESTS}::"
-    "test_a_layer_is_a_message_passing_layer_as_soon_as_there_is_such_a_thing"
-)
+LATE = f"{LATE_TESTS}::test_a_layer_is_a_message_passing_layer_as_soon_as_there_is_such_a_thing"
 MEMBERS = f"{LATE_TESTS}::test_members_of_message_passing_are_known"
 IMPORTS = "tests/test_imports.py"
 PYG = "graphattn/nn/base/message_passing.py"

@@ -12,7 +12,92 @@ DROP_PATH = "tests/nn/test_nn_drop_path.py"
 PERMUTE = "tests/graphs/test_graphs_permute.py"
 REORDER = "tests/graphs/test_graphs_reorder.py"
 
+LAYOUTS = "tests/ops/test_ops_layouts.py"
+SCORES = "tests/ops/test_ops_check_score.py"
+CALLS = "tests/nn/test_nn_argument_names.py"
+ARGUMENTS = "tests/graphs/test_graphs_argument_names.py"
+
 MUTATIONS = [
+    Mutation(
+        "another layout is said to fit whatever the graph",
+        "graphattn/ops/inputs.py",
+        "return (targets, sources) == needed",
+        "return True",
+        (
+            f"{LAYOUTS}::test_heads_before_tokens_are_told_to_be_transposed[dot-graph]",
+            f"{LAYOUTS}::test_sizes_that_fit_in_no_layout_name_the_axes_and_no_remedy[dot]",
+        ),
+    ),
+    Mutation(
+        "axes of another layout are counted from the batch on",
+        "graphattn/ops/inputs.py",
+        "transpose({dims - 3}, {dims - 2})",
+        "transpose(1, 2)",
+        (f"{LAYOUTS}::test_axes_are_counted_from_the_front_whatever_the_batch",),
+    ),
+    Mutation(
+        "a call without a graph reaches the layer",
+        "graphattn/nn/files/config.py",
+        "if len(args) < num_required:",
+        "if False:",
+        (f"{CALLS}::test_a_call_without_a_graph_says_what_makes_one[PreNormBlock]",),
+    ),
+    Mutation(
+        "a call on a graph without a context reaches the layer",
+        "graphattn/nn/base/padded_rows.py",
+        "if not kwargs and len(args) >= num_required:",
+        "if not kwargs:",
+        (f"{CALLS}::test_a_call_without_a_context_names_it",),
+    ),
+    Mutation(
+        "numbers to be added become the opposite graph",
+        "graphattn/graphs/arguments.py",
+        "from_mask(mask == 0)",
+        "from_mask(mask.bool())",
+        (f"{CALLS}::test_what_is_no_graph_is_told_how_it_becomes_one[KrauseAttention]",),
+    ),
+    Mutation(
+        "an error of a function itself is taken for a wrong name",
+        "graphattn/graphs/arguments.py",
+        "            if not unknown:\n                raise\n",
+        "",
+        (f"{ARGUMENTS}::test_other_errors_stay_as_python_has_them",),
+    ),
+    Mutation(
+        "a public function is another one than where it is defined",
+        "graphattn/graphs/arguments.py",
+        "namespace[name] = vars(sys.modules[wrapped.__module__])[name] = wrapped",
+        "namespace[name] = wrapped",
+        (f"{ARGUMENTS}::test_a_function_looks_as_it_was_written[causal_graph]",),
+    ),
+    Mutation(
+        "a score is checked without NaN in another edge",
+        "graphattn/ops/attention/logits/check_score.py",
+        "query[..., :1, :], key[..., :1, :] = torch.nan, torch.nan",
+        "pass",
+        (f"{SCORES}::test_a_wrong_score_is_told_which_method_is_wrong",),
+    ),
+    Mutation(
+        "parameters of a score are not among what gradients must reach",
+        "graphattn/ops/attention/logits/check_score.py",
+        "        if value.requires_grad:\n            leaves[name] = wide\n",
+        "",
+        (f"{SCORES}::test_a_wrong_score_is_told_which_method_is_wrong",),
+    ),
+    Mutation(
+        "gradients are not checked where tokens are 0",
+        "graphattn/ops/attention/logits/check_score.py",
+        "    _check_special_tokens(score, method, logits, leaves)\n\n\n",
+        "\n\n",
+        (f"{SCORES}::test_a_wrong_score_is_told_which_method_is_wrong",),
+    ),
+    Mutation(
+        "an error of a score inside an operation stays raw",
+        "graphattn/ops/attention/logits/score.py",
+        "except (IndexError, RuntimeError, TypeError) as error:",
+        "except KeyError as error:",
+        (f"{SCORES}::test_errors_of_a_score_inside_an_operation_name_the_score",),
+    ),
     Mutation(
         "what is left of dropped paths is not scaled",
         "graphattn/nn/blocks/drop_path.py",

@@ -146,11 +146,87 @@ def test_a_block_and_a_rotation_answer_too():
         nn.RotaryEmbedding(head_dim=4)
 
 
-def test_arguments_that_are_missing_are_told_as_python_tells_them():
+def test_a_missing_argument_of_a_constructor_is_told_as_python_tells_it():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'heads'"):
         nn.KrauseAttention(DIM)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'graph'"):
-        nn.KrauseAttention(DIM, HEADS)(X)
+
+
+CALLED = {
+    **{kind: lambda kind=kind: getattr(nn, kind)(DIM, HEADS) for kind in LAYERS},
+    "PreNormBlock": lambda: nn.PreNormBlock(nn.KrauseAttention(DIM, HEADS)),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_call_without_a_graph_says_what_makes_one(name):
+    layer = CALLED[name]()
+    for arguments in ({"x": X}, {"x": X, "valid": None}):
+        with pytest.raises(TypeError) as caught:
+            layer(**arguments)
+        assert (
+            f"the call of {name} needs a graph as its second argument, for instance "
+            "ga.causal_graph(x.shape[-2])"
+        ) in str(caught.value)
+    with pytest.raises(TypeError, match="needs a graph as its second argument"):
+        layer(X)
+
+
+def test_a_bias_without_a_graph_says_so_too():
+    with pytest.raises(TypeError, match=r"first argument, .* ga\.causal_graph\(num_tokens\)"):
+        nn.OffsetBias(HEADS, 2)()
+    with pytest.raises(TypeError, match="DistanceBias needs a graph as its second argument"):
+        nn.DistanceBias(HEADS)(X[0, :, :3])
+
+
+def test_caches_and_generation_are_told_the_nearest_name_too():
+    model = ga.models.CausalLM(9, DIM, depth=1, heads=HEADS)
+    layer = nn.DotProductAttention(DIM, HEADS)
+    for call, words in (
+        (lambda: layer.init_cache(2, windw=3), "did you mean 'window'"),
+        (lambda: nn.PreNormBlock(layer).init_cache(2, window_size=3), "did you mean 'window'"),
+        (lambda: nn.LinearAttention(DIM, HEADS).init_cache(2, rollbck=3), "'rollback'"),
+        (lambda: model.init_cache(2, windows=3), "did you mean 'window'"),
+        (lambda: model.generate(torch.ones(1, 2).long(), max_tokens=3), "'max_new_tokens'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_a_call_without_a_context_names_it():
+    layer = nn.CrossConsensus(DIM, HEADS)
+    for graph in (GRAPH, GRAPH.edge_index):
+        with pytest.raises(TypeError, match="CrossConsensus needs the argument 'context'"):
+            layer(X, graph)
+    with pytest.raises(TypeError, match=r"a graph as its second .*, and the argument 'context'"):
+        layer(X)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_is_no_graph_is_told_how_it_becomes_one(name):
+    layer, N = CALLED[name](), X.shape[-2]
+    more = (X,) if name == "CrossConsensus" else ()
+    sees = torch.ones(N, N).tril()
+    for given, words in (
+        (None, "got NoneType: make one, for instance graphattn.causal_graph(9)"),
+        (N, "got int: make one"),
+        (sees.bool(), "use graphattn.from_mask(mask)"),
+        (sees.log(), "use graphattn.from_mask(mask == 0)"),
+        (sees.long(), "use graphattn.from_mask(mask.bool())"),
+        (torch.ones(2, N - 1).bool(), "a mask of padding [batch, N] is the argument valid="),
+        (X, "other tensors come after the graph"),
+        (sees.numpy(), "from_numpy"),
+    ):
+        with pytest.raises(ValueError, match="graph must be a TokenGraph") as caught:
+            layer(X, given, *more)
+        assert words in str(caught.value)
+    for mask in (sees.bool(), sees.log() == 0, sees.long().bool()):  # as the messages say
+        assert ga.from_mask(mask) == ga.causal_graph(N)
+
+
+def test_a_graph_and_tokens_in_the_wrong_order_are_told():
+    for layer in (nn.KrauseAttention(DIM, HEADS), CALLED["PreNormBlock"]()):
+        with pytest.raises(ValueError, match=r"x must be a tensor .* got TokenGraph"):
+            layer(GRAPH, X)
 
 
 def test_a_subclass_of_one_s_own_keeps_its_arguments():

@@ -636,9 +636,9 @@ def test_what_the_layer_refuses_it_names(options, message):
 
 def test_what_the_operation_refuses_it_names():
     q, graph = torch.rand(4, 2, 3), ga.complete_graph(4)
-    with pytest.raises(ValueError, match="key must have the features of query"):
+    with pytest.raises(ValueError, match="key must have 3 features like query, got 2"):
         ga.linear_attention(q, q[..., :2], q, graph)
-    with pytest.raises(ValueError, match="key must have a number of heads"):
+    with pytest.raises(ValueError, match="key heads must divide query heads"):
         ga.linear_attention(q, q.repeat(1, 2, 1)[:, :3], q.repeat(1, 2, 1)[:, :3], graph)
     with pytest.raises(ValueError, match="value must have the tokens and heads of key"):
         ga.linear_attention(q, q, q[:, :1], graph)

@@ -464,5 +464,5 @@ def test_a_sink_that_leaves_nothing_is_refused(sink):
 
 def test_a_layout_with_heads_first_is_told_from_ours():
     q, k = torch.randn(2, 64, 1, 8), torch.randn(2, 9, 64, 8)
-    with pytest.raises(ValueError, match=r"transpose\(-3, -2\)"):
+    with pytest.raises(ValueError, match=r"query fits after transpose\(1, 2\)"):
         ga.decode_attention(q, k, k, 5)

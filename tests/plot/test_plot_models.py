@@ -62,6 +62,23 @@ def test_graphs_of_a_call_take_the_place_of_the_models_own():
     ]
 
 
+def test_without_a_size_windows_are_a_quarter_of_the_tokens_that_are_drawn():
+    models = ga.models
+    for model, tokens in (
+        (models.CausalLM(9, 8, depth=2, heads=2, mixer="krause", window=5), 64),
+        (models.CausalLM(9, 8, depth=2, heads=2, mixer="krause", window=50), 200),
+        (models.CausalLM(9, 8, depth=2, heads=2, mixer="dot"), 64),
+        (encoder("mix"), 64),
+        (models.ProteinModel(8, depth=1, heads=2), 64),
+        (models.VisionTransformer((8, 12), 2, 2, 8, 1, 1), 25),  # patches and a class token
+    ):
+        shown = [ax.images[0].sizes for ax in page(model)]
+        drawn = [ax.images[0].get_array().shape for ax in page(model)]
+        assert {(n * a, m * b) for (n, m), (a, b) in zip(drawn, shown, strict=True)} == {
+            (tokens, tokens)
+        }
+
+
 def test_residues_near_in_space_are_named_by_what_the_model_chose_them_by():
     model = ga.models.ProteinModel(8, depth=2, heads=2, mixer="mix", neighbors=3, window=2)
     places = 5 * torch.randn(12, 3, generator=torch.Generator().manual_seed(0))

@@ -134,8 +134,9 @@ def test_an_objective_is_made_by_its_name():
     ("name", "options", "says"),
     [
         ("mlm", {}, "objective must be one of 'masked', 'causal'.*, got 'mlm'"),
-        ("masked", {"mask_token": 3, "schedul": "cosine"}, "'schedul'; did you mean schedule"),
-        ("causal", {"label_smoothing": 0.1}, "has no option 'label_smoothing'; it has"),
+        ("maskd", {}, "objective must be one of .* got 'maskd': did you mean 'masked'"),
+        ("masked", {"mask_token": 3, "schedul": "cosine"}, "'schedul': did you mean 'schedule'"),
+        ("causal", {"label_smoothing": 0.1}, "has no option 'label_smoothing': it has"),
         ("masked", {}, "objective 'masked' needs the option 'mask_token'"),
         ("classification", {"num_classes": "ten"}, "num_classes must be an integer"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import graphattn as ga
+from graphattn.near_names import did_you_mean
 
 Sizes = Mapping[str, Any]
 
@@ -195,7 +196,8 @@ def sizes_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if the kind is unknown, or does not have an option.
     """
     if kind not in KINDS:
-        raise ValueError(f"KIND must be one of {', '.join(KINDS)}, got {kind!r}")
+        near = did_you_mean(kind, KINDS)
+        raise ValueError(f"KIND must be one of {', '.join(KINDS)}, got {kind!r}{near}")
     options = KINDS[kind].options
     sizes = dict(options)
     for name, value in given.items():

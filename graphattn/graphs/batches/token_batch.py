@@ -317,7 +317,7 @@ class TokenBatch:
 
     # Devices.
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TokenBatch:
         """Return this batch on another device, with its graph and all tensors."""
         device = torch.empty(0, device=device).device
         return self._with_tensors(
@@ -325,9 +325,11 @@ class TokenBatch:
             self.graph.to(device, non_blocking=non_blocking),
         )
 
-    def cuda(self, device: torch.device | str = "cuda", non_blocking: bool = False) -> TokenBatch:
-        """Return this batch on a GPU."""
-        return self.to(device, non_blocking)
+    def cuda(
+        self, device: torch.device | str | int | None = None, non_blocking: bool = False
+    ) -> TokenBatch:
+        """Return this batch on a GPU, the current one if None."""
+        return self.to("cuda" if device is None else device, non_blocking)
 
     def cpu(self) -> TokenBatch:
         """Return this batch in main memory."""

@@ -516,12 +516,22 @@ class StoredGraph:
 
     # Devices, comparison, pickling.
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """Return this graph on another device; if it is there already, return the same object."""
         device = torch.empty(0, device=device).device  # "cuda" means the current CUDA device
         if device == self._device:
             return self
         return self._with_tensors(lambda x: x.to(device, non_blocking=non_blocking), device)
+
+    def cuda(
+        self, device: torch.device | str | int | None = None, non_blocking: bool = False
+    ) -> Self:
+        """Return this graph on a GPU, the current one if None."""
+        return self.to("cuda" if device is None else device, non_blocking)
+
+    def cpu(self) -> Self:
+        """Return this graph in main memory."""
+        return self.to("cpu")
 
     def pin_memory(self) -> Self:
         """Copy the graph's tensors to page-locked memory; a DataLoader calls this."""

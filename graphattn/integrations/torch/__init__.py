@@ -8,5 +8,8 @@ model = VisionTransformer(..., attn_layer=gtorch.timm_attention(grid=(14, 14), r
 
 from graphattn.integrations.torch.convert import convert, converted
 from graphattn.integrations.torch.timm import timm_attention
+from graphattn.near_names import explain_functions
 
 __all__ = ["convert", "converted", "timm_attention"]
+
+explain_functions(globals(), __all__)

@@ -21,6 +21,7 @@ from graphattn.integrations.transformers.configured import configured
 from graphattn.integrations.transformers.conversion.convert import convert
 from graphattn.integrations.transformers.files.saving import from_pretrained
 from graphattn.integrations.transformers.shortcut.add import add_krause_shortcut
+from graphattn.near_names import explain_functions
 
 __all__ = [
     "add_krause_shortcut",
@@ -30,3 +31,5 @@ __all__ = [
     "from_pretrained",
     "register",
 ]
+
+explain_functions(globals(), __all__)

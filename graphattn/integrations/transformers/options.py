@@ -15,6 +15,7 @@ from graphattn.integrations.transformers.conversion.modules import (
     attention_modules,
     is_cross_attention,
 )
+from graphattn.near_names import did_you_mean
 
 VERSION = 1  # version of the format of config.graphattn
 MIXERS = ("dot", "rbf", "krause")
@@ -41,7 +42,8 @@ def checked_options(mixer: Any, window: Any, top_k: Any, sigma: Any, graph: Any)
     """Return the options, or raise a ValueError."""
     if mixer not in MIXERS:
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (for mixers that "
+            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r}"
+            f"{did_you_mean(mixer, MIXERS)} (for mixers that "
             "replace projections, such as 'gka', use convert())"
         )
     window = None if window is None else as_int("window", window, 1)

@@ -23,6 +23,7 @@ from graphattn.models.mixers import (
     one_per_block,
 )
 from graphattn.models.stack import Graphs
+from graphattn.near_names import explained
 from graphattn.nn import ModelCache, PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.block import Activation, Norm, make_norm
 from graphattn.ops.attention.logits.softcap import as_softcap, capped
@@ -265,6 +266,7 @@ class CausalLM(TiedModel):
 
     # Generation, token by token.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],
@@ -322,6 +324,7 @@ class CausalLM(TiedModel):
         """
         return self.logits(self.encode_step(tokens, cache, valid=valid, positions=positions))
 
+    @explained
     def generate(
         self,
         tokens: Tensor,

@@ -28,6 +28,7 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward pass of a layer, so that it takes such rows, too."""
 
     without_keywords = getattr(forward, "without_keywords", forward)
+    num_required = getattr(forward, "num_required", 0)
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
             or graph.num_targets == x.shape[-2]
             or len(args) > len(POSITIONAL)
         ):
-            if not kwargs:
+            if not kwargs and len(args) >= num_required:
                 return without_keywords(self, *args)
             return forward(self, *args, **kwargs)
         given = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}

@@ -14,6 +14,7 @@ from graphattn.graphs.builders.windows import (
     causal_window_graph,
 )
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.near_names import explained
 from graphattn.nn.base.graph_layer import GraphLayer, Rotations
 from graphattn.nn.base.overrides import names_of
 from graphattn.nn.caches.layer_cache import LayerCache
@@ -101,6 +102,7 @@ class StreamingLayer(GraphLayer):
 
     # Methods that all layers share.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.near_names import explained
 from graphattn.nn.base.graph_layer import GraphLayer, Positions
 from graphattn.nn.base.overrides import names_of, replaced_beside
 from graphattn.nn.blocks.drop_path import drop_paths
@@ -154,6 +155,8 @@ class PreNormBlock(Configured, nn.Module):
         condition: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens along the graph, then transform each by itself."""
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a tensor [*, N, dim], got {type(x).__name__}")
         tracks = () if context is None else (context,)
         given: dict[str, Any] = {"valid": valid, "positions": positions}
         if edge_bias is not None:  # a user's mixer may not have this argument
@@ -206,6 +209,7 @@ class PreNormBlock(Configured, nn.Module):
 
     # Generation, token by token.
 
+    @explained
     def init_cache(
         self,
         batch: int | tuple[int, ...],

@@ -7,7 +7,7 @@ error says ours; for other unknown names, it lists those that are allowed.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 # Our name, then the names of other libraries for the same thing.
 _RENAMED = {
@@ -194,6 +194,16 @@ def refuse_unknown(
     )
     takes = f"It takes {', '.join(allowed)}" if allowed else "It takes none"
     return TypeError(f"{where} has no argument {told}{'' if told.endswith('?') else '.'} {takes}")
+
+
+def refuse_missing(where: str, missing: Collection[str], allowed: Sequence[str]) -> TypeError:
+    """Return the error that says which arguments of a call are missing, and what a graph is."""
+    needs = [f"the argument {name!r}" for name in missing if name != "graph"]
+    if "graph" in missing:
+        place = ("first", "second", "third")[allowed.index("graph")]
+        tokens = "x.shape[-2]" if "x" in allowed else "num_tokens"
+        needs.insert(0, f"a graph as its {place} argument, for instance ga.causal_graph({tokens})")
+    return TypeError(f"{where} needs {', and '.join(needs)}. It takes {', '.join(allowed)}")
 
 
 def _answer(

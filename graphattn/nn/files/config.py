@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from graphattn.nn.files.argument_names import refuse_unknown
+from graphattn.nn.files.argument_names import refuse_missing, refuse_unknown
 from graphattn.nn.files.known import KNOWN, Described, build, class_name
 from graphattn.nn.files.pretrained import load, save
 
@@ -349,21 +349,28 @@ def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[...,
 
 
 def _answering(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward method so that it explains unknown arguments."""
+    """Wrap a forward method so that it explains unknown and missing arguments."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     if _takes_any_name(parameters):
         return forward
     allowed = tuple(_names(parameters))
+    required = [own.name for own in parameters if own.name in allowed and own.default is own.empty]
+    num_required = len(required)
 
     @functools.wraps(forward)
     def call(self: Configured, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in allowed:
                 raise _refuse_call(self, kwargs, allowed)
+        if len(args) < num_required:
+            missing = [name for name in required[len(args) :] if name not in kwargs]
+            if missing:
+                raise refuse_missing(f"the call of {type(self).__name__}", missing, allowed)
         return forward(self, *args, **kwargs)
 
     answering: Any = call
-    answering.without_keywords = forward  # calls without keywords have no unknown argument
+    # Calls without keywords have no unknown argument, and with that many positions none is missing.
+    answering.without_keywords, answering.num_required = forward, num_required
     return call
 
 

@@ -22,7 +22,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.launch import is_transformed
 from graphattn.ops.attention import reference
 from graphattn.ops.attention.backends import BACKENDS
-from graphattn.ops.attention.calls import AttentionCall, check_qkv, check_sink, checked_call
+from graphattn.ops.attention.calls import AttentionCall, check_sink, checked_call
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.logits.score import (
     DotProduct,
@@ -37,6 +37,7 @@ from graphattn.ops.dropout import draw_seed
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
+    check_qkv,
     check_valid,
     compute_dtype,
     full_precision,
@@ -102,6 +103,10 @@ def rbf_attention(
     generator: torch.Generator | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention by distance: every target averages the sources near its query.
+
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
 
     .. math::
         \ell_{ij} = -\frac{\lVert q_i - k_j \rVert^2}{2 \sigma_h^2}, \qquad
@@ -238,6 +243,10 @@ def dot_product_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention over the edges of a graph.
 
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
+
     .. math::
         \ell_{ij} = s \, q_i \cdot k_j, \qquad
         y_i = \sum_{j \in S(i)} \frac{e^{\ell_{ij}}}{\sum_{j' \in S(i)} e^{\ell_{ij'}}} \, v_j
@@ -300,6 +309,10 @@ def score_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention by a score: softmax attention over the edges of a graph, whatever a logit is.
 
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
+
     .. math::
         \ell_{ij} = \mathrm{score}(q_i, k_j), \qquad
         y_i = \sum_{j \in S(i)} \frac{e^{\ell_{ij}}}
@@ -361,6 +374,10 @@ def attention_weights(
 ) -> Tensor:
     """Weights of attention, [*, E, H] in the order of ``graph.edge_index``, for study.
 
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
+
     With `sigma` they are the weights of :func:`rbf_attention`, with `score` those of
     :func:`score_attention`, otherwise those of :func:`dot_product_attention`. The other arguments
     are those of these operations. Edges that are not selected have weight 0. There is no dropout:
@@ -389,7 +406,7 @@ def attention_weights(
     if softcap is not None and sigma is not None:
         raise ValueError(f"softcap is of dot products, got softcap = {softcap} with sigma")
     sink_logits = check_sink(sink, heads, query)
-    graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True)
+    graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True, source=key)
     sizes = graph.num_targets, graph.num_sources
     valid_pair = check_valid(valid, query.shape[:-3], query.device, *sizes)
     dtype = compute_dtype(query.dtype)

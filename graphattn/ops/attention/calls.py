@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from graphattn.ops.inputs import (
     Valid,
     ValidPair,
     check_graph,
-    check_tensors,
     check_valid,
     compute_dtype,
 )
@@ -84,7 +83,7 @@ def checked_call(
     check_backend(backend)
     dropout = as_share("dropout", dropout)
     N, M, batch = query.shape[-3], key.shape[-3], query.shape[:-3]
-    graph = check_graph(graph, query, N, M, per_edge=edge_bias is not None)
+    graph = check_graph(graph, query, N, M, per_edge=edge_bias is not None, source=key)
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
     dtype = compute_dtype(query.dtype)
     bias = check_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device, batch)
@@ -103,22 +102,6 @@ def checked_call(
         seed=None,
         rounded=rounded,
     )
-
-
-def check_qkv(query: Any, key: Any, value: Any) -> int:
-    """Check that query, key and value fit each other, and return the number of query heads."""
-    check_tensors(query=query, key=key, value=value)
-    heads, features = query.shape[-2:]
-    if key.shape[-1] != features:
-        raise ValueError(f"key must have {features} features like query, got {key.shape[-1]}")
-    if value.shape[-3:-1] != key.shape[-3:-1]:
-        raise ValueError(
-            f"value must have the tokens and heads of key ({list(key.shape[-3:-1])}), "
-            f"got {list(value.shape[-3:-1])}"
-        )
-    if key.shape[-2] == 0 or heads % key.shape[-2]:
-        raise ValueError(f"key heads must divide query heads ({heads}), got {key.shape[-2]}")
-    return cast(int, heads)
 
 
 def check_sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | None:

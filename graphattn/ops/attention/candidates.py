@@ -10,11 +10,11 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.calls import check_qkv
-from graphattn.ops.attention.logits.score import Score, score_of
+from graphattn.ops.attention.logits.score import Score, edge_logits, score_of
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
+    check_qkv,
     check_valid,
     compute_dtype,
     flat_masks,
@@ -38,6 +38,10 @@ def top_k_candidates(
     valid: Valid = None,
 ) -> Candidates:
     """Find the k best sources of every target and head among the edges of one part.
+
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
 
     Use it for attention with `top_k` over sources in several places, such as chunks of a cache or
     shards of a sequence. Every part is a graph over all targets and its own sources. There are
@@ -95,7 +99,7 @@ def candidates_by_score(
     """Implement :func:`top_k_candidates` for any score; sources are numbered from 0."""
     heads, k = query.shape[-2], as_int("k", k, 1)
     N, M = query.shape[-3], key.shape[-3]
-    graph = check_graph(graph, query, N, M)
+    graph = check_graph(graph, query, N, M, source=key)
     batch = query.shape[:-3]
     masks = flat_masks(check_valid(valid, batch, query.device, N, M), batch)
     score = given.ready(heads, query)
@@ -157,17 +161,17 @@ def _best_of_rows(
     with torch.no_grad():
         shown = key.index_select(1, sources.flatten()).unflatten(1, sources.shape)
         shown = repeat_heads(shown.masked_fill(~present[..., None, None], 0), H)
-        logits = score.edges(query[:, :, None], shown).transpose(2, 3)
+        logits = edge_logits(score, query[:, :, None], shown).transpose(2, 3)
         logits = logits.masked_fill(~present[:, :, None], -torch.inf)  # [B, n, H, w]
         best = logits.sort(dim=-1, descending=True, stable=True)
         logits, places = best.values[..., :k], best.indices[..., :k]
         index = sources.expand(B, n, -1)[:, :, None].expand(B, n, H, -1).gather(-1, places)
         index = index.masked_fill(logits == -torch.inf, -1)
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or score.strength.requires_grad
-    ):
+    strength = score.strength  # None if the score is somebody's own: its parameters are not known
+    is_learned = strength is None or strength.requires_grad
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or is_learned):
         chosen = _gathered(key, index)
-        logits = score.edges(query[:, :, None], chosen.transpose(2, 3)).transpose(2, 3)
+        logits = edge_logits(score, query[:, :, None], chosen.transpose(2, 3)).transpose(2, 3)
         logits = logits.masked_fill(index < 0, -torch.inf)
     if (missing := k - index.shape[-1]) > 0:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.backends import BACKENDS, gradients_of_part
-from graphattn.ops.attention.calls import check_qkv, checked_call
+from graphattn.ops.attention.calls import checked_call
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.backends import choose
+from graphattn.ops.inputs import check_qkv
 
 Pairs = list[tuple[Tensor, Tensor]]
 

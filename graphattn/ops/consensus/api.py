@@ -59,6 +59,9 @@ def consensus_update(
 ) -> Tensor:
     r"""One consensus step: every token moves towards the tokens it shares an edge with.
 
+    Tensors are [*, tokens, heads, features]; [*, heads, tokens, features] becomes that by
+    ``x.transpose(1, 2)``. With as many heads as tokens, a wrong layout raises no error.
+
     .. math::
         u_i' = u_i - \eta \, g_i, \qquad
         R_{ij} = \alpha_{ij} I + \beta_{ij} \Lambda_{ij}^\top \Lambda_{ij}
@@ -185,7 +188,12 @@ def consensus_edge_matrices(
     check_tensors(target_hidden=target_hidden, source_hidden=source_hidden)
     network = check_network(edge_network, target_hidden, target_hidden.shape, source_hidden.shape)
     graph = check_graph(
-        graph, target_hidden, target_hidden.shape[-3], source_hidden.shape[-3], per_edge=True
+        graph,
+        target_hidden,
+        target_hidden.shape[-3],
+        source_hidden.shape[-3],
+        per_edge=True,
+        source=source_hidden,
     )
     edge_hidden = check_edge_hidden(edge_hidden, target_hidden, target_hidden.shape, graph)
     dtype = compute_dtype(target_hidden.dtype)

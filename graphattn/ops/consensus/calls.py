@@ -143,7 +143,7 @@ def check_arguments(
             f"edge_network must have {state.shape[-2]} heads and {state.shape[-1]} features like "
             f"state, got shear {list(network.shear.shape)} (heads, rank, features, hidden)"
         )
-    graph = check_graph(graph, state, N, M, per_edge=edge_hidden is not None)
+    graph = check_graph(graph, state, N, M, per_edge=edge_hidden is not None, source=neighbor_state)
     pair = check_valid(valid, state.shape[:-3], state.device, N, M)
     return (
         graph,

@@ -17,6 +17,7 @@ from graphattn.ops.inputs import (
     Valid,
     ValidPair,
     check_graph,
+    check_qkv,
     check_tensors,
     check_valid,
     clear_invalid,
@@ -55,6 +56,10 @@ def linear_attention(
     backend: str = "auto",
 ) -> Tensor:
     r"""Attention whose weights are products of features, in time linear in the tokens.
+
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
 
     .. math::
         y_i = \frac{\sum_{j \in N(i)} (\tilde q_i \cdot \tilde k_j) \, v_j}
@@ -121,7 +126,7 @@ def linear_attention_sums(
     check_backend(backend)
     _check(query, key, value, rotated)
     N, M = query.shape[-3], key.shape[-3]
-    graph = check_graph(graph, query, N, M)
+    graph = check_graph(graph, query, N, M, source=key)
     pair = check_valid(valid, query.shape[:-3], query.device, N, M)
     chosen = choose(BACKENDS, None, backend)
     with full_precision(query.device):
@@ -141,6 +146,10 @@ def linear_attention_weights(
 ) -> Tensor:
     """The weights of :func:`linear_attention`, [*, E, H] in the order of ``graph.edge_index``.
 
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
+
     The arguments are those of the operation. Without `eps` the weights of a target sum to 1; with
     `rotated` to something else, and some may be negative (RoFormer, Eq. 19).
 
@@ -154,7 +163,7 @@ def linear_attention_weights(
     _check(query, key, key, rotated)
     eps = as_float("eps", eps, positive=False)
     N, M = query.shape[-3], key.shape[-3]
-    graph = check_graph(graph, query, N, M, per_edge=True)
+    graph = check_graph(graph, query, N, M, per_edge=True, source=key)
     pair = check_valid(valid, query.shape[:-3], query.device, N, M)
     with full_precision(query.device):
         tensors = _readable(query, key, key, rotated, pair)
@@ -217,19 +226,7 @@ def _check(
     query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None
 ) -> None:
     """Check that the features and values of a call fit each other."""
-    check_tensors(query=query, key=key, value=value)
-    H, Hk = query.shape[-2], key.shape[-2]
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"key must have the features of query ({query.shape[-1]}), got {key.shape[-1]}"
-        )
-    if key.shape[-3:-1] != value.shape[-3:-1]:
-        raise ValueError(
-            f"value must have the tokens and heads of key, {list(key.shape[-3:-1])}, "
-            f"got {list(value.shape[-3:-1])}"
-        )
-    if Hk == 0 or H % Hk:
-        raise ValueError(f"key must have a number of heads that divides query's {H}, got {Hk}")
+    check_qkv(query, key, value)
     if rotated is None:
         return
     if not isinstance(rotated, tuple | list) or len(rotated) != 2:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float
+from graphattn.near_names import did_you_mean
 
 
 class Noise(abc.ABC):
@@ -150,7 +151,10 @@ def as_noise(noise: Any, options: Mapping[str, Any] | None = None) -> Noise:
         return noise
     if not isinstance(noise, str) or noise not in SCHEDULES:
         names = ", ".join(repr(name) for name in SCHEDULES)
-        raise ValueError(f"noise must be one of {names}, or an instance of Noise, got {noise!r}")
+        raise ValueError(
+            f"noise must be one of {names}, or an instance of Noise, got {noise!r}"
+            + did_you_mean(noise, SCHEDULES)
+        )
     try:
         return SCHEDULES[noise](**(options or {}))
     except TypeError:

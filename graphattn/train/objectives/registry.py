@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from typing import Any
 
+from graphattn.graphs.arguments import as_choice
+from graphattn.near_names import did_you_mean
 from graphattn.train.objectives.objective import Objective
 
 _OBJECTIVES = {  # name: module and class in graphattn.train
@@ -36,20 +37,16 @@ def objective(name: str, **options: Any) -> Objective:
         >>> ga.train.objective("masked", mask_token=21, mask_rate=0.3)
         Traceback (most recent call last):
             ...
-        ValueError: objective 'masked' has no option 'mask_rate'; did you mean mask_ratio?
+        ValueError: objective 'masked' has no option 'mask_rate': did you mean 'mask_ratio'?
     """
-    if name not in _OBJECTIVES:
-        raise ValueError(
-            f"objective must be one of {', '.join(map(repr, _OBJECTIVES))}, got {name!r}"
-        )
+    as_choice("objective", name, tuple(_OBJECTIVES))
     module, kind = _OBJECTIVES[name]
     made: Any = getattr(importlib.import_module(f"graphattn.train.{module}"), kind)
     known = inspect.signature(made).parameters
     for option in options:
         if option not in known:
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-            raise ValueError(f"objective {name!r} has no option {option!r}; {hint}")
+            hint = did_you_mean(option, known) or f": it has {', '.join(known)}"
+            raise ValueError(f"objective {name!r} has no option {option!r}{hint}")
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in options:
             raise ValueError(f"objective {name!r} needs the option {option!r}")

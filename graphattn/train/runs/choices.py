@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import graphattn.models
+from graphattn.graphs.arguments import as_choice
 from graphattn.models.mixers import options_taken
 from graphattn.models.presets import preset as arguments_of
+from graphattn.near_names import did_you_mean
 from graphattn.nn.files import pretrained
 from graphattn.train.batches.calling import unwrapped
 from graphattn.train.runs.config import RunConfig
@@ -42,11 +44,7 @@ _WITH_MASK = ("masked", "diffusion")
 def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
     """Choose the model and the objective, and raise an error for pairs that cannot work."""
     names = ("masked", "diffusion", "causal", "classification", "regression")
-    if config.objective not in ("auto", *names):
-        raise ValueError(
-            f"objective must be one of {', '.join(map(repr, ('auto', *names)))}, got "
-            f"{config.objective!r}"
-        )
+    as_choice("objective", config.objective, ("auto", *names))
     kind = corpus.kind
     if config.model == "auto":
         config = config.replace(model=_model_for(config.objective, kind))
@@ -56,6 +54,7 @@ def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
         raise ValueError(
             "model must be 'auto', a preset (`graphattn models` lists them) or the folder of a "
             f"saved model, got {config.model!r}"
+            + did_you_mean(config.model, graphattn.models.presets())
         )
     name, noise = _class_of(config)
     if kind not in _KINDS[name]:
@@ -100,7 +99,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
         if name not in known:
             raise ValueError(
                 f"model_options must contain arguments of {made.model} ({', '.join(known)}), got "
-                f"{name!r}"
+                f"{name!r}{did_you_mean(name, known)}"
             )
     arguments = {**arguments_of(config.model, made.model, config.mixer), **given}
     if corpus.kind == "images":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import operator
@@ -13,6 +12,8 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from graphattn.near_names import did_you_mean, explained, other_names
 
 
 @dataclass
@@ -126,7 +127,7 @@ class RunConfig:
     out: str = ""
 
     def __post_init__(self) -> None:
-        from graphattn.graphs.arguments import as_float, as_int  # imports torch
+        from graphattn.graphs.arguments import as_choice, as_float, as_int  # imports torch
 
         for own in dataclasses.fields(self):
             setattr(self, own.name, _plain(own.name, getattr(self, own.name)))
@@ -139,9 +140,8 @@ class RunConfig:
         hints = typing.get_type_hints(type(self))
         for name, hint in hints.items():
             value = getattr(self, name)
-            if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
-                allowed = ", ".join(repr(own) for own in typing.get_args(hint))
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+            if typing.get_origin(hint) is Literal:
+                as_choice(name, value, typing.get_args(hint))
             plain = typing.get_origin(hint) or hint
             if plain in (str, bool, dict) and not isinstance(value, plain):
                 raise ValueError(f"{name} must be a {plain.__name__}, got {value!r}")
@@ -358,11 +358,31 @@ def _yaml() -> Any:
     return yaml
 
 
+# What other libraries call these options.
+ALSO_CALLED = {
+    "batch_tokens": "batch_size max_tokens",
+    "clip_norm": "max_grad_norm grad_clip gradient_clip_val",
+    "accumulate": "gradient_accumulation_steps",
+    "evaluate_every": "eval_steps eval_every eval_interval",
+    "length": "seq_len max_length block_size context_length",
+    "log_every": "logging_steps log_interval",
+    "log_to": "report_to",
+    "lr": "learning_rate",
+    "out": "output output_dir out_dir",
+    "save_every": "save_steps",
+    "schedule": "lr_scheduler_type scheduler",
+    "steps": "max_steps num_steps iterations",
+    "warmup_steps": "warmup",
+    "workers": "num_workers dataloader_num_workers",
+}
+RunConfig.__init__ = explained(RunConfig.__init__, ALSO_CALLED)  # type: ignore[method-assign]
+
+
 def _check_keys(found: dict[Any, Any], where: str) -> None:
     """Raise a ValueError for an unknown name, with a suggestion."""
     known = [own.name for own in dataclasses.fields(RunConfig)]
     for key in found:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known names are {', '.join(known)}"
-            raise ValueError(f"{where}: unknown name {key!r}; {hint}")
+            near = did_you_mean(key, known, other_names(ALSO_CALLED, known))
+            hint = near or f": known names are {', '.join(known)}"
+            raise ValueError(f"{where}: unknown name {key!r}{hint}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.mixers import HALVES, KINDS, NAMES
+from graphattn.near_names import did_you_mean
 from graphattn.train.runs.config import RunConfig
 
 DIGITS = 4  # digits of the values of a range, so that names of trials are short
@@ -58,6 +59,7 @@ def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]
         if not any(option in _options_of(name) for name in found):
             raise ValueError(
                 f"mixer_options must contain options of {', '.join(found)}, got {option!r}"
+                + did_you_mean(option, [own for name in found for own in _options_of(name)])
             )
     return list(dict.fromkeys(found))
 

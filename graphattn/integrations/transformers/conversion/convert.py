@@ -39,6 +39,7 @@ from graphattn.integrations.transformers.options import (
     add_step,
     chosen_layers,
 )
+from graphattn.near_names import did_you_mean
 
 MIXERS: dict[str, type[Replacement]] = {
     mixer.mixer: mixer for mixer in (ReplacedByGaussianKernel, ValueLess, Consensus, Krause)
@@ -147,7 +148,8 @@ def replace(model: nn.Module, mixer: str, layers: Any, options: dict[str, Any]) 
     """Replace the chosen modules, all or none, without changing the config."""
     if mixer not in MIXERS:
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (for mixers that "
+            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r}"
+            f"{did_you_mean(mixer, MIXERS)} (for mixers that "
             "keep all projections, such as 'dot' and 'rbf', use configure())"
         )
     check_options(mixer, options)
@@ -177,7 +179,7 @@ def check_options(mixer: str, options: dict[str, Any]) -> None:
         if name not in known:
             raise ValueError(
                 f"{name} must be one of the options of mixer={mixer!r}, {known}, got "
-                f"{name}={value!r}"
+                f"{name}={value!r}{did_you_mean(name, [*known, 'layers'])}"
             )
     if options.get("window") is not None:
         as_int("window", options["window"], 1)

@@ -21,6 +21,7 @@ from graphattn.ops.counting import is_watched
 from graphattn.ops.inputs import compute_dtype
 
 Kernel = Literal["dot", "rbf"]  # the scores that compiled code knows
+Method = Literal["edges", "pairs"]
 WIDE = (torch.float32, torch.float64)  # the dtypes in which operations compute
 ScoreType = TypeVar("ScoreType", bound="Score")
 
@@ -79,7 +80,7 @@ class Score:
         The default calls :meth:`edges`, which needs memory for n * m * D numbers.
         """
         query, key = query.transpose(-3, -2), key.transpose(-3, -2)
-        logits = self.edges(query[..., :, None, :, :], key[..., None, :, :, :])
+        logits = logits_by(self, "edges", query[..., :, None, :, :], key[..., None, :, :, :])
         return logits.movedim(-1, -3)
 
     def ready(self, heads: int, query: Tensor) -> Self:
@@ -216,6 +217,11 @@ def bandwidth(log_sigma: Tensor) -> Tensor:
 
 def as_score(score: Any) -> Score:
     """A score; a ValueError for anything else."""
+    if isinstance(score, type) and issubclass(score, Score):
+        raise ValueError(
+            f"score must be an instance, got the class {score.__name__}: make one by "
+            f"{score.__name__}(...)"
+        )
     if not isinstance(score, Score):
         raise ValueError(
             "score must be a graphattn.Score, such as DotProduct() or GaussianKernel(sigma), got "
@@ -231,33 +237,51 @@ def as_score(score: Any) -> Score:
 
 def edge_logits(score: Score, query: Tensor, key: Tensor) -> Tensor:
     """The logits [*, E, H] of queries and keys [*, E, H, D]; checked if the score is your own."""
-    found = score.edges(query, key)
     if score.kernel is not None:
-        return found
-    return _checked(found, score, "edges", query.shape[:-1], query.dtype)
+        return score.edges(query, key)
+    return logits_by(score, "edges", query, key)
 
 
 def pair_logits_of(score: Score, query: Tensor, key: Tensor) -> Tensor:
     """The logits [*, H, n, m] of queries [*, H, n, D] and keys [*, H, m, D], checked."""
-    found = score.pairs(query, key)
-    shape = (*query.shape[:-1], key.shape[-2])
-    return _checked(found, score, "pairs", shape, query.dtype)
+    return logits_by(score, "pairs", query, key)
 
 
-def _checked(
-    found: Any, score: Score, method: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    if not isinstance(found, Tensor) or found.shape != shape or not found.is_floating_point():
-        got = (
-            f"{found.dtype} of shape {list(found.shape)}"
-            if isinstance(found, Tensor)
-            else type(found).__name__
-        )
-        raise ValueError(
-            f"{type(score).__name__}.{method}() must give floating-point logits of shape "
-            f"{list(shape)}, got {got}"
-        )
-    return found.to(dtype)
+def logits_by(score: Score, method: Method, query: Tensor, key: Tensor) -> Tensor:
+    """The logits by a method of a score, in the dtype of `query`.
+
+    Raises:
+        ValueError: if they have another shape or dtype than they must, or the method itself raises
+            an error, which then is the cause.
+    """
+    shape: tuple[int, ...] = query.shape[:-1]
+    if method == "pairs":
+        shape = (*shape, key.shape[-2])
+    elif query.shape != key.shape:
+        shape = torch.broadcast_shapes(shape, key.shape[:-1])
+    try:
+        found = getattr(score, method)(query, key)
+    except (NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except (IndexError, RuntimeError, TypeError) as error:
+        got = f"but it raised the {type(error).__name__}: {error}"
+        raise _wrong_logits(score, method, query, key, shape, got) from error
+    if not isinstance(found, Tensor):
+        raise _wrong_logits(score, method, query, key, shape, f"got {type(found).__name__}")
+    if found.shape != shape or not found.is_floating_point():
+        got = f"got {found.dtype} of shape {list(found.shape)}"
+        raise _wrong_logits(score, method, query, key, shape, got)
+    return found.to(query.dtype)
+
+
+def _wrong_logits(
+    score: Score, method: str, query: Tensor, key: Tensor, shape: tuple[int, ...], got: str
+) -> ValueError:
+    return ValueError(
+        f"{type(score).__name__}.{method}() must give floating-point logits of shape "
+        f"{list(shape)} for query {list(query.shape)} and key {list(key.shape)}, {got}. "
+        "graphattn.check_score(score, heads, head_dim) checks a score alone"
+    )
 
 
 def score_of(sigma: Any, scale: Any) -> DotProduct | GaussianKernel:

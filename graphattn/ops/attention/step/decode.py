@@ -15,7 +15,7 @@ from graphattn.ops.attention.logits.score import Kernel, score_of
 from graphattn.ops.attention.native import steps as native_steps
 from graphattn.ops.attention.step.cached import attend_cached
 from graphattn.ops.attention.step.masked_rows import attend_masked
-from graphattn.ops.inputs import check_tensors, compute_dtype, full_precision
+from graphattn.ops.inputs import check_qkv, compute_dtype, full_precision
 
 
 class DecodeKind(NamedTuple):
@@ -72,6 +72,10 @@ def decode_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attend from the newest few tokens of every text to a cache of all its tokens.
+
+    Tensors are [*, tokens, heads, features]. Those of ``scaled_dot_product_attention`` of torch are
+    [*, heads, tokens, features]: pass ``x.transpose(1, 2)`` of each. With as many heads as tokens,
+    a wrong layout raises no error, and the result is wrong.
 
     Text b has ``lengths[b]`` tokens, and the queries are its last T. Keys and values of all its
     tokens are at the start of row b of the caches; write the newest ones there before the call.
@@ -130,7 +134,7 @@ def decode_attention(
         >>> torch.allclose(y, z, atol=1e-6)
         True
     """
-    _check_tensors(query, key_cache, value_cache)
+    check_qkv(query, key_cache, value_cache, ("query", "key_cache", "value_cache"))
     kind = _kind(query, key_cache.shape[-2], sigma, scale, top_k)
     window = None if window is None else as_int("window", window, 1)
     sink = check_sink(sink, query.shape[-2], query)
@@ -291,24 +295,6 @@ def _beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     bad = ~out.isfinite()
     share = share.masked_fill(bad.any(-1, keepdim=True), torch.nan)
     return torch.where(bad, torch.nan, out.masked_fill(bad, 0) * share)
-
-
-def _check_tensors(query: Any, key: Any, value: Any) -> None:
-    check_tensors(query=query, key_cache=key, value_cache=value)
-    H, D = query.shape[-2:]
-    M, Hk = key.shape[-3:-1]
-    if key.shape[-1] != D:
-        raise ValueError(f"key_cache must have {D} features like query, got {key.shape[-1]}")
-    if value.shape[-3:-1] != key.shape[-3:-1]:
-        raise ValueError(
-            f"value_cache must have the tokens and heads of key_cache ({[M, Hk]}), "
-            f"got {list(value.shape[-3:-1])}"
-        )
-    if Hk == 0 or H % Hk:
-        raise ValueError(
-            f"key_cache heads must divide query heads ({H}), got {Hk}: query is [*, T, H, D] and "
-            "key_cache [*, M, Hk, D]; [*, H, T, D] becomes that by transpose(-3, -2)"
-        )
 
 
 def _kind(
