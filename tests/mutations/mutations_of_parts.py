@@ -58,14 +58,14 @@ MUTATIONS = [
     ),
     Mutation(
         "an error of a function itself is taken for a wrong name",
-        "graphattn/graphs/arguments.py",
+        "graphattn/near_names.py",
         "            if not unknown:\n                raise\n",
         "",
         (f"{ARGUMENTS}::test_other_errors_stay_as_python_has_them",),
     ),
     Mutation(
         "a public function is another one than where it is defined",
-        "graphattn/graphs/arguments.py",
+        "graphattn/near_names.py",
         "namespace[name] = vars(sys.modules[wrapped.__module__])[name] = wrapped",
         "namespace[name] = wrapped",
         (f"{ARGUMENTS}::test_a_function_looks_as_it_was_written[causal_graph]",),
