@@ -87,7 +87,9 @@ def one_signature_per_function(app) -> None:
     """Forget overloads: they repeat a whole signature for each value of a flag."""
     for name in graphattn.__all__:
         getattr(graphattn, name)  # loads what loads on first use
-    for name in [name for name in sys.modules if name.startswith("graphattn.")]:
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("graphattn.") or not hasattr(module, "overload"):
+            continue
         analyzer = ModuleAnalyzer.for_module(name)
         analyzer.analyze()
         analyzer.overloads.clear()
