@@ -68,13 +68,18 @@ def search(index: dict[str, Any], query: str) -> list[Result]:
         if wanted in entry and len(wanted) >= len(entry) / 2:
             score = round(100 * len(wanted) / len(entry))
             for page, anchor, is_main in places:
-                found = Result(index["docnames"][page], index["titles"][page], anchor, score)
-                (main if is_main else others).append(found)
+                result = Result(index["docnames"][page], index["titles"][page], anchor, score)
+                (main if is_main else others).append(result)
 
     def order(result: Result) -> tuple[int, str]:
         return -result.score, result.title.lower()
 
-    return sorted(main, key=order) + sorted(others, key=order)
+    # Of equals, the last one is shown first; what looks the same is shown once.
+    found = sorted(main[::-1], key=order) + sorted(others[::-1], key=order)
+    shown: dict[tuple[str, str, str], Result] = {}
+    for result in found:
+        shown.setdefault(result[:3], result)
+    return list(shown.values())
 
 
 def titles(index: dict[str, Any], wanted: str) -> Iterator[Result]:
@@ -169,5 +174,5 @@ def test_the_scorer_prefers_titles_to_text_and_whole_words_to_parts() -> None:
         "objects": {}, "objnames": {},
         "indexentries": {"stencil": [[2, "", True]], "stencils": [[1, "", False]]},
     }  # fmt: skip
-    assert [(r.page, r.score) for r in search(small, "masks")] == [("a", 16), ("a", 15), ("b", 5)]
+    assert [(r.page, r.score) for r in search(small, "masks")] == [("a", 16), ("b", 5)]
     assert [r.page for r in search(small, "stencil")] == ["c", "b"]  # entries with "!" come first
