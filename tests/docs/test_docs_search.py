@@ -71,13 +71,11 @@ def search(index: dict[str, Any], query: str) -> list[Result]:
                 result = Result(index["docnames"][page], index["titles"][page], anchor, score)
                 (main if is_main else others).append(result)
 
-    def order(result: Result) -> tuple[int, str]:
-        return -result.score, result.title.lower()
-
-    # Of equals, the last one is shown first; what looks the same is shown once.
-    found = sorted(main[::-1], key=order) + sorted(others[::-1], key=order)
+    for results in (main, others):  # the best first; of equals, the one that was found last
+        results.reverse()
+        results.sort(key=lambda result: (-result.score, result.title.lower()))
     shown: dict[tuple[str, str, str], Result] = {}
-    for result in found:
+    for result in main + others:  # what looks the same is shown once
         shown.setdefault(result[:3], result)
     return list(shown.values())
 
