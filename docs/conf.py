@@ -11,14 +11,8 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # figures.py, gallery.py and what follows
+sys.path.insert(0, str(HERE))  # figures.py, gallery.py and others, which draw_and_list imports
 
-import families  # noqa: E402
-import figures  # noqa: E402
-import gallery  # noqa: E402
-import pretrained  # noqa: E402
-import records  # noqa: E402
-import support  # noqa: E402
 from docutils import nodes  # noqa: E402
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
@@ -32,6 +26,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx-mathjax-offline",  # the pages need no network
+    "sphinx_copybutton",
     "myst_parser",
 ]
 exclude_patterns = ["_build", "_figures"]
@@ -44,6 +39,13 @@ html_static_path = ["_static"]
 html_css_files = ["graphattn.css"]
 html_copy_source = False
 html_show_copyright = False
+
+# A copied example has neither prompts nor output.
+copybutton_prompt_text = r">>> |\.\.\. |\.\.\.$"
+copybutton_prompt_is_regexp = True
+
+# For maintainers: these pages are in the last part of the contents, and no search finds them.
+MAINTAINERS = "log", "changelog", "benchmarks/records", "benchmarks/kernels", "benchmarks/emulated"
 
 # Docstrings write arguments and short code in single backticks.
 default_role = "code"
@@ -85,27 +87,41 @@ def one_signature_per_function(app) -> None:
     """Forget overloads: they repeat a whole signature for each value of a flag."""
     for name in graphattn.__all__:
         getattr(graphattn, name)  # loads what loads on first use
-    for name in [name for name in sys.modules if name.startswith("graphattn.")]:
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("graphattn.") or not hasattr(module, "overload"):
+            continue
         analyzer = ModuleAnalyzer.for_module(name)
         analyzer.analyze()
         analyzer.overloads.clear()
 
 
+def leave_out_of_search(app, env) -> None:
+    """Mark pages for maintainers as Sphinx's `:nosearch:` does, which generated files lack."""
+    for page in MAINTAINERS:
+        env.metadata[page]["nosearch"] = "true"
+
+
 def draw_and_list(app) -> None:
-    """What no one should write by hand: figures, benchmark records and the support matrix."""
-    figures.draw_all(HERE / "_figures")
-    gallery.draw_all(HERE / "_figures")
-    (HERE / "_figures" / "benchmarks.md").write_text(records.markdown(), encoding="utf-8")
-    (HERE / "_figures" / "pretrained.md").write_text(pretrained.markdown(), encoding="utf-8")
-    draw_support()
+    """Draw the figures, and write the tables that no one should write by hand."""
+    import families
+    import figures
+    import gallery
+    import pretrained
+    import records
+    import support
 
-
-def draw_support() -> None:
-    """What runs where: by graph from `graphattn.backends`; dtypes, features and families of
-    Hugging Face models by trying them."""
-    text = support.by_graph() + "\n" + support.by_feature()
-    (HERE / "_figures" / "support.md").write_text(text, encoding="utf-8")
-    (HERE / "_figures" / "families.md").write_text(families.table(), encoding="utf-8")
+    folder = HERE / "_figures"
+    figures.draw_all(folder)
+    gallery.draw_all(folder)
+    tables = {
+        "benchmarks": records.markdown,
+        "pretrained": pretrained.markdown,
+        # What runs where: by graph from `graphattn.backends`; the rest by trying it.
+        "support": lambda: support.by_graph() + "\n" + support.by_feature(),
+        "families": families.table,
+    }
+    for name, table in tables.items():
+        (folder / f"{name}.md").write_text(table(), encoding="utf-8")
 
 
 def setup(app) -> None:
@@ -113,3 +129,4 @@ def setup(app) -> None:
     app.connect("builder-inited", draw_and_list)
     app.connect("autodoc-process-docstring", shapes_as_code, priority=400)  # before napoleon
     app.connect("doctree-read", end_of_code)
+    app.connect("env-updated", leave_out_of_search)

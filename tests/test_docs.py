@@ -166,6 +166,20 @@ def test_every_mechanism_has_a_page_that_leads_to_its_api(mechanism):
     assert f"graphattn.nn.{mechanism}" in page.read_text(encoding="utf-8")
 
 
+def test_every_command_is_on_the_page_of_the_command_line():
+    from graphattn.cli.app import app
+
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    commands = [
+        command.name or getattr(command.callback, "__name__", "")
+        for command in app.registered_commands
+    ]
+    assert len(commands) > 10
+    for command in commands:
+        assert f"\n| `{command}` | " in page
+        assert f"\ngraphattn {command}" in page
+
+
 def test_no_page_has_a_heading_twice():
     for page in DOCS.rglob("*.md"):
         if {"_build", "_figures"} & set(page.parts) or page.name in ("kernels.md", "log.md"):

@@ -77,9 +77,9 @@ def token_mean(losses: Tensor, mask: Tensor | None = None, group: Any = None) ->
 def same_loss_on_all_ranks(x: Tensor, ranks: int) -> Tensor:
     """Return rows that :meth:`ShardedGraph.gather` gave, for a loss that every rank computes.
 
-    A rank takes the gradient of its own rows from the loss that it computes itself, and the other
-    ranks compute the same loss. So the gradient is multiplied by the number of ranks; after ranks
-    have averaged the gradients of all parameters, before and after `x`, these are right.
+    All ranks compute the same loss, and each takes the gradient of its own rows only. So this
+    function multiplies that gradient by the number of ranks. When the ranks then average the
+    gradients of all parameters, the average is the gradient of the loss.
 
     Args:
         x: the gathered rows, of any shape.

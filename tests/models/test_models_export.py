@@ -1,4 +1,4 @@
-"""torch.export, as docs/models.md promises: models and what builds its graph inside, any length."""
+"""torch.export, as docs/export.md promises: models and what builds its graph inside, any length."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class VisionTransformer(BlockStack):
         - **images**: [*, channels, height, width], normalised as in training
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`). With
           their parts of one rank (:func:`graphattn.distributed.shard`), every rank gets the same
-          images and returns the same output; gradients are right after ranks have averaged them
+          images and returns the same output; average the gradients over the ranks
         - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
           [*, E, heads] over their graph, or one entry per block (a sequence of `depth`), None for
           a block without a bias (keyword)
