@@ -292,23 +292,25 @@ class Rows {
   // Gradients of the weights that values are averaged with, before dropout.
   void gradients_of_weights(const RowsGradients& wanted, int64_t b, int64_t i, int64_t next,
                             const T* weight, Row<T>& row) const {
-    const bool all = !call_.drop_rows && !(call_.top_k > 0 && call_.top_k < row.size);
+    const bool some = call_.top_k > 0 && call_.top_k < row.size;
     const T more = call_.drop_rows ? T(1 / (1 - call_.dropout)) : T(1);
     TokenLoop<T> loop = of_target(wanted.d_out, call_.value, call_.value_width, b, i, row);
     loop.silent = row.silent.data();
     for_blocks(row, next, loop, [&](int64_t first) {
-      T* found = row.d_weight.data() + first;
-      if (all) return loops_.products(loop, found);
+      if (!some) loops_.products(loop, row.d_weight.data() + first);
+      if (!some && !call_.drop_rows) return;
       for (int64_t h = 0; h < call_.heads; ++h) {
         if (row.silent[h]) continue;
-        products_of_kept(loop, h, weight + h * row.stride + first, more, found + h * row.stride);
+        const T* own = weight + h * row.stride + first;
+        T* found = row.d_weight.data() + h * row.stride + first;
+        if (some) products_of_kept(loop, h, own, found);
+        for (int64_t e = 0; e < loop.count; ++e) found[e] = own[e] < 0 ? T(0) : more * found[e];
       }
     });
   }
 
-  // The products of one head and the edges that have a weight, times a number; 0 of all others.
-  void products_of_kept(const TokenLoop<T>& all, int64_t h, const T* weight, T factor,
-                        T* found) const {
+  // The products of one head with the tokens that have a weight.
+  void products_of_kept(const TokenLoop<T>& all, int64_t h, const T* weight, T* found) const {
     int32_t kept[BLOCK];
     T product[BLOCK];
     TokenLoop<T> loop = all;
@@ -322,7 +324,9 @@ class Rows {
     }
     loops_.products(loop, product);
     const T* next = product;
-    for (int64_t e = 0; e < all.count; ++e) found[e] = weight[e] < 0 ? T(0) : factor * *next++;
+    for (int64_t e = 0; e < all.count; ++e) {
+      if (!(weight[e] < 0)) found[e] = *next++;
+    }
   }
 
   T capped(T logit) const {
