@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <stdexcept>
 #include <vector>
 
 #include "feature_sums.h"
@@ -625,6 +626,7 @@ GRAPHATTN_API int32_t graphattn_attention_rows(const graphattn::RowsCall* call,
                                                const graphattn::RowsGradients* wanted,
                                                int32_t is_double) {
   return graphattn::guarded([&] {
+    if (std::max(call->targets, call->sources) > graphattn::MOST_TOKENS) throw std::length_error("tokens");
     is_double ? graphattn::run<double>(*call, wanted) : graphattn::run<float>(*call, wanted);
   });
 }

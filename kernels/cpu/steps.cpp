@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 #include <vector>
 
 #include "band_tiles.h"
@@ -434,6 +435,7 @@ void run(const StepsCall& call) {
 GRAPHATTN_API int32_t graphattn_attention_steps(const graphattn::StepsCall* call,
                                                 int32_t is_double) {
   return graphattn::guarded([&] {
+    if (call->room > graphattn::MOST_TOKENS) throw std::length_error("tokens");
     is_double ? graphattn::run<double>(*call) : graphattn::run<float>(*call);
   });
 }
