@@ -164,10 +164,11 @@ class Rows {
       for (int64_t e = 0; e < upcoming; ++e) {
         prefetch(pairs + edges[after + e] * H * 2, H * 2 * static_cast<int64_t>(sizeof(T)));
       }
-      for (int64_t e = 0; e < count; ++e) {
-        const T* pair = pairs + edges[first + e] * H * 2;
-        for (int64_t h = 0; h < H; ++h) {
-          weight[h * BLOCK + e] = pair[2 * h], pull[h * BLOCK + e] = pair[2 * h + 1];
+      const T* pair[BLOCK];
+      for (int64_t e = 0; e < count; ++e) pair[e] = pairs + edges[first + e] * H * 2;
+      for (int64_t h = 0; h < H; ++h) {
+        for (int64_t e = 0; e < count; ++e) {
+          weight[h * BLOCK + e] = pair[e][2 * h], pull[h * BLOCK + e] = pair[e][2 * h + 1];
         }
       }
       for (TokenLoop<T>* loop : {&of_queries, &of_d_out}) {
