@@ -35,12 +35,13 @@ $(VENV)/.docs: $(VENV)/.installed
 	@$(EDITABLE) ".[bio,dev,docs,plots]"
 	@touch $@
 
-# The compiled CPU kernels lie in the tree, where a changed file rebuilds them and nothing else.
-# Without a C++ compiler this says so and succeeds; after installing one: `make clean`.
-NATIVE := build/native.built
+# The compiled CPU kernels lie in the tree, where a changed file rebuilds them and nothing else: for
+# the best instruction set of this machine, or with EVERY_SET=1 for all. GRAPHATTN_NATIVE=0 builds
+# none. Without a C++ compiler this says so and succeeds; after installing one: `make clean`.
+NATIVE := build/native$(if $(EVERY_SET),-every-set).built
 $(NATIVE): $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) setup.py $(VENV)/.demo
-	@env -u GRAPHATTN_NATIVE $(BIN)/python setup.py --quiet build_ext --inplace
-	@mkdir -p build && touch $@
+	@$(if $(filter 0,$(GRAPHATTN_NATIVE)),,env -u GRAPHATTN_NATIVE $(BIN)/python setup.py --quiet \
+		build_ext --inplace $(if $(EVERY_SET),--every-set) && mkdir -p build && touch $@)
 
 TESTED := $(VENV)/.installed $(NATIVE)
 

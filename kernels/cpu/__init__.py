@@ -13,7 +13,7 @@ Like the kernels above them they know tensors and index arrays only. Read them i
 Attention over lists of edges:
 
 - `rows.h`: what a call is given.
-- `tokens.h`: what a row does with the tokens of its edges.
+- `tokens.h`, `tokens.cpp`: the loops over the tokens of a row, compiled for every usual width.
 - `rows.cpp`: forward and backward, row by row.
 - `visits.cpp`: an order of rows in which those that share sources follow each other.
 - `edge_order.cpp`, `edge_order`: a list sorted by counting, and what is wrong with it.
@@ -57,6 +57,8 @@ Steps of generation:
 - `steps.cpp`: the newest tokens of texts attend to a cache, and join it.
 
 `setup.py` builds the same sources once per instruction set (`_native_base`, `_native_v3` for AVX2,
-`_native_v4` for AVX-512). Every `.cpp` and `.h` file of this folder belongs to the build. There is
-no Python and no torch in it, so one build serves every version of both.
+`_native_v4` for AVX-512). Only constants of inner loops are template arguments. Every other option
+is a value at run time, or a build would take minutes (`tests/native/test_native_size.py` counts).
+Every `.cpp` and `.h` file of this folder belongs to the build. There is no Python and no torch in
+it, so one build serves every version of both.
 """

@@ -28,7 +28,7 @@ constexpr uint8_t BAD_KEY = 1, BAD_VALUE = 2;
 constexpr double STEEP = -32;
 constexpr double FADED = 20;  // logits so far below the largest weigh less than rounding does
 
-template <class T, bool RBF>
+template <class T>
 class Bands {
  public:
   static constexpr T NONE = -std::numeric_limits<T>::infinity();
@@ -45,7 +45,7 @@ class Bands {
     if (call.table) pad_table();
   }
 
-  void forward(const Task& task, int64_t b, int64_t g, Packed<T>& own, BandRow<T, RBF>& exact) {
+  void forward(const Task& task, int64_t b, int64_t g, Packed<T>& own, BandRow<T>& exact) {
     pack_keys(task, b, g, own, nullptr);
     for (int64_t h = g * repeats_; h < (g + 1) * repeats_; ++h) {
       for (int64_t i = task.first; i < task.last; i += QUERIES) {
@@ -167,15 +167,16 @@ class Bands {
   }
 
   // Affinities of QUERIES targets and a tile of packed keys that begins with j, or a vector of it.
-  template <bool RADIAL>
-  void tile(bool whole, const T* query, const T* packed, const Task& task, int64_t j,
+  void tile(bool is_rbf, bool whole, const T* query, const T* packed, const Task& task, int64_t j,
             int64_t width, T* to, int64_t stride) const {
     const int64_t y = j - task.begin, lane = y % KEYS<T>;
     const T* keys = packed + (y - lane) * width + lane;
-    if (whole) {
-      affinities<T, RADIAL, KEY_VECTORS>(query, keys, width, to, stride);
+    if (is_rbf) {
+      whole ? affinities<T, true, KEY_VECTORS>(query, keys, width, to, stride)
+            : affinities<T, true, 1>(query, keys, width, to, stride);
     } else {
-      affinities<T, RADIAL, 1>(query, keys, width, to, stride);
+      whole ? affinities<T, false, KEY_VECTORS>(query, keys, width, to, stride)
+            : affinities<T, false, 1>(query, keys, width, to, stride);
     }
   }
 
@@ -202,7 +203,7 @@ class Bands {
 
   // Targets i .. i + QUERIES - 1 of one head.
   void forward_few(const Task& task, int64_t b, int64_t h, int64_t i, Packed<T>& own,
-                   BandRow<T, RBF>& exact) const {
+                   BandRow<T>& exact) const {
     constexpr int64_t K = KEYS<T>, L = Vec<T>::L;
     const Sequence& s = *task.sequence;
     bool special[QUERIES] = {};
@@ -229,7 +230,7 @@ class Bands {
     for (int64_t j = start; j < end;) {
       const bool whole = j % K == 0 && j + L < end;
       T* to = own.logits + (j - start);
-      tile<RBF>(whole, own.query, own.keys, task, j, call_.width, to, stride);
+      tile(call_.is_rbf, whole, own.query, own.keys, task, j, call_.width, to, stride);
       logits_of_tile(whole, how, task, i, j, own, to, to, stride);
       j += whole ? K : L;
     }
@@ -303,7 +304,7 @@ class Bands {
   }
 
   // Differences are of one sign, and so the logit bounds its terms; products need lengths.
-  bool needs_lengths() const { return sizeof(T) == sizeof(float) && !RBF && call_.top_k > 0; }
+  bool needs_lengths() const { return sizeof(T) == sizeof(float) && !call_.is_rbf && call_.top_k > 0; }
 
   T length_of(const T* x) const { return std::sqrt(dot<T, 0>(x, x, call_.width)); }
 
@@ -343,7 +344,7 @@ class Bands {
   // Whether edges that weigh something have RBF logits that rounding has changed. `table`: what was
   // added to the logits, or null.
   bool is_steep(const T* logits, int64_t count, const T* table) const {
-    if (!RBF || sizeof(T) != sizeof(float)) return false;
+    if (!call_.is_rbf || sizeof(T) != sizeof(float)) return false;
     vec<T> most = broadcast(NONE);
     for (int64_t e = 0; e < count; e += Vec<T>::L) most = maximum(most, load(logits + e));
     const T highest = largest(most);

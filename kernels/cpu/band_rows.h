@@ -51,7 +51,7 @@ GRAPHATTN_INLINE double affinity_in_double(const T* a, const T* b, int64_t width
   return RBF ? found / -2 : found;
 }
 
-template <class T, bool RBF>
+template <class T>
 class BandRow {
  public:
   explicit BandRow(const BandsCall& call)
@@ -105,8 +105,8 @@ class BandRow {
       T* d_value = at<T>(wanted.d_value, b, sources_[e], group_);
       for (int64_t d = 0; d < width; ++d) {
         const double q = query[d], k = key[d];
-        sums_[d] += pull * (RBF ? k - q : k);
-        d_key[d] += T(pull * (RBF ? q - k : q));
+        sums_[d] += pull * (call_.is_rbf ? k - q : k);
+        d_key[d] += T(pull * (call_.is_rbf ? q - k : q));
       }
       for (int64_t d = 0; d < value_width; ++d) d_value[d] += T(weight_[e] * double(d_out[d]));
     }
@@ -144,7 +144,8 @@ class BandRow {
     const T* query = read_head(call_.query, b, target_, h, call_.width, room(1));
     for (size_t e = 0; e < count; ++e) {
       const T* key = read_head(call_.key, b, sources_[e], group_, call_.width, room(0));
-      affinity_[e] = affinity_in_double<T, RBF>(query, key, call_.width);
+      affinity_[e] = call_.is_rbf ? affinity_in_double<T, true>(query, key, call_.width)
+                                  : affinity_in_double<T, false>(query, key, call_.width);
       weight_[e] = scale * affinity_[e];
       if (cap > 0) weight_[e] = cap * std::tanh(weight_[e] / cap);
       if (table) weight_[e] += double(table[(call_.origin + hops_[e]) * call_.heads + h]);

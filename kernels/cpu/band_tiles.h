@@ -15,8 +15,6 @@
 #include "feature_sums.h"
 #include "simd.h"
 
-#define GRAPHATTN_NOINLINE __attribute__((noinline))
-
 namespace graphattn {
 
 #if defined(__AVX512F__)
@@ -192,8 +190,8 @@ GRAPHATTN_INLINE void combine_piece(const T* weight, int64_t of_row, int64_t of_
 
 // The same for rows of `stride` features, whole vectors.
 template <class T, bool AROUND>
-GRAPHATTN_INLINE void combine(const T* weight, int64_t of_row, int64_t of_source, const T* x,
-                              int64_t stride, int64_t count, const T* own, T* to) {
+GRAPHATTN_NOINLINE void combine(const T* weight, int64_t of_row, int64_t of_source, const T* x,
+                                int64_t stride, int64_t count, const T* own, T* to) {
   constexpr int L = Vec<T>::L;
   int64_t d = 0;
   // Differences need the rows' own features in registers, too.

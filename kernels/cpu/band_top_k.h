@@ -41,8 +41,8 @@ struct Largest {
 // The k largest, of equal ones the first. The threshold is found by bisection of integers that are
 // ordered as the numbers are, most steps as if the numbers were spread evenly.
 template <class T>
-GRAPHATTN_INLINE Largest<T> find_largest(const T* logit, int64_t count, int64_t k,
-                                      Ordered<T>* order) {
+GRAPHATTN_NOINLINE Largest<T> find_largest(const T* logit, int64_t count, int64_t k,
+                                           Ordered<T>* order) {
   using O = Ordered<T>;
   using Unsigned = std::make_unsigned_t<O>;
   constexpr T NONE = -std::numeric_limits<T>::infinity();

@@ -33,10 +33,10 @@ namespace {
 
 constexpr int64_t MOST_ENTRIES = 1 << 22;  // of tables that tasks add to at a time: 32 MB
 
-template <class T, bool RBF>
-class BandsBackward : public Bands<T, RBF> {
+template <class T>
+class BandsBackward : public Bands<T> {
  public:
-  using Bands<T, RBF>::Bands;
+  using Bands<T>::Bands;
 
   // d_scale: [repeats] of this task; d_table: [repeats, window]; halo: of this task.
   void backward(const Task& task, int64_t b, int64_t g, const BandsGradients& wanted,
@@ -82,7 +82,7 @@ class BandsBackward : public Bands<T, RBF> {
   int64_t room() const { return call_.width + call_.value_width; }
 
  private:
-  using Base = Bands<T, RBF>;
+  using Base = Bands<T>;
   using Base::MOST;
   using Base::call_;
   using Base::kept_of;
@@ -93,6 +93,7 @@ class BandsBackward : public Bands<T, RBF> {
   using Base::padded_;
   using Base::plan_;
   using Base::repeats_;
+  using Base::tile;
   using Base::token_of;
   using Base::value_padded_;
 
@@ -199,9 +200,9 @@ class BandsBackward : public Bands<T, RBF> {
     const Logits<T> how = logits_of(h);
     T *affinity = back.affinity + place, *logit = back.logit + place;
     T *pull = back.pull + place, *weight = back.weight + place;
-    this->template tile<RBF>(whole, back.query + y * width, own.keys, task, j, width, affinity, BLOCK);
+    tile(call_.is_rbf, whole, back.query + y * width, own.keys, task, j, width, affinity, BLOCK);
     logits_of_tile(whole, how, task, i, j, own, affinity, logit, BLOCK);
-    this->template tile<false>(whole, back.d_out + y * value_width, back.value_columns, task, j, value_width, pull,
+    tile(false, whole, back.d_out + y * value_width, back.value_columns, task, j, value_width, pull,
                 BLOCK);
     const int vectors = whole ? KEY_VECTORS : 1;
     double d_scale = 0;
@@ -240,28 +241,30 @@ class BandsBackward : public Bands<T, RBF> {
 
   // d_query += pull keys, of a block of weights.
   void pull_queries(const Task& task, int64_t i, int64_t last, int64_t j, Backward<T>& back) const {
+    const auto add_pulls = call_.is_rbf ? combine<T, true> : combine<T, false>;
     const Sequence& s = *task.sequence;
     for (int64_t r = i; r < last; r += ROWS) {
       const int64_t from = std::max({j, task.low, r - s.before});
       const int64_t end = std::min({j + BLOCK, task.high, r + ROWS + s.after});
       if (from >= end) continue;
-      combine<T, RBF>(back.pull + (r - i) * BLOCK + (from - j), BLOCK, 1,
-                      back.key_rows + (from - task.begin) * padded_, padded_, end - from,
-                      back.query_rows + (r - i) * padded_, back.d_query + (r - i) * padded_);
+      add_pulls(back.pull + (r - i) * BLOCK + (from - j), BLOCK, 1,
+                back.key_rows + (from - task.begin) * padded_, padded_, end - from,
+                back.query_rows + (r - i) * padded_, back.d_query + (r - i) * padded_);
     }
   }
 
   // d_keys += pull' queries and d_values += weight' d_out, of a block of weights.
   void pull_keys(const Task& task, int64_t i, int64_t last, int64_t j, int64_t end,
                  Backward<T>& back) const {
+    const auto add_pulls = call_.is_rbf ? combine<T, true> : combine<T, false>;
     const Sequence& s = *task.sequence;
     for (int64_t k = j; k < end; k += ROWS) {
       const int64_t from = std::max(i, k - s.after);
       const int64_t count = std::min(last, k + ROWS + s.before) - from;
       if (count <= 0) continue;
       const int64_t place = (from - i) * BLOCK + (k - j), key = k - task.begin;
-      combine<T, RBF>(back.pull + place, 1, BLOCK, back.query_rows + (from - i) * padded_, padded_,
-                      count, back.key_rows + key * padded_, back.d_keys + key * padded_);
+      add_pulls(back.pull + place, 1, BLOCK, back.query_rows + (from - i) * padded_, padded_,
+                count, back.key_rows + key * padded_, back.d_keys + key * padded_);
       T* d_values = back.d_values + key * value_padded_;
       combine<T, false>(back.weight + place, 1, BLOCK,
                         back.d_out_rows + (from - i) * value_padded_, value_padded_, count,
@@ -299,10 +302,10 @@ int threads_for(const BandsCall& call, const Plan& plan, int64_t tasks) {
   return worker_count(tasks, threads_worth(operations, static_cast<int>(call.threads)));
 }
 
-template <class T, bool RBF>
+template <class T>
 void forward(const BandsCall& call) {
   const Plan plan(call, false);
-  Bands<T, RBF> bands(call, plan);
+  Bands<T> bands(call, plan);
   const int64_t rows = call.batch * call.targets * call.heads;
   huge(call.out.data, bytes_of<T>(call.out, rows * call.value_width));
   const int64_t groups = call.batch * call.kv_heads, tasks = groups * plan.tasks.size();
@@ -313,14 +316,14 @@ void forward(const BandsCall& call) {
   parallel_tasks(tasks, threads, [&](int64_t n, int worker) {
     Pieces<T> pieces{memory.data() + worker * size.used};
     Packed<T> own(pieces, call, plan);
-    BandRow<T, RBF> exact(call);
+    BandRow<T> exact(call);
     const Place place(n, plan.tasks.size(), call.kv_heads);
     bands.forward(plan.tasks[place.task], place.sample, place.head, own, exact);
   });
 }
 
 // Rows that were left out of the tiles, in order; what they add to is their key head's alone.
-template <class T, bool RBF>
+template <class T>
 void backward_of_rows(const BandsCall& call, const Plan& plan, const BandsGradients& wanted,
                       const uint8_t* special, int threads) {
   const int64_t repeats = call.heads / call.kv_heads;
@@ -329,7 +332,7 @@ void backward_of_rows(const BandsCall& call, const Plan& plan, const BandsGradie
   std::fill_n(sums.data(), call.batch * call.heads * (entries + 1), 0.0);
   parallel_tasks(call.batch * call.kv_heads, threads, [&](int64_t of, int) {
     const int64_t b = of / call.kv_heads, g = of % call.kv_heads;
-    BandRow<T, RBF> exact(call);
+    BandRow<T> exact(call);
     for (const Task& task : plan.tasks) {
       const Sequence& s = *task.sequence;
       for (int64_t i = task.first; i < task.last; ++i) {
@@ -372,10 +375,10 @@ void add_up(const BandsCall& call, const Plan& plan, const BandsGradients& wante
   }
 }
 
-template <class T, bool RBF>
+template <class T>
 void backward(const BandsCall& call, const BandsGradients& wanted) {
   const Plan plan(call, true);
-  BandsBackward<T, RBF> bands(call, plan);
+  BandsBackward<T> bands(call, plan);
   const int64_t H = call.heads, repeats = H / call.kv_heads;
   huge(wanted.d_query.data,
        bytes_of<T>(wanted.d_query, call.batch * call.targets * H * call.width));
@@ -423,16 +426,12 @@ void backward(const BandsCall& call, const BandsGradients& wanted) {
                       halos.data() + place.group * halo);
     });
   }
-  if (any_special) backward_of_rows<T, RBF>(call, plan, wanted, special.data(), threads);
+  if (any_special) backward_of_rows<T>(call, plan, wanted, special.data(), threads);
 }
 
 template <class T>
 void run(const BandsCall& call, const BandsGradients* wanted) {
-  if (wanted) {
-    call.is_rbf ? backward<T, true>(call, *wanted) : backward<T, false>(call, *wanted);
-  } else {
-    call.is_rbf ? forward<T, true>(call) : forward<T, false>(call);
-  }
+  wanted ? backward<T>(call, *wanted) : forward<T>(call);
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ GRAPHATTN_INLINE void transpose(vec<T> (&x)[R]) {
 
 // R tokens (null: zeros) into columns of [width][step]; R is L, or what `step` is.
 template <class T, int R>
-GRAPHATTN_INLINE void put_columns(const T* const* tokens, int64_t width, T* to, int64_t step) {
+GRAPHATTN_NOINLINE void put_columns(const T* const* tokens, int64_t width, T* to, int64_t step) {
   constexpr int64_t L = Vec<T>::L;
   for (int64_t d = 0; d < width; d += L) {
     const int64_t features = std::min(L, width - d);

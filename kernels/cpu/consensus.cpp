@@ -66,11 +66,7 @@ class Consensus {
         for (int64_t e = part * TASK; e < last; e += EDGES<T>) {
           const int64_t size = std::min(EDGES<T>, last - e);
           T* strength = call_.degree ? strengths.data() + e * H : nullptr;
-          if (size > Vec<T>::L) {
-            compute<2>(edges, e, size, group, pulls.data() + e * H * D, strength, own[worker]);
-          } else {
-            compute<1>(edges, e, size, group, pulls.data() + e * H * D, strength, own[worker]);
-          }
+          compute(edges, e, size, group, pulls.data() + e * H * D, strength, own[worker]);
         }
       });
       parallel_tasks(H, threads, [&](int64_t h, int) {
@@ -94,37 +90,31 @@ class Consensus {
   }
 
   // What a block of edges gives, for the heads of a group.
-  template <int V>
   void compute(const std::vector<Edge>& all, int64_t first, int64_t size, int64_t group, T* pulls,
                T* strengths, Memory<T>& own) const {
     const Edge* edges = all.data() + first;
     const int64_t xi = call_.hidden, D = call_.width, H = call_.heads;
     EdgeBlock<T>& block = own.block;
+    block.vectors = size > Vec<T>::L ? 2 : 1;
     own.of_hidden.read(call_.target_hidden, call_.source_hidden, group, call_.trunks * xi, edges,
                        size, own.ends);
-    if (call_.edge) {
-      EdgeFeatures<T>& more = own.features;
-      more.find(call_, edges, size, group);
-      by_feature<T, V>(own.ends, call_.trunks * xi, block.hidden.data(),
-                       [&](vec<T> a, vec<T> b, int64_t e, int64_t f)
-                           __attribute__((always_inline)) {
-        return gelu((a + b) + load(more.rows.data() + e * more.stride + f));
-      });
-    } else {
-      by_feature<T, V>(own.ends, call_.trunks * xi, block.hidden.data(),
-                       [](vec<T> a, vec<T> b, int64_t, int64_t)
-                           __attribute__((always_inline)) { return gelu(a + b); });
-    }
+    EdgeFeatures<T>& more = own.features;
+    if (call_.edge) more.find(call_, edges, size, group);
+    by_feature(own.ends, block.vectors, call_.trunks * xi, block.hidden.data(),
+               [&](vec<T> a, vec<T> b, int64_t e, int64_t f) __attribute__((always_inline)) {
+                 vec<T> x = a + b;
+                 if (call_.edge) x += load(more.rows.data() + e * more.stride + f);
+                 return gelu(x);
+               });
     for (int64_t h = group * feeds_; h < (group + 1) * feeds_; ++h) {
       const HeadNetwork<T> network(call_.network, h, xi, rows_);
-      block.template find_rows<V>(network, xi, call_.trunks, rows_);
+      block.find_rows(network, xi, call_.trunks, rows_);
       if (T* kept = kept_of<T>(call_, first / EDGES<T>, h)) block.keep(kept, rows_);
-      block.template find_squares<V>(call_.rank, D);
+      block.find_squares(call_.rank, D);
       own.of_states.read(call_.u, call_.v, h, D, edges, size, own.ends);
-      by_feature<T, V>(own.ends, D, block.difference.data(),
-                       [](vec<T> a, vec<T> b, int64_t, int64_t)
-                           __attribute__((always_inline)) { return a - b; });
-      block.template apply<V>(block.difference.data(), call_.rank, D, block.pull.data());
+      by_feature(own.ends, block.vectors, D, block.difference.data(),
+                 [](vec<T> a, vec<T> b, int64_t, int64_t) __attribute__((always_inline)) { return a - b; });
+      block.apply(block.difference.data(), call_.rank, D, block.pull.data());
       by_edge(block.pull.data(), D, size, [&](int64_t e, int64_t f, vec<T> x, int64_t count)
               __attribute__((always_inline)) {
         T* to = pulls + (e * H + h) * D + f;

@@ -82,9 +82,7 @@ class Backward {
           const int64_t e = block * EDGES<T>, size = std::min(EDGES<T>, count - e);
           T* pull = pulls.data() + for_states_ * e * H_ * D_;
           T* d_sum = d_sums.data() + for_hidden_ * e * call_.groups * features_;
-          size > Vec<T>::L
-              ? compute<2>(edges, e, size, group, pull, d_sum, total, own[worker])
-              : compute<1>(edges, e, size, group, pull, d_sum, total, own[worker]);
+          compute(edges, e, size, group, pull, d_sum, total, own[worker]);
         }
       });
       parallel_tasks(H_ + call_.groups + 1, threads, [&](int64_t task, int) {
@@ -149,18 +147,18 @@ class Backward {
   }
 
   // What a block of edges gives, for the heads of a group.
-  template <int V>
   void compute(const std::vector<Edge>& all, int64_t first, int64_t size, int64_t group, T* pulls,
                T* d_sums, T* total, Memory<T>& own) const {
     const Edge* edges = all.data() + first;
     constexpr int64_t L = Vec<T>::L;
     EdgeBlock<T>& block = own.block;
+    block.vectors = size > L ? 2 : 1;
     own.of_hidden.read(call_.target_hidden, call_.source_hidden, group, features_, edges, size,
                        own.ends);
     EdgeFeatures<T>& more = own.features;
     if (call_.edge) more.find(call_, edges, size, group);
-    by_feature<T, V>(
-        own.ends, features_, block.hidden.data(),
+    by_feature(
+        own.ends, own.block.vectors, features_, block.hidden.data(),
         [&](vec<T> a, vec<T> b, int64_t e, int64_t f) __attribute__((always_inline)) {
           vec<T> x = a + b;
           if (call_.edge) x += load(more.rows.data() + e * more.stride + f);
@@ -175,13 +173,13 @@ class Backward {
     for (int64_t h = group * feeds_; h < (group + 1) * feeds_; ++h) {
       const HeadNetwork<T> network(call_.network, h, xi_, rows_);
       if (const T* kept = kept_of<T>(call_, first / EDGES<T>, h)) {
-        block.template recall<V>(kept, rows_);
+        block.recall(kept, rows_);
       } else {
-        block.template find_rows<V>(network, xi_, call_.trunks, rows_);
+        block.find_rows(network, xi_, call_.trunks, rows_);
       }
-      block.template find_squares<V>(call_.rank, D_);
-      find_upstream<V>(edges, size, h, own);
-      block.template apply<V>(own.upstream.data(), call_.rank, D_, block.pull.data(),
+      block.find_squares(call_.rank, D_);
+      find_upstream(edges, size, h, own);
+      block.apply(own.upstream.data(), call_.rank, D_, block.pull.data(),
                               own.along_upstream.data());
       if (for_states_) {
         by_edge(block.pull.data(), D_, size, [&](int64_t e, int64_t f, vec<T> x, int64_t count)
@@ -191,11 +189,11 @@ class Backward {
         });
       }
       if (!for_hidden_ && !for_network_) continue;
-      find_differences<V>(edges, size, h, own);
-      find_logit_gradients<V>(edges, size, h, own);
-      find_row_gradients<V>(own);
+      find_differences(edges, size, h, own);
+      find_logit_gradients(edges, size, h, own);
+      find_row_gradients(own);
       if (for_network_) add_to_network(total + h * (2 + rows_) * (columns_ + 1), size, own);
-      if (for_hidden_) find_hidden_gradients<V>(network, h > group * feeds_, own);
+      if (for_hidden_) find_hidden_gradients(network, h > group * feeds_, own);
     }
     if (!for_hidden_) return;
     by_edge(own.d_hidden.data(), features_, size, [&](int64_t e, int64_t f, vec<T> x, int64_t count)
@@ -207,7 +205,6 @@ class Backward {
   }
 
   // The gradient of a pull: of the sum at the target, and less that at the source where that moves.
-  template <int V>
   void find_upstream(const Edge* edges, int64_t size, int64_t h, Memory<T>& own) const {
     const TokenView& d_sum = wanted_.d_gradient;
     for (int64_t e = 0; e < EDGES<T>; ++e) {
@@ -217,27 +214,23 @@ class Backward {
           call_.energy ? at<const T>(d_sum, edge.sample, edge.source, h) : own.ends.target[e];
     }
     if (call_.energy) {
-      by_feature<T, V>(own.ends, D_, own.upstream.data(),
-                       [](vec<T> a, vec<T> b, int64_t, int64_t)
-                           __attribute__((always_inline)) { return a - b; });
+      by_feature(own.ends, own.block.vectors, D_, own.upstream.data(),
+                 [](vec<T> a, vec<T> b, int64_t, int64_t) __attribute__((always_inline)) { return a - b; });
     } else {
-      by_feature<T, V>(own.ends, D_, own.upstream.data(),
-                       [](vec<T> a, vec<T>, int64_t, int64_t)
-                           __attribute__((always_inline)) { return a; });
+      by_feature(own.ends, own.block.vectors, D_, own.upstream.data(),
+                 [](vec<T> a, vec<T>, int64_t, int64_t) __attribute__((always_inline)) { return a; });
     }
   }
 
   // The differences that R acts on, and what rows of Lambda make of them.
-  template <int V>
   void find_differences(const Edge* edges, int64_t size, int64_t h, Memory<T>& own) const {
     constexpr int64_t L = Vec<T>::L;
     EdgeBlock<T>& block = own.block;
     own.of_states.read(call_.u, call_.v, h, D_, edges, size, own.ends);
-    by_feature<T, V>(own.ends, D_, block.difference.data(),
-                     [](vec<T> a, vec<T> b, int64_t, int64_t)
-                         __attribute__((always_inline)) { return a - b; });
+    by_feature(own.ends, own.block.vectors, D_, block.difference.data(),
+               [](vec<T> a, vec<T> b, int64_t, int64_t) __attribute__((always_inline)) { return a - b; });
     for (int64_t k = 0; k < call_.rank; ++k) {
-      for (int v = 0; v < V; ++v) {
+      for (int v = 0; v < own.block.vectors; ++v) {
         const T* row = block.rows.data() + k * D_ * EDGES<T> + v * L;
         store(own.along_difference.data() + k * EDGES<T> + v * L,
               EdgeBlock<T>::dot(row, block.difference.data() + v * L, D_));
@@ -246,7 +239,6 @@ class Backward {
   }
 
   // Of what alpha and beta are the softplus of.
-  template <int V>
   void find_logit_gradients(const Edge* edges, int64_t size, int64_t h, Memory<T>& own) const {
     constexpr int64_t L = Vec<T>::L;
     const EdgeBlock<T>& block = own.block;
@@ -261,7 +253,7 @@ class Backward {
       }
     }
     const T share = T(1) / static_cast<T>(call_.rank);
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < own.block.vectors; ++v) {
       const vec<T> more = load(d_strength + v * L);
       const vec<T> of_alpha = EdgeBlock<T>::dot(block.difference.data() + v * L,
                                                 own.upstream.data() + v * L, D_);
@@ -279,7 +271,6 @@ class Backward {
   }
 
   // (beta / r) [(l . e) d + (l . d) e - 2 (l . d) (l . e) l / |l|^2] / |l|^2 for every raw row l.
-  template <int V>
   void find_row_gradients(Memory<T>& own) const {
     constexpr int64_t L = Vec<T>::L;
     const EdgeBlock<T>& block = own.block;
@@ -288,7 +279,7 @@ class Backward {
       std::fill_n(d_rows, rows_ * EDGES<T>, T(0));
       return;
     }
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < own.block.vectors; ++v) {
       const vec<T> of_beta = load(block.beta + v * L) * (T(1) / static_cast<T>(call_.rank));
       for (int64_t k = 0; k < call_.rank; ++k) {
         const int64_t of_row = k * EDGES<T> + v * L;
@@ -334,14 +325,15 @@ class Backward {
     }
   }
 
-  template <int V>
   void find_hidden_gradients(const HeadNetwork<T>& network, bool again, Memory<T>& own) const {
     constexpr int64_t L = Vec<T>::L;
     const int64_t third = call_.trunks == 1 ? 0 : xi_ * EDGES<T>;
     T* to = own.d_hidden.data();
     const T* x = own.d_rows.data();
-    backward_product<T, V>(network.shear, rows_, xi_, x + 2 * EDGES<T>, again, to + 2 * third);
-    for (int v = 0; v < V; ++v) {
+    const auto product =
+        own.block.vectors == 2 ? backward_product<T, 2> : backward_product<T, 1>;
+    product(network.shear, rows_, xi_, x + 2 * EDGES<T>, again, to + 2 * third);
+    for (int v = 0; v < own.block.vectors; ++v) {
       const vec<T> of_alpha = load(x + v * L), of_beta = load(x + EDGES<T> + v * L);
       for (int64_t k = 0; k < xi_; ++k) {
         T* first = to + k * EDGES<T> + v * L;

@@ -41,28 +41,28 @@ struct Ends {
   const T *target[EDGES<T>], *source[EDGES<T>];
 };
 
-// x[f, e] = f(target[e][f], source[e][f]) for `width` features of V vectors of edges. `keep` sees
-// the vectors, L features of edge e from feature f on, before they are exchanged.
-template <class T, int V, class Join>
-GRAPHATTN_INLINE void by_feature(const Ends<T>& ends, int64_t width, T* x, const Join& join) {
+// x[f, e] = join(target[e][f], source[e][f], e, f) for `width` features of some vectors of edges;
+// join gets L features of edge e, from feature f on. (It is long, and not unrolled: the compiler
+// takes seconds for that.)
+template <class T, class Join>
+GRAPHATTN_INLINE void by_feature(const Ends<T>& ends, int vectors, int64_t width, T* x,
+                                 const Join& join) {
   constexpr int64_t L = Vec<T>::L;
-  for (int v = 0; v < V; ++v) {
+  for (int v = 0; v < vectors; ++v) {
     for (int64_t f = 0; f < width; f += L) {
-      vec<T> square[L];
+      vec<T> square[L], other[L];
       const int64_t count = std::min(L, width - f);
       if (count == L) {
-#pragma GCC unroll 16
         for (int64_t e = 0; e < L; ++e) {
-          const int64_t edge = v * L + e;
-          square[e] = join(load(ends.target[edge] + f), load(ends.source[edge] + f), edge, f);
+          square[e] = load(ends.target[v * L + e] + f), other[e] = load(ends.source[v * L + e] + f);
         }
       } else {
         for (int64_t e = 0; e < L; ++e) {
-          const int64_t edge = v * L + e;
-          square[e] = join(load_first(ends.target[edge] + f, count),
-                           load_first(ends.source[edge] + f, count), edge, f);
+          square[e] = load_first(ends.target[v * L + e] + f, count);
+          other[e] = load_first(ends.source[v * L + e] + f, count);
         }
       }
+      for (int64_t e = 0; e < L; ++e) square[e] = join(square[e], other[e], v * L + e, f);
       transpose(square);
       T* to = x + f * EDGES<T> + v * L;
       if (count == L) {
@@ -104,6 +104,7 @@ constexpr double LARGEST_SQUARE = 1099511627776.0;  // 2^40: it and its reciproc
 
 template <class T>
 struct EdgeBlock {
+  int vectors = 2;            // of its edges, 1 or 2
   std::vector<T> hidden;      // [trunks * xi, EDGES]
   std::vector<T> rows;        // [rank * width, EDGES]
   std::vector<T> difference;  // [width, EDGES]
@@ -124,15 +125,15 @@ struct EdgeBlock {
   }
 
   // alpha, beta and the raw rows of Lambda, from the hidden vectors.
-  template <int V>
   void find_rows(const HeadNetwork<T>& network, int64_t xi, int64_t trunks, int64_t count) {
     const int64_t third = trunks == 1 ? 0 : xi * EDGES<T>;
     const T* from = hidden.data();
-    forward_row<T, V>(network.alpha, network.alpha_bias, xi, from, alpha_logit);
-    forward_row<T, V>(network.beta, network.beta_bias, xi, from + third, beta_logit);
-    forward_product<T, V>(network.shear, network.shear_bias, count, xi, from + 2 * third,
-                          rows.data());
-    find_strengths<V>();
+    const auto row = vectors == 2 ? forward_row<T, 2> : forward_row<T, 1>;
+    row(network.alpha, network.alpha_bias, xi, from, alpha_logit);
+    row(network.beta, network.beta_bias, xi, from + third, beta_logit);
+    const auto product = vectors == 2 ? forward_product<T, 2> : forward_product<T, 1>;
+    product(network.shear, network.shear_bias, count, xi, from + 2 * third, rows.data());
+    find_strengths();
   }
 
   // What `find_rows` found, kept for the backward, and as the backward reads it.
@@ -142,17 +143,15 @@ struct EdgeBlock {
     std::copy_n(rows.data(), count * EDGES<T>, kept + 2 * EDGES<T>);
   }
 
-  template <int V>
   void recall(const T* kept, int64_t count) {
     std::copy_n(kept, EDGES<T>, alpha_logit);
     std::copy_n(kept + EDGES<T>, EDGES<T>, beta_logit);
     std::copy_n(kept + 2 * EDGES<T>, count * EDGES<T>, rows.data());
-    find_strengths<V>();
+    find_strengths();
   }
 
-  template <int V>
   void find_strengths() {
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < vectors; ++v) {
       store(alpha + v * Vec<T>::L, softplus(load(alpha_logit + v * Vec<T>::L)));
       store(beta + v * Vec<T>::L, softplus(load(beta_logit + v * Vec<T>::L)));
     }
@@ -160,12 +159,11 @@ struct EdgeBlock {
 
   // 1 / |l_k|^2; rows whose squares would leave the range are divided by their largest entry. That
   // is decided lane by lane: no edge changes the rounding of another.
-  template <int V>
   void find_squares(int64_t rank, int64_t width) {
     constexpr int64_t L = Vec<T>::L;
     is_usual = true;
     for (int64_t k = 0; k < rank; ++k) {
-      for (int v = 0; v < V; ++v) {
+      for (int v = 0; v < vectors; ++v) {
         T* row = rows.data() + k * width * EDGES<T> + v * L;
         vec<T> square = squared(row, width);
         vec<T> by = broadcast(T(1));
@@ -193,10 +191,9 @@ struct EdgeBlock {
   }
 
   // R x for x [width, EDGES]; `along` [rank, EDGES], if asked for, gets l_k . x.
-  template <int V>
   void apply(const T* x, int64_t rank, int64_t width, T* to, T* along = nullptr) const {
     constexpr int64_t L = Vec<T>::L;
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < vectors; ++v) {
       const vec<T> of_alpha = load(alpha + v * L);
       const vec<T> of_beta = load(beta + v * L) * T(T(1) / static_cast<T>(rank));
       for (int64_t d = 0; d < width; ++d) {

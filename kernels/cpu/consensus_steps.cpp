@@ -91,8 +91,7 @@ class Steps {
     const int64_t size = static_cast<int64_t>(own.places.size());
     for (int64_t j = 0; j < size; j += EDGES<T>) {
       const int64_t count = std::min(EDGES<T>, size - j);
-      count > Vec<T>::L ? add_block<2>(b, group, j, count, own)
-                        : add_block<1>(b, group, j, count, own);
+      add_block(b, group, j, count, own);
     }
     for (int64_t h = first; h < first + feeds_; ++h) finish(b, h, h - first, own);
   }
@@ -146,29 +145,27 @@ class Steps {
   }
 
   // Adds what the tokens j .. j + count - 1 of the list pull with.
-  template <int V>
   void add_block(int64_t b, int64_t group, int64_t j, int64_t count, Memory<T>& own) const {
     constexpr int64_t L = Vec<T>::L;
     const int64_t xi = call_.hidden, D = call_.width;
     EdgeBlock<T>& block = own.block;
+    block.vectors = count > L ? 2 : 1;
     find_sources(call_.hidden_vectors, b, group, features_, j, count, own);
     std::fill_n(own.ends.target, EDGES<T>, own.target_hidden.data());
-    by_feature<T, V>(own.ends, features_, block.hidden.data(),
-                     [](vec<T> a, vec<T> b, int64_t, int64_t)
-                         __attribute__((always_inline)) { return gelu(a + b); });
+    by_feature(own.ends, own.block.vectors, features_, block.hidden.data(),
+               [](vec<T> a, vec<T> b, int64_t, int64_t) __attribute__((always_inline)) { return gelu(a + b); });
     for (int64_t k = 0; k < feeds_; ++k) {
       const int64_t h = group * feeds_ + k;
       const HeadNetwork<T> network(call_.network, h, xi, rows_);
-      block.template find_rows<V>(network, xi, call_.trunks, rows_);
-      block.template find_squares<V>(call_.rank, D);
+      block.find_rows(network, xi, call_.trunks, rows_);
+      block.find_squares(call_.rank, D);
       find_sources(call_.state, b, h, D, j, count, own);
       std::fill_n(own.ends.target, EDGES<T>, own.targets.data() + k * D);
-      by_feature<T, V>(own.ends, D, block.difference.data(),
-                       [](vec<T> a, vec<T> b, int64_t, int64_t)
-                           __attribute__((always_inline)) { return a - b; });
-      block.template apply<V>(block.difference.data(), call_.rank, D, block.pull.data());
+      by_feature(own.ends, block.vectors, D, block.difference.data(),
+                 [](vec<T> a, vec<T> b, int64_t, int64_t) __attribute__((always_inline)) { return a - b; });
+      block.apply(block.difference.data(), call_.rank, D, block.pull.data());
       const vec<T> lane = lane_numbers<T>();
-      for (int v = 0; v < V; ++v) {
+      for (int v = 0; v < own.block.vectors; ++v) {
         const auto is_there = lane < broadcast(static_cast<T>(count - v * L));
         for (int64_t d = 0; d < D; ++d) {
           T* sum = own.sums.data() + (k * D + d) * EDGES<T> + v * L;

@@ -53,29 +53,9 @@ GRAPHATTN_INLINE void add(T* into, T factor, const T* x, int64_t width) {
   for (; d < n; ++d) into[d] += factor * x[d];
 }
 
-// into += factor * (x - y)
-template <class T, int D>
-GRAPHATTN_INLINE void add_difference(T* into, T factor, const T* x, const T* y, int64_t width) {
-  const int64_t n = D ? D : width;
-  constexpr int64_t L = Vec<T>::L;
-  const vec<T> all = broadcast(factor);
-  int64_t d = 0;
-  for (; d + L <= n; d += L) {
-    store(into + d, load(into + d) + all * (load(x + d) - load(y + d)));
-  }
-  for (; d < n; ++d) into[d] += factor * (x[d] - y[d]);
-}
-
 template <class T>
 GRAPHATTN_INLINE T* at(const TokenView& view, int64_t b, int64_t token, int64_t head) {
   return static_cast<T*>(view.data) + b * view.batch + token * view.token + head * view.head;
-}
-
-template <class T>
-GRAPHATTN_INLINE void fetch_token(const TokenView& view, int64_t b, int64_t token, int64_t heads,
-                        int64_t width) {
-  const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
-  for (int64_t h = 0; h < heads; ++h) prefetch(at<T>(view, b, token, h), bytes);
 }
 
 // Numbers as integers of the same order. Zeros are equal, and NaN counts as infinite.

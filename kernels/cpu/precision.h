@@ -87,7 +87,7 @@ GRAPHATTN_INLINE halves to_float16(vec<float> x) {
 
 #endif
 
-inline void widen(const uint16_t* from, bool is_float16, int64_t width, float* to) {
+GRAPHATTN_NOINLINE inline void widen(const uint16_t* from, bool is_float16, int64_t width, float* to) {
   constexpr int64_t L = Vec<float>::L;
   halves x;
   int64_t d = 0;
@@ -101,7 +101,7 @@ inline void widen(const uint16_t* from, bool is_float16, int64_t width, float* t
   store_first(to + d, is_float16 ? of_float16(x) : of_bfloat16(x), width - d);
 }
 
-inline void narrow(const float* from, bool is_float16, int64_t width, uint16_t* to) {
+GRAPHATTN_NOINLINE inline void narrow(const float* from, bool is_float16, int64_t width, uint16_t* to) {
   constexpr int64_t L = Vec<float>::L;
   halves x;
   int64_t d = 0;

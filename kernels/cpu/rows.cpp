@@ -13,7 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <type_traits>
+#include <stdexcept>
 #include <vector>
 
 #include "feature_sums.h"
@@ -35,18 +35,39 @@ constexpr int64_t PAIRS = 1 << 23;     // weights and gradients that the backwar
 constexpr int NOT_KEPT = -2;  // the edge does not count: it is no edge, or not among the top k
 constexpr int DROPPED = -1;   // it counts, but dropout takes its value away
 
+// A list of numbers of tokens or edges, int32_t or int64_t.
+class List {
+ public:
+  List(const void* list, bool is_narrow) : list_(list), is_narrow_(is_narrow) {}
+
+  int64_t operator[](int64_t n) const {
+    return is_narrow_ ? static_cast<const int32_t*>(list_)[n] : static_cast<const int64_t*>(list_)[n];
+  }
+  explicit operator bool() const { return list_; }
+
+  // From number n on, as loops over tokens read them: null if the list has to be copied for that.
+  const int32_t* from(int64_t n) const {
+    return is_narrow_ ? static_cast<const int32_t*>(list_) + n : nullptr;
+  }
+
+ private:
+  const void* list_;
+  bool is_narrow_;
+};
+
 // The edges of one target that count, and what is computed of them: [heads, edges].
-template <class T, class I>
+template <class T>
 struct Row {
-  const I* source = nullptr;  // [size]: the call's own list, or `sources`
-  bool is_whole = true;       // whether all edges count; `edges` is not filled then
-  std::vector<I> edges, sources;
+  const int32_t* source = nullptr;  // [size]: the call's own list, or `sources`
+  bool is_whole = true;             // whether it is; `edges` is not filled then
+  std::vector<int64_t> edges;
+  std::vector<int32_t> sources;
   std::vector<T> affinity, weight, averaged, d_weight, block;
   std::vector<Ordered<T>> order;      // of the logits of one head
   std::vector<uint8_t> kept, silent;  // edges of one head; heads whose results nobody asks for
   int64_t first = 0, size = 0, stride = 0;  // stride: size, rounded up to whole vectors
 
-  int64_t edge(int64_t e) const { return is_whole ? first + e : int64_t{edges[e]}; }
+  int64_t edge(int64_t e) const { return is_whole ? first + e : edges[e]; }
 
   void reserve(int64_t heads) {
     constexpr int64_t L = Vec<T>::L;
@@ -58,36 +79,33 @@ struct Row {
   }
 };
 
-// I: what lists of edges are made of.
-template <class T, class I, int D, bool RBF>
+template <class T>
 class Rows {
  public:
   explicit Rows(const RowsCall& call)
-      : call_(call), rowptr_(static_cast<const I*>(call.rowptr)),
-        source_(static_cast<const I*>(call.source)), scale_(static_cast<const T*>(call.scale)),
-        bias_(static_cast<const T*>(call.bias)), repeats_(call.heads / call.kv_heads) {}
+      : call_(call), loops_(token_loops<T>(call.width, call.value_width, call.is_rbf)),
+        rowptr_(list(call.rowptr)), source_(list(call.source)), bias_row_(list(call.bias_row)),
+        scale_(static_cast<const T*>(call.scale)), bias_(static_cast<const T*>(call.bias)),
+        repeats_(call.heads / call.kv_heads) {}
 
   // `next` is the target after i, whose tokens are fetched meanwhile; -1: there is none.
-  void forward(int64_t b, int64_t i, int64_t next, Row<T, I>& row) const {
+  void forward(int64_t b, int64_t i, int64_t next, Row<T>& row) const {
     T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + i) * call_.heads;
     look(b, i, row);
     weigh(b, i, next, row, lse, nullptr);
     const T* weight = averaged(b, i, row);
     const int64_t width = call_.value_width;
     if (row.size == 0) return clear(call_.out, b, i, call_.heads, width);
-    for_blocks(row.size, [&](int64_t first, int64_t count) {
-      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-        const T* own = weight + h * row.stride + first;
-        sum_up<false>(at<T>(call_.out, b, i, h), row, first, own, own,
-                      T(DROPPED), tokens(call_.value, b, g, row.source + first, count), nullptr,
-                      width, coming(call_.value, b, g, row, first + count, next));
-      });
+    TokenLoop<T> loop = of_target(call_.query, call_.value, width, b, i, row);
+    for_blocks(row, next, loop, [&](int64_t first) {
+      const T* own = weight + first;
+      loops_.sums(loop, own, own, T(DROPPED), heads<T>(call_.out, b, i), block(first, width, row));
     });
   }
 
   // Gradients of a query, of scales (added), and the two numbers of each of its edges and heads.
   void backward_of_target(const RowsGradients& wanted, int64_t b, int64_t i, int64_t next,
-                          Row<T, I>& row, T* pairs, double* d_scale) const {
+                          Row<T>& row, T* pairs, double* d_scale) const {
     const int64_t H = call_.heads, width = call_.width;
     look(b, i, row);
     if (row.size < rowptr_[i + 1] - row.first || row.size == 0) {
@@ -112,118 +130,134 @@ class Rows {
         d_scale[h] += gradients_of_logits(wanted, b, i, h, row, pairs);
       }
     }
-    const Tokens<T, I> nothing{nullptr, 0, nullptr, 0};
-    for_blocks(row.size, [&](int64_t first, int64_t count) {
-      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-        if (row.silent[h]) return;
-        const int64_t place = h * row.stride + first;
-        const T* query = at<T>(call_.query, b, i, h);
-        sum_up<RBF>(at<T>(wanted.d_query, b, i, h), row, first,
-                    row.d_weight.data() + place, row.weight.data() + place, T(NOT_KEPT),
-                    tokens(call_.key, b, g, row.source + first, count), query, width, nothing);
-      });
+    TokenLoop<T> loop = of_target(call_.query, call_.key, width, b, i, row);
+    loop.silent = row.silent.data();
+    for_blocks(row, -1, loop, [&](int64_t first) {
+      loop.next_count = 0;
+      loops_.pulls(loop, row.d_weight.data() + first, row.weight.data() + first, T(NOT_KEPT),
+                   heads<T>(wanted.d_query, b, i), block(first, width, row));
     });
   }
 
   // Gradients of a key and a value, from the two numbers of all edges.
   void backward_of_source(const RowsGradients& wanted, int64_t b, int64_t j, int64_t next,
-                          Row<T, I>& row, const T* pairs) const {
+                          Row<T>& row, const T* pairs) const {
     const int64_t H = call_.heads, width = call_.width, value_width = call_.value_width;
-    const I* const colptr = static_cast<const I*>(wanted.colptr);
-    const I* const targets = static_cast<const I*>(wanted.target);
-    const I* const edges = static_cast<const I*>(wanted.edge);
-    const int64_t begin = colptr[j], size = colptr[j + 1] - begin;
-    if (size == 0) {
+    const List colptr = list(wanted.colptr), targets = list(wanted.target);
+    const List edges = list(wanted.edge);
+    const int64_t begin = colptr[j], end = colptr[j + 1];
+    if (begin == end) {
       clear(wanted.d_key, b, j, call_.kv_heads, width);
       return clear(wanted.d_value, b, j, call_.kv_heads, value_width);
     }
-    T weight[BLOCK], pull[BLOCK];
-    for_blocks(size, [&](int64_t first, int64_t count) {
-      const I *target = targets + begin + first, *edge = edges + begin + first;
-      const bool more = first + count < size;
-      const int64_t after = more ? begin + first + count : next < 0 ? 0 : int64_t{colptr[next]};
-      const int64_t end = more ? begin + size : next < 0 ? 0 : int64_t{colptr[next + 1]};
-      const int64_t upcoming = std::min(end - after, BLOCK);
+    row.size = BLOCK;
+    row.reserve(H);
+    TokenLoop<T> of_queries = of_source(call_.key, call_.query, width, b, j);
+    TokenLoop<T> of_d_out = of_source(wanted.d_value, wanted.d_out, value_width, b, j);
+    T *const weight = row.weight.data(), *const pull = row.d_weight.data();
+    for (int64_t first = begin; first < end; first += BLOCK) {
+      const int64_t count = std::min(BLOCK, end - first);
+      const bool more = first + count < end;
+      const int64_t after = more ? first + count : next < 0 ? 0 : colptr[next];
+      const int64_t last = more ? end : next < 0 ? 0 : colptr[next + 1];
+      const int64_t upcoming = std::min(last - after, BLOCK);
       for (int64_t e = 0; e < upcoming; ++e) {
         prefetch(pairs + edges[after + e] * H * 2, H * 2 * static_cast<int64_t>(sizeof(T)));
       }
-      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
+      const T* pair[BLOCK];
+      for (int64_t e = 0; e < count; ++e) pair[e] = pairs + edges[first + e] * H * 2;
+      for (int64_t h = 0; h < H; ++h) {
         for (int64_t e = 0; e < count; ++e) {
-          const T* pair = pairs + (edge[e] * H + h) * 2;
-          weight[e] = pair[0], pull[e] = pair[1];
+          weight[h * BLOCK + e] = pair[e][2 * h], pull[h * BLOCK + e] = pair[e][2 * h + 1];
         }
-        const bool again = h > g * repeats_;  // a query head after the first of its key head
-        sum_up<RBF>(at<T>(wanted.d_key, b, j, g), row, first, pull, weight, T(NOT_KEPT),
-                    tokens(call_.query, b, h, target, count),
-                    at<T>(call_.key, b, j, g), width,
-                    tokens(call_.query, b, h, targets + after, upcoming), again);
-        sum_up<false>(at<T>(wanted.d_value, b, j, g), row, first, weight, weight, T(DROPPED), tokens(wanted.d_out, b, h, target, count),
-                      nullptr, value_width,
-                      tokens(wanted.d_out, b, h, targets + after, upcoming), again);
-      });
-    });
+      }
+      for (TokenLoop<T>* loop : {&of_queries, &of_d_out}) {
+        loop->token = tokens(targets, first, count, row);
+        loop->count = count;
+        loop->next = targets.from(after);
+        loop->next_count = loop->next ? upcoming : 0;
+      }
+      loops_.pulls(of_queries, pull, weight, T(NOT_KEPT), shared<T>(wanted.d_key, b, j),
+                   block(first - begin, width, row));
+      loops_.sums(of_d_out, weight, weight, T(DROPPED), shared<T>(wanted.d_value, b, j),
+                  block(first - begin, value_width, row));
+    }
   }
 
  private:
-  // f(h, g) for every query head h and its key head g.
+  List list(const void* numbers) const { return {numbers, call_.is_narrow != 0}; }
+
+  // The query heads of a token.
+  template <class U>
+  static Heads<U> heads(const TokenView& view, int64_t b, int64_t token) {
+    return {at<U>(view, b, token, 0), view.head, 0};
+  }
+
+  // The key heads of a token.
+  template <class U>
+  static Heads<U> shared(const TokenView& view, int64_t b, int64_t token) {
+    return {at<U>(view, b, token, 0), 0, view.head};
+  }
+
+  // What a target and its sources have; `for_blocks` says which sources.
+  TokenLoop<T> of_target(const TokenView& own, const TokenView& sources, int64_t width, int64_t b,
+                         int64_t i, const Row<T>& row) const {
+    return {call_.kv_heads, repeats_, width, sources.token, row.stride, nullptr,
+            heads<const T>(own, b, i), shared<const T>(sources, b, 0), nullptr, nullptr, 0, 0};
+  }
+
+  // What a source and its targets have.
+  TokenLoop<T> of_source(const TokenView& own, const TokenView& targets, int64_t width, int64_t b,
+                         int64_t j) const {
+    return {call_.kv_heads, repeats_, width, targets.token, BLOCK, nullptr,
+            shared<const T>(own, b, j), heads<const T>(targets, b, 0), nullptr, nullptr, 0, 0};
+  }
+
+  // f(first) for every block of edges, whose tokens, and those after them, are in the loop then:
+  // the row's own next ones, or those of the target `next`.
   template <class F>
-  GRAPHATTN_INLINE void for_heads(const F& f) const {
-    for (int64_t g = 0, h = 0; g < call_.kv_heads; ++g) {
-      for (int64_t r = 0; r < repeats_; ++r, ++h) f(h, g);
+  GRAPHATTN_INLINE void for_blocks(const Row<T>& row, int64_t next, TokenLoop<T>& loop,
+                                   const F& f) const {
+    for (int64_t first = 0; first < row.size; first += BLOCK) {
+      loop.token = row.source + first;
+      loop.count = std::min(BLOCK, row.size - first);
+      if (first + BLOCK < row.size) {
+        loop.next = loop.token + BLOCK;
+        loop.next_count = std::min(BLOCK, row.size - first - BLOCK);
+      } else {
+        loop.next = next < 0 ? nullptr : source_.from(rowptr_[next]);
+        loop.next_count = loop.next ? std::min(BLOCK, rowptr_[next + 1] - rowptr_[next]) : 0;
+      }
+      f(first);
     }
   }
 
-  // f(first, count) for every block of edges.
-  template <class F>
-  GRAPHATTN_INLINE void for_blocks(int64_t size, const F& f) const {
-    for (int64_t first = 0; first < size; first += BLOCK) f(first, std::min(BLOCK, size - first));
+  // Where a block of edges is summed up: the first one where the sum belongs.
+  static T* block(int64_t first, int64_t width, Row<T>& row) {
+    if (first == 0) return nullptr;
+    row.block.resize(static_cast<size_t>(width));
+    return row.block.data();
   }
 
-  static GRAPHATTN_INLINE Tokens<T, I> tokens(const TokenView& view, int64_t b, int64_t head,
-                                           const I* token, int64_t count) {
-    return {at<const T>(view, b, 0, head), view.token, token, count};
-  }
-
-  // The tokens that will be read after the first `done` of a row: its own next ones, or those of
-  // the target `next`.
-  GRAPHATTN_INLINE Tokens<T, I> coming(const TokenView& view, int64_t b, int64_t g, const Row<T, I>& row,
-                                    int64_t done, int64_t next) const {
-    if (done < row.size) {
-      return tokens(view, b, g, row.source + done, std::min(BLOCK, row.size - done));
-    }
-    if (next < 0) return tokens(view, b, g, nullptr, 0);
-    const int64_t first = rowptr_[next];
-    return tokens(view, b, g, source_ + first,
-                  std::min(BLOCK, rowptr_[next + 1] - first));
+  // Some of a list, where it lies or copied.
+  static const int32_t* tokens(const List& list, int64_t first, int64_t count, Row<T>& row) {
+    if (const int32_t* own = list.from(first)) return own;
+    row.sources.resize(std::max(row.sources.size(), static_cast<size_t>(count)));
+    for (int64_t e = 0; e < count; ++e) row.sources[e] = static_cast<int32_t>(list[first + e]);
+    return row.sources.data();
   }
 
   static void clear(const TokenView& view, int64_t b, int64_t token, int64_t heads, int64_t width) {
     for (int64_t h = 0; h < heads; ++h) std::fill_n(at<T>(view, b, token, h), width, T(0));
   }
 
-  // One block's part of a sum over edges, see `add_tokens`. The first block is summed up where the
-  // sum belongs; `again`: there is something already.
-  template <bool DIFFERENCE>
-  GRAPHATTN_INLINE void sum_up(T* into, Row<T, I>& row, int64_t first, const T* factor, const T* state,
-                               T counts_above, const Tokens<T, I>& tokens, const T* less,
-                               int64_t width, const Tokens<T, I>& next, bool again = false) const {
-    if (first == 0) {
-      return add_tokens<T, D, DIFFERENCE>(into, !again, factor, state, counts_above, tokens, less,
-                                          width, next);
-    }
-    row.block.resize(static_cast<size_t>(width));
-    add_tokens<T, D, DIFFERENCE>(row.block.data(), true, factor, state, counts_above, tokens, less,
-                                 width, next);
-    add<T, D>(into, T(1), row.block.data(), width);
-  }
-
   // The edges between valid tokens.
-  void look(int64_t b, int64_t i, Row<T, I>& row) const {
+  void look(int64_t b, int64_t i, Row<T>& row) const {
     row.first = rowptr_[i];
     row.size = rowptr_[i + 1] - row.first;
-    row.source = source_ + row.first;
     const uint8_t *targets = call_.valid_targets, *valid = call_.valid_sources;
     if (targets && !targets[b * call_.targets + i]) row.size = 0;
+    row.source = tokens(source_, row.first, row.size, row);
     row.is_whole = !valid;
     if (valid) {
       valid += b * call_.sources;
@@ -233,9 +267,10 @@ class Rows {
       }
       int64_t kept = 0;
       for (int64_t e = 0; e < row.size; ++e) {
-        if (!valid[row.source[e]]) continue;
-        row.edges[kept] = static_cast<I>(row.first + e);
-        row.sources[kept++] = row.source[e];
+        const int32_t source = row.source[e];
+        if (!valid[source]) continue;
+        row.edges[kept] = row.first + e;
+        row.sources[kept++] = source;
       }
       row.size = kept;
       row.source = row.sources.data();
@@ -245,14 +280,10 @@ class Rows {
 
   // Weights before dropout, and the logarithms of their sums. `given`: log-sums of the heads that
   // take the place of those of the row, which then keeps all its edges; or null.
-  void weigh(int64_t b, int64_t i, int64_t next, Row<T, I>& row, T* lse, const T* given) const {
-    for_blocks(row.size, [&](int64_t first, int64_t count) {
-      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-        products<T, D, RBF>(at<T>(call_.query, b, i, h),
-                            tokens(call_.key, b, g, row.source + first, count), call_.width,
-                            row.affinity.data() + h * row.stride + first,
-                            coming(call_.key, b, g, row, first + count, next));
-      });
+  void weigh(int64_t b, int64_t i, int64_t next, Row<T>& row, T* lse, const T* given) const {
+    TokenLoop<T> loop = of_target(call_.query, call_.key, call_.width, b, i, row);
+    for_blocks(row, next, loop, [&](int64_t first) {
+      loops_.affinities(loop, row.affinity.data() + first);
     });
     for (int64_t h = 0; h < call_.heads; ++h) {
       const T found = softmax(b, h, row, given ? given + h : nullptr);
@@ -262,26 +293,42 @@ class Rows {
 
   // Gradients of the weights that values are averaged with, before dropout.
   void gradients_of_weights(const RowsGradients& wanted, int64_t b, int64_t i, int64_t next,
-                            const T* weight, Row<T, I>& row) const {
-    const bool all = !call_.drop_rows && !(call_.top_k > 0 && call_.top_k < row.size);
+                            const T* weight, Row<T>& row) const {
+    const bool some = call_.top_k > 0 && call_.top_k < row.size;
     const T more = call_.drop_rows ? T(1 / (1 - call_.dropout)) : T(1);
-    const int64_t width = call_.value_width;
-    for_blocks(row.size, [&](int64_t first, int64_t count) {
-      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-        if (row.silent[h]) return;
-        const int64_t place = h * row.stride + first;
-        const T* d_out = at<T>(wanted.d_out, b, i, h);
-        T* found = row.d_weight.data() + place;
-        const Tokens<T, I> values = tokens(call_.value, b, g, row.source + first, count);
-        const Tokens<T, I> after = coming(call_.value, b, g, row, first + count, next);
-        if (all) return products<T, D, false>(d_out, values, width, found, after);
-        for (int64_t e = 0; e < std::max(count, after.count); ++e) {
-          fetch<T, D>(after, e, width);
-          if (e >= count) continue;
-          found[e] = weight[place + e] < 0 ? T(0) : more * dot<T, D>(d_out, values[e], width);
-        }
-      });
+    TokenLoop<T> loop = of_target(wanted.d_out, call_.value, call_.value_width, b, i, row);
+    loop.silent = row.silent.data();
+    for_blocks(row, next, loop, [&](int64_t first) {
+      if (!some) loops_.products(loop, row.d_weight.data() + first);
+      if (!some && !call_.drop_rows) return;
+      for (int64_t h = 0; h < call_.heads; ++h) {
+        if (row.silent[h]) continue;
+        const T* own = weight + h * row.stride + first;
+        T* found = row.d_weight.data() + h * row.stride + first;
+        if (some) products_of_kept(loop, h, own, found);
+        for (int64_t e = 0; e < loop.count; ++e) found[e] = own[e] < 0 ? T(0) : more * found[e];
+      }
     });
+  }
+
+  // The products of one head with the tokens that have a weight.
+  void products_of_kept(const TokenLoop<T>& all, int64_t h, const T* weight, T* found) const {
+    int32_t kept[BLOCK];
+    T product[BLOCK];
+    TokenLoop<T> loop = all;
+    loop.own.first = all.own.at(h, h / repeats_);
+    loop.tokens.first = all.tokens.at(h, h / repeats_);
+    loop.key_heads = loop.repeats = 1, loop.silent = nullptr;
+    loop.token = kept, loop.count = 0;
+    for (int64_t e = 0; e < all.count; ++e) {
+      kept[loop.count] = all.token[e];
+      loop.count += !(weight[e] < 0);
+    }
+    loops_.products(loop, product);
+    const T* next = product;
+    for (int64_t e = 0; e < all.count; ++e) {
+      if (!(weight[e] < 0)) found[e] = *next++;
+    }
   }
 
   T capped(T logit) const {
@@ -290,7 +337,7 @@ class Rows {
   }
 
   // Weights of one head in the place of its affinities' logits; returns their log-sum.
-  T softmax(int64_t b, int64_t h, Row<T, I>& row, const T* given) const {
+  T softmax(int64_t b, int64_t h, Row<T>& row, const T* given) const {
     constexpr int64_t L = Vec<T>::L;
     constexpr T NONE = -std::numeric_limits<T>::infinity();
     const T* affinity = row.affinity.data() + h * row.stride;
@@ -302,10 +349,9 @@ class Rows {
     }
     if (bias_) {
       const T* bias = bias_ + b * call_.bias_batch + h;
-      const I* table = static_cast<const I*>(call_.bias_row);
       for (int64_t e = 0; e < row.size; ++e) {
         const int64_t edge = row.edge(e);
-        weight[e] += bias[(table ? int64_t{table[edge]} : edge) * call_.heads];
+        weight[e] += bias[(bias_row_ ? bias_row_[edge] : edge) * call_.heads];
       }
     }
     for (int64_t e = row.size; e < row.stride; ++e) weight[e] = NONE;
@@ -353,7 +399,7 @@ class Rows {
   }
 
   // Marks the `top_k` largest logits, of equal ones the first, and puts -inf in all other places.
-  void keep_largest(Row<T, I>& row, T* logit) const {
+  void keep_largest(Row<T>& row, T* logit) const {
     constexpr T NONE = -std::numeric_limits<T>::infinity();
     const int64_t k = call_.top_k, size = row.size;
     if (static_cast<int64_t>(row.kept.size()) < size) {
@@ -375,7 +421,7 @@ class Rows {
   }
 
   // Weights after dropout: they are what values are averaged with.
-  const T* averaged(int64_t b, int64_t i, Row<T, I>& row) const {
+  const T* averaged(int64_t b, int64_t i, Row<T>& row) const {
     if (!call_.drop_rows) return row.weight.data();
     row.averaged.resize(row.weight.size());
     const T more = T(1 / (1 - call_.dropout));
@@ -396,7 +442,7 @@ class Rows {
   }
 
   // Heads whose results nobody asks for: whatever they saw, they give nothing.
-  void note_silent_heads(const RowsGradients& wanted, int64_t b, int64_t i, Row<T, I>& row) const {
+  void note_silent_heads(const RowsGradients& wanted, int64_t b, int64_t i, Row<T>& row) const {
     row.silent.resize(static_cast<size_t>(call_.heads));
     for (int64_t h = 0; h < call_.heads; ++h) {
       const T* d_out = at<const T>(wanted.d_out, b, i, h);
@@ -420,7 +466,7 @@ class Rows {
   // From gradients of one head's weights to those of its products, which take their place, and to
   // the two numbers per edge; returns the gradient of the scale.
   double gradients_of_logits(const RowsGradients& wanted, int64_t b, int64_t i, int64_t h,
-                             Row<T, I>& row, T* pairs) const {
+                             Row<T>& row, T* pairs) const {
     const T* weight = row.weight.data() + h * row.stride;
     const T* affinity = row.affinity.data() + h * row.stride;
     const T* read = (call_.drop_rows ? row.averaged : row.weight).data() + h * row.stride;
@@ -455,7 +501,8 @@ class Rows {
   }
 
   const RowsCall& call_;
-  const I *rowptr_, *source_;
+  const TokenLoops<T> loops_;
+  const List rowptr_, source_, bias_row_;
   const T* scale_;
   const T* bias_;
   const int64_t repeats_;  // query heads of a key head
@@ -463,12 +510,11 @@ class Rows {
 
 // Rows in the order of visits, in tasks of about the same number of edges; how they are cut depends
 // on the graph alone.
-template <class I>
 class Tasks {
  public:
   // `before`: edges before every visit; `order`: which row it is of, or null: as they lie.
-  Tasks(const void* before, const void* order, int64_t rows)
-      : before_(static_cast<const I*>(before)), order_(static_cast<const I*>(order)), rows_(rows),
+  Tasks(const void* before, const void* order, bool is_narrow, int64_t rows)
+      : before_(before, is_narrow), order_(order, is_narrow), rows_(rows),
         count_(std::clamp<int64_t>(rows / 4, 1, std::clamp<int64_t>(rows / VISITS, 64, TASKS))) {}
 
   int64_t count() const { return count_; }
@@ -481,23 +527,27 @@ class Tasks {
   }
 
  private:
-  int64_t row(int64_t t) const { return order_ ? int64_t{order_[t]} : t; }
+  int64_t row(int64_t t) const { return order_ ? order_[t] : t; }
 
   int64_t first(int64_t task) const {
     if (task == 0) return 0;
     if (task == count_) return rows_;
     const int64_t edge = static_cast<int64_t>(double(before_[rows_]) * task / count_);
     // Rows without edges cost something, too.
-    return std::lower_bound(before_, before_ + rows_, edge) - before_;
+    int64_t low = 0, high = rows_;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      before_[middle] < edge ? low = middle + 1 : high = middle;
+    }
+    return low;
   }
 
-  const I *before_, *order_;
+  const List before_, order_;
   int64_t rows_, count_;
 };
 
-template <class I>
 int64_t edges_of(const RowsCall& call) {
-  return static_cast<const I*>(call.rowptr)[call.targets];
+  return List(call.rowptr, call.is_narrow)[call.targets];
 }
 
 int threads_for(const RowsCall& call, int64_t edges) {
@@ -505,13 +555,14 @@ int threads_for(const RowsCall& call, int64_t edges) {
                        static_cast<int>(call.threads));
 }
 
-template <class T, class I, int D, bool RBF>
+template <class T>
 void forward(const RowsCall& call) {
-  const Rows<T, I, D, RBF> rows(call);
+  const Rows<T> rows(call);
   huge(call.out.data, call.batch * call.targets * call.heads * call.value_width * sizeof(T));
-  const Tasks<I> tasks(call.order ? call.before : call.rowptr, call.order, call.targets);
-  const int threads = threads_for(call, edges_of<I>(call));
-  std::vector<Row<T, I>> own(static_cast<size_t>(std::max(threads, 1)));
+  const Tasks tasks(call.order ? call.before : call.rowptr, call.order, call.is_narrow,
+                    call.targets);
+  const int threads = threads_for(call, edges_of(call));
+  std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
   parallel_tasks(tasks.count(), threads, [&](int64_t task, int worker) {
     for (int64_t b = 0; b < call.batch; ++b) {
       tasks.visit(task, [&](int64_t i, int64_t next) { rows.forward(b, i, next, own[worker]); });
@@ -519,15 +570,17 @@ void forward(const RowsCall& call) {
   });
 }
 
-template <class T, class I, int D, bool RBF>
+template <class T>
 void backward(const RowsCall& call, const RowsGradients& wanted) {
-  const Rows<T, I, D, RBF> rows(call);
+  const Rows<T> rows(call);
   const bool ordered = call.order;
-  const Tasks<I> of_targets(ordered ? call.before : call.rowptr, call.order, call.targets);
-  const Tasks<I> of_sources(ordered ? wanted.before : wanted.colptr, wanted.order, call.sources);
-  const int threads = threads_for(call, edges_of<I>(call));
-  std::vector<Row<T, I>> own(static_cast<size_t>(std::max(threads, 1)));
-  const int64_t H = call.heads, numbers = edges_of<I>(call) * H * 2;
+  const Tasks of_targets(ordered ? call.before : call.rowptr, call.order, call.is_narrow,
+                         call.targets);
+  const Tasks of_sources(ordered ? wanted.before : wanted.colptr, wanted.order, call.is_narrow,
+                         call.sources);
+  const int threads = threads_for(call, edges_of(call));
+  std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
+  const int64_t H = call.heads, numbers = edges_of(call) * H * 2;
   const int64_t entries = std::clamp<int64_t>(PAIRS / std::max<int64_t>(numbers, 1), 1,
                                               std::max<int64_t>(call.batch, 1));
   huge(wanted.d_query.data, call.batch * call.targets * H * call.width * sizeof(T));
@@ -562,28 +615,9 @@ void backward(const RowsCall& call, const RowsGradients& wanted) {
   }
 }
 
-template <class T, class I, int D>
-void run(const RowsCall& call, const RowsGradients* wanted) {
-  if (wanted) {
-    call.is_rbf ? backward<T, I, D, true>(call, *wanted) : backward<T, I, D, false>(call, *wanted);
-  } else {
-    call.is_rbf ? forward<T, I, D, true>(call) : forward<T, I, D, false>(call);
-  }
-}
-
 template <class T>
 void run(const RowsCall& call, const RowsGradients* wanted) {
-  if (!call.is_narrow) return run<T, int64_t, 0>(call, wanted);  // graphs of 2^31 edges and more
-  // Widths that are known take a quarter less time; of float64 nobody waits for it.
-  if constexpr (std::is_same_v<T, float>) {
-    switch (call.width == call.value_width ? call.width : 0) {
-      case 16: return run<T, int32_t, 16>(call, wanted);
-      case 32: return run<T, int32_t, 32>(call, wanted);
-      case 64: return run<T, int32_t, 64>(call, wanted);
-      case 128: return run<T, int32_t, 128>(call, wanted);
-    }
-  }
-  run<T, int32_t, 0>(call, wanted);
+  wanted ? backward<T>(call, *wanted) : forward<T>(call);
 }
 
 }  // namespace
@@ -593,6 +627,7 @@ GRAPHATTN_API int32_t graphattn_attention_rows(const graphattn::RowsCall* call,
                                                const graphattn::RowsGradients* wanted,
                                                int32_t is_double) {
   return graphattn::guarded([&] {
+    if (std::max(call->targets, call->sources) > graphattn::MOST_TOKENS) throw std::length_error("tokens");
     is_double ? graphattn::run<double>(*call, wanted) : graphattn::run<float>(*call, wanted);
   });
 }

@@ -16,6 +16,9 @@ struct TokenView {
   int64_t kind;  // of its numbers; those of lists of edges are all AS_COMPUTED
 };
 
+// Tokens of a graph, or places of a cache, that loops over tokens can number (tokens.h).
+constexpr int64_t MOST_TOKENS = int64_t{1} << 31;
+
 struct RowsCall {
   int64_t batch, targets, sources, heads, kv_heads, width, value_width;
   int64_t is_narrow;               // whether the lists of edges, here and below, are of int32_t;

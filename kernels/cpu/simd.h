@@ -19,6 +19,8 @@
 // A helper that is not inlined passes its vectors through memory; at -O3, too, GCC sometimes decides
 // so.
 #define GRAPHATTN_INLINE inline __attribute__((always_inline))
+// What is long, or must have the same bits wherever it is called.
+#define GRAPHATTN_NOINLINE __attribute__((noinline))
 
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)

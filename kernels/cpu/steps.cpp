@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <type_traits>
+#include <stdexcept>
 #include <vector>
 
 #include "band_tiles.h"
@@ -28,9 +28,9 @@ namespace {
 constexpr int64_t EXPONENTIALS = 256;  // so many before they join a sum of float64
 
 struct Identity {
-  int64_t number[BLOCK];
+  int32_t number[BLOCK];
   constexpr Identity() : number() {
-    for (int64_t i = 0; i < BLOCK; ++i) number[i] = i;
+    for (int32_t i = 0; i < BLOCK; ++i) number[i] = i;
   }
 };
 constexpr Identity IDENTITY;
@@ -47,18 +47,20 @@ struct Row {
 // The memory of a thread.
 template <class T>
 struct Memory {
-  std::vector<int64_t> places;  // of the tokens that a text's queries see
+  std::vector<int32_t> places;  // of the tokens that a text's queries see
   std::vector<Row<T>> rows;     // [key heads of a task, queries, heads that share a key head]
   std::vector<T> queries, weights, sums, block, room;
   std::vector<uint16_t> halves;
   std::vector<Ordered<T>> order;
-  std::vector<int64_t> kept;  // [rows, stride]: places
+  std::vector<int32_t> kept;  // [rows, stride]: places
 };
 
-template <class T, int D, bool RBF>
+template <class T>
 class Steps {
  public:
-  explicit Steps(const StepsCall& call) : call_(call), shared_(call.heads / call.kv_heads) {}
+  explicit Steps(const StepsCall& call)
+      : call_(call), loops_(token_loops<T>(call.width, call.value_width, call.is_rbf)),
+        shared_(call.heads / call.kv_heads) {}
 
   // Queries of a text that read key heads first .. last - 1.
   void run(int64_t b, int64_t first, int64_t last, Memory<T>& own) const {
@@ -117,15 +119,15 @@ class Steps {
     own.places.resize(static_cast<size_t>(end - begin));
     if (!valid) {
       const int64_t turn = std::clamp(call_.room - call_.first, begin, end);
-      int64_t* to = own.places.data() - begin;
-      for (int64_t j = begin; j < turn; ++j) to[j] = call_.first + j;
-      for (int64_t j = turn; j < end; ++j) to[j] = call_.first + j - call_.room;
+      int32_t* to = own.places.data() - begin;
+      for (int64_t j = begin; j < turn; ++j) to[j] = static_cast<int32_t>(call_.first + j);
+      for (int64_t j = turn; j < end; ++j) to[j] = static_cast<int32_t>(call_.first + j - call_.room);
       return;
     }
     int64_t found = 0;
     const bool sees = end > begin && valid[place(end - 1)];  // padding sees nothing
     for (int64_t j = begin; sees && j < end; ++j) {
-      own.places[found] = place(j);
+      own.places[found] = static_cast<int32_t>(place(j));
       found += valid[place(j)] != 0;
     }
     own.places.resize(static_cast<size_t>(found));
@@ -192,50 +194,77 @@ class Steps {
     }
   }
 
-  // Some tokens where they lie, or as floats in `room`.
-  GRAPHATTN_INLINE Tokens<T> tokens(const TokenView& view, int64_t b, int64_t g,
-                                    const int64_t* places, int64_t count, int64_t width,
-                                    Memory<T>& own) const {
+  // Some tokens of a key head, where they lie or as floats in `room`.
+  TokenLoop<T> loop_over(const TokenView& view, int64_t b, int64_t g, const int32_t* places,
+                         int64_t count, int64_t width, Memory<T>& own) const {
+    const Heads<const T> none{nullptr, 0, 0};
+    TokenLoop<T> loop{1, 1, width, width, 0, nullptr, none, none, places, nullptr, count, 0};
     if constexpr (sizeof(T) == sizeof(float)) {
       if (is_half<T>(view)) {
-        T* room = own.room.data();
+        loop.tokens.first = own.room.data();
+        loop.token = IDENTITY.number;
         for (int64_t e = 0; e < count; ++e) {
           widen(at<const uint16_t>(view, b, places[e], g), view.kind == FLOAT16, width,
-                room + e * width);
+                own.room.data() + e * width);
         }
-        return {room, width, IDENTITY.number, count};
+        return loop;
       }
     }
-    return {at<const T>(view, b, 0, g), view.token, places, count};
+    loop.tokens.first = at<const T>(view, b, 0, g);
+    loop.stride = view.token;
+    return loop;
   }
 
-  // Those of the block after `end`, to be fetched meanwhile.
-  GRAPHATTN_INLINE Tokens<T> coming(const TokenView& view, int64_t b, int64_t g, int64_t end,
-                                    Memory<T>& own) const {
+  // The same for places j .. end - 1 of the list; those of the block after are fetched meanwhile.
+  TokenLoop<T> loop_over_block(const TokenView& view, int64_t b, int64_t g, int64_t j, int64_t end,
+                               int64_t width, Memory<T>& own) const {
     const int64_t size = static_cast<int64_t>(own.places.size());
-    if (is_half<T>(view) || end >= size) return {nullptr, 0, nullptr, 0};
-    return {at<const T>(view, b, 0, g), view.token, own.places.data() + end,
-            std::min(BLOCK, size - end)};
+    TokenLoop<T> loop = loop_over(view, b, g, own.places.data() + j, end - j, width, own);
+    if (!is_half<T>(view)) {
+      loop.next = own.places.data() + end;
+      loop.next_count = std::min(BLOCK, size - end);
+    }
+    return loop;
+  }
+
+  // f(r, e, loop) for every row of key head g that sees something of a block, whose first place of
+  // the row's list is e.
+  template <class F>
+  GRAPHATTN_INLINE void for_rows_of_block(int64_t g, int64_t first, int64_t j, int64_t end,
+                                          const TokenLoop<T>& block, const Memory<T>& own,
+                                          const F& f) const {
+    TokenLoop<T> loop = block;
+    for_rows(g, first, [&](int64_t r, int64_t, int64_t) __attribute__((always_inline)) {
+      const Row<T>& row = own.rows[r];
+      const int64_t low = std::max(row.low, j), high = std::min(row.high, end);
+      if (row.kept >= 0 || low >= high) return;
+      loop.token = block.token + (low - j), loop.count = high - low;
+      f(r, low - row.low, loop);
+      loop.next_count = 0;  // the first row fetches them
+    });
+  }
+
+  // Whether `for_rows_of_block` has anything to do: values are converted for nobody else.
+  bool is_read(int64_t g, int64_t first, int64_t j, int64_t end, const Memory<T>& own) const {
+    bool found = false;
+    for_rows(g, first, [&](int64_t r, int64_t, int64_t) {
+      const Row<T>& row = own.rows[r];
+      found = found || (row.kept < 0 && std::max(row.low, j) < std::min(row.high, end));
+    });
+    return found;
   }
 
   // Affinities of all rows, a block of keys after the other.
   void find_logits(int64_t b, int64_t first, int64_t last, int64_t stride, Memory<T>& own) const {
     const int64_t size = static_cast<int64_t>(own.places.size());
-    const Tokens<T> nothing{nullptr, 0, nullptr, 0};
     for (int64_t j = 0; j < size; j += BLOCK) {
       const int64_t end = std::min(size, j + BLOCK);
       for (int64_t g = first; g < last; ++g) {
-        const Tokens<T> keys =
-            tokens(call_.key, b, g, own.places.data() + j, end - j, call_.width, own);
-        Tokens<T> next = coming(call_.key, b, g, end, own);
-        for_rows(g, first, [&](int64_t r, int64_t, int64_t) __attribute__((always_inline)) {
-          const Row<T>& row = own.rows[r];
-          const int64_t low = std::max(row.low, j), high = std::min(row.high, end);
-          if (low >= high) return;
-          const Tokens<T> seen{keys.start, keys.stride, keys.token + (low - j), high - low};
-          products<T, D, RBF>(own.queries.data() + r * call_.width, seen, call_.width,
-                              own.weights.data() + r * stride + (low - row.low), next);
-          next = nothing;
+        const TokenLoop<T> keys = loop_over_block(call_.key, b, g, j, end, call_.width, own);
+        for_rows_of_block(g, first, j, end, keys, own,
+                          [&](int64_t r, int64_t e, TokenLoop<T>& loop) __attribute__((always_inline)) {
+          loop.own.first = own.queries.data() + r * call_.width;
+          loops_.affinities(loop, own.weights.data() + r * stride + e);
         });
       }
     }
@@ -295,8 +324,8 @@ class Steps {
     own.order.resize(static_cast<size_t>(stride));
     own.kept.resize(own.rows.size() * static_cast<size_t>(stride));
     const Largest<T> best = find_largest(logit, padded, call_.top_k, own.order.data());
-    const int64_t* place = own.places.data() + row.low;
-    int64_t* to = own.kept.data() + r * stride;
+    const int32_t* place = own.places.data() + row.low;
+    int32_t* to = own.kept.data() + r * stride;
     int64_t kept = 0;
     for (int64_t e = 0; e < size; ++e) {
       const T one = logit[e];
@@ -312,46 +341,35 @@ class Steps {
   // The sums of weighted values of all rows, a block of values after the other.
   void average(int64_t b, int64_t first, int64_t last, int64_t stride, Memory<T>& own) const {
     const int64_t size = static_cast<int64_t>(own.places.size()), width = call_.value_width;
-    const Tokens<T> nothing{nullptr, 0, nullptr, 0};
     for (int64_t j = 0; j < size; j += BLOCK) {
       const int64_t end = std::min(size, j + BLOCK);
       for (int64_t g = first; g < last; ++g) {
-        Tokens<T> values = nothing, next = nothing;
-        for_rows(g, first, [&](int64_t r, int64_t, int64_t) __attribute__((always_inline)) {
-          const Row<T>& row = own.rows[r];
-          const int64_t low = std::max(row.low, j), high = std::min(row.high, end);
-          if (row.kept >= 0 || low >= high) return;
-          if (values.count == 0) {  // the first row that reads them
-            values = tokens(call_.value, b, g, own.places.data() + j, end - j, width, own);
-            next = coming(call_.value, b, g, end, own);
-          }
-          const Tokens<T> seen{values.start, values.stride, values.token + (low - j), high - low};
-          add_block(r, stride, low - row.low, seen, next, own);
-          next = nothing;
+        if (!is_read(g, first, j, end, own)) continue;
+        const TokenLoop<T> values = loop_over_block(call_.value, b, g, j, end, width, own);
+        for_rows_of_block(g, first, j, end, values, own,
+                          [&](int64_t r, int64_t e, const TokenLoop<T>& loop) __attribute__((always_inline)) {
+          add_block(r, stride, e, loop, own);
         });
       }
     }
     for (int64_t g = first; g < last; ++g) {
       for_rows(g, first, [&](int64_t r, int64_t, int64_t) {
         const Row<T>& row = own.rows[r];
-        const int64_t* kept = own.kept.data() + r * stride;
+        const int32_t* kept = own.kept.data() + r * stride;
         for (int64_t e = 0; e < row.kept; e += BLOCK) {
           const int64_t count = std::min(BLOCK, row.kept - e);
-          const Tokens<T> seen = tokens(call_.value, b, g, kept + e, count, width, own);
-          add_block(r, stride, e, seen, nothing, own);
+          add_block(r, stride, e, loop_over(call_.value, b, g, kept + e, count, width, own), own);
         }
       });
     }
   }
 
   // Adds values whose weights stand from place e on.
-  GRAPHATTN_INLINE void add_block(int64_t r, int64_t stride, int64_t e, const Tokens<T>& values,
-                                  const Tokens<T>& next, Memory<T>& own) const {
-    const int64_t width = call_.value_width;
+  void add_block(int64_t r, int64_t stride, int64_t e, const TokenLoop<T>& values,
+                 Memory<T>& own) const {
     const T* weight = own.weights.data() + r * stride + e;
-    T *sums = own.sums.data() + r * width, *block = e ? own.block.data() : sums;
-    add_tokens<T, D, false>(block, true, weight, weight, NONE, values, nullptr, width, next);
-    if (e) add<T, D>(sums, T(1), block, width);
+    T* sums = own.sums.data() + r * call_.value_width;
+    loops_.sums(values, weight, weight, NONE, {sums, 0, 0}, e ? own.block.data() : nullptr);
   }
 
   // Writes what a row has found.
@@ -373,6 +391,7 @@ class Steps {
   }
 
   const StepsCall& call_;
+  const TokenLoops<T> loops_;
   const int64_t shared_;  // query heads of a key head
 };
 
@@ -386,10 +405,10 @@ void note_valid(const StepsCall& call) {
   }
 }
 
-template <class T, int D, bool RBF>
+template <class T>
 void run(const StepsCall& call) {
   note_valid(call);
-  const Steps<T, D, RBF> steps(call);
+  const Steps<T> steps(call);
   const int64_t most = std::min(call.held, call.window ? call.window + call.queries : call.held);
   const double numbers = double(call.texts) * double(most) * double(call.heads * call.queries);
   const int threads = threads_worth(numbers * double(call.width + call.value_width),
@@ -410,30 +429,13 @@ void run(const StepsCall& call) {
   });
 }
 
-template <class T, int D>
-void run(const StepsCall& call) {
-  call.is_rbf ? run<T, D, true>(call) : run<T, D, false>(call);
-}
-
-template <class T>
-void run(const StepsCall& call) {
-  if constexpr (std::is_same_v<T, float>) {
-    switch (call.width == call.value_width ? call.width : 0) {
-      case 16: return run<T, 16>(call);
-      case 32: return run<T, 32>(call);
-      case 64: return run<T, 64>(call);
-      case 128: return run<T, 128>(call);
-    }
-  }
-  run<T, 0>(call);
-}
-
 }  // namespace
 }  // namespace graphattn
 
 GRAPHATTN_API int32_t graphattn_attention_steps(const graphattn::StepsCall* call,
                                                 int32_t is_double) {
   return graphattn::guarded([&] {
+    if (call->room > graphattn::MOST_TOKENS) throw std::length_error("tokens");
     is_double ? graphattn::run<double>(*call) : graphattn::run<float>(*call);
   });
 }

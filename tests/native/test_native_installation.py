@@ -1,8 +1,13 @@
-"""Wheels with and without a compiler; nothing of an older build in either."""
+"""Wheels and builds in place, with and without a compiler; nothing of an older build in any.
+
+The C++ sources are replaced by two short ones: how they are built does not depend on what they are.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import torch
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
@@ -34,13 +40,43 @@ print("WHEEL", getattr(build_backend, sys.argv[1])(sys.argv[2]))
 """
 
 
+CPU = Path("kernels", "cpu")
+SHORT_FILES = {
+    "first.h": f"#define NUMBER {library.ABI_VERSION}\n",
+    "first.cpp": """
+#include "first.h"
+extern "C" __attribute__((visibility("default"))) int graphattn_abi_version() { return NUMBER; }
+""",
+    "second.cpp": """
+extern "C" __attribute__((visibility("default"))) const char* graphattn_instruction_set() {
+#if defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#else
+  return "baseline";
+#endif
+}
+""",
+}
+BUILDS = library.BUILDS if platform.machine() in ("x86_64", "AMD64") else ("base",)
+RUNNABLE = library.RUN_ON.get(torch.backends.cpu.get_cpu_capability(), ("base",))
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None, reason="there is no C++ compiler"
+)
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """A copy of the checkout in which other builds have been before."""
+    """A copy of the checkout with short C++ sources, in which other builds have been before."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("graphattn", "kernels"):
         # Libraries that this checkout has come along: no wheel may take those for its own.
-        shutil.copytree(TOP / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__", "*.cpp", "*.h")
+        shutil.copytree(TOP / name, tree / name, ignore=ignored)
+    for name, content in SHORT_FILES.items():
+        (tree / CPU / name).write_text(content)
     for name in ("pyproject.toml", "setup.py", "build_backend.py", "MANIFEST.in", "README.md"):
         shutil.copy(TOP / name, tree)
     shutil.copy(TOP / "LICENSE", tree)
@@ -116,17 +152,18 @@ print(library.why_not())
     assert "there was no C++ compiler" in run.stdout
 
 
-@pytest.mark.skipif(library.library() is None, reason=str(library.why_not()))
-def test_a_wheel_carries_libraries_and_nothing_old(tree, tmp_path):
+@needs_compiler
+def test_a_wheel_carries_every_library_and_nothing_old(tree, tmp_path):
     names, file, log = make(tree, "build_wheel", tmp_path / "first")
     cpu = {name for name in names if name.startswith("graphattn/kernels/cpu/")}
-    expected = {path.name.split(".")[0] for path in Path(library.__file__).parent.glob("_native_*")}
-    assert {Path(name).name.split(".")[0] for name in cpu if "_native" in name} == expected
-    assert not any(name.endswith((".cpp", ".h")) for name in names)
+    built = {Path(name).name.split(".")[0] for name in cpu if "_native" in name}
+    assert built == {f"_native_{build}" for build in BUILDS}
+    assert not any(name.endswith((".cpp", ".h", ".o")) for name in names)
     assert "graphattn/old.py" not in names
     content = zipfile.ZipFile(file)
     assert all(content.read(name) != b"old" for name in cpu)
     assert "left out" not in log
+    assert log.count("GRAPHATTN_NATIVE=0") == 1
     assert not file.name.endswith("-any.whl")
 
 
@@ -134,8 +171,74 @@ def test_what_is_distributed_as_source_holds_the_cpp_files(tree, tmp_path):
     _, file, _ = make(tree, "build_sdist", tmp_path / "source")
     with tarfile.open(file) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    folder = TOP / "kernels" / "cpu"
-    sources = {path.name for path in (*folder.glob("*.cpp"), *folder.glob("*.h"))}
-    assert {f"kernels/cpu/{name}" for name in sources} <= names
+    assert {f"kernels/cpu/{name}" for name in SHORT_FILES} <= names
     assert {"setup.py", "build_backend.py"} <= names
     assert not any("_native_" in name for name in names)
+
+
+def build_in_place(tree: Path, *options: str, **environment: str) -> tuple[list[str], str]:
+    """The libraries that lie in the tree after a build, and what it printed."""
+    run = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", *options],
+        cwd=tree,
+        env={**os.environ, "GRAPHATTN_NATIVE": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = (path.name.split(".")[0] for path in (tree / CPU).glob("_native_*"))
+    return sorted(name.removeprefix("_native_") for name in found), run.stdout
+
+
+@needs_compiler
+def test_a_build_in_place_makes_the_best_set_that_this_machine_runs_and_says_so_once(tree):
+    built, said = build_in_place(tree)
+    assert built == [RUNNABLE[0]]
+    assert said.count("seconds") == said.count("GRAPHATTN_NATIVE=0") == len(said.splitlines()) == 1
+    found = library.find(tree / CPU, "", torch.backends.cpu.get_cpu_capability()).library
+    found.graphattn_instruction_set.restype = ctypes.c_char_p
+    assert found.graphattn_instruction_set().decode() == library.NAMES[RUNNABLE[0]]
+
+
+@needs_compiler
+def test_a_build_in_place_makes_every_set_or_none_if_it_is_told_to(tree):
+    assert build_in_place(tree, "--every-set")[0] == sorted(BUILDS)
+    (tree / CPU / "_native_base.abi3.so").unlink()
+    assert build_in_place(tree, GRAPHATTN_NATIVE="0")[1] == ""
+
+
+@needs_compiler
+def test_only_what_has_changed_is_compiled_again(tree):
+    def compiled() -> set[str]:
+        """Which files are new since the last call."""
+        build_in_place(tree)
+        times = {path: path.stat().st_mtime_ns for path in (tree / "build").rglob("*.o")}
+        new = {path.stem for path, time in times.items() if before.get(path) != time}
+        before.update(times)
+        return new
+
+    before: dict[Path, int] = {}
+    compiled()
+    assert compiled() == set()
+    for name, expected in (("second.cpp", {"second"}), ("first.h", {"first", "second"})):
+        file = tree / CPU / name
+        file.write_text(file.read_text() + "\n")
+        assert compiled() == expected
+
+
+@needs_compiler
+def test_a_set_that_the_compiler_refuses_is_left_out(tree, tmp_path):
+    if len(RUNNABLE) == 1:
+        pytest.skip("this machine runs one instruction set alone")
+    best, next_best = RUNNABLE[:2]
+    macro = {"v4": "__AVX512F__", "v3": "__AVX2__"}[best]
+    file = tree / CPU / "third.cpp"
+    file.write_text(f"#if defined({macro})\n#error refused\n#endif\n")
+    try:
+        assert build_in_place(tree)[0] == [next_best]
+        built, said = build_in_place(tree, "--every-set")
+        assert built == sorted(build for build in BUILDS if build not in ("v4", best))
+        assert f"left out for {best}" in said
+    finally:
+        file.unlink()
