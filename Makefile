@@ -7,7 +7,7 @@ PROCESSES ?= 2
 CASES ?= 1
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
+.PHONY: demo test test-all test-nightly slow scatter transformers-oldest bench kernels-check kernels-check-all \
 	kernels-check-oldest emulate gpu native-check lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
@@ -34,7 +34,10 @@ test: $(NATIVE)  ## unit tests (a sample of long sweeps), docstring examples, RE
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		$(if $(filter all,$(CASES)),,--cases $(CASES))
 
-test-all:  ## the same, every case of every sweep
+test-all:  ## the same, every pair of options of every sweep
+	$(MAKE) test CASES=pairs
+
+test-nightly:  ## the same, every case of every sweep, for a night
 	$(MAKE) test CASES=all
 
 slow: $(NATIVE)  ## long sweeps: does every bug put in by hand fail a test?
