@@ -670,6 +670,7 @@ def test_the_table_of_targets_comes_last():
 # The figure.
 
 
+@pytest.mark.long
 def test_a_run_is_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
     result = run("knn", "scaling", "--plot", tmp_path / "run.png")

@@ -91,6 +91,7 @@ def test_the_baseline_row_is_kmeans_on_the_input(square, tmp_path):
     assert float(numbers[2]) == pytest.approx(dice(labels, tokens.mask, ignore=255), abs=6e-4)
 
 
+@pytest.mark.long
 def test_a_table_with_labels_shows_their_accuracy(tmp_path, capfd):
     output = run(table_file(tmp_path, TABLE), tmp_path / "out", labels="kind")
     assert "30 rows, 2 features" in output
@@ -99,6 +100,7 @@ def test_a_table_with_labels_shows_their_accuracy(tmp_path, capfd):
     assert "1.000" in output  # the two kinds are far apart
 
 
+@pytest.mark.long
 def test_labels_are_optional_and_may_be_numbered(tmp_path):
     path = table_file(tmp_path, TABLE)
     assert "accuracy" not in run(path, tmp_path / "a")
@@ -528,6 +530,7 @@ def test_global_tokens_can_be_chosen_such_as_the_first_and_the_last(tmp_path):
     assert "and tokens 0, 29 see and are seen by all" in " ".join(output.split())
 
 
+@pytest.mark.long
 def test_one_step_is_no_steps(tmp_path):
     output = run(table_file(tmp_path, TABLE), tmp_path / "a", steps=1, columns="height")
     assert "Clusters after 1 step\n" in re.sub(" +\n", "\n", output)

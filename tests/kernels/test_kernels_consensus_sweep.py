@@ -138,6 +138,7 @@ def test_random_problems_are_solved(seed: int, device: str) -> None:
         check_half(case, dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:all edges of this edge list point backward")
 @pytest.mark.parametrize("seed", range(0, CASES, 40))
 def test_two_runs_agree_bit_for_bit(seed: int, device: str) -> None:

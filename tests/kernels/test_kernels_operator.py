@@ -43,6 +43,7 @@ def operators(graph: torch.fx.GraphModule) -> dict[str, int]:
     return dict(Counter(name for name in names if "graphattn" in name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_common_offset_costs_no_digits(name: str, device: str) -> None:
     """Float32 at 100, sigma = sqrt(D): naive ||q||^2 - 2 q . k + ||k||^2 would keep two digits.

@@ -114,6 +114,7 @@ def test_rows_of_bands_go_to_the_band_kernels(name: str, device: str) -> None:
     assert (call.bands is None) == several
 
 
+@pytest.mark.long
 def test_one_tensor_over_rows_that_are_as_many_as_their_sources(device: str) -> None:
     """Gaussian kernel attention reads one tensor: target i is source i, wherever both stand."""
     from graphattn.graphs.structures.sections import Section
@@ -134,6 +135,7 @@ CONSENSUS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"step": "auto", "valid": "both"}], ids=str)
 @pytest.mark.parametrize("name", CONSENSUS)
 def test_consensus_over_rows_is_that_of_float64(name: str, options: Any, device: str) -> None:

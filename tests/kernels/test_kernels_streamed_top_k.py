@@ -101,6 +101,7 @@ def test_the_choice_is_that_of_a_sort(logits: str, k: int, device: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("valid", ["", "both"], ids=["all valid", "padding"])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_every_kind_of_window_has_its_choice(graph: str, valid: str, device: str) -> None:
@@ -109,6 +110,7 @@ def test_every_kind_of_window_has_its_choice(graph: str, valid: str, device: str
         assert torch.equal(found, expected), logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logits", ["normal", "Cauchy", "two values", "everything"])
 def test_a_long_window_writes_many_candidates_down(logits: str, device: str) -> None:
     """Rows have 67 words, so that the sample skips sources and many logits are written down."""
@@ -126,6 +128,7 @@ def test_a_long_window_writes_many_candidates_down(logits: str, device: str) -> 
         assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("score", ["dot", "rbf"])
 def test_exactly_k_are_kept(score: str, dtype: torch.dtype, device: str) -> None:

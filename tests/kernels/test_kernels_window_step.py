@@ -202,6 +202,7 @@ def test_positions_beyond_32_bits(device: str) -> None:
 # Padding.
 
 
+@pytest.mark.long
 @EVERY_LAYER
 def test_padding_on_the_left_changes_nothing(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(2, 9)
@@ -213,6 +214,7 @@ def test_padding_on_the_left_changes_nothing(name: str, device: str) -> None:
     close(y, expected)  # padding sees nothing, not even itself
 
 
+@pytest.mark.long
 @SOME
 @pytest.mark.parametrize("middle", [[1] * 6, [4, 1, 1]], ids=str)
 def test_padding_may_come_late_and_in_one_call_only(
@@ -269,6 +271,7 @@ def test_zeros_of_either_sign_are_equal(device: str) -> None:
     close(last, x[1:4].mean(0))
 
 
+@pytest.mark.long
 @TOP_K
 def test_repeated_tokens_are_chosen_as_by_a_stable_sort(kind: str, device: str) -> None:
     """Steps choose among equal sources as the reference does, by a stable sort.
@@ -342,6 +345,7 @@ def test_distances_do_not_cancel_at_a_common_offset(device: str) -> None:
     assert (y - exact).norm() / around.norm() < 1e-3
 
 
+@pytest.mark.long
 def test_two_runs_and_a_text_alone_give_the_same_bits(device: str) -> None:
     layer, x = layer_of("Krause, top 3", device), tokens(2, 7)
     y = stream(layer, x, layer.init_cache(2, WINDOW))
@@ -391,6 +395,7 @@ def test_what_is_kept_may_have_another_dtype(device: str) -> None:
 # The cache.
 
 
+@pytest.mark.long
 def test_the_ring_has_a_place_per_token_of_the_window_and_stays(device: str) -> None:
     layer, x = layer_of("Krause, one sigma, all kept", device), tokens(2, 25)
     cache = layer.init_cache(2, WINDOW)
@@ -439,6 +444,7 @@ def test_a_ring_of_the_window_alone_cannot_go_back(device: str) -> None:
         cache.truncate(WINDOW)
 
 
+@pytest.mark.long
 def test_rows_come_in_order_of_age(device: str) -> None:
     layer, x = layer_of("dot product, shared heads", device), tokens(2, 12)
     sliding = copy.copy(layer)
@@ -456,6 +462,7 @@ def test_rows_come_in_order_of_age(device: str) -> None:
             assert torch.equal(ring.valid(count), plain.valid(count))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "other"),
     [("Krause, top 3", "structured"), ("Gaussian, rotary, normalised, eps", "reference")],

@@ -192,6 +192,7 @@ def text_model(**changes: Any) -> int:
         ).num_parameters()
 
 
+@pytest.mark.long
 def test_table_9_is_one_size_and_our_differences():
     base = text_model()
     low, high = 0.0, 1e9
@@ -206,6 +207,7 @@ def test_table_9_is_one_size_and_our_differences():
     assert (round(low, 2), round(high, 2)) == (193.08, 193.20)
 
 
+@pytest.mark.long
 def test_slopes_of_table_9():
     for xi in (4, 64, 255):
         slope = text_model(edge_hidden=xi + 1) - text_model(edge_hidden=xi)

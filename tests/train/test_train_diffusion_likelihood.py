@@ -113,6 +113,7 @@ def test_the_bound_of_the_exact_score_is_near_the_log_likelihood(noise):
     assert found.num_tokens.tolist() == [6] * 300
 
 
+@pytest.mark.long
 def test_the_standard_error_is_that_of_repeated_estimates():
     tokens = CHAIN.sample((4, 6), generator())
     draws = generator(1)
