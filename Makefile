@@ -34,7 +34,7 @@ test: $(NATIVE)  ## unit tests (a sample of long sweeps), docstring examples, RE
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		$(if $(filter all,$(CASES)),,--cases $(CASES))
 
-test-all:  ## the same, every pair of options of every sweep
+test-all:  ## the same, every pair of options of a sweep
 	$(MAKE) test CASES=pairs
 
 test-nightly:  ## the same, every case of every sweep, for a night

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
-from pairwise import pairwise
+from covering import covering
 
 LONG_PAGES = ("counts.md", "krause-shortcut.md")  # of the documentation, whose examples run
 
@@ -38,8 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases",
         type=lambda cases: cases if cases == "pairs" else int(cases),
         metavar="N",
-        help="run at most N cases of every parametrized test, spread evenly, or with `pairs` as "
-        "many as hold every pair of its options; all if not given",
+        help="run at most N cases of every parametrized test, spread evenly; with `pairs`, as many "
+        "as hold every pair of its options, and of a test marked `long` every option; all if not "
+        "given",
     )
 
 
@@ -62,7 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
         elif not own & left_out(most):
             sampled.append(case)
     if most == "pairs":
-        kept = [sampled[k] for k in pairwise([case.indices for case in sampled])]
+        strength = 1 if "long" in of_all else 2
+        kept = [sampled[k] for k in covering([case.indices for case in sampled], strength)]
     elif len(sampled) <= most:
         kept = sampled
     elif most == 1:  # any of them, and always that one

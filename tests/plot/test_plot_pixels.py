@@ -125,6 +125,7 @@ def test_few_targets_of_many_sources_have_a_height():
     assert (pixels.near(np.arange(3), np.array([10, 4000, 2500])) > PLAIN).all()
 
 
+@pytest.mark.long
 def test_pictures_inside_vector_files_lose_no_line_either():
     for dpi in (30, 72, 300):
         file = io.BytesIO()

@@ -213,6 +213,7 @@ def test_long_path_keeps_relative_accuracy():
     )
 
 
+@pytest.mark.long
 def test_cycle_of_100_000_tokens_matches_the_closed_form():
     assert fiedler_value(ga.window_cycle_graph(100_000, 8)) == pytest.approx(
         ga.spectral.cycle_fiedler_value(100_000, 8), rel=1e-11
