@@ -12,7 +12,12 @@ from collections.abc import Iterator
 import pytest
 from covering import covering
 
-LONG_PAGES = ("counts.md", "krause-shortcut.md")  # of the documentation, whose examples run
+# Pages of the documentation whose examples take a second or more.
+LONG_PAGES = (
+    *("counts.md", "diagnostics.md", "diffusion.md", "distributed.md", "integrations/index.md"),
+    *("krause-shortcut.md", "language_models.md", "models.md", "protein_models.md", "spectral.md"),
+    *("swin.md", "training.md"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for item in items
         if any(mark.name in marks for mark in item.iter_markers())
-        or ("long" in marks and item.path.name in LONG_PAGES)
+        or ("long" in marks and item.path.as_posix().endswith(LONG_PAGES))
     ]
     if out:
         config.hook.pytest_deselected(items=out)

@@ -79,6 +79,7 @@ def test_an_image_with_its_trimap_shows_every_score_and_the_baseline(square, tmp
     assert "…" not in output
 
 
+@pytest.mark.long
 def test_the_baseline_row_is_kmeans_on_the_input(square, tmp_path):
     image, trimap = square
     tokens = load_tokens(image, trimap, None)
@@ -149,6 +150,7 @@ def test_patterns_are_these_graphs_and_say_what_they_mean(text, graph, says):
     assert says in pattern.meaning
 
 
+@pytest.mark.long
 def test_the_global_token_is_the_middle_of_an_image_and_the_first_of_a_table(tmp_path):
     """Attention Clusters, Section 3.3."""
     image, table = (parse_pattern("longformer:4", 9, is_image=i) for i in (True, False))
@@ -520,6 +522,7 @@ def test_balanced_classes_are_drawn_at_random_and_kept_in_order(tmp_path):
     assert len(load_tokens(path, None, "kind", per_class=fewest).x) == 3 * fewest
 
 
+@pytest.mark.long
 def test_global_tokens_can_be_chosen_such_as_the_first_and_the_last(tmp_path):
     """Attention Clusters, Figure 8: Data C has both as global tokens."""
     for text, tokens in (("first,last", [0, 29]), ("0, -1", [0, 29]), ("middle", [15]), ("7", [7])):

@@ -139,6 +139,7 @@ def test_options_that_differ_from_their_defaults_stand_before_the_others(finishe
         assert (cell in before, cell in rest) == (is_changed, not is_changed), name
 
 
+@pytest.mark.long
 def test_whatever_files_hold_is_text(run, tmp_path):
     (run / "samples.jsonl").write_text(json.dumps({"text": HOSTILE, "prompt": HOSTILE}) + "\n")
     (run / "evaluation.json").write_text(json.dumps({HOSTILE: {"loss": 2.0, "bigram_loss": 3.0}}))

@@ -128,6 +128,7 @@ def strangers(z, home, graph, k):
     return int(((home[nearest.indices] != home[:, None]) & nearest.values.isfinite()).sum())
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     num_groups=st.integers(2, 4),

@@ -160,6 +160,7 @@ def test_any_width_of_a_head(D: int, Dv: int, score: str, device: str) -> None:
     check(kernels(case, device), exact(case), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("D", [1, 48, 80, 256])
 def test_any_width_of_a_head_in_half_precision(D: int, device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), features=D, value_features=D)
@@ -187,6 +188,7 @@ def test_nothing_to_do_is_done(case: Case, device: str) -> None:
     check(kernels(case, device), exact(case), 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (3, 3)], ids=str)
 def test_query_heads_share_key_heads_in_order(heads: tuple[int, int], device: str) -> None:
     case = Case(ga.causal_window_graph(20, 9), heads=heads[0], kv_heads=heads[1])
@@ -214,6 +216,7 @@ def test_a_tile_needs_no_mask_only_where_all_its_rows_see_it(device: str) -> Non
         torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_sizes_of_tiles_change_no_gradient_of_a_table(device: str) -> None:
     case = CASES["table of a wide causal window"]
     with tuning.override(**tiles(32, 32)):
@@ -239,6 +242,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_the_inputs_does_not_matter(layout: str, device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), batch=(2,), features=6, value_features=6)
@@ -251,6 +255,7 @@ def test_the_layout_of_the_inputs_does_not_matter(layout: str, device: str) -> N
     check(found, in_float64(case, tensors, case.upstream()), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["one number for all", "heads first", "features reversed"])
 def test_the_layout_of_the_upstream_gradient_does_not_matter(layout: str, device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), batch=(2,))
@@ -286,6 +291,7 @@ def test_a_loss_on_one_result_alone(name: str, only: str, device: str) -> None:
     check(*gradients, SINGLE)
 
 
+@pytest.mark.long
 def test_the_backward_without_a_gradient_of_the_log_sums(device: str) -> None:
     """The backward pass can be called by hand without `d_lse` and without a gradient of the scale.
 

@@ -340,6 +340,7 @@ def test_cross_consensus_does_too(graph: ga.TokenGraph, rope: bool, device: str)
     same_outputs_and_gradients(layer, device, x.float(), graph, context.float())
 
 
+@pytest.mark.long
 def test_tokens_one_by_one_are_a_forward_over_all(device: str) -> None:
     layer = ga.nn.SelfConsensus(
         8, 2, rank=2, edge_hidden=4, update="target", step_size="auto", backend=BACKEND

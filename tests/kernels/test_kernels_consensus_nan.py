@@ -177,6 +177,7 @@ def test_a_token_without_edges_keeps_its_state_to_the_last_bit(
 SMALL = [Case(ga.window_path_graph(9, 2), step="auto"), Case(some(9, 9), "target")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
 def test_a_zero_row_of_lambda_stays_zero(case: Case, device: str) -> None:
     """A zero row of Lambda has a gradient of exactly 0, and so stays zero.
@@ -261,6 +262,7 @@ def test_softplus_neither_overflows_nor_loses_its_tail(
     check(found, in_float64(case, tensors, case.upstream()), case, 2e-5)
 
 
+@pytest.mark.long
 def test_edges_that_hardly_pull_still_give_an_automatic_step(device: str) -> None:
     """alpha + beta = 2e-39 would have the reciprocal infinity: here 1e-30, and 1e30."""
     for logit in (-69.0, 1e30):

@@ -177,6 +177,7 @@ def test_a_block_with_kernels_as_the_default_takes_them(device: str) -> None:
 # Derivatives.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -249,6 +250,7 @@ def test_only_the_gradients_that_are_wanted_are_there(device: str) -> None:
                     assert leaf.grad is None
 
 
+@pytest.mark.long
 def test_without_gradients_nothing_is_kept(device: str) -> None:
     case = CASES["path"]
     tensors = {n: x.to(device) for n, x in case.tensors().items()}

@@ -28,6 +28,7 @@ def energy(case: Case, tensors: dict[str, torch.Tensor], u: torch.Tensor) -> tor
     return torch.einsum("nhd,nhde,nhe->h", apart, R, apart) / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_energy_never_rises_under_the_automatic_step(

@@ -170,6 +170,7 @@ def test_two_runs_agree_bit_for_bit(name: str, device: str) -> None:
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["heads first", "a slice of features"])
 def test_the_layout_of_the_one_tensor_does_not_matter(layout: str, device: str) -> None:
     case = gaussian(ga.complete_graph(20), batch=(2,))

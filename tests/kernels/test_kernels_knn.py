@@ -263,6 +263,7 @@ def test_nothing_is_read_out_of_bounds(device: str) -> None:
             assert torch.equal(index.cpu(), ga.knn(tokens, 5)[0])
 
 
+@pytest.mark.long
 def test_the_future_reaches_nobody(device: str) -> None:
     x = random(60, 3)
     changed = x.clone()

@@ -121,6 +121,7 @@ def test_an_infinite_value_that_is_seen_is_not_hidden(name: str, device: str) ->
 MANY = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 @pytest.mark.parametrize(
@@ -264,6 +265,7 @@ def test_a_bad_gradient_reaches_only_what_its_row_sees(name: str, device: str) -
         assert torch.equal(found["query"][:, ~hit], clean["query"][:, ~hit])
 
 
+@pytest.mark.long
 def test_masks_of_other_tensors_change_nothing(device: str) -> None:
     """A mask in which all are valid is as none, bit for bit, where tiles are masked anyway."""
     case = Case(ga.window_path_graph(35, 3), score="dot")

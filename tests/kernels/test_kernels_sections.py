@@ -166,6 +166,7 @@ def test_nearest_neighbours_within_rows_without_self_loops_are_for_the_reference
     assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 def test_second_derivatives_go_through_rows_too(device: str) -> None:
     case = CASES["past"]
     leaves = {k: x.to(device).requires_grad_() for k, x in case.tensors().items()}

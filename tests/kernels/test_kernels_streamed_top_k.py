@@ -93,6 +93,7 @@ def choices(
     return chosen(case, tensors, device), expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, 40, 128, 129])
 @pytest.mark.parametrize("logits", LOGITS)
 def test_the_choice_is_that_of_a_sort(logits: str, k: int, device: str) -> None:

@@ -248,6 +248,7 @@ def test_top_1_is_the_nearest_source(device: str) -> None:
     torch.testing.assert_close(d_value, counts[:, None, None].expand_as(d_value))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_knows_nothing_of_tokens_outside_its_window(bad: float, device: str) -> None:
     """No bit of its choice, output and log-sum; nor of gradients of what no bad row sees."""

@@ -136,6 +136,7 @@ def counting() -> Iterator[list[str]]:
 # What steps give.
 
 
+@pytest.mark.long
 @EVERY_LAYER
 def test_steps_are_one_forward_and_one_launch_each(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(1, 3 * WINDOW + 2)
@@ -327,6 +328,7 @@ def test_a_value_that_top_k_leaves_out_is_not_read(kind: str, device: str) -> No
     assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.long
 @EVERY_LAYER
 def test_a_token_that_is_no_number_is_forgotten_with_the_window(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(9).repeat(2, 1, 1)
@@ -358,6 +360,7 @@ def test_two_runs_and_a_text_alone_give_the_same_bits(device: str) -> None:
 # Precision.
 
 
+@pytest.mark.long
 @SOME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_good_as_that_of_the_reference(
@@ -434,6 +437,7 @@ def test_a_ring_with_places_for_a_guess_takes_it_back(name: str, device: str) ->
     close(stream(layer, x[:, 11:], cache), expected[:, 11:])
 
 
+@pytest.mark.long
 def test_a_ring_of_the_window_alone_cannot_go_back(device: str) -> None:
     layer = layer_of("Krause, top 3", device)
     cache = layer.init_cache((), WINDOW)

@@ -409,6 +409,7 @@ def test_the_language_models_of_the_gka_paper_have_its_parameters():
     assert not is_tied(gka)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "weights", "formula", "paper", "exact"),
     [

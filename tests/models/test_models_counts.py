@@ -134,6 +134,7 @@ def nanochat(mixer: str) -> Any:
 WINDOWS = [1024, 1024, 1024, 2048] * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mixer", "printed", "full", "exact"),
     [("dot", "3.0042e+09", 3_004_170_240, "2.867"), ("gka", "2.4143e+09", 2_414_346_240, "2.277")],

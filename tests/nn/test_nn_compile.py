@@ -91,6 +91,7 @@ def test_a_chosen_backend_is_compiled_as_chosen() -> None:
     torch.testing.assert_close(compiled(x, graph), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("graph", ["causal window", "edge list", "batch"])

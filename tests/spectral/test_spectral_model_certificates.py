@@ -147,6 +147,7 @@ def test_wide_graphs_say_residual_where_counting_costs_too_much(monkeypatch):
 # Maps without a theorem.
 
 
+@pytest.mark.long
 def test_on_a_causal_graph_the_spectral_radius_is_that_of_the_diagonal_blocks():
     graph, x = ga.causal_window_graph(20, window=4), drawn(20, 12)
     for rope in (False, True):

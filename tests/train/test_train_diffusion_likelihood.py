@@ -137,6 +137,7 @@ def test_the_objective_estimates_the_same_bound():
     assert abs(np.mean(losses) - found.per_token) < 4 * error + 2e-3
 
 
+@pytest.mark.long
 def test_padding_is_not_counted_and_batches_do_not_matter():
     valid = torch.arange(7) < torch.tensor([[7], [2], [4]])
     tokens = torch.randint(V, (3, 7), generator=generator()).masked_fill(~valid, MASK)

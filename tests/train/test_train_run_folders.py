@@ -93,6 +93,7 @@ def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path
     assert ga.train.read_run(tmp_path / "run").rows == before.rows
 
 
+@pytest.mark.long
 def test_what_is_half_written_is_removed_and_never_read(tmp_path, straight):
     folder = tmp_path / "run"
     tiny_runs.train(folder, callbacks=[interrupted_after(7)])
@@ -229,6 +230,7 @@ def spoil(model: nn.Module) -> None:
         next(model.parameters()).fill_(torch.nan)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_ends_a_run_as_diverged_and_keeps_its_rows(tmp_path):
     run = tiny_runs.train(tmp_path / "run", callbacks=[tiny_runs.At(9, spoil)])
     assert run.status == "diverged"

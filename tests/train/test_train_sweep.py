@@ -202,6 +202,7 @@ def test_a_loss_that_ends_far_above_its_first_is_a_divergence(tmp_path: Path) ->
     assert [row["status"] for row in rows] == ["finished", "diverged"]  # 30 is ten times 3
 
 
+@pytest.mark.long
 def test_what_failed_is_trained_again_only_when_asked_for(tmp_path: Path) -> None:
     sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
     sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
@@ -240,6 +241,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 # Stopping.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", [None, b"", b"not a database", 200])
 def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(
     tmp_path: Path, content: bytes | int | None
@@ -401,6 +403,7 @@ def interrupt(config: RunConfig) -> Run:
     raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> None:
     """The one that took his trial over finds it locked, and trains after him."""
     import threading
