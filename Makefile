@@ -5,9 +5,10 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 PROCESSES ?= 2
 CASES ?= 1
+SINCE ?= HEAD
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-nightly slow scatter transformers-oldest bench kernels-check kernels-check-all \
+.PHONY: demo test test-all test-nightly slow mutants scatter transformers-oldest bench kernels-check kernels-check-all \
 	kernels-check-oldest emulate gpu native-check lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
@@ -42,6 +43,10 @@ test-nightly:  ## the same, every case of every sweep, for a night
 
 slow: $(NATIVE)  ## long sweeps: does every bug put in by hand fail a test?
 	$(BIN)/python -m pytest -q -m slow
+
+mutants: $(NATIVE)  ## mistakes made in lines changed since SINCE: do TESTS notice? TESTS=tests/graphs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "cosmic-ray>=8"
+	$(BIN)/python tests/mutations/mutants.py $(SINCE) $(TESTS)
 
 # torch-scatter is built from source, against the torch that is there: minutes, and a compiler.
 scatter: $(NATIVE)  ## torch-scatter as an independent oracle

@@ -1,16 +1,8 @@
 """The tests bite: each plausible mistake below, made in a copy of the code, fails a named test."""
 
-import itertools
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import forks
 import mutations_of_data
 import mutations_of_failures
 import mutations_of_lists
@@ -22,10 +14,10 @@ import mutations_of_proteins
 import mutations_of_runs
 import mutations_of_shards
 import pytest
+from checkout import Checkout
 from mutation import Mutation
 
 TOP = Path(__file__).resolve().parents[1]
-COPIED = ("graphattn", "kernels", "tests", "pyproject.toml", "README.md")
 ATTENTION = "tests/ops/test_ops_attention_values.py"
 CONSENSUS = "tests/ops/test_ops_consensus_values.py"
 THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
@@ -2053,56 +2045,9 @@ MUTATIONS += mutations_of_runs.MUTATIONS
 MUTATIONS += mutations_of_shards.MUTATIONS
 
 
-class Checkout:
-    """A copy of the checkout, and the process that runs its tests in forks (`forks.py`)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name in COPIED:
-            if (TOP / name).is_dir():
-                shutil.copytree(TOP / name, folder / name)
-            else:
-                shutil.copy2(TOP / name, folder / name)
-        # Where an installation puts it, and where it is found before the checkout's.
-        (folder / "graphattn" / "kernels").symlink_to("../kernels")
-        environment = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
-        environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(forks.__file__))],
-            cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.times = itertools.count(1)
-
-    def run(self, tests: tuple[str, ...]) -> tuple[int, str]:
-        """Run tests on the copy's code up to the first failure; return status and output."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(tests) + "\n")
-        self.process.stdin.flush()
-        status = int(self.process.stdout.readline())
-        return status, (self.folder / forks.OUTPUT).read_text()
-
-    @contextmanager
-    def mutated(self, mutation: Mutation) -> Iterator[None]:
-        """Put a mistake into a file of the copy, and take it out again."""
-        file = self.folder / mutation.file
-        code, before = file.read_text(), file.stat()
-        file.write_text(code.replace(mutation.old, mutation.new))
-        # Python knows by its time and its size whether a file is that of the stored bytecode.
-        os.utime(file, (when := next(self.times), when))
-        yield
-        file.write_text(code)
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
-    own = Checkout(tmp_path_factory.mktemp("checkout"))
+    own = Checkout(TOP, tmp_path_factory.mktemp("checkout"))
     yield own
     own.close()
 
@@ -2125,7 +2070,8 @@ def test_without_a_mutation_every_named_test_passes(checkout):
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_mutation_is_caught(mutation, checkout):
-    with checkout.mutated(mutation):
+    code = (TOP / mutation.file).read_text()
+    with checkout.replaced(mutation.file, code.replace(mutation.old, mutation.new)):
         status, output = checkout.run(mutation.caught_by)
     # 1: a test failed. 0 would be a survivor; with any other status no test has judged it.
     assert status == 1, output

@@ -1,7 +1,8 @@
 """Run tests in forks of a process that has imported what takes seconds, and nothing of ours.
 
 Lines of the standard input are lists of tests, in JSON. For each of them a fork runs pytest in the
-current folder, up to the first failure. Its status is printed; what it prints is in OUTPUT.
+current folder, up to the first failure. Its status is printed; what it prints is in OUTPUT. A fork
+that takes longer than LIMIT is ended, with a negative status.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
 
 OUTPUT = "output.txt"
+LIMIT = 1800  # seconds: code with a mistake may never end
 NOT_RUN = 99  # the status where the code cannot be imported, or is not that of the folder
 HEAVY = (
     "torch", "torch.distributed", "torch._dynamo", "torch_geometric", "transformers", "networkx",
@@ -63,6 +66,7 @@ def main() -> None:
             os.dup2(output, 1)
             os.dup2(output, 2)
             status = NOT_RUN
+            signal.alarm(LIMIT)
             try:
                 status = run(json.loads(line))
                 sys.stdout.flush()
