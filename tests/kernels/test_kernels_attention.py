@@ -96,6 +96,7 @@ def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> No
     check(kernels(CASES[name], device), exact(CASES[name]), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "name",

@@ -126,7 +126,7 @@ def tiles(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:all edges of this edge list point backward")
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=[pytest.mark.nightly] * (seed >= 50)) for seed in range(CASES)],
+    [pytest.param(seed, marks=[pytest.mark.nightly] * (seed >= 30)) for seed in range(CASES)],
 )
 def test_random_problems_are_solved(seed: int, device: str) -> None:
     case, dtype = random_case(seed)

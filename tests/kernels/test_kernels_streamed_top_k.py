@@ -112,7 +112,13 @@ def test_every_kind_of_window_has_its_choice(graph: str, valid: str, device: str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("logits", ["normal", "Cauchy", "two values", "everything"])
+@pytest.mark.parametrize(
+    "logits",
+    [
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("normal", "two values")),
+        *("Cauchy", "everything"),
+    ],
+)
 def test_a_long_window_writes_many_candidates_down(logits: str, device: str) -> None:
     """Rows have 67 words, so that the sample skips sources and many logits are written down."""
     tokens = 2100

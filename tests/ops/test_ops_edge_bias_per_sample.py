@@ -208,7 +208,7 @@ def test_what_edges_of_padding_hold_reaches_nothing(
     assert (of_padding == 0).all()
 
 
-@pytest.mark.every_case  # a mistake shows where edge 0 is no edge of the last target, and nowhere else
+@pytest.mark.every_case  # mistakes show for one edge of one graph alone
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("edge", [0, 5])
 @pytest.mark.parametrize("backend", BACKENDS)
