@@ -5,10 +5,11 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 PROCESSES ?= 2
 CASES ?= 1
+SINCE ?= HEAD
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
-	kernels-check-oldest emulate gpu native-check lint docs format clean first-minutes
+.PHONY: demo test test-all test-nightly slow mutants scatter transformers-oldest bench kernels-check \
+	kernels-check-all kernels-check-oldest emulate gpu native-check lint docs format clean first-minutes
 
 # Three installations, each on top of the one before: what the demo needs, what tests and tools need,
 # and what the documentation needs. torch goes first and alone: a looser requirement would be
@@ -54,17 +55,23 @@ test: $(TESTED)  ## unit tests (a sample of long sweeps), docstring examples, RE
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		$(if $(filter all,$(CASES)),,--cases $(CASES))
 
-test-all:  ## the same, every case of every sweep
+test-all:  ## the same, every pair of options of a sweep
+	$(MAKE) test CASES=pairs
+
+test-nightly:  ## the same, every case of every sweep, for a night
 	$(MAKE) test CASES=all
 
 slow: $(TESTED)  ## long sweeps: does every bug put in by hand fail a test?
 	$(BIN)/python -m pytest -q -m slow
 
+mutants: $(TESTED)  ## mistakes made in lines changed since SINCE: do TESTS notice? TESTS=tests/graphs
+	$(PIP) "cosmic-ray>=8"
+	$(BIN)/python tests/mutations/mutants.py $(SINCE) $(TESTS)
+
 # torch-scatter is built from source, against the torch that is there: minutes, and a compiler.
 scatter: $(TESTED)  ## torch-scatter as an independent oracle
 	$(PIP) ninja "setuptools>=77"
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet \
-		--disable-pip-version-check --no-build-isolation "torch-scatter>=2.1"
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation "torch-scatter>=2.1"
 	$(BIN)/python -c "import torch_scatter"
 	$(BIN)/python -m pytest -q tests/ops/test_ops_torch_scatter.py
 

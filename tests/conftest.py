@@ -10,8 +10,14 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
+from covering import covering
 
-LONG_PAGES = ("counts.md", "krause-shortcut.md")  # of the documentation, whose examples run
+# Pages of the documentation whose examples take a second or more.
+LONG_PAGES = (
+    *("counts.md", "diagnostics.md", "diffusion.md", "distributed.md", "integrations/index.md"),
+    *("krause-shortcut.md", "language_models.md", "models.md", "protein_models.md", "spectral.md"),
+    *("swin.md", "training.md"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,15 +41,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--cases",
-        type=int,
+        type=lambda cases: cases if cases == "pairs" else int(cases),
         metavar="N",
-        help="run at most N cases of every parametrized test, spread evenly; all if not given",
+        help="run at most N cases of every parametrized test, spread evenly; with `pairs`, as many "
+        "as hold every pair of its options, and of a test marked `long` every option; all if not "
+        "given",
     )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """`--cases N` samples long sweeps; tests that are cheap and must be whole are marked so.
+    """`--cases` thins out long sweeps; tests that are cheap and must be whole are marked so.
 
     What is left out never becomes a test: most of the collection would be spent on it.
     """
@@ -57,28 +65,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
         own = of_all | {mark.name for mark in case.marks}
         if own & {"every_case", "slow"}:  # pytest itself leaves out what is slow
             whole.append(case)
-        elif "long" not in own:
+        elif not own & left_out(most):
             sampled.append(case)
-    if len(sampled) <= most:
+    if most == "pairs":
+        strength = 1 if "long" in of_all else 2
+        kept = [sampled[k] for k in covering([case.indices for case in sampled], strength)]
+    elif len(sampled) <= most:
         kept = sampled
     elif most == 1:  # any of them, and always that one
         kept = [sampled[zlib.crc32(metafunc.definition.nodeid.encode()) % len(sampled)]]
     else:
         last = len(sampled) - 1
         kept = [sampled[k] for k in sorted({round(k * last / (most - 1)) for k in range(most)})]
-    metafunc._calls[:] = (whole + kept) or metafunc._calls[:1]  # of what is long, to be left out
+    metafunc._calls[:] = (whole + kept) or metafunc._calls[:1]  # of what is left out below
+
+
+def left_out(most: int | str | None) -> set[str]:
+    """Return the marks of tests that `--cases` leaves out."""
+    return set() if most is None else {"nightly"} if most == "pairs" else {"nightly", "long"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--cases N` leaves out what is long."""
-    if config.getoption("--cases") is None:
-        return
-    left_out = [
-        item for item in items if item.get_closest_marker("long") or item.path.name in LONG_PAGES
+    """`--cases` leaves out what takes long."""
+    marks = left_out(config.getoption("--cases"))
+    out = [
+        item
+        for item in items
+        if any(mark.name in marks for mark in item.iter_markers())
+        or ("long" in marks and item.path.as_posix().endswith(LONG_PAGES))
     ]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        left = set(left_out)
+    if out:
+        config.hook.pytest_deselected(items=out)
+        left = set(out)
         items[:] = [item for item in items if item not in left]
 
 

@@ -1,9 +1,6 @@
 """The tests bite: each plausible mistake below, made in a copy of the code, fails a named test."""
 
-import os
-import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import mutations_of_data
@@ -18,33 +15,10 @@ import mutations_of_proteins
 import mutations_of_runs
 import mutations_of_shards
 import pytest
+from checkout import Checkout
 from mutation import Mutation
 
 TOP = Path(__file__).resolve().parents[1]
-COPIED = ("graphattn", "kernels", "tests", "pyproject.toml", "README.md")
-NOT_RUN = 99  # exit status of PYTEST where the copy cannot be imported, or is not what is
-
-# An editable installation maps both names to the checkout: only their files tell what was imported.
-PYTEST = f"""
-import sys
-import traceback
-from pathlib import Path
-
-try:
-    import graphattn, graphattn.kernels
-
-    for module in (graphattn, graphattn.kernels):
-        file = Path(module.__file__).resolve()
-        assert file.is_relative_to(Path.cwd().resolve()), file
-except Exception:
-    traceback.print_exc()
-    sys.exit({NOT_RUN})
-
-import pytest
-
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
 ATTENTION = "tests/ops/test_ops_attention_values.py"
 CONSENSUS = "tests/ops/test_ops_consensus_values.py"
 THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
@@ -2080,29 +2054,11 @@ MUTATIONS += mutations_of_runs.MUTATIONS
 MUTATIONS += mutations_of_shards.MUTATIONS
 
 
-def copy_of_the_checkout(folder: Path) -> Path:
-    for name in COPIED:
-        if (TOP / name).is_dir():
-            shutil.copytree(TOP / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(TOP / name, folder / name)
-    # Where an installation puts it, and where it is found before the checkout's.
-    (folder / "graphattn" / "kernels").symlink_to("../kernels")
-    return folder
-
-
-def run_tests(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run tests in a copy of the checkout, on the copy's code; the first failure ends the run."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", PYTEST, "-x", "-q", "-p", "no:cacheprovider", *tests],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
+    own = Checkout(TOP, tmp_path_factory.mktemp("checkout"))
+    yield own
+    own.close()
 
 
 def test_mutations_fit_the_code_as_it_is():
@@ -2114,19 +2070,18 @@ def test_mutations_fit_the_code_as_it_is():
 
 
 @pytest.mark.slow
-def test_without_a_mutation_every_named_test_passes(tmp_path):
+def test_without_a_mutation_every_named_test_passes(checkout):
     named = dict.fromkeys(test for mutation in MUTATIONS for test in mutation.caught_by)
-    run = run_tests(copy_of_the_checkout(tmp_path), list(named))
-    assert run.returncode == 0, run.stdout + run.stderr
+    status, output = checkout.run(tuple(named))
+    assert status == 0, output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_is_caught(mutation, tmp_path):
-    file = copy_of_the_checkout(tmp_path) / mutation.file
-    code = file.read_text()
-    file.write_text(code.replace(mutation.old, mutation.new))
-    run = run_tests(tmp_path, list(mutation.caught_by))
+def test_a_mutation_is_caught(mutation, checkout):
+    code = (TOP / mutation.file).read_text()
+    with checkout.replaced(mutation.file, code.replace(mutation.old, mutation.new)):
+        status, output = checkout.run(mutation.caught_by)
     # 1: a test failed. 0 would be a survivor; with any other status no test has judged it.
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert "1 failed" in run.stdout, run.stdout  # and not an error in a fixture
+    assert status == 1, output
+    assert "1 failed" in output, output  # and not an error in a fixture

@@ -147,6 +147,7 @@ def test_our_own_lint_looks_into_the_kernels(tmp_path, request):
     assert re.search(r'call\.py:2: error: Argument 1 to "why_not_heads"', told), told
 
 
+@pytest.mark.long
 def test_the_links_are_the_layout_of_a_wheel(checkout, tmp_path):
     wheel = built(checkout, "build_wheel", tmp_path / "wheel")
     with zipfile.ZipFile(wheel) as archive:
@@ -165,6 +166,7 @@ def test_the_links_are_the_layout_of_a_wheel(checkout, tmp_path):
     assert seen == installed
 
 
+@pytest.mark.long
 def test_the_editable_wheel_lists_the_path_file_and_python_imports_no_link(checkout, tmp_path):
     wheel = built(checkout, "build_editable", tmp_path / "editable")
     with zipfile.ZipFile(wheel) as archive:

@@ -670,6 +670,7 @@ def test_the_table_of_targets_comes_last():
 # The figure.
 
 
+@pytest.mark.long
 def test_a_run_is_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
     result = run("knn", "scaling", "--plot", tmp_path / "run.png")
@@ -927,6 +928,7 @@ def test_written_texts_are_right_where_every_token_is_the_likeliest():
     assert math.isnan(truth.errors_of(changed(2))[0])  # of a prompt
 
 
+@pytest.mark.long
 def test_tables_say_how_many_tokens_are_written_in_a_second():
     result = run("generation", "--size", "small")
     assert result.exit_code == 0

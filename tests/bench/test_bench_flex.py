@@ -56,6 +56,7 @@ def uncompiled(monkeypatch):
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("score", ["flex_rbf", "flex_dot"])
 def test_flex_attention_with_the_mask_of_the_graph_is_the_same_attention(name, score, uncompiled):
@@ -109,6 +110,7 @@ def test_on_a_cpu_the_compiled_forward_pass_over_what_was_chosen_before_is_right
     assert truth.forward_error_of(flex.flex_kept) < 1e-5
 
 
+@pytest.mark.long
 def test_on_a_cpu_there_is_no_backward_pass():
     x = inputs_of("window")
     for peer in (flex.flex_dot, flex.flex_rbf):

@@ -77,6 +77,7 @@ def test_of_equally_near_sources_the_first_are_chosen_before():
     assert kept[0, 0, 0].sum() == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_flex_attention_over_what_was_chosen_before_is_krause_attention(
@@ -228,6 +229,7 @@ def test_a_batch_of_streams_is_right_in_every_text_and_wrong_if_one_is():
     assert truth.errors_of(first_text_everywhere)[0] > 0.1
 
 
+@pytest.mark.long
 def test_which_keys_a_stream_is_to_keep_is_decided_by_what_its_cache_holds():
     """Keys in bfloat16 have other neighbours than they would have without rounding."""
     size = {"batch": 8, "window": 128, "top_k": 16, "dim": 128, "heads": 16, "early": 1,

@@ -82,6 +82,7 @@ def test_an_image_with_its_trimap_shows_every_score_and_the_baseline(
     assert "…" not in output
 
 
+@pytest.mark.long
 def test_the_baseline_row_is_kmeans_on_the_input(square, tmp_path):
     image, trimap = square
     tokens = load_tokens(image, trimap, None)
@@ -94,6 +95,7 @@ def test_the_baseline_row_is_kmeans_on_the_input(square, tmp_path):
     assert float(numbers[2]) == pytest.approx(dice(labels, tokens.mask, ignore=255), abs=6e-4)
 
 
+@pytest.mark.long
 def test_a_table_with_labels_shows_their_accuracy(tmp_path, capfd, on_a_phone):
     output = run(table_file(tmp_path, TABLE), tmp_path / "out", labels="kind")
     assert "30 rows, 2 features" in output
@@ -104,6 +106,7 @@ def test_a_table_with_labels_shows_their_accuracy(tmp_path, capfd, on_a_phone):
     assert on_a_phone.smallest_label() >= 9
 
 
+@pytest.mark.long
 def test_labels_are_optional_and_may_be_numbered(tmp_path):
     path = table_file(tmp_path, TABLE)
     assert "accuracy" not in run(path, tmp_path / "a")
@@ -152,6 +155,7 @@ def test_patterns_are_these_graphs_and_say_what_they_mean(text, graph, says):
     assert says in pattern.meaning
 
 
+@pytest.mark.long
 def test_the_global_token_is_the_middle_of_an_image_and_the_first_of_a_table(tmp_path):
     """Attention Clusters, Section 3.3."""
     image, table = (parse_pattern("longformer:4", 9, is_image=i) for i in (True, False))
@@ -523,6 +527,7 @@ def test_balanced_classes_are_drawn_at_random_and_kept_in_order(tmp_path):
     assert len(load_tokens(path, None, "kind", per_class=fewest).x) == 3 * fewest
 
 
+@pytest.mark.long
 def test_global_tokens_can_be_chosen_such_as_the_first_and_the_last(tmp_path):
     """Attention Clusters, Figure 8: Data C has both as global tokens."""
     for text, tokens in (("first,last", [0, 29]), ("0, -1", [0, 29]), ("middle", [15]), ("7", [7])):
@@ -533,6 +538,7 @@ def test_global_tokens_can_be_chosen_such_as_the_first_and_the_last(tmp_path):
     assert "and tokens 0, 29 see and are seen by all" in " ".join(output.split())
 
 
+@pytest.mark.long
 def test_one_step_is_no_steps(tmp_path):
     output = run(table_file(tmp_path, TABLE), tmp_path / "a", steps=1, columns="height")
     assert "Clusters after 1 step\n" in re.sub(" +\n", "\n", output)

@@ -99,6 +99,7 @@ def test_energy_and_spread_fall(default_output):
     assert all(float(fall) < 0 for fall in falls)
 
 
+@pytest.mark.long
 def test_two_runs_with_one_seed_agree(default_output):
     def without_times(text: str) -> str:
         return re.sub(r"[\d.]+ (ms|s)\b|─|\S+report.html", "", text)
@@ -130,6 +131,7 @@ def test_fasta_brings_a_packed_batch():
     assert numbers(line.split("paths")[1])[0] == 512
 
 
+@pytest.mark.long
 def test_gzipped_dna(tmp_path):
     file = tmp_path / "genome.fna.gz"
     file.write_bytes(gzip.compress(b">chr1\n" + b"ACGTTGCA" * 20))
@@ -147,6 +149,7 @@ def test_very_short_texts(tmp_path, text):
     assert "violated" not in result.output
 
 
+@pytest.mark.long
 def test_a_hostile_file_name_is_printed_as_it_is(tmp_path):
     file = tmp_path / "[red]not markup[bold].txt"
     file.write_text("some text, long enough for a graph")
@@ -155,6 +158,7 @@ def test_a_hostile_file_name_is_printed_as_it_is(tmp_path):
     assert "[red]not markup[bold].txt" in result.output
 
 
+@pytest.mark.long
 def test_a_record_of_gaps_and_one_of_another_kind_are_passed_over(tmp_path):
     file = tmp_path / "mixed.fasta"
     file.write_text(">gaps\n-----\n>dna\nACGTACGTAC\n>protein\nMKVLAGHW\n>more\nGGTTAACC-\n")
@@ -163,6 +167,7 @@ def test_a_record_of_gaps_and_one_of_another_kind_are_passed_over(tmp_path):
     assert numbers(row(output, "batch of 2 paths").split("paths")[1])[0] == 18
 
 
+@pytest.mark.long
 def test_names_with_codes_of_emoji_and_escapes_stay_what_they_are(tmp_path):
     file = tmp_path / ":fire: \x1b[2J.txt"
     file.write_text("some text")
@@ -173,6 +178,7 @@ def test_names_with_codes_of_emoji_and_escapes_stay_what_they_are(tmp_path):
     assert result.stdout_bytes.splitlines()[-1] == os.fsencode(out / "report.html")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("columns", ["30", "80", "200"])
 def test_a_terminal_of_any_width_shows_every_name(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)

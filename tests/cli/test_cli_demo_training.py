@@ -181,6 +181,7 @@ def seen_in_training(monkeypatch, sample: Sample) -> tuple[set[int], set[int], s
     return learnt, choosing, judging
 
 
+@pytest.mark.long
 def test_the_last_tenth_of_a_text_is_judged_by_and_the_tenth_before_chooses(monkeypatch):
     """Every piece is made of one token of its own."""
     text = torch.arange(40).repeat_interleave(pieces.LONGEST_PIECE)
@@ -192,6 +193,7 @@ def test_the_last_tenth_of_a_text_is_judged_by_and_the_tenth_before_chooses(monk
     assert len(learnt) > 10
 
 
+@pytest.mark.long
 def test_records_that_are_copies_stand_on_one_side(monkeypatch):
     """Record n holds tokens 3 n .. 3 n + 2; every one stands there twice."""
     generator = torch.manual_seed(0)
@@ -240,6 +242,7 @@ def test_a_folder_of_structures_holds_some_out_and_never_a_copy(tmp_path):
     assert "(8 families)" in material.how
 
 
+@pytest.mark.long
 def test_models_see_the_nearest_atoms_of_all_chains_and_nothing_else(tmp_path, monkeypatch):
     """Files of two chains that lie in each other: the model's graphs are of whole files."""
     for n in range(5):
@@ -281,6 +284,7 @@ def test_models_see_the_nearest_atoms_of_all_chains_and_nothing_else(tmp_path, m
     assert across > 100
 
 
+@pytest.mark.long
 def test_one_chain_makes_no_claim_about_held_out_residues(tmp_path):
     file = tmp_path / "one.pdb"
     file.write_text(pdb_of(protein(60, 0)))
@@ -379,6 +383,7 @@ def test_what_is_said_of_a_model_follows_from_its_gain_and_its_error(gain, error
     assert "loses 2.840 nats per guess" in verdict(result)
 
 
+@pytest.mark.long
 def test_noise_is_not_said_to_be_learnt_and_training_stops_once_it_is_learnt_by_heart(monkeypatch):
     """Four tokens at random: after their frequencies there is nothing left to learn."""
     noise = torch.randint(4, (256,), generator=torch.manual_seed(0))

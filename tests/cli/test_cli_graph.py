@@ -181,6 +181,7 @@ def test_a_theory_that_fails_is_marked(monkeypatch):
     assert "VIOLATED" not in run("window-cycle").output
 
 
+@pytest.mark.long
 def test_the_title_is_what_to_type_for_the_same_graph(tmp_path):
     for kind, arguments in SMALL.items():
         first = facts(tmp_path, kind, *arguments)
@@ -273,6 +274,7 @@ def test_tokens_joined_to_all_add_one_each_to_the_fiedler_value(graph):
         assert np.linalg.eigvalsh(L.toarray())[1] == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.long
 def test_beside_a_global_token_a_hundred_thousand_tokens_take_seconds():
     """The rest is a path, whose value theory bounds (Remark 4.2); the hub adds 1."""
     graph = ga.longformer_graph(100_000, 4, [0])
@@ -292,6 +294,7 @@ def test_a_graph_with_too_many_edges_is_counted_and_not_listed(monkeypatch, tmp_
     assert "10,000,000,000" in result.stderr
 
 
+@pytest.mark.long
 def test_without_a_kind_all_of_them_are_listed_with_options_that_are_taken():
     listing = run().output
     for kind in KINDS:

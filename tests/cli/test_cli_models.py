@@ -51,6 +51,7 @@ def counted(text: str) -> int:
     return int(text.replace(",", ""))
 
 
+@pytest.mark.long
 def test_every_preset_is_listed_once_with_its_class_and_its_parameters(everything: str) -> None:
     found: dict[str, tuple[str, int]] = {}
     model = ""

@@ -112,6 +112,7 @@ def test_a_page_of_one_run_has_all_its_parts(finished, tmp_path, on_a_phone):
     assert all(len(alt) > 20 for alt in page.alts)
 
 
+@pytest.mark.long
 def test_the_page_needs_nothing_else_and_its_headings_are_in_order(finished, tmp_path):
     page = report(finished, finished, out=tmp_path / "page.html")
     assert all(link.startswith(("data:image/png;base64,", "#section-")) for link in page.links)
@@ -121,6 +122,7 @@ def test_the_page_needs_nothing_else_and_its_headings_are_in_order(finished, tmp
     assert all(b - a <= 1 for a, b in zip(page.levels, page.levels[1:], strict=False))
 
 
+@pytest.mark.long
 def test_options_that_differ_from_their_defaults_stand_before_the_others(finished, tmp_path):
     html = report(finished, out=tmp_path / "page.html").html
     before, after = html.split("<details>", 1)
@@ -132,6 +134,7 @@ def test_options_that_differ_from_their_defaults_stand_before_the_others(finishe
         assert (cell in before, cell in rest) == (is_changed, not is_changed), name
 
 
+@pytest.mark.long
 def test_whatever_files_hold_is_text(run, tmp_path):
     (run / "samples.jsonl").write_text(json.dumps({"text": HOSTILE, "prompt": HOSTILE}) + "\n")
     (run / "evaluation.json").write_text(json.dumps({HOSTILE: {"loss": 2.0, "bigram_loss": 3.0}}))
@@ -161,7 +164,6 @@ def test_how_a_run_ended_is_said_plainly(run, tmp_path, state, said):
     assert said in report(run, out=tmp_path / "page.html").text
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "content", "said", "gone"),
     [
@@ -192,6 +194,7 @@ def test_what_is_absent_or_damaged_is_said_and_all_else_is_shown(
         assert (part in found) == (part != gone)
 
 
+@pytest.mark.long
 def test_damaged_lines_of_a_log_are_counted_and_the_others_drawn(run, tmp_path):
     lines = (run / "log.jsonl").read_text().splitlines()
     (run / "log.jsonl").write_text("\n".join(["{half", *lines[:2], "[1]", *lines[2:]]) + "\n")
@@ -201,6 +204,7 @@ def test_damaged_lines_of_a_log_are_counted_and_the_others_drawn(run, tmp_path):
     assert "Curves" in sections(page)
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_made_is_said_beside_all_else(run, tmp_path):
     (run / "model" / "model.safetensors").write_bytes(b"nothing")
     page = report(run, out=tmp_path / "page.html", options=())
@@ -208,6 +212,7 @@ def test_a_model_that_cannot_be_made_is_said_beside_all_else(run, tmp_path):
     assert "Layers over time" in sections(page)
 
 
+@pytest.mark.long
 def test_several_runs_are_compared_by_what_they_differ_in(finished, run, tmp_path):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("lr: 0.01", "lr: 0.5"))
@@ -274,6 +279,7 @@ def test_a_sweep_without_results_or_with_damaged_ones_is_said(tmp_path):
     assert "1 trial: 1 finished." in page.text
 
 
+@pytest.mark.long
 def test_by_default_the_page_of_one_folder_lies_in_it(run):
     result = CliRunner().invoke(app, ["report", str(run), "--no-certify"])
     assert result.exit_code == 0

@@ -74,6 +74,7 @@ def test_all_are_trained_and_the_table_has_the_best_and_the_stable_rates(
     assert result.output.splitlines()[-1] == str(tmp_path / "a" / "results.jsonl")
 
 
+@pytest.mark.long
 def test_a_second_start_and_resume_train_what_is_left_and_draw_it(
     formula: list[RunConfig], tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_second_start_and_resume_train_what_is_left_and_draw_it(
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.long
 def test_options_come_from_a_file_and_from_the_line(
     formula: list[RunConfig], tmp_path: Path
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_failed_training_is_told_and_ends_with_1(
     assert "mixer=dot,lr=1.0,seed=0: failed: RuntimeError: out of [memory]" in result.output
 
 
+@pytest.mark.long
 def test_control_c_says_how_to_go_on(
     formula: list[RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -167,6 +170,7 @@ def test_the_options_are_those_of_a_run_but_what_trials_differ_in() -> None:
     assert not {"mixer", "lr", "seed"} & names
 
 
+@pytest.mark.long
 def test_a_trial_is_the_training_of_its_config_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "play.txt").write_text("to be or not to be, that is the question " * 60)
     shared = {

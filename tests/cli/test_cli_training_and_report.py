@@ -97,6 +97,7 @@ def test_every_number_of_the_terminal_is_in_the_report(output, folder):
     assert set(re.findall(r"\d[\d,.]*\d", tables)) <= said
 
 
+@pytest.mark.long
 def test_a_hostile_file_name_and_header_are_text_in_the_report(tmp_path):
     file = tmp_path / (HOSTILE.replace("/", "\u2215") + "\x1b[31m.fasta")
     file.write_text(f">{HOSTILE[:39]}\n{'MKVLAAGHNQ' * 8}\n")
@@ -124,6 +125,7 @@ def chromium() -> str:
     pytest.skip("no Chromium on this machine")
 
 
+@pytest.mark.long
 def test_the_report_opens_in_a_browser_without_errors(output, folder):
     run = subprocess.run(
         [
@@ -161,6 +163,7 @@ def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_he
     assert not re.search(r"[Hh]eld[- ]out", page.replace("Nothing is held out", ""))
 
 
+@pytest.mark.long
 def test_no_training_without_steps_and_none_on_too_few_tokens(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("abc")

@@ -64,6 +64,7 @@ def test_the_command_ends_with_0_and_writes_everything_down(tmp_path):
         assert claim["source"]
 
 
+@pytest.mark.long
 def test_the_report_has_both_tables_and_figures_that_a_phone_can_show(tmp_path, on_a_phone):
     result = run("--html", tmp_path / "v.html")
     assert result.exit_code == 0, result.output
@@ -148,6 +149,7 @@ def test_a_function_made_wrong_is_noticed(monkeypatch, name, make, noticed):
         assert not BY_NAME[claim].run(TINY).holds, claim
 
 
+@pytest.mark.long
 def test_a_broken_bound_makes_the_command_end_with_1_and_say_where(monkeypatch, tmp_path):
     original = ga.spectral.path_fiedler_bounds
     monkeypatch.setattr(

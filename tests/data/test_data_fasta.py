@@ -119,6 +119,7 @@ headers = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), min
 sequences = st.text("ACDEFGHIKLMNPQRSTVWYXBZUOJ*-", min_size=1)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(
     entries=st.lists(st.tuples(headers, sequences), min_size=1),

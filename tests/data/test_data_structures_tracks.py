@@ -108,6 +108,7 @@ def test_helices_and_strands_are_mostly_those_of_the_entries(
     assert both[1][2] + both[2][1] <= 1  # they are never taken for each other
 
 
+@pytest.mark.long
 def test_the_surface_of_one_atom_is_a_sphere() -> None:
     alone = Structure("G", torch.zeros(1, 3), has_all_atoms=True)
     expected = 4 * math.pi * (CARBON + PROBE) ** 2

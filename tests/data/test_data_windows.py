@@ -27,6 +27,7 @@ def parts(draw):
     return Part(numbered(lengths), torch.tensor(spans, dtype=torch.int64).reshape(-1, 3))
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(part=parts(), length=st.integers(1, 20), data=st.data())
 def test_no_window_crosses_a_border_and_every_token_is_in_one(part, length, data):

@@ -78,6 +78,7 @@ def test_vision_transformers_cost_what_the_paper_says(preset, deit, gka):
         assert found == pytest.approx(expected * 1e9, rel=0.01)
 
 
+@pytest.mark.long
 def test_meta_tensors_count_without_computing():
     device = torch.device("meta")
     model = vision_model("gka", 768, 12, 12).to(device)

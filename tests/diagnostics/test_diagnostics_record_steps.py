@@ -50,6 +50,7 @@ def test_steps_have_the_weights_of_a_forward_pass(mixer, window):
         torch.testing.assert_close(rows, call.matrix, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_prompts_in_pieces_and_padding_on_the_left():
     model = model_of("dot", None)
     valid = torch.arange(10) >= torch.tensor([[0], [4]])

@@ -331,6 +331,7 @@ def test_model_optimizer_and_random_numbers_come_back_bit_for_bit(mixer, method,
     assert same(everything_of(model, optimizer), before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixer", ["dot", "consensus", "mix"])
 def test_both_estimators_agree_on_an_encoder_with_dropout(mixer):
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Processes that wait for functions to run together, as the ranks of a process group.
 
-Starting a process takes seconds, so the tests of a session share four. A function that runs on
-fewer ranks gets a group of the first of them.
+The tests of a session share four processes. They are forks of one that has imported torch and
+graphattn, which takes seconds. A function that runs on fewer ranks gets a group of the first ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Ranks:
         return answer
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "graphattn.nn", "graphattn.models"])
         store = os.path.join(tempfile.mkdtemp(prefix="ranks"), "store")
         for rank in range(MOST):
             here, there = context.Pipe()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_failures import SOON, outcome  # noqa: F401 - a fixture
+from test_failures import SOON
 
 Outcome = Callable[[str], list[dict[str, Any]]]
 
@@ -45,7 +45,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("scenario", DIFFERENT)
-def test_every_rank_says_what_differs_and_where(outcome: Outcome, scenario: str) -> None:  # noqa: F811
+def test_every_rank_says_what_differs_and_where(outcome: Outcome, scenario: str) -> None:
     for rank, got in enumerate(outcome(scenario)):
         assert DIFFERENT[scenario] in got.get("message", ""), got
         assert got["error"] in (("ValueError",) if rank == 1 else ("ValueError", "RankFailure"))
@@ -57,20 +57,20 @@ def test_every_rank_says_what_differs_and_where(outcome: Outcome, scenario: str)
     "scenario", ["goes_on", "one_is_late", "nothing_travels", "only_surprises"]
 )
 def test_ranks_are_not_kept_from_calls_that_are_alike(
-    outcome: Outcome,  # noqa: F811
+    outcome: Outcome,
     scenario: str,
 ) -> None:
     assert [got.get("error") for got in outcome(scenario)] == [""] * 3
 
 
-def test_a_rank_that_is_late_and_differs_is_named(outcome: Outcome) -> None:  # noqa: F811
+def test_a_rank_that_is_late_and_differs_is_named(outcome: Outcome) -> None:
     for got in outcome("late_and_expected"):
         assert "float32 [2, tokens, 8] on ranks 0 and 2" in got.get("message", ""), got
         assert "float32 [1, tokens, 8] on rank 1" in got["message"]
 
 
 def test_a_rank_that_compares_nothing_is_waited_for_no_longer_than_the_limit(
-    outcome: Outcome,  # noqa: F811
+    outcome: Outcome,
 ) -> None:
     found = outcome("one_compares_nothing")
     assert [got.get("error") for got in found] == [""] * 3

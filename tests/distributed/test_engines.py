@@ -86,7 +86,7 @@ def outcomes(tmp_path_factory) -> Outcomes:
     return outcomes_of(tmp_path_factory.mktemp("quick"), QUICK)
 
 
-@pytest.mark.every_case
+@pytest.mark.long
 @pytest.mark.parametrize("name", QUICK)
 def test_in_four_processes(outcomes, name):
     check(outcomes, name)

@@ -1,11 +1,9 @@
 """One rank fails: all others raise an error that names it, soon, and none hangs."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +19,10 @@ SCRIPT = Path(__file__).with_name("failing_ranks.py")
 LIMIT = 2.0  # of the watches, as in the script
 SOON = LIMIT + 6.0  # machines of continuous integration are busy
 HARD = 60.0  # seconds after which a process of these tests is killed
-Outcome = Callable[[str], list[dict[str, Any]]]
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or sys.platform != "linux", reason="forks ranks"
 )
-
-
-@pytest.fixture(scope="module")
-def outcome() -> Iterator[Outcome]:
-    """Run a scenario of `failing_ranks.py`: what each of three ranks raised, and when."""
-    script = subprocess.Popen(
-        [sys.executable, str(SCRIPT)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-    def run(name: str) -> list[dict[str, Any]]:
-        assert script.stdin is not None
-        assert script.stdout is not None
-        script.stdin.write(name + "\n")
-        script.stdin.flush()
-        found: list[dict[str, Any]] = json.loads(script.stdout.readline())
-        return found
-
-    yield run
-    script.communicate(timeout=HARD)
 
 
 def assert_all_raise(

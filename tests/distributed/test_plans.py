@@ -272,19 +272,20 @@ def test_a_printed_plan_is_short_for_any_number_of_ranks(ranks):
     assert ("11 other ranks" in text) == (ranks == 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("graph", "rows"),
+    ("make", "rows"),
     [
-        (ga.causal_window_graph(2**22, window=65), 64),
-        (ga.causal_graph(2**24), None),
-        (ga.batch([ga.causal_graph(64)] * 2**16), 0),
+        (lambda: ga.causal_window_graph(2**22, window=65), 64),
+        (lambda: ga.causal_graph(2**24), None),
+        (lambda: ga.batch([ga.causal_graph(64)] * 2**16), 0),
     ],
     ids=["window", "causal", "batch"],
 )
-def test_65536_ranks_take_seconds(graph, rows):
+def test_65536_ranks_take_seconds(make, rows):
     """About two seconds of one core; the bound is for slow machines."""
     start = time.process_time()
-    plan = ga.distributed.plan(graph, 2**16)
+    plan = ga.distributed.plan(make(), 2**16)
     assert plan.sent_rows.sum() == plan.received_rows.sum()
     assert plan.pairs(2**15) or not rows
     assert plan.sends(2**15) or not rows
@@ -298,6 +299,7 @@ def test_65536_ranks_take_seconds(graph, rows):
         assert plan.partners.tolist() == [2**16 - 1] * 2**16
 
 
+@pytest.mark.long
 def test_edges_of_a_list_are_read_once_for_many_ranks():
     edges = torch.randint(2**16, (2, 2**18), generator=torch.Generator().manual_seed(0))
     edges = edges.unique(dim=1)

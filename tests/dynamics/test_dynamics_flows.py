@@ -85,6 +85,7 @@ def test_the_hull_of_global_attention_shrinks_by_its_smallest_weight():
         assert (now <= (1 - h * 15 * smallest) * before + 1e-13).all()
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(
     num_groups=st.integers(1, 5),
@@ -127,6 +128,7 @@ def strangers(z, home, graph, k):
     return int(((home[nearest.indices] != home[:, None]) & nearest.values.isfinite()).sum())
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     num_groups=st.integers(2, 4),

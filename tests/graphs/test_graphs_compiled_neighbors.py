@@ -62,6 +62,7 @@ def test_neighbours_are_those_of_float64(name, width, search):
     assert torch.equal(nearest_index(targets, 7, x), nearest_by_numpy(targets, 7, x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [2, 9])
 def test_any_number_of_points_and_neighbours(dtype, width, search):
@@ -80,6 +81,7 @@ def test_any_number_of_points_and_neighbours(dtype, width, search):
     assert torch.equal(nearest_index(view, 5), nearest_by_numpy(view, 5))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_clusters_scales_and_offsets_exchange_nobody(data):

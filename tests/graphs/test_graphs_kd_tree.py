@@ -45,6 +45,7 @@ def test_neighbours_are_those_of_all_pairs_bit_for_bit(name, width):
     assert torch.equal(nearest_index(targets, 7, x), expected)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_clusters_scales_and_offsets_exchange_nobody(data):

@@ -53,6 +53,7 @@ def test_a_structured_graph_of_a_million_tokens_takes_under_a_millisecond(name):
     assert INSTANT[name]()._edge_index is None
 
 
+@pytest.mark.long
 def test_ten_thousand_packed_sequences_are_batched_without_listing_an_edge():
     made = []
 

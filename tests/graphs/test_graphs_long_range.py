@@ -96,6 +96,7 @@ def test_bigbird_leaves_the_global_random_numbers_alone():
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.long
 def test_bigbird_draws_every_source_equally_often():
     num_tokens, window, num_random, tokens, draws = 24, 2, 3, [0, 11], 500
     counts = torch.zeros((num_tokens, num_tokens), dtype=torch.float64)
@@ -113,6 +114,7 @@ def test_bigbird_draws_every_source_equally_often():
     assert 1e-6 < scipy.stats.chi2.sf(statistic, freedom) < 1 - 1e-6
 
 
+@pytest.mark.long
 def test_bigbird_draws_every_set_of_sources_equally_often():
     # 9 tokens, window 1: the inner token 4 has 6 sources left, so 20 sets of three.
     draws = 1000
@@ -124,6 +126,7 @@ def test_bigbird_draws_every_set_of_sources_equally_often():
     assert scipy.stats.chisquare(list(sets.values())).pvalue > 1e-6
 
 
+@pytest.mark.long
 def test_bigbird_rows_draw_independently_of_each_other():
     # Tokens 0 and 1 of 12, window 1: how often both draw token 9, against chance.
     draws, both = 1000, 0

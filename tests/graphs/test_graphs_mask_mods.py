@@ -223,6 +223,7 @@ def test_random_sequences_side_by_side_are_what_they_are(seed):
     assert torch.equal(ga.from_mask_mod(listed(mask), len(mask)).to_mask(), mask)
 
 
+@pytest.mark.long
 def test_a_shape_that_samples_cannot_tell_is_not_guessed():
     """A single row differs from a causal mask, far away from all rows that are sampled."""
     N = 3000
@@ -338,6 +339,7 @@ def test_the_entries_of_a_batch_are_packed_side_by_side():
         ga.from_mask_mod(blocks)
 
 
+@pytest.mark.long
 def test_masks_of_heads_must_be_equal(chunks):
     reach = torch.tensor([3, 3, 5])
 
@@ -427,6 +429,7 @@ def test_what_is_no_mask_of_a_graph_is_refused_by_name(name):
         call()
 
 
+@pytest.mark.long
 def test_large_masks_take_the_memory_of_a_chunk(monkeypatch):
     """Nothing of N x N entries is held: at most AT_ONCE pairs are asked for at a time."""
     asked = []

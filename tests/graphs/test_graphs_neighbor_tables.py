@@ -188,6 +188,7 @@ def test_a_table_moves_with_its_graph():
     assert graph.to("cpu") is graph
 
 
+@pytest.mark.long
 def test_a_layer_reads_a_table_and_a_list_alike_also_when_compiled():
     def attend(x, graph):
         return ga.rbf_attention(x, x, x, graph, sigma=1.0, backend="structured")
@@ -210,6 +211,7 @@ def test_a_layer_reads_a_table_and_a_list_alike_also_when_compiled():
                 torch.testing.assert_close(found, gradient)
 
 
+@pytest.mark.long
 def test_compiled_consensus_reads_a_table():
     generator = torch.Generator().manual_seed(0)
     layer = ga.nn.SelfConsensus(8, heads=2, rank=2, edge_hidden=4).double()

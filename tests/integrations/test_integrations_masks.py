@@ -305,6 +305,7 @@ def comparisons(draw):
     return function
 
 
+@pytest.mark.long
 @settings(max_examples=4 * EXAMPLES, deadline=None)
 @given(comparisons())
 def test_a_band_is_what_the_function_lets_through(function):

@@ -300,6 +300,7 @@ def plan(example):
     )
 
 
+@pytest.mark.long
 def test_swaps_are_tuned_on_other_antibodies_than_they_are_measured_on(
     example, reader, plan, monkeypatch, capsys
 ):
@@ -355,6 +356,7 @@ def test_sentences_are_compared_with_what_they_were(example, encoder, plan):
     assert all(value < 0.9999 for key, value in cosine.items() if key[0] != "eager")
 
 
+@pytest.mark.long
 def test_the_command_writes_its_record_and_draws_it(
     example, reader, encoder, plan, monkeypatch, tmp_path
 ):

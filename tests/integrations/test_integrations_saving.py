@@ -383,6 +383,7 @@ def test_a_killed_save_leaves_the_last_good_one_and_the_next_cleans_up(tmp_path)
     assert files(tmp_path) == before
 
 
+@pytest.mark.long
 def test_shards_that_shrink_and_grow_and_variants(tmp_path):
     model = configured()
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -86,6 +86,7 @@ def slowly(*case):
     return pytest.param(*case, marks=pytest.mark.long)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "given"),
     [

@@ -228,6 +228,7 @@ def trained(model, folder, **options):
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "bf16": True}])
 def test_the_trainer_moves_adapters_bandwidths_and_gates_and_nothing_else(tmp_path, options):
     model = tiny_model()

@@ -216,12 +216,14 @@ def test_a_loop_without_matrix_instructions_is_found_by_its_multiply_adds(faulty
     assert 1024 < compiled["loop_instructions"] < 2048
 
 
+@pytest.mark.long
 def test_the_command_refuses_interpreted_kernels(folder: Path) -> None:
     run = python(folder, "-m", "graphattn.kernels.check", TRITON_INTERPRET="1")
     assert run.returncode == 2
     assert "TRITON_INTERPRET is set" in run.stderr
 
 
+@pytest.mark.long
 def test_an_interpreted_kernel_is_not_compiled(folder: Path) -> None:
     code = """
 from small_kernels import sound
@@ -278,11 +280,13 @@ for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
 """
 
 
+@pytest.mark.long
 def test_arguments_are_specialised_as_tritons_own_launcher_does(folder: Path) -> None:
     run = python(folder, "-c", SPECIALISE)
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.long
 def test_wrong_arguments_are_refused_by_name(folder: Path) -> None:
     code = """
 from small_kernels import arguments, product

@@ -96,6 +96,7 @@ def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> No
     check(kernels(CASES[name], device), exact(CASES[name]), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "name",
@@ -118,6 +119,7 @@ def test_half_precision_costs_at_most_twice_what_it_must(
     check_half(CASES[name], dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -137,6 +139,7 @@ def test_half_precision_in_tiles_without_a_mask(
         check_half(case, dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("T", [1, 63, 111])
 @pytest.mark.parametrize(
     "build",
@@ -158,12 +161,14 @@ def test_any_width_of_a_head(D: int, Dv: int, score: str, device: str) -> None:
     check(kernels(case, device), exact(case), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("D", [1, 48, 80, 256])
 def test_any_width_of_a_head_in_half_precision(D: int, device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), features=D, value_features=D)
     check_half(case, torch.bfloat16, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1), (2, 2)], ids=str)
 def test_any_leading_dimensions(batch: tuple[int, ...], device: str) -> None:
     case = Case(ga.causal_window_graph(20, 4), batch=batch, valid="both")
@@ -184,6 +189,7 @@ def test_nothing_to_do_is_done(case: Case, device: str) -> None:
     check(kernels(case, device), exact(case), 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (3, 3)], ids=str)
 def test_query_heads_share_key_heads_in_order(heads: tuple[int, int], device: str) -> None:
     case = Case(ga.causal_window_graph(20, 9), heads=heads[0], kv_heads=heads[1])
@@ -199,6 +205,7 @@ def test_sizes_of_tiles_change_no_result(name: str, size: tuple[int, int], devic
         check(kernels(CASES[name], device), exact(CASES[name]), SINGLE)
 
 
+@pytest.mark.long
 def test_a_tile_needs_no_mask_only_where_all_its_rows_see_it(device: str) -> None:
     """Windows whose ends meet the borders of tiles in every way there is."""
     x = torch.randn(80, 1, 2, dtype=torch.float64)
@@ -210,6 +217,7 @@ def test_a_tile_needs_no_mask_only_where_all_its_rows_see_it(device: str) -> Non
         torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_sizes_of_tiles_change_no_gradient_of_a_table(device: str) -> None:
     case = CASES["table of a wide causal window"]
     with tuning.override(**tiles(32, 32)):
@@ -235,6 +243,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_the_inputs_does_not_matter(layout: str, device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), batch=(2,), features=6, value_features=6)
@@ -247,6 +256,7 @@ def test_the_layout_of_the_inputs_does_not_matter(layout: str, device: str) -> N
     check(found, in_float64(case, tensors, case.upstream()), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["one number for all", "heads first", "features reversed"])
 def test_the_layout_of_the_upstream_gradient_does_not_matter(layout: str, device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), batch=(2,))
@@ -262,6 +272,7 @@ def test_the_layout_of_the_upstream_gradient_does_not_matter(layout: str, device
     check(found, in_float64(case, case.tensors(), (d_out, d_lse)), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("only", ["out", "lse"])
 @pytest.mark.parametrize("name", ["path", "table", "padding of a complete graph"])
 def test_a_loss_on_one_result_alone(name: str, only: str, device: str) -> None:
@@ -281,6 +292,7 @@ def test_a_loss_on_one_result_alone(name: str, only: str, device: str) -> None:
     check(*gradients, SINGLE)
 
 
+@pytest.mark.long
 def test_the_backward_without_a_gradient_of_the_log_sums(device: str) -> None:
     """The backward pass can be called by hand without `d_lse` and without a gradient of the scale.
 
@@ -330,6 +342,7 @@ def test_log_sums_of_half_precision_are_float32_and_outputs_what_came_in(device:
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_runs_agree_bit_for_bit(dtype: torch.dtype, device: str) -> None:
     """Trivial where one program runs after another; on a GPU, what having no atomics buys."""
@@ -341,6 +354,7 @@ def test_two_runs_agree_bit_for_bit(dtype: torch.dtype, device: str) -> None:
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
+@pytest.mark.long
 def test_a_batch_is_its_sequences_one_by_one(device: str) -> None:
     """Side by side, each gives what it gives alone: nothing crosses the border."""
     parts = [ga.causal_graph(19), ga.window_path_graph(22, 3), ga.complete_graph(5)]

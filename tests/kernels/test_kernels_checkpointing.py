@@ -35,6 +35,7 @@ def gradients(run: Callable[[Tensor], Tensor], x: Tensor, layer: Any) -> list[Te
     return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_gives_the_same_bits_however_activations_are_kept(name: str, device: str) -> None:
     torch.manual_seed(0)

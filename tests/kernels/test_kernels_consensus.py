@@ -67,6 +67,7 @@ def test_half_precision_costs_at_most_twice_what_it_must(
     check_half(CASES[name], dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_new_states_and_gradients_keep_their_dtypes(dtype: torch.dtype, device: str) -> None:
     """States in half precision, a network in float32: what layers under autocast give."""
@@ -167,6 +168,7 @@ def test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth(who_looks: str, devi
 # Step sizes.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(), (2,), (5, 1), (2, 1, 1), (2, 5, 2)], ids=str)
 @pytest.mark.parametrize("update", ["energy", "target"])
 def test_a_step_broadcasts_to_tokens_and_heads_and_gets_its_gradient(
@@ -199,6 +201,7 @@ def test_the_automatic_energy_step_is_per_sequence_and_per_head(device: str) -> 
         assert not torch.equal(after[1, changed], before[1, changed])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("banded", [True, False])
 def test_self_loops_exert_no_force_and_do_not_shorten_the_automatic_energy_step(
     banded: bool, device: str
@@ -225,6 +228,7 @@ def test_any_width_rank_and_hidden_width(features: int, rank: int, xi: int, devi
         check(kernels(case, device), exact(case), case, SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [(256, 1, 3), (100, 4, 20), (24, 11, 70)], ids=str)
 def test_wide_heads(size: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
@@ -239,6 +243,7 @@ def test_wide_heads(size: tuple[int, int, int], dtype: torch.dtype, device: str)
         check_half(case, dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1), (2, 2)], ids=str)
 def test_any_leading_dimensions(batch: tuple[int, ...], device: str) -> None:
     for graph in (ga.window_path_graph(6, 1), some(6, 6)):
@@ -246,6 +251,7 @@ def test_any_leading_dimensions(batch: tuple[int, ...], device: str) -> None:
         check(kernels(case, device), exact(case), case, SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("one_network", [False, True])
 def test_a_batch_gives_what_each_sequence_gives_alone(one_network: bool, device: str) -> None:
     parts = [ga.window_path_graph(n, 1) for n in (9, 1, 6)]
@@ -260,6 +266,7 @@ def test_a_batch_gives_what_each_sequence_gives_alone(one_network: bool, device:
                 torch.testing.assert_close(found[n], together[n][:, own], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_window_and_the_list_of_its_edges_give_the_same(device: str) -> None:
     for name in ("dilated, target", "causal window", "windows side by side, target"):
         case = CASES[name]
@@ -309,6 +316,7 @@ def same_outputs_and_gradients(layer: torch.nn.Module, device: str, *inputs, **o
         assert off.norm() <= 1e-5 * theirs.detach().norm().clamp(min=1e-2), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_gives_the_numbers_and_gradients_of_the_reference(
@@ -332,6 +340,7 @@ def test_cross_consensus_does_too(graph: ga.TokenGraph, rope: bool, device: str)
     same_outputs_and_gradients(layer, device, x.float(), graph, context.float())
 
 
+@pytest.mark.long
 def test_tokens_one_by_one_are_a_forward_over_all(device: str) -> None:
     layer = ga.nn.SelfConsensus(
         8, 2, rank=2, edge_hidden=4, update="target", step_size="auto", backend=BACKEND

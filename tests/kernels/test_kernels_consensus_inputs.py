@@ -43,6 +43,7 @@ def every_second(x: Tensor) -> Tensor:
     return wide[..., 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("laid_out", [reversed_order, every_second])
 @pytest.mark.parametrize("name", ["path", "list, target", "rotated list", "padding of a list"])
 def test_strides_change_no_result(name: str, laid_out, device: str) -> None:
@@ -100,6 +101,7 @@ def test_inputs_are_not_written_to(device: str) -> None:
         assert all(torch.equal(x, before[n]) for n, x in leaves.items())
 
 
+@pytest.mark.long
 def test_an_undirected_list_in_any_order_is_the_same_graph(device: str) -> None:
     case = CASES["list"]
     edges = case.graph.edge_index

@@ -169,6 +169,7 @@ def peak(run: Callable[[Any], Any], inputs: Any, *, backward: bool) -> tuple[flo
     return found.bytes, str(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
 def test_a_layer_takes_a_tenth_of_gather_and_scatter(
     device: str, backward: bool, monkeypatch: pytest.MonkeyPatch

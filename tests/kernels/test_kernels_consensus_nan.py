@@ -76,6 +76,7 @@ def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) ->
     assert all((found[n][~mask] == 0).all() for n in ("target_hidden", "source_hidden"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", [0, 1], ids=["targets", "sources"])
 def test_either_side_may_be_padded_alone(side: int, device: str) -> None:
     case = CASES["both masked, differently"]
@@ -87,6 +88,7 @@ def test_either_side_may_be_padded_alone(side: int, device: str) -> None:
     assert all(torch.equal(found[n], clean[n]) for n in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("update", ["energy", "target"])
 @pytest.mark.parametrize("step", [0.1, "auto"])
@@ -119,6 +121,7 @@ def test_a_bad_token_reaches_its_neighbours_and_nobody_else(
         assert torch.equal(found[n][:, unmoved], clean[n][:, unmoved]), n
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("step", [0.1, "auto"])
 @pytest.mark.parametrize("name", ["windows side by side", "many kinds side by side"])
@@ -138,6 +141,7 @@ def test_a_bad_sequence_changes_no_bit_of_the_others(
             assert torch.equal(found[n][~hit], clean[n][~hit]), n
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [0.3, "auto"])
 @pytest.mark.parametrize("update", ["energy", "target"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -173,6 +177,7 @@ def test_a_token_without_edges_keeps_its_state_to_the_last_bit(
 SMALL = [Case(ga.window_path_graph(9, 2), step="auto"), Case(some(9, 9), "target")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
 def test_a_zero_row_of_lambda_stays_zero(case: Case, device: str) -> None:
     """A zero row of Lambda has a gradient of exactly 0, and so stays zero.
@@ -191,6 +196,7 @@ def test_a_zero_row_of_lambda_stays_zero(case: Case, device: str) -> None:
         assert (found[n][1, 1] != 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
 @pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
 def test_rows_of_lambda_of_any_size_are_normalised(case: Case, scale: float, device: str) -> None:
@@ -208,6 +214,7 @@ def test_rows_of_lambda_of_any_size_are_normalised(case: Case, scale: float, dev
     assert torch.equal(scaled["new"][..., 0, :], plain["new"][..., 0, :])
 
 
+@pytest.mark.long
 def test_with_one_feature_lambda_is_a_sign(device: str) -> None:
     """R = alpha + beta, and nothing moves the sign."""
     for graph in (ga.window_path_graph(9, 2), some(9, 9)):
@@ -223,6 +230,7 @@ def test_with_one_feature_lambda_is_a_sign(device: str) -> None:
 # Numbers.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [0.0, 1e-30, 30.0, 1e4])
 @pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
@@ -254,6 +262,7 @@ def test_softplus_neither_overflows_nor_loses_its_tail(
     check(found, in_float64(case, tensors, case.upstream()), case, 2e-5)
 
 
+@pytest.mark.long
 def test_edges_that_hardly_pull_still_give_an_automatic_step(device: str) -> None:
     """alpha + beta = 2e-39 would have the reciprocal infinity: here 1e-30, and 1e30."""
     for logit in (-69.0, 1e30):

@@ -165,6 +165,7 @@ def test_kernels_run_where_they_are_asked_for(device: str) -> None:
             assert bool(launches) == runs, (name, backend)
 
 
+@pytest.mark.long
 def test_a_block_with_kernels_as_the_default_takes_them(device: str) -> None:
     case = CASES["path"]
     with ga.use_backend(BACKEND):
@@ -176,6 +177,7 @@ def test_a_block_with_kernels_as_the_default_takes_them(device: str) -> None:
 # Derivatives.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -248,6 +250,7 @@ def test_only_the_gradients_that_are_wanted_are_there(device: str) -> None:
                     assert leaf.grad is None
 
 
+@pytest.mark.long
 def test_without_gradients_nothing_is_kept(device: str) -> None:
     case = CASES["path"]
     tensors = {n: x.to(device) for n, x in case.tensors().items()}
@@ -257,6 +260,7 @@ def test_without_gradients_nothing_is_kept(device: str) -> None:
         assert not move(case, tensors, device=device).requires_grad
 
 
+@pytest.mark.long
 def test_a_second_backward_needs_the_graph_to_be_kept(device: str) -> None:
     case = CASES["list, target"]
     leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}

@@ -178,6 +178,7 @@ def test_a_first_layer_gives_what_its_hidden_vectors_give(
         assert error <= ALLOWED * theirs.square().mean().sqrt(), tensor
 
 
+@pytest.mark.long
 def test_a_first_layer_keeps_no_hidden_vectors_for_the_backward(device: str) -> None:
     case = FORMS["window"]
     leaves = {n: x.to(device).requires_grad_() for n, x in layered(case, case.heads).items()}

@@ -124,7 +124,10 @@ def tiles(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:all edges of this edge list point backward")
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.nightly] * (seed >= 30)) for seed in range(CASES)],
+)
 def test_random_problems_are_solved(seed: int, device: str) -> None:
     case, dtype = random_case(seed)
     if dtype == torch.float32:
@@ -138,6 +141,7 @@ def test_random_problems_are_solved(seed: int, device: str) -> None:
         check_half(case, dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:all edges of this edge list point backward")
 @pytest.mark.parametrize("seed", range(0, CASES, 40))
 def test_two_runs_agree_bit_for_bit(seed: int, device: str) -> None:

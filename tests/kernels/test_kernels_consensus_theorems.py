@@ -28,6 +28,7 @@ def energy(case: Case, tensors: dict[str, torch.Tensor], u: torch.Tensor) -> tor
     return torch.einsum("nhd,nhde,nhe->h", apart, R, apart) / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_energy_never_rises_under_the_automatic_step(
@@ -51,6 +52,7 @@ def test_the_energy_never_rises_under_the_automatic_step(
         before = after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("step", [0.7, "auto"])
 @pytest.mark.parametrize("name", GRAPHS)
@@ -64,6 +66,7 @@ def test_a_constant_is_a_fixed_point_to_the_last_bit(
         assert torch.equal(move(case, {**tensors, "state": constant}, device=device), constant)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GRAPHS)
 def test_energy_conserves_the_mean(name: str, device: str) -> None:
     """Every edge moves its two ends by opposite amounts."""
@@ -73,6 +76,7 @@ def test_energy_conserves_the_mean(name: str, device: str) -> None:
     torch.testing.assert_close(moved, total, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [0.2, "auto"])
 @pytest.mark.parametrize(
     "graph",
@@ -103,6 +107,7 @@ def test_target_on_a_causal_graph_never_sees_the_future(
             assert (gradients[n][:, t:] == 0).all()
 
 
+@pytest.mark.long
 def test_shifting_all_states_shifts_the_new_ones(device: str) -> None:
     """Differences only: 1000 everywhere costs what float32 loses there, and no more."""
     for name in ("path", "list", "complete"):

@@ -31,6 +31,7 @@ from graphattn.ops.backends import choose
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_asking_for_a_gpu_that_is_not_there_is_a_usage_error_and_not_a_skip() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "--device", "cuda", "-p", "no:cacheprovider", __file__],

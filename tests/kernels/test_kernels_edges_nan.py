@@ -119,6 +119,7 @@ def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, de
         assert torch.equal(found[n][:, ~moved[n]], clean[n][:, ~moved[n]]), n
 
 
+@pytest.mark.long
 def test_tokens_without_edges_are_neither_read_nor_moved(device: str) -> None:
     """A token without edges is never read; its output and its gradients are 0.
 

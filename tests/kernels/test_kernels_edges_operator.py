@@ -22,6 +22,7 @@ def _tiles(device: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["padding of hubs", "bias of neighbours", "top 3 with a bias"])
 def test_two_runs_agree_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
@@ -48,6 +49,7 @@ def test_a_union_with_a_window_keeps_its_window_a_band(device: str) -> None:
         assert names.count("edges_forward_kernel") == 1, names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

@@ -32,6 +32,7 @@ def with_ties(name: str) -> tuple[Case, Tensors]:
     return case, tensors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "score", "k", "longest"),
     [
@@ -72,6 +73,7 @@ def test_negative_zero_ties_with_zero(dtype: torch.dtype, device: str) -> None:
         assert ga.rbf_attention(q, same, v, graph, 1.0, **options).item() == 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["list", "bias of fewer neighbours than k", "hubs"])
 def test_a_k_of_at_least_all_sources_keeps_all(name: str, device: str) -> None:
     case = replace(CASES[name], batch=(1,))

@@ -67,6 +67,7 @@ def test_half_precision_costs_at_most_twice_what_it_must(
     check_half(CASES[name], dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["complete", "path with self loops", "causal window"])
 def test_one_tensor_gives_what_three_equal_ones_give(name: str, device: str) -> None:
     """One tensor as query, key and value gives what three equal tensors give.
@@ -143,6 +144,7 @@ def test_the_layer_learns_the_same_from_kernels(build, eps: float, device: str) 
     check(kernel, expected, SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["complete", "causal window", "path with self loops"])
 def test_a_common_offset_costs_outputs_nothing_and_gradients_what_it_must(
     name: str, device: str
@@ -161,12 +163,14 @@ def test_a_common_offset_costs_outputs_nothing_and_gradients_what_it_must(
     assert all(got[n] <= allowed[n] for n in got), (got, allowed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["complete", "causal"])
 def test_two_runs_agree_bit_for_bit(name: str, device: str) -> None:
     one, other = (kernels(CASES[name], device, torch.bfloat16) for _ in range(2))
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["heads first", "a slice of features"])
 def test_the_layout_of_the_one_tensor_does_not_matter(layout: str, device: str) -> None:
     case = gaussian(ga.complete_graph(20), batch=(2,))

@@ -137,6 +137,7 @@ def test_kernels_find_exactly_whom_torch_finds(name: str, device: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, 9, 24, 25, 121, 248, 256])
 def test_any_number_of_neighbours(k: int, device: str) -> None:
     """Kernels find exactly the k nearest sources of torch, for k from 1 to 256.
@@ -177,6 +178,7 @@ def unsure(monkeypatch: pytest.MonkeyPatch, case: Case, device: str) -> Tensor:
     return seen[0]
 
 
+@pytest.mark.long
 def test_random_rows_are_proved_and_not_searched_again(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_random_rows_are_proved_and_not_searched_again(
         assert not unsure(monkeypatch, case, device).any()
 
 
+@pytest.mark.long
 def test_rows_that_products_cannot_tell_apart_are_searched_again(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +251,7 @@ def test_a_squared_distance_is_at_least_s_plus_the_margin(name: str, precision: 
     assert float(slack.max()) <= 2e-4 * float(reach) ** 2 + 1e-30
 
 
+@pytest.mark.long
 def test_nothing_is_read_out_of_bounds(device: str) -> None:
     """NaN before the first and after the last token reaches nobody; nor does another part."""
     for rows, width in ((33, 3), (47, 17)):
@@ -259,6 +263,7 @@ def test_nothing_is_read_out_of_bounds(device: str) -> None:
             assert torch.equal(index.cpu(), ga.knn(tokens, 5)[0])
 
 
+@pytest.mark.long
 def test_the_future_reaches_nobody(device: str) -> None:
     x = random(60, 3)
     changed = x.clone()

@@ -121,6 +121,7 @@ def test_an_infinite_value_that_is_seen_is_not_hidden(name: str, device: str) ->
 MANY = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 @pytest.mark.parametrize(
@@ -188,6 +189,7 @@ def test_what_padding_holds_is_never_read(shared: bool, bad: float, device: str)
     _padding_is_never_read(torch.float32, shared, torch.full((25,), bad), device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
 def test_what_padding_holds_is_never_read_in_half_precision(shared: bool, device: str) -> None:
     _padding_is_never_read(torch.bfloat16, shared, MANY.repeat(7)[:25], device)
@@ -213,6 +215,7 @@ def _padding_is_never_read(dtype: torch.dtype, shared: bool, content: Tensor, de
         assert (found[n][~mask] == 0).all(), n
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 def test_rows_without_edges_are_exactly_empty(score: str, dtype: torch.dtype, device: str) -> None:
@@ -228,6 +231,7 @@ def test_rows_without_edges_are_exactly_empty(score: str, dtype: torch.dtype, de
         assert all((found[n][:, token] == 0).all() for n in ("query", "key", "value"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
 def test_where_all_is_padding_all_is_zero(shared: bool, dtype: torch.dtype, device: str) -> None:
@@ -242,6 +246,7 @@ def test_where_all_is_padding_all_is_zero(shared: bool, dtype: torch.dtype, devi
         assert (gradient == 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["path", "complete", "one tensor"])
 def test_a_bad_gradient_reaches_only_what_its_row_sees(name: str, device: str) -> None:
     """NaN in d_out of one row: d_key and d_value of the sources it does not see stay finite."""
@@ -260,6 +265,7 @@ def test_a_bad_gradient_reaches_only_what_its_row_sees(name: str, device: str) -
         assert torch.equal(found["query"][:, ~hit], clean["query"][:, ~hit])
 
 
+@pytest.mark.long
 def test_masks_of_other_tensors_change_nothing(device: str) -> None:
     """A mask in which all are valid is as none, bit for bit, where tiles are masked anyway."""
     case = Case(ga.window_path_graph(35, 3), score="dot")

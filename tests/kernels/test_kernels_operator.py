@@ -43,6 +43,7 @@ def operators(graph: torch.fx.GraphModule) -> dict[str, int]:
     return dict(Counter(name for name in names if "graphattn" in name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -164,6 +165,7 @@ def test_results_have_shapes_dtypes_and_devices_before_they_exist(dtype: torch.d
         assert {x.device.type for x in (out, lse, saved, *gradients)} == {"cuda"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 def test_second_derivatives_are_those_of_the_reference(

@@ -12,6 +12,7 @@ def test_parts_add_up(graph: str, score: str, biased: bool, device: str) -> None
     check(case, "triton", torch.float32, 1e-4, device)
 
 
+@pytest.mark.long
 def test_parts_add_up_in_half_precision(device: str) -> None:
     """Log-sums that band kernels save lack the squares of queries there."""
     check(Case("causal window", "rbf"), "triton", torch.float16, 0.05, device)

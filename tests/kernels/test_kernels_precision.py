@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_common_offset_costs_no_digits(name: str, device: str) -> None:
     """Float32 at 100, sigma = sqrt(D): naive ||q||^2 - 2 q . k + ||k||^2 would keep two digits.
@@ -70,6 +71,7 @@ def with_outlier(name: str, place: int) -> tuple[Case, Tensors]:
     return case, tensors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["causal window", "complete"])
 def test_an_outlier_costs_the_others_no_digits(name: str, device: str) -> None:
     """An outlier costs the results of other tokens no digits, unless it is the centre of a tile."""
@@ -84,6 +86,7 @@ def test_an_outlier_costs_the_others_no_digits(name: str, device: str) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["causal window", "complete", "dilated"])
 def test_a_first_token_far_away_leaves_weights_weights(name: str, device: str) -> None:
     """A first token far away may change weights, but leaves them between 0 and 1.
@@ -187,6 +190,7 @@ def test_gradients_are_no_nan_where_they_are_numbers(
             assert found[n].isfinite().all(), n
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [0.02, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])

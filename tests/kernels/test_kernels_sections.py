@@ -114,6 +114,7 @@ def test_rows_of_bands_go_to_the_band_kernels(name: str, device: str) -> None:
     assert (call.bands is None) == several
 
 
+@pytest.mark.long
 def test_one_tensor_over_rows_that_are_as_many_as_their_sources(device: str) -> None:
     """Gaussian kernel attention reads one tensor: target i is source i, wherever both stand."""
     from graphattn.graphs.structures.sections import Section
@@ -134,6 +135,7 @@ CONSENSUS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"step": "auto", "valid": "both"}], ids=str)
 @pytest.mark.parametrize("name", CONSENSUS)
 def test_consensus_over_rows_is_that_of_float64(name: str, options: Any, device: str) -> None:
@@ -164,6 +166,7 @@ def test_nearest_neighbours_within_rows_without_self_loops_are_for_the_reference
     assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 def test_second_derivatives_go_through_rows_too(device: str) -> None:
     case = CASES["past"]
     leaves = {k: x.to(device).requires_grad_() for k, x in case.tensors().items()}

@@ -264,6 +264,7 @@ def test_a_copy_of_a_graph_and_its_file_have_no_streams(
 WITHOUT_TENSORS = {"_structured", "_graph_of"}
 
 
+@pytest.mark.long
 def test_no_function_with_a_device_stores_results_by_lru_cache() -> None:
     found = set()
     for folder in (ROOT, Path(module.__file__).parents[1]):

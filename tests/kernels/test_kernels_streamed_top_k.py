@@ -93,6 +93,7 @@ def choices(
     return chosen(case, tensors, device), expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, 40, 128, 129])
 @pytest.mark.parametrize("logits", LOGITS)
 def test_the_choice_is_that_of_a_sort(logits: str, k: int, device: str) -> None:
@@ -101,6 +102,7 @@ def test_the_choice_is_that_of_a_sort(logits: str, k: int, device: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("valid", ["", "both"], ids=["all valid", "padding"])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_every_kind_of_window_has_its_choice(graph: str, valid: str, device: str) -> None:
@@ -109,7 +111,14 @@ def test_every_kind_of_window_has_its_choice(graph: str, valid: str, device: str
         assert torch.equal(found, expected), logits
 
 
-@pytest.mark.parametrize("logits", ["normal", "Cauchy", "two values", "everything"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "logits",
+    [
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("normal", "two values")),
+        *("Cauchy", "everything"),
+    ],
+)
 def test_a_long_window_writes_many_candidates_down(logits: str, device: str) -> None:
     """Rows have 67 words, so that the sample skips sources and many logits are written down."""
     tokens = 2100
@@ -126,6 +135,7 @@ def test_a_long_window_writes_many_candidates_down(logits: str, device: str) -> 
         assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("score", ["dot", "rbf"])
 def test_exactly_k_are_kept(score: str, dtype: torch.dtype, device: str) -> None:

@@ -69,7 +69,10 @@ def _has_table(graph: ga.TokenGraph) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.nightly] * (seed >= 10)) for seed in range(CASES)],
+)
 def test_random_problems_are_solved(seed: int, device: str) -> None:
     case = random_case(seed)
     draw = random.Random(~seed)

@@ -108,6 +108,7 @@ def test_half_precision_costs_at_most_twice_what_it_must(
     check_half(CASES[name], dtype, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held", [True, False], ids=["held", "streamed"])
 @pytest.mark.parametrize(
     "graph",
@@ -131,6 +132,7 @@ def test_sizes_of_tiles_change_no_choice(
             check_choice(case, case.tensors(), device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(16, 16), (32, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize("table", [False, True], ids=["no table", "table"])
 def test_tiles_of_any_size_read_the_choice(size: tuple[int, int], table: bool, device: str) -> None:
@@ -150,6 +152,7 @@ def with_ties(case: Case) -> Tensors:
     return tensors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("k", "held"), [(1, True), (32, True), (45, True), (33, False)], ids=str)
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 def test_of_equal_sources_the_smaller_index_is_kept(
@@ -213,6 +216,7 @@ def test_every_row_keeps_k_or_all_it_has(device: str) -> None:
     assert (there > k).any()
 
 
+@pytest.mark.long
 def test_a_k_of_at_least_the_window_keeps_all(device: str) -> None:
     """A k of at least the window keeps all sources, and changes no bit of the results.
 
@@ -244,6 +248,7 @@ def test_top_1_is_the_nearest_source(device: str) -> None:
     torch.testing.assert_close(d_value, counts[:, None, None].expand_as(d_value))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_knows_nothing_of_tokens_outside_its_window(bad: float, device: str) -> None:
     """No bit of its choice, output and log-sum; nor of gradients of what no bad row sees."""
@@ -295,6 +300,7 @@ def test_a_key_that_is_not_a_number_is_the_first_to_be_kept(device: str) -> None
     assert out[:, 30:].isfinite().all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_runs_agree_bit_for_bit(dtype: torch.dtype, device: str) -> None:
     size, batch = (1000, 8) if device == "cuda" else (25, 1)

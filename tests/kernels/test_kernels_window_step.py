@@ -136,6 +136,7 @@ def counting() -> Iterator[list[str]]:
 # What steps give.
 
 
+@pytest.mark.long
 @EVERY_LAYER
 def test_steps_are_one_forward_and_one_launch_each(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(1, 3 * WINDOW + 2)
@@ -202,6 +203,7 @@ def test_positions_beyond_32_bits(device: str) -> None:
 # Padding.
 
 
+@pytest.mark.long
 @EVERY_LAYER
 def test_padding_on_the_left_changes_nothing(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(2, 9)
@@ -213,6 +215,7 @@ def test_padding_on_the_left_changes_nothing(name: str, device: str) -> None:
     close(y, expected)  # padding sees nothing, not even itself
 
 
+@pytest.mark.long
 @SOME
 @pytest.mark.parametrize("middle", [[1] * 6, [4, 1, 1]], ids=str)
 def test_padding_may_come_late_and_in_one_call_only(
@@ -269,6 +272,7 @@ def test_zeros_of_either_sign_are_equal(device: str) -> None:
     close(last, x[1:4].mean(0))
 
 
+@pytest.mark.long
 @TOP_K
 def test_repeated_tokens_are_chosen_as_by_a_stable_sort(kind: str, device: str) -> None:
     """Steps choose among equal sources as the reference does, by a stable sort.
@@ -324,6 +328,7 @@ def test_a_value_that_top_k_leaves_out_is_not_read(kind: str, device: str) -> No
     assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.long
 @EVERY_LAYER
 def test_a_token_that_is_no_number_is_forgotten_with_the_window(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(9).repeat(2, 1, 1)
@@ -342,6 +347,7 @@ def test_distances_do_not_cancel_at_a_common_offset(device: str) -> None:
     assert (y - exact).norm() / around.norm() < 1e-3
 
 
+@pytest.mark.long
 def test_two_runs_and_a_text_alone_give_the_same_bits(device: str) -> None:
     layer, x = layer_of("Krause, top 3", device), tokens(2, 7)
     y = stream(layer, x, layer.init_cache(2, WINDOW))
@@ -354,6 +360,7 @@ def test_two_runs_and_a_text_alone_give_the_same_bits(device: str) -> None:
 # Precision.
 
 
+@pytest.mark.long
 @SOME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_good_as_that_of_the_reference(
@@ -391,6 +398,7 @@ def test_what_is_kept_may_have_another_dtype(device: str) -> None:
 # The cache.
 
 
+@pytest.mark.long
 def test_the_ring_has_a_place_per_token_of_the_window_and_stays(device: str) -> None:
     layer, x = layer_of("Krause, one sigma, all kept", device), tokens(2, 25)
     cache = layer.init_cache(2, WINDOW)
@@ -429,6 +437,7 @@ def test_a_ring_with_places_for_a_guess_takes_it_back(name: str, device: str) ->
     close(stream(layer, x[:, 11:], cache), expected[:, 11:])
 
 
+@pytest.mark.long
 def test_a_ring_of_the_window_alone_cannot_go_back(device: str) -> None:
     layer = layer_of("Krause, top 3", device)
     cache = layer.init_cache((), WINDOW)
@@ -439,6 +448,7 @@ def test_a_ring_of_the_window_alone_cannot_go_back(device: str) -> None:
         cache.truncate(WINDOW)
 
 
+@pytest.mark.long
 def test_rows_come_in_order_of_age(device: str) -> None:
     layer, x = layer_of("dot product, shared heads", device), tokens(2, 12)
     sliding = copy.copy(layer)
@@ -456,6 +466,7 @@ def test_rows_come_in_order_of_age(device: str) -> None:
             assert torch.equal(ring.valid(count), plain.valid(count))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "other"),
     [("Krause, top 3", "structured"), ("Gaussian, rotary, normalised, eps", "reference")],

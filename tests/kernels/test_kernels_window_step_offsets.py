@@ -36,6 +36,7 @@ print("all equal")
 """
 
 
+@pytest.mark.long
 def test_heads_of_a_new_token_may_be_far_apart(device: str) -> None:
     """One token of a tensor [heads, tokens, features] has heads as far apart as its tokens reach.
 

@@ -409,6 +409,7 @@ def test_the_language_models_of_the_gka_paper_have_its_parameters():
     assert not is_tied(gka)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "weights", "formula", "paper", "exact"),
     [
@@ -428,6 +429,7 @@ def test_training_operations_are_those_of_the_gka_paper(name, weights, formula, 
     assert counted.exact == pytest.approx(by_hand, rel=1e-9)
 
 
+@pytest.mark.long
 def test_operations_of_texts_shorter_than_a_window():
     model = preset("gka-d20")
     assert ga.diagnostics.training_operations(model, 1).exact == pytest.approx(

@@ -153,6 +153,7 @@ def test_a_sequence_shorter_than_the_window_comes_after_longer_ones() -> None:
         torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sizes_are_checked_inside_what_is_compiled_too(dynamic: bool) -> None:
     with torch.no_grad() if dynamic else nullcontext():

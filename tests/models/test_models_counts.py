@@ -134,6 +134,7 @@ def nanochat(mixer: str) -> Any:
 WINDOWS = [1024, 1024, 1024, 2048] * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mixer", "printed", "full", "exact"),
     [("dot", "3.0042e+09", 3_004_170_240, "2.867"), ("gka", "2.4143e+09", 2_414_346_240, "2.277")],
@@ -192,6 +193,7 @@ def text_model(**changes: Any) -> int:
         ).num_parameters()
 
 
+@pytest.mark.long
 def test_table_9_is_one_size_and_our_differences():
     base = text_model()
     low, high = 0.0, 1e9
@@ -206,6 +208,7 @@ def test_table_9_is_one_size_and_our_differences():
     assert (round(low, 2), round(high, 2)) == (193.08, 193.20)
 
 
+@pytest.mark.long
 def test_slopes_of_table_9():
     for xi in (4, 64, 255):
         slope = text_model(edge_hidden=xi + 1) - text_model(edge_hidden=xi)

@@ -43,6 +43,7 @@ def test_an_encoder_is_exported_once_for_all_lengths_and_saved(mixer: Any, stric
         torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layer", "build"),
     [

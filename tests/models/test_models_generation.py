@@ -192,6 +192,7 @@ def test_the_ends_of_temperature_are_the_likeliest_and_equal_shares(dtype, top_k
     assert torch.equal(text, model_of().generate(tokens_of(2, 5), 9))
 
 
+@pytest.mark.long
 def test_draws_follow_the_probabilities():
     """Every token's count in 10,000 draws after one prompt is within five standard deviations."""
     model, count = model_of("gka"), 10_000

@@ -66,6 +66,7 @@ def test_a_preset_has_the_paper_s_shape_and_the_counts_that_it_tells(name):
     assert float(printed) not in [round(float(millions)) for millions in counted]
 
 
+@pytest.mark.long
 def test_text_and_dna_have_a_noise_level_and_proteins_have_none():
     for name in TABLE_10:
         model = on_meta(name)
@@ -80,6 +81,7 @@ def test_text_and_dna_have_a_noise_level_and_proteins_have_none():
         assert all(block.mixer.rotary is not None for block in model.blocks)
 
 
+@pytest.mark.long
 def test_vocabularies_are_those_of_the_tokenizers_and_a_mask():
     sizes = {name: on_meta(name).vocab_size for name in TABLE_10}
     assert sizes["consensus-dna-51m"] == ga.data.NucleotideTokenizer().vocab_size + 1
@@ -105,6 +107,7 @@ def test_a_preset_runs_with_every_mixer(mixer):
     assert plain(tokens).any()
 
 
+@pytest.mark.long
 def test_the_small_protein_model_learns_a_sequence_on_a_laptop():
     torch.manual_seed(0)
     model = ga.models.SequenceEncoder.from_preset("protein-6m")

@@ -408,6 +408,7 @@ def test_coordinates_have_gradients():
     torch.testing.assert_close(gradient.sum(0), torch.zeros(3).double(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixer", ["dot", "mix"])
 def test_it_learns_letters_that_only_space_tells(mixer):
     """Letters are those of the other strand's residue beside it, which is masked."""

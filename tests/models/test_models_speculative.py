@@ -71,6 +71,7 @@ def test_greedy_texts_are_those_without_a_draft(mixer, draft_tokens, batch):
     assert max(reads[1:]) <= 1 + draft_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [None, 4, (3, 9)], ids=str)
 def test_windows_and_padding_and_stops_are_as_without_a_draft(window):
     pattern = {"window_pattern": "SL"} if isinstance(window, tuple) else {}

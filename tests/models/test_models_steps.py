@@ -112,6 +112,7 @@ def test_features_before_the_head_are_there_too():
     assert not last.requires_grad
 
 
+@pytest.mark.long
 @EVERY_MODEL
 def test_memory_stays_that_of_the_window(name):
     model, window = model_of(name), 20
@@ -218,6 +219,7 @@ def test_guesses_that_are_verified_change_nothing(name, window, same):
     assert accepted == guesses * rounds if same else 0 < accepted < guesses * rounds
 
 
+@pytest.mark.long
 @EVERY_MODEL
 @WINDOWS
 def test_what_was_taken_back_has_never_been(name, window):

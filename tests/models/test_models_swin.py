@@ -472,6 +472,7 @@ def multiply_adds(model, whole_windows=False):
     return total + model.dim * model.num_classes
 
 
+@pytest.mark.long
 def test_the_small_images_cost_what_padding_makes_them_cost():
     """Swin-S at 32 pixels: 0.17 G multiply-adds; 0.38 G where every stage is padded to windows.
 

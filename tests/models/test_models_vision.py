@@ -113,6 +113,7 @@ def counted(model) -> int:
     return ga.diagnostics.flops(model, images)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_and_operations_are_those_of_the_paper(name):
     for mixer, parameters in COUNTS[name].items():
@@ -121,6 +122,7 @@ def test_parameters_and_operations_are_those_of_the_paper(name):
         assert counted(model) == pytest.approx(OPERATIONS[name][mixer] * 1e9, rel=0.003)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COUNTS)
 def test_operations_are_the_products_of_the_formula(name):
     """Two per multiply-add; GKA does without three projections, value-less models without one."""
@@ -161,6 +163,7 @@ def test_the_savings_printed_for_krause_models_are_those_of_uncounted_projection
     assert (whole - projections) / 1e9 == pytest.approx(printed, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_krause_model_has_the_published_settings_and_one_bandwidth_per_head_more():
     model = on_meta("deit-tiny", "krause")
     assert model.num_parameters() == 5_717_416 + 12 * 3
@@ -413,6 +416,7 @@ def test_an_edge_bias_reaches_the_attention_layers():
 # Training.
 
 
+@pytest.mark.long
 def test_paths_are_dropped_more_often_in_later_blocks():
     model = ga.models.VisionTransformer.from_preset("deit-base")
     rates = [block.drop_path for block in model.blocks]

@@ -273,6 +273,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @EVERY
 def test_a_compiled_layer_draws_anew_in_every_call(kind, fresh_compiler):
     graph, x = ga.causal_graph(24), tokens(2, 24, dtype=torch.float32)

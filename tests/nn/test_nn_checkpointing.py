@@ -147,6 +147,7 @@ def test_second_gradients_too(case: Any) -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [c for c in ONE_OF_EACH if not c.context_width], ids=str)
 def test_a_compiled_layer_does_too(case: Any) -> None:
     torch._dynamo.reset()

@@ -78,6 +78,7 @@ def test_padding_and_autocast_compile_too() -> None:
     torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.long
 def test_a_chosen_backend_is_compiled_as_chosen() -> None:
     """The override is part of what is compiled for: inside the block another version runs."""
     x, graph = torch.randn(6, 8), ga.window_path_graph(6, 1, self_loops=True)
@@ -90,6 +91,7 @@ def test_a_chosen_backend_is_compiled_as_chosen() -> None:
     torch.testing.assert_close(compiled(x, graph), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("graph", ["causal window", "edge list", "batch"])
@@ -133,6 +135,7 @@ def test_the_operator_saves_as_many_numbers_as_its_argument_says(backend: str) -
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("degrees", [False, True])
 @pytest.mark.parametrize("graph", ["path", "edge list"])
 @pytest.mark.parametrize("backend", FAST)

@@ -608,6 +608,7 @@ def test_what_another_thread_drops_in_between_is_still_given():
     torch.testing.assert_close(layer_of("dot")(tokens(N), graph), expected)
 
 
+@pytest.mark.long
 def test_a_graph_keeps_what_few_kinds_of_calls_share_and_no_layer():
     graph = ga.causal_window_graph(N, 4)
     for batch in range(1, 60):

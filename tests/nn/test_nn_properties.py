@@ -129,6 +129,7 @@ def sequences_for(layer: Layer) -> st.SearchStrategy[ga.TokenGraph]:
 # Names of tokens, order of edges, batches.
 
 
+@pytest.mark.long
 @EVERY_LAYER
 @SHORT
 @given(data=data)
@@ -323,6 +324,7 @@ def test_gaussian_kernel_attention_moves_along_with_every_sequence(data, size: f
     torch.testing.assert_close(there, here + moved, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.long
 @SWEEP
 @given(data=data)
 def test_krause_attention_sees_distances_of_queries_and_keys_only(data):
@@ -416,6 +418,7 @@ def steps(draw, **fixed: Any) -> Step:
     return Step(layer.requires_grad_(False), graph, x)
 
 
+@pytest.mark.long
 @SWEEP
 @given(step=steps(), seed=seeds)
 def test_what_agrees_in_every_sequence_stays(step: Step, seed: int):
@@ -425,6 +428,7 @@ def test_what_agrees_in_every_sequence_stays(step: Step, seed: int):
     torch.testing.assert_close(step(agreed), agreed, rtol=0, atol=1e-9)
 
 
+@pytest.mark.long
 @SWEEP
 @given(step=steps(step_size="auto"), seed=seeds)
 def test_the_energy_falls_by_a_layer_of_any_options(step: Step, seed: int):

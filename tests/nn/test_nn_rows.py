@@ -175,6 +175,7 @@ def test_checkpointing_by_rows_gives_the_gradients_of_the_whole(reentrant):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["krause", "gaussian", "dot", "consensus"])
 def test_a_compiled_layer_takes_rows_of_three_lengths(name):
     torch._dynamo.reset()

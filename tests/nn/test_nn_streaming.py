@@ -83,6 +83,7 @@ def test_steps_are_one_forward(case, window):
         torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.long
 @EVERY_LAYER
 @BACKENDS
 def test_prompts_and_steps_mix_in_any_way(case, backend):

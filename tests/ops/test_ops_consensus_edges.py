@@ -490,6 +490,7 @@ def test_hidden_vectors_of_all_edges_are_never_there_at_once(
             assert largest.numel >= graph.num_edges * 2 * 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("degrees", [False, True])
 @pytest.mark.parametrize("backend", FAST)

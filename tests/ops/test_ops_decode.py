@@ -321,6 +321,7 @@ def test_with_and_without_gradients_it_gives_the_same(tokens, options):
         torch.testing.assert_close(a, b.detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"sigma": 4.0, "window": 5}, {"top_k": 4}], ids=str)
 def test_it_compiles_whole_at_any_length(options):
     compiled = torch.compile(ga.decode_attention, fullgraph=True, backend="eager")

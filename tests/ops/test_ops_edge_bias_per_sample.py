@@ -208,6 +208,7 @@ def test_what_edges_of_padding_hold_reaches_nothing(
     assert (of_padding == 0).all()
 
 
+@pytest.mark.every_case  # mistakes show for one edge of one graph alone
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("edge", [0, 5])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -335,6 +336,7 @@ def test_a_graph_without_edges_and_a_batch_without_samples() -> None:
             assert out.shape == (0, 4, 2, 3)
 
 
+@pytest.mark.long
 def test_the_operator_keeps_the_promises_of_torch_library() -> None:
     graph = GRAPHS["isolated targets"]()
     q, k, v = (x.requires_grad_() for x in qkv(graph, batch=(2, 2), kv_heads=1))
@@ -347,6 +349,7 @@ def test_the_operator_keeps_the_promises_of_torch_library() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_compilations_serve_all_lengths() -> None:
     torch._dynamo.reset()
 

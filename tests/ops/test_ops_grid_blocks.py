@@ -99,6 +99,7 @@ def test_what_stands_in_another_block_changes_no_bit(kind, top_k, shift):
     assert int(apart.sum()) == 64 - 16
 
 
+@pytest.mark.long
 def test_second_derivatives_too():
     graph = ga.grid_block_graph(2, 3, 2, shift=(0, 1))
     q, k, v = (x[:, :1, :2].detach().requires_grad_() for x in inputs(6, batch=()))

@@ -133,6 +133,7 @@ def test_half_precision_is_merged_in_float32(dtype):
     assert torch.equal(lse, expected[1])
 
 
+@pytest.mark.long
 def test_it_compiles_whole():
     compiled = torch.compile(ga.merge_attention, fullgraph=True, backend="eager")
     for n in (3, 8, 20):

@@ -89,6 +89,7 @@ def test_attention_in_neighborhoods_is_nattens(name: str, backend: str) -> None:
     torch.testing.assert_close(out.view_as(expected), expected, **EXACT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["2-D, dilated", "3-D, causal and dilated"])
 def test_gradients_of_a_table_of_a_grid_are_those_of_its_biases_per_edge(name: str) -> None:
     shape, options = CASES[name]

@@ -194,6 +194,7 @@ def test_the_order_in_which_edges_are_listed_changes_no_bit(data, seed: int):
         torch.testing.assert_close(listed, case.output(), **EXACT)
 
 
+@pytest.mark.long
 @SWEEP
 @given(data=data)
 def test_a_sequence_in_a_batch_of_random_lengths_equals_the_sequence_alone(data):
@@ -535,6 +536,7 @@ def test_powers_of_the_filter_reach_the_mean_at_the_rate_of_the_fiedler_value(
                 assert left == pytest.approx(omega**power * start, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.long
 @SWEEP
 @given(data=data, seed=seeds)
 def test_a_filter_whose_rate_is_below_one_ends_at_the_mean(data, seed: int):

@@ -223,6 +223,7 @@ def test_memory_of_a_window_is_that_of_a_few_tiles() -> None:
     assert 0 < most <= 1 << 22  # 16 MB of float32
 
 
+@pytest.mark.long
 def test_it_can_be_differentiated_twice_and_looked_into() -> None:
     graph = ga.causal_window_graph(7, 3)
     query, key, value = (random(7, 2, 3, seed=s).requires_grad_() for s in range(3))

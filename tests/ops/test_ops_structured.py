@@ -98,6 +98,7 @@ def test_values_and_gradients_are_those_of_the_reference(backend, quarter, reque
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=f"seed {seed}")
 
 
+@pytest.mark.long
 @EACH
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_float32_keeps_its_accuracy_under_a_common_offset(backend, offset):

@@ -27,7 +27,13 @@ UNSEEN = (torch.nan, torch.inf, -torch.inf, 1e20, -1e30, 1e15, 1e12, 300.0, -2.0
 ENERGY = ("path", "dilated", "complete", "blocks", "longformer", "cycle", "grid", "bigbird")
 
 how_many = pytest.mark.parametrize(
-    "seeds", [range(CASES), pytest.param(range(CASES, MANY), marks=pytest.mark.slow)], ids=len
+    "seeds",
+    [
+        range(CASES // 5),
+        pytest.param(range(CASES // 5, CASES), marks=pytest.mark.long),
+        pytest.param(range(CASES, MANY), marks=pytest.mark.slow),
+    ],
+    ids=len,
 )
 
 

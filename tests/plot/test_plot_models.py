@@ -90,6 +90,7 @@ def test_residues_near_in_space_are_named_by_what_the_model_chose_them_by():
         assert "a list of edges" in ax.get_title()
 
 
+@pytest.mark.long
 def test_long_sequences_have_one_scale_and_one_colour_bar():
     axes = page(encoder("mix"), 5000)
     figure = axes[0].figure
@@ -104,6 +105,7 @@ def test_long_sequences_have_one_scale_and_one_colour_bar():
     assert least <= 1 / (rows * columns)  # of a single edge
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("panels", "columns", "shape"), [(3, None, (1, 3)), (6, None, (2, 3)), (5, 2, (3, 2))]
 )

@@ -125,6 +125,7 @@ def test_few_targets_of_many_sources_have_a_height():
     assert (pixels.near(np.arange(3), np.array([10, 4000, 2500])) > PLAIN).all()
 
 
+@pytest.mark.long
 def test_pictures_inside_vector_files_lose_no_line_either():
     for dpi in (30, 72, 300):
         file = io.BytesIO()
@@ -193,6 +194,7 @@ def test_edges_per_cell_are_those_of_the_sparse_matrix(name, graph):
         np.testing.assert_array_equal(edge_counts(graph, *cuts), expected, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "graph",
     [
@@ -220,6 +222,7 @@ def cells_of(figure: Figure) -> tuple[int, int]:
     return image.get_array().shape[0], image.sizes[0]
 
 
+@pytest.mark.long
 def test_more_edges_in_a_cell_make_it_darker_and_one_is_plain():
     """Cells of a matrix with 1, 2, 4, ... of their pairs filled, along a row of cells."""
     number, size = cells_of(figure_of(ga.complete_graph(4000)))
@@ -254,6 +257,7 @@ def test_a_colour_bar_says_what_a_cell_is_where_it_is_more_than_a_pair():
     assert ticks[-1] == "100 %"
 
 
+@pytest.mark.long
 def test_a_part_of_a_large_graph_is_shown_token_by_token():
     figure = figure_of(ga.window_path_graph(1_000_000, 1))
     ax = figure.axes[0]

@@ -127,6 +127,7 @@ def test_lengths_are_angstrom_in_both_directions():
     assert "10 Å" in [text.get_text() for text in ax.texts]
 
 
+@pytest.mark.long
 def test_a_long_chain_has_few_lines_and_small_ones_are_not_empty():
     for residues, lines in ((900, 150), (60, 30), (16, 12)):
         graph = ga.knn_graph(helix(residues), k=12)

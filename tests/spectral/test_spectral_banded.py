@@ -63,6 +63,7 @@ def test_both_ways_agree_to_eleven_digits(name):
     assert banded.slowest_mode(L, adjacency).value == pytest.approx(by_elimination, rel=1e-11)
 
 
+@pytest.mark.long
 def test_two_hundred_thousand_tokens_have_the_value_of_the_cosine_transform():
     N = 200_000
     value = ga.spectral.fiedler_value(ga.window_path_graph(N, 1))

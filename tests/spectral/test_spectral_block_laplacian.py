@@ -130,6 +130,7 @@ def test_a_graph_in_parts_has_more_modes_that_stay():
     assert low.enclosed
 
 
+@pytest.mark.long
 def test_the_banded_solver_of_lapack_agrees_at_the_width_of_a_head():
     """16 tokens of 64 features, where the matrix is still a band that LAPACK takes."""
     heads = laplacians(ga.window_path_graph(16, 2), 64, rank=4, heads=2)

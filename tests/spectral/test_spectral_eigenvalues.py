@@ -157,6 +157,7 @@ def test_random_graphs_have_networkx_algebraic_connectivity():
         assert fiedler_value(graph, edge_weight) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(num_tokens=st.integers(2, 12), seed=st.integers(0, 2**32 - 1), density=st.floats(0.05, 1))
 def test_random_weighted_digraphs_agree_with_numpy(num_tokens, seed, density):
@@ -213,12 +214,14 @@ def test_long_path_keeps_relative_accuracy():
     )
 
 
+@pytest.mark.long
 def test_cycle_of_100_000_tokens_matches_the_closed_form():
     assert fiedler_value(ga.window_cycle_graph(100_000, 8)) == pytest.approx(
         ga.spectral.cycle_fiedler_value(100_000, 8), rel=1e-11
     )
 
 
+@pytest.mark.long
 def test_crowded_top_of_a_long_cycle_is_resolved_from_above():
     """Lanczos on the Laplacian itself stops short here: eigenvalues lie 1e-7 apart."""
     N, w = 20_000, 8

@@ -143,6 +143,7 @@ def test_without_edges_there_is_nothing_to_smooth():
 # The steps.
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     num_tokens=st.integers(2, 8),

@@ -37,6 +37,7 @@ def edge_matrices(layer, x, graph):
 # Model size.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dim", "heads", "graph"),
     [
@@ -65,6 +66,7 @@ def test_numbers_at_model_width_are_those_of_dense_eigenvalues(dim, heads, graph
     assert 0 < rate["error bound"] < 1e-9
 
 
+@pytest.mark.long
 def test_a_long_window_agrees_with_inverse_iteration_and_sparse_lanczos():
     graph = ga.window_path_graph(100, window=2)
     layer, x = consensus(64, 2, rank=4, edge_hidden=32), drawn(100, 64)
@@ -145,6 +147,7 @@ def test_wide_graphs_say_residual_where_counting_costs_too_much(monkeypatch):
 # Maps without a theorem.
 
 
+@pytest.mark.long
 def test_on_a_causal_graph_the_spectral_radius_is_that_of_the_diagonal_blocks():
     graph, x = ga.causal_window_graph(20, window=4), drawn(20, 12)
     for rope in (False, True):
@@ -248,6 +251,7 @@ def test_a_module_of_someone_else_is_searched_for_layers():
     assert certificate.sound
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [9, 90])
 def test_a_module_without_our_layers_is_measured_by_its_derivative(tokens):
     class Average(nn.Module):

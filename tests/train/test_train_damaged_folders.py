@@ -54,6 +54,7 @@ def test_where_no_folder_can_be_is_an_error_of_the_argument(tmp_path, place):
 # Checkpoints.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",

@@ -113,6 +113,7 @@ def test_the_bound_of_the_exact_score_is_near_the_log_likelihood(noise):
     assert found.num_tokens.tolist() == [6] * 300
 
 
+@pytest.mark.long
 def test_the_standard_error_is_that_of_repeated_estimates():
     tokens = CHAIN.sample((4, 6), generator())
     draws = generator(1)
@@ -136,6 +137,7 @@ def test_the_objective_estimates_the_same_bound():
     assert abs(np.mean(losses) - found.per_token) < 4 * error + 2e-3
 
 
+@pytest.mark.long
 def test_padding_is_not_counted_and_batches_do_not_matter():
     valid = torch.arange(7) < torch.tensor([[7], [2], [4]])
     tokens = torch.randint(V, (3, 7), generator=generator()).masked_fill(~valid, MASK)

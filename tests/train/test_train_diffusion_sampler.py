@@ -112,6 +112,7 @@ def test_given_the_exact_posterior_samples_are_of_the_chain(method, noise):
     assert p_value(ancestral(steps, method=method, noise=noise), of_chain(3)) > 1e-3
 
 
+@pytest.mark.long
 def test_wrong_samplers_fail_the_same_test():
     joint = of_chain(3)
     independent = ancestral(1)  # everything at once

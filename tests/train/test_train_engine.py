@@ -155,6 +155,7 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
     assert whole[epoch : 2 * epoch] == list(second) != whole[:epoch]
 
 
+@pytest.mark.long
 def test_processes_that_load_data_change_nothing(tmp_path, straight):
     assert tiny_runs.train(tmp_path / "run", workers=1).rows == straight.rows
 

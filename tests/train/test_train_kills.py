@@ -90,7 +90,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_undisturbed(server, undisturb
     assert tiny_runs.results(tmp_path / "run") == undisturbed
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fifty_kills_leave_no_trace(server, undisturbed, tmp_path):
     kills, seed = 0, 0
     while kills < 50:

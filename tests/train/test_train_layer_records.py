@@ -193,6 +193,7 @@ def test_looking_leaves_the_model_as_it_was():
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
+@pytest.mark.long
 def test_a_run_with_records_has_the_losses_of_one_without(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

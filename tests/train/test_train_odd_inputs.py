@@ -229,6 +229,7 @@ class Reports(ga.train.NextToken):
         return self.found
 
 
+@pytest.mark.long
 def test_a_report_has_a_loss_and_may_hold_tensors(tmp_path):
     examples = [{"tokens": torch.arange(8)}] * 3
     run = fit(tmp_path / "a", examples, examples, Reports({"loss": torch.tensor(0.5)}))

@@ -66,6 +66,7 @@ def test_a_second_control_c_does_not_wait(tmp_path):
     assert ga.train.read_run(tmp_path / "run").status == "interrupted"
 
 
+@pytest.mark.long
 def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
     first = tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9)
     written = (first.path / "run.json").read_bytes()
@@ -92,6 +93,7 @@ def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path
     assert ga.train.read_run(tmp_path / "run").rows == before.rows
 
 
+@pytest.mark.long
 def test_what_is_half_written_is_removed_and_never_read(tmp_path, straight):
     folder = tmp_path / "run"
     tiny_runs.train(folder, callbacks=[interrupted_after(7)])
@@ -138,6 +140,7 @@ def test_a_name_is_given_after_all_that_it_names_is_on_the_disk(tmp_path, monkey
     assert events[2:] == [("name", aside), ("sync", str(tmp_path))]
 
 
+@pytest.mark.long
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     run = tiny_runs.train(tmp_path / "run", steps=20, evaluate_every=3, save_every=2, keep=3)
     best = min(run.evaluations, key=lambda row: row["loss"])["step"]
@@ -147,6 +150,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     assert files["model"] == files[f"step-{best:08d}"]
 
 
+@pytest.mark.long
 def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path, straight):
     """The system refuses to write beyond a size that the first checkpoints do not reach."""
     folder, most = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -168,6 +172,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path, straight
     assert again.rows == straight.rows
 
 
+@pytest.mark.long
 def test_checkpoints_are_read_as_numbers_only(tmp_path):
     """A pickle that would run code when it is loaded is refused."""
     folder = tmp_path / "run"
@@ -188,6 +193,7 @@ def test_checkpoints_are_read_as_numbers_only(tmp_path):
     assert tiny_runs.train(folder).status == "finished"
 
 
+@pytest.mark.long
 def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
     """A stand-in for `graphattn.train.runs.setup` prepares what the config of the folder says."""
     straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant")
@@ -224,6 +230,7 @@ def spoil(model: nn.Module) -> None:
         next(model.parameters()).fill_(torch.nan)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_ends_a_run_as_diverged_and_keeps_its_rows(tmp_path):
     run = tiny_runs.train(tmp_path / "run", callbacks=[tiny_runs.At(9, spoil)])
     assert run.status == "diverged"
@@ -262,6 +269,7 @@ def test_a_checkpoint_knows_how_long_a_loss_was_far_above_its_start():
     assert after.diverged
 
 
+@pytest.mark.long
 def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path, straight):
     def fail(_: nn.Module) -> None:
         raise RuntimeError("the data is gone")
@@ -273,6 +281,7 @@ def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path, straight):
     assert tiny_runs.train(tmp_path / "run").rows == straight.rows
 
 
+@pytest.mark.long
 def test_two_processes_do_not_train_in_one_folder(tmp_path, straight):
     told = []
 

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 
+@pytest.mark.long
 def test_a_service_is_told_what_the_log_holds(tmp_path, monkeypatch):
     """A stand-in for TensorBoard's writer records what it is told."""
     told: dict[str, dict[int, float]] = {}

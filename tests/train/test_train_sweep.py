@@ -164,6 +164,7 @@ def test_a_row_has_the_losses_of_its_run_and_where_they_come_from(tmp_path: Path
     assert [json.loads(line) for line in lines] == [row]
 
 
+@pytest.mark.long
 def test_a_diverged_trial_is_a_result_and_a_failed_one_keeps_its_error(tmp_path: Path) -> None:
     import optuna
 
@@ -201,6 +202,7 @@ def test_a_loss_that_ends_far_above_its_first_is_a_divergence(tmp_path: Path) ->
     assert [row["status"] for row in rows] == ["finished", "diverged"]  # 30 is ten times 3
 
 
+@pytest.mark.long
 def test_what_failed_is_trained_again_only_when_asked_for(tmp_path: Path) -> None:
     sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
     sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
@@ -210,6 +212,7 @@ def test_what_failed_is_trained_again_only_when_asked_for(tmp_path: Path) -> Non
     assert [row["status"] for row in rows] == ["finished"]
 
 
+@pytest.mark.long
 def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
     first = sweep(tmp_path / "a", mixers="dot", lrs="1e-2")
     rows = sweep(tmp_path / "a", mixers="mix,dot", lrs="1e-2,1e-3", seeds=2)
@@ -217,6 +220,7 @@ def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
     assert len(rows) == len(set(taken(tmp_path / "a"))) == len(taken(tmp_path / "a")) == 8
 
 
+@pytest.mark.long
 def test_other_options_are_refused_by_their_names(tmp_path: Path) -> None:
     sweep(tmp_path / "a", window=(3, 4), steps=9)
     sweep(tmp_path / "a", window=[3, 4], steps=9, workers=1, lr=1e-1, seed=4)  # of no trial
@@ -237,6 +241,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 # Stopping.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", [None, b"", b"not a database", 200])
 def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(
     tmp_path: Path, content: bytes | int | None
@@ -253,6 +258,7 @@ def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(
     assert (folder / "results.jsonl").read_bytes() == rows
 
 
+@pytest.mark.long
 def test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with(tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -292,6 +298,7 @@ def wait_for(condition: Any, seconds: float = 300) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial(
     tmp_path: Path,
 ) -> None:
@@ -309,6 +316,7 @@ def test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial(
     assert [row["status"] for row in read_sweep(folder)] == ["finished"] * 16
 
 
+@pytest.mark.long
 def test_a_killed_worker_loses_no_trial(tmp_path: Path) -> None:
     folder, options = tmp_path / "a", {"mixers": "mix", "lrs": "1e-3,1e-2"}
     killed = FORK.Process(target=works, args=(folder, FORK.Barrier(1)), kwargs=options)
@@ -395,6 +403,7 @@ def interrupt(config: RunConfig) -> Run:
     raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> None:
     """The one that took his trial over finds it locked, and trains after him."""
     import threading
@@ -443,6 +452,7 @@ def test_whoever_asks_a_trial_to_stop_has_not_killed_it() -> None:
     assert status(asked=True) == "interrupted"
 
 
+@pytest.mark.long
 def test_a_trial_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
     from graphattn.train.sweeps import queue as sweep_queue
 

@@ -347,6 +347,7 @@ def _recording_with(kernel: type):
     return recording
 
 
+@pytest.mark.long
 def test_a_problem_runs_on_the_device_and_tells_its_kernels(interpreted) -> None:
     small = {kernel: tune.Choice(16, 16, 4, 1) for kernel in tune.tuning.KERNELS}
     with tune.tuning.override(**small):
