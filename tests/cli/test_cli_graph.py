@@ -234,6 +234,7 @@ def test_pictures_are_written(tmp_path):
         assert number in html
 
 
+@pytest.mark.long
 def test_a_long_graph_is_drawn_without_its_spectrum(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
     html = tmp_path / "g.html"
