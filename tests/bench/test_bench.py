@@ -224,6 +224,7 @@ def test_no_time_for_a_wrong_result(monkeypatch, how):
     assert not any("index_add" in part for part in rows)
 
 
+@pytest.mark.long
 def test_a_result_is_checked_once_per_case(monkeypatch):
     calls: list[str] = []
 
@@ -297,6 +298,7 @@ def test_zero_is_no_right_answer_and_a_true_zero_hides_no_error():
     assert math.isnan(gate.worst([0.0, math.nan, 1.0]))
 
 
+@pytest.mark.long
 def test_what_fails_and_what_is_not_installed_is_listed(monkeypatch, tmp_path):
     def fails(_):
         raise RuntimeError("out of everything\nand more")
@@ -584,6 +586,7 @@ def test_a_case_that_breaks_is_noted_and_the_next_one_runs(monkeypatch, tmp_path
     assert {row.case for row in found.rows} == {"knn"}
 
 
+@pytest.mark.long
 def test_a_contender_that_breaks_while_it_is_warmed_up_is_noted(monkeypatch):
     made = runner.clock
 
@@ -662,6 +665,7 @@ def test_a_run_of_another_machine_or_size_is_not_continued(tmp_path):
     assert "--resume needs --json" in result.output + result.stderr
 
 
+@pytest.mark.long
 def test_the_table_of_targets_comes_last():
     lines = run("window").output
     assert lines.index("missing:") < lines.index("Targets")

@@ -241,6 +241,7 @@ def test_labels_of_figures_can_be_read_on_a_phone(tmp_path, tokens, on_a_phone):
     assert on_a_phone.smallest_label() >= 9
 
 
+@pytest.mark.long
 def test_a_long_graph_is_drawn_without_its_spectrum(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
     html = tmp_path / "g.html"

@@ -101,6 +101,7 @@ def test_options_come_from_a_file_and_from_the_line(
     assert (dot.mixer_options, mix.mixer_options) == ({}, {"rank": 2})
 
 
+@pytest.mark.long
 def test_a_failed_training_is_told_and_ends_with_1(
     formula: list[RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_row_with_hundreds_of_equal_distances_looks_at_all_pairs(monkeypatch):
     assert index[0].tolist() == index[-1].tolist() == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_oneself_amid_a_sphere_looks_at_all_pairs_too():
     x = torch.cat([cloud(3) + 100, on_a_sphere(), torch.zeros(1, 3)])
     assert len(nearest_by_tree(x, x, 3, True, False)[1])

@@ -104,6 +104,7 @@ def test_equal_distances_stand_in_order_of_index():
         check_knn(grid, k, source=grid.flip(0).contiguous())
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_integer_points_with_many_ties_and_any_options(data):
@@ -374,6 +375,7 @@ def nearest_by_numpy(x, k, source=None, self_loops=False):
     return torch.from_numpy(np.argsort(squared, axis=1, kind="stable")[:, :k])
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_products_exchange_no_neighbours(data):

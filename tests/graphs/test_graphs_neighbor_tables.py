@@ -222,6 +222,7 @@ def test_compiled_consensus_reads_a_table():
     torch.testing.assert_close(compiled(x, graph), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("derived", ["inside", "outside"])
 @pytest.mark.parametrize("kind", ["window", "grid", "list", "table"])
 def test_a_graph_that_was_used_in_inference_mode_can_be_trained_with(kind, derived):

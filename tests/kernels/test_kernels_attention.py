@@ -196,6 +196,7 @@ def test_query_heads_share_key_heads_in_order(heads: tuple[int, int], device: st
     check(kernels(case, device), exact(case), SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(16, 32), (32, 16), (64, 16)], ids=str)
 @pytest.mark.parametrize(
     "name", ["causal window of many tiles", "dilated without self loops", "padding"]

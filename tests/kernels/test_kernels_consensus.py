@@ -218,6 +218,7 @@ def test_self_loops_exert_no_force_and_do_not_shorten_the_automatic_energy_step(
 # Sizes.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("features", "rank", "xi"),
     [(1, 1, 1), (1, 4, 3), (16, 1, 16), (17, 3, 5), (3, 5, 40), (40, 2, 33), (64, 4, 8)],

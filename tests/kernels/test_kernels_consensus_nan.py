@@ -34,6 +34,7 @@ GUARDED = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GUARDED)
 def test_nothing_is_read_out_of_bounds(name: str, device: str) -> None:
     """NaN all around every input, and around d_new, reaches no result."""

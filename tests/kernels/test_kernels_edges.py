@@ -60,6 +60,7 @@ def test_half_precision_costs_at_most_twice_what_it_must(
 # Rows and columns longer than a segment are cut, and their parts merged.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "longest"),
     [
@@ -153,6 +154,7 @@ def test_any_width_of_a_head_in_half_precision(D: int, device: str) -> None:
     check_half(Case(nearest(15, 4), features=D, value_features=D), torch.bfloat16, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1), (2, 2)], ids=str)
 def test_any_leading_dimensions(batch: tuple[int, ...], device: str) -> None:
     for graph in (some(12, 12), ga.longformer_graph(12, 1, [3])):
@@ -160,6 +162,7 @@ def test_any_leading_dimensions(batch: tuple[int, ...], device: str) -> None:
         check(kernels(case, device), exact(case), SINGLE, floor=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("name", ["list", "top 3 of a list", "bias of hubs"])
 def test_query_heads_share_key_heads_in_order(

@@ -96,6 +96,7 @@ def _has_table(graph: ga.TokenGraph) -> bool:
     return rows is not None and rows > 0 and rows != graph.num_edges
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(seed, marks=[pytest.mark.nightly] * (seed >= 10)) for seed in range(CASES)],

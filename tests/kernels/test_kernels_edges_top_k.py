@@ -57,6 +57,7 @@ def test_of_equal_sources_the_smaller_index_is_kept(
     check(found, in_float64(case, tensors, case.upstream()), SINGLE, floor=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_negative_zero_ties_with_zero(dtype: torch.dtype, device: str) -> None:
     """Logits and biases are -0.0 for even sources and 0.0 for odd: the first two must win."""

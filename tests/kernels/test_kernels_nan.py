@@ -166,6 +166,7 @@ def test_no_bit_changes_with_another_sequence(score: str, device: str) -> None:
             assert torch.equal(found[n][:, others], clean[n][:, others]), n
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [torch.nan, 1e4])
 def test_no_bit_changes_with_another_sequence_where_this_one_begins_with_padding(
     bad: float, device: str

@@ -172,6 +172,7 @@ def _graph_on_meta() -> ga.TokenGraph:
         return ga.knn_graph(points().to("meta"), K, backend="triton")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MIXERS)
 def test_it_gives_the_numbers_and_gradients_of_the_reference(name: str, device: str) -> None:
     results = []

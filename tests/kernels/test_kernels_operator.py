@@ -229,6 +229,7 @@ def test_what_kernels_cannot_do_they_refuse_with_the_reason(name: str, device: s
     assert ga.rbf_attention(x, x, x, graph, 1.0, **options).shape == x.shape
 
 
+@pytest.mark.long
 def test_kernels_take_what_they_are_said_to_take(device: str) -> None:
     graph = ga.batch([ga.causal_graph(4), ga.window_path_graph(3, 1)]).to(device)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

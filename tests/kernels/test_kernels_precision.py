@@ -103,6 +103,7 @@ def test_a_first_token_far_away_leaves_weights_weights(name: str, device: str) -
     assert (found["value"][0].abs() <= largest * 1.01).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
 @pytest.mark.parametrize(
     "build",

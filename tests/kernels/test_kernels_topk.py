@@ -166,6 +166,7 @@ def test_of_equal_sources_the_smaller_index_is_kept(
         check_choice(case, with_ties(case), device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 def test_gradients_with_ties_are_those_of_float64(score: str, device: str) -> None:
     case = top(7, ga.causal_window_graph(50, 20), score=score)
@@ -343,6 +344,7 @@ def test_a_compiled_layer_gives_what_an_eager_one_gives(device: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_second_derivatives_are_those_of_the_reference(device: str) -> None:
     case = top(3, ga.causal_window_graph(17, 6), heads=2)
     found = []

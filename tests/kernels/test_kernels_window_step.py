@@ -164,6 +164,7 @@ def test_heads_of_any_width(name: str, dim: int, device: str) -> None:
     close(stream(layer, x, poisoned(layer.init_cache((), 3))), forward(layer, x, 3))
 
 
+@pytest.mark.long
 def test_the_widest_heads_and_longer_windows_than_one_tile_of_them(device: str) -> None:
     torch.manual_seed(0)
     layer = ga.nn.KrauseAttention(256, 1, top_k=7, backend="triton").to(device)
@@ -173,6 +174,7 @@ def test_the_widest_heads_and_longer_windows_than_one_tile_of_them(device: str) 
     close(y, forward(layer, x, 11))
 
 
+@pytest.mark.long
 @EVERY_LAYER
 def test_prompts_and_steps_mix_in_any_way(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(1, 24)
@@ -191,6 +193,7 @@ def test_positions_may_be_given(name: str, device: str) -> None:
     close(stream(layer, x, layer.init_cache(2, WINDOW), positions=positions), expected)
 
 
+@pytest.mark.long
 def test_positions_beyond_32_bits(device: str) -> None:
     layer, x = layer_of("Gaussian", device), tokens(12)
     cache = layer.init_cache((), WINDOW)
@@ -378,6 +381,7 @@ def test_half_precision_is_as_good_as_that_of_the_reference(
     assert (y - exact).norm() <= 2 * (of_reference.norm() + rounding)
 
 
+@pytest.mark.long
 def test_what_is_kept_may_have_another_dtype(device: str) -> None:
     layer, x = layer_of("Krause, one sigma, all kept", device), 3 * tokens(12)
     whole = layer.init_cache((), WINDOW)

@@ -205,6 +205,7 @@ def test_draws_follow_the_probabilities():
     assert torch.all((found - count * p).abs() <= 5 * (count * p * (1 - p)).sqrt())
 
 
+@pytest.mark.long
 def test_a_generator_draws_the_same_again_and_another_draws_otherwise():
     model, prompt = model_of("dot"), tokens_of(2, 5)
 
@@ -244,6 +245,7 @@ def test_texts_end_behind_a_stop_and_are_filled_with_it():
     assert text.shape[1] == max(ends)  # when all have ended, so has the generation
 
 
+@pytest.mark.long
 def test_sequences_stop_too_and_so_does_the_first_of_several():
     model, prompt = model_of("dot"), tokens_of(1, 5)
     free = model.generate(prompt, 40)[0]

@@ -438,6 +438,7 @@ def test_it_learns_letters_that_only_space_tells(mixer):
     assert sum(losses[-5:]) / 5 < 0.5
 
 
+@pytest.mark.long
 def test_it_comes_back_from_files_and_copies_the_same(tmp_path):
     model, structure = model_of("mix", context=TRACKS), complex_of(8, 4)
     model.save_pretrained(tmp_path)

@@ -86,6 +86,7 @@ def test_windows_and_padding_and_stops_are_as_without_a_draft(window):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 def test_a_perfect_draft_saves_reads_and_a_hopeless_one_changes_nothing():
     model, prompt = model_of("krause"), tokens_of(2, 5)
     expected = model.generate(prompt, 25)
@@ -139,6 +140,7 @@ def chi_square(counts, expected):
     return float(((counts - expected).square() / expected).sum()), bound
 
 
+@pytest.mark.long
 def test_a_drawn_token_is_one_of_the_model_whatever_the_draft():
     """200,000 rows at once: guesses of q, and in their place or beside them tokens of p."""
     rows, generator = 200_000, torch.Generator().manual_seed(0)
@@ -215,6 +217,7 @@ def test_the_same_distribution_is_always_kept():
     assert reads == [5 + 4, 5, 5, 5]
 
 
+@pytest.mark.long
 def test_draws_of_a_generator_are_the_same_again():
     model, prompt = model_of("gka"), tokens_of(2, 5)
     found = [

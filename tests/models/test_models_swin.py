@@ -432,6 +432,7 @@ def preset(name, **options):
         return ga.models.SwinTransformer.from_preset(name, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "parameters", "published"),
     [

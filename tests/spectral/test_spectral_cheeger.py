@@ -48,6 +48,7 @@ def random_case(num_tokens, seed, density):
     return graph, torch.from_numpy(rng.exponential(size=graph.num_edges)), rng
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(num_tokens=st.integers(2, 9), seed=st.integers(0, 2**32 - 1), density=st.floats(0.1, 1))
 def test_the_least_conductance_and_the_sweep_cut_lie_between_the_bounds(num_tokens, seed, density):

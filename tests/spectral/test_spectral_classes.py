@@ -44,6 +44,7 @@ def attracting(graph, weight):
     return sorted(sorted(tokens) for tokens in networkx.attracting_components(chain))
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(num_tokens=st.integers(0, 12), seed=st.integers(0, 2**32 - 1), density=st.floats(0, 0.6))
 def test_closed_classes_are_networkx_s_attracting_components(num_tokens, seed, density):
@@ -54,6 +55,7 @@ def test_closed_classes_are_networkx_s_attracting_components(num_tokens, seed, d
     assert ours == attracting(graph, torch.ones(graph.num_edges))
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(num_tokens=st.integers(1, 12), seed=st.integers(0, 2**32 - 1), density=st.floats(0.05, 0.6))
 def test_multiplicity_is_the_numerical_one_rows_of_zeros_included(num_tokens, seed, density):

@@ -85,6 +85,7 @@ def rate(spectrum, step_size):
     return np.abs(1 - 2 * eta * spectrum[1:]).max()
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.sampled_from(sorted(SPECTRA)),

@@ -191,6 +191,7 @@ def test_eigenvalues_scale_with_the_weights_and_ignore_names_and_directions(
         assert function(graph, factor * edge_weight) == pytest.approx(factor * value, rel=1e-11)
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(num_tokens=st.integers(2, 12), seed=st.integers(0, 2**32 - 1))
 def test_more_weight_never_slows_mixing(num_tokens, seed):
@@ -274,6 +275,7 @@ def test_two_halves_on_a_thread_mix_at_the_rate_of_the_thread(num_tokens):
 # The routes for large graphs.
 
 
+@pytest.mark.long
 def test_large_graphs_agree_with_dense_eigenvalues(monkeypatch):
     graphs = [
         ga.window_path_graph(190, 7),

@@ -33,6 +33,7 @@ def dense_value(graph, R):
     return np.linalg.eigvalsh(L.reshape(N * C, N * C))[C]
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     num_tokens=st.integers(2, 8),
@@ -113,6 +114,7 @@ LARGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LARGE)
 def test_large_problems_agree_with_dense_eigenvalues(name, monkeypatch):
     graph, stored = LARGE[name]

@@ -132,6 +132,7 @@ def test_data_whose_tokens_have_changed_is_refused(tmp_path):
     assert start("abcdef").status == "finished"
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_on_with_data_that_has_changed(tmp_path):
     data = tmp_path / "text.txt"
 

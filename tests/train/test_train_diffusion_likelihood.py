@@ -102,6 +102,7 @@ def test_even_chances_are_worth_log_v_wherever_the_integral_ends(noise, t_min):
     assert found.standard_error < 0.03
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", ["log-linear", "geometric"])
 def test_the_bound_of_the_exact_score_is_near_the_log_likelihood(noise):
     tokens = CHAIN.sample((300, 6), generator())
@@ -126,6 +127,7 @@ def test_the_standard_error_is_that_of_repeated_estimates():
     assert claimed == pytest.approx(spread, rel=0.3)
 
 
+@pytest.mark.long
 def test_the_objective_estimates_the_same_bound():
     tokens = CHAIN.sample((200, 6), generator())
     objective = AbsorbingDiffusion(MASK)

@@ -105,6 +105,7 @@ def ancestral(steps: int = 100, seed: int = 0, **changes) -> torch.Tensor:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["ancestral", "tweedie"])
 @pytest.mark.parametrize("noise", ["log-linear", "geometric"])
 def test_given_the_exact_posterior_samples_are_of_the_chain(method, noise):
@@ -141,6 +142,7 @@ def test_few_steps_give_the_mixture_that_they_must(steps):
         assert p_value(samples, joint) < 1e-12
 
 
+@pytest.mark.long
 def test_gaps_are_filled_with_their_distribution_given_the_rest():
     prompt = torch.tensor([MASK, 2, MASK, MASK, 0])
     samples = sample_diffusion(

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("short_collections")
 # The mathematics.
 
 
+@pytest.mark.long
 def test_a_step_is_of_the_mean_over_all_answers_of_all_batches(tmp_path):
     """Compared with a plain loop: AdamW, gradients of the mean, clipped, transformers' schedule."""
     config = tiny_runs.config(tmp_path / "run", steps=5, accumulate=3, clip_norm=0.5)
@@ -75,6 +76,7 @@ def test_a_loss_that_is_infinite_leaves_the_weights_as_they_were(tmp_path):
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
+@pytest.mark.long
 def test_validation_is_what_the_objective_says_of_the_weights_at_that_step(tmp_path):
     found = []
     held_out, objective = tiny_runs.examples(9, 1), tiny_runs.Hidden()

@@ -353,6 +353,7 @@ def test_a_run_says_where_it_comes_from(tmp_path):
     assert ga.train.RunConfig.load(run.path / "config.yaml") == run.config
 
 
+@pytest.mark.long
 def test_a_model_of_another_class_is_kept_as_its_numbers(tmp_path):
     class Plain(nn.Module):
         def __init__(self) -> None:

@@ -183,6 +183,7 @@ def test_a_diverged_trial_is_a_result_and_a_failed_one_keeps_its_error(tmp_path:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_losses_that_are_not_finite_are_a_divergence(tmp_path: Path) -> None:
     row = run_sweep(
         RunConfig(out=str(tmp_path / "a")), mixers="dot", lrs=1e-3,
@@ -191,6 +192,7 @@ def test_losses_that_are_not_finite_are_a_divergence(tmp_path: Path) -> None:
     assert (row["status"], row["diverged_at"], row["best_loss"]) == ("diverged", 2, 2.0)
 
 
+@pytest.mark.long
 def test_a_loss_that_ends_far_above_its_first_is_a_divergence(tmp_path: Path) -> None:
     def train(config: RunConfig) -> Run:
         run = curve(config, [30.0 + config.lr])
