@@ -227,7 +227,7 @@ class _Consensus(GraphLayer):
     ) -> Tensor:
         """Return W_o u' + b_o, where u' is one consensus step from the states u towards v."""
         if self.update_rule == "energy":
-            check_energy_graph(graph, stacklevel=8)  # the line that calls forward
+            check_energy_graph(graph)
         rotations = self.rotations(x, context, graph, positions)
         compared = self.rotate(u, v, rotations)
         if self.isometric:  # make the step in the rotated frame; project_back rotates it back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from graphattn.graphs.batches.batch_vectors import BatchVector, pair_sizes, with_borders
 from graphattn.graphs.edges.lists import sorted_edge_list
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.warn import warn_caller
 
 if TYPE_CHECKING:
     import networkx
@@ -176,10 +176,9 @@ def from_networkx(
     edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
     if edge_weight is None:
         if not all(_number(data.get("weight", 1)) == 1 for _, _, data in edges):
-            warnings.warn(
+            warn_caller(
                 "from_networkx does not use the weights of the edges: to get them, too, call it "
                 "with edge_weight='weight'",
-                stacklevel=2,
             )
         return from_edge_index(edge_index, len(token))
     one_way = [_weight(edge_weight, *edge) for edge in edges]
@@ -274,9 +273,8 @@ def from_scipy(
         return graph, torch.from_numpy(values)[permutation]
     graph = from_edge_index(ends, num_targets, num_sources)
     if (values != 1).any():
-        warnings.warn(
+        warn_caller(
             "from_scipy does not use the values of the matrix: to get them, too, call it with "
             "return_edge_weight=True",
-            stacklevel=2,
         )
     return graph

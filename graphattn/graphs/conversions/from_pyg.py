@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal, overload
 
 import torch
@@ -12,6 +11,7 @@ from graphattn.graphs.arguments import as_edge_type
 from graphattn.graphs.batches.batch_vectors import with_borders
 from graphattn.graphs.conversions.from_libraries import from_edge_index
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.warn import warn_caller
 
 EdgeType = tuple[str, str, str]
 
@@ -120,11 +120,10 @@ def from_pyg(
         elif value is not None and not return_permutation:
             left.append(key)
     if left:
-        warnings.warn(
+        warn_caller(
             f"from_pyg does not use {name}.{f' and {name}.'.join(left)}: with "
             f"{', '.join(f'return_{key}=True' for key in left)} it returns them in the order of "
             "the graph's edges, with return_permutation=True it returns how the edges were sorted",
-            stacklevel=2,
         )
     if return_permutation:
         found.append(permutation)

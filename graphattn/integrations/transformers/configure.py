@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import nn
@@ -22,6 +21,7 @@ from graphattn.integrations.transformers.options import (
     steps_of,
 )
 from graphattn.integrations.transformers.wrapped import unwrapped
+from graphattn.warn import warn_caller
 
 NAME = "graphattn"
 
@@ -198,10 +198,9 @@ def _warn_of_others(model: nn.Module) -> None:
         )
     ]
     if others:
-        warnings.warn(
+        warn_caller(
             f"{len(others)} attention modules do not use transformers' attention interface and are "
             f"not changed: {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}",
-            stacklevel=3,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from graphattn.ops.inputs import (
     check_valid,
     compute_dtype,
 )
+from graphattn.warn import warn_caller
 
 
 class ConsensusKind(NamedTuple):
@@ -77,7 +77,7 @@ class ConsensusCall(NamedTuple):
         return width // self.network.alpha.shape[-1]
 
 
-def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
+def check_energy_graph(graph: TokenGraph) -> None:
     """Refuse update="energy" on causal graphs; warn if an edge list may be meant as one."""
     if graph.num_targets != graph.num_sources:
         raise ValueError(
@@ -101,11 +101,10 @@ def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
     asked = not graph.is_table and graph.device.type != "meta"
     if not traced and asked and graph.points_backward and not graph.warned_backward:
         graph.warned_backward = True
-        warnings.warn(
+        warn_caller(
             "all edges of this edge list point backward. If the order of tokens is time, "
             "update='energy' leaks the future: use update='target'. If it is not (one direction "
             "of an undirected graph, say), update='energy' is right and moves both ends",
-            stacklevel=stacklevel,
         )
 
 

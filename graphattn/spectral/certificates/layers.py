@@ -72,7 +72,7 @@ def _consensus_facts(
     edge_features: Tensor | None,
 ) -> list[Fact]:
     if layer.update_rule == "energy":
-        check_energy_graph(graph, stacklevel=2)
+        check_energy_graph(graph)
     step = FrozenStep(layer, x, graph, positions, edge_features)
     ours = step.is_of_layer()
     if not ours:
