@@ -57,6 +57,8 @@ def explained(function: F, also: Mapping[str, str] | None = None) -> F:
             near = did_you_mean(unknown[0], takes, other_names(also or _ALSO_CALLED, takes))
             raise TypeError(f"{error}{near or '.'} It takes {', '.join(takes)}") from None
 
+    # Code of its own: torch.compile counts recompilations per code object.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
     return cast(F, call)
 
 

@@ -211,7 +211,7 @@ def test_a_build_in_place_makes_every_set_or_none_if_it_is_told_to(tree):
 @needs_compiler
 def test_only_what_has_changed_is_compiled_again(tree):
     def compiled() -> set[str]:
-        """Which files are new since the last call."""
+        """Build, and return the files that are new since the last call."""
         build_in_place(tree)
         times = {path: path.stat().st_mtime_ns for path in (tree / "build").rglob("*.o")}
         new = {path.stem for path, time in times.items() if before.get(path) != time}

@@ -1,4 +1,4 @@
-"""What is compiled stays little: the time of a build is that of the functions in it.
+"""Compiled code stays little: the time of a build is that of the functions in it.
 
 Before options were values at run time, a library had 2.4 MB, and took twice as long to build.
 """
