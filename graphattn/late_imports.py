@@ -21,13 +21,18 @@ def not_compiled(reason: str | None = None) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        @wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> Any:
+        disabled: list[Callable[..., Any]] = []  # made as soon as there is a compiler
+
+        def disable() -> None:
             import torch
 
-            if torch.compiler.is_compiling():
-                return torch.compiler.disable(function, reason=reason)(*arguments, **keywords)
-            return function(*arguments, **keywords)
+            disabled.append(torch.compiler.disable(function, reason=reason))
+
+        after_import("torch._dynamo", disable)
+
+        @wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return (disabled[0] if disabled else function)(*arguments, **keywords)
 
         return call  # type: ignore[return-value]
 
