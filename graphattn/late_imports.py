@@ -52,21 +52,27 @@ class _Watch(MetaPathFinder):
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self.name, self.then = name, then
+        self.is_asking = False  # the other finders
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self.is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_asking = False
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self.then()
+                if self in sys.meta_path:  # it stays until then: who asks for a spec may not import
+                    sys.meta_path.remove(self)
+                    self.then()
 
             loader.exec_module = exec_module
         return spec

@@ -58,8 +58,9 @@ def explained(function: F, also: Mapping[str, str] | None = None) -> F:
             raise TypeError(f"{error}{near or '.'} It takes {', '.join(takes)}") from None
 
     # Code of its own: torch.compile counts recompilations per code object.
-    call.__code__ = call.__code__.replace(co_name=function.__name__)
-    return cast(F, call)
+    wrapped: Any = call
+    wrapped.__code__ = wrapped.__code__.replace(co_name=function.__name__)
+    return cast(F, wrapped)
 
 
 def other_names(also: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:

@@ -108,6 +108,7 @@ ORDERS = """
 import graphattn, sys; print("torch" not in sys.modules and graphattn.__version__ > "")
 import graphattn, sys; dir(graphattn); print("union" in dir(graphattn))
 import graphattn, torch; print(bool(torch.ops.graphattn.attention))
+import graphattn as g, importlib.util; {find}("torch"); import torch; print("ops" in vars(g))
 import torch, graphattn; print("union" in vars(graphattn))
 from graphattn import *; print(causal_graph(3).num_edges == 6 and nn.__name__ == "graphattn.nn")
 import graphattn.graphs.token_graph; import graphattn as ga; print(ga.union.__name__ == "union")
@@ -116,7 +117,7 @@ import graphattn.nn; import graphattn as ga; print(ga.union.__name__ == "union")
 import graphattn.data, torch; import graphattn as ga; print(ga.union.__name__ == "union")
 import graphattn; print(not hasattr(graphattn, "no_such_thing"))
 import graphattn.train as t, sys; print("torch" not in sys.modules and "fit" in t.__all__)
-"""
+""".format(find="importlib.util.find_spec")
 
 
 def test_operators_are_registered_and_names_are_there_in_any_order_of_imports():

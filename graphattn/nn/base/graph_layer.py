@@ -70,11 +70,7 @@ class GraphLayer(Configured, Later):
         self.rotary = as_rotary(rope, self.head_dim)
         self.backend = check_backend(backend)
         if is_imported() or self.class_overrides.at_edges or wanted_backend(backend) == "reference":
-            self.complete()
-
-    def complete(self) -> None:
-        """Store what the constructor of MessagePassing makes; this imports torch_geometric."""
-        complete(self)
+            complete(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "inspector" in state:  # PyG reads it

@@ -68,7 +68,7 @@ class Stored:
             return self
         modules = vars(layer)["_modules"]
         if self.name not in modules:
-            layer.complete()
+            complete(layer)
         return modules[self.name] if self.name in modules else vars(layer)[self.name]
 
 
@@ -84,7 +84,10 @@ else:
 
 
 def complete(layer: nn.Module) -> None:
-    """Store in a layer what the constructor of MessagePassing makes, unless it is there."""
+    """Store in a layer what the constructor of MessagePassing makes, unless it is there.
+
+    This imports torch_geometric.
+    """
     base: Any = importlib.import_module(PYG).MessagePassing
     made = object.__new__(type(layer))
     base.__init__(made, aggr="add", node_dim=-3)
