@@ -126,7 +126,7 @@ class BuildNative(build_ext):
             try:
                 objects = [jobs[build, source].result() for source in SOURCES]
                 extension.sources, extension.extra_objects = [], objects
-                self.force = True  # linking: a library that lies there may be of other objects
+                self.remove_library(extension)  # it may be newer than these, and of other ones
                 self.build_extension(extension)
             except BUILD_ERRORS as error:
                 self.warn(f"{extension.name}: {error}")
