@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ SOURCES = TOP / "kernels" / "cpu"
 BUILD = TOP / "build" / "native-check"
 
 FLAGS = "-std=c++17 -g -O1 -fno-omit-frame-pointer -shared -fPIC -fvisibility=hidden -Wno-psabi"
-SECONDS = 600
+SECONDS = 1500
 
 
 class Sanitizer(NamedTuple):
@@ -164,6 +165,7 @@ def main() -> int:
         print("native-check: skipped, there is no C++ compiler")
         return 0
     failed = False
+    checks = []
     for sanitizer in SANITIZERS:
         runtimes = find_runtimes(compiler, sanitizer)
         if runtimes is None:
@@ -177,27 +179,32 @@ def main() -> int:
             print(f"{sanitizer.name}: does not find {name} of planted.cpp")
             failed = True
         for name, flags in instruction_sets().items():
-            failed |= not check(compiler, sanitizer, runtimes, name, flags)
+            checks.append((compiler, sanitizer, runtimes, name, flags))
+    # Each builds with one core and spends half of its run in Python.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for clean, report in pool.map(lambda arguments: check(*arguments), checks):
+            print(report, flush=True)
+            failed |= not clean
     return int(failed)
 
 
 def check(
     compiler: list[str], sanitizer: Sanitizer, runtimes: list[str], name: str, flags: str
-) -> bool:
-    """Builds for one instruction set and runs the cases; whether nothing was reported."""
-    print(f"{sanitizer.name}, {name}:", flush=True)
+) -> tuple[bool, str]:
+    """Builds for one instruction set and runs the cases.
+
+    Returns:
+        Whether nothing was reported, and what to print.
+    """
+    title = f"{sanitizer.name}, {name}:\n"
     library = BUILD / f"{sanitizer.name.split()[0]}-{name}.so"
     sources = sorted(SOURCES.glob("*.cpp"))
     problem = build(compiler, f"{sanitizer.flags} {flags}", library, *sources)
     if problem is not None:
-        print(problem)
-        return False
+        return False, title + problem
     run = run_python(sanitizer, runtimes, library, str(HERE / "cases_native.py"))
-    print(run.stdout, end="")
     clean = run.returncode == 0 and run.stdout.endswith("done\n") and "Sanitizer" not in run.stderr
-    if not clean:
-        print(run.stderr)
-    return clean
+    return clean, title + run.stdout.rstrip() + ("" if clean else f"\n{run.stderr}")
 
 
 if __name__ == "__main__":
