@@ -31,6 +31,7 @@ from graphattn.data import (
     sniff_format,
     tokenizer_for_sequence,
 )
+from graphattn.data.files import STRUCTURE_FORMATS
 from graphattn.near_names import did_you_mean
 from graphattn.plain_tables import plain_table
 
@@ -120,12 +121,14 @@ def read_proteins(file: Path, chains: str | None, max_bytes: int) -> list[Protei
     Raises: FileFormatError: if the file is neither, or is malformed. ValueError: if chains are
         given for FASTA, or do not exist.
     """
-    kind = sniff_format(file, read_text(file, max_bytes=max_bytes))
+    kind = sniff_format(file, "")
+    if kind == "text":  # the name says nothing
+        kind = sniff_format(file, read_text(file, max_bytes=max_bytes))
     if kind == "fasta":
         if chains is not None:
             raise ValueError("--chains can only be used with a structure, got a FASTA file")
         return _of_fasta(file, max_bytes)
-    if kind not in ("pdb", "mmcif"):
+    if kind not in STRUCTURE_FORMATS:
         raise FileFormatError(
             file, "must be a FASTA, PDB or mmCIF file, but neither its name nor its content says so"
         )

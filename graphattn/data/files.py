@@ -8,7 +8,8 @@ import stat
 import zlib
 from typing import BinaryIO, Literal
 
-FileFormat = Literal["text", "fasta", "pdb", "mmcif"]
+FileFormat = Literal["text", "fasta", "pdb", "mmcif", "bcif"]
+STRUCTURE_FORMATS = ("pdb", "mmcif", "bcif")
 
 # 256 MiB: enough for any human chromosome. A limit is needed, because a gzip file of 1 MB can
 # decompress to 1 GB.
@@ -26,11 +27,12 @@ _FORMAT_OF_EXTENSION: dict[str, FileFormat] = {
     ".ent": "pdb",
     ".cif": "mmcif",
     ".mmcif": "mmcif",
+    ".bcif": "bcif",
 }
 
 # These match the first line that is neither blank nor a comment.
 _FASTA_OPENING = re.compile(r"(?:[^\S\n]*(?:;.*)?\n)*[^\S\n]*>")
-_MMCIF_OPENING = re.compile(r"(?:[^\S\n]*(?:#.*)?\n)*data_")
+_MMCIF_OPENING = re.compile(r"(?:[^\S\n]*(?:#.*)?\n)*data_", re.IGNORECASE)
 
 # Records with which a PDB file may begin, padded to six columns, because text rarely has "TITLE ".
 _PDB_OPENING = (
@@ -196,7 +198,7 @@ def sniff_format(path: str | os.PathLike[str], text: str) -> FileFormat:
     Returns:
         ``"fasta"`` (.fa .fasta .faa .fna, or the first line starts with ``>``), ``"pdb"`` (.pdb
         .ent, or PDB records), ``"mmcif"`` (.cif .mmcif, or a ``data_`` block with ``_atom_site``),
-        or else ``"text"``.
+        ``"bcif"`` (.bcif, which is binary: :func:`read_text` refuses it), or else ``"text"``.
 
     Example:
         >>> import graphattn as ga
@@ -214,7 +216,7 @@ def sniff_format(path: str | os.PathLike[str], text: str) -> FileFormat:
 
     if _FASTA_OPENING.match(text):
         return "fasta"
-    if _MMCIF_OPENING.match(text) and "_atom_site." in text:
+    if _MMCIF_OPENING.match(text) and "_atom_site." in text.lower():
         return "mmcif"
     if text.lstrip("\n").startswith(_PDB_OPENING) and _PDB_ATOM.search(text):
         return "pdb"

@@ -316,9 +316,10 @@ def test_a_folder_reads_every_chain_below_it_and_names_what_it_leaves_out(tmp_pa
     assert structure.chain_ids == ("A", "B")
     assert structure.chain_index.bincount().tolist() == [20, 30]
     assert f"{tmp_path.name}: 2 chains of 1 files; shown: two.pdb, chains A, B" in sample.title
-    assert len(sample.notes) == 2
+    assert len(sample.notes) == 3
     assert "broken.pdb: line 1" in sample.notes[0]
     assert sample.notes[1] == "omitted: 1 chains with fewer than 8 residues"
+    assert sample.notes[2] == "omitted, because they are no structures: notes.txt"
 
 
 # Judging.

@@ -470,3 +470,13 @@ def test_a_corpus_is_the_same_in_another_process(tmp_path):
 def test_a_folder_without_a_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="folder must contain a corpus that load_corpus wrote"):
         Corpus(tmp_path)
+
+
+def test_files_of_a_folder_that_are_left_out_are_named(tmp_path):
+    (tmp_path / "a.pdb").write_text(pdb_line("CA", "GLY"))
+    (tmp_path / "notes.txt").write_text("to be")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.fasta").write_text(">b\nMKV\n")
+    with pytest.warns(UserWarning, match=r"files are left out.*: deep/b\.fasta, notes\.txt$"):
+        corpus = load_corpus(tmp_path, kind="structures")
+    assert corpus.names == ["a.pdb"]

@@ -1,6 +1,7 @@
 """PDB and mmCIF: residues and C-alpha atoms agree with the columns of the file, read by hand."""
 
 import gzip
+import io
 import os
 import sys
 import warnings
@@ -301,13 +302,151 @@ def test_amino_acid_ligands_after_the_chain_are_not_part_of_it(structure_of):
         pdb_line("CA", "GLU", "B", number=302, hetero=True),
     ]
     text = "\n".join(lines)
-    assert structure_of(text, chains="A").sequence == "MXA"
+    assert structure_of(text, chains="A").sequence == "MSA"
     assert structure_of(text, chains="B").sequence == "MA"
 
 
 def test_an_unknown_residue_of_an_atom_record_is_x(structure_of):
-    lines = [pdb_line("CA", name, number=i) for i, name in enumerate(["HIE", "UNK", "GLY"])]
+    lines = [pdb_line("CA", name, number=i) for i, name in enumerate(["ZZZ", "UNK", "GLY"])]
     assert structure_of("\n".join(lines)).sequence == "XXG"
+
+
+def test_names_of_force_fields_are_those_of_their_amino_acid(structure_of):
+    """The tables of residues of Amber (ff19SB) and CHARMM (top_all36_prot)."""
+    same = {
+        **dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "HIS"),
+        **{"CYX": "CYS", "CYM": "CYS", "ASH": "ASP", "GLH": "GLU", "LYN": "LYS", "ARN": "ARG"},
+        "TYM": "TYR",
+    }
+    names = list(same)
+    lines = [pdb_line("CA", name, number=i) for i, name in enumerate(names)]
+    structure = structure_of("\n".join(lines))
+    assert structure.sequence == "HHHHHHCCDEKRY"
+    assert structure.residue_names == tuple(names)
+    usual = structure_of("\n".join(map(str.replace, lines, names, same.values())), atoms="all")
+    surface = structure_of("\n".join(lines), atoms="all").solvent_accessibility()
+    assert torch.equal(surface, usual.solvent_accessibility())
+    rows = [residue(name, i) for i, name in enumerate(names, start=1)]
+    assert structure_of(mmcif(*rows), "test.cif").sequence == "HHHHHHCCDEKRY"
+
+
+def test_modified_residues_have_the_letter_of_their_parent(structure_of):
+    """HSE of the Chemical Component Dictionary is homoserine, and GYS three residues in one."""
+    names = ["SEP", "TPO", "PTR", "MLY", "CSO", "HYP", "HSE", "DAL", "GYS"]
+    lines = [pdb_line("CA", name, number=i, hetero=True) for i, name in enumerate(names)]
+    assert structure_of("\n".join(lines)).sequence == "STYKCPSAX"
+
+
+@pytest.mark.parametrize("between", ["END", "END   ", "ENDMDL", "TER\nEND", "ENDMDL\nEND"])
+def test_every_end_of_a_frame_begins_a_model(structure_of, between):
+    """VMD writes trajectories so, and `cat a.pdb b.pdb` has the same form."""
+    frames = [
+        "\n".join(pdb_line("CA", "GLY", number=i, position=(i, 0, shift)) for i in range(1, 5))
+        for shift in (0, 10, 20)
+    ]
+    text = f"\n{between}\n".join(frames) + "\nEND\n"
+    for model in (1, 2, 3):
+        structure = structure_of(text, model=model)
+        assert structure.sequence == "GGGG"
+        assert structure.ca_positions[:, 2].tolist() == [10 * (model - 1)] * 4
+    with pytest.raises(ValueError, match="model must be <= 3"):
+        structure_of(text, model=4)
+
+
+def rewritten_cif(how: str) -> str:
+    """Two residues, in a spelling that the CIF 1.1 grammar allows and the wwPDB does not use."""
+    rows = [residue("GLY", 1), residue("TRP", 2, Cartn_x="5.0")]
+    if how == "no group_PDB":
+        return mmcif(*rows, without=("group_PDB",))
+    text = mmcif(*rows)
+    lines = text.split("\n")
+    return {
+        "capital keywords": text.replace("data_", "DATA_").replace("loop_", "Loop_"),
+        "capital names": text.replace("_atom_site.", "_ATOM_SITE.").replace("Cartn_x", "CARTN_X"),
+        "small names": text.replace("pdbx_PDB_", "pdbx_pdb_").replace("Cartn_", "cartn_"),
+        "a comment after a row": "\n".join(line + " # row" for line in lines if line != "#"),
+        "names on one line": text.replace("\n_atom_site.", " _atom_site."),
+        "rows on one line": text.replace("\nATOM", " ATOM"),
+        "a row on two lines": text.replace(" 1.5 ", "\n1.5\n"),
+        "an incomplete cell": text.replace("loop_", "_cell.length_a 10\n_cell.length_b ?\nloop_"),
+        "text between semicolons": text.replace(" CA ", "\n;CA\n; "),
+        "quotes": text.replace(" CA ", " 'CA' ").replace(" ALA ", ' "ALA" '),
+        "a name in quotes": text.replace("loop_", "_cell.x '_atom_site.id'\nloop_"),
+        "indented": text.replace("\n", "\n   "),
+        "tabs": text.replace(" ", "\t"),
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("capital keywords", "capital names", "small names", "a comment after a row", "quotes"),
+        *("names on one line", "rows on one line", "a row on two lines", "an incomplete cell"),
+        *("text between semicolons", "a name in quotes", "indented", "tabs", "no group_PDB"),
+    ],
+)
+def test_every_spelling_of_cif_is_read(structure_of, how):
+    structure = structure_of(rewritten_cif(how), "test.cif")
+    assert structure.sequence == "GW"
+    assert structure.ca_positions.tolist() == [[1.5, 2.5, 3.5], [5.0, 2.5, 3.5]]
+    assert structure_of(rewritten_cif(how), "unnamed").sequence == "GW"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("data_x\nloop_\n_a.b\n_a.c\n1 2 3\n", "3 values for 2 items"),
+        ("data_x\n_a.b\n_a.c 1\n", "line 3: is malformed: 0 values for 1 items"),
+        ("data_x\n_a.b 1 2\n", "2 values for 1 items"),
+        ("data_x\n_a.b\n;text\nwithout an end", "line 3: is malformed: the text that begins"),
+    ],
+)
+def test_a_broken_cif_file_is_one_clear_line(structure_of, text, reason):
+    with pytest.raises(FileFormatError, match=reason):
+        structure_of(text, "test.cif")
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_binary_cif_is_what_its_text_is(tmp_path, real_file, pack):
+    from biotite.structure.io.pdbx import (
+        BinaryCIFBlock,
+        BinaryCIFCategory,
+        BinaryCIFFile,
+        CIFFile,
+        compress,
+    )
+
+    for name in ("1a8o", "1tim"):
+        source = real_file(f"structure/pdb/{name}.cif")
+        blocks = BinaryCIFFile()
+        for block, categories in CIFFile.read(source).items():
+            blocks[block] = BinaryCIFBlock()
+            for category, columns in categories.items():
+                blocks[block][category] = BinaryCIFCategory(
+                    {item: column.as_array(str) for item, column in columns.items()}
+                )
+        stream = io.BytesIO()
+        compress(blocks).write(stream)
+        path = tmp_path / f"{name}.bcif"
+        path.write_bytes(pack(stream.getvalue()))
+        for options in ({}, {"atoms": "all"}, {"assembly": True}):
+            found, expected = read_structure(path, **options), read_structure(source, **options)
+            assert found.sequence == expected.sequence
+            assert found.chain_ids == expected.chain_ids
+            assert torch.equal(found.ca_positions, expected.ca_positions)
+
+
+def test_assemblies_are_those_of_the_first_of_joined_files(structure_of):
+    remark = """\
+REMARK 350 BIOMOLECULE: 1
+REMARK 350 APPLY THE FOLLOWING TO CHAINS: A
+REMARK 350   BIOMT1   1  1.000000  0.000000  0.000000        {}
+REMARK 350   BIOMT2   1  0.000000  1.000000  0.000000        0.00000
+REMARK 350   BIOMT3   1  0.000000  0.000000  1.000000        0.00000
+"""
+    files = [remark.format(x) + pdb_line("CA", "GLY") + "\nEND\n" for x in ("5.00000", "7.00000")]
+    structure = structure_of("".join(files), assembly=True)
+    assert structure.ca_positions.tolist() == [[5, 0, 0]]
 
 
 def test_occupancy_and_b_factor_may_be_missing_or_overflown(structure_of):
@@ -369,7 +508,7 @@ def test_a_broken_record_in_a_later_model_is_not_overlooked(structure_of):
         ("x.pdb.gz", b"no gzip", "is not a whole gzip file"),
         ("x.txt", "a play", "neither PDB nor mmCIF"),
         ("x.fasta", ">a\nMKV\n", "neither PDB nor mmCIF"),
-        ("x.cif", "a play", "no _atom_site"),
+        ("x.cif", "a play", "is malformed: 2 values for 0 items"),
         ("x.cif", "data_x\n_cell.length_a 1\n", "no _atom_site"),
         ("x.cif", "data_x\nloop_\n_atom_site.id\n", "is malformed"),
         ("x.cif", "data_x\nloop_\n_atom_site.id\n1\n2\n", "no column or block 'Cartn_x'"),

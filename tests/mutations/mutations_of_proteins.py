@@ -12,6 +12,27 @@ EMBED = "tests/cli/test_cli_embed.py"
 
 MUTATIONS = [
     Mutation(
+        "frames of a trajectory are one model",
+        "graphattn/data/structures/pdb.py",
+        '("MODEL", "ENDMDL", "END")',
+        '("MODEL", "ENDMDL")',
+        (f"{STRUCTURES}::test_every_end_of_a_frame_begins_a_model[END]",),
+    ),
+    Mutation(
+        "an amino acid that a simulation names is a modification of another one",
+        "graphattn/data/structures/residues.py",
+        "if not is_hetero:",
+        "if is_hetero:",
+        (f"{STRUCTURES}::test_names_of_force_fields_are_those_of_their_amino_acid",),
+    ),
+    Mutation(
+        "a quoted value of a CIF file is a keyword",
+        "graphattn/data/structures/cif.py",
+        "words.append(_Quoted(quoted))",
+        "words.append(quoted)",
+        (f"{STRUCTURES}::test_every_spelling_of_cif_is_read[a name in quotes]",),
+    ),
+    Mutation(
         "log-odds of a mutation have the wrong sign",
         "graphattn/models/proteins/scores.py",
         "own[letter[mutation.mutant]] - own[letter[mutation.wild]]",

@@ -21,6 +21,7 @@ from graphattn.data import (
     sniff_format,
     tokenizer_for_sequence,
 )
+from graphattn.data.files import STRUCTURE_FORMATS
 
 MOST_TRAINING_TOKENS = 1_000_000
 SHORTEST_CHAIN = 8  # in a folder; shorter chains are peptides
@@ -57,11 +58,13 @@ def load_sample(file: Path | None, num_tokens: int, max_bytes: int | None = MAX_
         )
     if file.is_dir():
         return _folder_sample(file, num_tokens, max_bytes)
-    text = read_text(file, max_bytes=max_bytes)
-    kind = sniff_format(file, text)
+    kind = sniff_format(file, "")
+    if kind == "text":  # the name says nothing
+        text = read_text(file, max_bytes=max_bytes)
+        kind = sniff_format(file, text)
     if kind == "fasta":
         return _fasta_sample(file, num_tokens, max_bytes)
-    if kind in ("pdb", "mmcif"):
+    if kind in STRUCTURE_FORMATS:
         structure = read_structure(file, max_bytes=max_bytes)
         return _structure_sample(printable(file.name), [structure], num_tokens)
     return _text_sample(printable(file.name), text, num_tokens)
@@ -105,7 +108,8 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
 
     If a file cannot be read, a note says so, and the others are still used.
     """
-    files = [file for file in sorted(folder.rglob("*")) if _is_structure(file)]
+    everything = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = [file for file in everything if sniff_format(file.name, "") in STRUCTURE_FORMATS]
     structures: list[Structure] = []
     notes: list[str] = []
     first_file, total, read, too_short, chains = None, 0, 0, 0, 0
@@ -134,17 +138,15 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
     if first_file is None:
         found = f"none of its {len(files):,} files can be used" if files else "holds none"
         raise FileFormatError(
-            folder, f"is a folder without structures (.pdb, .ent, .cif, .mmcif): {found}"
+            folder, f"is a folder without structures (.pdb, .ent, .cif, .mmcif, .bcif): {found}"
         )
     if too_short:
         notes.append(f"omitted: {too_short:,} chains with fewer than {SHORTEST_CHAIN} residues")
+    if others := [printable(file.name) for file in everything if file not in files]:
+        notes.append(f"omitted, because they are no structures: {', '.join(others)}")
     title = f"{printable(folder.resolve().name)}: {chains:,} chains of {read:,} files; shown: "
     sample = _structure_sample(f"{title}{printable(first_file.name)}", structures, num_tokens)
     return replace(sample, notes=tuple(notes))
-
-
-def _is_structure(file: Path) -> bool:
-    return sniff_format(file.name, "") in ("pdb", "mmcif") and file.is_file()
 
 
 def _fasta_sample(file: Path, num_tokens: int, max_bytes: int | None) -> Sample:

@@ -27,6 +27,7 @@ from graphattn.data.tokenizers import (
     tokenizer_as_dict,
 )
 from graphattn.graphs.arguments import as_choice
+from graphattn.warn import warn_caller
 
 
 def load_corpus(
@@ -52,14 +53,14 @@ def load_corpus(
               several files, the group is the name of the file.
             * GenBank: every entry is a record, with ``labels``, which are 1 for bases in a CDS and
               0 for others, and the organism as its group.
-            * PDB or mmCIF: every file is a record, with the
+            * PDB, mmCIF or BinaryCIF: every file is a record, with the
               :class:`~graphattn.data.Structure` of :func:`~graphattn.data.read_structure`.
             * idx images (MNIST): every image is a record. Labels are read from the file
               ``...labels-idx1...``, if there is one for ``...images-idx3...`` in the same folder.
             * PNG or JPEG images: every file is a record, and the folders are the classes.
         kind: "text", "protein", "nucleotide", "structures" or "images". With "auto", it is found
             from the names and beginnings of the files. It must be given for a folder with files of
-            several kinds.
+            several kinds; a warning names the files that are left out.
         tokenizer: a tokenizer; "bytes"; "characters", for the characters that occur in the files;
             or the path of a file of the `tokenizers` library. "auto" takes bytes for text, and for
             sequences the tokenizer that fits their letters.
@@ -91,6 +92,11 @@ def load_corpus(
             "load_corpus needs datasets: install it with pip install 'graphattn[train]'"
         ) from error
     source = find_source(path, kind)
+    if source.left_out:
+        warn_caller(
+            f"{os.fspath(path)}: files are left out, because kind={kind!r} reads only files of the "
+            f"format {source.format!r} here: {', '.join(source.left_out)}"
+        )
     asked = _asked_for(tokenizer)
     if cache is None:
         folder = Path(tempfile.mkdtemp(prefix="graphattn-corpus-"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphattn.data.corpus.streams import open_bytes
-from graphattn.data.files import FileFormatError, sniff_format
+from graphattn.data.files import STRUCTURE_FORMATS, FileFormatError, sniff_format
 from graphattn.data.images import labels_beside
 
 KINDS = ("auto", "text", "protein", "nucleotide", "structures", "images")
@@ -26,7 +26,7 @@ _BY_EXTENSION = {
     **dict.fromkeys((".gb", ".gbk", ".gbff", ".genbank"), "genbank"),
     **dict.fromkeys((".png", ".jpg", ".jpeg"), "image"),
     **dict.fromkeys((".fa", ".fasta", ".faa", ".fna"), "fasta"),
-    **dict.fromkeys((".pdb", ".ent", ".cif", ".mmcif"), "structure"),
+    **dict.fromkeys((".pdb", ".ent", ".cif", ".mmcif", ".bcif"), "structure"),
     **dict.fromkeys((".idx",), "idx"),
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
 }
@@ -42,12 +42,14 @@ class Source:
         format: "text", "fasta", "genbank", "structure", "image" or "idx".
         root: the path that the user gave.
         beside: other files that are read, such as labels.
+        left_out: the names of files of other formats, which are not read.
     """
 
     files: tuple[tuple[Path, str], ...]
     format: str
     root: Path
     beside: tuple[Path, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def state(self) -> list[Any]:
         """Return the paths, sizes and modification times of the files."""
@@ -93,7 +95,8 @@ def find_source(path: str | os.PathLike[str], kind: str) -> Source:
     wanted = _wanted(path, kind, [formats[own] for own, _ in files], single=len(files) == 1)
     chosen = tuple((own, name) for own, name in files if len(files) == 1 or formats[own] == wanted)
     beside = [labels_beside(own) for own, _ in chosen if wanted == "idx"]
-    return Source(chosen, wanted, root, tuple(own for own in beside if own is not None))
+    left_out = tuple(name for own, name in files if len(files) > 1 and formats[own] != wanted)
+    return Source(chosen, wanted, root, tuple(own for own in beside if own is not None), left_out)
 
 
 def _as_utf8(name: str) -> str:
@@ -143,4 +146,4 @@ def format_of(path: Path) -> str:
     if text.startswith("LOCUS  "):
         return "genbank"
     found = sniff_format(path, text)
-    return "structure" if found in ("pdb", "mmcif") else found
+    return "structure" if found in STRUCTURE_FORMATS else found

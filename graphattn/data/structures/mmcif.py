@@ -11,19 +11,54 @@ import numpy
 
 from graphattn.data.files import FileFormatError
 from graphattn.data.structures.assembly import Assemblies
+from graphattn.data.structures.cif import cif_blocks
 from graphattn.data.structures.parsing import biotite_at_work
+
+_CATEGORIES = ("atom_site", "pdbx_struct_assembly_gen", "pdbx_struct_oper_list")
+# CIF ignores capitals in names, but biotite does not.
+_CAPITALS = {
+    name.lower(): name
+    for name in (
+        *("Cartn_x", "Cartn_y", "Cartn_z", "group_PDB", "B_iso_or_equiv"),
+        *("pdbx_PDB_ins_code", "pdbx_PDB_model_num"),
+    )
+}
 
 
 def mmcif_block(path: str | os.PathLike[str], text: str) -> Any:
     """Return the first data block that has atoms."""
-    from biotite.structure.io.pdbx import CIFFile
+    return _first_with_atoms(path, cif_blocks(path, text))
+
+
+def binary_cif_block(path: str | os.PathLike[str], data: bytes) -> Any:
+    """Return the first data block of a BinaryCIF file that has atoms."""
+    from biotite.structure.io.pdbx import BinaryCIFFile
 
     with biotite_at_work(path):
-        blocks = CIFFile.read(io.StringIO(text)).values()
-        block = next((block for block in blocks if "atom_site" in block), None)
-        if block is None:
-            raise FileFormatError(path, "is not an mmCIF structure: it has no _atom_site")
-        return block
+        blocks = [
+            {
+                name: {item.lower(): block[name][item].as_array(str) for item in block[name]}
+                for name in _CATEGORIES
+                if name in block
+            }
+            for block in BinaryCIFFile.read(io.BytesIO(data)).values()
+        ]
+    return _first_with_atoms(path, blocks)
+
+
+def _first_with_atoms(path: str | os.PathLike[str], blocks: list[Any]) -> Any:
+    from biotite.structure.io.pdbx import CIFBlock, CIFCategory
+
+    tables = next((tables for tables in blocks if "atom_site" in tables), None)
+    if tables is None:
+        raise FileFormatError(path, "is not an mmCIF structure: it has no _atom_site")
+    found = {}
+    with biotite_at_work(path):
+        for name in _CATEGORIES:
+            if name in tables:
+                columns = {_CAPITALS.get(own, own): x for own, x in tables[name].items()}
+                found[name] = CIFCategory(columns, name)
+        return CIFBlock(found)
 
 
 def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
@@ -36,7 +71,13 @@ def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
             mask = atom_site[f"Cartn_{axis}"].mask
             if mask is not None and mask.array.any():  # biotite would read "?" as 0.0.
                 raise FileFormatError(path, f"an atom has no _atom_site.Cartn_{axis}")
-        # These two columns are optional in the mmCIF dictionary, but biotite requires them.
+        # These three columns are optional in the mmCIF dictionary, but biotite requires them.
+        if "group_PDB" not in atom_site:
+            labels = ["1"] * atom_site.row_count
+            if "label_seq_id" in atom_site:  # only polymers have it
+                labels = atom_site["label_seq_id"].as_array(str).tolist()
+            groups = ["HETATM" if label in (".", "?") else "ATOM" for label in labels]
+            atom_site["group_PDB"] = groups
         for column, default in (("pdbx_PDB_ins_code", "?"), ("pdbx_PDB_model_num", "1")):
             if column not in atom_site:
                 atom_site[column] = [default] * atom_site.row_count

@@ -9,6 +9,18 @@ from contextlib import contextmanager
 
 from graphattn.data.files import FileFormatError
 
+# Names that the force fields Amber and CHARMM give amino acids by their protons and bonds. In the
+# Chemical Component Dictionary, some of these are names of other molecules.
+FORCE_FIELD_NAMES = {
+    **dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "HIS"),
+    **dict.fromkeys(("CYX", "CYM"), "CYS"),
+    "ASH": "ASP",
+    "GLH": "GLU",
+    "LYN": "LYS",
+    "ARN": "ARG",
+    "TYM": "TYR",
+}
+
 
 def require_biotite(purpose: str) -> None:
     """Raise ImportError if biotite is not installed."""

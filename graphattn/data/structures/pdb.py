@@ -23,6 +23,9 @@ _B_FACTOR = slice(60, 66)
 _DECIMAL = re.compile(r" *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+) *")
 _NUMBER = re.compile(r" *-?[0-9]+ *|[A-Z][0-9A-Z]{3}|[a-z][0-9a-z]{3}")
 
+# Records between two models. Frames of a simulation, and joined files, have END and no MODEL.
+_BORDERS = ("MODEL", "ENDMDL", "END")
+
 _BIOMT = re.compile(r" +BIOMT([123]) +([0-9]+)((?: +[+-]?[0-9]*\.[0-9]+){4}) *")
 _CHAINS = re.compile(r"(?:APPLY THE FOLLOWING TO| +AND) CHAINS:(.*)")
 
@@ -40,7 +43,7 @@ def pdb_atoms(path: str | os.PathLike[str], text: str, model: int) -> Any:
             is_empty = False
             if number == model:
                 records.append(line)
-        elif line.startswith(("MODEL", "ENDMDL")) and not is_empty:
+        elif line[:6].rstrip() in _BORDERS and not is_empty:
             number, is_empty = number + 1, True
         elif line.startswith("TER") and number == model and records:
             chain_end[records[-1][_CHAIN]] = len(records)
@@ -98,6 +101,8 @@ def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
     # `of_chains` says whether the last line named chains, so that "AND CHAINS" continues the list.
     name, of_chains = "1", False
     for number, line in enumerate(text.split("\n"), start=1):
+        if assemblies and line[:6].rstrip() == "END":  # What follows describes another structure.
+            break
         if not line.startswith("REMARK 350"):
             continue
         content = line[11:].rstrip()

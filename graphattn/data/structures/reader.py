@@ -1,13 +1,24 @@
-"""Protein structures from PDB and mmCIF files."""
+"""Protein structures from PDB, mmCIF and BinaryCIF files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 
-from graphattn.data.files import MAX_BYTES, FileFormatError, read_text, sniff_format
+from graphattn.data.files import (
+    MAX_BYTES,
+    FileFormatError,
+    read_bytes,
+    read_text,
+    sniff_format,
+)
 from graphattn.data.structures.assembly import assembled, checked_assembly
-from graphattn.data.structures.mmcif import mmcif_assemblies, mmcif_atoms, mmcif_block
+from graphattn.data.structures.mmcif import (
+    binary_cif_block,
+    mmcif_assemblies,
+    mmcif_atoms,
+    mmcif_block,
+)
 from graphattn.data.structures.parsing import require_biotite
 from graphattn.data.structures.pdb import pdb_assemblies, pdb_atoms
 from graphattn.data.structures.residues import checked_atoms, structure_of_atoms
@@ -24,18 +35,21 @@ def read_structure(
     model: int = 1,
     max_bytes: int | None = MAX_BYTES,
 ) -> Structure:
-    """Read the protein chains of a PDB or mmCIF file (gzipped or not).
+    """Read the protein chains of a PDB, mmCIF or BinaryCIF file (gzipped or not).
 
     A residue is read if it has a C-alpha atom, and is an ``ATOM`` record or an amino acid of the
-    Chemical Component Dictionary. So modified residues inside a chain are read (selenomethionine
-    as M, most others as X). Ligands that are amino acids are not read (those after the chain's
+    Chemical Component Dictionary. So modified residues inside a chain are read, with the letter of
+    the amino acid that they are a modification of (selenomethionine as M, phosphoserine as S), or X
+    if there is none. The names of simulations (HIE, CYX, ASH and others) have the letter of their
+    amino acid. Ligands that are amino acids are not read (those after the chain's
     ``TER``, or, in mmCIF, without ``label_seq_id``). Of alternative locations, the first one in the
     file is read, even if they are different residues. Chains have the names that the authors gave;
     if a PDB file leaves the name blank, it is ``""``. Residues have the authors' numbers, or
     ``label_seq_id`` if an mmCIF file does not give them.
 
     Args:
-        path: the file, PDB or mmCIF by its extension, or else by its content.
+        path: the file, PDB or mmCIF by its extension, or else by its content; BinaryCIF by its
+            extension .bcif.
         chains: ``"all"`` for all chains with amino acids, in the order of the file; the name of one
             chain; or a list of names, for chains in this order.
         atoms: the names of atoms in :attr:`Structure.atoms`: ``"ca"``, ``"backbone"`` (N, CA, C,
@@ -43,7 +57,8 @@ def read_structure(
         assembly: None for the deposited chains; True for the first biological assembly that the
             file describes (in REMARK 350 or ``_pdbx_struct_assembly_gen``), or the name of one,
             such as ``"1"``. A second copy of chain A is named ``"A-2"``.
-        model: the number of the model, counted from 1 in the order of the file.
+        model: the number of the model, counted from 1 in the order of the file. In a PDB file, a
+            model ends at ``ENDMDL`` or ``END``, so the frames of a trajectory are models.
         max_bytes: the largest size that is read, as in :func:`~graphattn.data.read_bytes`.
 
     Raises:
@@ -78,15 +93,20 @@ def read_structure(
     model = as_int("model", model, 1)
     require_biotite("reading structures")
 
-    text = read_text(path, max_bytes=max_bytes)
-    file_format = sniff_format(path, text)
+    file_format = sniff_format(path, "")  # judging by the name alone
+    if file_format == "bcif":
+        block = binary_cif_block(path, read_bytes(path, max_bytes=max_bytes))
+    else:
+        text = read_text(path, max_bytes=max_bytes)
+        file_format = sniff_format(path, text)
     if file_format == "pdb":
         found = pdb_atoms(path, text, model)
         structure, chain_keys = structure_of_atoms(path, found, wanted)
         if assembly_name is not None:
             assemblies = pdb_assemblies(path, text)
-    elif file_format == "mmcif":
-        block = mmcif_block(path, text)
+    elif file_format in ("mmcif", "bcif"):
+        if file_format == "mmcif":
+            block = mmcif_block(path, text)
         found = mmcif_atoms(path, block, model)
         structure, chain_keys = structure_of_atoms(path, found, wanted)
         if assembly_name is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphattn.data.files import FileFormatError
+from graphattn.data.structures.parsing import FORCE_FIELD_NAMES
 from graphattn.data.structures.structure import Structure
 
 BACKBONE = ("N", "CA", "C", "O")
@@ -57,7 +58,7 @@ def structure_of_atoms(
         raise FileFormatError(path, "holds a coordinate that is not a finite number")
     names = residues.res_name.tolist()
     structure = Structure(
-        sequence="".join(_one_letter(name) for name in names),
+        sequence="".join(map(_one_letter, names, residues.hetero.tolist())),
         ca_positions=places["CA"],
         chain_index=torch.from_numpy(chain_index),
         chain_ids=chain_ids,
@@ -166,10 +167,15 @@ def _b_factors(residues: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _one_letter(residue_name: str) -> str:
+def _one_letter(residue_name: str, is_hetero: bool) -> str:
+    """Return the letter of an amino acid, or of the one that it is a modification of; else X."""
     from biotite.sequence import ProteinSequence
+    from biotite.structure.info import one_letter_code
 
+    if not is_hetero:  # Simulations write ATOM records alone.
+        residue_name = FORCE_FIELD_NAMES.get(residue_name, residue_name)
     try:
         return str(ProteinSequence.convert_letter_3to1(residue_name))
     except KeyError:
-        return "X"
+        letter: str | None = one_letter_code(residue_name)  # some are two or three residues
+        return letter if letter is not None and len(letter) == 1 else "X"

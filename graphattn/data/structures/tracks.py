@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from graphattn.data.structures.parsing import require_biotite
+from graphattn.data.structures.parsing import FORCE_FIELD_NAMES, require_biotite
 
 _CODES = {"a": 1, "b": 2}  # biotite's codes of helix and strand
 
@@ -43,7 +43,7 @@ def solvent_accessibility(
     Args:
         atoms: coordinates of all atoms except hydrogen by their names, [N, 3] each; NaN if a
             residue has no such atom.
-        residue_names: N names of the Chemical Component Dictionary.
+        residue_names: N names of the Chemical Component Dictionary, or of force fields.
         probe_radius: the radius of the rolling ball, in Angstrom.
     """
     require_biotite("solvent_accessibility()")
@@ -77,7 +77,7 @@ def _radius(residue_name: str, atom_name: str) -> float:
     from biotite.structure.info import vdw_radius_protor, vdw_radius_single
 
     try:
-        radius = vdw_radius_protor(residue_name, atom_name)
+        radius = vdw_radius_protor(FORCE_FIELD_NAMES.get(residue_name, residue_name), atom_name)
     except (KeyError, ValueError):
         radius = None
     if radius is None:
