@@ -17,13 +17,6 @@ from graphattn.nn import NoiseEmbedding, PreNormBlock
 from graphattn.nn.blocks.block import Activation, Norm, make_norm, zero_linear
 from graphattn.ops.dropout import as_share
 
-CONSENSUS = (
-    "rank",
-    "edge_hidden",
-    "step_size",
-    "edge_features",
-)  # arguments of the model, not of mixer_options
-
 
 class SequenceEncoder(TokenModel):
     r"""An encoder from tokens to logits: embedding, pre-norm blocks, norm, linear head.
@@ -69,7 +62,8 @@ class SequenceEncoder(TokenModel):
         edge_features: number of features of an edge that the networks of consensus layers read.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``. Every layer
             takes the options that it has; an option that no layer has is an error. A list contains
-            one value per block, as :func:`top_k_schedule` makes it.
+            one value per block, as :func:`top_k_schedule` makes it. `rank`, `edge_hidden` and
+            `step_size` may be here, too, as in the other models, and then replace the arguments.
         noise_dim: width of the embedded noise level (128 in SEDD); None for a model without noise
             levels.
         zero_head: whether the head starts at 0, so that at first all tokens are equally likely.
@@ -155,19 +149,15 @@ class SequenceEncoder(TokenModel):
             raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
         depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
         options = as_options(mixer_options)
-        if own := [name for name in CONSENSUS if name in options]:
+        if "edge_features" in options:
             raise ValueError(
-                f"mixer_options must not contain {own[0]!r}: it is an argument of the model "
-                f"itself, {own[0]}="
+                "mixer_options must not contain 'edge_features': it is an argument of the model "
+                "itself, edge_features="
             )
         entries = one_per_block(mixer, depth)
         if "consensus" in entries:
-            options.update(
-                rank=rank,
-                edge_hidden=edge_hidden,
-                step_size=step_size,
-                edge_features=edge_features,
-            )
+            of_consensus = {"rank": rank, "edge_hidden": edge_hidden, "step_size": step_size}
+            options = {**of_consensus, **options, "edge_features": edge_features}
         elif as_int("edge_features", edge_features, 0):
             raise ValueError(
                 "edge_features must be 0 in a model without consensus layers given by name, got "

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from graphattn.train.runs.records import keep_rows
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer
 
+LOOKED_AT = 64  # examples in which tracks of context are looked for
 SEVERAL_PROCESSES = "5.23"  # oldest version of transformers that is tested with several processes
 
 
@@ -180,12 +181,28 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
             )
         if len(examples) == 0:
             raise ValueError(f"{name} must contain at least one example, got none")
+    _check_tracks(model, train)
     if config.precision == "float16" and not torch.cuda.is_available():
         raise ValueError("precision must be 'float32' or 'bfloat16' on a CPU, got 'float16'")
     if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(
             f"gradient_checkpointing must be False for a {type(model).__name__}, which has no "
             "method gradient_checkpointing_enable, got True"
+        )
+
+
+def _check_tracks(model: nn.Module, train: Sequence[Example]) -> None:
+    """Raise if a model has tracks of context that no example has: they would not be trained."""
+    tracks = getattr(model, "context", None)
+    if not isinstance(tracks, Mapping) or not tracks:
+        return
+    examples = [train[place] for place in range(min(len(train), LOOKED_AT))]
+    given = {name for own in examples if isinstance(own, dict) for name in own.get("context") or ()}
+    if missing := [name for name in tracks if name not in given]:
+        raise ValueError(
+            f"context must have only tracks of the examples, got {', '.join(missing)}, which is in "
+            f"none of the first {len(examples)} examples: give every example a 'context', or make "
+            "the model without these tracks"
         )
 
 

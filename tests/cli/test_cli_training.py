@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from structure_files import pdb_line
 from typer.testing import CliRunner, Result
 
 import graphattn as ga
@@ -345,6 +347,70 @@ def test_masked_models_have_a_pseudo_perplexity_of_few_tokens(masked):
     (found,) = json.loads((masked / "evaluation.json").read_text()).values()
     assert found["pseudo_tokens"] == 32
     assert 10 < found["pseudo_perplexity"] < 40  # random letters of 20
+
+
+def chain(name: str, start: float, residues: int, seed: int = 0) -> str:
+    """C-alpha atoms of random residues on a line, 3.8 Angstrom apart."""
+    names = ["ALA", "ARG", "ASN", "ASP", "CYS", "GLN", "GLU", "GLY", "HIS", "ILE", "LEU", "LYS"]
+    kinds = random.Random(seed).choices(names, k=residues)
+    places = [(start, 3.8 * i, 0.0) for i in range(residues)]
+    return "\n".join(
+        pdb_line("CA", kind, name, i, place)
+        for i, (kind, place) in enumerate(zip(kinds, places, strict=True), start=1)
+    )
+
+
+@pytest.fixture(scope="module")
+def structures(tmp_path_factory) -> Path:
+    """A model that was trained on single chains."""
+    pytest.importorskip("biotite", reason="structures are read with biotite")
+    folder = tmp_path_factory.mktemp("structures")
+    for k in range(20):
+        (folder / f"{k}.pdb").write_text(chain("A", 0.0, 12, seed=k))
+    out = tmp_path_factory.mktemp("runs") / "s"
+    options = ("--model-options", TINY, "--batch-tokens", "64", "--steps", 1)
+    result = call("train", "--data", folder, "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_structures_are_evaluated_whole(structures, monkeypatch):
+    """Two chains that touch: pieces of the length of the training would have no edge between."""
+    Path("complex.pdb").write_text(chain("A", 0.0, 20) + "\n" + chain("B", 5.0, 20))
+    seen = []
+    model = ga.models.ProteinModel
+    monkeypatch.setattr(
+        model,
+        "forward",
+        lambda self, tokens, *rest, _call=model.forward, **given: (
+            seen.append(tokens.shape[-1]),
+            _call(self, tokens, *rest, **given),
+        )[1],
+    )
+    result = call("evaluate", structures, "--data", "complex.pdb", "--pseudo-tokens", 0)
+    assert result.exit_code == 0, result.output
+    assert set(seen) == {40}
+    assert "complex.pdb: 1 examples, " in result.stdout
+    assert "cut" not in result.stdout
+    seen.clear()
+    found = call("evaluate", structures, "--data", "complex.pdb", "--length", 15)
+    assert "1 of 1 sequences are cut into 3 pieces" in " ".join(found.stdout.split())
+    assert max(seen) == 15
+
+
+def test_numbers_have_their_error_and_no_digits_beyond_it(masked):
+    from graphattn.cli.training.evaluate import _number
+
+    assert _number(3.45678, 0.0123) == "3.457 ± 0.012"
+    assert _number(17.5, 3.46) == "17.5 ± 3.5"
+    assert _number(1234.5, 87.0) == "1234 ± 87"
+    assert _number(0.5, 1e-9) == "0.5000 ± 0.0000"
+    assert _number(0.25, None) == "0.2500"
+    text = " ".join(call("evaluate", masked).stdout.split())
+    (found,) = json.loads((masked / "evaluation.json").read_text()).values()
+    assert f"{found['guesses']} guesses" in text
+    for name, key in (("loss", "loss"), ("guessing by frequency", "frequency_loss")):
+        assert f"{name} (nats) {_number(found[key], found[f'{key}_error'])}" in text
 
 
 # Generation.

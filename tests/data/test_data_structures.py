@@ -315,7 +315,12 @@ def test_names_of_force_fields_are_those_of_their_amino_acid(structure_of):
     """The tables of residues of Amber (ff19SB) and CHARMM (top_all36_prot)."""
     same = {
         **dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "HIS"),
-        **{"CYX": "CYS", "CYM": "CYS", "ASH": "ASP", "GLH": "GLU", "LYN": "LYS", "ARN": "ARG"},
+        "CYX": "CYS",
+        "CYM": "CYS",
+        "ASH": "ASP",
+        "GLH": "GLU",
+        "LYN": "LYS",
+        "ARN": "ARG",
         "TYM": "TYR",
     }
     names = list(same)

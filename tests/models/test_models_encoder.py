@@ -328,3 +328,20 @@ def test_an_encoder_names_features_that_are_missing_or_not_expected():
         model(tokens, graph)
     with pytest.raises(ValueError, match=r"one per block \(2\), got 1"):
         model(tokens, graph, edge_features=[e])
+
+
+def test_options_of_consensus_are_spelled_as_in_every_model(tmp_path):
+    own = {"rank": 2, "edge_hidden": 6, "step_size": "auto"}
+    for mixer in ("consensus", "mix"):
+        options = {"depth": 2, "heads": H, "mixer": mixer, "rope": False}
+        models = [
+            ga.models.SequenceEncoder(V, D, **options, **own),
+            ga.models.SequenceEncoder(V, D, **options, mixer_options=own),
+        ]
+        models[1].load_state_dict(models[0].state_dict())
+        tokens = torch.randint(V, (2, 7))
+        assert torch.equal(models[0](tokens), models[1](tokens))
+        ga.save(models[1], tmp_path / mixer)
+        assert torch.equal(ga.load(tmp_path / mixer)(tokens), models[0](tokens))
+    with pytest.raises(ValueError, match="'edge_hidden'"):  # no layer has it
+        ga.models.SequenceEncoder(V, D, depth=2, heads=H, mixer_options={"edge_hidden": 6})

@@ -13,7 +13,7 @@ EMBED = "tests/cli/test_cli_embed.py"
 MUTATIONS = [
     Mutation(
         "frames of a trajectory are one model",
-        "graphattn/data/structures/pdb.py",
+        "graphattn/data/structures/formats/pdb.py",
         '("MODEL", "ENDMDL", "END")',
         '("MODEL", "ENDMDL")',
         (f"{STRUCTURES}::test_every_end_of_a_frame_begins_a_model[END]",),
@@ -27,7 +27,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a quoted value of a CIF file is a keyword",
-        "graphattn/data/structures/cif.py",
+        "graphattn/data/structures/formats/cif.py",
         "words.append(_Quoted(quoted))",
         "words.append(quoted)",
         (f"{STRUCTURES}::test_every_spelling_of_cif_is_read[a name in quotes]",),
@@ -190,7 +190,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ligands behind a chain are residues",
-        "graphattn/data/structures/pdb.py",
+        "graphattn/data/structures/formats/pdb.py",
         "index < chain_end.get(record[_CHAIN], len(records))",
         "index >= 0",
         (f"{STRUCTURES}::test_amino_acid_ligands_after_the_chain_are_not_part_of_it",),
@@ -204,7 +204,7 @@ MUTATIONS = [
     ),
     Mutation(
         "operations are applied in the order in which they are written",
-        "graphattn/data/structures/mmcif.py",
+        "graphattn/data/structures/formats/mmcif.py",
         "for operation in operations:\n        result",
         "for operation in reversed(operations):\n        result",
         (f"{ASSEMBLIES}::test_operations_of_mmcif_are_combined_as_their_expression_says",),

@@ -12,6 +12,27 @@ SWEEP = "tests/train/test_train_sweep.py"
 
 MUTATIONS = [
     Mutation(
+        "tracks that no example has stay untrained",
+        "graphattn/train/engine.py",
+        "if missing := [name for name in tracks if name not in given]:",
+        "if False:",
+        (f"{ENGINE}::test_tracks_that_no_example_has_are_refused",),
+    ),
+    Mutation(
+        "structures are evaluated in pieces as long as in training",
+        "graphattn/cli/training/evaluate.py",
+        'int(sizes.max()) if corpus.kind == "structures" else config.length',
+        "config.length",
+        ("tests/cli/test_cli_training.py::test_structures_are_evaluated_whole",),
+    ),
+    Mutation(
+        "a token that is guessed again is counted as another one",
+        "graphattn/train/evaluation/evaluate.py",
+        "error * max(1.0, sums.count / tokens) ** 0.5",
+        "error",
+        ("tests/train/test_train_evaluation.py::test_masks_of_few_tokens_are_drawn_several_times",),
+    ),
+    Mutation(
         "weight decay shrinks embeddings",
         "graphattn/train/parameters.py",
         "    nn.Embedding,\n",

@@ -187,3 +187,16 @@ def test_an_objective_that_returns_something_else_is_told_what_it_must(
         ga.train.fit(
             tiny_runs.model(), wrong, tiny_runs.config(tmp_path, steps=1), tiny_runs.examples()
         )
+
+
+def test_tracks_that_no_example_has_are_refused(tmp_path):
+    """They would keep their first weights, and nothing would say so."""
+    model = ga.models.ProteinModel(16, depth=1, heads=2, context={"helix": 3, "surface": 2})
+    objective = ga.train.MaskedTokens(model.mask_token)
+    config = tiny_runs.config(tmp_path / "run", steps=1)
+    data = [{"tokens": torch.arange(8), "context": {"surface": torch.randn(8, 2)}}] * 3
+    with pytest.raises(ValueError, match="got helix, which is in none of the first 3"):
+        ga.train.fit(model, objective, config, data)
+    some = {"tokens": torch.arange(8), "context": {"helix": torch.zeros(8).long()}}
+    run = ga.train.fit(model, objective, config, [*data, some])
+    assert run.status == "finished"

@@ -64,7 +64,8 @@ def _evaluation(name: str, row: Mapping[str, Any]) -> Evaluation:
     calibration = row.get("calibration")
     calibration = calibration if isinstance(calibration, Mapping) else {}
     bins = calibration.get("bins")
-    numbers = {key: own for key, own in row.items() if is_number(own) and key not in GUESSES}
+    hidden = {*GUESSES, *(f"{key}_error" for key in GUESSES)}
+    numbers = {key: own for key, own in row.items() if is_number(own) and key not in hidden}
     if is_number(calibration.get("error")):
         numbers["calibration_error"] = calibration["error"]
     return Evaluation(

@@ -80,6 +80,15 @@ def evaluate(
             min=1, help="Number of tokens per batch. Default: as in training.", show_default=False
         ),
     ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest number of tokens that the model reads together. Default: whole "
+            "structures; for other data, the length of the run.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of masks and noise.")] = 0,
 ) -> None:
     """Evaluate a trained model: loss, perplexity, calibration, compared with guessing.
@@ -89,7 +98,7 @@ def evaluate(
     from graphattn.cli.training.evaluate import run_evaluate
 
     try:
-        run_evaluate(run, data, split, pseudo_tokens, batch_tokens, seed, terminal())
+        run_evaluate(run, data, split, pseudo_tokens, batch_tokens, length, seed, terminal())
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def run_evaluate(
     split: str,
     pseudo_tokens: int,
     batch_tokens: int | None,
+    length: int | None,
     seed: int,
     console: Console,
 ) -> None:
@@ -48,7 +50,8 @@ def run_evaluate(
     as_choice("--split", split, ("train", "validation", "test", "all"))
     trained = load_trained(folder)
     with console.status("reading"):
-        examples, train, name = _data_of(trained, data, split)
+        part, train, name = _data_of(trained, data, split)
+        examples, cut = _examples_of(trained, part, length)
     with console.status(f"evaluating {len(examples):,} examples"):
         found = evaluate_model(
             trained.model,
@@ -59,6 +62,8 @@ def run_evaluate(
             pseudo_tokens=pseudo_tokens,
             seed=seed,
         )
+    if cut:
+        found["cut"] = cut
     found["model"] = str(trained.source.relative_to(trained.run.path))
     found["origin"] = {**origin(trained.run.config), "seed": seed}
     path = folder / "evaluation.json"  # write it before printing: a closed pipe then loses nothing
@@ -73,10 +78,25 @@ def run_evaluate(
     typer.echo(str(path))
 
 
-def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, Part | None, str]:
+def _examples_of(trained: Trained, part: Part, length: int | None) -> tuple[Examples, str]:
+    """Return what the model reads at once, and a sentence if records of it are cut."""
+    config, corpus = trained.run.config, part.corpus
+    if config.kind == "images":
+        return examples_of(part, config.length, tokens_of_image(trained.model)), ""
+    sizes = part.spans[:, 2] - part.spans[:, 1]
+    if length is None:
+        # An edge between two pieces of a structure would be lost.
+        length = int(sizes.max()) if corpus.kind == "structures" else config.length
+    is_cut, cut = sizes > length, ""
+    if corpus.kind in ("structures", "protein") and bool(is_cut.any()):
+        pieces = int((sizes[is_cut] + length - 1).div(length, rounding_mode="floor").sum())
+        cut = f"{int(is_cut.sum()):,} of {len(sizes):,} sequences are cut into {pieces:,} pieces"
+    return examples_of(part, length), cut
+
+
+def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part | None, str]:
     """Return the data to evaluate, the training data (or None), and a name for the first."""
     config = trained.run.config
-    of_image = tokens_of_image(trained.model) if config.kind == "images" else None
     own: dict[str, Part] | None = None
     try:
         corpus = read_corpus(config, trained.tokenizer)
@@ -107,14 +127,10 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, 
                 f"run, got --data and --split {split!r}"
             )
         other = read_corpus(config.replace(data=data), trained.tokenizer)
-        if of_image is not None:
+        if config.kind == "images":
             _check_images(trained, other)
         part, name = _whole(other), Path(data).name
-    return (
-        examples_of(part, config.length, of_image),
-        None if own is None else own["train"],
-        printable(name),
-    )
+    return part, None if own is None else own["train"], printable(name)
 
 
 def _whole(corpus: Any) -> Part:
@@ -142,14 +158,39 @@ def _before(path: Path) -> dict[str, Any]:
 
 def table_of(name: str, found: dict[str, Any]) -> Table:
     """Make the table of an evaluation: the loss, losses of guessing, then other numbers."""
-    table = plain_table(f"{name}: {found['examples']:,} examples")
+    numbers = f"{found['examples']:,} examples, {found['guesses']:,} guesses"
+    table = plain_table(f"{name}: {numbers}" + (f"; {found['cut']}" if "cut" in found else ""))
     table.add_column("what")
     table.add_column("", justify="right", no_wrap=True)
-    shown = ["loss", "frequency_loss", "bigram_loss"]
-    rest = [key for key in found if key not in shown and isinstance(found[key], float)]
-    for key in [*shown, *rest]:
-        if key in found:
-            table.add_row(NAMES.get(key, key.replace("_", " ")), f"{found[key]:.4f}")
+    losses: list[str] = [key for key in ("loss", "frequency_loss", "bigram_loss") if key in found]
+    errors = {key: found.get(f"{key}_error") for key in losses} | _errors_of_others(found)
+    hidden = {*losses, *(f"{key}_error" for key in losses)}
+    rest = [key for key in found if key not in hidden and isinstance(found[key], float)]
+    for key in [*losses, *rest]:
+        table.add_row(NAMES.get(key, key.replace("_", " ")), _number(found[key], errors.get(key)))
     if "calibration" in found:
         table.add_row("calibration error (ECE)", f"{found['calibration']['error']:.4f}")
     return table
+
+
+def _errors_of_others(found: dict[str, Any]) -> dict[str, float | None]:
+    """Standard errors of numbers that follow from the loss, and of the share of right guesses."""
+    errors: dict[str, float | None] = {}
+    if error := found.get("loss_error"):
+        for key in ("bits_per_token", "bits_per_byte"):
+            if key in found:
+                errors[key] = error * found[key] / found["loss"] if found["loss"] else None
+        if math.isfinite(found.get("perplexity", math.inf)):
+            errors["perplexity"] = error * found["perplexity"]
+        if "accuracy" in found:
+            share = found["accuracy"]
+            errors["accuracy"] = max(share * (1 - share), 0.0) ** 0.5 / found["guesses"] ** 0.5
+    return errors
+
+
+def _number(value: float, error: float | None) -> str:
+    """A number, and its standard error with two digits; no digits of the number beyond these."""
+    if not error:
+        return f"{value:.4f}"
+    digits = min(max(1 - math.floor(math.log10(error)), 0), 4)
+    return f"{value:.{digits}f} ± {error:.{digits}f}"

@@ -162,7 +162,7 @@ def result_table(run: Run, prepared: Prepared) -> Table:
         return table
     losses = [row["loss"] for row in run.evaluations if row.get("loss") is not None]
     table.add_row("the model", f"{min(losses):.4f}" if losses else "unknown")
-    for name, value in guesses_of(
+    for name, (value, _) in guesses_of(
         prepared.objective, prepared.parts["train"], validation, prepared.model
     ).items():
         table.add_row(f"guessing by {name}", f"{value:.4f}")

@@ -13,14 +13,14 @@ from graphattn.data.files import (
     sniff_format,
 )
 from graphattn.data.structures.assembly import assembled, checked_assembly
-from graphattn.data.structures.mmcif import (
+from graphattn.data.structures.formats.mmcif import (
     binary_cif_block,
     mmcif_assemblies,
     mmcif_atoms,
     mmcif_block,
 )
+from graphattn.data.structures.formats.pdb import pdb_assemblies, pdb_atoms
 from graphattn.data.structures.parsing import require_biotite
-from graphattn.data.structures.pdb import pdb_assemblies, pdb_atoms
 from graphattn.data.structures.residues import checked_atoms, structure_of_atoms
 from graphattn.data.structures.structure import Structure
 from graphattn.graphs.arguments import as_int

@@ -167,6 +167,11 @@ class Structure:
         """N, the number of residues."""
         return len(self.sequence)
 
+    @property
+    def num_residues(self) -> int:
+        """N, the number of residues, as ``len(structure)``."""
+        return len(self)
+
     def __repr__(self) -> str:
         sizes = self.chain_index.bincount(minlength=len(self.chain_ids)).tolist()
         chains = dict(zip(self.chain_ids, sizes, strict=True))

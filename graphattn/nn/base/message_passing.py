@@ -40,21 +40,22 @@ STATE = (
 )  # fmt: skip
 
 
-class Member:
-    """A member of MessagePassing, which is imported when the member is used."""
+class Member(property):
+    """A member of MessagePassing, which is imported when the member is used.
+
+    Calls of layers look members up in the class. A property then runs no Python code.
+    """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        def read(layer: Any) -> Any:
+            importlib.import_module(PYG)
+            return getattr(layer, name)
 
-    def __get__(self, layer: Any, owner: type) -> Any:
-        if layer is None:
-            return self
-        importlib.import_module(PYG)
-        return getattr(layer, self.name)
+        def write(layer: Any, value: Any) -> None:
+            importlib.import_module(PYG)
+            setattr(layer, name, value)
 
-    def __set__(self, layer: Any, value: Any) -> None:
-        importlib.import_module(PYG)
-        setattr(layer, self.name, value)
+        super().__init__(read, write)
 
 
 class Stored:

@@ -15,6 +15,7 @@ from graphattn.train.batches.collation import collate_tokens
 from graphattn.train.diffusion.calling import Denoiser, call
 from graphattn.train.diffusion.noise import Noise, as_noise
 from graphattn.train.diffusion.score_entropy import check_no_masks, score_entropy_parts
+from graphattn.train.objectives.likelihood import loss_of
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
 
 FOR_THE_MODEL = (
@@ -134,11 +135,15 @@ class AbsorbingDiffusion(Objective):
         entropy, penalty, num_tokens = diffusion_losses(
             model, tokens, masked, t, self.mask_token, self.noise, **given
         )
-        penalty_total = (1 - self.t_min) * penalty.sum()
-        total = (1 - self.t_min) * entropy.sum() + penalty_total
-        total = total + count * prior_loss(self.noise, num_tokens)
-        sums = {"masked": float(masked.sum()), "normalization": float(penalty_total.detach())}
-        return Loss(total, count, sums)
+        of_tokens = (1 - self.t_min) * (entropy + penalty)
+        normalization = (1 - self.t_min) * float(penalty.detach().sum())
+        sums = {"masked": float(masked.sum()), "normalization": normalization}
+        found = loss_of(of_tokens, count, sums)
+        prior = prior_loss(self.noise, num_tokens)  # of every token
+        if found.squares is not None:
+            found.squares += 2 * prior * found.total.detach() + count * prior**2
+        found.total = found.total + count * prior
+        return found
 
     def times(
         self,

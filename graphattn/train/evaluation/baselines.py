@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,13 @@ def frequency_loss(
         >>> round(ga.train.frequency_loss(tokens, tokens, 2, smoothing=0), 4)  # their entropy
         0.5623
     """
+    return frequency_nats(train, held_out, vocab_size, smoothing)[0]
+
+
+def frequency_nats(
+    train: Sequences, held_out: Sequences, vocab_size: int, smoothing: float = 1.0
+) -> tuple[float, float]:
+    """Return :func:`frequency_loss` and its standard error."""
     vocab_size = as_int("vocab_size", vocab_size, 1)
     smoothing = as_float("smoothing", smoothing, positive=False)
     seen = _count_tokens("train", train, vocab_size)
@@ -85,6 +93,13 @@ def bigram_loss(
         ...     tokens, tokens, 2)
         True
     """
+    return bigram_nats(train, held_out, vocab_size, smoothing)[0]
+
+
+def bigram_nats(
+    train: Sequences, held_out: Sequences, vocab_size: int, smoothing: float | None = None
+) -> tuple[float, float]:
+    """Return :func:`bigram_loss` and its standard error."""
     vocab_size = as_int("vocab_size", vocab_size, 1)
     tokens = torch.zeros(vocab_size, dtype=torch.int64)
     codes, counts = _count_pairs("train", train, vocab_size, tokens)
@@ -108,11 +123,24 @@ def bigram_loss(
     return _mean_nats(times, share)
 
 
-def _mean_nats(times: Tensor, share: Tensor) -> float:
-    """Return the mean of -log(share), weighted by `times`; infinite if a share is 0."""
+def _mean_nats(times: Tensor, share: Tensor) -> tuple[float, float]:
+    """Return the mean of -log(share), and its standard error, if each occurs `times` times.
+
+    The mean is infinite if a share is 0.
+    """
     occurs = times > 0
-    times, share = times[occurs].double(), share[occurs].double()
-    return float(-(times * share.log()).sum() / times.sum())
+    times, nats = times[occurs].double(), -share[occurs].double().log()
+    total, squares = float((times * nats).sum()), float((times * nats.square()).sum())
+    count = float(times.sum())
+    return total / count, standard_error(total, squares, count)
+
+
+def standard_error(total: float, squares: float, count: float) -> float:
+    """Return the standard error of the mean of `count` numbers with these sums; NaN for one."""
+    if count < 2 or not math.isfinite(total):
+        return math.nan
+    variance = max(squares - total * total / count, 0.0) / (count - 1)
+    return math.sqrt(variance / count)
 
 
 def _chunks(name: str, sequences: Sequences, vocab_size: int) -> Iterator[Tensor]:

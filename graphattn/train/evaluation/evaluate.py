@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphattn.data import Part, TokenBatches
 from graphattn.graphs.arguments import as_int
+from graphattn.train.evaluation.baselines import standard_error
 from graphattn.train.evaluation.calibration import Calibration
 from graphattn.train.evaluation.guessing import guesses_of
 from graphattn.train.evaluation.pseudo_likelihood import pseudo_perplexity
@@ -17,6 +19,8 @@ from graphattn.train.objectives.likelihood import LikelihoodObjective
 from graphattn.train.objectives.objective import Batch, Example, Objective
 
 PER_SEQUENCE = 16  # tokens per sequence that are masked one at a time
+ENOUGH = 4096  # tokens; of fewer, masks are drawn several times
+MOST_DRAWS = 16
 
 
 def evaluate_model(
@@ -45,9 +49,12 @@ def evaluate_model(
         seed: seed of masks and noise.
 
     Returns:
-        A dict with what the objective reports, and "examples", their number; for objectives with
-        guesses, "calibration" with the expected "error" and its "bins"; for masked tokens,
-        "pseudo_perplexity" and "pseudo_tokens"; with `train`, "frequency_loss" and "bigram_loss".
+        A dict with what the objective reports; "examples" and "guesses", their numbers; and
+        "loss_error", the standard error of the loss, as if guesses of different tokens were
+        independent. For objectives with guesses, "calibration" has the expected "error" and its
+        "bins"; for masked tokens, there are "pseudo_perplexity" and "pseudo_tokens"; with `train`,
+        "frequency_loss" and "bigram_loss" with their errors. Masks and noise are drawn up to 16
+        times if the examples have fewer than 4,096 tokens.
 
     Example:
         >>> import torch, graphattn as ga
@@ -55,20 +62,34 @@ def evaluate_model(
         >>> data = [{"tokens": torch.randint(9, (20,))} for _ in range(4)]
         >>> found = ga.train.evaluate_model(model, ga.train.NextToken(), data)
         >>> sorted(found)
-        ['accuracy', 'bits_per_token', 'calibration', 'examples', 'loss', 'perplexity']
+        ['accuracy', 'bits_per_token', 'calibration', 'examples', 'guesses', 'loss', 'loss_error',
+         'perplexity']
     """
     pseudo_tokens = as_int("pseudo_tokens", pseudo_tokens, 0)
     batch_tokens = as_int("batch_tokens", batch_tokens, 1)
     seed = as_int("seed", seed, 0)
     if not len(examples):
         raise ValueError("examples must contain at least one example, got none")
+    tokens, draws = int(_lengths(examples).sum()), 1
+    if objective.name in ("masked", "diffusion"):
+        draws = min(MOST_DRAWS, -(-ENOUGH // tokens))
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(draws):
+            yield from _batches(objective, examples, batch_tokens)
+
+    sums = objective.sums_over(model, batches(), seed)
     found: dict[str, Any] = {
-        **objective.evaluate(model, _batches(objective, examples, batch_tokens), seed=seed),
+        **objective.report_of(sums),
         "examples": len(examples),
+        "guesses": sums.count,
     }
+    if sums.squares is not None:
+        error = standard_error(float(sums.total), float(sums.squares), sums.count)
+        # A token that is guessed again, under another mask, says little more than the first time.
+        found["loss_error"] = error * max(1.0, sums.count / tokens) ** 0.5
     if isinstance(objective, LikelihoodObjective):
-        batches = _batches(objective, examples, batch_tokens)
-        calibration = Calibration.of(objective, model, batches, seed, bins)
+        calibration = Calibration.of(objective, model, batches(), seed, bins)
         found["calibration"] = {"error": calibration.error, "bins": calibration.rows()}
     if objective.name == "masked" and pseudo_tokens:
         count = min(max(pseudo_tokens // PER_SEQUENCE, 1), len(examples))
@@ -84,14 +105,26 @@ def evaluate_model(
         found["pseudo_tokens"] = sum(min(asked, len(own["tokens"])) for own in chosen)
     if train is not None:
         guesses = guesses_of(objective, train, examples, model)
-        found |= {f"{name}_loss": value for name, value in guesses.items()}
-    return found
+        for name, (loss, error) in guesses.items():
+            found |= {f"{name}_loss": loss, f"{name}_loss_error": error}
+    # The error of a single guess is not known.
+    return {name: own for name, own in found.items() if not _is_nan(own)}
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _lengths(examples: Any) -> Tensor:
+    """Return the number of tokens of every example."""
+    lengths: Tensor | None = getattr(examples, "lengths", None)
+    if lengths is None:
+        return torch.tensor([len(own["tokens"]) if "tokens" in own else 1 for own in examples])
+    return lengths
 
 
 def _batches(objective: Objective, examples: Any, batch_tokens: int) -> Iterator[Batch]:
-    lengths = getattr(examples, "lengths", None)
-    if lengths is None:
-        lengths = torch.tensor([len(own["tokens"]) if "tokens" in own else 1 for own in examples])
+    lengths = _lengths(examples)
     size = max(batch_tokens, int(lengths.max()))
     for indices in TokenBatches(lengths, size, shuffle=False):
         yield objective.collate([examples[place] for place in indices])

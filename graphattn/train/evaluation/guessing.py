@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.data import Part
-from graphattn.train.evaluation.baselines import bigram_loss, frequency_loss
+from graphattn.train.evaluation.baselines import bigram_nats, frequency_nats
 from graphattn.train.objectives.objective import Example, Objective
 
 PIECE = 2**16  # tokens of a part that are read together
@@ -17,8 +17,10 @@ PIECE = 2**16  # tokens of a part that are read together
 
 def guesses_of(
     objective: Objective, train: Part, examples: Sequence[Example], model: nn.Module
-) -> dict[str, float]:
-    """Return the losses of guessing by frequency in the training part, in nats per guess.
+) -> dict[str, tuple[float, float]]:
+    """Return the losses of guessing by frequency in the training part, and their standard errors.
+
+    They are in nats per guess.
 
     For "causal" it also returns the loss of guessing from the token before ("bigram"). Both count
     the same tokens that the model guesses.
@@ -35,18 +37,18 @@ def guesses_of(
         per_token = bool(getattr(objective, "per_token", False))
         seen = _labels(_stretches(train), per_token)
         asked = _labels(_each(examples), per_token)
-        return {"frequency": frequency_loss(seen, asked, classes)}
+        return {"frequency": frequency_nats(seen, asked, classes)}
     if objective.name not in ("causal", "masked", "diffusion"):
         return {}
     vocab_size = _vocab_size(objective, model)
     if not vocab_size:
         return {}
     if objective.name != "causal":
-        return {"frequency": frequency_loss(_tokens(train), _each(examples), vocab_size)}
+        return {"frequency": frequency_nats(_tokens(train), _each(examples), vocab_size)}
     rest = (own["tokens"][1:] for own in _each(examples) if len(own["tokens"]) > 1)
     return {
-        "frequency": frequency_loss(_tokens(train), rest, vocab_size),
-        "bigram": bigram_loss(_tokens(train), _each(examples), vocab_size),
+        "frequency": frequency_nats(_tokens(train), rest, vocab_size),
+        "bigram": bigram_nats(_tokens(train), _each(examples), vocab_size),
     }
 
 

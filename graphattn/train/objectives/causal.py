@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphattn.graphs.arguments import as_choice, as_float
 from graphattn.train.batches.calling import answers_at, call, unwrapped
 from graphattn.train.batches.collation import collate_tokens
-from graphattn.train.objectives.likelihood import LikelihoodObjective, nats, num_right
+from graphattn.train.objectives.likelihood import LikelihoodObjective, loss_of, nats, num_right
 from graphattn.train.objectives.objective import Batch, Example, Loss
 
 
@@ -107,7 +107,7 @@ class NextToken(LikelihoodObjective):
                     f"({logits.shape[-1]}), got {self._bytes.numel()}"
                 )
             sums["bytes"] = float(self._bytes.to(truth.device)[truth].sum())
-        return Loss(nats(logits, truth).sum(), len(truth), sums)
+        return loss_of(nats(logits, truth), len(truth), sums)
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Return loss, perplexity, accuracy, bits per token and (if known) bits per byte."""

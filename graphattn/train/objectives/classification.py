@@ -13,7 +13,7 @@ from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.ops.dropout import as_share
 from graphattn.train.batches.calling import answers_at, pooled_answers, unwrapped
 from graphattn.train.batches.collation import all_have, checked, collate_images, collate_tokens
-from graphattn.train.objectives.likelihood import LikelihoodObjective, nats, num_right
+from graphattn.train.objectives.likelihood import LikelihoodObjective, loss_of, nats, num_right
 from graphattn.train.objectives.objective import Batch, Example, Loss
 
 
@@ -118,10 +118,11 @@ class Classification(LikelihoodObjective):
     ) -> Loss:
         """Return the smoothed cross-entropy, "accuracy", and "nats" without smoothing."""
         logits, truth = self.guesses(model, batch, generator)
-        total = nats(logits, truth, self.label_smoothing).sum()
+        smoothed = nats(logits, truth, self.label_smoothing)
         with torch.no_grad():
-            plain = float(nats(logits, truth).sum() if self.label_smoothing else total)
-        return Loss(total, len(truth), {"accuracy": num_right(logits, truth), "nats": plain})
+            plain = float(nats(logits, truth).sum() if self.label_smoothing else smoothed.sum())
+        sums = {"accuracy": num_right(logits, truth), "nats": plain}
+        return loss_of(smoothed, len(truth), sums)
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Return loss, nats, accuracy and the perplexity, exp(nats)."""

@@ -30,7 +30,13 @@ class LikelihoodObjective(Objective):
     ) -> Loss:
         """Return the sum over all guesses, in nats, and the number of right ones as "accuracy"."""
         logits, truth = self.guesses(model, batch, generator)
-        return Loss(nats(logits, truth).sum(), len(truth), {"accuracy": num_right(logits, truth)})
+        sums = {"accuracy": num_right(logits, truth)}
+        return loss_of(nats(logits, truth), len(truth), sums)
+
+
+def loss_of(values: Tensor, count: int, sums: dict[str, float] | None = None) -> Loss:
+    """Return the loss of guesses from the loss of each one; guesses that are 0 may be left out."""
+    return Loss(values.sum(), count, sums or {}, values.detach().square().sum())
 
 
 def nats(logits: Tensor, truth: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.train.batches.calling import answers_at, unwrapped
 from graphattn.train.batches.collation import collate_tokens
-from graphattn.train.objectives.likelihood import LikelihoodObjective, nats
+from graphattn.train.objectives.likelihood import LikelihoodObjective, loss_of, nats
 from graphattn.train.objectives.masking import mask_tokens
 from graphattn.train.objectives.objective import Batch, Example, Loss
 from graphattn.train.objectives.schedules import MaskSchedule, Schedule
@@ -122,7 +122,7 @@ class MaskedTokens(LikelihoodObjective):
         logits, truth, ratio = self._guesses(model, batch, generator)
         valid = batch.get("valid")
         count = batch["tokens"].numel() if valid is None else int(valid.sum())
-        return Loss((nats(logits, truth) / ratio).sum(), count)
+        return loss_of(nats(logits, truth) / ratio, count)
 
     def _guesses(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None

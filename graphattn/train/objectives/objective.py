@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
 import math
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,8 @@ class Loss:
         count: the number of guesses.
         sums: other sums that are reported as means over `count`, such as the number of right
             guesses.
+        squares: the sum of the squares of the losses of single guesses, for the standard error of
+            the mean; None if it is not known.
 
     Example:
         >>> import torch
@@ -40,6 +43,7 @@ class Loss:
     total: Tensor
     count: int
     sums: dict[str, float] = field(default_factory=dict)
+    squares: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -107,17 +111,30 @@ class Objective(abc.ABC):
         The model runs in evaluation mode, and `seed` determines the random numbers, so two calls
         give the same result.
         """
-        total, count = 0.0, 0
+        return self.report_of(self.sums_over(model, batches, seed))
+
+    def report_of(self, sums: Loss) -> dict[str, float]:
+        """Return the numbers of :meth:`report` for a loss over all batches."""
+        means = {key: value / sums.count for key, value in sums.sums.items()}
+        return self.report(float(sums.total) / sums.count, means)
+
+    @torch.no_grad()
+    def sums_over(self, model: nn.Module, batches: Iterable[Batch], seed: int = 0) -> Loss:
+        """Return the loss of a model on all batches together, as :meth:`evaluate` needs it."""
+        total, count, squares = 0.0, 0, 0.0
         sums: dict[str, float] = {}
         with evaluating(model):
             for place, batch in enumerate(batches):
                 found = self.loss(model, batch, evaluation_generator(batch, place, seed))
                 total, count = total + float(found.total), count + found.count
+                squares += math.nan if found.squares is None else float(found.squares)
                 for key, value in found.sums.items():
                     sums[key] = sums.get(key, 0.0) + float(value)
         if count == 0:
             raise ValueError("batches must contain at least one guess, got none")
-        return self.report(total / count, {key: value / count for key, value in sums.items()})
+        as_tensor = functools.partial(torch.tensor, dtype=torch.float64)
+        known = None if math.isnan(squares) else as_tensor(squares)
+        return Loss(as_tensor(total), count, sums, known)
 
 
 def evaluation_generator(batch: Batch, place: int, seed: int) -> torch.Generator:

@@ -13,6 +13,7 @@ from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.ops.inputs import compute_dtype
 from graphattn.train.batches.calling import answers_at, unwrapped
 from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.objectives.likelihood import loss_of
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
 
 
@@ -109,8 +110,8 @@ class ResidueRegression(Objective):
         answers = answers.to(compute_dtype(answers.dtype))
         wanted = ((labels - self.mean) / self.std).to(answers.dtype)
         apart = torch.where(known, answers - wanted.masked_fill(~known, 0), 0)
-        total = apart.square().sum() if self.error == "mse" else apart.abs().sum()
-        return Loss(total, int(known.sum()), self._sums(answers.detach(), labels, known))
+        errors = apart.square() if self.error == "mse" else apart.abs()
+        return loss_of(errors, int(known.sum()), self._sums(answers.detach(), labels, known))
 
     def _sums(self, answers: Tensor, labels: Tensor, known: Tensor) -> dict[str, float]:
         """Return the sums for errors and Pearson's correlation of every target, in float64."""

@@ -11,7 +11,7 @@ import numpy
 
 from graphattn.data.files import FileFormatError
 from graphattn.data.structures.assembly import Assemblies
-from graphattn.data.structures.cif import cif_blocks
+from graphattn.data.structures.formats.cif import cif_blocks
 from graphattn.data.structures.parsing import biotite_at_work
 
 _CATEGORIES = ("atom_site", "pdbx_struct_assembly_gen", "pdbx_struct_oper_list")

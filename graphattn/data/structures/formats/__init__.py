@@ -1,0 +1,1 @@
+"""Formats of structure files: their syntax, atoms and biological assemblies."""
