@@ -54,8 +54,8 @@ MUTATIONS = [
     Mutation(
         "few masked tokens count no more than many",
         "graphattn/train/objectives/masked.py",
-        "(nats(logits, truth) / ratio).sum()",
-        "nats(logits, truth).sum()",
+        "loss_of(nats(logits, truth) / ratio, count)",
+        "loss_of(nats(logits, truth), count)",
         (f"{MASKED}::test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens",),
     ),
     Mutation(
