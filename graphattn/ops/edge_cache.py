@@ -22,7 +22,8 @@ def cached_by_edges(graph: TokenGraph, make: Callable[[TokenGraph, Tensor], T]) 
 
     `listed` is the graph's edge list, or its table of neighbours. The result is stored as long as
     that tensor lives. If it was changed in place, its version differs and the result is computed
-    again.
+    again. The result must hold neither the graph nor a view of its list, because then the list would
+    live forever; ``graph.compact_csr()`` may be stored.
     """
     listed = graph.compact_neighbors
     listed = graph.compact_edges if listed is None else listed

@@ -6,6 +6,7 @@ WIDTH = "tests/graphs/test_graphs_index_width.py"
 FLAT = "tests/nn/test_nn_flat_calls.py"
 NATIVE_ROTARY = "tests/native/test_native_rotary.py"
 DEFAULT_DEVICE = "tests/native/test_native_default_device.py"
+FREED = "tests/nn/test_nn_freed_graphs.py"
 PYG_BATCHES = "tests/graphs/test_graphs_pyg_batches.py"
 
 MUTATIONS = [
@@ -81,6 +82,15 @@ MUTATIONS = [
         "        elif not makes_fakes() and may_store(self._device):",
         "        elif name:",
         (f"{FLAT}::test_fake_tensors_first_and_real_ones_then[turned-window]",),
+    ),
+    Mutation(
+        "what is stored for a list of edges holds a view of it",
+        "graphattn/graphs/edges/storage.py",
+        "return self.compact_rowptr, self.compact_edges[0].detach()",
+        "return self.compact_rowptr, self.compact_edges[0]",
+        (
+            f"{FREED}::test_a_graph_and_its_list_are_freed_without_a_search_for_garbage[list-native]",
+        ),
     ),
     Mutation(
         "edges are sorted on the default device",

@@ -396,7 +396,9 @@ class StoredGraph:
 
     def compact_csr(self) -> tuple[Tensor, Tensor]:
         """:meth:`csr`, with the dtype of :attr:`compact_edges`."""
-        return self.compact_rowptr, self.compact_edges[0]
+        # Detached, because a plain view holds the list. What is stored as long as the list lives
+        # (`graphattn/ops/edge_cache.py`) must not hold it, or neither is ever freed.
+        return self.compact_rowptr, self.compact_edges[0].detach()
 
     def in_degree(self) -> Tensor:
         """Count the sources of every target; LongTensor [N]."""
