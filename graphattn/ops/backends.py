@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.kernels.shared.launch import is_transformed
+from graphattn.kernels.shared.stored import PRE_DISPATCH
 
 BACKEND_NAMES = ("reference", "structured", "native", "triton")
 NAMES = ("auto", *BACKEND_NAMES)  # what an argument `backend` may be
@@ -91,6 +92,7 @@ def is_followed() -> bool:
         return False
     return (
         torch._C._get_tracing_state() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
     )
@@ -151,7 +153,9 @@ def _by_name(table: Table, call: Any, name: str) -> Backend:
             continue
         if (reason := entry.why_not(call)) is not None:
             raise refusal(name, reason)
-        if name in ("native", "triton") and is_transformed():
+        # A step by "structured", in a table without `run`, is in single operations of torch.
+        in_operations = name == "reference" or (name == "structured" and entry.run is None)
+        if not in_operations and is_transformed():
             raise ValueError(
                 f"backend {name!r} cannot run inside torch.func or under forward-mode "
                 "differentiation, which must see every operation of a call: use "

@@ -6,6 +6,7 @@ WIDTH = "tests/graphs/test_graphs_index_width.py"
 FLAT = "tests/nn/test_nn_flat_calls.py"
 NATIVE_ROTARY = "tests/native/test_native_rotary.py"
 DEFAULT_DEVICE = "tests/native/test_native_default_device.py"
+TRACES = "tests/nn/test_nn_traces.py"
 FREED = "tests/nn/test_nn_freed_graphs.py"
 PYG_BATCHES = "tests/graphs/test_graphs_pyg_batches.py"
 
@@ -79,9 +80,9 @@ MUTATIONS = [
     Mutation(
         "a graph keeps fake positions",
         "graphattn/graphs/edges/storage.py",
-        "        elif not makes_fakes() and may_store(self._device):",
+        "        elif may_store(self._device):",
         "        elif name:",
-        (f"{FLAT}::test_fake_tensors_first_and_real_ones_then[turned-window]",),
+        (f"{TRACES}::test_where_all_tensors_are_fake_none_is_kept",),
     ),
     Mutation(
         "what is stored for a list of edges holds a view of it",
@@ -91,6 +92,45 @@ MUTATIONS = [
         (
             f"{FREED}::test_a_graph_and_its_list_are_freed_without_a_search_for_garbage[list-native]",
         ),
+    ),
+    Mutation(
+        "an export leaves its tensors with the graph",
+        "kernels/shared/stored.py",
+        "    if torch.compiler.is_dynamo_compiling():\n        return False\n",
+        "    if torch.compiler.is_compiling():\n        return False\n",
+        (
+            f"{TRACES}::test_a_trace_first_then_calls_then_training[window-export-DotProductAttention(rope=True,kv_heads=2)-auto]",
+        ),
+    ),
+    Mutation(
+        "what a trace needs of a graph is computed in the trace",
+        "kernels/shared/stored.py",
+        "        stack.enter_context(_disable_current_modes())",
+        "        pass",
+        (
+            f"{TRACES}::test_a_trace_first_then_calls_then_training[list-export-DotProductAttention(rope=True,kv_heads=2)-reference]",
+        ),
+    ),
+    Mutation(
+        "tables that graphs share are kept as a trace makes them",
+        "kernels/shared/stored.py",
+        "        with kept_for_training(device):\n            found = make()\n",
+        "        if True:\n            found = make()\n",
+        (f"{TRACES}::test_tables_that_graphs_share_are_not_made_in_a_trace[band]",),
+    ),
+    Mutation(
+        "the edges of a graph that is made in a trace are constants",
+        "graphattn/graphs/edges/storage.py",
+        "is_constant=self._is_constant)",
+        "is_constant=True)",
+        (f"{TRACES}::test_a_graph_made_in_a_trace_is_traced",),
+    ),
+    Mutation(
+        "neighbours are searched where a trace does not see it",
+        "kernels/cpu/neighbors.py",
+        "return not makes_fakes() and is_plain and",
+        "return is_plain and",
+        (f"{TRACES}::test_a_graph_made_in_a_trace_is_traced",),
     ),
     Mutation(
         "edges are sorted on the default device",

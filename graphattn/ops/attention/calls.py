@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
@@ -20,6 +19,7 @@ from graphattn.ops.inputs import (
     check_graph,
     check_valid,
     compute_dtype,
+    has_values,
 )
 
 
@@ -107,13 +107,12 @@ def checked_call(
 def check_sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | None:
     """The logits [H] of a sink; None without one.
 
-    Values are checked on a CPU only: on other devices, to read them would wait for the device.
+    They are checked where their values can be read.
     """
     if sink is None:
         return None
     logits = per_head("sink", sink, heads, query)
-    can_read_values = logits.device.type == "cpu" and not torch.compiler.is_compiling()
-    if can_read_values and not all(logit < math.inf for logit in logits.tolist()):
+    if has_values(logits) and not all(logit < math.inf for logit in logits.tolist()):
         got = sink.tolist() if isinstance(sink, Tensor) else sink
         raise ValueError(f"sink must be finite, or -inf for none, got {got}")
     return logits

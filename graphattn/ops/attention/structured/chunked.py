@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from graphattn.graphs.structures.structure import GraphStructure
-from graphattn.graphs.token_graph import kept_for_training
+from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.part_numbers import are_moderate
 from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, Whole, scatter
