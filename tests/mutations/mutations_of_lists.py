@@ -119,6 +119,20 @@ MUTATIONS = [
         (f"{TRACES}::test_tables_that_graphs_share_are_not_made_in_a_trace[band]",),
     ),
     Mutation(
+        "bandwidths that are mapped are read",
+        "graphattn/ops/inputs.py",
+        "        if torch._C._functorch.is_batchedtensor(x):\n            return False\n",
+        "",
+        (f"{TRACES}::test_numbers_of_heads_may_be_mapped",),
+    ),
+    Mutation(
+        "structured runs into torch.func",
+        "graphattn/ops/backends.py",
+        'in_operations = name == "reference" or (name == "structured" and entry.run is None)',
+        'in_operations = name in ("reference", "structured")',
+        (f"{TRACES}::test_a_backend_that_torch_func_cannot_follow_says_so",),
+    ),
+    Mutation(
         "the edges of a graph that is made in a trace are constants",
         "graphattn/graphs/edges/storage.py",
         "is_constant=self._is_constant)",

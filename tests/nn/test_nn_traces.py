@@ -167,6 +167,84 @@ def test_tables_that_graphs_share_are_not_made_in_a_trace(make: Callable[..., ga
         torch.testing.assert_close(mine, ga.rbf_attention(x, x, x, other, torch.tensor(1.25)))
 
 
+@pytest.mark.parametrize("case", [*CASES, *by_hand.ONE_OF_EACH], ids=str)
+@pytest.mark.parametrize("kind", ["window", "list"])
+def test_an_ensemble_gives_what_its_layers_give(kind: str, case: by_hand.Case):
+    """Outputs and gradients of three layers at once, whose parameters vmap stacks."""
+    graph, layers = GRAPHS[kind](), [case.make(seed=seed) for seed in range(3)]
+    x = torch.randn(2, N, by_hand.DIM, dtype=torch.float64)
+    given = {}
+    if case.context_width is not None:
+        given["context"] = torch.randn(2, N, case.context_width, dtype=torch.float64)
+    stacked, _ = torch.func.stack_module_state(layers)
+
+    def run(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layers[0], parameters, (x, graph), given)
+
+    together = torch.func.vmap(run)(stacked)
+    gradients = torch.func.vmap(torch.func.grad(lambda p: run(p).square().sum()))(stacked)
+    for k, layer in enumerate(layers):
+        out = layer(x, graph, **given)
+        torch.testing.assert_close(together[k], out)
+        parameters = dict(layer.named_parameters())
+        apart = torch.autograd.grad(out.square().sum(), parameters.values())
+        for name, gradient in zip(parameters, apart, strict=True):
+            torch.testing.assert_close(gradients[name][k], gradient)
+
+
+def test_numbers_of_heads_may_be_mapped():
+    """A bandwidth and a sink per entry, in operations and in a step of generation."""
+    graph, x = ga.causal_graph(N), torch.randn(N, 2, 3, dtype=torch.float64)
+    sigma, sink = torch.tensor([[0.5, 1.0], [2.0, 0.1]]), torch.tensor([[0.0, 1.0], [-1.0, 2.0]])
+
+    def whole(sigma: Tensor, sink: Tensor) -> Tensor:
+        return ga.rbf_attention(x, x, x, graph, sigma, sink=sink)
+
+    def step(sigma: Tensor, sink: Tensor) -> Tensor:
+        caches = x[None], x[None]
+        return ga.decode_attention(x[None, -1:], *caches, N, sigma=sigma, sink=sink)[0, 0]
+
+    found = torch.func.vmap(whole)(sigma, sink)
+    torch.testing.assert_close(found, torch.stack([*map(whole, sigma, sink)]))
+    torch.testing.assert_close(torch.func.vmap(step)(sigma, sink), found[:, -1])
+    with pytest.raises(ValueError, match="sigma must be > 0"):  # it can be read, so it is checked
+        torch.func.grad(lambda x: ga.rbf_attention(x, x, x, graph, -sigma[0]).sum())(x)
+
+
+@pytest.mark.parametrize("backend", ["structured", *(["native"] if "native" in BACKENDS else [])])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+@pytest.mark.parametrize("case", by_hand.ONE_OF_EACH, ids=str)
+def test_a_backend_that_torch_func_cannot_follow_says_so(
+    case: by_hand.Case, transform: str, backend: str
+):
+    layer, graph = case.make(backend=backend), GRAPHS["list"]()
+    x = torch.randn(2, N, by_hand.DIM, dtype=torch.float64)
+    given = {}
+    if case.context_width is not None:
+        given["context"] = torch.randn(N, case.context_width, dtype=torch.float64)
+    transforms: dict[str, Callable[..., Any]] = {
+        "grad": lambda run: torch.func.grad(lambda x: run(x).sum())(x[0]),
+        "vmap": lambda run: torch.func.vmap(run)(x),
+        "jvp": lambda run: torch.func.jvp(run, (x[0],), (x[1],)),
+    }
+    with pytest.raises(ValueError, match=f"backend '{backend}' cannot run inside torch.func"):
+        transforms[transform](lambda x: layer(x, graph, **given))
+
+
+@pytest.mark.parametrize("case", [*CASES, *by_hand.ONE_OF_EACH], ids=str)
+def test_a_layer_that_was_made_without_values_tells_shapes(case: by_hand.Case):
+    with FakeTensorMode():
+        layer = getattr(ga.nn, case.kind)(by_hand.DIM, by_hand.HEADS, **case.options)
+        x = torch.randn(2, N, by_hand.DIM, requires_grad=True)
+        given = {}
+        if case.context_width is not None:
+            given["context"] = torch.randn(2, N, case.context_width)
+        out = layer(x, ga.window_path_graph(N, 2), **given)
+        out.sum().backward()
+    assert out.shape == x.shape
+    assert isinstance(x.grad, FakeTensor)
+
+
 def test_where_all_tensors_are_fake_none_is_kept():
     """Then constants would not be allowed."""
     graph = ga.causal_window_graph(N, 3)
