@@ -7,6 +7,7 @@ FLAT = "tests/nn/test_nn_flat_calls.py"
 NATIVE_ROTARY = "tests/native/test_native_rotary.py"
 DEFAULT_DEVICE = "tests/native/test_native_default_device.py"
 TRACES = "tests/nn/test_nn_traces.py"
+GRADIENTS = "tests/ops/test_ops_gradients.py"
 FREED = "tests/nn/test_nn_freed_graphs.py"
 PYG_BATCHES = "tests/graphs/test_graphs_pyg_batches.py"
 
@@ -145,6 +146,13 @@ MUTATIONS = [
         "return not makes_fakes() and is_plain and",
         "return is_plain and",
         (f"{TRACES}::test_a_graph_made_in_a_trace_is_traced",),
+    ),
+    Mutation(
+        "without edges, gradients are not there to be differentiated again",
+        "graphattn/ops/attention/structured/chunked.py",
+        "            out, lse = out + nothing, lse + nothing\n",
+        "            del nothing\n",
+        (f"{GRADIENTS}::test_without_edges_all_derivatives_are_there_and_zero[list-dot-auto]",),
     ),
     Mutation(
         "edges are sorted on the default device",
