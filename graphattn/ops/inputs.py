@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_index
-from graphattn.graphs.token_graph import TokenGraph, as_token_graph, makes_fakes
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.kernels.shared.launch import is_transformed
 
 Valid = Tensor | tuple[Tensor | None, Tensor | None] | None
@@ -142,25 +142,6 @@ def _other_layout(graph: Any, target: Tensor, source: Tensor | None) -> str:
     if fits and target.dim() == 3:
         hint += ", or [batch, tokens, dim] after unflatten(-1, (heads, -1))"
     return hint
-
-
-def has_values(x: Tensor) -> bool:
-    """Whether Python may read the numbers of a tensor and depend on them.
-
-    On other devices than a CPU, to read them would wait for the device. Under torch.compile,
-    torch.vmap and traces, or in a fake tensor, there are no numbers to read.
-    """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or makes_fakes():
-        return False
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace
-        return False
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        if torch._C._functorch.is_batchedtensor(x):
-            return False
-        x = torch._C._functorch.get_unwrapped(x)
-    return not torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def check_valid(

@@ -121,8 +121,8 @@ MUTATIONS = [
     ),
     Mutation(
         "bandwidths that are mapped are read",
-        "graphattn/ops/inputs.py",
-        "        if torch._C._functorch.is_batchedtensor(x):\n            return False\n",
+        "graphattn/ops/backends.py",
+        "            if torch._C._functorch.is_batchedtensor(x):\n                return False\n",
         "",
         (f"{TRACES}::test_numbers_of_heads_may_be_mapped",),
     ),

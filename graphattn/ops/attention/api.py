@@ -31,7 +31,7 @@ from graphattn.ops.attention.logits.score import (
     score_of,
 )
 from graphattn.ops.attention.logits.softcap import as_softcap
-from graphattn.ops.backends import choose
+from graphattn.ops.backends import choose, has_values
 from graphattn.ops.dropout import draw_seed
 from graphattn.ops.inputs import (
     Valid,
@@ -40,7 +40,6 @@ from graphattn.ops.inputs import (
     check_valid,
     compute_dtype,
     full_precision,
-    has_values,
 )
 from graphattn.ops.segments import share_beside_eps
 

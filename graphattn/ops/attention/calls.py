@@ -11,7 +11,7 @@ from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, is_table
 from graphattn.ops.attention.logits.score import Score, per_head
-from graphattn.ops.backends import check_backend
+from graphattn.ops.backends import check_backend, has_values
 from graphattn.ops.dropout import as_share
 from graphattn.ops.inputs import (
     Valid,
@@ -19,7 +19,6 @@ from graphattn.ops.inputs import (
     check_graph,
     check_valid,
     compute_dtype,
-    has_values,
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.backends import Backend, check_backend, choose
+from graphattn.ops.backends import Backend, check_backend, choose, has_values
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
     Valid,
@@ -22,7 +22,6 @@ from graphattn.ops.inputs import (
     clear_invalid,
     compute_dtype,
     full_precision,
-    has_values,
     repeat_heads,
     valid_edges,
 )

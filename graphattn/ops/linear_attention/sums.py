@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import stores_results
+from graphattn.ops.backends import has_values
 from graphattn.ops.edge_cache import cached_by_edges
-from graphattn.ops.inputs import has_values
 from graphattn.ops.linear_attention.intervals import Interval, IntervalRun, runs_of
 from graphattn.ops.memory import keep_freed_memory
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.shared.stored import kept_for_training
+from graphattn.ops.backends import has_values
 from graphattn.ops.counting import is_watched
-from graphattn.ops.inputs import compute_dtype, has_values
+from graphattn.ops.inputs import compute_dtype
 
 Kernel = Literal["dot", "rbf"]  # the scores that compiled code knows
 Method = Literal["edges", "pairs"]

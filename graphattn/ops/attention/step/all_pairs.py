@@ -25,7 +25,8 @@ from graphattn.ops.attention.step.cached import (
     attend_logits,
     pair_logits,
 )
-from graphattn.ops.inputs import compute_dtype, full_precision, has_values
+from graphattn.ops.backends import has_values
+from graphattn.ops.inputs import compute_dtype, full_precision
 
 FEW = 16  # up to so many queries, top-k compares products that are summed pair by pair
 

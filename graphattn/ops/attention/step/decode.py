@@ -15,7 +15,8 @@ from graphattn.ops.attention.logits.score import Kernel, score_of
 from graphattn.ops.attention.native import steps as native_steps
 from graphattn.ops.attention.step.cached import attend_cached
 from graphattn.ops.attention.step.masked_rows import attend_masked
-from graphattn.ops.inputs import check_qkv, compute_dtype, full_precision, has_values
+from graphattn.ops.backends import has_values
+from graphattn.ops.inputs import check_qkv, compute_dtype, full_precision
 
 
 class DecodeKind(NamedTuple):
