@@ -25,6 +25,7 @@ GRAPHS: dict[str, Callable[[], ga.TokenGraph]] = {
     "complete": lambda: ga.complete_graph(N),
     "cycle": lambda: ga.window_cycle_graph(N, 2),
     "grid": lambda: ga.grid_window_graph(3, 3, 1),
+    "blocks": lambda: ga.block_window_graph(N, 4, shift=2),
     "blocks of a grid": lambda: ga.grid_block_graph(3, 3, 2),
     "longformer": lambda: ga.longformer_graph(N, 1, [0]),
     "list": lambda: by_hand.irregular_graph(N, N),
@@ -243,6 +244,20 @@ def test_a_layer_that_was_made_without_values_tells_shapes(case: by_hand.Case):
         out.sum().backward()
     assert out.shape == x.shape
     assert isinstance(x.grad, FakeTensor)
+
+
+@pytest.mark.parametrize("trace", ["make_fx", "make_fx before dispatch", "make_fx of fakes"])
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_a_bias_per_edge_is_traced_over_a_new_graph(kind: str, trace: str):
+    """Its edges are counted, some of them from the degrees of tokens."""
+    graph, bias = GRAPHS[kind](), torch.randn(1, GRAPHS[kind]().num_edges, 2)
+
+    def attend(x: Tensor, bias: Tensor) -> Tensor:
+        return ga.rbf_attention(x, x, x, graph, 1.0, edge_bias=bias)
+
+    x = torch.randn(N, 2, 3)
+    traced = TRACES[trace](attend, (x, bias))
+    torch.testing.assert_close(traced(x + 1, bias), attend(x + 1, bias))
 
 
 def test_where_all_tensors_are_fake_none_is_kept():

@@ -190,10 +190,10 @@ class StoredGraph:
         """
         if self._edge_index is not None:
             return self._edge_index.shape[1]
-        if self._neighbors is not None:
-            with self.storing():
+        with self.storing():
+            if self._neighbors is not None:
                 return int((cast(Tensor, self.compact_neighbors) >= 0).sum())
-        return cast(GraphStructure, self._structure).num_edges()
+            return cast(GraphStructure, self._structure).num_edges()
 
     @property
     def structure(self) -> GraphStructure | None:
