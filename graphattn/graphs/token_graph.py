@@ -11,13 +11,12 @@ from graphattn.graphs.arguments import not_a_graph
 from graphattn.graphs.conversions.to_libraries import networkx_of, pyg_of, scipy_of
 from graphattn.graphs.edges.lists import sorted_edge_list
 from graphattn.graphs.edges.storage import StoredGraph
-from graphattn.graphs.edges.stored_values import kept_for_training as kept_for_training
-from graphattn.graphs.edges.stored_values import makes_fakes as makes_fakes
 from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.orders import reordered
 from graphattn.graphs.permutations import order_of_edges, permuted
 from graphattn.graphs.structures.graph_code import KINDS
 from graphattn.graphs.targets import targets_of
+from graphattn.kernels.shared.stored import makes_fakes as makes_fakes
 
 if TYPE_CHECKING:
     import networkx

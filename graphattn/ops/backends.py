@@ -1,7 +1,8 @@
 """The choice of a backend: one table per engine, asked once per call.
 
 Three functions ask whether compiled code or an operator may run in place of single operations of
-torch. They differ in what they look for:
+torch (and :func:`has_values`, whether Python may depend on numbers). They differ in what they look
+for:
 
 - :func:`~graphattn.kernels.shared.launch.is_transformed`: torch.func or forward-mode
   differentiation is active. These differentiate or batch every operation by themselves, so
@@ -21,10 +22,12 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.kernels.shared.launch import is_transformed
+from graphattn.kernels.shared.stored import PRE_DISPATCH, makes_fakes
 
 BACKEND_NAMES = ("reference", "structured", "native", "triton")
 NAMES = ("auto", *BACKEND_NAMES)  # what an argument `backend` may be
@@ -91,9 +94,30 @@ def is_followed() -> bool:
         return False
     return (
         torch._C._get_tracing_state() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether Python may read the numbers of a tensor and depend on them.
+
+    On other devices than a CPU, to read them would wait for the device. Under torch.compile,
+    torch.vmap and traces, or in a fake tensor, there are no numbers to read.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    if is_followed():
+        if makes_fakes() or torch._C._get_tracing_state() is not None:
+            return False
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            if torch._C._functorch.is_batchedtensor(x):
+                return False
+            x = torch._C._functorch.get_unwrapped(x)
+    return not torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 class Backend(NamedTuple):
@@ -151,7 +175,9 @@ def _by_name(table: Table, call: Any, name: str) -> Backend:
             continue
         if (reason := entry.why_not(call)) is not None:
             raise refusal(name, reason)
-        if name in ("native", "triton") and is_transformed():
+        # A step by "structured", in a table without `run`, is in single operations of torch.
+        in_operations = name == "reference" or (name == "structured" and entry.run is None)
+        if not in_operations and is_transformed():
             raise ValueError(
                 f"backend {name!r} cannot run inside torch.func or under forward-mode "
                 "differentiation, which must see every operation of a call: use "

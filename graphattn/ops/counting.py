@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.shared.stored import PRE_DISPATCH
 from graphattn.ops.linear_attention.intervals import runs_of
 
 Formula = Callable[..., int]
@@ -40,6 +41,8 @@ def is_watched(like: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees only operators, too
+        return True
+    if torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH):
         return True
     if torch._C._len_torch_dispatch_stack() == 0:
         return like.device.type == "meta"

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphattn.graphs.token_graph import TokenGraph, makes_fakes
+from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import NOT_STORED, OnStream, as_entry, may_store
 
 T = TypeVar("T")
@@ -22,7 +22,8 @@ def cached_by_edges(graph: TokenGraph, make: Callable[[TokenGraph, Tensor], T]) 
 
     `listed` is the graph's edge list, or its table of neighbours. The result is stored as long as
     that tensor lives. If it was changed in place, its version differs and the result is computed
-    again.
+    again. The result must hold neither the graph nor a view of its list, because then the list
+    would live forever; ``graph.compact_csr()`` may be stored.
     """
     listed = graph.compact_neighbors
     listed = graph.compact_edges if listed is None else listed
@@ -34,9 +35,10 @@ def cached_by_edges(graph: TokenGraph, make: Callable[[TokenGraph, Tensor], T]) 
     result: T = values.get(key, NOT_STORED)
     if result is NOT_STORED:
         # Detached, because a stored value must not itself keep the list alive.
-        result = make(graph, listed.detach())
-        if not makes_fakes() and may_store(listed.device):
-            _cache[listed] = version, values | {key: as_entry(result, listed.device)}
+        with graph.storing():
+            result = make(graph, listed.detach())
+            if may_store(listed.device):
+                _cache[listed] = version, values | {key: as_entry(result, listed.device)}
     elif isinstance(result, OnStream):
         result = result.read()
     return result

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.shared.launch import is_transformed, untraced
+from graphattn.kernels.shared.stored import makes_fakes
 
 DTYPES = (torch.int32, torch.int64)
 
@@ -39,7 +40,7 @@ def has_edge_order(edge_index: Tensor) -> bool:
     if torch.compiler.is_compiling() or is_transformed():
         return False
     # What a subclass or a mode makes of a tensor need not lie in memory.
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if torch._C._len_torch_dispatch_stack() > 0 or makes_fakes():
         return False
     is_plain = type(edge_index).__torch_dispatch__ is Tensor.__torch_dispatch__
     return is_plain and untraced(library.library)() is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import as_it_lies
 from graphattn.kernels.shared.launch import is_transformed, untraced
+from graphattn.kernels.shared.stored import makes_fakes
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 # Candidates from which on blocks are faster than products, up to so many coordinates: as measured
@@ -35,12 +36,11 @@ def has_neighbors(x: Tensor) -> bool:
 def _is_there(x: Tensor) -> bool:
     """Whether a library is there, and the numbers are: fake tensors and wrapped ones have none.
 
-    Nor does it run where torch.jit traces, which would not see what it writes.
+    Nor does it run in a trace, which would not see what it writes.
     """
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
     is_traced = torch._C._get_tracing_state() is not None
-    return mode is None and is_plain and not is_traced and library.library() is not None
+    return not makes_fakes() and is_plain and not is_traced and library.library() is not None
 
 
 def has_nearest(*points: Tensor) -> bool:

@@ -12,21 +12,32 @@ A tensor on a GPU has its values when the stream that computes them gets there. 
   there before: a call like the captured one, with its backward if that is captured, makes them.
   PyTorch asks for such a call anyway, which it calls warm-up.
 
-On a CPU nothing of this is done.
+On a CPU nothing of this is done. On every device,
+
+- what is stored must be usable anywhere later, also in training and outside of a trace. So it is
+  made within :func:`kept_for_training`. Fake, functional and traced tensors are not stored
+  (:func:`makes_fakes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 K = TypeVar("K")
 T = TypeVar("T")
 P = ParamSpec("P")
+_MODES = torch._C._TorchDispatchModeKey
+TRACES = _MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # where torch.export and make_fx may trace
+CPU = torch.device("cpu")
 NOT_STORED: Any = object()  # stands for a missing entry, because None may be one
 
 
@@ -37,7 +48,65 @@ def is_capturing(device: torch.device) -> bool:
 
 def may_store(device: torch.device) -> bool:
     """Whether a value that is made now on a device may be read later than in this call."""
-    return not is_capturing(device)
+    return not is_capturing(device) and not makes_fakes()
+
+
+def makes_fakes() -> bool:
+    """Whether new tensors are fake, functional or traced: they mean nothing after this call.
+
+    torch.export is such a trace. torch.compile is not: what it traces is stored when the compiled
+    function runs, with real tensors.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    if has_modes and any(torch._C._get_dispatch_mode(kind) is not None for kind in TRACES):
+        return True
+    if torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH):
+        return True
+    if torch._C._functorch.maybe_current_level() is None:
+        return False
+    functionalize = torch._C._functorch.TransformType.Functionalize
+    levels = torch._C._functorch.get_interpreter_stack()
+    return any(level.key() == functionalize for level in levels)
+
+
+def kept_for_training(
+    device: torch.device | None = None, *, is_constant: bool = True
+) -> AbstractContextManager[object]:
+    """Let tensors made inside be used anywhere later: leave inference mode, torch.func and traces.
+
+    Some tensors are computed once and stored. If the first use is in inference mode, inside a
+    function transform or in a trace, autograd must still be able to use them afterwards. In a trace
+    they are constants.
+
+    Args:
+        device: where tensors are made; None for a CPU.
+        is_constant: whether they are made from real tensors alone. Otherwise the trace has to see
+            how they are made, and :func:`may_store` says that they may not be stored.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return nullcontext()
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+    if is_constant and makes_fakes() and _is_here(device) and _takes_constants():
+        stack.enter_context(_disable_current_modes())
+    if is_constant and torch._C._functorch.maybe_current_level() is not None:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    return stack
+
+
+def _is_here(device: torch.device | None) -> bool:
+    """Whether tensors with values can be made on a device; fake tensors can be on any."""
+    kind = "cpu" if device is None else device.type
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+
+
+def _takes_constants() -> bool:
+    """Whether real tensors may be used beside those of the modes that are active."""
+    fake: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is None or bool(fake.allow_non_fake_inputs)
 
 
 class OnStream(Generic[T]):
@@ -114,9 +183,10 @@ def stored(place: MutableMapping[K, Any], key: K, device: torch.device, make: Ca
     """
     found = place.get(key, NOT_STORED)
     if found is NOT_STORED:
-        found = make()
-        if may_store(device):
-            place[key] = as_entry(found, device)
+        with kept_for_training(device):
+            found = make()
+            if may_store(device):
+                place[key] = as_entry(found, device)
     elif isinstance(found, OnStream):
         found = found.read()
     result: T = found
@@ -126,27 +196,22 @@ def stored(place: MutableMapping[K, Any], key: K, device: torch.device, make: Ca
 class StoredResults(Generic[P, T]):
     """A function that stores its results, as :func:`functools.lru_cache` makes it.
 
-    Its second argument is the device on which the tensors of its result are.
+    Its second argument, if any, is the device on which the tensors of its result are.
     """
 
     def __init__(self, make: Callable[P, T], most: int) -> None:
         update_wrapper(self, make)
         self._make = make
-        self._elsewhere: Any = lru_cache(maxsize=most)(make)
         self._places: Any = lru_cache(maxsize=most)(_new_place)  # a dict for each device and key
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
         key: Any = arguments
-        device: torch.device = key[1]
-        if device.type != "cuda":
-            found: T = self._elsewhere(*key, **named)
-            return found
+        device: torch.device = key[1] if len(key) > 1 else CPU
         place = self._places(*key, **named)
         return stored(place, "", device, lambda: self._make(*arguments, **named))
 
     def cache_clear(self) -> None:
         """Forget all results."""
-        self._elsewhere.cache_clear()
         self._places.cache_clear()
 
 
@@ -155,7 +220,7 @@ def _new_place(*_: Any, **__: Any) -> dict[str, Any]:
 
 
 def stores_results(most: int) -> Callable[[Callable[P, T]], StoredResults[P, T]]:
-    """Decorate a function, whose second argument is a device, to store its last `most` results."""
+    """Decorate a function to store its last `most` results; see :class:`StoredResults`."""
     return lambda make: StoredResults(make, most)
 
 

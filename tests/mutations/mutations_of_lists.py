@@ -6,6 +6,9 @@ WIDTH = "tests/graphs/test_graphs_index_width.py"
 FLAT = "tests/nn/test_nn_flat_calls.py"
 NATIVE_ROTARY = "tests/native/test_native_rotary.py"
 DEFAULT_DEVICE = "tests/native/test_native_default_device.py"
+TRACES = "tests/nn/test_nn_traces.py"
+GRADIENTS = "tests/ops/test_ops_gradients.py"
+FREED = "tests/nn/test_nn_freed_graphs.py"
 PYG_BATCHES = "tests/graphs/test_graphs_pyg_batches.py"
 
 MUTATIONS = [
@@ -78,9 +81,78 @@ MUTATIONS = [
     Mutation(
         "a graph keeps fake positions",
         "graphattn/graphs/edges/storage.py",
-        "        elif not makes_fakes() and may_store(self._device):",
+        "        elif may_store(self._device):",
         "        elif name:",
-        (f"{FLAT}::test_fake_tensors_first_and_real_ones_then[turned-window]",),
+        (f"{TRACES}::test_where_all_tensors_are_fake_none_is_kept",),
+    ),
+    Mutation(
+        "what is stored for a list of edges holds a view of it",
+        "graphattn/graphs/edges/storage.py",
+        "return self.compact_rowptr, self.compact_edges[0].detach()",
+        "return self.compact_rowptr, self.compact_edges[0]",
+        (
+            f"{FREED}::test_a_graph_and_its_list_are_freed_without_a_search_for_garbage[list-native]",
+        ),
+    ),
+    Mutation(
+        "an export leaves its tensors with the graph",
+        "kernels/shared/stored.py",
+        "    if torch.compiler.is_dynamo_compiling():\n        return False\n",
+        "    if torch.compiler.is_compiling():\n        return False\n",
+        (
+            f"{TRACES}::test_a_trace_first_then_calls_then_training[window-export-DotProductAttention(rope=True,kv_heads=2)-auto]",
+        ),
+    ),
+    Mutation(
+        "what a trace needs of a graph is computed in the trace",
+        "kernels/shared/stored.py",
+        "        stack.enter_context(_disable_current_modes())",
+        "        pass",
+        (
+            f"{TRACES}::test_a_trace_first_then_calls_then_training[list-export-DotProductAttention(rope=True,kv_heads=2)-reference]",
+        ),
+    ),
+    Mutation(
+        "tables that graphs share are kept as a trace makes them",
+        "kernels/shared/stored.py",
+        "        with kept_for_training(device):\n            found = make()\n",
+        "        if True:\n            found = make()\n",
+        (f"{TRACES}::test_tables_that_graphs_share_are_not_made_in_a_trace[band]",),
+    ),
+    Mutation(
+        "bandwidths that are mapped are read",
+        "graphattn/ops/backends.py",
+        "            if torch._C._functorch.is_batchedtensor(x):\n                return False\n",
+        "",
+        (f"{TRACES}::test_numbers_of_heads_may_be_mapped",),
+    ),
+    Mutation(
+        "structured runs into torch.func",
+        "graphattn/ops/backends.py",
+        'in_operations = name == "reference" or (name == "structured" and entry.run is None)',
+        'in_operations = name in ("reference", "structured")',
+        (f"{TRACES}::test_a_backend_that_torch_func_cannot_follow_says_so",),
+    ),
+    Mutation(
+        "the edges of a graph that is made in a trace are constants",
+        "graphattn/graphs/edges/storage.py",
+        "is_constant=self._is_constant)",
+        "is_constant=True)",
+        (f"{TRACES}::test_a_graph_made_in_a_trace_is_traced",),
+    ),
+    Mutation(
+        "neighbours are searched where a trace does not see it",
+        "kernels/cpu/neighbors.py",
+        "return not makes_fakes() and is_plain and",
+        "return is_plain and",
+        (f"{TRACES}::test_a_graph_made_in_a_trace_is_traced",),
+    ),
+    Mutation(
+        "without edges, gradients are not there to be differentiated again",
+        "graphattn/ops/attention/structured/chunked.py",
+        "            out, lse = out + nothing, lse + nothing\n",
+        "            del nothing\n",
+        (f"{GRADIENTS}::test_without_edges_all_derivatives_are_there_and_zero[list-dot-auto]",),
     ),
     Mutation(
         "edges are sorted on the default device",

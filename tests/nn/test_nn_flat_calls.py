@@ -106,8 +106,11 @@ def test_values_and_gradients_are_those_of_messages(name, graph, lead, short_way
 
 
 @each_layer
-def test_second_derivatives_are_right(name):
+@pytest.mark.parametrize("edges", [True, False])
+def test_second_derivatives_are_right(name, edges):
     layer, graph = layer_of(name), ga.causal_window_graph(4, 2)
+    if not edges:
+        graph = ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4)
     x = tokens(2, 4).requires_grad_()
     weight = layer.output_proj.weight
     assert torch.autograd.gradgradcheck(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases_ops import consensus_inputs, qkv, random, random_mask
+from cases_ops import BACKENDS, consensus_inputs, qkv, random, random_mask
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -281,3 +281,81 @@ def test_what_torch_func_has_kept_serves_others(name):
     y = x.clone().requires_grad_()
     torch.testing.assert_close(torch.autograd.grad(loss(y), y)[0], inside)
     torch.testing.assert_close(torch.autograd.grad(loss(y), y, create_graph=True)[0], inside)
+
+
+def no_edges(num_targets: int, num_sources: int) -> ga.TokenGraph:
+    return ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), num_targets, num_sources)
+
+
+EMPTY: dict[str, Callable[[], ga.TokenGraph]] = {
+    "list": lambda: no_edges(4, 4),
+    "rectangle": lambda: no_edges(3, 5),
+    "no sources": lambda: no_edges(3, 0),
+    "no tokens": lambda: no_edges(0, 0),
+    "isolated atoms": lambda: ga.radius_graph(9.0 * torch.arange(4.0)[:, None], 1.0),
+    "window of one token": lambda: ga.window_path_graph(1, 1),
+    "one token without itself": lambda: ga.complete_graph(1, self_loops=False),
+    "windows of one token": lambda: ga.batch([ga.window_path_graph(1, 1)] * 3),
+    "mixed batch": lambda: ga.batch([no_edges(2, 2), ga.window_path_graph(1, 1)]),
+    "beside edges": lambda: ga.batch([no_edges(2, 2), ga.complete_graph(3)]),
+    "union": lambda: ga.union(no_edges(4, 4), no_edges(4, 4)),
+}
+
+
+class Product(ga.Score):
+    def edges(self, query: Tensor, key: Tensor) -> Tensor:
+        return (query * key).sum(-1)
+
+
+Call = Callable[[dict[str, Tensor], ga.TokenGraph, str], Tensor | tuple[Tensor, Tensor]]
+
+
+def attend(x: dict[str, Tensor], graph: ga.TokenGraph, backend: str, **more: object) -> Tensor:
+    return ga.dot_product_attention(
+        x["query"], x["key"], x["value"], graph, backend=backend, **more
+    )
+
+
+EMPTY_CALLS: dict[str, Call] = {
+    "dot": lambda x, g, b: attend(x, g, b, return_lse=True),
+    "top-k": lambda x, g, b: attend(x, g, b, top_k=1),
+    "softcap": lambda x, g, b: attend(x, g, b, softcap=2.0),
+    "bias": lambda x, g, b: attend(x, g, b, edge_bias=x["bias"]),
+    "sink": lambda x, g, b: attend(x, g, b, sink=x["of_heads"]),
+    "rbf": lambda x, g, b: ga.rbf_attention(
+        x["query"], x["key"], x["value"], g, x["of_heads"].exp(), eps=0.1, backend=b
+    ),
+    "score": lambda x, g, b: ga.score_attention(
+        x["query"], x["key"], x["value"], g, Product(), backend=b
+    ),
+    "linear": lambda x, g, b: ga.linear_attention(x["query"], x["key"], x["value"], g, backend=b),
+}
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS[1:], "auto"])
+@pytest.mark.parametrize("operation", EMPTY_CALLS)
+@pytest.mark.parametrize("kind", EMPTY)
+def test_without_edges_all_derivatives_are_there_and_zero(kind, operation, backend):
+    """As in the reference; forces and penalties of gradients ask for the derivatives of zeros."""
+    if operation in ("linear", "score") and backend == "native":
+        pytest.skip("there is no compiled code for these")
+    graph = EMPTY[kind]()
+    q, k, v = qkv(graph, batch=(2,))
+    given = {"query": q, "key": k, "value": v}
+    if operation in ("rbf", "sink"):
+        given["of_heads"] = random(2, seed=7)
+    if operation == "bias":
+        given["bias"] = random(graph.num_edges, 2, seed=8)
+    found = {}
+    for name in (backend, "reference"):
+        leaves = {key: x.clone().requires_grad_() for key, x in given.items()}
+        result = EMPTY_CALLS[operation](leaves, graph, name)
+        outs = finite(*result) if isinstance(result, tuple) else (result,)
+        loss = sum(((out - 1) ** 2).sum() for out in outs)
+        first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+        penalty = sum(x.square().sum() for x in first)
+        second = torch.autograd.grad(penalty, list(leaves.values()), materialize_grads=True)
+        found[name] = [*first, *second]
+    torch.testing.assert_close(found[backend], found["reference"])
+    if kind != "beside edges":
+        assert not any(x.any() for x in found[backend])

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphattn.kernels.shared.stored import makes_fakes
+
 MOST = torch.iinfo(torch.int32).max  # the most tokens, or edges, of a graph with int32 lists
 STORED_WIDE = 1 << 18  # entries up to which a list is also stored in int64, which takes 2 MB more
 
@@ -36,7 +38,10 @@ def as_stored(index: Tensor, *sizes: int) -> Tensor:
         >>> as_stored(torch.tensor([2, 0]), 3).dtype, as_stored(torch.tensor([2, 0]), 2**40).dtype
         (torch.int32, torch.int64)
     """
-    if not torch.compiler.is_compiling() and are_narrow(index.device, *sizes):
+    traced = torch.compiler.is_dynamo_compiling() or (
+        torch.compiler.is_compiling() and makes_fakes()  # torch.export, without strict=True
+    )
+    if not traced and are_narrow(index.device, *sizes):
         return index.to(torch.int32)
     return index.long()
 

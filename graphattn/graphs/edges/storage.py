@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -11,12 +12,19 @@ from torch import Tensor
 from graphattn.graphs.edges.index_width import are_narrow, as_stored, is_stored_wide
 from graphattn.graphs.edges.listing import edges_of_structure
 from graphattn.graphs.edges.lists import edges_of_rows, order_by_source, sorted_edge_list
-from graphattn.graphs.edges.stored_values import kept_for_training, makes_fakes, usable_for_training
+from graphattn.graphs.edges.stored_values import usable_for_training
 from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.graph_code import encode
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Device, GraphStructure
-from graphattn.kernels.shared.stored import NOT_STORED, OnStream, as_entry, may_store
+from graphattn.kernels.shared.stored import (
+    NOT_STORED,
+    OnStream,
+    as_entry,
+    kept_for_training,
+    makes_fakes,
+    may_store,
+)
 
 T = TypeVar("T")
 # A graph that is made from another one has the class of that one.
@@ -70,7 +78,12 @@ class StoredGraph:
         self._device = torch.device("cpu" if device is None else device)
         self._sizes = sizes or ((num_targets, num_sources),)
         self._starts = _starts_of(starts or ((0, 0),) * len(self._sizes), self._sizes)
-        with kept_for_training():
+        # In a trace, lists and symbolic sizes stand for those of later calls.
+        is_symbolic = isinstance(num_targets, torch.SymInt) or isinstance(num_sources, torch.SymInt)
+        self._is_constant = not makes_fakes() or not (
+            is_symbolic or listed is not None or positions is not None
+        )
+        with self.storing():
             if neighbors is not None:
                 neighbors = usable_for_training(self._as_stored(neighbors, neighbors.numel()))
             if edge_index is not None:
@@ -82,7 +95,7 @@ class StoredGraph:
             self._own_positions = usable_for_training(of_targets)
             self._own_source_positions = usable_for_training(of_sources)
         self._forget()
-        with kept_for_training():
+        with self.storing():
             self._code = encode(self)
 
     def _forget(self) -> None:
@@ -103,6 +116,13 @@ class StoredGraph:
         # On a GPU: the attributes that were derived or copied, and the stream that did it.
         self._on_streams: dict[str, OnStream[Any]] | None = _streams_on(self._device)
 
+    def storing(self) -> AbstractContextManager[object]:
+        """Context in which to make what is stored for this graph; see :func:`kept_for_training`.
+
+        :func:`~graphattn.kernels.shared.stored.may_store` says inside whether it may be stored.
+        """
+        return kept_for_training(self._device, is_constant=self._is_constant)
+
     def _as_stored(self, index: Tensor, count: int) -> Tensor:
         """Convert a list with `count` edges, or places of edges, to the width that is stored."""
         return as_stored(index, self._num_targets, self._num_sources, count)
@@ -111,24 +131,23 @@ class StoredGraph:
         """Return a stored list in int64, as users see it; store the result if it is small."""
         if stored.dtype == torch.int64:
             return stored
-        if torch.compiler.is_compiling():  # storing the result would cause a recompilation
+        if torch.compiler.is_dynamo_compiling():  # storing the result would cause a recompilation
             return stored.long()
         found = self._wide.get(name)
         # Equal versions mean that nobody has written into the lists since the conversion.
         if found is not None and found[0] == (stored._version, found[1]._version):
             return found[1]
-        with kept_for_training():
+        with self.storing():
             wide = stored.long()
-        # Under a dispatch mode, such as that of fake tensors, it may be another kind of tensor.
-        if is_stored_wide(stored) and torch._C._len_torch_dispatch_stack() == 0:
-            self._wide[name] = (stored._version, wide._version), wide
+            if is_stored_wide(stored) and may_store(self._device):
+                self._wide[name] = (stored._version, wide._version), wide
         return wide
 
     def _store(self, name: str, made: T) -> T:
         """Store a value as an attribute, if it may be read later, and return it."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             setattr(self, name, made)
-        elif not makes_fakes() and may_store(self._device):
+        elif may_store(self._device):
             setattr(self, name, made)
             if self._on_streams is not None:
                 self._on_streams[name] = OnStream(made, self._device)
@@ -171,9 +190,10 @@ class StoredGraph:
         """
         if self._edge_index is not None:
             return self._edge_index.shape[1]
-        if self._neighbors is not None:
-            return int((cast(Tensor, self.compact_neighbors) >= 0).sum())
-        return cast(GraphStructure, self._structure).num_edges()
+        with self.storing():
+            if self._neighbors is not None:
+                return int((cast(Tensor, self.compact_neighbors) >= 0).sum())
+            return cast(GraphStructure, self._structure).num_edges()
 
     @property
     def structure(self) -> GraphStructure | None:
@@ -240,8 +260,9 @@ class StoredGraph:
         if self._points_backward is None:
             if self._structure is not None:
                 return False
-            gap = self.compact_edges.diff(dim=0)
-            self._points_backward = bool((gap >= 0).all() and (gap > 0).any())
+            with self.storing():
+                gap = self.compact_edges.diff(dim=0)
+                self._points_backward = bool((gap >= 0).all() and (gap > 0).any())
         return self._points_backward
 
     @property
@@ -362,7 +383,7 @@ class StoredGraph:
                     [0, 1, 1]], dtype=torch.int32)
         """
         if self._edge_index is None:
-            with kept_for_training():
+            with self.storing():
                 neighbors = self.compact_neighbors
                 if neighbors is not None:
                     edges = edges_of_rows(neighbors, is_sorted=True)
@@ -377,10 +398,10 @@ class StoredGraph:
     def compact_rowptr(self) -> Tensor:
         """:attr:`rowptr`, with the dtype of :attr:`compact_edges`."""
         if self._rowptr is None:
-            with kept_for_training():
+            with self.storing():
                 degree = self.in_degree()
                 rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-                if self._device.type == "cpu" and not torch.compiler.is_compiling():
+                if self._device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
                     rowptr = self._as_stored(rowptr, int(rowptr[-1]))
                 return self._store("_rowptr", rowptr)
         if self._on_streams is not None:
@@ -396,16 +417,19 @@ class StoredGraph:
 
     def compact_csr(self) -> tuple[Tensor, Tensor]:
         """:meth:`csr`, with the dtype of :attr:`compact_edges`."""
-        return self.compact_rowptr, self.compact_edges[0]
+        # Detached, because a plain view holds the list. What is stored as long as the list lives
+        # (`graphattn/ops/edge_cache.py`) must not hold it, or neither is ever freed.
+        return self.compact_rowptr, self.compact_edges[0].detach()
 
     def in_degree(self) -> Tensor:
         """Count the sources of every target; LongTensor [N]."""
-        if self._structure is not None and self._edge_index is None:
-            return self._structure.in_degree(self._device)
-        neighbors = self.compact_neighbors
-        if neighbors is not None:
-            return (neighbors >= 0).sum(dim=1)
-        return torch.bincount(self.compact_edges[1], minlength=self._num_targets)
+        with self.storing():
+            if self._structure is not None and self._edge_index is None:
+                return self._structure.in_degree(self._device)
+            neighbors = self.compact_neighbors
+            if neighbors is not None:
+                return (neighbors >= 0).sum(dim=1)
+            return torch.bincount(self.compact_edges[1], minlength=self._num_targets)
 
     def transpose(self) -> Self:
         """Return the graph with sources and targets exchanged.
@@ -414,21 +438,22 @@ class StoredGraph:
         """
         if self._transposed is None:
             flipped = None if self._structure is None else self._structure.transpose()
-            edge_index = None
-            if flipped is None:
-                edge_index = self.compact_edges.flip(0)[:, self._order_by_source()]
-            transposed = type(self)(
-                structure=flipped,
-                edge_index=edge_index,
-                num_targets=self._num_sources,
-                num_sources=self._num_targets,
-                sizes=tuple((sources, targets) for targets, sources in self._sizes),
-                starts=tuple((source, target) for target, source in self._starts),
-                positions=self.own_positions and self.own_positions[::-1],
-                device=self._device,
-            )
-            transposed._transposed = self
-            return self._store("_transposed", transposed)
+            with self.storing():
+                edge_index = None
+                if flipped is None:
+                    edge_index = self.compact_edges.flip(0)[:, self._order_by_source()]
+                transposed = type(self)(
+                    structure=flipped,
+                    edge_index=edge_index,
+                    num_targets=self._num_sources,
+                    num_sources=self._num_targets,
+                    sizes=tuple((sources, targets) for targets, sources in self._sizes),
+                    starts=tuple((source, target) for target, source in self._starts),
+                    positions=self.own_positions and self.own_positions[::-1],
+                    device=self._device,
+                )
+                transposed._transposed = self
+                return self._store("_transposed", transposed)
         if self._on_streams is not None:
             self._await("_transposed")
         return self._transposed
@@ -443,7 +468,7 @@ class StoredGraph:
 
     def _order_by_source(self) -> Tensor:
         if self._transpose_permutation is None:
-            with kept_for_training():
+            with self.storing():
                 order = order_by_source(*self.compact_csr(), self._num_sources)
                 return self._store("_transpose_permutation", self._as_stored(order, len(order)))
         if self._on_streams is not None:
@@ -461,13 +486,13 @@ class StoredGraph:
         # One lookup only, because another thread may clear the dict between two lookups.
         result: T = found.get(key, NOT_STORED)
         if result is NOT_STORED:
-            with kept_for_training():
+            with self.storing():
                 result = make()
-            if makes_fakes() or not may_store(self._device):
-                return result
-            if len(found) >= MOST_DERIVED:
-                found.clear()
-            found[key] = as_entry(result, self._device)
+                if not may_store(self._device):
+                    return result
+                if len(found) >= MOST_DERIVED:
+                    found.clear()
+                found[key] = as_entry(result, self._device)
         elif isinstance(result, OnStream):
             result = result.read()
         return result
@@ -481,7 +506,7 @@ class StoredGraph:
         After :meth:`permute` it is the position that the token had before.
         """
         if self._positions is None:
-            with kept_for_training():
+            with self.storing():
                 return self._store("_positions", self._counted(0))
         if self._on_streams is not None:
             self._await("_positions")
@@ -493,7 +518,7 @@ class StoredGraph:
         if self._source_positions is None:
             if self._own_positions is not None or self.has_same_tokens:
                 return self.positions
-            with kept_for_training():
+            with self.storing():
                 return self._store("_source_positions", self._counted(1))
         if self._on_streams is not None:
             self._await("_source_positions")
@@ -546,6 +571,8 @@ class StoredGraph:
         changed._transposed = None
         changed._wide, changed._derived = {}, {}
         changed._on_streams = _streams_on(device)
+        has_tensors = self.listed is not None or self._own_positions is not None
+        changed._is_constant = self._is_constant and not (makes_fakes() and has_tensors)
         for name, value in list(vars(changed).items()):
             if isinstance(value, Tensor) and name != "_code":
                 if name not in INDICES:
@@ -556,7 +583,7 @@ class StoredGraph:
                 else:
                     new = change(value).long()
                 setattr(changed, name, new)
-                if changed._on_streams is not None and not makes_fakes() and may_store(device):
+                if changed._on_streams is not None and may_store(device):
                     changed._on_streams[name] = OnStream(new, device)
         return changed
 
@@ -572,7 +599,8 @@ class StoredGraph:
         small.__dict__.update(self.__dict__)
         small._forget()
         state = dict(small.__dict__)
-        del state["_code"]  # It is computed from the rest when the graph is loaded.
+        for name in ("_code", "_is_constant"):  # These are computed when the graph is loaded.
+            del state[name]
         # The device is saved as an empty tensor, so that `torch.load(map_location=...)` changes it.
         state["_device"] = torch.empty(0, device=self._device)
         return state

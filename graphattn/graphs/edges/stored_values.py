@@ -1,35 +1,18 @@
-"""Context for values that a graph stores, so that autograd, torch.func and fake tensors work."""
+"""Values that a graph stores, made such that autograd can use them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.late_imports import not_compiled
 
 T = TypeVar("T")
-
-
-def kept_for_training() -> AbstractContextManager[object]:
-    """Leave inference mode and torch.func, so that tensors made inside can be used anywhere later.
-
-    A graph computes some tensors once and stores them. If the first use is in inference mode or
-    inside a function transform, autograd must still be able to use them afterwards.
-    """
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    stack = ExitStack()
-    if torch.is_inference_mode_enabled():
-        stack.enter_context(torch.inference_mode(False))
-    if torch._C._functorch.maybe_current_level() is not None:
-        stack.enter_context(temporarily_clear_interpreter_stack())
-    return stack
 
 
 def made_for_training(make: Callable[..., T]) -> Callable[..., T]:
@@ -45,13 +28,6 @@ def made_for_training(make: Callable[..., T]) -> Callable[..., T]:
             return make(*arguments)
 
     return made
-
-
-def makes_fakes() -> bool:
-    """Whether new tensors are fake, without memory; a graph must not store such tensors."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def usable_for_training(x: Tensor | None) -> Tensor | None:

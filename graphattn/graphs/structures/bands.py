@@ -8,7 +8,7 @@ short complete sequence. A dilated window has one sequence for every remainder o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def has_bands(structure: GraphStructure) -> bool:
     return isinstance(structure, Band | Blocks | Complete)
 
 
-@lru_cache(maxsize=64)
+@stores_results(64)
 def bands_of(structure: GraphStructure) -> Bands | None:
     """Make the table of a structure; None if it is not made of bands.
 

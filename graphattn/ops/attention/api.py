@@ -19,7 +19,6 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.shared.launch import is_transformed
 from graphattn.ops.attention import reference
 from graphattn.ops.attention.backends import BACKENDS
 from graphattn.ops.attention.calls import AttentionCall, check_sink, checked_call
@@ -32,7 +31,7 @@ from graphattn.ops.attention.logits.score import (
     score_of,
 )
 from graphattn.ops.attention.logits.softcap import as_softcap
-from graphattn.ops.backends import choose
+from graphattn.ops.backends import choose, has_values
 from graphattn.ops.dropout import draw_seed
 from graphattn.ops.inputs import (
     Valid,
@@ -526,12 +525,7 @@ def _with_extra_mass(out: Tensor, lse: Tensor, eps: float, sink_logits: Tensor |
     use cannot spread.
     """
     share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink_logits)[..., None]
-    # On other devices, to read a value would wait for the device. Under torch.compile and
-    # torch.func, Python cannot depend on values.
-    can_read_values = (
-        out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
-    )
-    if can_read_values and math.isfinite(out.detach().sum()):
+    if has_values(out) and math.isfinite(out.detach().sum()):
         return out * share
     bad = ~out.isfinite()  # 0 * NaN is NaN
     return torch.where(bad, out * share.detach(), out.masked_fill(bad, 0) * share)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.graphs.token_graph import makes_fakes
 from graphattn.ops import compiled_code
 from graphattn.ops.attention import native, operators, reference, structured, triton
 from graphattn.ops.attention.calls import AttentionCall
@@ -38,8 +39,8 @@ def _why_not_native(call: AttentionCall) -> str | None:
 
 def _why_not_structured(call: AttentionCall) -> str | None:
     """The reason why "structured" cannot run a call; None if it can."""
-    if call.score.kernel is None and torch.compiler.is_compiling():
-        return f"torch.compile takes the score {call.score} edge by edge, as the reference does"
+    if call.score.kernel is None and (torch.compiler.is_compiling() or makes_fakes()):
+        return f"a trace takes the score {call.score} edge by edge, as the reference does"
     return None
 
 

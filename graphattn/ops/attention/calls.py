@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, is_table
 from graphattn.ops.attention.logits.score import Score, per_head
-from graphattn.ops.backends import check_backend
+from graphattn.ops.backends import check_backend, has_values
 from graphattn.ops.dropout import as_share
 from graphattn.ops.inputs import (
     Valid,
@@ -107,13 +106,12 @@ def checked_call(
 def check_sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | None:
     """The logits [H] of a sink; None without one.
 
-    Values are checked on a CPU only: on other devices, to read them would wait for the device.
+    They are checked where their values can be read.
     """
     if sink is None:
         return None
     logits = per_head("sink", sink, heads, query)
-    can_read_values = logits.device.type == "cpu" and not torch.compiler.is_compiling()
-    if can_read_values and not all(logit < math.inf for logit in logits.tolist()):
+    if has_values(logits) and not all(logit < math.inf for logit in logits.tolist()):
         got = sink.tolist() if isinstance(sink, Tensor) else sink
         raise ValueError(f"sink must be finite, or -inf for none, got {got}")
     return logits

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.shared.launch import is_transformed
-from graphattn.ops.backends import Backend, check_backend, choose
+from graphattn.ops.backends import Backend, check_backend, choose, has_values
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
     Valid,
@@ -186,12 +185,7 @@ def average(above: Tensor, below: Tensor, eps: float) -> Tensor:
     total = below + eps if eps > 0 else below
     empty = total == 0
     out = above / total.masked_fill(empty, 1)
-    # On other devices, to read a value would wait for the device. Under torch.compile and
-    # torch.func, Python cannot depend on values.
-    can_read_values = (
-        out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
-    )
-    if can_read_values and math.isfinite(out.detach().sum()):
+    if has_values(out) and math.isfinite(out.detach().sum()):
         return out
     bad = ~(
         above.isfinite().all(-1, keepdim=True) & total.isfinite() & out.isfinite().all(-1, True)

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import stores_results
+from graphattn.ops.backends import has_values
 from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.linear_attention.intervals import Interval, IntervalRun, runs_of
 from graphattn.ops.memory import keep_freed_memory
@@ -38,8 +39,7 @@ def sums_over_graph(
     if a.device.type == "cpu":
         keep_freed_memory()
     out = _sums(a, b, c, graph, transposed)
-    # On other devices than a CPU, to read the sum would wait for the device.
-    if out.device.type == "cpu" and math.isfinite(out.sum()):
+    if has_values(out) and math.isfinite(out.sum()):
         return out
     there = (b != 0).any(-1) & (c != 0).any(-1)
     bad = there & ~(b.isfinite().all(-1) & c.isfinite().all(-1))
@@ -118,9 +118,8 @@ def over_interval(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
 def _outside(interval: Interval, device: torch.device) -> Tensor:
     """Mark the pairs that are not in an interval of a few tokens, bool [N, M]."""
     N, M, first, last = interval
-    with torch.inference_mode(False):
-        hop = torch.arange(M, device=device) - torch.arange(N, device=device)[:, None]
-        return (hop < first) | (hop > last)
+    hop = torch.arange(M, device=device) - torch.arange(N, device=device)[:, None]
+    return (hop < first) | (hop > last)
 
 
 def pairs_outside(graph: TokenGraph) -> Tensor | None:

@@ -17,7 +17,7 @@ from graphattn.graphs import (
     window_path_graph,
 )
 from graphattn.graphs.structures.recognize import ListedRows, structure_of_rows
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.token_graph import TokenGraph, makes_fakes
 from graphattn.integrations.transformers.masks.bands import EVERYTHING, FAR, MaskBand
 from graphattn.integrations.transformers.masks.mask_function import is_sketch, read_sketch
 from graphattn.integrations.transformers.masks.once import once
@@ -112,7 +112,7 @@ def seen_in_band(
     band: MaskBand, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
 ) -> SeenEdges:
     """Return the edges if targets are the last of the sources and see a band of offsets."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or makes_fakes():
         graph, keys = _band_graph(band, num_targets, num_sources, device)
     else:
         graph, keys = _kept_band_graph(band, num_targets, num_sources, device)

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
+from graphattn.kernels.shared.stored import kept_for_training
+from graphattn.ops.backends import has_values
 from graphattn.ops.counting import is_watched
 from graphattn.ops.inputs import compute_dtype
 
@@ -320,15 +322,15 @@ def per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Ten
 @lru_cache(maxsize=256)
 def _constant(number: float, heads: int, dtype: torch.dtype) -> Tensor:
     """A tensor [heads] of one number, cached: no operation writes into its inputs."""
-    with torch.inference_mode(False):
+    with kept_for_training():
         return torch.full((heads,), number, dtype=dtype, device="cpu")
 
 
 def _inverse_square(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
-    """1 / sigma^2 per head, [H]; checked on a CPU only, since other devices would have to wait."""
+    """1 / sigma^2 per head, [H]; checked where its values can be read."""
     of_heads = per_head("sigma", sigma, heads, query)
     scale = of_heads**-2
-    if scale.device.type == "cpu" and not torch.compiler.is_compiling():
+    if has_values(scale):
         sigmas, scales = of_heads.tolist(), scale.tolist()
         # min() does not see a NaN in a list, but the sum is NaN then.
         if sigmas and min(sigmas) > 0 and min(scales) > 0 and math.isfinite(sum(scales)):

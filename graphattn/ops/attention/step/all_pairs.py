@@ -25,6 +25,7 @@ from graphattn.ops.attention.step.cached import (
     attend_logits,
     pair_logits,
 )
+from graphattn.ops.backends import has_values
 from graphattn.ops.inputs import compute_dtype, full_precision
 
 FEW = 16  # up to so many queries, top-k compares products that are summed pair by pair
@@ -85,14 +86,9 @@ def attend_pairs(
         bias = None if bias is None else bias.to(dtype)
         if logits.sink is not None:
             logits = logits._replace(sink=logits.sink.to(dtype))
-        # On other devices, to read a value would wait for the device. Under torch.compile and
-        # torch.func, Python cannot depend on values.
-        can_read_values = (
-            query.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not is_transformed()
-        )
         tensors = query, key, value, bias, logits.sink
+        # Under torch.func, the values of masks may not be there either.
+        can_read_values = has_values(query) and not is_transformed()
         grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         out, weights = None, None
         if can_read_values and not grad and not need_weights:

@@ -15,6 +15,7 @@ from graphattn.ops.attention.logits.score import Kernel, score_of
 from graphattn.ops.attention.native import steps as native_steps
 from graphattn.ops.attention.step.cached import attend_cached
 from graphattn.ops.attention.step.masked_rows import attend_masked
+from graphattn.ops.backends import has_values
 from graphattn.ops.inputs import check_qkv, compute_dtype, full_precision
 
 
@@ -340,7 +341,7 @@ def _lengths(
         )
     if lengths.device.type != "cpu" and lengths.device != device:
         raise ValueError(f"lengths must be on cpu or {device}, got {lengths.device}")
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+    if not has_values(lengths):
         return lengths.reshape(-1)
     found: list[int] = lengths.reshape(-1).tolist()
     if found and not 0 <= min(found) <= max(found) <= room:
@@ -349,8 +350,8 @@ def _lengths(
 
 
 def _needs_masks(*inputs: Tensor | float) -> bool:
-    """Whether masks must be used: for gradients, under torch.compile, and off the CPU."""
+    """Whether masks must be used: for gradients, and where values cannot be read."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
-    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
+    if not all(has_values(x) for x in tensors):
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -15,6 +15,7 @@ from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.ops.attention.logits.score import Kernel, Score
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
 from graphattn.ops.attention.structured.options import PlanOptions
@@ -289,4 +290,5 @@ def _plan_of_global_tokens(
 @lru_cache(maxsize=32)
 def _graph_of(structure: GraphStructure, device: torch.device) -> TokenGraph:
     """The graph of a structure without tiles, cached because it lists its edges."""
-    return TokenGraph(structure=structure, device=device)
+    with kept_for_training(device):
+        return TokenGraph(structure=structure, device=device)

@@ -15,7 +15,6 @@ from torch import Tensor
 from graphattn.graphs.structures.bands import bands_of
 from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.structures.structure import GraphStructure
-from graphattn.graphs.token_graph import kept_for_training
 from graphattn.kernels.shared.stored import stores_results
 
 
@@ -38,11 +37,6 @@ class Tiles(NamedTuple):
 @stores_results(64)
 def tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, ...] | None:
     """Tiles that hold every edge once; None if a graph has no tiles. The result is cached."""
-    with kept_for_training():
-        return _tiles_of(structure, device)
-
-
-def _tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, ...] | None:
     if isinstance(structure, GridBlocks):
         return tuple(_blocks_of_grid(structure, device))
     bands = bands_of(structure)

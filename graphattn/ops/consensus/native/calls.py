@@ -125,5 +125,5 @@ def _of_bands(structure: GraphStructure) -> ConsensusEdges | None:
 
 
 def _listed(graph: TokenGraph, _: Tensor) -> ConsensusEdges:
-    rowptr, source = (x.to(torch.int64).contiguous() for x in graph.csr())
+    rowptr, source = (x.to(torch.int64).contiguous() for x in graph.compact_csr())
     return ConsensusEdges(rowptr, source)
