@@ -8,6 +8,7 @@ import mutations_of_failures
 import mutations_of_imports
 import mutations_of_lists
 import mutations_of_models
+import mutations_of_numbers
 import mutations_of_objectives
 import mutations_of_parts
 import mutations_of_plans
@@ -2046,6 +2047,7 @@ MUTATIONS += mutations_of_failures.MUTATIONS
 MUTATIONS += mutations_of_imports.MUTATIONS
 MUTATIONS += mutations_of_lists.MUTATIONS
 MUTATIONS += mutations_of_models.MUTATIONS
+MUTATIONS += mutations_of_numbers.MUTATIONS
 MUTATIONS += mutations_of_objectives.MUTATIONS
 MUTATIONS += mutations_of_parts.MUTATIONS
 MUTATIONS += mutations_of_plans.MUTATIONS

@@ -1,0 +1,23 @@
+"""Bugs in spectral numbers, searches by distance and consensus steps."""
+
+from mutation import Mutation
+
+CHEEGER = "tests/spectral/test_spectral_cheeger.py"
+
+MUTATIONS = [
+    Mutation(
+        "the Cheeger sweep subtracts running sums",
+        "graphattn/spectral/cheeger.py",
+        "    cut = _sums_over_ranges(start, stop, pairs.data, len(height))[:-1]\n",
+        "    cut = np.cumsum(np.bincount(start, pairs.data, len(height))\n"
+        "        - np.bincount(stop, pairs.data, len(height)))[:-1]\n",
+        (f"{CHEEGER}::test_cuts_of_tiny_weights_lie_between_the_bounds",),
+    ),
+    Mutation(
+        "any token is the ground of an elimination",
+        "graphattn/spectral/laplacians/elimination.py",
+        "ground = int(adjacency.sum(axis=1).argmax())",
+        "ground = num_tokens - 1",
+        (f"{CHEEGER}::test_cuts_of_tiny_weights_lie_between_the_bounds",),
+    ),
+]
