@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 CHEEGER = "tests/spectral/test_spectral_cheeger.py"
+RADIUS = "tests/graphs/test_graphs_radius.py"
 
 MUTATIONS = [
     Mutation(
@@ -19,5 +20,19 @@ MUTATIONS = [
         "ground = int(adjacency.sum(axis=1).argmax())",
         "ground = num_tokens - 1",
         (f"{CHEEGER}::test_cuts_of_tiny_weights_lie_between_the_bounds",),
+    ),
+    Mutation(
+        "the square of the rounded radius bounds squared distances",
+        "graphattn/graphs/builders/neighbors.py",
+        "            squared_reach(radius, wide),\n",
+        "            float(points.new_tensor(radius)) ** 2,\n",
+        (f"{RADIUS}::test_lattices_find_the_neighbours_at_the_radius",),
+    ),
+    Mutation(
+        "sources of an item are numbered as its targets",
+        "graphattn/graphs/builders/neighbors.py",
+        "torch.tensor([[s], [t]], device",
+        "torch.tensor([[t], [t]], device",
+        (f"{RADIUS}::test_items_of_two_sets_are_searched_each_by_itself",),
     ),
 ]
