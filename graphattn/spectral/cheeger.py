@@ -240,7 +240,7 @@ def _sums_over_ranges(
     It only adds, because a difference of running sums would lose small sums beside large ones. A
     range is divided into at most two nodes of each level of a binary tree (a segment tree).
     """
-    levels = []
+    levels: list[Array] = []
     while len(start):
         first, last = start % 2 == 1, stop % 2 == 1
         node = np.concatenate([start[first], stop[last] - 1])

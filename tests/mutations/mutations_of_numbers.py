@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 CHEEGER = "tests/spectral/test_spectral_cheeger.py"
+DESIGN = "tests/spectral/test_spectral_design.py"
 RADIUS = "tests/graphs/test_graphs_radius.py"
 
 MUTATIONS = [
@@ -20,6 +21,13 @@ MUTATIONS = [
         "ground = int(adjacency.sum(axis=1).argmax())",
         "ground = num_tokens - 1",
         (f"{CHEEGER}::test_cuts_of_tiny_weights_lie_between_the_bounds",),
+    ),
+    Mutation(
+        "the window for mixing promises a larger step than layers take",
+        "graphattn/spectral/design.py",
+        "    is_largest = step_size == \"max\"\n",
+        "    is_largest = True\n",
+        (f"{DESIGN}::test_steps_of_a_layer_leave_what_was_promised",),
     ),
     Mutation(
         "the square of the rounded radius bounds squared distances",
