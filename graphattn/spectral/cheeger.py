@@ -244,12 +244,13 @@ def _sums_over_ranges(
     while len(start):
         first, last = start % 2 == 1, stop % 2 == 1
         node = np.concatenate([start[first], stop[last] - 1])
-        levels.append(np.bincount(node, np.concatenate([weight[first], weight[last]]), size))
+        level = np.bincount(node, np.concatenate([weight[first], weight[last]]), size)
+        levels.append(level.astype(np.float64, copy=False))
         start, stop, size = (start + 1) // 2, stop // 2, (size + 1) // 2
         left = start < stop
         start, stop, weight = start[left], stop[left], weight[left]
     sums = levels.pop()
     while levels:
-        level = levels.pop()
-        sums = level + np.repeat(sums, 2)[: len(level)]
+        below = levels.pop()
+        sums = below + np.repeat(sums, 2)[: len(below)]
     return sums

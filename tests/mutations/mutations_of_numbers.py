@@ -4,6 +4,7 @@ from mutation import Mutation
 
 CHEEGER = "tests/spectral/test_spectral_cheeger.py"
 DESIGN = "tests/spectral/test_spectral_design.py"
+SCALE = "tests/ops/test_ops_consensus_scale.py"
 RADIUS = "tests/graphs/test_graphs_radius.py"
 
 MUTATIONS = [
@@ -25,9 +26,25 @@ MUTATIONS = [
     Mutation(
         "the window for mixing promises a larger step than layers take",
         "graphattn/spectral/design.py",
-        "    is_largest = step_size == \"max\"\n",
+        '    is_largest = step_size == "max"\n',
         "    is_largest = True\n",
         (f"{DESIGN}::test_steps_of_a_layer_leave_what_was_promised",),
+    ),
+    Mutation(
+        "the automatic step is differentiated at the scale of the matrices",
+        "graphattn/ops/consensus/step_size.py",
+        "    size = bound.detach()\n",
+        "    size = torch.ones_like(bound)\n",
+        (f"{SCALE}::test_gradients_in_float32_are_those_of_float64_at_every_scale",),
+    ),
+    Mutation(
+        "matrices of any size have an automatic step",
+        "graphattn/ops/consensus/step_size.py",
+        "bound < 256 * torch.finfo(bound.dtype).tiny",
+        "bound == 0",
+        (
+            f"{SCALE}::test_matrices_of_nearly_zero_move_nothing_or_little_and_have_finite_gradients",
+        ),
     ),
     Mutation(
         "the square of the rounded radius bounds squared distances",
