@@ -82,7 +82,7 @@ def window_for_mixing(
     The default is the step of the layers: ``SelfConsensus(step_size="auto")`` takes
     eta = 1 / (2 max_i d_i) with update "energy", where d_i counts the edges from and to token i. On
     a window path this is 1 / (4 k) for tokens with up to k neighbours, so
-    rho = 1 - lambda_1 / (2 k), which is never below (N - 2) / (2 N - 2). With ``"max"``, every
+    rho = 1 - lambda_1 / (2 k), which is never below (N - 2) / (2 N - 2). With ``"largest"``, every
     window uses its largest step without oscillation, eta = 1 / (2 lambda_max) of
     :func:`max_step_size`, so rho = 1 - lambda_1 / lambda_max. The search assumes that
     lambda_1 / k and lambda_1 / lambda_max increase with w. (This was checked for all windows up to
@@ -99,7 +99,7 @@ def window_for_mixing(
         num_tokens: N >= 1.
         depth: the number of steps, >= 1.
         tolerance: the share of a mode that may be left, between 0 and 1 (exclusive).
-        step_size: ``"auto"``, ``"max"``, or eta > 0.
+        step_size: ``"auto"``, ``"largest"``, or eta > 0.
 
     Returns:
         w, 1 <= w <= N - 1 (1 for a single token).
@@ -111,16 +111,16 @@ def window_for_mixing(
         >>> import graphattn as ga
         >>> ga.spectral.window_for_mixing(256, depth=12, tolerance=0.1)
         136
-        >>> ga.spectral.window_for_mixing(256, depth=12, tolerance=0.1, step_size="max")
+        >>> ga.spectral.window_for_mixing(256, depth=12, tolerance=0.1, step_size="largest")
         92
     """
     num_tokens, depth = as_int("num_tokens", num_tokens, 1), as_int("depth", depth, 1)
     # The factor per step by which a mode has to shrink at least.
     factor = as_share("tolerance", tolerance) ** (1 / depth)
     if isinstance(step_size, str):
-        if step_size not in ("auto", "max"):
+        if step_size not in ("auto", "largest"):
             raise ValueError(
-                f'step_size must be "auto", "max" or a finite number > 0, got {step_size!r}'
+                f'step_size must be "auto", "largest" or a finite number > 0, got {step_size!r}'
             )
     else:
         step_size = as_float("step_size", step_size, positive=True)
@@ -128,14 +128,14 @@ def window_for_mixing(
         return 1
     if not isinstance(step_size, str):
         return _window_for_fixed_step(num_tokens, depth, factor, step_size)
-    is_largest = step_size == "max"
+    is_largest = step_size == "largest"
     ratio = (1 - factor) * (1 - ACCURACY)  # the smallest sufficient 2 eta lambda_1
     if not is_largest and ratio > num_tokens / (2 * num_tokens - 2):  # of the complete graph
         left = (1 - num_tokens / (2 * num_tokens - 2)) ** depth
         raise ValueError(
             f"tolerance must be >= {left:.3g} for {depth} automatic steps of {num_tokens} tokens, "
             f"because even the complete graph leaves this share, got {tolerance:g}; take more "
-            'steps, or step_size="max"'
+            'steps, or step_size="largest"'
         )
     S = _sine_sums(num_tokens, (num_tokens - 1) // 2)
     w = np.arange(1, len(S) + 1)  # windows in which some token has 2 w neighbours

@@ -26,7 +26,7 @@ MUTATIONS = [
     Mutation(
         "the window for mixing promises a larger step than layers take",
         "graphattn/spectral/design.py",
-        '    is_largest = step_size == "max"\n',
+        '    is_largest = step_size == "largest"\n',
         "    is_largest = True\n",
         (f"{DESIGN}::test_steps_of_a_layer_leave_what_was_promised",),
     ),

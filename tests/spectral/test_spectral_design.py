@@ -82,7 +82,7 @@ def test_more_than_the_complete_graph_is_refused():
 
 def rate(spectrum, step_size, most):
     """The factor of the slowest mode; `most` is the largest number of neighbours of a token."""
-    eta = {"auto": 1 / (4 * most), "max": 1 / (2 * spectrum[-1])}.get(step_size, step_size)
+    eta = {"auto": 1 / (4 * most), "largest": 1 / (2 * spectrum[-1])}.get(step_size, step_size)
     return np.abs(1 - 2 * eta * spectrum[1:]).max()
 
 
@@ -92,7 +92,7 @@ def rate(spectrum, step_size, most):
     num_tokens=st.sampled_from(sorted(SPECTRA)),
     depth=st.integers(1, 40),
     tolerance=st.floats(1e-4, 0.95),
-    step_size=st.one_of(st.sampled_from(["auto", "max"]), st.floats(1e-3, 0.5)),
+    step_size=st.one_of(st.sampled_from(["auto", "largest"]), st.floats(1e-3, 0.5)),
 )
 def test_window_for_mixing_is_the_first_of_all_windows(num_tokens, depth, tolerance, step_size):
     fits = [
@@ -110,7 +110,7 @@ def test_window_for_mixing_is_the_first_of_all_windows(num_tokens, depth, tolera
 def test_the_ratio_of_the_ends_grows_with_the_window():
     """lambda_1 of a path grows with its window, relative to lambda_max and to its neighbours.
 
-    Bisection relies on it with the steps "max" and "auto".
+    Bisection relies on it with the steps "largest" and "auto".
     """
     for N in (*range(2, 41), 120):
         spectra = [path_spectrum(N, w) for w in range(1, N)]
@@ -122,7 +122,7 @@ def test_the_ratio_of_the_ends_grows_with_the_window():
 
 def test_steps_on_the_window_found_mix_and_on_the_one_before_do_not():
     N, depth, tolerance = 200, 12, 0.1
-    window = window_for_mixing(N, depth, tolerance, step_size="max")
+    window = window_for_mixing(N, depth, tolerance, step_size="largest")
     for w, mixes in ((window, True), (window - 1, False)):
         graph = ga.window_path_graph(N, w)
         steps = ga.spectral.steps_until_consensus(
@@ -164,7 +164,7 @@ def test_automatic_steps_that_are_too_few_are_refused():
     with pytest.raises(ValueError, match=r"tolerance must be >= 0\.0787 for 3 .* got 0\.05; take"):
         window_for_mixing(8, 3, 0.05)
     assert window_for_mixing(8, 3, 0.08) == 7
-    assert window_for_mixing(8, 3, 0.05, step_size="max") <= 7
+    assert window_for_mixing(8, 3, 0.05, step_size="largest") <= 7
 
 
 def test_a_fixed_step_that_is_too_large_or_too_small_is_refused():
@@ -187,7 +187,9 @@ def test_bad_sizes_are_refused():
         window_for_mixing(5, 0, 0.1)
     with pytest.raises(ValueError, match=r"tolerance must be between 0 and 1 .*, got 1\.0"):
         window_for_mixing(5, 1, 1)
-    with pytest.raises(ValueError, match=r"step_size must be .auto., .max. or .*, got 'learned'"):
+    with pytest.raises(
+        ValueError, match=r"step_size must be .auto., .largest. or .*, got 'learned'"
+    ):
         window_for_mixing(5, 1, 0.1, step_size="learned")
     with pytest.raises(ValueError, match="step_size must be a finite number > 0, got -1"):
         window_for_mixing(5, 1, 0.1, step_size=-1)
