@@ -4,6 +4,7 @@ from mutation import Mutation
 
 CHEEGER = "tests/spectral/test_spectral_cheeger.py"
 DESIGN = "tests/spectral/test_spectral_design.py"
+SWEEP = "tests/train/test_train_sweep.py"
 SCALE = "tests/ops/test_ops_consensus_scale.py"
 RADIUS = "tests/graphs/test_graphs_radius.py"
 
@@ -45,6 +46,13 @@ MUTATIONS = [
         (
             f"{SCALE}::test_matrices_of_nearly_zero_move_nothing_or_little_and_have_finite_gradients",
         ),
+    ),
+    Mutation(
+        "every rate that has not diverged is stable",
+        "graphattn/train/sweeps/results.py",
+        "if loss <= limit}",
+        "if True}",
+        (f"{SWEEP}::test_a_stable_rate_ends_near_the_best_loss",),
     ),
     Mutation(
         "the square of the rounded radius bounds squared distances",
