@@ -9,6 +9,7 @@ import mutations_of_failures
 import mutations_of_imports
 import mutations_of_lists
 import mutations_of_models
+import mutations_of_numbers
 import mutations_of_objectives
 import mutations_of_parts
 import mutations_of_plans
@@ -211,14 +212,14 @@ MUTATIONS = [
     Mutation(
         "compiled radius graphs forget self-loops",
         "kernels/cpu/neighbors.py",
-        "ctypes.c_double(radius), ctypes.c_int32(self_loops)",
-        "ctypes.c_double(radius), ctypes.c_int32(False)",
+        "ctypes.c_int32(self_loops), ctypes.c_double(reach)]",
+        "ctypes.c_int32(False), ctypes.c_double(reach)]",
         (f"{COMPILED}::test_more_edges_than_memory_is_laid_by_for",),
     ),
     Mutation(
         "compiled neighbours within a radius may be farther",
         "kernels/cpu/neighbors.py",
-        "*given, ctypes.c_double(radius), index)",
+        "*given, ctypes.c_double(reach), index)",
         "*given, ctypes.c_double(math.inf), index)",
         (f"{COMPILED}::test_the_nearest_within_a_radius_are_no_farther",),
     ),
@@ -232,8 +233,9 @@ MUTATIONS = [
     Mutation(
         "compiled neighbours of points that are views are those of their memory",
         "kernels/cpu/neighbors.py",
-        "    points = as_it_lies(points)\n    candidates = points if",
-        "    candidates = points if",
+        "    points = as_it_lies(points)\n    candidates = points if to_self else as_it_lies(candidates)\n"
+        "    rows, width",
+        "    candidates = points if to_self else as_it_lies(candidates)\n    rows, width",
         (f"{COMPILED}::test_any_number_of_points_and_neighbours",),
     ),
     Mutation(
@@ -2044,6 +2046,7 @@ MUTATIONS += mutations_of_failures.MUTATIONS
 MUTATIONS += mutations_of_imports.MUTATIONS
 MUTATIONS += mutations_of_lists.MUTATIONS
 MUTATIONS += mutations_of_models.MUTATIONS
+MUTATIONS += mutations_of_numbers.MUTATIONS
 MUTATIONS += mutations_of_objectives.MUTATIONS
 MUTATIONS += mutations_of_parts.MUTATIONS
 MUTATIONS += mutations_of_plans.MUTATIONS

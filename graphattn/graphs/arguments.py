@@ -124,6 +124,28 @@ def as_points(name: str, x: Any) -> Tensor:
     return x
 
 
+def as_sources(source: Any, x: Tensor, self_loops: bool, *, name: str = "x") -> Tensor:
+    """Check the sources [M, C] of a search around the points `x` [N, C]; `x` itself if None."""
+    if source is None:
+        return x
+    source = as_points("source", source)
+    if source.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"source must have as many coordinates as {name} ({x.shape[1]}), got {source.shape[1]}"
+        )
+    if source.dtype != x.dtype or source.device != x.device:
+        raise ValueError(
+            f"source must have the dtype and device of {name} ({x.dtype}, {x.device}), "
+            f"got {source.dtype}, {source.device}"
+        )
+    if self_loops:
+        raise ValueError(
+            "self_loops must be False if source is given, because sources are then other tokens; "
+            "got self_loops=True"
+        )
+    return source
+
+
 def as_edge_index(edge_index: Any) -> Tensor:
     """Convert a tensor or a PyG EdgeIndex to a plain int64 tensor [2, E]."""
     return as_plain_edge_index(edge_index).long()

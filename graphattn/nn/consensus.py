@@ -33,7 +33,7 @@ from graphattn.ops.consensus.backends import BACKENDS
 from graphattn.ops.consensus.calls import ConsensusKind, check_energy_graph
 from graphattn.ops.consensus.edge_network.edge_hidden import form, in_dtype
 from graphattn.ops.consensus.edge_network.parameters import FirstLayer
-from graphattn.ops.consensus.step_size import automatic_step
+from graphattn.ops.consensus.step_size import automatic_bounds, automatic_move, is_still
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, valid_edges
 
 StepSize = float | Literal["learned", "auto"]
@@ -352,11 +352,12 @@ class _Consensus(GraphLayer):
                 )
             eta = self.step_tensor()
             if eta == "auto":
-                bound = self.edge_updater(edge_index, size=size, **forward)
-                eta = automatic_step(bound, graph, self.update_rule)[..., None]
-            elif isinstance(eta, Tensor):
-                eta = eta[:, None]
-        moved = (u - eta * gradient).to(u.dtype)
+                strength = self.edge_updater(edge_index, size=size, **forward)
+                bound = automatic_bounds(strength, graph, self.update_rule)
+                moved = automatic_move(u.to(dtype), gradient, bound)
+            else:
+                moved = u - (eta[:, None] if isinstance(eta, Tensor) else eta) * gradient
+        moved = moved.to(u.dtype)
         return moved if valid[0] is None else torch.where(valid[0][..., None, None], moved, u)
 
     def check_message_features(self) -> None:
@@ -648,7 +649,7 @@ class SelfConsensus(_Consensus, CompiledSteps):
         eta = self.step_tensor()
         if eta == "auto":
             degree = bound.sum(-2, keepdim=True)
-            eta = (1 / degree).masked_fill(degree == 0, 0)[..., None]
+            eta = (1 / degree).masked_fill(is_still(degree), 0)[..., None]
         elif isinstance(eta, Tensor):
             eta = eta[:, None]
         moved = u - eta * pull.sum(-3, keepdim=True)

@@ -20,6 +20,8 @@ from graphattn.spectral.eigenvalues import (
     connected_adjacencies,
     lanczos_pair,
     polished,
+    ratios_in_float64,
+    start_vector,
 )
 from graphattn.spectral.laplacians.elimination import GroundedLaplacian, elimination_order
 from graphattn.spectral.laplacians.laplacian import laplacian_of
@@ -143,15 +145,11 @@ def cheeger_bounds(graph: TokenGraph, edge_weight: Tensor | None = None) -> Chee
         return CheegerBounds(0.0, 0.0, first, 0.0)
     (adjacency,) = parts
     degree = np.asarray(adjacency.sum(axis=1)).ravel()
-    height = _slowest_normalised_vector(adjacency, degree) / np.sqrt(degree)
-    height -= (degree @ height) / degree.sum()
+    value, height = _slowest_normalised_pair(adjacency, degree)
     # The sign of an eigenvector is arbitrary. This choice puts token 0 into the group if the two
     # sides are equal.
     height *= -np.sign(height[np.argmax(np.abs(height) > 1e-6 * np.abs(height).max())])
-    pairs = scipy.sparse.triu(adjacency, k=1, format="coo")
-    gap = height[pairs.row] - height[pairs.col]
-    value = float(pairs.data @ gap**2 / (degree @ height**2))
-    cut = torch.from_numpy(_sweep(height, degree, pairs)).to(graph.device)
+    cut = torch.from_numpy(_sweep(height, degree, adjacency)).to(graph.device)
     found = conductance(graph, cut, edge_weight)
     return CheegerBounds(value / 2, math.sqrt(2 * value), cut, found)
 
@@ -171,52 +169,88 @@ def _as_members(members: Any, num_tokens: int) -> NDArray[np.bool_]:
     return inside
 
 
-def _slowest_normalised_vector(adjacency: scipy.sparse.csr_array, degree: Array) -> Array:
-    """Compute the second eigenvector of a connected graph's symmetric normalised Laplacian, [N]."""
+def _slowest_normalised_pair(
+    adjacency: scipy.sparse.csr_array, degree: Array
+) -> tuple[float, Array]:
+    """Compute the second mode of a connected graph's symmetric normalised Laplacian.
+
+    Returns:
+        The eigenvalue, and the eigenvector divided by the roots of the degrees, [N].
+    """
     num_tokens = len(degree)
     root = np.sqrt(degree)
     kernel = root / np.linalg.norm(root)
-    if num_tokens <= DENSE:
-        dense = laplacian_of(adjacency, "symmetric").toarray()
-        return np.linalg.eigh(dense)[1][:, 1]
-
-    def centred(u: Array) -> Array:
-        return u - kernel * (kernel @ u)
-
     order = elimination_order(adjacency)
     if order.cost > WIDE:
         L = laplacian_of(adjacency, "symmetric")
         found = lanczos_pair(
             lambda u: L @ u + 2 * kernel * (kernel @ u), num_tokens, "SA", (BRIEFLY,)
         )
-        if found is not None:
-            return found[1]
-    grounded = GroundedLaplacian.of(adjacency, order)
+        if found is not None and found[0] > 1e-6:  # It has an absolute error.
+            height = found[1] / root
+            return found[0], height - (degree @ height) / degree.sum()
 
-    def pseudo_inverse(u: Array) -> Array:
-        return centred(root * grounded.solve(root * centred(u)))
+    def centred(u: Array) -> Array:
+        return u - np.multiply.outer(kernel, kernel @ u)
 
-    found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
+    with ratios_in_float64(adjacency):
+        grounded = GroundedLaplacian.of(adjacency, order)
+        size = 1.0
+
+        def pseudo_inverse(u: Array) -> Array:
+            return centred((grounded.solve((centred(u).T * root).T).T * root).T / size)
+
+        # The results are scaled to the order of 1, because they are squared.
+        size = float(np.abs(pseudo_inverse(start_vector(num_tokens))).max())
+        if num_tokens <= DENSE:
+            values, vectors = np.linalg.eigh(pseudo_inverse(np.eye(num_tokens)))
+            found = float(values[-1]), vectors[:, -1]
+        else:
+            found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
     if found is None:
         raise RuntimeError(
             "the Lanczos iteration for the second eigenvalue of the normalised Laplacian has not "
             "converged: use a graph whose weights are more even"
         )
-    return polished(pseudo_inverse, found[1])
+    return 1 / (found[0] * size), polished(pseudo_inverse, found[1]) / root
 
 
-def _sweep(height: Array, degree: Array, pairs: scipy.sparse.coo_array) -> NDArray[np.bool_]:
+def _sweep(height: Array, degree: Array, adjacency: scipy.sparse.csr_array) -> NDArray[np.bool_]:
     """Find the group of smallest conductance among the first k tokens by `height`; bool [N]."""
-    num_tokens = len(height)
     order = np.argsort(height, kind="stable")
-    place = np.empty(num_tokens, dtype=np.intp)
-    place[order] = np.arange(num_tokens)
+    place = np.empty(len(height), dtype=np.intp)
+    place[order] = np.arange(len(height))
+    pairs = scipy.sparse.triu(adjacency, k=1, format="coo")
     start = np.minimum(place[pairs.row], place[pairs.col])
     stop = np.maximum(place[pairs.row], place[pairs.col])
-    # A group cuts a pair if it contains one of its tokens and not the other.
-    change = np.bincount(start, pairs.data, num_tokens) - np.bincount(stop, pairs.data, num_tokens)
+    # The first k + 1 tokens cut a pair if start <= k < stop.
+    cut = _sums_over_ranges(start, stop, pairs.data, len(height))[:-1]
     below = np.cumsum(degree[order])[:-1]
     above = np.cumsum(degree[order][::-1])[::-1][1:]
-    best = int(np.argmin(np.cumsum(change)[:-1] / np.minimum(below, above)))
+    best = int(np.argmin(cut / np.minimum(below, above)))
     group = place <= best
     return group if below[best] <= above[best] * (1 + 1e-9) else ~group
+
+
+def _sums_over_ranges(
+    start: NDArray[np.intp], stop: NDArray[np.intp], weight: Array, size: int
+) -> Array:
+    """Sum the weights of all ranges [start, stop) that hold each of the places 0 to size - 1.
+
+    It only adds, because a difference of running sums would lose small sums beside large ones. A
+    range is divided into at most two nodes of each level of a binary tree (a segment tree).
+    """
+    levels: list[Array] = []
+    while len(start):
+        first, last = start % 2 == 1, stop % 2 == 1
+        node = np.concatenate([start[first], stop[last] - 1])
+        level = np.bincount(node, np.concatenate([weight[first], weight[last]]), size)
+        levels.append(level.astype(np.float64, copy=False))
+        start, stop, size = (start + 1) // 2, stop // 2, (size + 1) // 2
+        left = start < stop
+        start, stop, weight = start[left], stop[left], weight[left]
+    sums = levels.pop()
+    while levels:
+        below = levels.pop()
+        sums = below + np.repeat(sums, 2)[: len(below)]
+    return sums

@@ -73,16 +73,22 @@ def window_for_fiedler(num_tokens: int, target: float) -> int:
 def window_for_mixing(
     num_tokens: int, depth: int, tolerance: float, *, step_size: float | str = "auto"
 ) -> int:
-    r"""Find the smallest window in which `depth` filter steps bring all tokens close together.
+    r"""Find the smallest window in which `depth` consensus steps bring all tokens close together.
 
     It is the smallest w for which `depth` steps of H = I - 2 eta L on the window path P_N^w reduce
     every mode except the mean to at most `tolerance` of its size: :math:`\rho(w)^{depth} \le`
-    `tolerance` (see :func:`smoothing_rate`). With ``"auto"``, every window uses its largest step
-    without oscillation, eta = 1 / (2 lambda_max), so rho = 1 - lambda_1 / lambda_max. The search
-    assumes that lambda_1 / lambda_max increases with w. (This was checked for all windows up to
-    N = 120.) With a fixed step, rho first falls with w, because lambda_1 increases, and then rises,
-    because the mode of lambda_max oscillates. So only the smallest window that is fast enough for
-    lambda_1 has to be tested for lambda_max.
+    `tolerance` (see :func:`smoothing_rate`).
+
+    The default is the step of the layers: ``SelfConsensus(step_size="auto")`` takes
+    eta = 1 / (2 max_i d_i) with update "energy", where d_i counts the edges from and to token i. On
+    a window path this is 1 / (4 k) for tokens with up to k neighbours, so
+    rho = 1 - lambda_1 / (2 k), which is never below (N - 2) / (2 N - 2). With ``"largest"``, every
+    window uses its largest step without oscillation, eta = 1 / (2 lambda_max) of
+    :func:`max_step_size`, so rho = 1 - lambda_1 / lambda_max. The search assumes that
+    lambda_1 / k and lambda_1 / lambda_max increase with w. (This was checked for all windows up to
+    N = 40, and for N = 120.) With a fixed step, rho first falls with w, because lambda_1 increases,
+    and then rises, because the mode of lambda_max oscillates. So only the smallest window that is
+    fast enough for lambda_1 has to be tested for lambda_max.
 
     The edges have no matrices here, R = I. The bounds of :func:`matrix_fiedler_bounds` say how much
     the matrices of a layer change the eigenvalues.
@@ -93,44 +99,56 @@ def window_for_mixing(
         num_tokens: N >= 1.
         depth: the number of steps, >= 1.
         tolerance: the share of a mode that may be left, between 0 and 1 (exclusive).
-        step_size: ``"auto"``, or eta > 0.
+        step_size: ``"auto"``, ``"largest"``, or eta > 0.
 
     Returns:
         w, 1 <= w <= N - 1 (1 for a single token).
 
     Raises:
-        ValueError: if an argument is out of range, or no window is sufficient with this fixed step.
+        ValueError: if an argument is out of range, or no window is sufficient with this step.
 
     Example:
         >>> import graphattn as ga
         >>> ga.spectral.window_for_mixing(256, depth=12, tolerance=0.1)
+        136
+        >>> ga.spectral.window_for_mixing(256, depth=12, tolerance=0.1, step_size="largest")
         92
-        >>> ga.spectral.window_for_mixing(256, depth=48, tolerance=0.1)
-        47
     """
     num_tokens, depth = as_int("num_tokens", num_tokens, 1), as_int("depth", depth, 1)
     # The factor per step by which a mode has to shrink at least.
     factor = as_share("tolerance", tolerance) ** (1 / depth)
     if isinstance(step_size, str):
-        if step_size != "auto":
-            raise ValueError(f'step_size must be "auto" or a finite number > 0, got {step_size!r}')
-        eta = None
+        if step_size not in ("auto", "largest"):
+            raise ValueError(
+                f'step_size must be "auto", "largest" or a finite number > 0, got {step_size!r}'
+            )
     else:
-        eta = as_float("step_size", step_size, positive=True)
+        step_size = as_float("step_size", step_size, positive=True)
     if num_tokens == 1:
         return 1
-    if eta is not None:
-        return _window_for_fixed_step(num_tokens, depth, factor, eta)
-    # lambda_max is at least the largest degree + 1, and at most twice that degree and at most N.
-    ratio = (1 - factor) * (1 - ACCURACY)  # the smallest sufficient lambda_1 / lambda_max
+    if not isinstance(step_size, str):
+        return _window_for_fixed_step(num_tokens, depth, factor, step_size)
+    is_largest = step_size == "largest"
+    ratio = (1 - factor) * (1 - ACCURACY)  # the smallest sufficient 2 eta lambda_1
+    if not is_largest and ratio > num_tokens / (2 * num_tokens - 2):  # of the complete graph
+        left = (1 - num_tokens / (2 * num_tokens - 2)) ** depth
+        raise ValueError(
+            f"tolerance must be >= {left:.3g} for {depth} automatic steps of {num_tokens} tokens, "
+            f"because even the complete graph leaves this share, got {tolerance:g}; take more "
+            'steps, or step_size="largest"'
+        )
     S = _sine_sums(num_tokens, (num_tokens - 1) // 2)
-    w = np.arange(1, len(S) + 1)
-    first = _first(ratio * (2 * w + 1) <= 4 * S)
-    last = _first(ratio * np.minimum(4 * w, num_tokens) <= 2 * S, beyond=num_tokens - 1)
+    w = np.arange(1, len(S) + 1)  # windows in which some token has 2 w neighbours
+    # lambda_max is at least the largest degree + 1, and at most twice that degree and at most N.
+    least, most = (2 * w + 1, np.minimum(4 * w, num_tokens)) if is_largest else (4 * w, 4 * w)
+    first = _first(ratio * least <= 4 * S)
+    last = _first(ratio * most <= 2 * S, beyond=num_tokens - 1)
 
     def value_at(window: int) -> float:
         graph = window_path_graph(num_tokens, window)
-        return fiedler_value(graph) / max_eigenvalue(graph)
+        if is_largest:
+            return fiedler_value(graph) / max_eigenvalue(graph)
+        return fiedler_value(graph) / (2 * min(2 * window, num_tokens - 1))
 
     model = _sine_sums(num_tokens, num_tokens - 1) / np.arange(1, num_tokens)
     return _smallest_window(value_at, ratio, model, first, last)

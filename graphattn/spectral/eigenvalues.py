@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -249,6 +250,19 @@ def connected_adjacencies(
     return [by_component[start:end, start:end] for start, end in parts], scale
 
 
+@contextmanager
+def ratios_in_float64(adjacency: scipy.sparse.csr_array) -> Iterator[None]:
+    """Raise a ValueError that names `edge_weight` where an elimination overflows."""
+    try:
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            yield
+    except FloatingPointError as error:
+        raise ValueError(
+            "edge_weight must have weights whose ratios float64 can represent, got weights from "
+            f"{adjacency.data.min():.1e} to 1 (relative to the largest)"
+        ) from error
+
+
 def slowest_pair(adjacency: scipy.sparse.csr_array, refinements: int = 0) -> tuple[float, Array]:
     """Compute the Fiedler value and vector of a connected graph with at least two tokens.
 
@@ -270,19 +284,13 @@ def _slowest_pair_by_elimination(
 ) -> tuple[float, Array]:
     """Compute the Fiedler pair from the largest eigenvalue of the Laplacian's pseudo-inverse."""
     num_tokens = adjacency.shape[0]
-    try:
-        with np.errstate(divide="raise", over="raise", invalid="raise"):
-            grounded = GroundedLaplacian.of(adjacency, order)
-            if num_tokens <= DENSE:
-                inverse = _centred(grounded.solve(_centred(np.eye(num_tokens))))
-            else:
-                start = _centred(_start_vector(num_tokens))
-                size = np.abs(grounded.solve(start)).max()
-    except FloatingPointError as error:
-        raise ValueError(
-            "edge_weight must have weights whose ratios float64 can represent, got weights from "
-            f"{adjacency.data.min():.1e} to 1 (relative to the largest)"
-        ) from error
+    with ratios_in_float64(adjacency):
+        grounded = GroundedLaplacian.of(adjacency, order)
+        if num_tokens <= DENSE:
+            inverse = _centred(grounded.solve(_centred(np.eye(num_tokens))))
+        else:
+            start = _centred(start_vector(num_tokens))
+            size = np.abs(grounded.solve(start)).max()
     if num_tokens <= DENSE:
         values, vectors = np.linalg.eigh(inverse)
         return float(1 / values[-1]), vectors[:, -1]
@@ -429,7 +437,7 @@ def lanczos_pair(
                 ncv=min(basis, num_tokens),
                 maxiter=restarts,
                 tol=tolerance,
-                v0=_start_vector(num_tokens),
+                v0=start_vector(num_tokens),
             )
         except ArpackNoConvergence:
             continue
@@ -437,7 +445,7 @@ def lanczos_pair(
     return None
 
 
-def _start_vector(num_tokens: int) -> Array:
+def start_vector(num_tokens: int) -> Array:
     return np.random.default_rng(0).standard_normal(num_tokens)
 
 

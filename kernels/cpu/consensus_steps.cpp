@@ -7,6 +7,7 @@
 #include "consensus_steps.h"
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "consensus_block.h"
@@ -187,7 +188,7 @@ class Steps {
     T step = T(call_.same_step);
     if (call_.is_automatic) {
       const T degree = whole(own.strengths.data() + k * EDGES<T>);
-      step = degree == T(0) ? T(0) : T(1) / degree;
+      step = degree < 256 * std::numeric_limits<T>::min() ? T(0) : T(1) / degree;
     } else if (call_.step) {
       step = static_cast<const T*>(call_.step)[h];
     }

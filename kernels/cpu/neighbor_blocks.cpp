@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -143,9 +144,10 @@ void scaled(const T* x, int64_t width, double scale, T* to) {
 
 // A squared radius as rounded distances know it: what is above it is farther, for certain.
 template <class T>
-T limit_of(double reach, double scale, const Slack& slack) {
+T limit_of(double squared, double scale, const Slack& slack) {
   constexpr double most = std::numeric_limits<T>::max();
-  const double widened = (reach * scale) * (reach * scale) * slack.factor + slack.plus;
+  const double reach = std::sqrt(squared) * scale;
+  const double widened = reach * reach * slack.factor + slack.plus;
   return widened < most / 2 ? static_cast<T>(widened * (1 + 1e-6)) : static_cast<T>(most);
 }
 
@@ -156,7 +158,7 @@ struct Search {
   const T *points, *candidates;  // [rows, width], [columns, width]
   int64_t rows, columns, width, k;
   bool to_self, self_loops;  // whether points are the candidates; and their own first neighbours
-  double reach;              // infinite: all
+  double reach;              // squared; infinite: all
   int64_t* index;            // [rows, k]; -1 where there are fewer
 };
 
@@ -173,7 +175,7 @@ void find(const Search<T>& search, int threads) {
                               threads);
   const Slack slack = slack_of_differences<T>(width, exponent);
   const T begin = limit_of<T>(search.reach, scale, slack);
-  const double reach = std::min(search.reach * search.reach, std::numeric_limits<double>::max());
+  const double reach = std::min(search.reach, std::numeric_limits<double>::max());
   const Wanted<T> wanted{blocks.rows(), blocks.order(), width, k, reach};
   std::fill_n(search.index, search.rows * search.k, int64_t{-1});
 
@@ -222,10 +224,10 @@ void find(const Search<T>& search, int threads) {
 
 template <class T>
 struct Ball {
-  const T* points;  // [rows, width]
-  int64_t rows, width;
-  double radius;
-  bool self_loops;
+  const T *points, *candidates;  // [rows, width], [columns, width]
+  int64_t rows, columns, width;
+  bool to_self, self_loops;  // whether points are the candidates; and whether they see themselves
+  double reach;              // squared
   int64_t capacity;  // of `found`
   int32_t* found;    // neighbours, ascending, of one row after the other, in any order of rows
   int64_t *start, *count;  // [rows]: where those of a row stand in `found`, and how many they are
@@ -252,20 +254,24 @@ template <class T>
 int64_t find_all(const Ball<T>& ball, int threads) {
   constexpr int L = Vec<T>::L, V = BLOCK_VECTORS<T>;
   const int64_t width = ball.width;
-  const int exponent = scale_exponent<T>(largest_coordinate(ball.points, ball.rows * width));
+  const double largest =
+      largest_coordinate(ball.points, ball.rows, ball.candidates, ball.columns, width);
+  const int exponent = scale_exponent<T>(largest);
   const double scale = std::ldexp(1.0, exponent);
-  const PointBlocks<T> blocks(ball.points, ball.rows, width, scale, ball.rows, threads);
+  const PointBlocks<T> blocks(ball.candidates, ball.columns, width, scale, ball.columns, threads);
   const Slack slack = slack_of_differences<T>(width, exponent);
-  const T limit = limit_of<T>(ball.radius, scale, slack);
-  const double reach = std::min(ball.radius * ball.radius, std::numeric_limits<double>::max());
+  const T limit = limit_of<T>(ball.reach, scale, slack);
+  const double reach = std::min(ball.reach, std::numeric_limits<double>::max());
   // Rounded distances up to here are within the radius, for certain.
-  const double sure = (ball.radius * scale) * (ball.radius * scale) / slack.factor - slack.plus;
+  const double scaled_reach = std::sqrt(reach) * scale;
+  const double sure = scaled_reach * scaled_reach / slack.factor - slack.plus;
   const bool is_known = sure > 0 && sure < std::numeric_limits<T>::max() / 2;
   const T certain = is_known ? static_cast<T>(sure * (1 - 1e-6)) : T(-1);
   std::fill_n(ball.start, ball.rows, int64_t{0});
   std::fill_n(ball.count, ball.rows, int64_t{0});
 
-  const int64_t targets = blocks.count(), tasks = (targets + TARGETS - 1) / TARGETS;
+  const int64_t targets = ball.to_self ? blocks.count() : ball.rows;
+  const int64_t tasks = (targets + TARGETS - 1) / TARGETS;
   threads = threads_worth(static_cast<double>(targets) * 200 * (width + 10), threads);
   const int workers = worker_count(tasks, threads);
   Buffer<T> target_memory(workers * width);
@@ -278,10 +284,11 @@ int64_t find_all(const Ball<T>& ball, int threads) {
     int64_t held = 0, starts[TARGETS];
     int32_t sorted[2 * MOST_RANKED];
     for (int64_t t = first_target; t < end; ++t) {
-      const int32_t row = blocks.order()[t];
+      const int64_t row = ball.to_self ? blocks.order()[t] : t;
       const T* point = ball.points + row * width;
-      scaled(point, width, scale, target);
       const int64_t start = starts[t - first_target] = held;
+      if (!ball.to_self && !is_finite_row(point, width)) continue;
+      scaled(point, width, scale, target);
       const auto look = [&](int64_t first, const vec<T> (&squared)[V])
           __attribute__((always_inline)) {
         uint32_t inside = 0, perhaps = 0;
@@ -304,7 +311,7 @@ int64_t find_all(const Ball<T>& ball, int threads) {
         for (; inside; inside &= inside - 1) {
           const int32_t source = index[__builtin_ctz(inside)];
           list[static_cast<size_t>(held)] = source;
-          held += source != row || ball.self_loops;
+          held += source != row || !ball.to_self || ball.self_loops;
         }
       };
       descend(blocks, target, look, [&] { return limit; });
@@ -313,7 +320,7 @@ int64_t find_all(const Ball<T>& ball, int threads) {
     }
     const int64_t at = total.fetch_add(held, std::memory_order_relaxed);
     for (int64_t t = first_target; t < end; ++t) {
-      ball.start[blocks.order()[t]] = at + starts[t - first_target];
+      ball.start[ball.to_self ? blocks.order()[t] : t] = at + starts[t - first_target];
     }
     if (at + held <= ball.capacity) std::copy_n(list.begin(), held, ball.found + at);
   });
@@ -356,13 +363,13 @@ using namespace graphattn;
   }                                                                                              \
                                                                                                  \
   GRAPHATTN_API int32_t graphattn_within_radius_##T(                                             \
-      const T* points, int64_t rows, int64_t width, double radius, int32_t self_loops,           \
-      int64_t capacity, int32_t* found, int64_t* start, int64_t* count, int64_t* total,          \
-      int32_t threads) {                                                                         \
+      const T* points, const T* candidates, int64_t rows, int64_t columns, int64_t width,        \
+      int32_t to_self, int32_t self_loops, double reach, int64_t capacity, int32_t* found,       \
+      int64_t* start, int64_t* count, int64_t* total, int32_t threads) {                         \
     return guarded([&] {                                                                         \
-      *total = find_all<T>(                                                                      \
-          {points, rows, width, radius, self_loops != 0, capacity, found, start, count},         \
-          threads);                                                                              \
+      *total = find_all<T>({points, candidates, rows, columns, width, to_self != 0,              \
+                            self_loops != 0, reach, capacity, found, start, count},              \
+                           threads);                                                             \
     });                                                                                          \
   }
 

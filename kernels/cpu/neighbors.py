@@ -54,9 +54,9 @@ def nearest(
     k: int,
     to_self: bool,
     self_loops: bool,
-    radius: float = math.inf,
+    reach: float = math.inf,
 ) -> Tensor:
-    """The k nearest candidates of every point, int64 [N, k]; -1 where fewer are within the radius.
+    """The k nearest candidates of every point, int64 [N, k]; -1 where fewer are within reach.
 
     By squared distances in float64; of equal ones the smaller index is nearer. Points that hold NaN
     or infinity are no neighbours and have none.
@@ -66,7 +66,7 @@ def nearest(
         k: at least 1.
         to_self: whether the points are the candidates.
         self_loops: whether they are then their own first neighbours, or none of their neighbours.
-        radius: neighbours are no farther.
+        reach: the largest squared distance of a neighbour.
     """
     points = as_it_lies(points)
     candidates = points if to_self else as_it_lies(candidates)
@@ -75,32 +75,37 @@ def nearest(
     given: list[_Given] = [points, candidates, rows, len(candidates), width, k]
     given += [ctypes.c_int32(to_self), ctypes.c_int32(self_loops)]
     widest = max(most for count, most in WIDEST if len(candidates) >= count)
-    if width <= widest or radius < math.inf:
-        _call("nearest_by_blocks", points.dtype, *given, ctypes.c_double(radius), index)
+    if width <= widest or reach < math.inf:
+        _call("nearest_by_blocks", points.dtype, *given, ctypes.c_double(reach), index)
     else:
         _call("nearest_by_products", points.dtype, *given, index)
     return index
 
 
-def edges_within(points: Tensor, radius: float, self_loops: bool) -> Tensor:
-    """The edges [2, E] between points at distance <= radius, by target, then by source.
+def edges_within(
+    points: Tensor, candidates: Tensor, reach: float, to_self: bool, self_loops: bool
+) -> Tensor:
+    """The edges [2, E] to points from candidates within reach, by target, then by source.
 
     Args:
-        points: [N, C], C >= 1; those that hold NaN or infinity have no edges.
-        radius: in their unit, >= 0.
-        self_loops: whether points have edges to themselves.
+        points, candidates: [N, C] and [M, C] in one dtype, C >= 1; those that hold NaN or infinity
+            have no edges.
+        reach: the largest squared distance, >= 0.
+        to_self: whether the points are the candidates.
+        self_loops: whether points then have edges to themselves.
     """
     points = as_it_lies(points)
+    candidates = points if to_self else as_it_lies(candidates)
     N, width = _sizes(points)
+    given: list[_Given] = [points, candidates, N, len(candidates), width]
+    given += [ctypes.c_int32(to_self), ctypes.c_int32(self_loops), ctypes.c_double(reach)]
     start, count = points.new_empty((2, N), dtype=torch.int64)
     total = points.new_zeros(1, dtype=torch.int64)
-    room, edges = min(EDGES, N) * N, -1
+    room, edges = min(EDGES, len(candidates)) * N, -1
     while edges < 0 or edges > room:
         room = max(room, edges)
         found = points.new_empty(room, dtype=torch.int32)  # touched as far as it is needed
-        reach = ctypes.c_double(radius), ctypes.c_int32(self_loops)
-        lists = found, start, count
-        _call("within_radius", points.dtype, points, N, width, *reach, room, *lists, total)
+        _call("within_radius", points.dtype, *given, room, found, start, count, total)
         edges = int(total)
     edge_index = points.new_empty((2, edges), dtype=torch.int64)
     _call("edges_of_lists", None, found, start, count, N, edges, edge_index)

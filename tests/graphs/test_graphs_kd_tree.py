@@ -12,6 +12,7 @@ import graphattn as ga
 from graphattn.graphs.builders import neighbors
 from graphattn.graphs.search import kd_tree, nearest_neighbors
 from graphattn.graphs.search.all_pairs import nearest_by_pairs
+from graphattn.graphs.search.distances import squared_reach
 from graphattn.graphs.search.kd_tree import FEWEST, PointTree, is_for_trees, nearest_by_tree
 from graphattn.graphs.search.nearest_neighbors import nearest_index
 from graphattn.kernels.cpu import library
@@ -160,9 +161,10 @@ def test_radius_graphs_are_those_of_all_pairs_bit_for_bit(name):
     gap = min(float((known[0] - known[1 % len(known)]).square().sum().sqrt()), 1e150)
     just_less = float(torch.nextafter(x.new_tensor(gap), x.new_tensor(0.0)))
     for radius in (gap / 4, just_less, gap):
-        reach = float(x.new_tensor(radius))
+        reach = squared_reach(radius, x.dtype)
         for most, self_loops in ((None, False), (None, True), (1, True), (6, False)):
-            pieces = neighbors._pairs_within_by_differences(x, reach, most, self_loops)
+            ball = neighbors._Ball(x, x, reach, most, True, self_loops)
+            pieces = ball._edges_by_differences()
             graph = ga.radius_graph(x, radius, max_neighbors=most, self_loops=self_loops)
             assert torch.equal(graph.edge_index, torch.cat(pieces, dim=1))
 

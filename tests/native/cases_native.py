@@ -97,6 +97,7 @@ def neighbors(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None
     for radius in (0.0, 1.0, 1e9):
         ga.radius_graph(x, radius, self_loops=True)
         ga.radius_graph(x, radius, max_neighbors=2)
+        ga.radius_graph(x[1:], radius, source=x)
 
 
 def order_of_visits(tokens: int, neighbors: int) -> None:

@@ -73,11 +73,12 @@ def test_edges_within_a_radius_are_those_of_float64(dtype, width):
     for count in (1, 2, 17, 300):
         x = torch.randn(count, width, generator=generator, dtype=dtype)
         squared = (x.double()[:, None] - x.double()).square().sum(2)
-        for radius in (0.0, 0.5, 3.0, 1e6):
-            inside = squared <= radius**2
+        for reach in (0.0, 0.25, 9.0, 1e12):
+            inside = squared <= reach
             for self_loops in (True, False):
                 inside.fill_diagonal_(self_loops)
-                assert torch.equal(edges_within(x, radius, self_loops), inside.nonzero().T.flip(0))
+                found = edges_within(x, x, reach, True, self_loops)
+                assert torch.equal(found, inside.nonzero().T.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

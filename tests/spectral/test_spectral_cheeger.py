@@ -177,3 +177,43 @@ def test_bad_groups_are_refused():
         cheeger_bounds(ga.complete_graph(1))
     with pytest.raises(ValueError, match=r"edge_weight must have shape \[16\]"):
         cheeger_bounds(graph, torch.ones(3))
+
+
+@pytest.mark.parametrize("dense", [1000, 0])
+@pytest.mark.parametrize("kind", ["path", "clusters"])
+def test_cuts_of_tiny_weights_lie_between_the_bounds(kind, dense, monkeypatch):
+    # A weight of 1e-20 or less has no digit in a sum with a weight of 1.
+    monkeypatch.setattr(cheeger, "DENSE", dense)
+    if kind == "path":
+        cases = [[1.0, 1e-8, 1.0, 1e-20], [1e-40, 1.0, 1e-30, 1.0, 1e-35, 1e-10]]
+        weights = [np.diag(w, 1) + np.diag(w, -1) for w in map(np.array, cases)]
+    else:  # Kernel weights of two clusters six bandwidths apart, and an outlier.
+        rng = np.random.default_rng(0)
+        points = [
+            np.append(np.repeat([0, 6], [3, 4]) + rng.normal(size=7), 20.0) for _ in range(10)
+        ]
+        weights = [np.exp(-((x[:, None] - x) ** 2) / 2) for x in points]
+    for W in weights:
+        W = W * (1 - np.eye(len(W)))
+        graph = ga.from_mask(torch.from_numpy(W > 0))
+        source, target = graph.edge_index
+        lower, upper, cut, found = cheeger_bounds(graph, torch.from_numpy(W)[target, source])
+        least = least_conductance(W)
+        assert lower <= least * (1 + 1e-9)
+        assert least <= found * (1 + 1e-9)
+        assert found <= upper
+        assert found == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
+
+
+def test_the_bounds_tell_two_weak_ties_apart():
+    # Three groups: the weaker tie is the bottleneck, though both are far below rounding.
+    W = np.kron(np.eye(3), np.ones((4, 4)))
+    W[3, 4] = W[4, 3] = 1e-20
+    W[7, 8] = W[8, 7] = 1e-24
+    W *= 1 - np.eye(12)
+    graph = ga.from_mask(torch.from_numpy(W > 0))
+    source, target = graph.edge_index
+    bounds = cheeger_bounds(graph, torch.from_numpy(W)[target, source])
+    assert bounds.sweep_cut.nonzero().flatten().tolist() == [8, 9, 10, 11]
+    assert bounds.conductance == pytest.approx(1e-24 / 12, rel=1e-12)
+    assert bounds.lower <= bounds.conductance <= bounds.upper < 1e-11

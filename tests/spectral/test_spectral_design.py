@@ -80,8 +80,9 @@ def test_more_than_the_complete_graph_is_refused():
 # Mixing.
 
 
-def rate(spectrum, step_size):
-    eta = 1 / (2 * spectrum[-1]) if step_size == "auto" else step_size
+def rate(spectrum, step_size, most):
+    """The factor of the slowest mode; `most` is the largest number of neighbours of a token."""
+    eta = {"auto": 1 / (4 * most), "largest": 1 / (2 * spectrum[-1])}.get(step_size, step_size)
     return np.abs(1 - 2 * eta * spectrum[1:]).max()
 
 
@@ -91,15 +92,15 @@ def rate(spectrum, step_size):
     num_tokens=st.sampled_from(sorted(SPECTRA)),
     depth=st.integers(1, 40),
     tolerance=st.floats(1e-4, 0.95),
-    step_size=st.one_of(st.just("auto"), st.floats(1e-3, 0.5)),
+    step_size=st.one_of(st.sampled_from(["auto", "largest"]), st.floats(1e-3, 0.5)),
 )
 def test_window_for_mixing_is_the_first_of_all_windows(num_tokens, depth, tolerance, step_size):
     fits = [
-        rate(spectrum, step_size) ** depth <= tolerance * (1 + 1e-7)
-        for spectrum in SPECTRA[num_tokens]
+        rate(spectrum, step_size, min(2 * w, num_tokens - 1)) ** depth <= tolerance * (1 + 1e-7)
+        for w, spectrum in enumerate(SPECTRA[num_tokens], start=1)
     ]
     if not any(fits):
-        with pytest.raises(ValueError, match=r"step_size must be such that some window mixes"):
+        with pytest.raises(ValueError, match=r"some window mixes|even the complete graph"):
             window_for_mixing(num_tokens, depth, tolerance, step_size=step_size)
         return
     window = window_for_mixing(num_tokens, depth, tolerance, step_size=step_size)
@@ -107,24 +108,63 @@ def test_window_for_mixing_is_the_first_of_all_windows(num_tokens, depth, tolera
 
 
 def test_the_ratio_of_the_ends_grows_with_the_window():
-    """The ratio lambda_1 / lambda_max of a path grows with its window.
+    """lambda_1 of a path grows with its window, relative to lambda_max and to its neighbours.
 
-    Bisection relies on it with the "auto" step.
+    Bisection relies on it with the steps "largest" and "auto".
     """
     for N in (*range(2, 41), 120):
-        ratios = [s[1] / s[-1] for s in (path_spectrum(N, w) for w in range(1, N))]
+        spectra = [path_spectrum(N, w) for w in range(1, N)]
+        ratios = [s[1] / s[-1] for s in spectra]
+        assert all(b > a * (1 - 1e-12) for a, b in pairwise(ratios))
+        ratios = [s[1] / min(2 * w, N - 1) for w, s in enumerate(spectra, start=1)]
         assert all(b > a * (1 - 1e-12) for a, b in pairwise(ratios))
 
 
 def test_steps_on_the_window_found_mix_and_on_the_one_before_do_not():
     N, depth, tolerance = 200, 12, 0.1
-    window = window_for_mixing(N, depth, tolerance)
+    window = window_for_mixing(N, depth, tolerance, step_size="largest")
     for w, mixes in ((window, True), (window - 1, False)):
         graph = ga.window_path_graph(N, w)
         steps = ga.spectral.steps_until_consensus(
             graph, ga.spectral.max_step_size(graph), tolerance=tolerance
         )
         assert (steps <= depth) == mixes
+
+
+def with_even_matrices(num_features):
+    """A consensus layer that only takes its step, with R = log(2) I on every edge."""
+    layer = ga.nn.SelfConsensus(num_features, heads=1, step_size="auto").double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.edge_net.beta_bias.fill_(-1e9)  # beta = softplus(-1e9) = 0
+        layer.source_proj.weight.copy_(torch.eye(num_features))
+        layer.output_proj.weight.copy_(torch.eye(num_features))
+    return layer
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("depth", "tolerance"), [(6, 0.1), (3, 0.7)])
+def test_steps_of_a_layer_leave_what_was_promised(depth, tolerance, backend):
+    N = 40
+    window = window_for_mixing(N, depth, tolerance)
+    layer = with_even_matrices(N)
+    layer.backend = backend
+    for w, mixes in ((window, True), (window - 1, False)):
+        graph, x = ga.window_path_graph(N, w), torch.eye(N, dtype=torch.float64)
+        with torch.no_grad():
+            for _ in range(depth):
+                x = layer(x, graph)
+        # The columns of x are what becomes of every unit vector: the worst of all signals.
+        left = torch.linalg.matrix_norm(x - 1 / N, ord=2)
+        assert (left <= tolerance * (1 + 1e-9)) == mixes
+
+
+def test_automatic_steps_that_are_too_few_are_refused():
+    with pytest.raises(ValueError, match=r"tolerance must be >= 0\.0787 for 3 .* got 0\.05; take"):
+        window_for_mixing(8, 3, 0.05)
+    assert window_for_mixing(8, 3, 0.08) == 7
+    assert window_for_mixing(8, 3, 0.05, step_size="largest") <= 7
 
 
 def test_a_fixed_step_that_is_too_large_or_too_small_is_refused():
@@ -147,7 +187,9 @@ def test_bad_sizes_are_refused():
         window_for_mixing(5, 0, 0.1)
     with pytest.raises(ValueError, match=r"tolerance must be between 0 and 1 .*, got 1\.0"):
         window_for_mixing(5, 1, 1)
-    with pytest.raises(ValueError, match=r"step_size must be .auto. or .*, got 'learned'"):
+    with pytest.raises(
+        ValueError, match=r"step_size must be .auto., .largest. or .*, got 'learned'"
+    ):
         window_for_mixing(5, 1, 0.1, step_size="learned")
     with pytest.raises(ValueError, match="step_size must be a finite number > 0, got -1"):
         window_for_mixing(5, 1, 0.1, step_size=-1)

@@ -493,11 +493,59 @@ def test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged() 
 
 def test_the_stable_range_has_no_gap() -> None:
     losses = {1e-5: 4.0, 1e-4: None, 1e-3: 3.0, 1e-2: 2.0, 1e-1: 2.5, 1.0: None, 10.0: 9.0}
-    (found,) = summarize_sweep([row_of("mix", lr, loss) for lr, loss in losses.items()])
+    rows = [row_of("mix", lr, loss) for lr, loss in losses.items()]
+    (found,) = summarize_sweep(rows, tolerance=1)
     assert (found.best_lr, found.stable, found.highest_loss) == (1e-2, (1e-3, 1e-1), 2.5)
     waiting = row_of("mix", 5e-2, None, status="waiting")
-    (found,) = summarize_sweep([*(row_of("mix", lr, v) for lr, v in losses.items()), waiting])
+    (found,) = summarize_sweep([*rows, waiting], tolerance=1)
     assert (found.stable, found.open) == ((1e-3, 1e-2), 1)  # what is not known is not stable
+
+
+RATES = (1e-5, 5e-5, 7.5e-5, 1e-4, 2.5e-4, 5e-4, 7.5e-4, 1e-3)
+TABLE_2 = {  # validation losses of the consensus paper's Table 2
+    "SA": (5.098, 4.105, 3.986, 3.863, 3.770, 7.176, 7.255, 7.201),
+    "SC": (5.536, 4.713, 4.589, 4.553, 4.484, 4.428, 4.426, 4.496),
+}
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "attention", "consensus"),
+    [
+        (0.1, (1e-4, 2.5e-4), (2.5e-4, 1e-3)),
+        ("3%", (1e-4, 2.5e-4), (1e-4, 1e-3)),
+        ("10 %", (5e-5, 2.5e-4), (5e-5, 1e-3)),
+        (0, (2.5e-4, 2.5e-4), (7.5e-4, 7.5e-4)),
+        (10, (1e-5, 1e-3), (1e-5, 1e-3)),
+    ],
+)
+def test_a_stable_rate_ends_near_the_best_loss(
+    tolerance: float | str, attention: tuple[float, float], consensus: tuple[float, float]
+) -> None:
+    rows = [
+        row_of(mixer, lr, loss)
+        for mixer, losses in TABLE_2.items()
+        for lr, loss in zip(RATES, losses, strict=True)
+    ]
+    SA, SC = summarize_sweep(rows, tolerance=tolerance)
+    assert (SA.stable, SC.stable) == (attention, consensus)
+    if tolerance == 0.1:
+        assert summarize_sweep(rows) == [SA, SC]
+
+
+def test_a_rate_at_the_tolerance_is_stable() -> None:
+    rows = [row_of("mix", 1e-3, 0.1), row_of("mix", 1e-2, 0.2), row_of("mix", 1e-1, 0.3)]
+    assert summarize_sweep(rows)[0].stable == (1e-3, 1e-2)
+    # Losses below zero, as log-densities have: a share is one of their size.
+    rows = [row_of("mix", 1e-3, -2.0), row_of("mix", 1e-2, -1.8), row_of("mix", 1e-1, -1.7)]
+    assert summarize_sweep(rows, tolerance="10%")[0].stable == (1e-3, 1e-2)
+
+
+@pytest.mark.parametrize(
+    "tolerance", [-0.1, math.nan, math.inf, "five", "-5%", "nan%", "%", "0.1", None, True, [0.1]]
+)
+def test_a_tolerance_that_is_none_is_refused(tolerance: Any) -> None:
+    with pytest.raises(ValueError, match=r"tolerance must be a finite number >= 0, or a share"):
+        summarize_sweep([], tolerance=tolerance)
 
 
 def test_without_results_nothing_is_said() -> None:

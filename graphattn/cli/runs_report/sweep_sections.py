@@ -15,6 +15,7 @@ from graphattn.cli.runs_report.words import duration, is_number, number, value
 from graphattn.plain_tables import Cells, counted
 from graphattn.train import RunConfig
 from graphattn.train.runs.records import Row
+from graphattn.train.sweeps.results import TOLERANCE
 
 
 def sections_of(found: FoundSweep) -> list[Any]:
@@ -88,7 +89,8 @@ def _summary(rows: list[Row]) -> Cells:
         )
     return Cells(
         "Best learning rates",
-        "Stable: the rates around the best one without a trial that diverged. ±: the standard "
+        "Stable: the rates around the best one without a trial that diverged, with a loss at most "
+        f"{TOLERANCE:g} above the best. ±: the standard "
         "deviation over seeds. The loss at the highest stable rate shows the cost of a learning "
         "rate that is too high.",
         ["mixer", "best rate", "loss there", "stable rates", "loss at the highest", "diverged"],

@@ -15,7 +15,7 @@ from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
 from graphattn.cli.training.run_options import config_of
 from graphattn.plain_tables import counted, plain_table, short
 from graphattn.train import MixerSummary, resume_sweep, run_sweep, summarize_sweep
-from graphattn.train.sweeps.results import RESULTS
+from graphattn.train.sweeps.results import RESULTS, TOLERANCE
 
 Row = dict[str, Any]
 
@@ -99,8 +99,8 @@ def summary_table(rows: list[Row]) -> Table:
         table.add_row(escape(own.mixer), *_numbers(own), _counts(own))
     caption = (
         "Loss: mean over seeds, ± standard deviation. Stable: rates around the best at which no "
-        "trial diverged. At the highest: difference between the loss at the highest stable rate "
-        "and the best loss."
+        f"trial diverged and the loss is at most {TOLERANCE:g} above the best. At the highest: "
+        "difference between the loss at the highest stable rate and the best loss."
     )
     if ends := [own.mixer for own in summarize_sweep(rows) if own.best_lr in _ends(rows)]:
         caption += (

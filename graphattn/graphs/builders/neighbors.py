@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_float, as_int, as_points
+from graphattn.graphs.arguments import as_float, as_int, as_points, as_sources
 from graphattn.graphs.batches.batch_vectors import BatchVector, Sizes, pair_sizes, part_sizes
 from graphattn.graphs.edges.lists import edges_of_rows
 from graphattn.graphs.search.distances import (
@@ -15,6 +17,7 @@ from graphattn.graphs.search.distances import (
     nearest_pairs,
     place_self,
     rounded_distances,
+    squared_reach,
     with_rounding,
 )
 from graphattn.graphs.search.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tree
@@ -119,11 +122,16 @@ def radius_graph(
     positions: Tensor,
     radius: float,
     *,
+    source: Tensor | None = None,
     max_neighbors: int | None = None,
     self_loops: bool = False,
-    batch: Tensor | None = None,
+    batch: BatchVector | None = None,
 ) -> TokenGraph:
-    """Every token sees the tokens at Euclidean distance <= `radius`.
+    """Every token sees the sources at Euclidean distance <= `radius`.
+
+    The distance is computed in float64. It and the radius are then rounded to the dtype of
+    `positions` (float32 for half precision) and compared. So a lattice finds its neighbours: the
+    tokens at distance sqrt(2) are within the radius ``2**0.5`` in every dtype.
 
     With `max_neighbors`, a token sees only the nearest of them; of equally near tokens it sees
     those with the smaller index. Then the graph may be asymmetric. Tokens whose coordinates contain
@@ -131,66 +139,125 @@ def radius_graph(
     the result is one packed graph, as from :func:`~graphattn.batch`.
 
     Args:
-        positions: coordinates, [N, C]; [B, N, C] for B items of one length.
+        positions: coordinates of the targets, [N, C]; [B, N, C] for B items of one length.
         radius: the largest distance, in the unit of `positions`, >= 0.
+        source: coordinates of the sources, [M, C] (or [B, M, C]); `positions` if None.
         max_neighbors: the largest number of sources per token, >= 1; None for no limit.
-        self_loops: whether a token sees itself (it then counts as its first neighbour).
-        batch: the item to which every token belongs, [N] in ascending order, as in PyG.
+        self_loops: whether a token sees itself (it then counts as its first neighbour); only with
+            ``source=None``.
+        batch: the item to which every token belongs, [N] in ascending order, as in PyG; with
+            `source`, a pair for the targets [N] and the sources [M].
 
     Raises:
-        ValueError: if an argument is outside its range, or `batch` is not in ascending order.
+        ValueError: if an argument is outside its range, `source` does not fit `positions`, or
+            `batch` is not in ascending order.
 
     Example:
         >>> import torch, graphattn as ga
         >>> ga.radius_graph(torch.tensor([[0.0], [1.0], [3.0]]), radius=1.0).edge_index
         tensor([[1, 0],
                 [0, 1]])
+        >>> square = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+        >>> ga.radius_graph(square, radius=2**0.5).in_degree()  # the diagonal, too
+        tensor([3, 3, 3, 3])
+        >>> centre = torch.tensor([[0.5, 0.5]])
+        >>> ga.radius_graph(centre, radius=0.8, source=square).edge_index
+        tensor([[0, 1, 2, 3],
+                [0, 0, 0, 0]])
     """
     sizes: Sizes | None = None
     if batch is not None or (isinstance(positions, Tensor) and positions.dim() == 3):
-        positions, _, sizes = _items(positions, None, batch, name="positions")
+        positions, source, sizes = _items(positions, source, batch, name="positions")
     positions = as_points("positions", positions).detach()
+    to_self = source is None
+    source = as_sources(source, positions, bool(self_loops), name="positions").detach()
     radius = as_float("radius", radius, positive=False)
     if max_neighbors is not None:
         max_neighbors = as_int("max_neighbors", max_neighbors, 1)
-    points = positions.to(torch.promote_types(positions.dtype, torch.float32))
-    N, first = len(points), 0
+    wide = torch.promote_types(positions.dtype, torch.float32)
+    points = positions.to(wide)
+    candidates = points if to_self else source.to(wide)
+    N, M, t, s = len(points), len(candidates), 0, 0
     pieces = [torch.empty((2, 0), dtype=torch.int64, device=points.device)]
-    for size in [N] if sizes is None else [targets for targets, _ in sizes]:
-        item = points[first : first + size]
-        pieces += [
-            piece + first for piece in _pairs_within(item, radius, max_neighbors, bool(self_loops))
-        ]
-        first += size
+    for num_targets, num_sources in ((N, M),) if sizes is None else sizes:
+        search = _Ball(
+            points[t : t + num_targets],
+            candidates[s : s + num_sources],
+            squared_reach(radius, wide),
+            max_neighbors,
+            to_self,
+            bool(self_loops),
+        )
+        first = torch.tensor([[s], [t]], device=points.device)
+        pieces += [piece + first for piece in search.edges()]
+        t, s = t + num_targets, s + num_sources
     return TokenGraph(
-        edge_index=torch.cat(pieces, dim=1), num_targets=N, num_sources=N, sizes=sizes
+        edge_index=torch.cat(pieces, dim=1), num_targets=N, num_sources=M, sizes=sizes
     )
 
 
-def _pairs_within(
-    points: Tensor, radius: float, max_neighbors: int | None, self_loops: bool
-) -> list[Tensor]:
-    """List the sorted edges between points at distance <= radius, in pieces [2, n]."""
-    reach = float(points.new_tensor(radius))  # the radius is rounded to the coordinates' dtype
-    N = len(points)
-    if has_nearest(points) and N > 1:
-        if max_neighbors is None:
-            return [untraced(edges_within)(points, reach, self_loops)]
-        k = min(max_neighbors, N - (not self_loops))
-        return [edges_of_rows(untraced(nearest)(points, points, k, True, self_loops, reach))]
-    if max_neighbors is None and is_for_trees(points, points):
-        pairs = untraced(pairs_by_tree)(points, reach)
-        if pairs is not None:
-            squared = exact_squared_distances(points, points, *pairs)
-            inside = pairs[:, squared <= reach * reach]
-            return [_sorted_both_ways(inside, points, self_loops)]
-    elif max_neighbors is not None:
-        k = min(max_neighbors, N - (not self_loops))
-        if is_for_trees(points, points, k):
-            found = untraced(nearest_by_tree)(points, points, k, True, self_loops, reach)
-            if found is not None and not len(found[1]):
-                return [edges_of_rows(found[0])]
-    return _pairs_within_by_differences(points, reach, max_neighbors, self_loops)
+class _Ball(NamedTuple):
+    """A search for the sources of one item within a radius."""
+
+    points: Tensor  # [N, C], float32 or float64
+    candidates: Tensor  # [M, C]; the points themselves if `to_self`
+    reach: float  # the largest squared distance
+    max_neighbors: int | None
+    to_self: bool
+    self_loops: bool
+
+    def edges(self) -> list[Tensor]:
+        """List the sorted edges, in pieces [2, n]."""
+        points, candidates, reach, max_neighbors, *_ = self
+        selves = self.to_self, self.self_loops
+        k = len(candidates) - (self.to_self and not self.self_loops)
+        if len(points) == 0 or k <= 0:
+            return []
+        if has_nearest(points, candidates):
+            if max_neighbors is None:
+                return [untraced(edges_within)(points, candidates, reach, *selves)]
+            index = untraced(nearest)(points, candidates, min(max_neighbors, k), *selves, reach)
+            return [edges_of_rows(index)]
+        if max_neighbors is not None:
+            k = min(max_neighbors, k)
+            if is_for_trees(points, candidates, k):
+                found = untraced(nearest_by_tree)(points, candidates, k, *selves, reach)
+                if found is not None and not len(found[1]):
+                    return [edges_of_rows(found[0])]
+        elif self.to_self and is_for_trees(points, points):
+            pairs = untraced(pairs_by_tree)(points, reach)
+            if pairs is not None:
+                squared = exact_squared_distances(points, points, *pairs)
+                return [_sorted_both_ways(pairs[:, squared <= reach], points, self.self_loops)]
+        return self._edges_by_differences()
+
+    def _edges_by_differences(self) -> list[Tensor]:
+        """List the edges from the distances of all pairs, a tile of rows at a time."""
+        points, candidates, pieces = self.points, self.candidates, []
+        largest = max(
+            x.nan_to_num(nan=0, posinf=0, neginf=0).abs().sum(dim=1).max()
+            for x in (points, candidates)
+        )
+        if largest > torch.finfo(points.dtype).max ** 0.5 / 2:  # rounded distances would overflow
+            points, candidates = points.double(), candidates.double()
+        limit = with_rounding(self.reach**0.5, points)
+        M = len(candidates)
+        rows = max(1, TILE // M)
+        for start in range(0, len(points), rows):
+            tile = points[start : start + rows]
+            row, source = (rounded_distances(tile, candidates) <= limit).nonzero().T
+            squared = exact_squared_distances(tile, candidates, row, source)
+            squared.masked_fill_(squared > self.reach, torch.inf)
+            if self.to_self:
+                place_self(squared, row + start == source, self.self_loops)
+            if self.max_neighbors is None:
+                inside = squared < torch.inf
+                pieces.append(torch.stack([source[inside], row[inside] + start]))
+            else:
+                k = min(self.max_neighbors, M)
+                index = nearest_pairs(row, source, squared, len(tile), k)
+                pieces.append(edges_of_rows(index, start))
+        return pieces
 
 
 def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor:
@@ -205,31 +272,6 @@ def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor
     key = key.sort().values.long()
     target = key.div(N, rounding_mode="floor")
     return torch.stack([key - target * N, target])
-
-
-def _pairs_within_by_differences(
-    points: Tensor, reach: float, max_neighbors: int | None, self_loops: bool
-) -> list[Tensor]:
-    """List the edges within a radius from the distances of all pairs, a tile of rows at a time."""
-    N, pieces = len(points), []
-    largest = points.nan_to_num(nan=0, posinf=0, neginf=0).abs().sum(dim=1).max() if N else 0
-    if largest > torch.finfo(points.dtype).max ** 0.5 / 2:  # rounded distances would overflow
-        points = points.double()
-    rows = max(1, TILE // max(N, 1))
-    for start in range(0, N, rows):
-        tile = points[start : start + rows]
-        near = rounded_distances(tile, points) <= with_rounding(reach, points)
-        row, source = near.nonzero().T
-        squared = exact_squared_distances(tile, points, row, source)
-        squared.masked_fill_(squared > reach * reach, torch.inf)
-        place_self(squared, row + start == source, self_loops)
-        if max_neighbors is None:
-            inside = squared < torch.inf
-            pieces.append(torch.stack([source[inside], row[inside] + start]))
-        else:
-            index = nearest_pairs(row, source, squared, len(tile), min(max_neighbors, N))
-            pieces.append(edges_of_rows(index, start))
-    return pieces
 
 
 def _items(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -136,6 +138,30 @@ def with_rounding(limit: Tensor | float, points: Tensor) -> Tensor | float:
     """
     finfo, coordinates = torch.finfo(points.dtype), points.shape[1]
     return limit * (1 + 2 * (coordinates + 8) * finfo.eps) + (coordinates * finfo.tiny) ** 0.5
+
+
+def squared_reach(radius: float, dtype: torch.dtype) -> float:
+    """Return the largest squared distance, in float64, of points within a radius.
+
+    Its root, rounded to the dtype of the points, is at most the radius, rounded to the same dtype.
+    So points whose exact distance is the radius are always within it.
+    """
+    number = np.float32 if dtype == torch.float32 else np.float64
+    largest = float(np.finfo(np.float64).max)
+    with np.errstate(over="ignore"):
+        limit = number(radius)
+        if not np.isfinite(limit):
+            return largest
+        spacing = np.spacing(limit)  # to the next number of the dtype
+        if not np.isfinite(spacing):
+            spacing = limit - np.nextafter(limit, number(0))
+        middle = float(limit) + float(spacing) / 2
+        squared = min(middle * middle, largest)
+        while number(math.sqrt(squared)) > limit:
+            squared = math.nextafter(squared, 0)
+        while squared < largest and number(math.sqrt(math.nextafter(squared, math.inf))) <= limit:
+            squared = math.nextafter(squared, math.inf)
+    return squared
 
 
 def exact_squared_distances(

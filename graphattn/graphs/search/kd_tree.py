@@ -68,17 +68,17 @@ class PointTree:
     def __len__(self) -> int:
         return len(self.source) - 1
 
-    def candidates(self, points: Floats, many: int, radius: float) -> tuple[Integers, Floats]:
+    def candidates(self, points: Floats, many: int, reach: float) -> tuple[Integers, Floats]:
         """Find the sources nearest to points, and their exact squared distances, [rows, many].
 
         They are sorted up to rounding. No source that was left out is nearer than the last one by
-        more than :data:`ROUNDING`. If fewer sources are within the radius, the rest of a row is -1
-        and infinity.
+        more than :data:`ROUNDING`. If fewer sources are within `reach`, the rest of a row is -1 and
+        infinity.
         """
         found = self.tree.query(
             points,
             many,
-            distance_upper_bound=_widened(radius, self.coordinates),
+            distance_upper_bound=_widened(np.sqrt(reach), self.coordinates),
             workers=max(1, min(torch.get_num_threads(), len(points) // FIRST_ROWS)),
         )[1].reshape(len(points), many)
         return self.source.take(found), _squared(points, self.places, found)
@@ -90,17 +90,18 @@ def nearest_by_tree(
     k: int,
     to_self: bool,
     self_loops: bool,
-    radius: float = np.inf,
+    reach: float = np.inf,
 ) -> tuple[Tensor, Tensor] | None:
-    """Find the k nearest candidates of every point, [N, k]; -1 if fewer are within the radius.
+    """Find the k nearest candidates of every point, [N, k]; -1 if fewer are within `reach`.
 
+    `reach` is the largest squared distance of a neighbour.
     The second result lists the rows for which the tree gives no proof, because too many candidates
     are nearly as far as the k-th. The result is None if there are many such rows, or if squares of
     coordinates overflow.
     """
     a = points.numpy(force=True).astype(np.float64)
     b = a if to_self else candidates.numpy(force=True).astype(np.float64)
-    if not (_fits(a) and _fits(b)) or LARGEST < radius < np.inf:
+    if not (_fits(a) and _fits(b)) or LARGEST < np.sqrt(reach) < np.inf:
         return None
     # Of equal points, the k + 1 with the smallest indices are enough, including the point itself.
     tree = PointTree(b, copies=k + 1)
@@ -109,7 +110,7 @@ def nearest_by_tree(
     else:
         rows = np.flatnonzero(np.isfinite(a).all(axis=1))
     index = np.full((len(a), k), -1, dtype=np.int64)
-    search = _TreeSearch(a, tree, k, to_self, self_loops, radius)
+    search = _TreeSearch(a, tree, k, to_self, self_loops, reach)
     many = k + 1 + SPARE
     most, start, left = 8 * many, 0, [rows[:0]]
     while start < len(rows):
@@ -134,13 +135,13 @@ class _TreeSearch(NamedTuple):
     k: int
     to_self: bool
     self_loops: bool
-    radius: float
+    reach: float  # squared
 
     def answer(self, rows: Integers, many: int, index: Integers) -> Integers:
         """Write the neighbours of rows into `index`; return the rows that need more candidates.
 
         The neighbours of a row are proven if its last candidate is farther than the k-th (or than
-        the radius) by more than rounding, or if all points of the tree are candidates.
+        the reach) by more than rounding, or if all points of the tree are candidates.
 
         Args:
             rows: the points to search for.
@@ -150,18 +151,18 @@ class _TreeSearch(NamedTuple):
         many = min(many, len(self.tree))
         if many == 0:
             return rows[:0]
-        source, squared = _in_order(*self.tree.candidates(self.points[rows], many, self.radius))
-        last = squared[:, -1]  # infinite if all points within the radius were found
-        if self.radius < np.inf:
-            squared[squared > self.radius * self.radius] = np.inf
+        source, squared = _in_order(*self.tree.candidates(self.points[rows], many, self.reach))
+        last = squared[:, -1]  # infinite if all points within reach were found
+        if self.reach < np.inf:
+            squared[squared > self.reach] = np.inf
         if self.to_self:
             source, squared = _with_oneself_first(rows, source, squared)
             if not self.self_loops:
                 source, squared = source[:, 1:], squared[:, 1:]
         k = min(self.k, source.shape[1])
         limit = np.maximum(squared[:, k - 1], 0)
-        if self.radius < np.inf:
-            limit = np.minimum(limit, self.radius * self.radius)
+        if self.reach < np.inf:
+            limit = np.minimum(limit, self.reach)
             source = np.where(np.isinf(squared), -1, source)
         index[rows, :k] = source[:, :k]
         if many == len(self.tree):
@@ -194,17 +195,17 @@ def _with_oneself_first(
     return _in_order(source, np.where(own, -1, squared))
 
 
-def pairs_by_tree(points: Tensor, radius: float) -> Tensor | None:
-    """Find the pairs i < j of points that may be at distance <= radius, [2, pairs], unsorted.
+def pairs_by_tree(points: Tensor, squared: float) -> Tensor | None:
+    """Find the pairs i < j that may be at a squared distance <= `squared`, [2, pairs], unsorted.
 
     The result is None if there are so many pairs that a tree is no faster, or if squares of
     coordinates overflow.
     """
     a = points.numpy(force=True).astype(np.float64)
-    if not _fits(a) or radius > LARGEST:
+    if not _fits(a) or squared > LARGEST**2:
         return None
     tree = PointTree(a, copies=len(a))
-    reach = _widened(radius, tree.coordinates)
+    reach = _widened(np.sqrt(squared), tree.coordinates)
     some = tree.places[:-1][:: max(1, len(tree) // SAMPLE)]
     degrees = tree.tree.query_ball_point(some, reach, return_length=True)
     if np.sum(degrees) * 8 > len(some) * len(tree):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_choice, as_int, as_points
+from graphattn.graphs.arguments import as_choice, as_int, as_points, as_sources
 from graphattn.graphs.search.all_pairs import nearest_by_pairs
 from graphattn.graphs.search.distances import (
     IN_ORDER,
@@ -183,21 +183,7 @@ def _checked(
 ) -> _Search:
     x, k = as_points("x", x), as_int("k", k, 1)
     to_self = source is None
-    sources = x if source is None else as_points("source", source)
-    if sources.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"source must have as many coordinates as x ({x.shape[1]}), got {sources.shape[1]}"
-        )
-    if sources.dtype != x.dtype or sources.device != x.device:
-        raise ValueError(
-            f"source must have the dtype and device of x ({x.dtype}, {x.device}), "
-            f"got {sources.dtype}, {sources.device}"
-        )
-    if self_loops and not to_self:
-        raise ValueError(
-            "self_loops must be False if source is given, because sources are then other tokens; "
-            "got self_loops=True"
-        )
+    sources = as_sources(source, x, self_loops)
     possible = max(len(sources) - int(to_self and not self_loops), 0)
     if k > possible:
         raise ValueError(f"k must be <= {possible}, the number of possible sources, got {k}")

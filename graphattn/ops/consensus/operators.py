@@ -16,7 +16,7 @@ from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.launch import on_its_device
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
-from graphattn.ops.consensus.step_size import step_of_degrees
+from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.consensus.triton import Groups, add_layer_gradients
 from graphattn.ops.inputs import ValidPair, flat_masks, full_precision, gradients_by_autograd
@@ -69,9 +69,11 @@ def consensus_update(
     gradient, degree = torch.ops.graphattn.consensus(
         *layers[0], *layers[1], *compared, *network, *flat_masks(valid, batch), *options
     )
+    gradient = gradient.view(state.shape)
     if step_size is None:
-        step_size = step_of_degrees(degree.view(state.shape[:-1]), graph, update)
-    return torch.addcmul(state, step_size[..., None], gradient.view(state.shape), value=-1)
+        bound = bounds_of_degrees(degree.view(state.shape[:-1]), graph, update)
+        return automatic_move(state, gradient, bound)
+    return torch.addcmul(state, step_size[..., None], gradient, value=-1)
 
 
 def _as_layer(hidden: Hidden, dtype: torch.dtype) -> list[Any]:

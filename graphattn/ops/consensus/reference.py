@@ -13,7 +13,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, form
 from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix, edge_matrix
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
-from graphattn.ops.consensus.step_size import automatic_step
+from graphattn.ops.consensus.step_size import automatic_bounds, automatic_move
 from graphattn.ops.inputs import ValidPair, clear_invalid, valid_edges
 from graphattn.ops.segments import segment_sum
 
@@ -64,5 +64,5 @@ def consensus_update(
         strength = R.alpha + R.beta  # lambda_max(R) <= alpha + beta: Lambda's rows sum to norm 1
         if keep is not None:
             strength = strength.masked_fill(~keep, 0)
-        step_size = automatic_step(strength, graph, update)
+        return automatic_move(state, gradient, automatic_bounds(strength, graph, update))
     return state - step_size[..., None] * gradient

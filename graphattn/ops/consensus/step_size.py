@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 
 
-def automatic_step(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
-    """A step that never overshoots, [*, N, H], from upper bounds on ||R|| per edge, [*, E, H].
+def automatic_bounds(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
+    """The numbers whose reciprocals are the automatic step, [*, N, H].
+
+    `strength` has upper bounds on ||R|| per edge, [*, E, H].
 
     "energy": with d_i the sum of the bounds over the in- and out-edges of i,
     lambda_max(L_sym) <= max_i d_i (Gershgorin, blockwise: L_sym has diagonal blocks of norm
     <= d_i / 2 and off-diagonal norms that sum to <= d_i / 2), so eta = 1 / (2 max d_i); the
     maximum is per head over one sequence. "target": per row, eta_i = 1 / d_i over its own edges,
     because a maximum over tokens would depend on later tokens. A token (or under "energy" a
-    sequence) without edges has eta = 0.
+    sequence) without edges has eta = 0, and so has one whose matrices are nearly zero.
 
     Under "energy" a self-loop does not count, because its parts at target and source cancel. Under
     "target" it does, and the row becomes an average that includes the token itself.
@@ -27,14 +30,31 @@ def automatic_step(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
     degree = degree.index_add(-2, target, strength)
     if update == "energy":
         degree = degree.index_add(-2, source, strength)
-    return step_of_degrees(degree, graph, update)
+    return bounds_of_degrees(degree, graph, update)
 
 
-def step_of_degrees(degree: Tensor, graph: TokenGraph, update: str) -> Tensor:
-    """The step of :func:`automatic_step` from the degrees d_i, [*, N, H]."""
-    if update == "energy":
-        bound = 2 * graph.maximum_per_sequence(degree)
-    else:
-        bound = degree
-    still = bound == 0
-    return bound.masked_fill(still, 1).reciprocal().masked_fill(still, 0)
+def bounds_of_degrees(degree: Tensor, graph: TokenGraph, update: str) -> Tensor:
+    """The numbers of :func:`automatic_bounds` from the degrees d_i, [*, N, H]."""
+    return 2 * graph.maximum_per_sequence(degree) if update == "energy" else degree
+
+
+def is_still(bound: Tensor) -> Tensor:
+    """Where there is no step, because all matrices are zero, or nearly: below 3e-36 in float32.
+
+    Below it, gradients divided by `bound` would overflow.
+    """
+    return bound < 256 * torch.finfo(bound.dtype).tiny
+
+
+def automatic_move(state: Tensor, gradient: Tensor, bound: Tensor) -> Tensor:
+    """Make the automatic step, state - gradient / bound, [*, N, H, D]; `bound` is [*, N, H].
+
+    The scale of the edges' matrices cancels in the result, and it must in the backward pass, too,
+    where the derivative 1 / bound^2 overflows for matrices of 1e-20. So the sums are divided by the
+    size of `bound` first, and what is differentiated is `bound` relative to its size, 1.
+    """
+    still = is_still(bound)
+    bound = bound.masked_fill(still, 1)
+    size = bound.detach()
+    step = (bound / size).reciprocal().masked_fill(still, 0)
+    return torch.addcmul(state, step[..., None], gradient / size[..., None], value=-1)

@@ -59,8 +59,11 @@ def elimination_order(adjacency: scipy.sparse.csr_array) -> EliminationOrder:
     degree = np.diff(adjacency.indptr)
     by_degree = np.argsort(degree, kind="stable")
     num_hubs = int((degree > max(HUB * degree.mean(), BLOCK)).sum())
-    # The hubs; the one with the most neighbours, which comes last, is the ground.
-    last = by_degree[num_tokens - max(num_hubs, 1) :]
+    # The ground, which comes last, is the token with the most weight: where it is tied weakly, the
+    # other tokens are all far from it, and differences between them are lost.
+    ground = int(adjacency.sum(axis=1).argmax())
+    hubs = by_degree[num_tokens - num_hubs :]
+    last = np.append(hubs[hubs != ground], ground)
     rest = np.setdiff1d(np.arange(num_tokens), last)
     band = scipy.sparse.csr_matrix(adjacency[rest][:, rest])
     order = reverse_cuthill_mckee(band, symmetric_mode=True)

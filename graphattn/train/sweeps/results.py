@@ -13,6 +13,7 @@ from graphattn.train.runs.folder import Run
 from graphattn.train.runs.records import Row
 
 RESULTS = ("finished", "diverged")
+TOLERANCE = 0.1  # by how much the loss at a stable rate may be above the best one
 ORIGIN = ("commit", "config", "versions")  # origin of the numbers of a row, in addition to its seed
 
 
@@ -56,7 +57,8 @@ class MixerSummary:
             diverged.
         loss: the mean validation loss at the last step, at that rate.
         spread: standard deviation of these losses over seeds; None for a single seed.
-        stable: lowest and highest rate of the range around `best_lr` without a diverged trial.
+        stable: lowest and highest rate of the range of stable rates around `best_lr`, see
+            :func:`summarize_sweep`.
         highest_loss: the mean loss at the highest stable rate.
         trials, diverged, failed, open: number of trials, and of those that diverged, failed, or
             have not ended (open).
@@ -81,29 +83,41 @@ class MixerSummary:
     open: int
 
 
-def summarize_sweep(rows: Iterable[Row]) -> list[MixerSummary]:
+def summarize_sweep(
+    rows: Iterable[Row], *, tolerance: float | str = TOLERANCE
+) -> list[MixerSummary]:
     """Find the best learning rate of every mixer, and the range of stable rates around it.
 
-    A rate is stable if it has results and no trial diverged. The range contains the best rate and
-    has no gap. The loss at its upper end shows how robust a mixer is to a learning rate that is too
-    high (Consensus, Section 5.1).
+    A rate is stable if no trial diverged, and its mean loss is at most `tolerance` above that of
+    the mixer's best rate: a run that ended far above it has not trained, even if its loss stayed
+    finite. The range contains the best rate and has no gap. A wide range shows that a mixer is
+    robust to a learning rate that is too high (Consensus, Section 5.1). The paper gives no number
+    for "sharp degradation", so the default tolerance is ours.
 
     Args:
         rows: rows from :func:`read_sweep`.
+        tolerance: the largest rise of the loss, >= 0: a number, in the unit of the losses (nats,
+            for most objectives), or a share of the best loss, such as "5%".
+
+    Raises:
+        ValueError: if `tolerance` is neither.
 
     Example:
         >>> import graphattn as ga
         >>> rows = [{"mixer": "mix", "lr": lr, "seed": 0, "status": status, "loss": loss}
         ...         for lr, status, loss in [(1e-3, "finished", 2.5), (1e-2, "finished", 2.25),
         ...                                  (3e-2, "finished", 2.75), (1e-1, "diverged", None)]]
-        >>> mix, = ga.train.summarize_sweep(rows)
+        >>> mix, = ga.train.summarize_sweep(rows, tolerance=0.25)
         >>> mix.best_lr, mix.stable, mix.highest_loss - mix.loss
-        (0.01, (0.001, 0.03), 0.5)
+        (0.01, (0.001, 0.01), 0.0)
+        >>> ga.train.summarize_sweep(rows, tolerance="25%")[0].stable
+        (0.001, 0.03)
     """
+    rise, is_share = _as_tolerance(tolerance)
     by_mixer: dict[str, list[Row]] = {}
     for row in rows:
         by_mixer.setdefault(row["mixer"], []).append(row)
-    return [_summary(mixer, own) for mixer, own in by_mixer.items()]
+    return [_summary(mixer, own, rise, is_share) for mixer, own in by_mixer.items()]
 
 
 def losses_by_rate(rows: Sequence[Row]) -> dict[float, list[float] | None]:
@@ -121,12 +135,17 @@ def losses_by_rate(rows: Sequence[Row]) -> dict[float, list[float] | None]:
     return found
 
 
-def _summary(mixer: str, rows: list[Row]) -> MixerSummary:
+def _summary(mixer: str, rows: list[Row], rise: float, is_share: bool) -> MixerSummary:
     losses = losses_by_rate(rows)
     means = {lr: statistics.fmean(own) for lr, own in losses.items() if own}
     best = min(means, key=lambda lr: means[lr], default=None)
-    # A rate without a result ends the range, as a diverged one does.
-    stable = _around(best, sorted({row["lr"] for row in rows}), means) if best else None
+    stable = None
+    if best:
+        limit = means[best] + (rise * abs(means[best]) if is_share else rise)
+        limit += 1e-12 * abs(limit)  # rounding
+        near = {lr for lr, loss in means.items() if loss <= limit}
+        # A rate without a result ends the range, as a diverged one does.
+        stable = _around(best, sorted({row["lr"] for row in rows}), near)
     there = (losses[best] or []) if best else []
     count = [row["status"] for row in rows].count
     return MixerSummary(
@@ -143,13 +162,29 @@ def _summary(mixer: str, rows: list[Row]) -> MixerSummary:
     )
 
 
-def _around(best: float, rates: list[float], means: dict[float, float]) -> tuple[float, float]:
+def _around(best: float, rates: list[float], stable: set[float]) -> tuple[float, float]:
     low = high = rates.index(best)
-    while low > 0 and rates[low - 1] in means:
+    while low > 0 and rates[low - 1] in stable:
         low -= 1
-    while high + 1 < len(rates) and rates[high + 1] in means:
+    while high + 1 < len(rates) and rates[high + 1] in stable:
         high += 1
     return rates[low], rates[high]
+
+
+def _as_tolerance(tolerance: Any) -> tuple[float, bool]:
+    """Return the number, and whether it is a share of the best loss."""
+    number, is_share = tolerance, False
+    if isinstance(tolerance, str) and tolerance.strip().endswith("%"):
+        try:
+            number, is_share = float(tolerance.strip()[:-1]) / 100, True
+        except ValueError:
+            number = tolerance
+    if isinstance(number, bool) or not _is_finite(number) or number < 0:
+        raise ValueError(
+            'tolerance must be a finite number >= 0, or a share of the best loss such as "5%", got '
+            f"{tolerance!r}"
+        )
+    return float(number), is_share
 
 
 def _is_finite(value: Any) -> bool:

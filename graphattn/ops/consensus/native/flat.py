@@ -19,7 +19,7 @@ from graphattn.kernels.cpu.packing import packer, steps_of
 from graphattn.kernels.cpu.tensors import address
 from graphattn.ops.consensus.native import calls
 from graphattn.ops.consensus.native.sums import NativeSums
-from graphattn.ops.consensus.step_size import step_of_degrees
+from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 
 _LIBRARY = library.library()
 ARGUMENTS = packer(calls.ConsensusArguments)
@@ -125,10 +125,11 @@ def flat_consensus(
         gradient, degree = _FlatSums.apply(graph, call, degrees, None, *tensors)
     else:
         gradient, degree = call.sums(tensors, None, degrees)
-    if step is None:
-        step = step_of_degrees(degree.view(state.shape[:-1]), graph, call.update)
     if state.dim() != 4:
         gradient = gradient.view(state.shape)
+    if step is None:
+        bound = bounds_of_degrees(degree.view(state.shape[:-1]), graph, call.update)
+        return automatic_move(state, gradient, bound)
     return torch.addcmul(state, step[..., None], gradient, value=-1)
 
 

@@ -19,7 +19,7 @@ from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, as_pair
 from graphattn.ops.consensus.edge_network.edge_matrix import edge_matrix
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import EdgePiece, Pieces, add_at, at
-from graphattn.ops.consensus.step_size import step_of_degrees
+from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.consensus.structured.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.inputs import (
     ValidPair,
@@ -356,9 +356,10 @@ def consensus_update(
     gradient, degree = sums(
         graph, tensors, valid, energy=update == "energy", degrees=step_size is None
     )
-    if step_size is None:
-        assert degree is not None
-        step_size = step_of_degrees(degree.view(state.shape[:-1]), graph, update)
     if state.dim() != 4:
         gradient = gradient.view(state.shape)
+    if step_size is None:
+        assert degree is not None
+        bound = bounds_of_degrees(degree.view(state.shape[:-1]), graph, update)
+        return automatic_move(state, gradient, bound)
     return torch.addcmul(state, step_size[..., None], gradient, value=-1)
