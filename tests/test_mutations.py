@@ -1866,6 +1866,15 @@ MUTATIONS = [
         (f"{CACHE_LENGTHS}::test_converted_layers_refuse_them_too",),
     ),
     Mutation(
+        "adapters of a changed model are not marked",
+        "graphattn/integrations/transformers/files/marks.py",
+        "model.register_state_dict_pre_hook(_mark_adapters)",
+        "pass",
+        (
+            "tests/integrations/test_integrations_saving.py::test_loading_adapters_of_a_changed_model_onto_a_plain_one_warns",
+        ),
+    ),
+    Mutation(
         "a mask function that asks for a truth is read as a band",
         "graphattn/integrations/transformers/masks/bands.py",
         "`and`, `not`, `if` and `a < b < c` call it, as for a tensor\n        raise NoBandError",
