@@ -384,3 +384,12 @@ def test_diffusion_trains_and_writes(data):
     result = call("generate", "a", "--tokens", 12, "--steps", 4)
     assert len(result.stdout.strip()) == 12
     assert set(result.stdout.strip()) <= set("ACGTN")
+
+
+def test_a_tokenizer_without_its_unknown_token_is_named(data, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"to": 0, "be": 1}, unk_token="?")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
+    text, chosen = data / "text.txt", ("--tokenizer", tmp_path / "words.json")
+    said = refused("train", "--data", text, *chosen, "--out", tmp_path / "run", *SMALL)
+    assert "words.json: the tokenizers library cannot encode" in said
