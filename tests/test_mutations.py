@@ -1875,6 +1875,27 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "a model may have more blocks than there are weights",
+        "graphattn/nn/files/pretrained.py",
+        "        check_depths(description, state)\n",
+        "",
+        (f"{FILES}::test_a_config_cannot_make_more_than_the_weights",),
+    ),
+    Mutation(
+        "a model is made whatever the size of the weights",
+        "graphattn/nn/files/limits.py",
+        "if min(left.values()) < 0:",
+        "if False:",
+        (f"{FILES}::test_a_model_that_another_thread_makes_is_not_counted",),
+    ),
+    Mutation(
+        "parameters of other threads are counted",
+        "graphattn/nn/files/limits.py",
+        "if parameter is None or threading.get_ident() != own:",
+        "if parameter is None:",
+        (f"{FILES}::test_a_model_that_another_thread_makes_is_not_counted",),
+    ),
+    Mutation(
         "a mask function that asks for a truth is read as a band",
         "graphattn/integrations/transformers/masks/bands.py",
         "`and`, `not`, `if` and `a < b < c` call it, as for a tensor\n        raise NoBandError",

@@ -8,9 +8,24 @@ FOLDERS = "tests/train/test_train_run_folders.py"
 KILLS = "tests/train/test_train_kills.py"
 PROCESSES = "tests/train/test_train_processes.py"
 LAYERS = "tests/train/test_train_layer_records.py"
+DAMAGED = "tests/train/test_train_damaged_folders.py"
 SWEEP = "tests/train/test_train_sweep.py"
 
 MUTATIONS = [
+    Mutation(
+        "what a checkpoint contains is found out when it is loaded",
+        "graphattn/train/runs/checkpoints.py",
+        '    return f"is broken (it has no {sorted(lacks)[0]!r})" if lacks else None',
+        "    return None",
+        (f"{DAMAGED}::test_a_checkpoint_with_other_content_is_named",),
+    ),
+    Mutation(
+        "a pickle in a checkpoint may contain commands",
+        "graphattn/train/runs/checkpoints.py",
+        "weights_only=True, mmap=True",
+        "weights_only=False, mmap=True",
+        (f"{DAMAGED}::test_a_checkpoint_with_other_content_is_named",),
+    ),
     Mutation(
         "weight decay shrinks embeddings",
         "graphattn/train/parameters.py",
