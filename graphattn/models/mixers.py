@@ -161,6 +161,14 @@ def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[st
     return {option: value for option, value in options.items() if option in taken}
 
 
+def over_depth(options: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Return options of a preset whose schedule of top_k, if any, has one value per block."""
+    schedule = options.get("top_k")
+    if not isinstance(schedule, list | tuple) or len(schedule) == depth:
+        return dict(options)
+    return {**options, "top_k": top_k_schedule(schedule[0], schedule[-1], depth)}
+
+
 def one_per_block(mixer: Any, depth: int) -> list[Any]:
     """Return the mixer of every block, from the short form of `mixer`."""
     if not isinstance(mixer, list | tuple | nn.ModuleList):
