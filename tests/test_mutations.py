@@ -60,6 +60,7 @@ UNSEEN = "tests/ops/test_ops_unseen.py"
 HOLDS = "tests/ops/test_ops_what_holds.py"
 LAYERS_UNSEEN = "tests/nn/test_nn_unseen.py"
 CHECKPOINTING = "tests/nn/test_nn_checkpointing.py"
+CACHE_LENGTHS = "tests/integrations/test_integrations_cache_lengths.py"
 OVERRIDES = "tests/nn/test_nn_overrides.py"
 CONFIG = "tests/nn/test_nn_config.py"
 NAMES = "tests/nn/test_nn_argument_names.py"
@@ -1827,6 +1828,72 @@ MUTATIONS = [
         (
             "tests/integrations/test_integrations_masks.py::test_a_sketch_never_has_a_row_for_every_query",
         ),
+    ),
+    Mutation(
+        "an encoder reads only as many cached keys as there are queries",
+        "graphattn/integrations/transformers/masks/mask_function.py",
+        "return mask[..., :1].expand(*mask.shape[:3], num_keys)",
+        "return mask",
+        (f"{CACHE_LENGTHS}::test_an_encoder_reads_cached_keys_and_all_new_ones",),
+    ),
+    Mutation(
+        "keys without a place in the mask are cut off",
+        "graphattn/integrations/transformers/masks/mask_function.py",
+        "if n < num_keys if more else n == num_keys:",
+        "if n <= num_keys:",
+        (f"{CACHE_LENGTHS}::test_layers_that_hold_different_numbers_of_tokens_are_refused",),
+    ),
+    Mutation(
+        "a full causal mask does not say how many keys it has",
+        "graphattn/integrations/transformers/masks/mask_function.py",
+        "            return _sketch(band, padding,",
+        "            if band == MaskBand(FAR, 0) and padding is None: return None\n"
+        "            return _sketch(band, padding,",
+        (f"{CACHE_LENGTHS}::test_layers_that_hold_different_numbers_of_tokens_are_refused",),
+    ),
+    Mutation(
+        "a dense mask may have fewer keys than the call",
+        "graphattn/integrations/transformers/masks/mask_function.py",
+        "    elif n == num_keys:\n",
+        "    elif n <= num_keys:\n",
+        (f"{CACHE_LENGTHS}::test_a_dense_mask_of_another_number_of_keys_is_refused",),
+    ),
+    Mutation(
+        "converted layers without a mask take any cache for a static one",
+        "graphattn/integrations/transformers/conversion/replacement.py",
+        "if held > num_targets:",
+        "if False:",
+        (f"{CACHE_LENGTHS}::test_converted_layers_refuse_them_too",),
+    ),
+    Mutation(
+        "adapters of a changed model are not marked",
+        "graphattn/integrations/transformers/files/marks.py",
+        "model.register_state_dict_pre_hook(_mark_adapters)",
+        "pass",
+        (
+            "tests/integrations/test_integrations_saving.py::test_loading_adapters_of_a_changed_model_onto_a_plain_one_warns",
+        ),
+    ),
+    Mutation(
+        "a model may have more blocks than there are weights",
+        "graphattn/nn/files/pretrained.py",
+        "        check_depths(description, state)\n",
+        "",
+        (f"{FILES}::test_a_config_cannot_make_more_than_the_weights",),
+    ),
+    Mutation(
+        "a model is made whatever the size of the weights",
+        "graphattn/nn/files/limits.py",
+        "if min(left.values()) < 0:",
+        "if False:",
+        (f"{FILES}::test_a_model_that_another_thread_makes_is_not_counted",),
+    ),
+    Mutation(
+        "parameters of other threads are counted",
+        "graphattn/nn/files/limits.py",
+        "if parameter is None or threading.get_ident() != own:",
+        "if parameter is None:",
+        (f"{FILES}::test_a_model_that_another_thread_makes_is_not_counted",),
     ),
     Mutation(
         "a mask function that asks for a truth is read as a band",

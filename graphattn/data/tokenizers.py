@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +90,12 @@ class ByteTokenizer:
         return hash(ByteTokenizer)
 
 
+CANNOT_ENCODE = (
+    "the tokenizers library cannot encode the text with this file (if its vocabulary has no "
+    "unknown token, add one)"
+)
+
+
 class FileTokenizer:
     """A tokenizer from a file of the `tokenizers` library (``tokenizer.json``).
 
@@ -135,10 +142,9 @@ class FileTokenizer:
             raise ImportError(
                 "FileTokenizer needs tokenizers: install it with pip install 'graphattn[train]'"
             ) from error
-        try:
+        self._path = os.fspath(path)
+        with self._explained("is no file of the tokenizers library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
-            raise FileFormatError(path, f"is no file of the tokenizers library: {error}") from error
         # A file may specify truncation and padding, but here a whole text becomes tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -146,22 +152,47 @@ class FileTokenizer:
         self.vocab_size = max(tokens, default=-1) + 1  # the numbers of tokens may have gaps
 
     def encode(self, text: str) -> Tensor:
-        """Return the tokens of `text`, a LongTensor [N]."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        """Return the tokens of `text`, a LongTensor [N].
+
+        Raises:
+            FileFormatError: if the file does not say what becomes of a letter of `text`: its
+                vocabulary has no unknown token.
+        """
+        with self._explained(CANNOT_ENCODE):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
         return torch.tensor(found.ids, dtype=torch.long)
+
+    def _encode_fast(self, text: str) -> list[int]:
+        """Return the tokens of `text` without computing their places in it."""
+        with self._explained(CANNOT_ENCODE):
+            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(found[0].ids)
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
         """Return the text of `tokens`, which are integers [N] in ``0..vocab_size - 1``.
 
         Raises:
             ValueError: if `tokens` is not one-dimensional, or has other values.
+            FileFormatError: if the library cannot decode them.
         """
         own = _as_tokens(tokens, self.vocab_size)
-        return self._tokenizer.decode(own, skip_special_tokens=False)
+        with self._explained("the tokenizers library cannot decode tokens with this file"):
+            return self._tokenizer.decode(own, skip_special_tokens=False)
+
+    @contextmanager
+    def _explained(self, problem: str) -> Iterator[None]:
+        """Name the file in errors of the library: plain exceptions, and panics of Rust."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise FileFormatError(self._path, f"{problem}: {error}") from error
+            raise
 
     def to_json(self) -> str:
         """Return the content of a file that describes this tokenizer."""
-        return self._tokenizer.to_str()
+        with self._explained("the tokenizers library cannot write this file again"):
+            return self._tokenizer.to_str()
 
     def __repr__(self) -> str:
         return f"FileTokenizer(vocab_size={self.vocab_size})"

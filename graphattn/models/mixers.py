@@ -7,7 +7,6 @@ its constructor has; an option that no layer takes is an error.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -24,6 +23,7 @@ from graphattn.nn import (
     LinearAttention,
     SelfConsensus,
 )
+from graphattn.nn.files.config import constructor_arguments
 from graphattn.nn.rotary import RotaryEmbedding
 
 MixerName = Literal["dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus"]
@@ -50,8 +50,8 @@ class Kind:
     @property
     def options(self) -> tuple[str, ...]:
         """Return the arguments of the layer that `mixer_options` may set."""
-        names = inspect.signature(self.layer.__init__).parameters
-        taken = {"self", "dim", "heads", "rope", "context_dim", "value_projection"}
+        names = constructor_arguments(self.layer)
+        taken = {"dim", "heads", "rope", "context_dim", "value_projection"}
         return tuple(name for name in names if name not in taken | {*dict(self.fixed)})
 
 
@@ -159,6 +159,14 @@ def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[st
     named = [entry for entry in one_per_block(mixer, depth) if isinstance(entry, str)]
     taken = {option for name in named for option in KINDS[name].options}
     return {option: value for option, value in options.items() if option in taken}
+
+
+def over_depth(options: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Return options of a preset whose schedule of top_k, if any, has one value per block."""
+    schedule = options.get("top_k")
+    if not isinstance(schedule, list | tuple) or len(schedule) == depth:
+        return dict(options)
+    return {**options, "top_k": top_k_schedule(schedule[0], schedule[-1], depth)}
 
 
 def one_per_block(mixer: Any, depth: int) -> list[Any]:

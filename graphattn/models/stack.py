@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from graphattn.distributed.blocks import check_same_shares
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph
-from graphattn.models.mixers import KINDS, options_taken, top_k_schedule
+from graphattn.models.mixers import KINDS, options_taken, over_depth
 from graphattn.models.presets import preset
 from graphattn.nn.attention import GraphAttention
 from graphattn.nn.base.graph_layer import GraphLayer
@@ -61,7 +61,8 @@ class BlockStack(Configured, nn.Module):
                 arguments["mixer"], arguments["depth"], arguments["mixer_options"]
             )
         if "depth" in changes and "mixer_options" not in changes:
-            arguments |= _over_depth(arguments)
+            own = arguments.get("mixer_options") or {}
+            arguments |= {"mixer_options": over_depth(own, arguments["depth"])} if own else {}
         return cls(**arguments)
 
     @classmethod
@@ -199,16 +200,6 @@ class BlockStack(Configured, nn.Module):
                 if tensor is not None:
                     own[name] = tensor
         return given
-
-
-def _over_depth(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments whose schedule of top_k, if there is one, has one value per block."""
-    options = dict(arguments.get("mixer_options") or {})
-    schedule, depth = options.get("top_k"), arguments["depth"]
-    if not isinstance(schedule, list | tuple):
-        return {}
-    options["top_k"] = top_k_schedule(schedule[0], schedule[-1], depth=depth)
-    return {"mixer_options": options}
 
 
 def _takes_edge_bias(mixer: nn.Module) -> bool:

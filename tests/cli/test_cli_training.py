@@ -214,16 +214,36 @@ def test_runs_of_other_seeds_hold_out_the_same_records(data):
     assert held_out(split_seed=1)[0] != ours
 
 
-def test_images_are_cut_into_patches_and_classified(tmp_path):
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
     import numpy
     from PIL import Image
 
+    folder = tmp_path_factory.mktemp("pictures")
     for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
+        (folder / label).mkdir()
         for n in range(20):
             pixels = numpy.random.default_rng(n).integers(0, 255, (12, 12), dtype=numpy.uint8)
-            Image.fromarray(pixels).save(tmp_path / label / f"{n}.png")
-    found = ga.train.prepare(ga.train.RunConfig(data=str(tmp_path), batch_tokens=72))
+            Image.fromarray(pixels).save(folder / label / f"{n}.png")
+    return folder
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"init_sigma": 1.5}])
+def test_a_schedule_of_a_preset_goes_over_the_depth_that_is_asked_for(pictures, depth, options):
+    config = ga.train.RunConfig(
+        data=str(pictures), mixer="krause", mixer_options=options, model_options={"depth": depth}
+    )
+    found = ga.train.prepare(config)
+    expected = ga.models.top_k_schedule(2, 4, depth)
+    assert [block.mixer.top_k for block in found.model.blocks] == expected
+    assert ga.train.prepare(found.config).config == found.config
+    with pytest.raises(ValueError, match="model_options: depth must be an integer"):
+        ga.train.prepare(config.replace(model_options={"depth": "four"}))
+
+
+def test_images_are_cut_into_patches_and_classified(pictures):
+    found = ga.train.prepare(ga.train.RunConfig(data=str(pictures), batch_tokens=72))
     c = found.config
     assert (c.kind, c.model, c.objective, c.length) == ("images", "digits", "classification", 36)
     assert c.model_options["patch_size"] == [2, 2]
@@ -450,3 +470,25 @@ def test_diffusion_trains_and_writes(data):
     result = call("generate", "a", "--tokens", 12, "--steps", 4)
     assert len(result.stdout.strip()) == 12
     assert set(result.stdout.strip()) <= set("ACGTN")
+
+
+def test_a_tokenizer_without_its_unknown_token_is_named(data, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"to": 0, "be": 1}, unk_token="?")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
+    text, chosen = data / "text.txt", ("--tokenizer", tmp_path / "words.json")
+    said = refused("train", "--data", text, *chosen, "--out", tmp_path / "run", *SMALL)
+    assert "words.json: the tokenizers library cannot encode" in said
+
+
+def test_a_run_of_fit_is_evaluated_in_code(data, tmp_path):
+    tokenizer = ga.data.ByteTokenizer()
+    examples = [{"tokens": tokenizer.encode(TEXT[:20])}] * 4
+    for name, own in (("none", None), ("bytes", tokenizer)):
+        model = ga.models.CausalLM(256, dim=8, depth=1, heads=1)
+        config = ga.train.RunConfig(steps=1, batch_tokens=64, out=str(tmp_path / name))
+        ga.train.fit(model, ga.train.NextToken(), config, examples, tokenizer=own)
+        for command in (("evaluate", "--data", data / "text.txt"), ("generate",)):
+            said = refused(command[0], tmp_path / name, *command[1:])
+            assert "which ga.train.fit trained on examples of its own" in said
+            assert "tokenizer.json" not in said

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from graphattn.data import (
     FileTokenizer,
     NucleotideTokenizer,
     ProteinTokenizer,
+    load_corpus,
     load_tokenizer,
     save_tokenizer,
 )
@@ -158,6 +161,51 @@ def test_a_file_of_another_kind_is_no_file_tokenizer(tmp_path):
         FileTokenizer(path)
     with pytest.raises(FileFormatError, match="no such file"):
         FileTokenizer(tmp_path / "missing.json")
+
+
+MODELS = {
+    "WordLevel": lambda m: m.WordLevel({"to": 0, "be": 1}, unk_token="?"),
+    "WordPiece": lambda m: m.WordPiece({"to": 0, "be": 1}, unk_token="?"),
+    "Unigram": lambda m: m.Unigram([("to", -1.0), ("be", -2.0)]),
+    "BPE": lambda m: m.BPE({"t": 0, "o": 1, "to": 2}, [("t", "o")], unk_token="?"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_file_without_its_unknown_token_is_named(kind, tmp_path):
+    """The library raises a plain Exception, which no caller expects."""
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(MODELS[kind](tokenizers.models)).save(str(path))
+    tokenizer = FileTokenizer(path)
+    assert tokenizer.encode("to").tolist() == [tokenizer.vocab_size - 1 if kind == "BPE" else 0]
+    (tmp_path / "text.txt").write_text("to é")
+    save_tokenizer(tokenizer, tmp_path / "own.json")
+    loaded = load_tokenizer(tmp_path / "own.json")
+    for call, name in (
+        (lambda: tokenizer.encode("to é"), "tokenizer.json"),
+        (lambda: loaded.encode("to é"), "own.json"),
+        (lambda: load_corpus(tmp_path / "text.txt", tokenizer=path), "tokenizer.json"),
+    ):
+        with pytest.raises(
+            FileFormatError, match=r"cannot encode the text.*unknown token"
+        ) as caught:
+            call()
+        assert str(caught.value).startswith(str(tmp_path / name))
+    with pytest.raises(FileFormatError, match="cannot encode"):
+        tokenizer.encode("\ud800")
+
+
+def test_a_panic_of_the_library_names_the_file_and_ctrl_c_does_not(byte_pairs, monkeypatch):
+    class PanicException(BaseException):  # that of Rust cannot be imported
+        pass
+
+    tokenizer = FileTokenizer(byte_pairs)
+    for error, expected in ((PanicException, FileFormatError), (KeyboardInterrupt,) * 2):
+        library = SimpleNamespace(decode=Mock(side_effect=error), to_str=Mock(side_effect=error))
+        monkeypatch.setattr(tokenizer, "_tokenizer", library)
+        for call in (lambda: tokenizer.decode([0]), tokenizer.to_json):
+            with pytest.raises(expected):
+                call()
 
 
 def test_only_known_tokenizers_are_saved(tmp_path):

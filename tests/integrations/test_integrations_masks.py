@@ -18,6 +18,7 @@ from transformers import masking_utils as upstream  # noqa: E402
 from graphattn.integrations.transformers.masks.bands import FAR, MaskBand, band_of  # noqa: E402
 from graphattn.integrations.transformers.masks.graphs import seen_through  # noqa: E402
 from graphattn.integrations.transformers.masks.mask_function import (  # noqa: E402
+    fitted,
     graph_mask,
     is_sketch,
     read_sketch,
@@ -45,6 +46,7 @@ def dense_of(seen, batch, num_keys):
 
 
 def ours(mask, batch, q_length, kv_length, causal):
+    mask = fitted(mask, q_length, kv_length)
     seen = seen_through(mask, batch, q_length, kv_length, causal=causal, device="cpu")
     return dense_of(seen, batch, kv_length)
 
@@ -159,7 +161,7 @@ def test_eager_masks_say_the_same():
     assert torch.equal(ours(mask, 2, 7, 9, True), eager[:, 0] == 0)
 
 
-def test_plain_masks_need_no_square_tensor_and_a_full_causal_one_none():
+def test_plain_masks_need_no_square_tensor():
     def plain(function, padding=None, **more):
         return graph_mask(1, 500, 500, mask_function=function, attention_mask=padding, **more)
 
@@ -167,11 +169,11 @@ def test_plain_masks_need_no_square_tensor_and_a_full_causal_one_none():
         upstream.causal_mask_function,
         upstream.sliding_window_causal_mask_function(9),
     )
-    assert plain(causal) is None
-    assert plain(causal, torch.ones(1, 500)) is None
     padding = torch.ones(1, 500)
     padding[:, :3] = 0
     for mask in (
+        plain(causal),
+        plain(causal, torch.ones(1, 500)),
         plain(causal, padding),
         plain(window, local_size=9),
         plain(upstream.bidirectional_mask_function, allow_is_bidirectional_skip=True),

@@ -16,7 +16,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from graphattn.integrations import transformers as gat  # noqa: E402
-from graphattn.integrations.transformers.files.marks import MARK  # noqa: E402
+from graphattn.integrations.transformers.files.marks import ADAPTER_MARK, MARK  # noqa: E402
 from graphattn.integrations.transformers.options import AS_IT_IS, Options  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 19}
@@ -444,6 +444,45 @@ def test_adapters_before_and_after(tmp_path):
         folder = tmp_path / str(id(model))
         merged.save_pretrained(folder)
         torch.testing.assert_close(out(gat.from_pretrained(folder)), expected)
+
+
+def test_loading_adapters_of_a_changed_model_onto_a_plain_one_warns(tmp_path):
+    """Only peft and transformers speak here; this package may not be installed."""
+    peft = pytest.importorskip("peft")
+    llama().save_pretrained(tmp_path / "base")
+
+    def plain():
+        return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    def save(model, name):
+        lora = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
+        peft.get_peft_model(model, lora).save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    changed = plain()
+    gat.configure(changed, mixer="krause", window=3, top_k=2)
+    folders = save(changed, "changed"), save(plain(), "plain")
+    for folder, warns in zip(folders, (True, False), strict=True):
+        for load in (
+            peft.AutoPeftModelForCausalLM.from_pretrained,
+            transformers.AutoModelForCausalLM.from_pretrained,
+            lambda folder: peft.PeftModel.from_pretrained(plain(), folder),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                load(folder)
+            assert any(ADAPTER_MARK in str(w.message) for w in caught) == warns
+
+
+def test_settings_of_adapters_that_two_models_share_are_marked_once(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    changed, plain = (peft.get_peft_model(model, lora) for model in (configured(), llama()))
+    for model, name in ((changed, "changed"), (plain, "plain")):
+        model.save_pretrained(tmp_path / name)
+        settings = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert (ADAPTER_MARK in settings) == (name == "changed")
+        assert settings["target_modules"] == ["q_proj"]
 
 
 def test_compiled_and_wrapped_models_are_configured_inside():

@@ -2,14 +2,18 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import graphattn as ga
+from graphattn.nn.files.limits import no_larger_than
 
 V, D, H = 11, 16, 4
 TOKENS = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -313,6 +317,37 @@ def test_a_config_that_does_not_fit_the_numbers_is_refused(folder, changes, says
     edit(folder, **changes)
     with pytest.raises(ValueError, match=rf"(?s)config\.json.*{says}"):
         ga.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"depth": 9999}, r"depth must be at most \d+, the number of tensors"),
+        ({"mlp_ratio": 30_000}, "its class makes more parameters than the file of weights has"),
+        ({"depth": 10**8}, "depth must be at most"),
+        ({"depth": 10**400}, "depth must be at most"),
+        *(({"dim": dim}, "") for dim in (10**6, 10**9, 10**12, 10**20, 10**400)),
+        ({"vocab_size": 10**12}, ""),
+    ],
+)
+def test_a_config_cannot_make_more_than_the_weights(folder, changes, says):
+    """A constructor would take all memory, or never end."""
+    edit(folder, **changes)
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=rf"(?s)config\.json.*{says}"):
+        ga.load(folder)
+    assert time.monotonic() - began < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_a_model_that_another_thread_makes_is_not_counted(folder):
+    """Hooks on parameters are for all threads."""
+    with no_larger_than({"weight": torch.zeros(1)}):
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(lambda: torch.nn.Linear(2000, 2000)).result()
+        with pytest.raises(ValueError, match="more parameters than the file of weights has"):
+            torch.nn.Linear(2000, 2000)
+    assert made.weight.shape == torch.nn.Linear(2000, 2000).weight.shape  # and it ends
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.models.mixers import HALVES, KINDS, NAMES, Halves, MixerName, mixers, one_per_block
+from graphattn.models.mixers import (
+    HALVES,
+    KINDS,
+    NAMES,
+    Halves,
+    Kind,
+    MixerName,
+    mixers,
+    one_per_block,
+)
 
 DIM, HEADS = 16, 4
 LAYERS = {
@@ -273,3 +282,31 @@ def test_halves_are_rounded_like_numpy_rounds_them(depth):
 def test_a_schedule_of_nothing_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be"):
         ga.models.top_k_schedule(**{"first": 2, "last": 4, "depth": 6, name: 0})
+
+
+class Cosine(ga.nn.KrauseAttention):
+    """A layer of one's own, as the page on mechanisms writes it."""
+
+    def __init__(self, dim, heads, *, warmth=1.0, **options):
+        super().__init__(dim, heads, **options)
+        self.warmth = warmth
+
+
+class CosineOfCosine(Cosine):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+
+@pytest.mark.parametrize("layer", [Cosine, CosineOfCosine])
+def test_a_class_that_passes_its_options_on_has_those_of_its_base(layer, monkeypatch):
+    monkeypatch.setitem(KINDS, "cosine", Kind(layer, "window"))
+    options = {"top_k": 3, "warmth": 0.5}
+    model = ga.models.SequenceEncoder(
+        9, DIM, 2, HEADS, mixer=["dot", "cosine"], mixer_options=options
+    )
+    assert (model.blocks[1].mixer.top_k, model.blocks[1].mixer.warmth) == (3, 0.5)
+    assert set(KINDS["cosine"].options) == {*KINDS["krause"].options, "warmth"}
+    with pytest.raises(ValueError, match=r"'cosine' takes warmth, .*did you mean 'top_k'\?"):
+        ga.models.SequenceEncoder(9, DIM, 2, HEADS, mixer=["cosine"] * 2, mixer_options={"topk": 3})
+    with pytest.raises(TypeError, match="'top_k': it is an argument of the constructor"):
+        model.blocks[1].mixer(torch.randn(5, DIM), ga.causal_graph(5), top_k=3)

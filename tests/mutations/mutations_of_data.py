@@ -13,6 +13,20 @@ TOKENIZERS = "tests/data/test_data_file_tokenizers.py"
 
 MUTATIONS = [
     Mutation(
+        "errors of the tokenizers library arrive as they are",
+        "graphattn/data/tokenizers.py",
+        'if isinstance(error, Exception) or type(error).__name__ == "PanicException":',
+        "if isinstance(error, ValueError):",
+        (f"{TOKENIZERS}::test_a_file_without_its_unknown_token_is_named",),
+    ),
+    Mutation(
+        "a panic of the tokenizers library is no error",
+        "graphattn/data/tokenizers.py",
+        'if isinstance(error, Exception) or type(error).__name__ == "PanicException":',
+        "if isinstance(error, Exception):",
+        (f"{TOKENIZERS}::test_a_panic_of_the_library_names_the_file_and_ctrl_c_does_not",),
+    ),
+    Mutation(
         "a token at a cut is in two parts",
         "graphattn/data/splits.py",
         "stops = torch.minimum(last - begins, corpus.lengths)",

@@ -15,6 +15,15 @@ TRAINING = "tests/models/test_models_training.py"
 
 MUTATIONS = [
     Mutation(
+        "a class that passes its options on has only its own",
+        "graphattn/nn/files/config.py",
+        "            if not _takes_any_name(parameters):\n                break",
+        "            break",
+        (
+            "tests/models/test_models_mixers.py::test_a_class_that_passes_its_options_on_has_those_of_its_base",
+        ),
+    ),
+    Mutation(
         "windows one key too long in a language model",
         "graphattn/models/language/causal_lm.py",
         "causal_window_graph(one, window)",

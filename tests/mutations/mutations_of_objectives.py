@@ -152,8 +152,8 @@ MUTATIONS = [
     Mutation(
         "the perplexity of classes is that of smoothed labels",
         "graphattn/train/objectives/classification.py",
-        "nats(logits, truth).sum() if self.label_smoothing else total",
-        "total",
+        "nats(logits, truth).sum() if self.label_smoothing else smoothed.sum()",
+        "smoothed.sum()",
         (f"{CLASSES}::test_the_loss_of_images_is_the_one_of_transformers_and_scikit_learn",),
     ),
     Mutation(

@@ -8,6 +8,8 @@ FOLDERS = "tests/train/test_train_run_folders.py"
 KILLS = "tests/train/test_train_kills.py"
 PROCESSES = "tests/train/test_train_processes.py"
 LAYERS = "tests/train/test_train_layer_records.py"
+COMMANDS = "tests/cli/test_cli_training.py"
+DAMAGED = "tests/train/test_train_damaged_folders.py"
 SWEEP = "tests/train/test_train_sweep.py"
 
 MUTATIONS = [
@@ -31,6 +33,34 @@ MUTATIONS = [
         "error * max(1.0, sums.count / tokens) ** 0.5",
         "error",
         ("tests/train/test_train_evaluation.py::test_masks_of_few_tokens_are_drawn_several_times",),
+    ),
+    Mutation(
+        "a preset's schedule keeps its own depth",
+        "graphattn/train/runs/choices.py",
+        "        own = over_depth(own, _depth(arguments))\n",
+        "        pass\n",
+        (f"{COMMANDS}::test_a_schedule_of_a_preset_goes_over_the_depth_that_is_asked_for",),
+    ),
+    Mutation(
+        "a run of fit is taken for one of a file",
+        "graphattn/train/runs/trained.py",
+        'if config.kind == "auto" and (',
+        "if False and (",
+        (f"{COMMANDS}::test_a_run_of_fit_is_evaluated_in_code",),
+    ),
+    Mutation(
+        "what a checkpoint contains is found out when it is loaded",
+        "graphattn/train/runs/checkpoints.py",
+        '    return f"is broken (it has no {sorted(lacks)[0]!r})" if lacks else None',
+        "    return None",
+        (f"{DAMAGED}::test_a_checkpoint_with_other_content_is_named",),
+    ),
+    Mutation(
+        "a pickle in a checkpoint may contain commands",
+        "graphattn/train/runs/checkpoints.py",
+        "weights_only=True, mmap=True",
+        "weights_only=False, mmap=True",
+        (f"{DAMAGED}::test_a_checkpoint_with_other_content_is_named",),
     ),
     Mutation(
         "weight decay shrinks embeddings",

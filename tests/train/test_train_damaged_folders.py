@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import tiny_runs
+import torch
 
 import graphattn as ga
 from graphattn.train import RunConfig
@@ -79,6 +82,48 @@ def test_a_checkpoint_that_lacks_something_is_named_and_the_one_before_goes_on(
     shutil.rmtree(file.parent)
     if name == "optimizer.pt":
         assert tiny_runs.train(folder, steps=15).info["continued"] == [first]
+
+
+class Command:
+    def __reduce__(self):
+        return Path.touch, (Path(COMMANDED),)
+
+
+COMMANDED = "a-pickle-was-executed"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("optimizer.pt", "it has no 'param_groups'"),
+        ("scheduler.pt", "it has no 'last_epoch'"),
+        ("rng_state.pth", "it has no 'cpu'"),
+        ("trainer_state.json", "it has no 'best_global_step'"),
+        ("running_loss.json", "it has no 'above'"),
+    ],
+)
+def test_a_checkpoint_with_other_content_is_named(tmp_path, straight, name, says, monkeypatch):
+    """A pickle could contain a command: it is neither executed nor an error of torch."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    shutil.copytree(straight.path, folder)
+    last = checkpoints.complete_checkpoints(folder)[-1]
+    file = checkpoints.checkpoint_path(folder, last) / name
+    contents = [({}, says), (3, says)]
+    if file.suffix != ".json":
+        contents.append((Command(), "it is cut off, or contains other objects than numbers"))
+    for content, said in contents:
+        if file.suffix == ".json":
+            file.write_text(json.dumps(content))
+        else:
+            torch.save(content, file)
+        with pytest.raises(ValueError, match=f"{name} is broken .*{said}.*so the run cannot"):
+            tiny_runs.train(folder, steps=15)
+    if file.suffix != ".json":
+        file.write_bytes(pickle.dumps(Command()))
+        with pytest.raises(ValueError, match=f"{name} is broken .*so the run cannot"):
+            tiny_runs.train(folder, steps=15)
+    assert not Path(COMMANDED).exists()
 
 
 # Starts that come to nothing.

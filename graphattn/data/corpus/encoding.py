@@ -113,11 +113,7 @@ def _file_tokens(pieces: Iterable[str], tokenizer: FileTokenizer) -> Iterator[An
     A place is suitable if the text around it has the same tokens whole and in two parts. If none of
     the last 50 blanks of a piece is suitable, the text is cut at the last blank.
     """
-
-    def encode(text: str) -> list[int]:
-        found = tokenizer._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return list(found[0].ids)
-
+    encode = tokenizer._encode_fast
     dtype, rest = token_dtype(tokenizer.vocab_size), ""
     for piece in pieces:
         rest += piece

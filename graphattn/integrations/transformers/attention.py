@@ -17,7 +17,7 @@ from graphattn.integrations.transformers.masks.graphs import (
     seen_through,
     seen_where_sparse,
 )
-from graphattn.integrations.transformers.masks.mask_function import is_sketch
+from graphattn.integrations.transformers.masks.mask_function import fitted, is_sketch
 from graphattn.integrations.transformers.masks.pairs import (
     Pairs,
     pairs_in_band,
@@ -82,7 +82,7 @@ def graph_attention(
         key: [B, Hk, K, D]; Hk divides H.
         value: [B, Hk, K, Dv].
         attention_mask: from :func:`.masks.graph_mask`; or a bool mask (True: is seen) or a float
-            mask (is added) [B or 1, 1 or H, Q or 1, n], n <= K.
+            mask (is added) [B or 1, 1 or H, Q or 1, K].
         dropout: share of the weights that training sets to zero.
         scaling: factor of the dot products; None means 1 / sqrt(D). RBF attention uses sigma =
             scaling ** -0.5 unless `configure` has set another one.
@@ -95,7 +95,8 @@ def graph_attention(
         [B, Q, H, Dv], and with ``output_attentions=True`` the weights [B, H, Q, K], otherwise None.
 
     Raises:
-        ValueError: if an argument is not supported and could change the result.
+        ValueError: if an argument is not supported and could change the result, or if the mask has
+            another number of keys.
     """
     _refuse_unknown(module, kwargs)
     options = options_of(module)
@@ -103,15 +104,15 @@ def graph_attention(
         raise ValueError(
             f"mixer must be 'dot' if logits are capped (softcap={softcap}), got {options.mixer!r}"
         )
-    if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
+    if position_bias is not None and position_bias.shape[-1] != key.shape[2]:
         raise ValueError(
-            f"attention_mask must have at most {key.shape[2]} keys, the number of keys of this "
-            f"call, got shape {list(attention_mask.shape)}"
+            f"position_bias must have {key.shape[2]} keys, the number of keys of this call, got "
+            f"shape {list(position_bias.shape)}"
         )
     logits = CallLogits(options, scaling, s_aux, softcap, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     wants_weights = _asks_for_weights(kwargs)
-    mask = attention_mask
+    mask = fitted(attention_mask, query.shape[2], key.shape[2])
     if mask is None or is_sketch(mask) or mask.dim() != 4 or mask.shape[1] == 1:
         return _attend(query, key, value, mask, position_bias, causal, logits, wants_weights)
     if mask.shape[1] != query.shape[1]:

@@ -287,6 +287,18 @@ def _takes_any_name(parameters: list[inspect.Parameter]) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
+def constructor_arguments(cls: type) -> tuple[str, ...]:
+    """Return the names of a constructor's arguments; with ``**options``, also of its base's."""
+    found: dict[str, None] = {}
+    for own in cls.__mro__:
+        if "__init__" in vars(own):
+            parameters = list(inspect.signature(vars(own)["__init__"]).parameters.values())[1:]
+            found |= dict.fromkeys(_names(parameters))
+            if not _takes_any_name(parameters):
+                break
+    return tuple(found)
+
+
 def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a constructor so that it records its arguments."""
     signature = inspect.signature(init)
@@ -376,7 +388,7 @@ def _answering(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_call(module: Configured, given: dict[str, Any], allowed: tuple[str, ...]) -> TypeError:
     unknown = [name for name in given if name not in allowed]
-    made_with = list(inspect.signature(type(module).__init__).parameters)[1:]
+    made_with = constructor_arguments(type(module))
     return refuse_unknown(
         f"the call of {type(module).__name__}", unknown, allowed, ("the constructor", made_with)
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.nn.files.known import KNOWN, Described, build, class_name
+from graphattn.nn.files.limits import check_depths, no_larger_than
 from graphattn.version import __version__
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -77,8 +78,10 @@ def load(directory: Any, *, device: Any = "cpu", kind: type | None = None) -> An
     kind = _kind(path, description, kind)
     state, ties = _read_weights(folder / WEIGHTS, device)
     try:
-        module = _make(description, kind, [*state, *ties])
-    except (ValueError, TypeError) as error:
+        check_depths(description, state)
+        with no_larger_than(state):
+            module = _make(description, kind, [*state, *ties])
+    except (ValueError, TypeError, RuntimeError, MemoryError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from error
     state.update({name: state[kept] for name, kept in ties.items()})
     try:

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphattn.nn.files import pretrained
@@ -19,6 +19,14 @@ from graphattn.train.runs.records import sync
 
 UNFINISHED = "."  # prefix of folders that are being written or removed
 STATE = "trainer_state.json"  # the name in transformers
+# What a checkpoint consists of, beside the weights, and what every file must have.
+ENTRIES = {
+    STATE: {"global_step", "best_global_step"},
+    "running_loss.json": {"total", "count", "first", "above"},
+    "optimizer.pt": {"state", "param_groups"},
+    "scheduler.pt": {"last_epoch"},
+    "rng_state": {"python", "numpy", "cpu"},
+}
 NAME = re.compile(r"step-(\d{8,})")
 LEFT = re.compile(r"\.(step-\d{8,}|model)\.(unfinished|removed)")
 
@@ -56,8 +64,7 @@ def check_newest(folder: Path) -> None:
         return
     path = checkpoint_path(folder, steps[-1])
     random = [own.name for own in path.glob("rng_state*.pth")] or ["rng_state.pth"]
-    names = [pretrained.WEIGHTS, STATE, "running_loss.json", "optimizer.pt", "scheduler.pt"]
-    for name in (*names, *random):
+    for name in (pretrained.WEIGHTS, *(own for own in ENTRIES if own != "rng_state"), *random):
         if (wrong := _what_is_wrong(path / name)) is not None:
             before = f"the checkpoint of step {steps[-2]}" if len(steps) > 1 else "the start"
             raise ValueError(
@@ -67,23 +74,35 @@ def check_newest(folder: Path) -> None:
 
 
 def _what_is_wrong(file: Path) -> str | None:
-    """Return what is wrong with a file (missing, or cut off), or None."""
+    """Return what is wrong with a file (missing, cut off, of other content), or None."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
         return "is missing"
     try:
-        if file.suffix == ".json":
-            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
-                return "is broken"
-        elif file.suffix == ".safetensors":
+        if file.suffix == ".safetensors":
             with safe_open(file, "pt"):
-                pass
-        elif not zipfile.is_zipfile(file):  # torch.save writes zip files
-            return "is broken"
+                return None
+        is_json = file.suffix == ".json"
+        found = json.loads(file.read_text(encoding="utf-8")) if is_json else _read_pickle(file)
     except (ValueError, SafetensorError) as error:
         return f"is broken ({error})"
-    return None
+    needed = ENTRIES[file.name if file.name in ENTRIES else "rng_state"]
+    lacks = needed.difference(found if isinstance(found, dict) else ())
+    return f"is broken (it has no {sorted(lacks)[0]!r})" if lacks else None
+
+
+def _read_pickle(file: Path) -> Any:
+    """Read a file of torch.save without its numbers, and without executing anything in it."""
+    from transformers.trainer_pt_utils import safe_globals  # as Trainer, which reads it later
+
+    try:
+        with safe_globals():
+            return torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    except Exception as error:  # an unpickler may raise anything
+        raise ValueError(
+            "it is cut off, or contains other objects than numbers, which are never loaded"
+        ) from error
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import graphattn.models
-from graphattn.graphs.arguments import as_choice
-from graphattn.models.mixers import options_taken
+from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.models.mixers import options_taken, over_depth
 from graphattn.models.presets import preset as arguments_of
 from graphattn.near_names import did_you_mean
 from graphattn.nn.files import pretrained
@@ -244,6 +244,8 @@ def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> d
     if config.mixer is not None:
         changes["mixer"] = config.mixer
     own = arguments.get("mixer_options") or {}
+    if "depth" in config.model_options:
+        own = over_depth(own, _depth(arguments))
     if config.mixer is not None and own:
         own = options_taken(config.mixer, _depth(arguments), own)
     if own or config.mixer_options:
@@ -268,7 +270,9 @@ def _name(config: RunConfig) -> str:
 
 
 def _depth(arguments: dict[str, Any]) -> int:
-    return int(arguments["depth"] if "depth" in arguments else sum(arguments["depths"]))
+    if "depth" in arguments:
+        return as_int("model_options: depth", arguments["depth"], 1)
+    return int(sum(arguments["depths"]))
 
 
 def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> dict[str, Any]:

@@ -62,6 +62,14 @@ def load_trained(folder: str | os.PathLike[str]) -> Trained:
     from graphattn.data import load_tokenizer
 
     run = read_run(folder)
+    config, path = run.config, run.path / "tokenizer.json"
+    tokenizer = load_tokenizer(path) if path.is_file() else None
+    if config.kind == "auto" and (tokenizer is None or config.objective == "auto"):
+        raise ValueError(
+            f"folder must be that of a run of `graphattn train` or of ga.train.prepare, got "
+            f"{os.fspath(folder)!r}, which ga.train.fit trained on examples of its own: evaluate "
+            "its model in code, with ga.train.evaluate_model(model, objective, examples)"
+        )
     source = run.path / "model"
     if not (source / pretrained.CONFIG).is_file():
         steps = checkpoints.complete_checkpoints(run.path)
@@ -72,9 +80,6 @@ def load_trained(folder: str | os.PathLike[str]) -> Trained:
             )
         source = checkpoints.checkpoint_path(run.path, max(steps))
     model: Any = pretrained.load(source)
-    path = run.path / "tokenizer.json"
-    tokenizer = load_tokenizer(path) if path.is_file() else None
-    config = run.config
     if (tokenizer is None) != (config.kind == "images"):
         raise ValueError(
             f"{path} does not fit the config of the run, which has kind {config.kind!r}: one of "

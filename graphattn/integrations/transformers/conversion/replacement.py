@@ -20,7 +20,7 @@ from graphattn.integrations.transformers.conversion.families import (
     scale_of,
 )
 from graphattn.integrations.transformers.masks.graphs import SeenEdges, seen_through
-from graphattn.integrations.transformers.masks.mask_function import is_sketch
+from graphattn.integrations.transformers.masks.mask_function import fitted, is_sketch
 
 IMPLEMENTATIONS = ("graphattn", "sdpa", "eager")  # implementations that pass masks to layers
 
@@ -156,7 +156,9 @@ class Replacement(nn.Module):
 
     def seen(self, call: ReplacedCall, hidden: Tensor, num_keys: int) -> SeenEdges:
         """Return the edges that queries see."""
-        mask, window, Q = call.mask, self.window, hidden.shape[1]
+        window, Q = self.window, hidden.shape[1]
+        mask = fitted(call.mask, Q, num_keys)
+        self.check_empty(call, Q, num_keys)
         if mask is not None and not is_sketch(mask):
             if mask.dim() != 4 or mask.shape[1] != 1:
                 raise ValueError(
@@ -181,6 +183,20 @@ class Replacement(nn.Module):
                 "bias of the logits"
             )
         return found
+
+    def check_empty(self, call: ReplacedCall, num_targets: int, num_keys: int) -> None:
+        """Raise an error if there is no mask, but the queries are not the first of the keys.
+
+        A model passes no mask with the first tokens of a static cache. All places after them must
+        be empty.
+        """
+        if call.mask is None and call.is_causal and 1 < num_targets < num_keys:
+            held = int(call.cache.get_seq_length(self.layer_idx))
+            if held > num_targets:
+                raise ValueError(
+                    f"cache (past_key_values) must hold equally many tokens in all layers, got "
+                    f"{held - num_targets} in layer {self.layer_idx} and none in the first one"
+                )
 
     def extra_repr(self) -> str:
         return f"{self.mixer}, heads={self.heads}, in the place of {self.replaced_class}"

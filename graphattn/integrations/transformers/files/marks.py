@@ -1,4 +1,4 @@
-"""The mark of a changed model: a buffer in its files, and a safe method for saving."""
+"""The marks of a changed model in its files and those of its adapters, and a safe save method."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch import nn
 from graphattn.integrations.transformers.files.whole_saves import save_pretrained
 from graphattn.integrations.transformers.options import VERSION
 
-# transformers warns about unused weights when it loads a model, so a user who loads a changed #
+# transformers warns about unused weights when it loads a model, so a user who loads a changed
 # model without this package sees a warning about the mark.
 MARK = "load_with_graphattn_integrations_transformers_from_pretrained"
+# peft warns about settings of adapters that it does not know, and ignores them. Adapter files do
+# not contain the changes of the model below, so the warning is right for every model.
+ADAPTER_MARK = "change_the_model_with_graphattn_integrations_transformers_before_loading_adapters"
 
 
 def mark(model: nn.Module) -> None:
@@ -24,6 +27,7 @@ def mark(model: nn.Module) -> None:
     if MARK not in dict(model.named_buffers(recurse=False)):
         model.register_buffer(MARK, torch.tensor(VERSION))
         model.register_load_state_dict_post_hook(_without_mark)
+        model.register_state_dict_pre_hook(_mark_adapters)
     # Use a partial: pickle would replace a bound method by that of the class.
     model.save_pretrained = functools.partial(save_pretrained, model)  # type: ignore[assignment]
 
@@ -36,3 +40,18 @@ def is_marked(model: nn.Module) -> bool:
 def _without_mark(module: nn.Module, keys: Any) -> None:
     missing = [name for name in keys.missing_keys if name.rpartition(".")[2] != MARK]
     keys.missing_keys[:] = missing
+
+
+def _mark_adapters(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Mark the settings of the adapters of a model, which peft writes after it reads the weights.
+
+    peft gives a model no other sign that its adapters are being saved.
+    """
+    configs = getattr(module, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        config.to_dict = functools.partial(_marked_settings, config)
+
+
+def _marked_settings(config: Any) -> dict[str, Any]:
+    vars(config).pop("to_dict", None)  # another model, which was not changed, may share the object
+    return {**type(config).to_dict(config), ADAPTER_MARK: VERSION}

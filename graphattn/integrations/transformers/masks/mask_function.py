@@ -16,9 +16,14 @@ tensor: it becomes a *sketch*, an int8 tensor [B, P, R, n]. Its contents say whi
 | R = 4 or 5 | causal, and some keys are padding |
 | R = 6 or 7 | both sides, and every key is real |
 | R = 8 or 9 | both sides, and some keys are padding |
+| R + 8 | a layer may have more keys: empty places of a static cache if causal, else keys to see |
 
 Of the two values of R, the one that differs from the number of queries is used, so that an int8
 mask of a user (with one row per query, or one row for all) is never read as a sketch.
+
+A dense mask of a static cache has one row more than queries. It says which places are filled. If a
+layer has more keys than its mask, and the mask does not allow for it, :func:`fitted` raises an
+error: the newest keys would be lost.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from graphattn.integrations.transformers.masks.bands import EVERYTHING, FAR, MaskBand, band_of
 from graphattn.integrations.transformers.options import has_places
 
-CAUSAL = MaskBand(FAR, 0)
+MORE = 8  # added to R if a layer may have more keys than its sketch
 
 
 def graph_mask(
@@ -52,7 +57,7 @@ def graph_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return None for a causal mask, a sketch for other plain ones, or a dense mask.
+    """Return a sketch for a plain mask, or a dense mask; None if a single query sees everything.
 
     The interface is that of ``transformers.masking_utils.sdpa_mask``. Query q has the position
     ``q_offset + q`` and key k has ``kv_offset + k``. A sketch ends with the key at the position of
@@ -74,15 +79,14 @@ def graph_mask(
             "generate() does), or use a dynamic cache"
         )
     if q_length > 1 and (allow_is_causal_skip or allow_is_bidirectional_skip):
-        band = band_of(mask_function)
-        band = None if band is None else _placed(band, num_keys, q_length, kv_length, config)
+        whole = band_of(mask_function)
+        band = None if whole is None else _placed(whole, num_keys, q_length, kv_length, config)
         if band is not None:
             n = kv_length if num_keys is None or band == EVERYTHING else num_keys
             padding = _padding(attention_mask, kv_offset, n, device)
-            square = q_length == n == kv_length
-            if padding is None and square and band == CAUSAL and allow_is_causal_skip:
-                return None  # as in transformers: a causal module does not need this mask
-            return _sketch(band, padding, batch_size, q_length, n, device)
+            # Even a full causal mask is a sketch, not None, because it says how many keys it has.
+            more = n < kv_length or (whole == EVERYTHING and padding is None)
+            return _sketch(band, padding, batch_size, q_length, n, more, device)
     mask = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -102,9 +106,8 @@ def graph_mask(
     if mask is None or compiling or num_keys is None:
         return mask
     if 1 < q_length <= num_keys < kv_length and not mask[..., num_keys:].any():
-        return mask[
-            ..., :num_keys
-        ]  # without the empty places of a static cache after the last query
+        filled = torch.arange(kv_length, device=mask.device) < num_keys
+        return torch.cat([mask, filled.expand(*mask.shape[:2], 1, -1)], dim=2)
     return mask
 
 
@@ -140,6 +143,7 @@ def _sketch(
     batch_size: int,
     q_length: int,
     num_keys: int,
+    more: bool,
     device: Any,
 ) -> Tensor:
     """Make the sketch of a band, by the table above."""
@@ -147,7 +151,7 @@ def _sketch(
     if padding is None:
         padding = torch.ones(1, num_keys, dtype=torch.bool, device=device)
     ends = 1 if band.before == FAR else 2 + band.before
-    kind = 2 + 2 * padded + 4 * (band.after != 0)
+    kind = 2 + 2 * padded + 4 * (band.after != 0) + MORE * more
     rows = kind + (kind == q_length)
     return padding.to(torch.int8)[:, None, None, :].expand(batch_size, ends, rows, num_keys)
 
@@ -170,12 +174,54 @@ def read_sketch(
         ValueError: if it is not a sketch.
     """
     shape = sketch.shape
-    if sketch.dim() != 4 or not 2 <= shape[2] <= 9 or shape[2] == num_targets:
+    if sketch.dim() != 4 or not 2 <= shape[2] <= 9 + MORE or shape[2] == num_targets:
         raise ValueError(
             "attention_mask of dtype int8 must come from graphattn's own mask function, got shape "
             f"{list(shape)}: pass a bool mask (True: is seen) or a float mask (is added)"
         )
     before = FAR if shape[1] == 1 else shape[1] - 2
-    kind = shape[2] // 2
+    kind = (shape[2] - 2) % MORE // 2 + 1
     band = MaskBand(before, 0 if kind <= 2 else before)
     return band, (sketch[:, 0, 0].bool() if kind in (2, 4) else None), shape[3]
+
+
+def fitted(mask: Tensor | None, num_targets: int, num_keys: int) -> Tensor | None:
+    """Return the mask of one call, without the empty places of a static cache.
+
+    Args:
+        mask: the mask that a layer gets, with n keys.
+        num_targets: number of queries.
+        num_keys: K, the number of keys of the call.
+
+    Returns:
+        The mask. It has K keys, or fewer if the other places are empty.
+
+    Raises:
+        ValueError: if n differs from K, unless the places after the n keys are empty, or every key
+            is seen.
+    """
+    if mask is None:
+        return None
+    n = mask.shape[-1]
+    if is_sketch(mask):
+        band, _, _ = read_sketch(mask, num_targets)
+        more = mask.shape[2] >= 2 + MORE
+        if more and band == EVERYTHING:
+            return mask[..., :1].expand(*mask.shape[:3], num_keys)
+        if n < num_keys if more else n == num_keys:
+            return mask
+    elif n == num_keys:
+        return without_empty_places(mask, num_targets)
+    raise ValueError(
+        f"attention_mask must have {num_keys} keys, the number of keys of this call, got "
+        f"{n}: layers of a cache (past_key_values) must hold equally many tokens, and "
+        "attention_mask must cover the tokens of the cache and the new ones"
+    )
+
+
+def without_empty_places(mask: Tensor, num_targets: int) -> Tensor:
+    """Remove the last row of a dense mask of a static cache, and the places that it calls empty."""
+    if mask.dim() != 4 or mask.dtype != torch.bool or mask.shape[2] != num_targets + 1:
+        return mask
+    filled = int(mask[0, 0, -1].sum())
+    return mask[:, :, :-1, :filled] if num_targets <= filled < mask.shape[-1] else mask

@@ -107,6 +107,7 @@ def dense(mask: Any, call: ShortcutCall) -> Tensor:
     B, Q, K = call.batch, call.queries, call.slots
     if not isinstance(mask, Tensor):
         mask = _dense_blocks(mask, B, Q, K)
+    mask = masks.without_empty_places(mask, Q)
     sizes = mask.shape if mask.dim() == 4 else (0, 0, 0, 0)
     if sizes[0] not in (1, B) or sizes[2] != Q or sizes[3] < call.stop:
         raise ValueError(
