@@ -234,7 +234,8 @@ MUTATIONS = [
     Mutation(
         "compiled neighbours of points that are views are those of their memory",
         "kernels/cpu/neighbors.py",
-        "    points = as_it_lies(points)\n    candidates = points if to_self else as_it_lies(candidates)\n"
+        "    points = as_it_lies(points)\n"
+        "    candidates = points if to_self else as_it_lies(candidates)\n"
         "    rows, width",
         "    candidates = points if to_self else as_it_lies(candidates)\n    rows, width",
         (f"{COMPILED}::test_any_number_of_points_and_neighbours",),

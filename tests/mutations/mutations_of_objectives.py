@@ -231,8 +231,8 @@ MUTATIONS = [
     Mutation(
         "the integral over times has the wrong length",
         "graphattn/train/diffusion/objective.py",
-        "total = (1 - self.t_min) * entropy.sum()",
-        "total = entropy.sum()",
+        "of_tokens = (1 - self.t_min) * (entropy + penalty)",
+        "of_tokens = entropy + penalty",
         (f"{SCORES}::test_the_loss_is_an_unbiased_estimate_of_its_integral",),
     ),
     Mutation(
