@@ -92,6 +92,10 @@ def kept_for_training(
         stack.enter_context(torch.inference_mode(False))
     if is_constant and makes_fakes() and _is_here(device) and _takes_constants():
         stack.enter_context(_disable_current_modes())
+    if is_constant and (trace := torch._C._get_tracing_state()) is not None:
+        resume: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+        resume(None)  # torch.jit.trace would draw random edges anew
+        stack.callback(resume, trace)
     if is_constant and torch._C._functorch.maybe_current_level() is not None:
         stack.enter_context(temporarily_clear_interpreter_stack())
     return stack

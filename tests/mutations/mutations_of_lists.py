@@ -120,6 +120,15 @@ MUTATIONS = [
         (f"{TRACES}::test_tables_that_graphs_share_are_not_made_in_a_trace[band]",),
     ),
     Mutation(
+        "a trace draws the edges of a graph anew",
+        "kernels/shared/stored.py",
+        "        resume(None)",
+        "        pass",
+        (
+            f"{TRACES}::test_a_trace_first_then_calls_then_training[bigbird-jit-LinearAttention()-reference]",
+        ),
+    ),
+    Mutation(
         "bandwidths that are mapped are read",
         "graphattn/ops/backends.py",
         "            if torch._C._functorch.is_batchedtensor(x):\n                return False\n",

@@ -2,6 +2,7 @@
 
 from mutation import Mutation
 
+BANDED = "tests/spectral/test_spectral_banded.py"
 CHEEGER = "tests/spectral/test_spectral_cheeger.py"
 DESIGN = "tests/spectral/test_spectral_design.py"
 SWEEP = "tests/train/test_train_sweep.py"
@@ -53,6 +54,13 @@ MUTATIONS = [
         "if loss <= limit}",
         "if True}",
         (f"{SWEEP}::test_a_stable_rate_ends_near_the_best_loss",),
+    ),
+    Mutation(
+        "a Fiedler value is accepted by Temple's bound",
+        "graphattn/spectral/laplacians/banded.py",
+        "        size = np.abs((residual * correction)[:, :near].sum(axis=0)).sum()\n",
+        "        size = np.square(residual[:, :near]).sum() / value[near % 4]\n",
+        (f"{BANDED}::test_values_as_small_as_those_of_millions_of_tokens_are_accepted",),
     ),
     Mutation(
         "the square of the rounded radius bounds squared distances",

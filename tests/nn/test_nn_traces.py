@@ -27,6 +27,7 @@ GRAPHS: dict[str, Callable[[], ga.TokenGraph]] = {
     "grid": lambda: ga.grid_window_graph(3, 3, 1),
     "blocks": lambda: ga.block_window_graph(N, 4, shift=2),
     "blocks of a grid": lambda: ga.grid_block_graph(3, 3, 2),
+    "bigbird": lambda: ga.bigbird_graph(N, 1, 2, [0], seed=3),  # its edges are drawn
     "longformer": lambda: ga.longformer_graph(N, 1, [0]),
     "list": lambda: by_hand.irregular_graph(N, N),
     "table": lambda: ga.knn_graph(torch.arange(N).double().square()[:, None], 3),
@@ -78,6 +79,10 @@ def _fake(model: Any, inputs: tuple[Tensor, ...]) -> None:
     assert out.shape == inputs[0].shape
 
 
+def _jit(model: Any, inputs: tuple[Tensor, ...]) -> Any:
+    return torch.jit.trace(model, inputs, check_trace=False)
+
+
 TRACES: dict[str, Callable[..., Any]] = {
     "export": _export,
     "export for any batch": _export_for_any_batch,
@@ -86,6 +91,7 @@ TRACES: dict[str, Callable[..., Any]] = {
     "make_fx of fakes": _make_fx("fake"),
     "make_fx of symbols": _make_fx("symbolic"),
     "functionalize": _functionalize,
+    "jit": _jit,
     "fake": _fake,
 }
 

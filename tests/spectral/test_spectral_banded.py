@@ -54,6 +54,32 @@ def test_the_slowest_mode_is_that_of_shift_invert_lanczos(name, is_weighted):
     assert abs(mode.vector.sum()) < 1e-8
 
 
+def test_values_as_small_as_those_of_millions_of_tokens_are_accepted():
+    """With lambda_1 * lambda_2 = 1e-21, Temple's bound is above 1e-11 for any vector in float64.
+
+    Elimination, which takes ten times as long, was the way then.
+    """
+    graph = ga.window_path_graph(2000, 1)
+    source, target = graph.edge_index
+    weak = torch.tensor([499, 999, 1499])
+    edge_weight = torch.ones(graph.num_edges, dtype=torch.float64)
+    edge_weight[torch.isin(torch.minimum(source, target), weak)] = 4e-9
+    L, adjacency, _ = parts(graph, edge_weight)
+    mode = banded.slowest_mode(L, adjacency, eigenvalues.REFINEMENTS)
+    expected, _ = eigenvalues._slowest_pair_by_elimination(adjacency, elimination_order(adjacency))
+    assert mode is not None
+    assert mode.value == pytest.approx(expected, rel=1e-11)
+    assert mode.residual < 1e-15
+    # A path of four groups of 500 tokens.
+    assert mode.value == pytest.approx(4e-9 / 500 * (2 - 2**0.5), rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_a_million_tokens_take_as_long_per_token_as_fewer():
+    mode = ga.spectral.fiedler_pair(ga.window_path_graph(1_000_000, 1))
+    assert mode.value == pytest.approx(4 * np.sin(np.pi / 2e6) ** 2, rel=1e-10)
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_both_ways_agree_to_eleven_digits(name):
     graph = GRAPHS[name]

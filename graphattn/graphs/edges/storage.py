@@ -80,7 +80,10 @@ class StoredGraph:
         self._starts = _starts_of(starts or ((0, 0),) * len(self._sizes), self._sizes)
         # In a trace, lists and symbolic sizes stand for those of later calls.
         is_symbolic = isinstance(num_targets, torch.SymInt) or isinstance(num_sources, torch.SymInt)
-        self._is_constant = not makes_fakes() or not (
+        is_jitted = (
+            not torch.compiler.is_dynamo_compiling() and torch._C._get_tracing_state() is not None
+        )
+        self._is_constant = not (makes_fakes() or is_jitted) or not (
             is_symbolic or listed is not None or positions is not None
         )
         with self.storing():
