@@ -10,6 +10,10 @@ from torch import Tensor
 
 from graphattn.near_names import did_you_mean
 
+# Integers for which torch has nearly no operations. Numbers of a uint64 that int64 cannot hold
+# become negative, which is an error for every kind of index.
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
 
 def as_int(name: str, value: Any, minimum: int) -> int:
     """Return `value` as an int of at least `minimum`; booleans and floats raise ValueError.
@@ -161,6 +165,10 @@ def as_plain_edge_index(edge_index: Any) -> Tensor:
         edge_index = edge_index.as_tensor()
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise ValueError(f"edge_index must have shape [2, E], got {list(edge_index.shape)}")
+    if edge_index.dtype in UNSIGNED:
+        return edge_index.long()
     if edge_index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ValueError(f"edge_index must hold integers, got {edge_index.dtype}")
+        raise ValueError(
+            f"edge_index must hold integers, such as torch.int64, got {edge_index.dtype}"
+        )
     return edge_index

@@ -226,3 +226,27 @@ def test_a_number_that_is_far_off_is_named_and_takes_no_memory():
         ValueError, match=r"batch must number the items from 0.* got the item 1000000000000"
     ):
         ga.knn_graph(torch.randn(6, 2), 2, batch=batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_are_indices_too(dtype):
+    """numpy makes such arrays, and torch has nearly no operations for them."""
+    edges, batch = torch.tensor([[0, 1, 2, 4], [1, 0, 1, 3]]), torch.tensor([0, 0, 0, 1, 1])
+    wanted = ga.from_edge_index(edges, 5, batch=batch)
+    found = ga.from_edge_index(edges.to(dtype), 5, batch=batch.to(dtype))
+    assert torch.equal(found.edge_index, wanted.edge_index)
+    assert torch.equal(found.batch, wanted.batch)
+    x = torch.randn(5, 3)
+    near = [ga.knn_graph(x, 1, batch=own).edge_index for own in (batch, batch.to(dtype))]
+    assert torch.equal(*near)
+    order = torch.tensor([2, 1, 0, 4, 3])
+    permuted = [wanted.permute(own).edge_index for own in (order, order.to(dtype))]
+    assert torch.equal(*permuted)
+
+
+def test_an_unsigned_index_that_no_signed_one_can_hold_is_refused():
+    edges = torch.tensor([[2**64 - 1], [0]], dtype=torch.uint64)
+    with pytest.raises(ValueError, match=r"edge_index\[0, 0\] = -1 is not a source"):
+        ga.from_edge_index(edges, 3)
+    with pytest.raises(ValueError, match="must hold integers, such as torch.int64, got torch.bool"):
+        ga.from_edge_index(torch.ones(2, 1, dtype=torch.bool), 3)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.graphs.arguments import UNSIGNED
 from graphattn.graphs.token_graph import TokenGraph
 
 BatchVector = Tensor | tuple[Tensor, Tensor]
@@ -41,6 +42,8 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
         raise ValueError(
             f"{name} must have one entry for each of {num_tokens} tokens, got {len(batch)}"
         )
+    if batch.dtype in UNSIGNED:
+        batch = batch.long()
     steps = batch.diff()
     if (steps < 0).any():
         i = int((steps < 0).nonzero()[0])
