@@ -492,7 +492,7 @@ def verify(
         typer.Option(dir_okay=False, help="Write a report with figures into this HTML file."),
     ] = None,
 ) -> None:
-    """Check every theorem on many cases, and show a counterexample for every erratum.
+    """Check every theorem, and show counterexamples for errata of the consensus paper.
 
     The exit status is 1 if a check fails.
     """

@@ -61,8 +61,9 @@ _PRESETS: dict[str, Preset] = {
         "baseline of the GKA paper, 477.1 M parameters; the one in Table 8 has 419.4 M more "
         "(value embeddings)",
     ),
-    # Image models of the Krause paper. It does not give the number of heads or the positional
-    # encoding: # heads of 32 and 64 features and rotary positions are our choice.
+    # Image models of the Krause paper. It does not give the number of heads, which is that of the
+    # authors' code. That has learned absolute positions, no start token and dropout 0.1; rotary
+    # positions and a start token are our choice.
     "krause-mnist": Preset(
         "CausalLM",
         {

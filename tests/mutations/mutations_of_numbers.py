@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 BANDED = "tests/spectral/test_spectral_banded.py"
+KINDS = "tests/spectral/test_spectral_certificate_kinds.py"
 CHEEGER = "tests/spectral/test_spectral_cheeger.py"
 DESIGN = "tests/spectral/test_spectral_design.py"
 SWEEP = "tests/train/test_train_sweep.py"
@@ -61,6 +62,27 @@ MUTATIONS = [
         "        size = np.abs((residual * correction)[:, :near].sum(axis=0)).sum()\n",
         "        size = np.square(residual[:, :near]).sum() / value[near % 4]\n",
         (f"{BANDED}::test_values_as_small_as_those_of_millions_of_tokens_are_accepted",),
+    ),
+    Mutation(
+        "a certificate of nothing is sound",
+        "graphattn/spectral/certificates/facts.py",
+        "if self.num_checked == 0:",
+        "if False:",
+        (f"{KINDS}::test_a_certificate_of_nothing_is_not_sound",),
+    ),
+    Mutation(
+        "a step towards other tokens is certified by one edge of a target",
+        "graphattn/spectral/certificates/two_tracks.py",
+        "sums.index_add_(0, target[some] - i, dense)",
+        "sums.index_copy_(0, target[some] - i, dense)",
+        (f"{KINDS}::test_a_step_towards_other_tokens_is_judged_by_its_largest_eigenvalue",),
+    ),
+    Mutation(
+        "a signal on a weighted graph is smoothed without its weights",
+        "graphattn/spectral/certificates/certify.py",
+        "u = u - eta * energy_gradient(graph, u, weight)",
+        "u = u - eta * energy_gradient(graph, u)",
+        (f"{KINDS}::test_the_numbers_of_a_weighted_graph_are_those_of_its_laplacian",),
     ),
     Mutation(
         "the square of the rounded radius bounds squared distances",

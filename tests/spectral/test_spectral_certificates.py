@@ -241,7 +241,7 @@ def test_bad_input_is_named():
         certify(graph, graph=graph)
     with pytest.raises(ValueError, match="got Linear"):
         certify(torch.nn.Linear(3, 3), x, graph=graph)
-    with pytest.raises(ValueError, match="CrossConsensus"):
+    with pytest.raises(ValueError, match="context must be given to certify a CrossConsensus"):
         certify(ga.nn.CrossConsensus(12, 3), x, graph=graph)
     with pytest.raises(ValueError, match="TokenGraph"):
         certify(torch.eye(3))

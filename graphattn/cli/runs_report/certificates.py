@@ -52,6 +52,8 @@ def certificates_of(found: FoundRun) -> ReportSection | None:
     sound = (
         "Nothing is violated."
         if certificate.sound
+        else "No theorem applies, so nothing is certified."
+        if certificate.sound is None
         else "A theorem is violated: its conditions hold, but its claim does not."
     )
     intro = (

@@ -1,5 +1,5 @@
-"""`graphattn verify`: check every theorem on many cases, and show a counterexample for every
-erratum."""
+"""`graphattn verify`: check every theorem on many cases, and show counterexamples for errata of the
+consensus paper."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.structures.structure import Band
-from graphattn.spectral.arguments import as_square_graph, check_finite
+from graphattn.spectral.arguments import as_edge_weight, as_square_graph, check_finite
 from graphattn.spectral.bounds import path_fiedler_bounds
 from graphattn.spectral.certificates.facts import SLACK, Certificate, Fact
 from graphattn.spectral.classes import closed_classes
@@ -33,20 +33,29 @@ def certify(
     valid: Tensor | None = None,
     positions: Tensor | None = None,
     edge_features: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    progress: bool | None = None,
     **given: Any,
 ) -> Certificate:
     r"""Check which theorems about a graph, a layer or a model hold, and which do not apply.
 
     For a **graph**, the certificate says whether it is connected. It compares the Fiedler value
     with its bounds, and gives the largest step and the predicted rate of smoothing. With a signal
-    `x`, the rate is also measured.
+    `x`, the rate is also measured. With `edge_weight`, all numbers are those of the weighted
+    Laplacian, for which no bounds of the Fiedler value are known.
 
     For a **layer**, the theorems are checked on tokens `x` with a `graph`. For
     :class:`~graphattn.nn.SelfConsensus`, the matrices R are computed once from these tokens, so one
     step is a linear map. The certificate says whether it is a low-pass filter, whether the energy
     falls, and whether constants do not change. With ``update="target"`` or ``rope=True`` (Eq. 42),
-    these theorems do not apply; the certificate says so, and gives the measured norm. For attention
-    layers, it says whether rows are averages, and counts the closed classes of tokens.
+    these theorems do not apply; the certificate says so, and gives the measured norm. For
+    :class:`~graphattn.nn.CrossConsensus`, with its `context`, every target takes a gradient step of
+    its own while the sources are held fixed; the certificate says whether it overshoots, and
+    whether the energy falls. For attention layers (also linear attention), it says whether rows are
+    averages, and counts the closed classes of tokens.
+
+    ``certificate.sound`` is True if no theorem is violated, and None if none applies.
+    ``num_checked`` of ``num_facts`` says how many theorems apply.
 
     For a **block, an encoder or any module** with ``forward(x, graph)``, every layer in it is
     checked on the tokens that it gets when the module runs on `x`. ``parts`` has one certificate
@@ -77,8 +86,11 @@ def certify(
         valid: for a layer or module, bool [N] or [*, N], True where a token is real.
         positions: for a layer or module, the argument `positions` of its ``forward``.
         edge_features: the same, for layers whose networks take features of edges.
-        given: other arguments of a module's ``forward``, such as the `noise_level` of an encoder or
-            the `structure` of a protein.
+        edge_weight: for a graph, weights >= 0 in the order of ``graph.edge_index``, [E].
+        progress: for a model, whether a bar on stderr counts its layers; if None, it does so if
+            stderr is a terminal.
+        given: other arguments of a module's ``forward``, such as the `context` of a layer,
+            the `noise_level` of an encoder or the `structure` of a protein.
 
     Returns:
         A :class:`Certificate`. It is shown as a table at the prompt and in a notebook, and as a
@@ -103,7 +115,13 @@ def certify(
     if isinstance(graph_or_layer, torch.nn.Module):
         from graphattn.spectral.certificates.modules import certify_module  # it needs PyG
 
-        return certify_module(graph_or_layer, x, graph, valid, positions, edge_features, given)
+        if edge_weight is not None:
+            raise ValueError(
+                "edge_weight must be None for a layer or module, whose edges have matrices or "
+                "weights of their own; it belongs to a graph"
+            )
+        arguments = x, graph, valid, positions, edge_features, given, progress
+        return certify_module(graph_or_layer, *arguments)
     of_layers = {"valid": valid, "positions": positions, "edge_features": edge_features, **given}
     for name, value in {"graph": graph, **of_layers}.items():
         if value is not None:
@@ -111,23 +129,27 @@ def certify(
                 f"{name} must be None if the first argument is a graph, because {name} is an "
                 "argument of layers"
             )
-    return _certify_graph(as_square_graph(graph_or_layer), x)
+    graph = as_square_graph(graph_or_layer)
+    if edge_weight is not None:
+        edge_weight = as_edge_weight(edge_weight, graph.num_edges)
+    return _certify_graph(graph, x, edge_weight)
 
 
-def _certify_graph(graph: TokenGraph, x: Tensor | None) -> Certificate:
-    largest = max_eigenvalue(graph)
-    mode = fiedler_pair(graph)
+def _certify_graph(graph: TokenGraph, x: Tensor | None, edge_weight: Tensor | None) -> Certificate:
+    largest = max_eigenvalue(graph, edge_weight)
+    mode = fiedler_pair(graph, edge_weight)
     facts = [
         _connectedness(graph, mode.value),
-        _fiedler_fact(graph, mode.value, mode.residual),
+        _fiedler_fact(graph, mode.value, mode.residual, edge_weight),
         _step_fact(largest),
         _rate_fact(mode.value, largest),
-        _classes_fact(graph),
+        _classes_fact(graph, edge_weight),
         _direction_fact(graph),
     ]
     if x is not None:
-        facts += _facts_of_signal(graph, x, mode.value, largest)
-    return Certificate(f"{graph!r}", tuple(facts))
+        facts += _facts_of_signal(graph, x, mode.value, largest, edge_weight)
+    weighted = "" if edge_weight is None else " with edge weights"
+    return Certificate(f"{graph!r}{weighted}", tuple(facts))
 
 
 def _connectedness(graph: TokenGraph, fiedler: float) -> Fact:
@@ -143,18 +165,24 @@ def _connectedness(graph: TokenGraph, fiedler: float) -> Fact:
     )
 
 
-def _fiedler_fact(graph: TokenGraph, value: float, residual: float) -> Fact:
+def _fiedler_fact(
+    graph: TokenGraph, value: float, residual: float, edge_weight: Tensor | None
+) -> Fact:
     numbers = {"lambda_1": value, "residual": residual}
     band = graph.structure
     within = (
-        isinstance(band, Band)
+        edge_weight is None
+        and isinstance(band, Band)
         and band.dilation == 1
         and band.before == band.after
         and 1 <= 2 * band.before < graph.num_targets
     )
     if not within:
         return Fact(
-            "Fiedler value", "measured", "bounds are known for windows on a path only", numbers
+            "Fiedler value",
+            "measured",
+            "bounds are known for windows on a path without weights only",
+            numbers,
         )
     assert isinstance(band, Band)
     lower, upper = path_fiedler_bounds(graph.num_targets, band.before)
@@ -198,13 +226,13 @@ def _rate_fact(fiedler: float, largest: float) -> Fact:
     )
 
 
-def _classes_fact(graph: TokenGraph) -> Fact:
+def _classes_fact(graph: TokenGraph, edge_weight: Tensor | None) -> Fact:
     return Fact(
         "closed classes",
         "holds",
         "the number of groups of tokens that see no token outside. Attention on these edges has "
         "the eigenvalue 1 once for each (except for tokens without edges, whose rows are zero)",
-        {"classes": float(len(closed_classes(graph)))},
+        {"classes": float(len(closed_classes(graph, edge_weight)))},
         "Krause attention, multi-cluster formation",
     )
 
@@ -221,7 +249,7 @@ def _direction_fact(graph: TokenGraph) -> Fact:
 
 
 def _facts_of_signal(
-    graph: TokenGraph, x: Tensor, fiedler: float, largest: float
+    graph: TokenGraph, x: Tensor, fiedler: float, largest: float, edge_weight: Tensor | None
 ) -> tuple[Fact, ...]:
     """Run the filter with its largest step without oscillation on a signal, and measure it."""
     N = graph.num_targets
@@ -234,11 +262,13 @@ def _facts_of_signal(
         return (Fact("measured rate", "not applicable", reason),)
     u = x.detach().to("cpu", torch.float64).reshape(N, -1)
     mean, eta = u.mean(0), 1 / (2 * largest)
-    before = float(energy(graph, u))
+    weight = None if edge_weight is None else edge_weight.detach().to("cpu", torch.float64)
+    graph = graph.to("cpu")
+    before = float(energy(graph, u, weight))
     energies, distances = [before], [float((u - mean).norm())]
     for _ in range(STEPS):
-        u = u - eta * energy_gradient(graph, u)
-        energies.append(float(energy(graph, u)))
+        u = u - eta * energy_gradient(graph, u, weight)
+        energies.append(float(energy(graph, u, weight)))
         distances.append(float((u - mean).norm()))
         if distances[-1] <= 1e-9 * distances[0]:
             break

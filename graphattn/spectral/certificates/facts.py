@@ -72,9 +72,30 @@ class Certificate:
     parts: Mapping[str, Certificate] = field(default_factory=dict)
 
     @property
-    def sound(self) -> bool:
-        """Whether no fact is violated."""
+    def num_facts(self) -> int:
+        """The number of theorems that were considered, over all parts; measured facts are none."""
+        return sum(fact.status != "measured" for fact in self._all_facts())
+
+    @property
+    def num_checked(self) -> int:
+        """The number of these theorems that apply, and so were checked."""
+        return sum(fact.status in ("holds", "violated") for fact in self._all_facts())
+
+    @property
+    def sound(self) -> bool | None:
+        """Whether no theorem is violated; None if none applies, so that nothing was certified."""
+        if self.num_checked == 0:
+            return None
         return all(fact.status != "violated" for fact in self.facts)
+
+    def _all_facts(self) -> Iterator[Fact]:
+        leaves = dict(_leaves(self.parts)).values() if self.parts else (self,)
+        return (fact for leaf in leaves for fact in leaf.facts)
+
+    def _verdict(self) -> str:
+        violated = sum(fact.status == "violated" for fact in self._all_facts())
+        verdict = "nothing is certified" if self.sound is None else f"{violated} violated"
+        return f"{self.num_checked} of {self.num_facts} theorems apply, {verdict}"
 
     def __getitem__(self, name: str) -> Fact:
         for fact in self.facts:
@@ -86,7 +107,7 @@ class Certificate:
         )
 
     def __str__(self) -> str:
-        lines = [self.subject, *_listing(self)]
+        lines = [self.subject, *_listing(self), f"  {self._verdict()}"]
         for name, part in list(self.parts.items())[:SHOWN]:
             lines += [f"{name}: {part.subject}", *_listing(part)]
         return "\n".join([*lines, *_left_out(self.parts)])
@@ -98,9 +119,9 @@ class Certificate:
         lines = [self.subject, *_row(rows[0]), rule]
         for row in rows[1:]:
             lines += _row(row)
+        lines += [rule, self._verdict()]
         if self.parts:
             lines += [
-                rule,
                 f"the worst of {len(self.parts)} certificates, which are in .parts: "
                 f"{_some(self.parts)}",
             ]
@@ -116,7 +137,7 @@ class Certificate:
             for title in ("fact", "status", "numbers", "what it says")
         )
         return (
-            f"<table><caption>{escape(self.subject)}</caption>"
+            f"<table><caption>{escape(self.subject)}<br>{escape(self._verdict())}</caption>"
             f"<thead><tr>{head}</tr></thead>{''.join(rows)}</table>"
         )
 
@@ -129,6 +150,7 @@ class Certificate:
 # other facts (such as norms and counts) cannot be better or worse: the largest of each is reported.
 WORSE: Mapping[str, Callable[[Mapping[str, float]], float]] = {
     "low-pass filter": lambda numbers: -numbers["1 - 2 eta lambda_max"],
+    "no overshoot": lambda numbers: -numbers["1 - eta lambda_max"],
     "energy falls": lambda numbers: numbers["after"] / max(numbers["before"], 1e-300),
     "constants stay": lambda numbers: numbers["largest relative change"],
     "mean stays": lambda numbers: numbers["drift"],
@@ -260,7 +282,13 @@ def _as_dict(certificate: Certificate) -> dict[str, Any]:
         }
         for fact in certificate.facts
     ]
-    found = {"subject": certificate.subject, "sound": certificate.sound, "facts": facts}
+    found: dict[str, Any] = {
+        "subject": certificate.subject,
+        "sound": certificate.sound,
+        "num_checked": certificate.num_checked,
+        "num_facts": certificate.num_facts,
+        "facts": facts,
+    }
     if certificate.parts:
         found["parts"] = {name: _as_dict(part) for name, part in certificate.parts.items()}
     return found

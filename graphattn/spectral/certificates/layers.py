@@ -12,6 +12,7 @@ from graphattn.nn import (
     DotProductAttention,
     GaussianKernelAttention,
     KrauseAttention,
+    LinearAttention,
     SelfConsensus,
 )
 from graphattn.ops.consensus.calls import check_energy_graph
@@ -32,10 +33,13 @@ from graphattn.spectral.matrix_weighted.spectrum_ends import (
 
 PAPER = "Stabilizing Transformer Training Through Consensus"
 THEOREMS = "low-pass filter", "energy falls", "constants stay"
-CERTIFIED = SelfConsensus, DotProductAttention, KrauseAttention, GaussianKernelAttention
-TWO_TRACKS = (
-    "CrossConsensus: its input and its output belong to different tokens (the sources and the "
-    "targets), so it has no eigenvalues"
+CERTIFIED = (
+    SelfConsensus,
+    CrossConsensus,
+    DotProductAttention,
+    KrauseAttention,
+    GaussianKernelAttention,
+    LinearAttention,
 )
 
 
@@ -47,9 +51,8 @@ def certify_sequence(
     edge_features: Tensor | None = None,
 ) -> Certificate:
     """Make the certificate of a layer in float64 on the CPU, on tokens x [N, dim]."""
-    if isinstance(layer, CrossConsensus) or graph.num_targets != graph.num_sources:
-        name = type(layer).__name__
-        reason = TWO_TRACKS if isinstance(layer, CrossConsensus) else f"{name} across two tracks"
+    if graph.num_targets != graph.num_sources:
+        reason = f"{type(layer).__name__} across two tracks"
         facts = [Fact("eigenvalues", "not applicable", reason)]
     else:
         with torch.no_grad():
@@ -230,7 +233,8 @@ def _attention_facts(
             "every token's new value is an average of the values that it sees, so values stay in "
             "their convex hull"
             if averages
-            else "rows do not sum to 1 (because eps > 0, or of a sink), so values shrink towards 0",
+            else "weights are negative or rows do not sum to 1 (because of eps > 0, a sink or, in "
+            "linear attention, the rotation)",
             {"largest |row sum - 1|": error},
         )
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
@@ -20,10 +21,11 @@ from graphattn.graphs.conversions.from_libraries import from_edge_index
 from graphattn.graphs.structures.composites import Parts
 from graphattn.nn import CrossConsensus, SelfConsensus
 from graphattn.ops import use_backend
-from graphattn.ops.inputs import check_graph, check_valid
+from graphattn.ops.inputs import check_graph, check_valid, valid_edges
 from graphattn.spectral.arguments import check_finite
 from graphattn.spectral.certificates.facts import Certificate, Fact, worst_of
-from graphattn.spectral.certificates.layers import CERTIFIED, TWO_TRACKS, certify_sequence
+from graphattn.spectral.certificates.layers import CERTIFIED, certify_sequence
+from graphattn.spectral.certificates.two_tracks import cross_facts
 from graphattn.spectral.laplacians.linear_maps import (
     derivative_of,
     largest_singular_value,
@@ -39,10 +41,12 @@ def certify_module(
     positions: Tensor | None,
     edge_features: Tensor | None = None,
     given: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
 ) -> Certificate:
     """Implement :func:`graphattn.spectral.certify` for modules."""
     with _one_thread():
-        return _certify_module(module, x, graph, valid, positions, edge_features, given or {})
+        arguments = x, graph, valid, positions, edge_features, given or {}
+        return _certify_module(module, *arguments, progress)
 
 
 @contextmanager
@@ -69,11 +73,8 @@ def _certify_module(
     positions: Tensor | None,
     edge_features: Tensor | None,
     given: Mapping[str, Any],
+    progress: bool | None,
 ) -> Certificate:
-    if isinstance(module, CrossConsensus):
-        raise ValueError(
-            f"graph_or_layer must have the same tokens as sources and targets, got {TWO_TRACKS}"
-        )
     takes = inspect.signature(module.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     if unknown := [name for name in given if name not in takes and not takes_any]:
@@ -96,16 +97,25 @@ def _certify_module(
             f"{type(x if missing == 'x' else graph).__name__}"
         )
     if x.is_floating_point():
-        check_finite(x if valid is None else x.masked_fill(~valid[..., None], 0))
+        of_x = valid[0] if isinstance(valid, tuple) else valid
+        check_finite(x if of_x is None else x.masked_fill(~of_x[..., None], 0))
         x = x.to(torch.float64)
     module = deepcopy(module).cpu().double().eval()
-    x, valid, positions = (None if t is None else t.detach().cpu() for t in (x, valid, positions))
+    x, valid, positions = tree_map(
+        lambda t: t.detach().cpu() if isinstance(t, Tensor) else t, (x, valid, positions)
+    )
     graph = _on_cpu(graph)
     keywords = {"valid": valid, "positions": positions}
     if edge_features is not None:
         keywords["edge_features"] = _in_full(edge_features)
     keywords |= {name: _in_full(value) for name, value in given.items()}
     keywords = {name: value for name, value in keywords.items() if value is not None}
+    if isinstance(module, CrossConsensus) and not isinstance(keywords.get("context"), Tensor):
+        raise ValueError(
+            "context must be given to certify a CrossConsensus, the sources [*, M, "
+            f"{module.context_dim}] towards which x moves, got "
+            f"{type(keywords.get('context')).__name__}"
+        )
     if isinstance(module, CERTIFIED):
         _check_tokens(module, x, graph)
         return _certify_call(module, {"x": x, "graph": graph, **keywords})
@@ -113,7 +123,9 @@ def _certify_module(
     on = f"on {'tokens' if not x.is_floating_point() else 'x'} {list(x.shape)}"
     if not calls:
         return _certify_derivative(module, x, graph, keywords, f"{type(module).__name__} {on}")
-    parts = {name: _certify_call(layer, given) for name, (layer, given) in calls.items()}
+    parts = {}
+    for name, (layer, given) in _counted(calls, progress):
+        parts[name] = _certify_call(layer, given)
     return worst_of(f"{type(module).__name__} of {len(parts)} layers {on}", parts)
 
 
@@ -167,7 +179,7 @@ def _calls_of_layers(
         handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
 
     for name, layer in module.named_modules():
-        if isinstance(layer, (*CERTIFIED, CrossConsensus)):
+        if isinstance(layer, CERTIFIED):
             listen(name, layer)
     try:
         with torch.no_grad():
@@ -178,13 +190,25 @@ def _calls_of_layers(
     return calls
 
 
+def _counted(calls: dict[str, Call], progress: bool | None) -> Iterable[tuple[str, Call]]:
+    """Yield the calls, and show on stderr how many of them are done."""
+    if progress is None:
+        progress = len(calls) > 1 and sys.stderr.isatty()
+    if not progress:
+        return calls.items()
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(calls.items(), "certify layers", console=Console(stderr=True))
+
+
 def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
     """Make the certificate of one call, which is the worst of its sequences."""
     x, graph = given["x"], given["graph"]
-    if isinstance(layer, CrossConsensus) or given.get("context") is not None:
+    if isinstance(layer, CrossConsensus):
+        return _certify_cross(layer, given)
+    if given.get("context") is not None:
         reason = f"{type(layer).__name__} across two tracks"
-        if isinstance(layer, CrossConsensus):
-            reason = TWO_TRACKS
         return Certificate(f"{layer!r}", (Fact("eigenvalues", "not applicable", reason),))
     N, of_edges = x.shape[-2], given.get("edge_features")
     graph = check_graph(graph, x, N, N, per_edge=of_edges is not None)
@@ -196,6 +220,52 @@ def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
             x, graph, given.get("valid"), given.get("positions"), of_edges
         )
     }
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    return worst_of(f"{layer!r} on {len(parts)} sequences over {graph!r}", parts)
+
+
+def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certificate:
+    """Make the certificate of a step towards other tokens, the worst of all entries of a batch."""
+    x, context, features = given["x"], given["context"], given.get("edge_features")
+    positions = given.get("positions")
+    x, context, graph, valid = layer.prepare(
+        x,
+        context,
+        layer.context_dim,
+        given["graph"],
+        given.get("valid"),
+        per_edge=features is not None,
+    )
+    batch, (source, target) = x.shape[:-2], graph.edge_index
+    found = layer.checked_features(features, x, graph)
+    if layer.rotary is not None:
+        positions = layer.resolve_positions(graph, positions)
+
+    def entry(t: Tensor | None, b: int, last: int) -> Tensor | None:
+        """Entry b of a tensor whose last dimensions are not those of the batch."""
+        return t if t is None or t.dim() == last else t.flatten(0, -last - 1)[b]
+
+    parts = {}
+    for b in range(max(1, batch.numel())):
+        own, of_edges = graph, entry(found.get("edge_features"), b, 2)
+        masks = [entry(mask, b, 1) for mask in valid]
+        if any(mask is not None for mask in masks):
+            keep = valid_edges((masks[0], masks[1]), source, target)
+            assert keep is not None
+            keep = keep.reshape(-1)
+            own = from_edge_index(graph.edge_index[:, keep], graph.num_targets, graph.num_sources)
+            of_edges = None if of_edges is None else of_edges[keep]
+        pair = None
+        if positions is not None:
+            pair = entry(positions[0], b, 1), entry(positions[1], b, 1)
+        tokens = (
+            x.flatten(0, -3)[b] if batch else x,
+            context.flatten(0, -3)[b] if batch else context,
+        )
+        with torch.no_grad():
+            facts = cross_facts(layer, *tokens, own, pair, of_edges)
+        parts[f"x[{b}]"] = Certificate(f"{layer!r} over {own!r}", tuple(facts))
     if len(parts) == 1:
         return next(iter(parts.values()))
     return worst_of(f"{layer!r} on {len(parts)} sequences over {graph!r}", parts)
