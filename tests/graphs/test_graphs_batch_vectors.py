@@ -248,5 +248,7 @@ def test_an_unsigned_index_that_no_signed_one_can_hold_is_refused():
     edges = torch.tensor([[2**64 - 1], [0]], dtype=torch.uint64)
     with pytest.raises(ValueError, match=r"edge_index\[0, 0\] = -1 is not a source"):
         ga.from_edge_index(edges, 3)
-    with pytest.raises(ValueError, match="must hold integers, such as torch.int64, got torch.bool"):
+    with pytest.raises(
+        ValueError, match=r"must hold integers, such as torch\.int64, got torch\.bool"
+    ):
         ga.from_edge_index(torch.ones(2, 1, dtype=torch.bool), 3)
