@@ -14,6 +14,13 @@ SWEEP = "tests/train/test_train_sweep.py"
 
 MUTATIONS = [
     Mutation(
+        "a process that reads pixels reads images",
+        "graphattn/data/corpus/corpus.py",
+        '        if state["pixels"]:\n            self._show_pixels()\n',
+        "",
+        (f"{COMMANDS}::test_a_causal_model_reads_images_pixel_by_pixel",),
+    ),
+    Mutation(
         "a preset's schedule keeps its own depth",
         "graphattn/train/runs/choices.py",
         "        own = over_depth(own, _depth(arguments))\n",

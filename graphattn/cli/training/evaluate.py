@@ -19,7 +19,7 @@ from graphattn.train.evaluation.evaluate import evaluate_model
 from graphattn.train.runs.choices import tokens_of_image
 from graphattn.train.runs.folder import origin
 from graphattn.train.runs.records import replace_text
-from graphattn.train.runs.setup import Examples, examples_of, read_corpus
+from graphattn.train.runs.setup import Examples, as_read, examples_of, read_corpus
 from graphattn.train.runs.trained import Trained, load_trained
 
 NAMES = {
@@ -76,10 +76,11 @@ def run_evaluate(
 def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, Part | None, str]:
     """Return the data to evaluate, the training data (or None), and a name for the first."""
     config = trained.run.config
-    of_image = tokens_of_image(trained.model) if config.kind == "images" else None
+    is_pixels = config.objective == "causal" and config.kind == "images"
+    of_image = tokens_of_image(trained.model) if config.kind == "images" and not is_pixels else None
     own: dict[str, Part] | None = None
     try:
-        corpus = read_corpus(config, trained.tokenizer)
+        corpus = as_read(read_corpus(config, trained.tokenizer), config.objective)
     except (ValueError, OSError):  # FileFormatError is a ValueError
         if data is None:
             raise
@@ -107,6 +108,7 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, 
                 f"run, got --data and --split {split!r}"
             )
         other = read_corpus(config.replace(data=data), trained.tokenizer)
+        other = as_read(other, config.objective)
         if of_image is not None:
             _check_images(trained, other)
         part, name = _whole(other), Path(data).name
