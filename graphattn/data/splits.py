@@ -213,7 +213,8 @@ def _equal_records(corpus: Corpus) -> Tensor:
     _, place, count = corpus.lengths.unique(return_inverse=True, return_counts=True)
     known: dict[bytes, int] = {}
     for n in (count[place] > 1).nonzero()[:, 0].tolist():
-        own = corpus[n]["image"] if corpus.kind == "images" else corpus.tokens(n, 0, None)
+        found = corpus[n] if corpus.kind == "images" else {}  # an image, or its pixels
+        own = found["image"] if "image" in found else corpus.tokens(n, 0, None)
         digest = hashlib.blake2b(own.numpy().tobytes(), digest_size=16).digest()
         first[n] = known.setdefault(digest, n)
     return first

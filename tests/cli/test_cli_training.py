@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import pickle
 import random
 import signal
 import threading
@@ -249,6 +251,43 @@ def test_images_are_cut_into_patches_and_classified(pictures):
     assert c.model_options["patch_size"] == [2, 2]
     assert found.train.lengths.tolist() == [36] * len(found.train)
     assert ga.train.prepare(c).config == c
+
+
+def test_a_causal_model_reads_images_pixel_by_pixel(pictures, tmp_path):
+    out = tmp_path / "run"
+    options = {"dim": 16, "depth": 1, "heads": 2}
+    chosen = ("--model", "krause-mnist", "--objective", "causal", "--steps", 2)
+    result = call(
+        "train", "--data", pictures, *chosen, "--model-options", json.dumps(options), "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    trained = ga.train.load_trained(out)
+    assert (trained.model.vocab_size, trained.run.config.length) == (256, 144)
+    prepared = ga.train.prepare(trained.run.config)
+    whole = ga.data.load_corpus(pictures)
+    for example in prepared.train:
+        place = whole.names.index(example["name"])
+        assert torch.equal(
+            example["tokens"], (whole[place]["image"] * 255).round().long().flatten()
+        )
+    assert pickle.loads(pickle.dumps(prepared.corpus)).tokens(3).tolist() == (
+        prepared.corpus.tokens(3).tolist()
+    )
+    for more in ((), ("--data", pictures)):
+        result = call("evaluate", out, *more)
+        assert result.exit_code == 0, result.output
+    with torch.no_grad():
+        tokens = torch.stack([example["tokens"] for example in prepared.test])
+        logits = trained.model(tokens)[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    written = json.loads((out / "evaluation.json").read_text())[f"{pictures.name} test"]
+    assert written["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert written["bits_per_byte"] == pytest.approx(written["loss"] / math.log(2), rel=1e-6)
+    assert "got one on images" in refused("generate", out)
+    for objective in ("classification", "regression"):
+        changes = {"data": str(pictures), "model": "krause-mnist", "objective": objective}
+        with pytest.raises(ValueError, match="objective must be 'causal' for a CausalLM of images"):
+            ga.train.prepare(ga.train.RunConfig(**changes))
 
 
 def test_validation_while_training_is_spread_over_the_part(data):

@@ -35,6 +35,13 @@ MUTATIONS = [
         ("tests/train/test_train_evaluation.py::test_masks_of_few_tokens_are_drawn_several_times",),
     ),
     Mutation(
+        "a process that reads pixels reads images",
+        "graphattn/data/corpus/corpus.py",
+        '        if state["pixels"]:\n            self._show_pixels()\n',
+        "",
+        (f"{COMMANDS}::test_a_causal_model_reads_images_pixel_by_pixel",),
+    ),
+    Mutation(
         "a preset's schedule keeps its own depth",
         "graphattn/train/runs/choices.py",
         "        own = over_depth(own, _depth(arguments))\n",

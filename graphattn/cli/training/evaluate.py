@@ -20,7 +20,7 @@ from graphattn.train.evaluation.evaluate import evaluate_model
 from graphattn.train.runs.choices import tokens_of_image
 from graphattn.train.runs.folder import origin
 from graphattn.train.runs.records import replace_text
-from graphattn.train.runs.setup import Examples, examples_of, read_corpus
+from graphattn.train.runs.setup import Examples, as_read, examples_of, read_corpus
 from graphattn.train.runs.trained import Trained, load_trained
 
 NAMES = {
@@ -81,7 +81,7 @@ def run_evaluate(
 def _examples_of(trained: Trained, part: Part, length: int | None) -> tuple[Examples, str]:
     """Return what the model reads at once, and a sentence if records of it are cut."""
     config, corpus = trained.run.config, part.corpus
-    if config.kind == "images":
+    if config.kind == "images" and config.objective != "causal":
         return examples_of(part, config.length, tokens_of_image(trained.model)), ""
     sizes = part.spans[:, 2] - part.spans[:, 1]
     if length is None:
@@ -99,7 +99,7 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part
     config = trained.run.config
     own: dict[str, Part] | None = None
     try:
-        corpus = read_corpus(config, trained.tokenizer)
+        corpus = as_read(read_corpus(config, trained.tokenizer), config.objective)
     except (ValueError, OSError):  # FileFormatError is a ValueError
         if data is None:
             raise
@@ -127,7 +127,8 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part
                 f"run, got --data and --split {split!r}"
             )
         other = read_corpus(config.replace(data=data), trained.tokenizer)
-        if config.kind == "images":
+        other = as_read(other, config.objective)
+        if config.kind == "images" and config.objective != "causal":
             _check_images(trained, other)
         part, name = _whole(other), Path(data).name
     return part, None if own is None else own["train"], printable(name)

@@ -45,6 +45,12 @@ def run_generate(
             "RUN must be the folder of a run with the objective 'causal', 'masked' or "
             f"'diffusion', got {trained.objective.name!r}"
         )
+    if trained.tokenizer is None:
+        raise ValueError(
+            "RUN must be a run on text or sequences, got one on images: a model of pixels writes "
+            "numbers from 0 to 255. Call trained.model.generate in code, with "
+            "trained = ga.train.load_trained(RUN)"
+        )
     is_causal = isinstance(trained.model, CausalLM)
     given = [("--top-k", top_k)] if not is_causal else [("--steps", steps), ("--method", method)]
     for option, value in given:

@@ -124,7 +124,7 @@ def what_is_trained(prepared: Prepared) -> Table:
     """Make the table that describes the run."""
     config, model = prepared.config, prepared.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    unit = "images" if config.kind == "images" else "tokens"
+    unit = "tokens" if prepared.corpus.image_shape is None else "images"
     table = plain_table("What is trained")
     table.add_column("option", no_wrap=True)
     table.add_column("value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import os
@@ -76,6 +77,7 @@ class Corpus:
     num_bytes: int
     classes: tuple[str, ...]
     image_shape: tuple[int, int, int] | None
+    _source: Corpus
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._open(Path(folder))
@@ -101,6 +103,35 @@ class Corpus:
         self.lengths = torch.ones_like(sizes) if self.image_shape else sizes
         self.num_tokens, self.num_bytes = int(self.lengths.sum()), facts["num_bytes"]
         self.classes = tuple(facts["classes"])
+
+    def pixels(self) -> Corpus:
+        """Return the same images as sequences: one token, 0 to 255, per value of a pixel.
+
+        The order is that of memory, [C, H, W]. The sequences have no start token.
+
+        Raises:
+            ValueError: if the corpus has no images.
+
+        Example:
+            >>> import pathlib, tempfile, graphattn as ga
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = pathlib.Path(folder, "images-idx3-ubyte")
+            ...     _ = path.write_bytes(bytes([0, 0, 8, 3, *(0, 0, 0, 1) * 2, 0, 0, 0, 2, 7, 255]))
+            ...     corpus = ga.data.load_corpus(path).pixels()
+            >>> corpus.tokens(0), corpus.image_shape
+            (tensor([  7, 255]), None)
+        """
+        if self.image_shape is None:
+            raise ValueError(f"pixels() needs a corpus of images, got one of kind {self.kind!r}")
+        found = copy.copy(self)
+        found._source = self  # its files may be removed with it
+        found._show_pixels()
+        return found
+
+    def _show_pixels(self) -> None:
+        self.image_shape = None
+        self.lengths = torch.from_numpy(self._sizes.copy())
+        self.num_tokens = int(self.lengths.sum())
 
     def _column(self, name: str) -> Any:
         return self._records.column(name).to_numpy()
@@ -216,10 +247,15 @@ class Corpus:
     # A corpus in another process maps the same files.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self._folder}
+        return {
+            "folder": self._folder,
+            "pixels": self.kind == "images" and self.image_shape is None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._open(state["folder"])
+        if state["pixels"]:
+            self._show_pixels()
 
     def remove_at_end(self) -> None:
         """Delete the files when this object is garbage-collected in this process."""

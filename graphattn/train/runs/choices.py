@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_PATCHES = 64  # default for the number of patches of an image
 _TOKENS = ("text", "nucleotide", "protein", "structures")
 _KINDS = {  # class of models: kinds of data that it reads
-    "CausalLM": _TOKENS,
+    "CausalLM": (*_TOKENS, "images"),  # images as sequences of pixels
     "SequenceEncoder": _TOKENS,
     "ProteinModel": ("protein", "structures"),
     "VisionTransformer": ("images",),
@@ -73,6 +73,11 @@ def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
             f"objective must be {' or '.join(map(repr, _OBJECTIVES[name]))} for a {name}, got "
             f"{config.objective!r}"
         )
+    if name == "CausalLM" and kind == "images" and config.objective != "causal":
+        raise ValueError(
+            "objective must be 'causal' for a CausalLM of images, which reads them pixel by pixel, "
+            f"got {config.objective!r}"
+        )
     if noise and config.objective != "diffusion":
         raise ValueError(
             f"objective must be 'diffusion' for a model with noise_dim={noise}, got "
@@ -102,7 +107,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
                 f"{name!r}{did_you_mean(name, known)}"
             )
     arguments = {**arguments_of(config.model, made.model, config.mixer), **given}
-    if corpus.kind == "images":
+    if corpus.image_shape is not None:
         given |= _of_images(corpus, arguments, config)
     elif "vocab_size" in known:
         least = _tokens_of(corpus) + (config.objective in _WITH_MASK)
@@ -142,7 +147,7 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
                 f"objective_options: mask_token must be at least {least}, after the tokens of the "
                 f"data, got {own!r}"
             )
-    elif config.objective == "causal" and corpus.kind == "text":
+    elif config.objective == "causal" and corpus.kind in ("text", "images"):
         share = corpus.num_bytes / corpus.num_tokens
         options.setdefault("bytes_per_token", 1 if share == 1 else share)
     elif config.objective == "classification":
@@ -212,7 +217,7 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
                 f"change, got {getattr(config, name)!r}"
             )
     model: Any = pretrained.load(config.model)
-    if corpus.kind == "images":
+    if corpus.image_shape is not None:
         own = (model.config["channels"], *_pair(model.config["image_size"]))
         if own != tuple(corpus.image_shape or ()):
             raise ValueError(
@@ -324,7 +329,9 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _tokens_of(corpus: Corpus) -> int:
-    return 0 if corpus.tokenizer is None else corpus.tokenizer.vocab_size
+    if corpus.tokenizer is None:
+        return 256 if corpus.kind == "images" else 0  # values of pixels
+    return corpus.tokenizer.vocab_size
 
 
 def _num_classes(corpus: Corpus) -> int:

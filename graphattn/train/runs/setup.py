@@ -137,10 +137,11 @@ def prepare(config: RunConfig) -> Prepared:
         tokenizer=_tokenizer_name(config, corpus),
     )
     config = choose_objective(config, corpus)
+    corpus = as_read(corpus, config.objective)
     config, parts = _split(config, corpus)
     config, model = choose_model(config, corpus)
     config = config.replace(objective_options=objective_options(config, corpus, model))
-    of_image = tokens_of_image(model) if corpus.kind == "images" else None
+    of_image = None if corpus.image_shape is None else tokens_of_image(model)
     config = _length(config, parts["train"], of_image)
     found: dict[str, Examples | None] = {}
     for name, part in parts.items():
@@ -188,6 +189,11 @@ def read_corpus(config: RunConfig, tokenizer: Any = None) -> Corpus:
         tokenizer=config.tokenizer if tokenizer is None else tokenizer,
         cache=cache if is_large else None,
     )
+
+
+def as_read(corpus: Corpus, objective: str) -> Corpus:
+    """Return a corpus as an objective reads it: a causal model reads images pixel by pixel."""
+    return corpus.pixels() if objective == "causal" and corpus.image_shape else corpus
 
 
 def examples_of(
