@@ -161,6 +161,11 @@ def as_plain_edge_index(edge_index: Any) -> Tensor:
         edge_index = edge_index.as_tensor()
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise ValueError(f"edge_index must have shape [2, E], got {list(edge_index.shape)}")
+    if edge_index.dtype in (torch.uint16, torch.uint32):  # torch has few operations for these
+        edge_index = edge_index.long()
     if edge_index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ValueError(f"edge_index must hold integers, got {edge_index.dtype}")
+        raise ValueError(
+            "edge_index must hold integers, of which torch.uint64 needs .long() first, got "
+            f"{edge_index.dtype}"
+        )
     return edge_index

@@ -226,3 +226,12 @@ def test_a_number_that_is_far_off_is_named_and_takes_no_memory():
         ValueError, match=r"batch must number the items from 0.* got the item 1000000000000"
     ):
         ga.knn_graph(torch.randn(6, 2), 2, batch=batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16], ids=str)
+def test_batch_vectors_and_edges_of_any_integers(dtype):
+    which, x = torch.tensor([0, 0, 2, 2]), torch.tensor([[0.0], [1.0], [5.0], [6.0]])
+    assert ga.knn_graph(x, 1, batch=which.to(dtype)) == ga.knn_graph(x, 1, batch=which)
+    edges = torch.tensor([[1, 0, 3], [0, 1, 2]])
+    graph = ga.from_edge_index(edges.to(dtype), 4, batch=which.to(dtype))
+    assert graph == ga.from_edge_index(edges, 4, batch=which)

@@ -41,6 +41,7 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
         raise ValueError(
             f"{name} must have one entry for each of {num_tokens} tokens, got {len(batch)}"
         )
+    batch = batch.long()
     steps = batch.diff()
     if (steps < 0).any():
         i = int((steps < 0).nonzero()[0])
@@ -56,7 +57,7 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
             f"{name} must number the items from 0, with at most {MOST_ITEMS} items, got the item "
             f"{int(batch[-1])}"
         )
-    sizes: list[int] = torch.bincount(batch.long()).tolist()
+    sizes: list[int] = torch.bincount(batch).tolist()
     return sizes
 
 
