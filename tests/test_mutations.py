@@ -235,8 +235,7 @@ MUTATIONS = [
         "compiled neighbours of points that are views are those of their memory",
         "kernels/cpu/neighbors.py",
         "    points = as_it_lies(points)\n"
-        "    candidates = points if to_self else as_it_lies(candidates)\n"
-        "    rows, width",
+        "    candidates = points if to_self else as_it_lies(candidates)\n    rows, width",
         "    candidates = points if to_self else as_it_lies(candidates)\n    rows, width",
         (f"{COMPILED}::test_any_number_of_points_and_neighbours",),
     ),
@@ -306,14 +305,14 @@ MUTATIONS = [
     Mutation(
         "eps joins the logarithm instead of the sum",
         "graphattn/ops/segments.py",
-        "torch.sigmoid(lse - math.log(eps))",
-        "torch.sigmoid(lse - eps)",
+        "even_sigmoid(lse - math.log(eps))",
+        "even_sigmoid(lse - eps)",
         (f"{ATTENTION}::test_eps_adds_to_the_normaliser",),
     ),
     Mutation(
         "eps joins a sum that has left the logarithm",
         "graphattn/ops/segments.py",
-        "torch.sigmoid(lse - math.log(eps))",
+        "even_sigmoid(lse - math.log(eps))",
         "lse.exp() / (eps + lse.exp())",
         (f"{ATTENTION}::test_eps_beside_a_sum_that_overflows_is_nothing",),
     ),
@@ -1441,8 +1440,8 @@ MUTATIONS = [
     Mutation(
         "a sink of minus infinity is infinity minus infinity where nothing is seen",
         "graphattn/ops/segments.py",
-        "torch.sigmoid(lse - sink.masked_fill(none, 0)).masked_fill(none, 1)",
-        "torch.sigmoid(lse - sink)",
+        "even_sigmoid(lse - sink.masked_fill(none, 0)).masked_fill(none, 1)",
+        "even_sigmoid(lse - sink)",
         (f"{SINK}::test_rows_without_edges_and_heads_without_sinks_stay_what_they_are",),
     ),
     Mutation(

@@ -72,17 +72,29 @@ def edge_softmax(
     return weights, lse, keep
 
 
+def even_sigmoid(x: Tensor) -> Tensor:
+    """torch.sigmoid, with bits that do not depend on where a number lies in its tensor.
+
+    On a CPU, torch computes the exponentials of a vector of numbers otherwise than those that are
+    left at the end, so the last bit of a row would depend on the rest of the batch. In float64 this
+    difference is far below the last bit of float32.
+    """
+    if x.device.type != "cpu" or x.dtype == torch.float64:
+        return torch.sigmoid(x)
+    return torch.sigmoid(x.double()).to(x.dtype)
+
+
 def share_beside_eps(lse: Tensor, eps: float, sink: Tensor | None = None) -> Tensor:
     """Compute sum / (eps + exp(sink) + sum) from log(sum), so that no gradient overflows.
 
     `lse` is [*, H] and `sink` [H]. A sink of -inf counts as none and gets no gradient.
     """
     if sink is None:
-        return torch.sigmoid(lse - math.log(eps))
+        return even_sigmoid(lse - math.log(eps))
     if eps > 0:
         sink = torch.logaddexp(sink, torch.full_like(sink, math.log(eps)))
     none = sink == -torch.inf  # -inf - -inf is NaN
-    return torch.sigmoid(lse - sink.masked_fill(none, 0)).masked_fill(none, 1)
+    return even_sigmoid(lse - sink.masked_fill(none, 0)).masked_fill(none, 1)
 
 
 def segment_sum(messages: Tensor, target: Tensor, num_targets: int) -> Tensor:

@@ -75,7 +75,10 @@ def test_without_the_flag_only_the_graph_comes_back():
     assert isinstance(ga.from_edge_index(torch.tensor([[0], [1]]), 2), ga.TokenGraph)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32],
+)
 def test_any_integer_dtype_makes_the_same_graph(dtype):
     edge_index = torch.tensor([[2, 0, 1], [0, 1, 2]])
     graph = ga.from_edge_index(edge_index.to(dtype), 3)

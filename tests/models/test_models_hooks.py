@@ -214,13 +214,8 @@ def test_every_layer_of_a_model_gets_a_certificate(name: str) -> None:
     certificate = ga.spectral.certify(model, *batch.inputs, **batch.keywords)
     assert model.training
     names = {id(part): key for key, part in model.named_modules()}
-    known = [
-        b.mixer for b in zoo.blocks_of(model) if not isinstance(b.mixer, ga.nn.LinearAttention)
-    ]
-    assert {names[id(mixer)] for mixer in known} <= set(certificate.parts)
-    assert certificate.sound
-    if not known:
-        assert certificate.facts[0].status == "not applicable"
+    assert {names[id(b.mixer)] for b in zoo.blocks_of(model)} <= set(certificate.parts)
+    assert certificate.sound in (True, None)
     if not batch.keywords:
         assert certificate.to_json() == ga.spectral.certify(model, *batch.inputs).to_json()
 

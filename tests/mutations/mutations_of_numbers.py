@@ -4,6 +4,7 @@ from mutation import Mutation
 
 BANDED = "tests/spectral/test_spectral_banded.py"
 KINDS = "tests/spectral/test_spectral_certificate_kinds.py"
+SINK = "tests/ops/test_ops_sink.py"
 CHEEGER = "tests/spectral/test_spectral_cheeger.py"
 DESIGN = "tests/spectral/test_spectral_design.py"
 SWEEP = "tests/train/test_train_sweep.py"
@@ -83,6 +84,13 @@ MUTATIONS = [
         "u = u - eta * energy_gradient(graph, u, weight)",
         "u = u - eta * energy_gradient(graph, u)",
         (f"{KINDS}::test_the_numbers_of_a_weighted_graph_are_those_of_its_laplacian",),
+    ),
+    Mutation(
+        "a sink's share is rounded as torch places its numbers",
+        "graphattn/ops/segments.py",
+        "return torch.sigmoid(x.double()).to(x.dtype)",
+        "return torch.sigmoid(x)",
+        (f"{SINK}::test_the_rest_of_the_batch_changes_no_bit_of_a_row",),
     ),
     Mutation(
         "the square of the rounded radius bounds squared distances",

@@ -188,3 +188,18 @@ def test_sinks_that_are_refused(sink, says):
         ga.rbf_attention(q, k, v, graph, 1.0, sink=sink)
     with pytest.raises(ValueError, match=says):
         ga.attention_weights(q, k, graph, sink=sink)
+
+
+@pytest.mark.parametrize("given", [{"sink": 0.3}, {"eps": 0.7}], ids=str)
+@pytest.mark.parametrize("kind", ["window", "list"])
+def test_the_rest_of_the_batch_changes_no_bit_of_a_row(kind, given):
+    generator = torch.Generator().manual_seed(0)
+    graph = ga.causal_window_graph(21, 5)
+    if kind == "list":
+        graph = ga.knn_graph(torch.randn(21, 2, generator=generator), 5)
+    for samples in (2, 3, 5):
+        q, k, v = (torch.randn(samples, 21, 3, 8, generator=generator) for _ in range(3))
+        whole = ga.rbf_attention(q, k, v, graph, 1.0, **given)
+        for b in range(samples):
+            alone = ga.rbf_attention(q[b], k[b], v[b], graph, 1.0, **given)
+            assert torch.equal(whole[b], alone)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import UNSIGNED
 from graphattn.graphs.token_graph import TokenGraph
 
 BatchVector = Tensor | tuple[Tensor, Tensor]
@@ -42,8 +41,7 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
         raise ValueError(
             f"{name} must have one entry for each of {num_tokens} tokens, got {len(batch)}"
         )
-    if batch.dtype in UNSIGNED:
-        batch = batch.long()
+    batch = batch.long()  # torch has few operations for unsigned integers
     steps = batch.diff()
     if (steps < 0).any():
         i = int((steps < 0).nonzero()[0])
@@ -59,7 +57,7 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
             f"{name} must number the items from 0, with at most {MOST_ITEMS} items, got the item "
             f"{int(batch[-1])}"
         )
-    sizes: list[int] = torch.bincount(batch.long()).tolist()
+    sizes: list[int] = torch.bincount(batch).tolist()
     return sizes
 
 

@@ -20,6 +20,7 @@ from graphattn.nn.base.overrides import names_of, overridden_edges, replaced_bes
 from graphattn.ops.dropout import SEEDS
 from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.linear_attention.api import linear_attention_sums
+from graphattn.ops.segments import even_sigmoid
 
 INSTEAD = "make the shard with exchange='rows'"
 
@@ -78,7 +79,7 @@ def softmax_of(layer: Any, edge_bias: Tensor | None = None) -> SoftmaxParts:
 def _normalised(layer: Any, out: Tensor, lse: Tensor) -> Tensor:
     """Add what eps and the sink add to the denominator of merged results."""
     floor = _extra_term(layer, lse)
-    return out if floor is None else out * torch.sigmoid(lse - floor[:, None])
+    return out if floor is None else out * even_sigmoid(lse - floor[:, None])
 
 
 def may_broadcast(layer: Any, shard: ShardedGraph, *others: object) -> bool:

@@ -27,6 +27,7 @@ from graphattn.ops.attention.step.cached import (
 )
 from graphattn.ops.backends import has_values
 from graphattn.ops.inputs import compute_dtype, full_precision
+from graphattn.ops.segments import even_sigmoid
 
 FEW = 16  # up to so many queries, top-k compares products that are summed pair by pair
 
@@ -180,7 +181,7 @@ def _one_text(
         out, lse = attend_logits(found, value, top_k, keep, need_lse=need_lse)
     if sink is None or lse is None:
         return out
-    return out * torch.sigmoid(lse - sink.reshape(lse.shape))[..., None]
+    return out * even_sigmoid(lse - sink.reshape(lse.shape))[..., None]
 
 
 # In full.
@@ -329,7 +330,7 @@ def _from_all_logits(
     else:
         weights = found.softmax(-1)
     if logits.sink is not None:
-        share = torch.sigmoid(found.logsumexp(-1, keepdim=True) - logits.sink[:, None, None])
+        share = even_sigmoid(found.logsumexp(-1, keepdim=True) - logits.sink[:, None, None])
         weights = weights * share
     dropped = functional.dropout(weights, logits.dropout) if logits.dropout else weights
     out = (dropped.reshape(B, Hk, -1, K) @ value).reshape(B, H, Q, -1)

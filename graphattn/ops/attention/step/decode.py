@@ -17,6 +17,7 @@ from graphattn.ops.attention.step.cached import attend_cached
 from graphattn.ops.attention.step.masked_rows import attend_masked
 from graphattn.ops.backends import has_values
 from graphattn.ops.inputs import check_qkv, compute_dtype, full_precision
+from graphattn.ops.segments import even_sigmoid
 
 
 class DecodeKind(NamedTuple):
@@ -290,7 +291,7 @@ def _beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
     A row that sees nothing stays 0. A row that is NaN gives the sink no gradient.
     """
-    share = torch.sigmoid(lse.masked_fill(lse == -torch.inf, 0) - sink)[..., None]
+    share = even_sigmoid(lse.masked_fill(lse == -torch.inf, 0) - sink)[..., None]
     if not (torch.is_grad_enabled() and (out.requires_grad or sink.requires_grad)):
         return out * share
     bad = ~out.isfinite()
