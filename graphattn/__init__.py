@@ -14,6 +14,7 @@ torch; `ga.save` and `ga.load` too.
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from graphattn.late_imports import after_import
@@ -53,6 +54,14 @@ _FUNCTIONS_ON_FIRST_USE = {
     "load": "graphattn.models.files",
     "save": "graphattn.models.files",
 }
+
+
+if find_spec("graphattn.kernels") is None:  # in the source, they lie beside this package
+    raise ImportError(
+        "graphattn is imported from its own source, because Python runs in that folder, and not "
+        "from where it is installed: go to another folder first (cd ..), or install what this "
+        "folder needs with make"
+    )
 
 
 def _load() -> None:

@@ -86,7 +86,7 @@ _ALSO_CALLED = {
     "dropout": "dropout_p",
     "edge_bias": "attn_bias bias",
     "global_tokens": "num_global",
-    "graph": "attn_mask mask",
+    "graph": "attn_mask mask is_causal causal block_mask",
     "k": "num_neighbors n_neighbors top_k",
     "key_cache": "k_cache",
     "lengths": "cache_seqlens",

@@ -521,3 +521,17 @@ def test_no_class_name_stands_for_two_things():
                 homes.setdefault(node.name, []).append(name)
     assert len(homes) > 300
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_the_source_of_an_installed_library_says_that_it_is_not_what_is_installed(tmp_path):
+    """In the folder of the source, Python finds `graphattn` there, and its kernels nowhere."""
+    (tmp_path / "graphattn").symlink_to(Path(__file__).parents[1] / "graphattn")
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", "import graphattn"],  # without what is installed
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ImportError: graphattn is imported from its own source" in run.stderr
+    assert "cd .." in run.stderr

@@ -69,6 +69,13 @@ def run_evaluate(
     path = folder / "evaluation.json"  # write it before printing: a closed pipe then loses nothing
     replace_text(path, as_json({**_before(path), name: found}))
     console.print(table_of(name, found))
+    run = trained.run
+    if run.status in ("running", "interrupted"):
+        typer.echo(
+            f"graphattn: training is {run.status}, at step {run.step} of {run.config.steps}: this "
+            "is its newest checkpoint",
+            err=True,
+        )
     if train is None:
         typer.echo(
             "graphattn: the training data of the run does not exist any more, so the losses of "

@@ -55,7 +55,7 @@ def run_train(
     if not config.data:
         raise ValueError("--data must be the path of a file or a folder, got ''")
     if not config.out:
-        raise ValueError("--out must be the path of the folder of the run, got ''")
+        raise ValueError("--out is required: the path of the folder that the run makes")
     with console.status("reading"):
         prepared = prepare(config)
     console.print(what_is_trained(prepared))
