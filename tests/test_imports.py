@@ -230,6 +230,7 @@ LOADED_LATER = {
     "graphattn.spectral.certificates.modules": {"nn", "ops"},
     "graphattn.spectral.certificates.layers": {"nn", "ops"},
     "graphattn.spectral.certificates.frozen_steps": {"nn", "ops"},
+    "graphattn.spectral.certificates.two_tracks": {"nn", "ops"},
 }
 IMPLEMENTATIONS = {"reference", "structured", "native", "triton", "streaming"}
 
