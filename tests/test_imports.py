@@ -525,7 +525,7 @@ def test_no_class_name_stands_for_two_things():
 
 
 def test_the_source_of_an_installed_library_says_that_it_is_not_what_is_installed(tmp_path):
-    """In the folder of the source, Python finds `graphattn` there, and its kernels nowhere."""
+    """Python finds `graphattn` in the folder of the source, and its kernels nowhere."""
     (tmp_path / "graphattn").symlink_to(Path(__file__).parents[1] / "graphattn")
     run = subprocess.run(
         [sys.executable, "-S", "-c", "import graphattn"],  # without what is installed

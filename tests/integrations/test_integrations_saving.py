@@ -447,7 +447,7 @@ def test_adapters_before_and_after(tmp_path):
 
 
 def test_loading_adapters_of_a_changed_model_onto_a_plain_one_warns(tmp_path):
-    """Only peft and transformers speak here; this package may not be installed."""
+    """The warning is that of peft: this package need not be installed."""
     peft = pytest.importorskip("peft")
     llama().save_pretrained(tmp_path / "base")
 

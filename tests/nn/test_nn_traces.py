@@ -255,7 +255,7 @@ def test_a_layer_that_was_made_without_values_tells_shapes(case: by_hand.Case):
 @pytest.mark.parametrize("trace", ["make_fx", "make_fx before dispatch", "make_fx of fakes"])
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_a_bias_per_edge_is_traced_over_a_new_graph(kind: str, trace: str):
-    """Its edges are counted, some of them from the degrees of tokens."""
+    """Edges are counted, some of them from the degrees of tokens."""
     graph, bias = GRAPHS[kind](), torch.randn(1, GRAPHS[kind]().num_edges, 2)
 
     def attend(x: Tensor, bias: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def test_a_bias_per_edge_is_traced_over_a_new_graph(kind: str, trace: str):
 
 
 def test_where_all_tensors_are_fake_none_is_kept():
-    """Then constants would not be allowed."""
+    """Constants would then not be allowed."""
     graph = ga.causal_window_graph(N, 3)
     with FakeTensorMode():
         assert isinstance(graph.positions, FakeTensor)
@@ -275,7 +275,7 @@ def test_where_all_tensors_are_fake_none_is_kept():
 
 
 def test_a_graph_made_in_a_trace_is_traced():
-    """Its edges are those of every later call, not constants."""
+    """Edges are those of every later call, not constants."""
 
     def sums(x: Tensor) -> Tensor:
         neighbors = ga.knn_graph(x, 2, self_loops=True).neighbors

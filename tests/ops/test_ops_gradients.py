@@ -336,7 +336,7 @@ EMPTY_CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("operation", EMPTY_CALLS)
 @pytest.mark.parametrize("kind", EMPTY)
 def test_without_edges_all_derivatives_are_there_and_zero(kind, operation, backend):
-    """As in the reference; forces and penalties of gradients ask for the derivatives of zeros."""
+    """The reference gives the same; forces ask for the derivatives of zeros."""
     if operation in ("linear", "score") and backend == "native":
         pytest.skip("there is no compiled code for these")
     graph = EMPTY[kind]()

@@ -55,7 +55,7 @@ def test_the_slowest_mode_is_that_of_shift_invert_lanczos(name, is_weighted):
 
 
 def test_values_as_small_as_those_of_millions_of_tokens_are_accepted():
-    """With lambda_1 * lambda_2 = 1e-21, Temple's bound is above 1e-11 for any vector in float64.
+    """Temple's bound is above 1e-11 for any vector in float64 where lambda_1 * lambda_2 = 1e-21.
 
     Elimination, which takes ten times as long, was the way then.
     """

@@ -190,7 +190,7 @@ def test_an_objective_that_returns_something_else_is_told_what_it_must(
 
 
 def test_tracks_that_no_example_has_are_refused(tmp_path):
-    """They would keep their first weights, and nothing would say so."""
+    """Tracks would keep their first weights, and nothing would say so."""
     model = ga.models.ProteinModel(16, depth=1, heads=2, context={"helix": 3, "surface": 2})
     objective = ga.train.MaskedTokens(model.mask_token)
     config = tiny_runs.config(tmp_path / "run", steps=1)

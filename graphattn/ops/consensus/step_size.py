@@ -39,7 +39,7 @@ def bounds_of_degrees(degree: Tensor, graph: TokenGraph, update: str) -> Tensor:
 
 
 def is_still(bound: Tensor) -> Tensor:
-    """Where there is no step, because all matrices are zero, or nearly: below 3e-36 in float32.
+    """Return where there is no step: all matrices are zero, or below 3e-36 in float32.
 
     Below it, gradients divided by `bound` would overflow.
     """
