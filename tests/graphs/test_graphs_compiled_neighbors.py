@@ -146,10 +146,12 @@ def test_distances_are_those_of_float64(width, dtype):
 
 
 def within_by_numpy(x, reach, self_loops):
+    """Distances are rounded to the dtype of the points before they are compared."""
     a = x.double().numpy()
     known = np.isfinite(a).all(1)
     with np.errstate(all="ignore"):
-        mask = np.nan_to_num(squared_by_numpy(a, a), nan=np.inf, posinf=np.inf) <= reach * reach
+        squared = np.nan_to_num(squared_by_numpy(a, a), nan=np.inf, posinf=np.inf)
+        mask = np.sqrt(squared).astype(x.numpy().dtype) <= reach
     np.fill_diagonal(mask, known & self_loops)
     target, source = np.nonzero(mask & known & known[:, None])
     return torch.from_numpy(np.stack([source, target]))
