@@ -400,6 +400,22 @@ def test_other_data_is_added_to_the_evaluation(run):
     assert found["other.txt"]["examples"] == 3  # 46 bytes in windows of 16
 
 
+def test_the_test_split_is_the_one_that_training_left_out(data):
+    given = ("--steps", 1, "--seed", 3, "--split-seed", 8)
+    result = call("train", "--data", data / "proteins.fasta", "--out", "a", *SMALL, *given)
+    assert result.exit_code == 0, result.output
+    prepared = ga.train.prepare(ga.train.read_run("a").config)
+    result = call("evaluate", "a", "--pseudo-tokens", 0)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(Path("a/evaluation.json").read_text()).values()
+    expected = ga.train.evaluate_model(
+        ga.load("a/model"), prepared.objective, prepared.test,
+        train=prepared.parts["train"], batch_tokens=64, pseudo_tokens=0,
+    )  # fmt: skip
+    assert found["loss"] == expected["loss"]
+    assert found["frequency_loss"] == expected["frequency_loss"]
+
+
 def test_masked_models_have_a_pseudo_perplexity_of_few_tokens(masked):
     result = call("evaluate", masked, "--pseudo-tokens", 32)
     assert result.exit_code == 0, result.output

@@ -131,6 +131,22 @@ def test_chains_are_copied_as_remark_350_says(structure_of: ReadText) -> None:
         structure_of(text, assembly="3")
 
 
+def test_an_assembly_of_joined_files_is_that_of_the_file_with_the_model(
+    structure_of: ReadText,
+) -> None:
+    other = [*REMARK[:4], *biomt(TURN), ATOMS[0]]
+    text = "\n".join([*REMARK, *ATOMS, "END", *other, "END"])
+    first, second = (structure_of(text, assembly="1", model=model) for model in (1, 2))
+    assert first.ca_positions.tolist() == [[1, 2, 3]]
+    assert second.ca_positions.tolist() == [[10 - 2, 20 + 1, 3 - 30]]
+    assert len(structure_of(text, assembly="2")) == 5
+    with pytest.raises(ValueError, match="which are '1', got '2'"):
+        structure_of(text, assembly="2", model=2)
+    # Frames without a header of their own have that of the first.
+    frames = "\n".join([*REMARK, *ATOMS, "END", *ATOMS, "END"])
+    assert structure_of(frames, assembly="2", model=2).sequence == "GWKGK"
+
+
 def test_a_blank_chain_is_called_null_in_remark_350(structure_of: ReadText) -> None:
     remark = ["REMARK 350 BIOMOLECULE: 1", "REMARK 350 APPLY THE FOLLOWING TO CHAINS: NULL"]
     text = "\n".join([*remark, *biomt(IDENTITY, TURN), pdb_line(chain=" ")])

@@ -223,4 +223,11 @@ MUTATIONS = [
         "list(range(len(sequence)))",
         (f"{EMBED}::test_every_record_has_its_features_and_their_mean",),
     ),
+    Mutation(
+        "assemblies of files that were joined are those of the first",
+        "graphattn/data/structures/formats/pdb.py",
+        "            assemblies.clear()\n",
+        "            break\n",
+        (f"{ASSEMBLIES}::test_an_assembly_of_joined_files_is_that_of_the_file_with_the_model",),
+    ),
 ]

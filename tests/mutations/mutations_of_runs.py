@@ -407,4 +407,11 @@ MUTATIONS = [
         "",
         (f"{SWEEP}::test_whoever_asks_a_trial_to_stop_has_not_killed_it",),
     ),
+    Mutation(
+        "an evaluation splits the data by another seed than the training",
+        "graphattn/cli/training/evaluate.py",
+        "seed=config.split_seed,",
+        "seed=config.seed,",
+        ("tests/cli/test_cli_training.py::test_the_test_split_is_the_one_that_training_left_out",),
+    ),
 ]

@@ -117,7 +117,7 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part
             test=config.test,
             by=config.split,
             group=config.group,
-            seed=config.seed,
+            seed=config.split_seed,
         )
     if data is None:
         assert own is not None

@@ -103,7 +103,7 @@ def read_structure(
         found = pdb_atoms(path, text, model)
         structure, chain_keys = structure_of_atoms(path, found, wanted)
         if assembly_name is not None:
-            assemblies = pdb_assemblies(path, text)
+            assemblies = pdb_assemblies(path, text, model)
     elif file_format in ("mmcif", "bcif"):
         if file_format == "mmcif":
             block = mmcif_block(path, text)

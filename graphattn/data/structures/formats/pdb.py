@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from graphattn.data.files import FileFormatError
@@ -36,18 +37,15 @@ def pdb_atoms(path: str | os.PathLike[str], text: str, model: int) -> Any:
 
     records: list[str] = []
     chain_end: dict[str, int] = {}  # the number of records before the last TER of a chain
-    number, is_empty = 1, True  # the current model, and whether it has no atoms yet
-    for line_number, line in enumerate(text.split("\n"), start=1):
+    last = 0  # the last model that has atoms
+    for line_number, number, line in _lines_with_models(text):
         if line.startswith(("ATOM", "HETATM")):
             _check_coordinate_record(path, line_number, line)  # in all models, not only in this
-            is_empty = False
+            last = number
             if number == model:
                 records.append(line)
-        elif line[:6].rstrip() in _BORDERS and not is_empty:
-            number, is_empty = number + 1, True
         elif line.startswith("TER") and number == model and records:
             chain_end[records[-1][_CHAIN]] = len(records)
-    last = number - is_empty
     if last == 0:
         raise FileFormatError(path, "is not a PDB structure: it has no ATOM record")
     if model > last:
@@ -61,6 +59,20 @@ def pdb_atoms(path: str | os.PathLike[str], text: str, model: int) -> Any:
     with biotite_at_work(path):
         file = PDBFile.read(io.StringIO("\n".join(polymer)))
         return file.get_structure(model=1, altloc="all", extra_fields=["b_factor"])
+
+
+def _lines_with_models(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield every line with its number and the number of the model that it belongs to.
+
+    What follows the border of a model belongs to the next one; so does the header of a joined file.
+    """
+    model, is_empty = 1, True
+    for line_number, line in enumerate(text.split("\n"), start=1):
+        if line.startswith(("ATOM", "HETATM")):
+            is_empty = False
+        elif line[:6].rstrip() in _BORDERS and not is_empty:
+            model, is_empty = model + 1, True
+        yield line_number, model, line
 
 
 def _with_default_occupancy(record: str) -> str:
@@ -95,16 +107,20 @@ def _check_coordinate_record(path: str | os.PathLike[str], number: int, line: st
             raise FileFormatError(path, reason, line=number)
 
 
-def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
-    """Read the assemblies in REMARK 350: the chains of each, and their operations."""
+def pdb_assemblies(path: str | os.PathLike[str], text: str, model: int) -> Assemblies:
+    """Read the assemblies in REMARK 350: the chains of each, and their operations.
+
+    If several files were joined to one, those of the file with this model are read.
+    """
     assemblies: Assemblies = {}
     # `of_chains` says whether the last line named chains, so that "AND CHAINS" continues the list.
-    name, of_chains = "1", False
-    for number, line in enumerate(text.split("\n"), start=1):
-        if assemblies and line[:6].rstrip() == "END":  # What follows describes another structure.
-            break
-        if not line.startswith("REMARK 350"):
+    name, of_chains, first_model = "1", False, 1
+    for number, model_of_line, line in _lines_with_models(text):
+        if not line.startswith("REMARK 350") or model_of_line > model:
             continue
+        if model_of_line > first_model:  # This is the header of the next file.
+            assemblies.clear()
+            name, of_chains, first_model = "1", False, model_of_line
         content = line[11:].rstrip()
         if content.startswith("BIOMOLECULE:"):
             name = content.partition(":")[2].strip()
