@@ -410,8 +410,8 @@ MUTATIONS = [
     Mutation(
         "an evaluation splits the data by another seed than the training",
         "graphattn/cli/training/evaluate.py",
-        "seed=config.split_seed,",
-        "seed=config.seed,",
+        "split_data(config, corpus)",
+        "split_data(config.replace(split_seed=config.seed), corpus)",
         ("tests/cli/test_cli_training.py::test_the_test_split_is_the_one_that_training_left_out",),
     ),
 ]

@@ -20,7 +20,7 @@ from graphattn.train.evaluation.evaluate import evaluate_model
 from graphattn.train.runs.choices import tokens_of_image
 from graphattn.train.runs.folder import origin
 from graphattn.train.runs.records import replace_text
-from graphattn.train.runs.setup import Examples, as_read, examples_of, read_corpus
+from graphattn.train.runs.setup import Examples, as_read, examples_of, read_corpus, split_data
 from graphattn.train.runs.trained import Trained, load_trained
 
 NAMES = {
@@ -88,7 +88,7 @@ def run_evaluate(
 def _examples_of(trained: Trained, part: Part, length: int | None) -> tuple[Examples, str]:
     """Return what the model reads at once, and a sentence if records of it are cut."""
     config, corpus = trained.run.config, part.corpus
-    if config.kind == "images" and config.objective != "causal":
+    if corpus.image_shape is not None:
         return examples_of(part, config.length, tokens_of_image(trained.model)), ""
     sizes = part.spans[:, 2] - part.spans[:, 1]
     if length is None:
@@ -111,14 +111,7 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part
         if data is None:
             raise
     else:
-        own = split_corpus(
-            corpus,
-            validation=config.validation,
-            test=config.test,
-            by=config.split,
-            group=config.group,
-            seed=config.split_seed,
-        )
+        own = split_data(config, corpus)[1]
     if data is None:
         assert own is not None
         part = own[split] if split != "all" else _whole(corpus)
@@ -135,7 +128,7 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part
             )
         other = read_corpus(config.replace(data=data), trained.tokenizer)
         other = as_read(other, config.objective)
-        if config.kind == "images" and config.objective != "causal":
+        if other.image_shape is not None:
             _check_images(trained, other)
         part, name = _whole(other), Path(data).name
     return part, None if own is None else own["train"], printable(name)

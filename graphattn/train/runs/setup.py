@@ -138,7 +138,7 @@ def prepare(config: RunConfig) -> Prepared:
     )
     config = choose_objective(config, corpus)
     corpus = as_read(corpus, config.objective)
-    config, parts = _split(config, corpus)
+    config, parts = split_data(config, corpus)
     config, model = choose_model(config, corpus)
     config = config.replace(objective_options=objective_options(config, corpus, model))
     of_image = None if corpus.image_shape is None else tokens_of_image(model)
@@ -214,7 +214,7 @@ def _tokenizer_name(config: RunConfig, corpus: Corpus) -> str:
     return config.tokenizer
 
 
-def _split(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, dict[str, Part]]:
+def split_data(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, dict[str, Part]]:
     """Split the data; return the parts, and a config with the way they were split."""
     from graphattn.data import split_corpus
 
