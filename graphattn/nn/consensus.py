@@ -33,7 +33,7 @@ from graphattn.ops.consensus.backends import BACKENDS
 from graphattn.ops.consensus.calls import ConsensusKind, check_energy_graph
 from graphattn.ops.consensus.edge_network.edge_hidden import form, in_dtype
 from graphattn.ops.consensus.edge_network.parameters import FirstLayer
-from graphattn.ops.consensus.step_size import automatic_bounds, automatic_move, is_still
+from graphattn.ops.consensus.step_size import automatic_bounds, automatic_move, automatic_step
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, valid_edges
 
 StepSize = float | Literal["learned", "auto"]
@@ -649,7 +649,7 @@ class SelfConsensus(_Consensus, CompiledSteps):
         eta = self.step_tensor()
         if eta == "auto":
             degree = bound.sum(-2, keepdim=True)
-            eta = (1 / degree).masked_fill(is_still(degree), 0)[..., None]
+            eta = automatic_step(degree)[..., None]
         elif isinstance(eta, Tensor):
             eta = eta[:, None]
         moved = u - eta * pull.sum(-3, keepdim=True)

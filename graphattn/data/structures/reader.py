@@ -93,24 +93,24 @@ def read_structure(
     model = as_int("model", model, 1)
     require_biotite("reading structures")
 
-    file_format = sniff_format(path, "")  # judging by the name alone
-    if file_format == "bcif":
+    block = None
+    if sniff_format(path, "") == "bcif":  # judging by the name alone
         block = binary_cif_block(path, read_bytes(path, max_bytes=max_bytes))
     else:
         text = read_text(path, max_bytes=max_bytes)
         file_format = sniff_format(path, text)
-    if file_format == "pdb":
-        found = pdb_atoms(path, text, model)
-        structure, chain_keys = structure_of_atoms(path, found, wanted)
-        if assembly_name is not None:
-            assemblies = pdb_assemblies(path, text, model)
-    elif file_format in ("mmcif", "bcif"):
         if file_format == "mmcif":
             block = mmcif_block(path, text)
+    if block is not None:
         found = mmcif_atoms(path, block, model)
         structure, chain_keys = structure_of_atoms(path, found, wanted)
         if assembly_name is not None:
             assemblies = mmcif_assemblies(path, block)
+    elif file_format == "pdb":
+        found = pdb_atoms(path, text, model)
+        structure, chain_keys = structure_of_atoms(path, found, wanted)
+        if assembly_name is not None:
+            assemblies = pdb_assemblies(path, text, model)
     else:
         raise FileFormatError(path, "is neither PDB nor mmCIF, judging by its name and content")
     if assembly_name is not None:

@@ -46,6 +46,12 @@ def is_still(bound: Tensor) -> Tensor:
     return bound < 256 * torch.finfo(bound.dtype).tiny
 
 
+def automatic_step(bound: Tensor) -> Tensor:
+    """Return the automatic step, 1 / bound, or 0 where there is none."""
+    still = is_still(bound)
+    return bound.masked_fill(still, 1).reciprocal().masked_fill(still, 0)
+
+
 def automatic_move(state: Tensor, gradient: Tensor, bound: Tensor) -> Tensor:
     """Make the automatic step, state - gradient / bound, [*, N, H, D]; `bound` is [*, N, H].
 

@@ -15,7 +15,7 @@ from graphattn.graphs import TokenGraph
 from graphattn.nn import SelfConsensus
 from graphattn.ops.consensus.edge_network.edge_hidden import form
 from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
-from graphattn.ops.consensus.step_size import automatic_bounds, is_still
+from graphattn.ops.consensus.step_size import automatic_bounds, automatic_step
 from graphattn.spectral.matrix_weighted.block_laplacian import Array, BlockLaplacian
 
 AGREE = 1e-9  # the largest relative difference between the layer's own step and this one
@@ -53,7 +53,7 @@ class FrozenStep:
         eta = layer.step_tensor()
         if isinstance(eta, str):
             bound = automatic_bounds(R.alpha + R.beta, self.graph, layer.update_rule)
-            eta = bound.reciprocal().masked_fill(is_still(bound), 0)
+            eta = automatic_step(bound)
         eta = torch.as_tensor(eta, dtype=torch.float64).expand(len(x), layer.heads)
         source, target = self.graph.edge_index
         edge = source != target  # a self-loop exerts no force

@@ -10,7 +10,7 @@ from graphattn.nn import CrossConsensus
 from graphattn.nn.base.graph_layer import Positions
 from graphattn.ops.consensus.edge_network.edge_hidden import form
 from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
-from graphattn.ops.consensus.step_size import automatic_bounds, is_still
+from graphattn.ops.consensus.step_size import automatic_bounds, automatic_step
 from graphattn.spectral.certificates.facts import SLACK, Fact
 
 PAPER = "Stabilizing Transformer Training Through Consensus"
@@ -46,8 +46,7 @@ def cross_facts(
     R = net.edge_matrix(hidden[0][target] + hidden[1][source], of_edges.get("edge_hidden"))
     eta = layer.step_tensor()
     if isinstance(eta, str):
-        bound = automatic_bounds(R.alpha + R.beta, graph, "target")
-        eta = bound.reciprocal().masked_fill(is_still(bound), 0)
+        eta = automatic_step(automatic_bounds(R.alpha + R.beta, graph, "target"))
     eta = torch.as_tensor(eta, dtype=torch.float64).expand(len(x), layer.heads)
 
     def moved(states: tuple[Tensor, Tensor]) -> Tensor:
