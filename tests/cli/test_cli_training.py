@@ -120,7 +120,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         (("train", "--data", "empty.txt", "--out", "b"), "empty.txt"),
         (("train", "--data", "odd.fasta", "--out", "b"), "odd.fasta: line 4"),
         (("train", "--data", "gone.txt", "--out", "b"), "gone.txt"),
-        (("train", "--data", text), "--out must be"),
+        (("train", "--data", text), "--out is required"),
         (("train", "--steps", "5"), "--data must be"),
         (("train", "wrong.yaml"), "did you mean 'batch_tokens'"),
         (("train", "gone.yaml"), "gone.yaml"),
