@@ -8,6 +8,7 @@ import torch
 
 import graphattn as ga
 from graphattn.spectral import Certificate, certify
+from graphattn.spectral.certificates import layers
 from graphattn.spectral.laplacians import linear_maps
 from graphattn.spectral.matrix_weighted import spectrum_ends
 
@@ -124,7 +125,7 @@ def test_energy_layers_are_judged_by_their_smallest_eigenvalue(step_size, rope):
 
 def test_a_step_that_is_too_large_is_called_a_violation():
     graph, x = ga.complete_graph(20, self_loops=False), tokens(20, 12)
-    certificate = certify(layer(step_size=0.5), x, graph=graph)
+    certificate = certify(layer(step_size=0.5), x, graph=graph, measure=True)
     assert not certificate.sound
     assert certificate["low-pass filter"].status == "violated"
     assert certificate["energy falls"].status == "violated"
@@ -153,7 +154,9 @@ def test_what_no_theorem_speaks_of_is_not_applicable_and_measured(options, why, 
     monkeypatch.setattr(linear_maps, "DENSE", dense)
     graph, x = ga.window_path_graph(8, window=2), tokens(8, 12)
     consensus = layer(**options)
-    certificate = certify(consensus, x, graph=graph)
+    certificate = certify(consensus, x, graph=graph, measure=True)
+    unmeasured = certify(consensus, x, graph=graph)
+    assert unmeasured.facts == certificate.facts[:3]
     for name in ("low-pass filter", "energy falls", "constants stay"):
         assert certificate[name].status == "not applicable"
         assert why in certificate[name].statement
@@ -162,6 +165,19 @@ def test_what_no_theorem_speaks_of_is_not_applicable_and_measured(options, why, 
     assert numbers["norm"] == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)), rel=1e-4)
     radius = torch.linalg.eigvals(matrix).abs().max()
     assert numbers["spectral radius"] == pytest.approx(float(radius), rel=1e-4)
+
+
+def test_eigenvalues_that_no_theorem_bounds_are_not_computed(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("computed though no theorem applies")
+
+    for name in ("spectral_radius", "largest_singular_value", "smallest_eigenvalue"):
+        monkeypatch.setattr(layers, name, refuse)
+    for options in ({"update": "target"}, {"rope": True}, {"step_size": "auto"}):
+        arguments = layer(**options), tokens(8, 12), ga.window_path_graph(8, window=2)
+        assert certify(*arguments).sound in (True, None)
+        with pytest.raises(AssertionError, match="no theorem"):
+            certify(*arguments, measure=True)
 
 
 def test_without_edges_a_layer_moves_nothing_and_nothing_is_violated():

@@ -51,7 +51,7 @@ def test_numbers_at_model_width_are_those_of_dense_eigenvalues(dim, heads, graph
         consensus(dim, heads, rank=4, edge_hidden=32, step_size=0.03),
         drawn(graph.num_targets, dim),
     )
-    certificate = certify(layer, x, graph=graph)
+    certificate = certify(layer, x, graph=graph, measure=True)
     R, D = edge_matrices(layer.double(), x, graph), dim // heads
     lowest, slowest = 1.0, 0.0
     for h in range(heads):
@@ -70,7 +70,7 @@ def test_numbers_at_model_width_are_those_of_dense_eigenvalues(dim, heads, graph
 def test_a_long_window_agrees_with_inverse_iteration_and_sparse_lanczos():
     graph = ga.window_path_graph(100, window=2)
     layer, x = consensus(64, 2, rank=4, edge_hidden=32), drawn(100, 64)
-    certificate = certify(layer, x, graph=graph)
+    certificate = certify(layer, x, graph=graph, measure=True)
     R = edge_matrices(layer.double(), x, graph)
     slow = min(ga.spectral.matrix_fiedler_value(graph, R[:, h]) for h in range(2))
     top = max(
@@ -89,7 +89,7 @@ def test_a_layer_of_twelve_heads_of_64_takes_seconds():
     torch.manual_seed(0)
     layer, graph = ga.nn.SelfConsensus(768, heads=12), ga.window_path_graph(128, window=2)
     start = time.process_time()  # of this process: other work on the machine does not count
-    certificate = certify(layer, drawn(128, 768), graph=graph)
+    certificate = certify(layer, drawn(128, 768), graph=graph, measure=True)
     assert time.process_time() - start < 10
     assert certificate["rate"].numbers["error bound"] < 1e-9
 
@@ -139,7 +139,7 @@ def test_wide_graphs_say_residual_where_counting_costs_too_much(monkeypatch):
     monkeypatch.setattr("graphattn.spectral.matrix_weighted.block_laplacian.COUNTABLE", 0)
     monkeypatch.setattr("graphattn.spectral.matrix_weighted.spectrum_ends.DENSE", 0)
     graph, x = ga.complete_graph(12), drawn(12, 12)
-    numbers = certify(consensus(), x, graph=graph)["rate"].numbers
+    numbers = certify(consensus(), x, graph=graph, measure=True)["rate"].numbers
     assert "error bound" not in numbers
     assert numbers["residual"] < 1e-6
 
@@ -152,7 +152,7 @@ def test_on_a_causal_graph_the_spectral_radius_is_that_of_the_diagonal_blocks():
     graph, x = ga.causal_window_graph(20, window=4), drawn(20, 12)
     for rope in (False, True):
         layer = consensus(update="target", step_size=0.4, rope=rope)
-        found = certify(layer, x, graph=graph)["map"].numbers["spectral radius"]
+        found = certify(layer, x, graph=graph, measure=True)["map"].numbers["spectral radius"]
         layer = layer.double()
         net, tokens = layer.edge_net, x.double()
         hidden = net.target_hidden(tokens), net.source_hidden(tokens)
@@ -183,7 +183,7 @@ def test_a_layer_with_its_own_step_claims_no_theorem():
 
     torch.manual_seed(0)
     layer, graph, x = Doubled(12, 3, edge_hidden=8), ga.window_path_graph(8, 2), drawn(8, 12)
-    certificate = certify(layer, x, graph=graph)
+    certificate = certify(layer, x, graph=graph, measure=True)
     for name in ("low-pass filter", "energy falls", "constants stay"):
         assert certificate[name].status == "not applicable"
     assert certificate["map"].numbers["norm"] == pytest.approx(2, abs=0.5)
@@ -265,7 +265,7 @@ def test_a_module_without_our_layers_is_measured_by_its_derivative(tokens):
 
     torch.manual_seed(0)
     module, graph, x = Average(), ga.window_cycle_graph(tokens, 1), drawn(tokens, 8)
-    certificate = certify(module, x, graph=graph)
+    certificate = certify(module, x, graph=graph, measure=True)
     assert certificate["low-pass filter"].status == "not applicable"
     J = torch.autograd.functional.jacobian(lambda u: module.double()(u, graph), x.double())
     J = J.view(8 * tokens, 8 * tokens)
@@ -280,9 +280,9 @@ def test_a_module_without_our_layers_is_measured_by_its_derivative(tokens):
 
 def test_a_batch_is_certified_per_sequence_and_by_its_worst():
     layer, graph, x = consensus(), ga.window_path_graph(9, 2), drawn(2, 2, 9, 12)
-    certificate = certify(layer, x, graph=graph)
+    certificate = certify(layer, x, graph=graph, measure=True)
     assert list(certificate.parts) == ["x[0]", "x[1]", "x[2]", "x[3]"]
-    alone = [certify(layer, one, graph=graph) for one in x.view(4, 9, 12)]
+    alone = [certify(layer, one, graph=graph, measure=True) for one in x.view(4, 9, 12)]
     for name, worst in (("low-pass filter", min), ("rate", max)):
         number = {"low-pass filter": "1 - 2 eta lambda_max", "rate": "slowest mode"}[name]
         values = [one[name].numbers[number] for one in alone]
@@ -296,7 +296,7 @@ def test_one_violation_in_a_batch_is_a_violation():
     with torch.no_grad():
         layer.edge_net.alpha_bias.fill_(-6)
         layer.edge_net.beta_bias.fill_(-4)
-    certificate = certify(layer, x, graph=graph)
+    certificate = certify(layer, x, graph=graph, measure=True)
     states = [part["low-pass filter"].status for part in certificate.parts.values()]
     assert states == ["holds", "violated"]
     assert certificate["low-pass filter"].status == "violated"
@@ -311,11 +311,11 @@ def test_a_packed_batch_is_certified_sequence_by_sequence(listed, step_size):
     if listed:
         packed = ga.batch([ga.from_edge_index(g.edge_index, g.num_tokens) for g in graphs])
     layer, x = consensus(step_size=step_size), drawn(12, 12)
-    certificate = certify(layer, x, graph=packed)
+    certificate = certify(layer, x, graph=packed, measure=True)
     assert list(certificate.parts) == ["sequence 0", "sequence 1"]
     pieces = x.split([7, 5])
     for part, piece, graph in zip(certificate.parts.values(), pieces, graphs, strict=True):
-        alone = certify(layer, piece, graph=graph)["rate"]
+        alone = certify(layer, piece, graph=graph, measure=True)["rate"]
         slowest = part["rate"].numbers["slowest mode"]
         assert slowest == pytest.approx(alone.numbers["slowest mode"], abs=1e-9)
         assert slowest < 1

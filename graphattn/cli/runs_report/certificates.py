@@ -43,7 +43,7 @@ def certificates_of(found: FoundRun) -> ReportSection | None:
         return ReportSection(title, [said])
     try:
         probe, what = _probe(model, found)
-        certificate = ga.spectral.certify(model, probe)
+        certificate = ga.spectral.certify(model, probe, measure=True)
     except (ValueError, TypeError, RuntimeError) as error:
         return ReportSection(
             title, [Notes([f"There are no certificates for this model: {_line(error)}"])]

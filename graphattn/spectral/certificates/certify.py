@@ -35,6 +35,7 @@ def certify(
     edge_features: Tensor | None = None,
     edge_weight: Tensor | None = None,
     progress: bool | None = None,
+    measure: bool = False,
     **given: Any,
 ) -> Certificate:
     r"""Check which theorems about a graph, a layer or a model hold, and which do not apply.
@@ -48,7 +49,7 @@ def certify(
     :class:`~graphattn.nn.SelfConsensus`, the matrices R are computed once from these tokens, so one
     step is a linear map. The certificate says whether it is a low-pass filter, whether the energy
     falls, and whether constants do not change. With ``update="target"`` or ``rope=True`` (Eq. 42),
-    these theorems do not apply; the certificate says so, and gives the measured norm. For
+    these theorems do not apply, and the certificate says why. For
     :class:`~graphattn.nn.CrossConsensus`, with its `context`, every target takes a gradient step of
     its own while the sources are held fixed; the certificate says whether it overshoots, and
     whether the energy falls. For attention layers (also linear attention), it says whether rows are
@@ -61,8 +62,12 @@ def certify(
     checked on the tokens that it gets when the module runs on `x`. ``parts`` has one certificate
     per layer, and the facts of the whole certificate are the worst over all layers. A **batch**
     (x [*, N, dim], or a packed graph) is handled in the same way, with one certificate per
-    sequence, without padding. For a module without such layers, the certificate gives the norm of
-    its derivative at `x`.
+    sequence, without padding.
+
+    Where no theorem applies, nothing is computed, unless `measure` is True. The certificate then
+    gives the norm and the spectral radius of such a step (for a module without any such layer, of
+    its derivative at `x`), and the slowest mode of a step whose size is not fixed. This takes most
+    of the time.
 
     Everything is computed in float64 on the CPU, with a copy of the layer in evaluation mode. For a
     consensus layer, no matrix N D x N D is formed. Eigenvalues are computed from products with the
@@ -89,6 +94,7 @@ def certify(
         edge_weight: for a graph, weights >= 0 in the order of ``graph.edge_index``, [E].
         progress: for a model, whether a bar on stderr counts its layers; if None, it does so if
             stderr is a terminal.
+        measure: for a layer or module, whether to compute numbers that no theorem bounds.
         given: other arguments of a module's ``forward``, such as the `context` of a layer,
             the `noise_level` of an encoder or the `structure` of a protein.
 
@@ -120,7 +126,7 @@ def certify(
                 "edge_weight must be None for a layer or module, whose edges have matrices or "
                 "weights of their own; it belongs to a graph"
             )
-        arguments = x, graph, valid, positions, edge_features, given, progress
+        arguments = x, graph, valid, positions, edge_features, given, progress, measure
         return certify_module(graph_or_layer, *arguments)
     of_layers = {"valid": valid, "positions": positions, "edge_features": edge_features, **given}
     for name, value in {"graph": graph, **of_layers}.items():

@@ -33,6 +33,10 @@ from graphattn.spectral.matrix_weighted.spectrum_ends import (
 
 PAPER = "Stabilizing Transformer Training Through Consensus"
 THEOREMS = "low-pass filter", "energy falls", "constants stay"
+NO_BOUND = (
+    "the bounds of Appendix A need a fixed step that is at most 1 / (2 lambda_max), and here the "
+    "step depends on the tokens or is larger"
+)
 CERTIFIED = (
     SelfConsensus,
     CrossConsensus,
@@ -49,6 +53,7 @@ def certify_sequence(
     graph: TokenGraph,
     positions: Tensor | None,
     edge_features: Tensor | None = None,
+    measure: bool = False,
 ) -> Certificate:
     """Make the certificate of a layer in float64 on the CPU, on tokens x [N, dim]."""
     if graph.num_targets != graph.num_sources:
@@ -57,7 +62,7 @@ def certify_sequence(
     else:
         with torch.no_grad():
             facts = (
-                _consensus_facts(layer, x, graph, positions, edge_features)
+                _consensus_facts(layer, x, graph, positions, edge_features, measure)
                 if isinstance(layer, SelfConsensus)
                 else _attention_facts(layer, x, graph, positions)
             )
@@ -73,9 +78,23 @@ def _consensus_facts(
     graph: TokenGraph,
     positions: Tensor | None,
     edge_features: Tensor | None,
+    measure: bool,
 ) -> list[Fact]:
-    if layer.update_rule == "energy":
+    reason = ""
+    if layer.update_rule == "target":
+        reason = (
+            "update='target' changes only one end of an edge, so it is no gradient step, and its "
+            "map can have eigenvalues of negative real part for any step size"
+        )
+    else:
         check_energy_graph(graph)
+        if layer.rotary is not None and not layer.isometric:
+            reason = (
+                "rope=True compares rotated tokens but changes unrotated ones (Eq. 42), so it is "
+                "no gradient step. The theorem holds for rope='isometric'"
+            )
+    if reason and not measure:
+        return [Fact(name, "not applicable", reason) for name in THEOREMS]
     step = FrozenStep(layer, x, graph, positions, edge_features)
     ours = step.is_of_layer()
     if not ours:
@@ -83,28 +102,19 @@ def _consensus_facts(
             f"{type(layer).__name__} overrides message() or another part of Algorithm 1, so the "
             "theorems about Algorithm 1 do not apply"
         )
-    elif layer.update_rule == "target":
-        reason = (
-            "update='target' changes only one end of an edge, so it is no gradient step, and its "
-            "map can have eigenvalues of negative real part for any step size"
-        )
-    elif layer.rotary is not None and not layer.isometric:
-        reason = (
-            "rope=True compares rotated tokens but changes unrotated ones (Eq. 42), so it is no "
-            "gradient step. The theorem holds for rope='isometric'"
-        )
-    else:
-        return _energy_facts(layer, step)
+    if not reason:
+        return _energy_facts(layer, step, measure)
+    facts = [Fact(name, "not applicable", reason) for name in THEOREMS]
+    if not measure:
+        return facts
     T = step.operator() if ours else operator_of(step.of_layer, step.shape)
     radius = _radius_of_triangle(step) if ours else None
     numbers = {
         "norm": largest_singular_value(T),
         "spectral radius": spectral_radius(T) if radius is None else radius,
     }
-    return [
-        *(Fact(name, "not applicable", reason) for name in THEOREMS),
-        Fact("map", "measured", "one step with R held fixed, the largest over heads", numbers),
-    ]
+    what = "one step with R held fixed, the largest over heads"
+    return [*facts, Fact("map", "measured", what, numbers)]
 
 
 def _radius_of_triangle(step: FrozenStep) -> float | None:
@@ -124,7 +134,7 @@ def _radius_of_triangle(step: FrozenStep) -> float | None:
     return float(np.abs(solve(blocks)).max(initial=0.0))
 
 
-def _energy_facts(layer: SelfConsensus, step: FrozenStep) -> list[Fact]:
+def _energy_facts(layer: SelfConsensus, step: FrozenStep, measure: bool) -> list[Fact]:
     heads = step.heads()
     top = largest_eigenvalue(heads)
     lowest = 1 - top.value  # 1 - 2 eta lambda_max of the worst head
@@ -174,24 +184,26 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep) -> list[Fact]:
             f"{PAPER}, Algorithm 1",
         )
     )
-    facts.append(_rate_fact(layer, step, top, smallest_eigenvalue(heads)))
+    eta = layer.step_tensor()
+    bounded = isinstance(eta, float) and lowest >= -SLACK
+    if bounded or measure:
+        low = smallest_eigenvalue(heads)
+        facts.append(_rate_fact(step, top, low, eta if bounded else None))
+    else:
+        facts.append(Fact("rate", "not applicable", NO_BOUND))
     return facts
 
 
-def _rate_fact(layer: SelfConsensus, step: FrozenStep, top: End, low: End) -> Fact:
-    """Compare the rate of the slowest mode that is not constant with the bound of Appendix A."""
+def _rate_fact(step: FrozenStep, top: End, low: End, eta: float | None) -> Fact:
+    """Compare the rate of the slowest mode that is not constant with the bound of Appendix A.
+
+    With eta None, there is no bound.
+    """
     ends = [abs(1 - top.value), *([abs(1 - low.value)] if low.value < np.inf else [])]
     slowest = max(ends)
     numbers = {"slowest mode": slowest, **_accuracy(top if slowest == ends[0] else low)}
-    eta = layer.step_tensor()
-    if not isinstance(eta, float) or 1 - top.value < -SLACK:
-        return Fact(
-            "rate",
-            "measured",
-            "the slowest mode over all heads; the bounds of Appendix A need a fixed step that is "
-            "at most 1 / (2 lambda_max)",
-            numbers,
-        )
+    if eta is None:
+        return Fact("rate", "measured", f"the slowest mode over all heads; {NO_BOUND}", numbers)
     # The bound uses the smallest eigenvalue of R over all edges and heads, times the Fiedler value
     # of the graph without weights.
     bound = 1 - 2 * eta * step.smallest_matrix_eigenvalue * fiedler_value(step.graph)

@@ -42,11 +42,12 @@ def certify_module(
     edge_features: Tensor | None = None,
     given: Mapping[str, Any] | None = None,
     progress: bool | None = None,
+    measure: bool = False,
 ) -> Certificate:
     """Implement :func:`graphattn.spectral.certify` for modules."""
     with _one_thread():
         arguments = x, graph, valid, positions, edge_features, given or {}
-        return _certify_module(module, *arguments, progress)
+        return _certify_module(module, *arguments, progress, measure)
 
 
 @contextmanager
@@ -74,6 +75,7 @@ def _certify_module(
     edge_features: Tensor | None,
     given: Mapping[str, Any],
     progress: bool | None,
+    measure: bool,
 ) -> Certificate:
     takes = inspect.signature(module.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
@@ -118,14 +120,16 @@ def _certify_module(
         )
     if isinstance(module, CERTIFIED):
         _check_tokens(module, x, graph)
-        return _certify_call(module, {"x": x, "graph": graph, **keywords})
+        return _certify_call(module, {"x": x, "graph": graph, **keywords}, measure)
     calls = _calls_of_layers(module, x, graph, keywords)
     on = f"on {'tokens' if not x.is_floating_point() else 'x'} {list(x.shape)}"
     if not calls:
-        return _certify_derivative(module, x, graph, keywords, f"{type(module).__name__} {on}")
-    parts = {}
-    for name, (layer, given) in _counted(calls, progress):
-        parts[name] = _certify_call(layer, given)
+        subject = f"{type(module).__name__} {on}"
+        return _certify_derivative(module, x, graph, keywords, subject, measure)
+    parts = {
+        name: _certify_call(layer, given, measure)
+        for name, (layer, given) in _counted(calls, progress)
+    }
     return worst_of(f"{type(module).__name__} of {len(parts)} layers {on}", parts)
 
 
@@ -202,7 +206,7 @@ def _counted(calls: dict[str, Call], progress: bool | None) -> Iterable[tuple[st
     return track(calls.items(), "certify layers", console=Console(stderr=True))
 
 
-def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
+def _certify_call(layer: nn.Module, given: Mapping[str, Any], measure: bool) -> Certificate:
     """Make the certificate of one call, which is the worst of its sequences."""
     x, graph = given["x"], given["graph"]
     if isinstance(layer, CrossConsensus):
@@ -215,7 +219,7 @@ def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
     if of_edges is not None:
         of_edges = _checked_features(layer, of_edges, x, graph)
     parts = {
-        name: certify_sequence(layer, *sequence)
+        name: certify_sequence(layer, *sequence, measure)
         for name, sequence in sequences_of(
             x, graph, given.get("valid"), given.get("positions"), of_edges
         )
@@ -357,14 +361,21 @@ def _without_padding(
 
 
 def _certify_derivative(
-    module: nn.Module, x: Tensor, graph: Any, keywords: Mapping[str, Any], subject: str
+    module: nn.Module,
+    x: Tensor,
+    graph: Any,
+    keywords: Mapping[str, Any],
+    subject: str,
+    measure: bool,
 ) -> Certificate:
-    """Measure the norm and the spectral radius of a module's derivative at `x`."""
+    """Say that no theorem applies; measure the module's derivative at `x` if that is asked."""
     keywords = {**({} if graph is None else {"graph": graph}), **keywords}
-    with torch.no_grad():
-        y = module(x, **keywords)
     reason = f"{type(module).__name__} has no layer to which a theorem applies"
     facts = [Fact("low-pass filter", "not applicable", reason)]
+    if not measure:
+        return Certificate(subject, tuple(facts))
+    with torch.no_grad():
+        y = module(x, **keywords)
     if x.is_floating_point() and isinstance(y, Tensor) and y.shape == x.shape:
         with use_backend("reference"):  # This backend can be differentiated twice.
             T = derivative_of(lambda u: module(u, **keywords), x)
