@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import sys
@@ -93,15 +94,11 @@ def call_of(mechanism: str, backend: str) -> Callable[[], Tensor]:
         )
     if mechanism == "linear attention":
         return lambda: ga.linear_attention(q.exp(), k.exp(), v, window, backend=backend)
-    if mechanism.startswith("in layers"):
-        layer = ga.nn.KrauseAttention(32, heads=2, top_k=3, backend=backend)
-        x = torch.randn(1, 16, 32)
-        return lambda: layer(x, window)
     return lambda: ga.rbf_attention(q, k, v, graph, 1.0, backend=backend)
 
 
 def test_the_table_has_every_engine_and_backend() -> None:
-    assert len(ROWS) == 13
+    assert len(ROWS) == 12
     assert {backend for _, backend, *_ in ROWS} == {"reference", "structured", "native", "triton"}
 
 
@@ -141,32 +138,63 @@ def test_a_written_score_is_where_the_page_says() -> None:
         assert set(forward) <= set(files_of(call))
 
 
-# The trip of a layer's forward: files it opens, and how often it returns to one that it had left.
+# The trip of a call: files that it enters, and how often it returns to one that it had left.
 
-TRIPS = {
-    "dot product": (8, 10, lambda: ga.nn.DotProductAttention(128, 8)),
-    "Gaussian kernel": (8, 10, lambda: ga.nn.GaussianKernelAttention(128, 8)),
-    "Krause": (8, 10, lambda: ga.nn.KrauseAttention(128, 8, top_k=4)),
-    "linear": (8, 10, lambda: ga.nn.LinearAttention(128, 8)),
-    "consensus": (8, 10, lambda: ga.nn.SelfConsensus(128, 4)),
+GRAPH, TOKENS = ga.window_path_graph(64, 4), torch.randn(2, 64, 128)
+VALID = torch.ones(2, 64, dtype=torch.bool)
+
+
+def krause(**options: object) -> ga.nn.KrauseAttention:
+    return ga.nn.KrauseAttention(128, 8, top_k=4, **options)  # type: ignore[arg-type]
+
+
+# By call: the most files and returns of a first and of a second call over a graph.
+TRIPS: dict[str, tuple[tuple[int, int], tuple[int, int], Callable[[], Callable[..., object]]]] = {
+    "dot product": ((26, 38), (15, 19), lambda: ga.nn.DotProductAttention(128, 8)),
+    "Gaussian kernel": ((26, 38), (13, 21), lambda: ga.nn.GaussianKernelAttention(128, 8)),
+    "Krause": ((27, 45), (13, 21), krause),
+    "Krause with rope": ((30, 72), (17, 39), lambda: krause(rope=True)),
+    "Krause with a sink": ((28, 50), (14, 26), lambda: krause(sink=True)),
+    "Krause with masks": (
+        (28, 52),
+        (22, 33),
+        lambda: functools.partial(krause(), valid=VALID),
+    ),
+    "Krause with dropout": ((31, 90), (27, 70), lambda: krause(attention_dropout=0.1)),
+    "linear": ((18, 54), (17, 50), lambda: ga.nn.LinearAttention(128, 8)),
+    "consensus with rope": ((31, 104), (27, 90), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
+    "rbf_attention": (
+        (23, 32),
+        (12, 13),
+        lambda: lambda x, graph: ga.rbf_attention(*[x.view(2, 64, 8, 16)] * 3, graph, 1.0),
+    ),
 }
 
 
 @needs_native
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", TRIPS)
-def test_the_forward_of_a_layer_opens_few_files(name: str) -> None:
-    most_files, most_returns, make = TRIPS[name]
-    layer, x = make(), torch.randn(1, 32, 128)
-    graph = ga.causal_window_graph(32, 8)
-    if name == "consensus":
-        graph = ga.window_path_graph(32, 2)
+def test_a_call_enters_few_files(name: str) -> None:
+    *limits, make = TRIPS[name]
+    call, graph = make(), copy.deepcopy(GRAPH)
+    call(TOKENS, GRAPH)  # what a process does once
+    for most_files, most_returns in limits:
+        trip = files_of(lambda: call(TOKENS, graph))
+        files = len(set(trip))
+        assert files <= most_files, (files, trip)
+        assert len(trip) - files <= most_returns, (len(trip) - files, trip)
 
-    def call() -> None:
-        with torch.no_grad():
-            layer(x, graph)
 
-    call()  # a graph remembers what the first call found out
-    trip = files_of(call)
-    assert len(set(trip)) <= most_files, trip
-    assert len(trip) - len(set(trip)) <= most_returns, trip
+@needs_native
+def test_a_call_enters_the_ten_files_of_the_page_in_its_order() -> None:
+    page = (ROOT / "docs" / "read-the-code.md").read_text()
+    files = re.findall(r"^ ?\d+\. `(.*?)`", page, re.MULTILINE)
+    assert len(files) == 10
+    trip = files_of(lambda: krause()(TOKENS, copy.deepcopy(GRAPH)))
+    entered = dict.fromkeys(path for path in trip if path in files)
+    assert set(entered) == set(files)
+    # Three are entered through one that the page explains after them.
+    assert list(entered)[:2] == files[:2]
+    assert list(entered)[-2:] == files[-2:]
+    for path in re.findall(r"`((?:graphattn|kernels)/[\w./]*)`", page):
+        assert (ROOT / path).exists(), path

@@ -34,7 +34,7 @@ MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
 FIXED_COSTS = "tests/nn/test_nn_fixed_costs.py"
-FLAT_CALLS = "tests/nn/test_nn_flat_calls.py"
+REPEATED_CALLS = "tests/nn/test_nn_repeated_calls.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
@@ -292,7 +292,7 @@ MUTATIONS = [
         "graphattn/ops/inputs.py",
         "x.repeat_interleave(repeats, dim=-2)",
         "torch.cat([x] * repeats, dim=-2)",
-        (f"{FLAT_CALLS}::test_values_and_gradients_are_those_of_messages[()-turned-window]",),
+        (f"{REPEATED_CALLS}::test_values_and_gradients_are_those_of_messages[()-turned-window]",),
     ),
     Mutation(
         "the log-sum-exp includes eps",
@@ -1984,27 +1984,6 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "a known call of projection-free attention forgets the gradient of values",
-        "graphattn/ops/attention/native/flat.py",
-        "(d_query if key is None else d_key).add_(d_value)",
-        "pass",
-        (f"{FLAT_CALLS}::test_values_and_gradients_are_those_of_messages",),
-    ),
-    Mutation(
-        "hidden vectors of a plain consensus call change places",
-        "graphattn/nn/base/flat_call.py",
-        "hidden = network.target(by_group), network.source(by_group)",
-        "hidden = network.source(by_group), network.target(by_group)",
-        (FLAT_CALLS,),
-    ),
-    Mutation(
-        "a plain consensus call does not look for replaced methods of the edge network",
-        "graphattn/nn/base/flat_call.py",
-        "        or not _is_as_shipped_network(network)\n",
-        "",
-        (FLAT_CALLS,),
-    ),
-    Mutation(
         "first layers of consensus are computed outside of autocast",
         "graphattn/ops/consensus/backends.py",
         "    hidden = (x.hidden() if isinstance(x, FirstLayer) else x for x in layers)\n",
@@ -2023,39 +2002,53 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "rotations of a known call outlive the positions that they are of",
-        "graphattn/nn/base/flat_call.py",
-        "(rotary.dim, rotary.base, graph.positions._version)",
-        "(rotary.dim, rotary.base)",
-        (f"{FLAT_CALLS}::test_positions_that_are_changed_in_place_count",),
+        "rotations that a graph keeps outlive the positions that they are of",
+        "graphattn/nn/base/graph_layer.py",
+        "rotary.base, like.dtype, positions._version",
+        "rotary.base, like.dtype",
+        (f"{REPEATED_CALLS}::test_positions_that_are_changed_in_place_count",),
     ),
     Mutation(
-        "a known call takes True for the number 1",
-        "graphattn/nn/base/flat_call.py",
-        "top_k is None or type(top_k) is int",
-        "top_k is None or isinstance(top_k, int)",
-        (f"{FLAT_CALLS}::test_true_is_not_taken_for_the_number_1_that_was_checked",),
+        "a kept check takes True for the number 1",
+        "graphattn/ops/attention/calls.py",
+        "wanted_backend(backend), options, types)",
+        "wanted_backend(backend), options)",
+        (f"{REPEATED_CALLS}::test_true_is_not_taken_for_the_number_1_that_was_checked",),
     ),
     Mutation(
-        "plain calls do not ask what a subclass replaces",
-        "graphattn/nn/base/overrides.py",
-        "call_as_shipped=all(depth(name) == NOWHERE for name in CALL_METHODS),",
-        "call_as_shipped=True,",
-        (f"{FLAT_CALLS}::test_what_somebody_replaces_is_run",),
+        "a kept check is used for keys of another number of heads",
+        "graphattn/ops/attention/calls.py",
+        "*(query.shape, key.shape, value.shape, query.dtype",
+        "*(query.shape, query.dtype",
+        (f"{REPEATED_CALLS}::test_projections_of_another_width_are_refused_after_right_ones",),
     ),
     Mutation(
-        "a gradient that is NaN reaches tokens that its row did not see",
-        "graphattn/ops/linear_attention/flat.py",
-        "if math.isfinite(d_a.sum() + d_out.sum()):",
-        "if True:",
-        (f"{FLAT_CALLS}::test_a_gradient_that_is_nan_reaches_what_its_row_saw_alone",),
+        "a kept check is used for another softcap",
+        "graphattn/ops/attention/api.py",
+        "options = top_k, eps, softcap, dropout, int(has_masks)",
+        "options = top_k, eps, 0, dropout, int(has_masks)",
+        (REPEATED_CALLS,),
+    ),
+    Mutation(
+        "a target without weights has a gradient of its denominator",
+        "graphattn/ops/linear_attention/averages.py",
+        ".neg_().masked_fill_(empty, 0)",
+        ".neg_()",
+        ("tests/nn/test_nn_linear_attention.py",),
+    ),
+    Mutation(
+        "the slope of features is that of the exponential everywhere",
+        "graphattn/ops/linear_attention/api.py",
+        "torch.where(features <= 1, features, 1)",
+        "features",
+        ("tests/nn/test_nn_linear_attention.py",),
     ),
     Mutation(
         "compiled code runs unseen in a trace",
         "graphattn/ops/compiled_code.py",
         "if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:",
         "if False:",
-        (f"{FLAT_CALLS}::test_a_traced_layer_gives_what_the_layer_gives",),
+        (f"{REPEATED_CALLS}::test_a_traced_layer_gives_what_the_layer_gives",),
     ),
     Mutation(
         "gradients are turned the same way as features",

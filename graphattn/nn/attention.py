@@ -20,7 +20,6 @@ from graphattn.nn.base.across_ranks import (
     check_no_weights,
     may_broadcast,
 )
-from graphattn.nn.base.flat_call import Projected, flat_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.base.message_passing import OptTensor
 from graphattn.nn.base.overrides import (
@@ -30,7 +29,7 @@ from graphattn.nn.base.overrides import (
     propagate_without,
 )
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.attention.api import attention_weights, score_attention
+from graphattn.ops.attention.api import attend, attention_weights
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.logits.score import (
     GaussianKernel,
@@ -140,9 +139,6 @@ class GraphAttention(AttentionSteps):
         3. :meth:`mix` averages, for every target, the values of its sources, [*, N, H, D].
         4. `output_proj` takes all heads of a token together, [*, N, dim].
 
-        A plain call (only tokens and a graph) takes a shorter path to the same result
-        (`flat_call.py`).
-
         With ``return_attention_weights=True`` the weights [*, E, H] are returned, too, and can be
         differentiated. With "detached" they have no gradient, and nothing is stored for one: the
         output is computed exactly as without weights. A gradient checkpoint needs this, because it
@@ -158,14 +154,6 @@ class GraphAttention(AttentionSteps):
             return_attention_weights: False, True or "detached".
             edge_bias: [E, H], [*, E, H] or a table [offsets, H], added to the logits; none if None.
         """
-        is_plain = valid is None and positions is None and edge_bias is None
-        if is_plain and context is x and return_attention_weights in (False, "detached"):
-            result = flat_call(self, x, context_dim, graph)
-            if result is not None:
-                out, projected = result
-                if not return_attention_weights:
-                    return out
-                return out, self.weights_of_flat_call(x, graph, projected)
         shard = graph if isinstance(graph, ShardedGraph) else None
         needs_sorted_edges = bool(return_attention_weights) or edge_bias is not None
         x, context, graph, valid_pair = self.prepare(
@@ -338,22 +326,22 @@ class GraphAttention(AttentionSteps):
         edge_bias: Tensor | None = None,
     ) -> Tensor:
         """:meth:`mix` as one operation on all edges; the sums of :meth:`message` are the same."""
-        out = score_attention(
+        out, _ = attend(
             query,
             key,
             value,
             graph,
+            valid,
             self.score(),
             top_k=self.top_k,
             eps=self.eps,
             edge_bias=edge_bias,
-            valid=valid,
             backend=self.backend,
             sink=self.sink,
             softcap=self.softcap,
             dropout=self.current_dropout,
         )
-        return cast(Tensor, out)
+        return out
 
     # The weights of edges.
 
@@ -419,18 +407,6 @@ class GraphAttention(AttentionSteps):
             )
         return weights.to(query.dtype)
 
-    @torch.no_grad()
-    def weights_of_flat_call(self, x: Tensor, graph: TokenGraph, projected: Projected) -> Tensor:
-        """The weights of the edges of a plain call, [*, E, H], without gradients."""
-        query, key, value = projected
-        if value is None:  # values are keys: the layer has no projections that would run twice
-            query, key, _ = self.project(x, x, graph, None)
-        else:
-            query, key, _ = self.split_and_rotate(
-                query, key, value, self.rotations(x, x, graph, None)
-            )
-        return self.weights_of_edges(query, key, graph, (None, None))
-
     # The options of a call.
 
     def check_message_bias(self) -> None:
@@ -485,7 +461,7 @@ class GraphAttention(AttentionSteps):
         in_eval_mode.training = False
         return in_eval_mode
 
-    # Plain calls, and steps of generation.
+    # Steps of generation.
 
     def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Project tokens [*, dim] to query, key and value, before they are split and rotated.

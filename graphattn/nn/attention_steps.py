@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.base.flat_call import Projected, is_as_shipped
 from graphattn.nn.base.graph_layer import Rotations
-from graphattn.nn.base.overrides import overridden_kernel, overridden_rows
+from graphattn.nn.base.overrides import is_as_shipped, overridden_kernel, overridden_rows
 from graphattn.nn.base.streaming import StreamingLayer
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.ops.attention.logits.score import (
@@ -58,7 +57,7 @@ class AttentionSteps(StreamingLayer):
         """Query [*, N, H, D], key and value [*, M, Hk, D], with rotated queries and keys."""
         raise NotImplementedError
 
-    def project_flat(self, x: Tensor) -> Projected | None:
+    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Projections of tokens [*, dim], before they are split by head and rotated."""
         raise NotImplementedError
 

@@ -13,7 +13,6 @@ from torch.nn import functional
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.base.flat_call import flat_consensus_call
 from graphattn.nn.base.graph_layer import (
     GraphLayer,
     Positions,
@@ -548,14 +547,6 @@ class SelfConsensus(_Consensus, CompiledSteps):
         if isinstance(graph, ShardedGraph):
             given = context, valid, positions, edge_features
             return self.sharded_step(x, graph, *given, step=SelfConsensus.forward)
-        if (
-            valid is None
-            and positions is None
-            and edge_features is None
-            and (context is None or context is x)
-            and (found := flat_consensus_call(self, x, graph)) is not None
-        ):
-            return found
         if context is not None and context is not x:
             return self._rows_step(x, context, graph, valid, positions, edge_features)
         masked, _, graph, pair = self.prepare(

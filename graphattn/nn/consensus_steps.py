@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.nn.base.flat_call import is_as_shipped
-from graphattn.nn.base.overrides import overridden_kernel, overridden_rows
+from graphattn.nn.base.overrides import is_as_shipped, overridden_kernel, overridden_rows
 from graphattn.nn.base.streaming import StreamingLayer
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.edges.network import EdgeNetwork

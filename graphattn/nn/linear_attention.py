@@ -19,7 +19,6 @@ from graphattn.nn.base.across_ranks import (
     linear_with_globals,
     may_broadcast,
 )
-from graphattn.nn.base.flat_call import flat_linear_call
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.base.message_passing import OptTensor
 from graphattn.nn.base.overrides import (
@@ -169,17 +168,6 @@ class LinearAttention(StreamingLayer):
         """Average the values of the sources of every target."""
         context = x if context is None else context
         detached = str(return_attention_weights) == "detached"  # see GraphAttention.attend
-        is_plain = valid is None and positions is None
-        if is_plain and context is x and (return_attention_weights is False or detached):
-            found = flat_linear_call(self, x, graph)
-            if found is not None:
-                out, projected = found
-                if not detached:
-                    return out
-                assert isinstance(graph, TokenGraph)  # ensured by the check above
-                with torch.no_grad():
-                    features = self.features_of(*projected, None)
-                    return out, self.weights_of_edges(features, graph, (None, None))
         shard = graph if isinstance(graph, ShardedGraph) else None
         x, context, graph, pair = self.prepare(
             x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.nn.files.config import Configured
-from graphattn.ops.rotary import can_rotate, rotate, rotate_by_torch
+from graphattn.ops.rotary import can_rotate, rotate, rotate_both, rotate_by_torch
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]
 
@@ -77,6 +77,18 @@ class RotaryEmbedding(Configured, nn.Module):
         if can_rotate(x, cos, sin):
             return rotate(x, cos, sin, back=back)
         return rotate_by_torch(x, cos, -sin if back else sin)
+
+    def turn_both(self, x: Tensor, other: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """:meth:`turn` of two tensors of the same tokens, in one call where that is faster."""
+        cos, sin = rotation
+        if self.is_plain():
+            if can_rotate(x, cos, sin) and can_rotate(other, cos, sin):
+                return rotate_both(x, other, cos, sin)
+            if x.shape[-3] == 1:  # calls of torch take longer than arithmetic
+                both = rotate_by_torch(torch.cat([x, other], dim=-2), cos, sin)
+                rotated, rotated_other = both.split((x.shape[-2], other.shape[-2]), dim=-2)
+                return rotated, rotated_other
+        return self.turn(x, rotation), self.turn(other, rotation)
 
     def is_plain(self) -> bool:
         """Whether :meth:`turn` and :meth:`rotation` are what is written here."""

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.kernels.cpu.packing import packer, steps_of
-from graphattn.kernels.cpu.tensors import KINDS, TokenView, featurewise, view
+from graphattn.kernels.cpu.tensors import (
+    KINDS,
+    NO_VIEW,
+    TokenView,
+    featurewise,
+    packer,
+    view,
+)
 from graphattn.ops.backends import is_followed
 from graphattn.ops.compiled_code import is_here
 
@@ -29,7 +35,8 @@ class RotateCall(ctypes.Structure):
     )
 
 
-ROTATE = packer(RotateCall)
+CALL = packer(RotateCall)
+_LIBRARY = library.library()
 ANGLE_DTYPES = (torch.float32, torch.float64)  # cosines and sines have one of these
 
 
@@ -66,28 +73,39 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> 
         cosines, sines: [N, 1, D / 2] or [*, N, 1, D / 2], in float32 for half precision.
         back: whether to rotate in the opposite direction.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
-        found: Tensor = _Rotated.apply(x, cosines, sines, back)
-        return found
-    return _rotated(x, cosines, sines, back)
+    rotated: Tensor = _rotated((x,), cosines, sines, back)[0]
+    return rotated
+
+
+def rotate_both(x: Tensor, other: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`rotate` of two tensors that differ at most in the number of heads, in one call."""
+    return _rotated((x, other), cosines, sines, False)
+
+
+def _rotated(tensors: tuple[Tensor, ...], cosines: Tensor, sines: Tensor, back: bool) -> Any:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _Rotated.apply(cosines, sines, back, *tensors)
+    return _run(tensors, cosines, sines, back)
 
 
 class _Rotated(torch.autograd.Function):
     """Rotation whose gradient is the rotation back, which can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    def forward(ctx: Any, cosines: Tensor, sines: Tensor, back: bool, *tensors: Tensor) -> Any:
         ctx.back = back
         ctx.save_for_backward(cosines, sines)
-        return _rotated(x, cosines, sines, back)
+        return _run(tensors, cosines, sines, back)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
-        # With is_grads_batched=True, d_out is a batched tensor, whose memory cannot be read.
-        if is_followed() or torch._C._functorch.is_legacy_batchedtensor(d_out):
-            return rotate_by_torch(d_out, cosines, sines if ctx.back else -sines), None, None, None
-        return rotate(d_out, cosines, sines, back=not ctx.back), None, None, None
+        # With is_grads_batched=True, gradients are batched tensors, whose memory cannot be read.
+        if is_followed() or torch._C._functorch.is_legacy_batchedtensor(gradients[0]):
+            turned = (rotate_by_torch(x, cosines, sines if ctx.back else -sines) for x in gradients)
+        else:
+            turned = _rotated(gradients, cosines, sines, not ctx.back)
+        return None, None, None, *turned
 
 
 def rotate_by_torch(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -98,83 +116,30 @@ def rotate_by_torch(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def _rotated(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    N, H, D = x.shape[-3:]
-    by_batch = featurewise(x.reshape(-1, N, H, D) if x.numel() else x.new_empty(0, N, H, D))
-    # Resized in place, not viewed: callers may change the result in place.
-    out = x.new_empty(by_batch.shape)
+def _run(
+    tensors: tuple[Tensor, ...], cosines: Tensor, sines: Tensor, back: bool
+) -> tuple[Tensor, ...]:
+    """Rotate one or two tensors in one call of C++ code."""
+    N, _, D = tensors[0].shape[-3:]
+    by_batch, results = [], []
+    for x in tensors:
+        lead = (-1 if x.numel() else 0, *x.shape[-3:])
+        by_batch.append(featurewise(x if x.dim() == 4 else x.reshape(lead)))
+        results.append(x.new_empty(x.shape))
+    views = [(*view(x), *_as_batch(out, x.shape)) for x, out in zip(by_batch, results, strict=True)]
+    heads = by_batch[1].shape[2] if len(tensors) > 1 else 0
     cosines, sines = cosines.contiguous(), sines.contiguous()
-    angles = N * (D // 2) if cosines.dim() > 3 else 0, D // 2
-    call = RotateCall(
-        *by_batch.shape,
-        view(by_batch),
-        view(out),
-        0,
-        TokenView(),
-        TokenView(),
-        cosines.data_ptr(),
-        sines.data_ptr(),
-        *angles,
-        back,
-        torch.get_num_threads(),
-    )
-    found = library.library()
-    assert found is not None
-    library.check(found.graphattn_turn(ctypes.byref(call), cosines.dtype == torch.float64))
-    return out.resize_(x.shape)
+    call = CALL.pack(
+        *by_batch[0].shape, *views[0], heads, *(views[1] if heads else 2 * NO_VIEW),
+        cosines.data_ptr(), sines.data_ptr(),
+        N * (D // 2) if cosines.dim() > 3 else 0, D // 2, back, torch.get_num_threads(),
+    )  # fmt: skip
+    assert _LIBRARY is not None
+    library.check(_LIBRARY.graphattn_turn(call, cosines.dtype == torch.float64))
+    return tuple(results)
 
 
-class KnownRotation:
-    """Rotation of contiguous queries and keys, of known sizes and at known positions.
-
-    Args:
-        query, key: shapes [B, N, H, D] and [B, N, Hk, D].
-        rotation: cosines and sines [N, 1, D / 2] in the dtype of both.
-    """
-
-    def __init__(
-        self, query: tuple[int, ...], key: tuple[int, ...], rotation: tuple[Tensor, Tensor]
-    ) -> None:
-        B, N, H, D = query
-        self.cosines, self.sines = (x.contiguous() for x in rotation)
-        self.sizes, self.kv_heads = (B, N, H, D), key[-2]
-        self.of_query, self.of_key = steps_of(query), steps_of(key)
-        self.angles = self.cosines.data_ptr(), self.sines.data_ptr(), 0, D // 2
-        self.is_double = self.cosines.dtype == torch.float64
-
-    def __call__(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the rotated query and key as new tensors; None for a key that is None."""
-        rotated = torch.empty_like(query), None if key is None else torch.empty_like(key)
-        self._run(query, key, *rotated, is_back=False)
-        return rotated
-
-    def back(self, query: Tensor, key: Tensor | None) -> None:
-        """Rotate both tensors back, in place."""
-        self._run(query, key, query, key, is_back=True)
-
-    def _run(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        out: Tensor,
-        other: Tensor | None,
-        *,
-        is_back: bool,
-    ) -> None:
-        from_key, to_key, kv_heads = 0, 0, 0
-        if key is not None and other is not None:
-            from_key, to_key, kv_heads = key.data_ptr(), other.data_ptr(), self.kv_heads
-        call = ROTATE.pack(
-            *self.sizes,
-            query.data_ptr(), *self.of_query,
-            out.data_ptr(), *self.of_query,
-            kv_heads,
-            from_key, *self.of_key,
-            to_key, *self.of_key,
-            *self.angles, is_back, torch.get_num_threads(),
-        )  # fmt: skip
-        found = library.library()
-        assert found is not None
-        status = found.graphattn_turn(call, self.is_double)
-        if status:
-            library.check(status)
+def _as_batch(x: Tensor, shape: torch.Size) -> tuple[int, int, int, int, int]:
+    """The fields of a view of contiguous x, as if it had this shape [B, N, H, D]."""
+    _, N, H, D = shape
+    return x.data_ptr(), N * H * D, H * D, D, KINDS.get(x.dtype, 0)

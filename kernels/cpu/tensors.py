@@ -1,15 +1,20 @@
-"""Tensors as compiled kernels are given them: an address, and how far apart their parts lie."""
+"""Tensors as compiled kernels are given them: an address, and how far apart their parts lie.
+
+The arguments of a call are a structure of C++. To fill a ctypes structure field by field takes as
+long as the attention of a few tokens, so :func:`packer` packs all fields in one go.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import struct
 
 import torch
 from torch import Tensor
 
 # `FLOAT16` and `BFLOAT16` of rows.h; 0 stands for the dtype that a call computes in.
 KINDS = {torch.float16: 1, torch.bfloat16: 2}
+CODES = {ctypes.c_int64: "q", ctypes.c_void_p: "P", ctypes.c_double: "d"}  # those of `struct`
 
 
 class TokenView(ctypes.Structure):
@@ -24,14 +29,32 @@ class TokenView(ctypes.Structure):
     )
 
 
-def view(x: Tensor) -> TokenView:
-    """x [batch, tokens, heads, features] by its address, features side by side."""
-    return TokenView(x.data_ptr(), *x.stride()[:3], KINDS.get(x.dtype, 0))
+NO_VIEW = 0, 0, 0, 0, 0  # the fields of a view that is not there
 
 
-def address(x: Tensor | None) -> Any:
-    """Return the address of x; None where there is none."""
-    return None if x is None else x.data_ptr()
+def packer(call: type[ctypes.Structure]) -> struct.Struct:
+    """Return a packer of the numbers of a structure, in the order of its fields."""
+    return struct.Struct(_codes(call))
+
+
+def _codes(call: type[ctypes.Structure]) -> str:
+    codes = ""
+    for _, kind, *_ in call._fields_:
+        codes += _codes(kind) if issubclass(kind, ctypes.Structure) else CODES[kind]
+    return codes
+
+
+def view(x: Tensor | None) -> tuple[int, int, int, int, int]:
+    """Return the fields of a :class:`TokenView` of x, whose features lie side by side."""
+    if x is None:
+        return NO_VIEW
+    batch, token, head, _ = x.stride()
+    return x.data_ptr(), batch, token, head, KINDS.get(x.dtype, 0)
+
+
+def address(x: Tensor | None) -> int:
+    """Return the address of x; 0 where there is none."""
+    return 0 if x is None else x.data_ptr()
 
 
 def featurewise(x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from mutation import Mutation
 
 WIDTH = "tests/graphs/test_graphs_index_width.py"
-FLAT = "tests/nn/test_nn_flat_calls.py"
 NATIVE_ROTARY = "tests/native/test_native_rotary.py"
 DEFAULT_DEVICE = "tests/native/test_native_default_device.py"
 TRACES = "tests/nn/test_nn_traces.py"
@@ -56,20 +55,6 @@ MUTATIONS = [
         "shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]",
         "shift = torch.stack([first_target[:-1], shift], dim=1)[:, :, None]",
         (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[two sides-edge_type16]",),
-    ),
-    Mutation(
-        "a query that is the key too gets no gradient of the key",
-        "graphattn/ops/attention/native/flat.py",
-        "            if key is None:\n                d_query.add_(d_key)",
-        "            if key is None and value is None:\n                d_query.add_(d_key)",
-        (f"{FLAT}::test_one_tensor_may_be_several_of_the_three[value_proj-dot]",),
-    ),
-    Mutation(
-        "a query is read as keys of fewer heads",
-        "graphattn/nn/base/flat_call.py",
-        "other is query and call.key == call.query",
-        "other is query",
-        (f"{FLAT}::test_one_tensor_of_two_widths_is_refused",),
     ),
     Mutation(
         "angles per head are read as those of all heads",

@@ -32,12 +32,12 @@ def consensus(backend, **options):
 
 # By layer: how many operators of torch a forward pass may call, and one with its backward pass.
 LAYERS = {
-    "dot": (lambda: ga.nn.DotProductAttention(DIM, HEADS), 60, 175),
-    "rope": (lambda: ga.nn.DotProductAttention(DIM, HEADS, rope=True), 65, 185),
+    "dot": (lambda: ga.nn.DotProductAttention(DIM, HEADS), 64, 182),
+    "rope": (lambda: ga.nn.DotProductAttention(DIM, HEADS, rope=True), 72, 198),
     "gka": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS), 40, 115),
     "gka, eps": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, eps=1e-3), 80, 170),
-    "krause": (lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=4), 75, 200),
-    "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 160, 430),
+    "krause": (lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=4), 75, 205),
+    "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 171, 442),
     "target": (lambda: consensus("auto"), *((85, 210) if IS_HERE else (260, 720))),
     "automatic": (
         lambda: consensus("auto", step_size="auto"),

@@ -165,6 +165,14 @@ class StoredGraph:
 
     # Sizes and facts.
 
+    def fits(self, like: Tensor, num_targets: int, num_sources: int) -> bool:
+        """Whether the graph has these sizes and is on the device of the tensor `like`."""
+        return (
+            self._num_targets == num_targets
+            and self._num_sources == num_sources
+            and self._device == like.device
+        )
+
     @property
     def num_targets(self) -> int:
         """N, the number of targets."""

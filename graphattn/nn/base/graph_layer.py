@@ -130,26 +130,24 @@ class GraphLayer(Configured, Later):
             x, context, the TokenGraph, and the masks of targets and of sources. In place of a
             ShardedGraph, it is the graph of this rank's tokens without edges.
         """
-        for name, tokens, width in (("x", x, self.dim), ("context", context, context_dim)):
-            if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
-                got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-                count = "N" if name == "x" else "M"
+        self.check_tokens("x", x, self.dim)
+        if context is not x or context_dim != self.dim:
+            self.check_tokens("context", context, context_dim)
+            if x.shape[:-2] != context.shape[:-2]:
                 raise ValueError(
-                    f"{name} must be a tensor of shape [*, {count}, {width}], got {got}"
+                    f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
+                    f"got {list(context.shape[:-2])}"
                 )
-            self.check_dtype(name, tokens)
-        if x.shape[:-2] != context.shape[:-2]:
-            raise ValueError(
-                f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
-                f"got {list(context.shape[:-2])}"
-            )
         if isinstance(graph, ShardedGraph):
             graph.check_tokens("x", x, graph.num_targets)
             graph.check_tokens("context", context, graph.num_sources)
             graph = graph.tokens
         N, M = x.shape[-2], context.shape[-2]
-        graph = check_graph(graph, x, N, M, per_edge=per_edge)
-        pair = check_valid(valid, x.shape[:-2], x.device, N, M)
+        if not (isinstance(graph, TokenGraph) and graph.fits(x, N, M)):
+            graph = check_graph(graph, x, N, M, per_edge=per_edge)
+        pair: ValidPair = (None, None)
+        if valid is not None:
+            pair = check_valid(valid, x.shape[:-2], x.device, N, M)
         same = context is x
         if same and not graph.has_same_tokens:
             raise ValueError(
@@ -165,6 +163,14 @@ class GraphLayer(Configured, Later):
         elif pair[1] is not None:
             context = context.masked_fill(~pair[1][..., None], 0)
         return x, context, graph, pair
+
+    def check_tokens(self, name: str, tokens: Any, width: int) -> None:
+        """Check that an argument is tokens of this width, in the dtype of the layer."""
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
+            got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            count = "N" if name == "x" else "M"
+            raise ValueError(f"{name} must be a tensor of shape [*, {count}, {width}], got {got}")
+        self.check_dtype(name, tokens)
 
     def check_dtype(self, name: str, tokens: Tensor) -> None:
         """Check that tokens have the layer's dtype, or under autocast any floating-point one."""
@@ -212,16 +218,12 @@ class GraphLayer(Configured, Later):
         """Rotate two tensors by the positions of targets and of sources; unchanged without rope."""
         if self.rotary is None or rotations is None:
             return target, source
-        if target.shape[-3] == 1 and source is not target and rotations[0] is rotations[1]:
-            # With one token, calls of torch take longer than arithmetic: one call for both.
-            both = self.rotary.turn(torch.cat([target, source], dim=-2), rotations[0])
-            heads = target.shape[-2], source.shape[-2]
-            rotated, rotated_source = both.split(heads, dim=-2)
-            return rotated, rotated_source
-        rotated = self.rotary.turn(target, rotations[0])
-        if source is target and rotations[0] is rotations[1]:
-            return rotated, rotated
-        return rotated, self.rotary.turn(source, rotations[1])
+        if rotations[0][0] is rotations[1][0]:
+            if source is target:
+                rotated = self.rotary.turn(target, rotations[0])
+                return rotated, rotated
+            return self.rotary.turn_both(target, source, rotations[0])
+        return self.rotary.turn(target, rotations[0]), self.rotary.turn(source, rotations[1])
 
     def resolve_positions(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
         """The positions of targets and of sources: those of the caller, or else of the graph."""

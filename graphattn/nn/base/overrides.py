@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,15 +43,6 @@ FORWARD_METHODS = (
 )  # fmt: skip
 STEP_TWINS = ("step", "project_step", "step_rows", *ROW_TWINS)
 
-# Methods whose work a plain call does itself (`flat_call.py`).
-CALL_METHODS = (
-    *EDGE_METHODS, "score", "fused", "mix", "sigma", "prepare", "check_dtype", "project",
-    "project_rotated", "project_flat", "split_and_rotate", "split", "rotate", "rotations",
-    "rotation_of", "resolve_positions", "uses_propagate", "current_dropout", "step_scale",
-    "project_features", "features_of", "mixed_dtype", "checked_features", "one_step",
-    "applies_first_layer", "move", "project_back", "rotate_back", "step_tensor",
-)  # fmt: skip
-
 MADE_BY_PYG = ("propagate", "edge_updater")  # PyG puts compiled ones into classes and instances
 HOOKS = tuple(f"_{method}_forward{when}_hooks" for method in HOOKED for when in ("_pre", ""))
 NOWHERE = 1 << 30
@@ -66,8 +59,6 @@ class ClassOverrides(NamedTuple):
         in_kernel: overridden methods of KERNEL_METHODS.
         as_shipped: whether a step runs only methods of the library.
         methods: the methods of the class at that time, to notice if one is replaced later.
-        call_as_shipped: whether a plain call runs only methods of the library.
-        call_methods: the methods of a plain call at that time.
     """
 
     at_edges: tuple[str, ...]
@@ -77,8 +68,6 @@ class ClassOverrides(NamedTuple):
     in_kernel: tuple[str, ...]
     as_shipped: bool
     methods: dict[str, Any]
-    call_as_shipped: bool
-    call_methods: dict[str, Any]
 
 
 def overrides_of_class(cls: type) -> ClassOverrides:
@@ -97,8 +86,7 @@ def overrides_of_class(cls: type) -> ClassOverrides:
                 if known is None or name in MADE_BY_PYG:
                     return NOWHERE
                 own = base.__dict__[name]
-                before = known.methods.get(name, known.call_methods.get(name, own))
-                return NOWHERE if before is own else place
+                return NOWHERE if known.methods.get(name, own) is own else place
         return NOWHERE
 
     def replaced(names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
@@ -117,12 +105,6 @@ def overrides_of_class(cls: type) -> ClassOverrides:
         as_shipped=not replaced(FORWARD_METHODS, *STEP_TWINS)
         and all(depth(name) == NOWHERE for name in shortened),
         methods={name: getattr(cls, name) for name in sorted(watched) if hasattr(cls, name)},
-        call_as_shipped=all(depth(name) == NOWHERE for name in CALL_METHODS),
-        call_methods={
-            name: getattr(cls, name)
-            for name in CALL_METHODS
-            if name not in MADE_BY_PYG and hasattr(cls, name)
-        },
     )
 
 
@@ -132,10 +114,10 @@ def note_members(cls: Any, base: type) -> None:
     Their overrides were found without it (:mod:`.message_passing`).
     """
     for subclass in cls.__subclasses__():
-        for known in (subclass.class_overrides.methods, subclass.class_overrides.call_methods):
-            for name, method in known.items():
-                if isinstance(method, Member):
-                    known[name] = getattr(base, name)
+        known = subclass.class_overrides.methods
+        for name, method in known.items():
+            if isinstance(method, Member):
+                known[name] = getattr(base, name)
         note_members(subclass, base)
 
 
@@ -157,6 +139,22 @@ def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, .
         if name in methods and (name in attributes or getattr(cls, name) is not methods[name]):
             found += (name,)
     return () if found and twins and own_methods(layer, twins) else found
+
+
+def is_as_shipped(layer: Any) -> bool:
+    """Whether a step of this layer runs only methods of the library, and no hook observes them.
+
+    Then C++ code that does all their work gives the same. This runs once per token, so it is short.
+    """
+    cls, attributes = type(layer), vars(layer)
+    known = cls.class_overrides.methods
+    return (
+        cls.class_overrides.as_shipped
+        and not attributes.get("_explain")
+        and attributes.keys().isdisjoint(known)
+        and all(map(operator.is_, map(getattr, itertools.repeat(cls), known), known.values()))
+        and not any(map(attributes.get, HOOKS))
+    )
 
 
 def overridden_edges(layer: Any) -> tuple[str, ...]:

@@ -19,9 +19,16 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention import reference
+from graphattn.ops.attention import native, reference
 from graphattn.ops.attention.backends import BACKENDS
-from graphattn.ops.attention.calls import AttentionCall, check_sink, checked_call
+from graphattn.ops.attention.calls import (
+    AttentionCall,
+    Checked,
+    as_bias,
+    check_sink,
+    kind_of_call,
+    with_options,
+)
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.logits.score import (
     DotProduct,
@@ -31,10 +38,13 @@ from graphattn.ops.attention.logits.score import (
     score_of,
 )
 from graphattn.ops.attention.logits.softcap import as_softcap
+from graphattn.ops.attention.structured.recompute import run
 from graphattn.ops.backends import choose, has_values
+from graphattn.ops.counting import is_watched
 from graphattn.ops.dropout import draw_seed
 from graphattn.ops.inputs import (
     Valid,
+    ValidPair,
     check_graph,
     check_qkv,
     check_valid,
@@ -275,7 +285,7 @@ def dot_product_attention(
         value,
         graph,
         DotProduct(scale),
-        softcap=as_softcap(softcap),
+        softcap=softcap,
         eps=0.0,
         top_k=top_k,
         edge_bias=edge_bias,
@@ -343,7 +353,7 @@ def score_attention(
         value,
         graph,
         as_score(score),
-        softcap=as_softcap(softcap),
+        softcap=softcap,
         eps=eps,
         top_k=top_k,
         edge_bias=edge_bias,
@@ -426,25 +436,27 @@ def attention_weights(
     return weights.to(query.dtype)
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: TokenGraph | Tensor,
+    graph: TokenGraph,
+    valid: ValidPair,
     score: Score,
     *,
     softcap: float | None,
     eps: float,
     top_k: int | None,
     edge_bias: Tensor | None,
-    valid: Valid,
     backend: str,
-    return_lse: bool,
     sink: float | Tensor | None,
     dropout: float,
-    generator: torch.Generator | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
     """Check a call, choose its backend, run it, and apply eps and the sink to the result.
+
+    Layers call it, too. The graph and the masks are those that `check_graph` and `check_valid`
+    return.
 
     Backends compute the softmax over the edges alone. `eps` and the sink add to the denominator,
     so they scale the output of a row by one number, which follows from its log-sum.
@@ -453,69 +465,79 @@ def _attend(
         query: [*, N, H, D].
         key, value: [*, M, Hk, D] and [*, M, Hk, Dv].
         graph: N targets, M sources, E edges.
+        valid: bool [N] or [*, N], and [M] or [*, M]; None for either if all are valid.
         score: gives the logits [*, E, H].
         edge_bias: [E, H], [*, E, H] or [offsets, H].
-        valid: bool [N] or [*, N], or a pair with [M] or [*, M].
         sink: a number, or a tensor broadcastable to [H].
 
     Returns:
-        The output [*, N, H, Dv], or with `return_lse` a pair of it and the log-sums [*, N, H].
+        The output [*, N, H, Dv] and the log-sums [*, N, H].
     """
-    heads = check_qkv(query, key, value)
-    ready = score.ready(heads, query)
-    eps = as_float("eps", eps, positive=False)
+    heads, has_masks = query.shape[-2], valid != (None, None)
+    bias, per_offset = as_bias(edge_bias, graph, query)
+
+    def check() -> Checked:
+        call = AttentionCall(query, key, value, graph, score, bias=bias, valid=valid)
+        return _check(call, backend, top_k, eps, softcap, dropout)
+
+    options = top_k, eps, softcap, dropout, int(has_masks), int(bias is not None)
+    kind = kind_of_call(query, key, value, score, backend, *options)
+    checked = check() if kind is None else graph.derived(kind, check)
     sink_logits = check_sink(sink, heads, query)
-    has_extra_mass = eps > 0 or sink_logits is not None  # in the denominator, beside the edges
-    call = checked_call(
-        query,
-        key,
-        value,
-        graph,
-        ready,
-        top_k=top_k,
-        edge_bias=edge_bias,
-        valid=valid,
-        backend=backend,
-        softcap=softcap,
-        dropout=dropout,
-        rounded=not has_extra_mass,
-    )
-    chosen = choose(BACKENDS, call, backend)
-    if call.dropout > 0:
-        call = call._replace(seed=draw_seed(generator, query.device, call.graph))
-    with full_precision(query.device):
-        out, lse = chosen(call)
+    has_extra_mass = checked.eps > 0 or sink_logits is not None  # in the denominator
+    call = AttentionCall(
+        query, key, value, graph, score.ready(heads, query), checked.top_k, bias, per_offset,
+        valid, checked.softcap, checked.dropout, None, not has_extra_mass,
+    )  # fmt: skip
+    if checked.plan is not None:
+        out, lse = run(checked.plan, (query, key, value, call.scale, None))
+    else:
+        if checked.dropout > 0:
+            call = call._replace(seed=draw_seed(generator, query.device, graph))
+        with full_precision(query.device):
+            out, lse = checked.backend(call)
     if has_extra_mass:
-        out = _with_extra_mass(out, lse, eps, sink_logits)
-    out = out.to(query.dtype)
-    return (out, lse) if return_lse else out
+        out = _with_extra_mass(out, lse, checked.eps, sink_logits)
+    return (out if out.dtype is query.dtype else out.to(query.dtype)), lse
 
 
-def known_backend(
+def _check(
+    call: AttentionCall, backend: str, top_k: Any, eps: Any, softcap: Any, dropout: Any
+) -> Checked:
+    """Check tensors and options of a call, and choose its backend and, if it may be kept, a plan.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+    check_qkv(call.query, call.key, call.value)
+    eps = as_float("eps", eps, positive=False)
+    call = with_options(call, top_k, softcap, dropout)
+    chosen = choose(BACKENDS, call, backend)
+    plan = None
+    if chosen.name == "native" and not is_watched(call.query):
+        plan = native.plan_of_kind(call)
+    return Checked(call.top_k, eps, call.softcap, call.dropout, chosen, plan)
+
+
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: TokenGraph,
+    graph: TokenGraph | Tensor,
     score: Score,
     *,
-    top_k: Any,
-    softcap: Any,
-    backend: str,
-) -> tuple[str, AttentionCall]:
-    """Choose the backend of a call without masks, biases and dropout, and return the call, too.
-
-    The answer depends on sizes and dtypes of the tensors, not on their values, so that callers may
-    store it.
-
-    Raises:
-        ValueError: as in the operation itself.
-    """
+    valid: Valid,
+    return_lse: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check graph and masks of a public call, and return what it asks for."""
     check_qkv(query, key, value)
-    softcap = as_softcap(softcap)
-    call = checked_call(
-        query, key, value, graph, score, top_k=top_k, backend=backend, softcap=softcap
-    )
-    return choose(BACKENDS, call, backend).name, call
+    N, M = query.shape[-3], key.shape[-3]
+    by_edge = options["edge_bias"] is not None
+    graph = check_graph(graph, query, N, M, per_edge=by_edge, source=key)
+    masks = check_valid(valid, query.shape[:-3], query.device, N, M)
+    out, lse = attend(query, key, value, graph, masks, score, **options)
+    return (out, lse) if return_lse else out
 
 
 def _with_extra_mass(out: Tensor, lse: Tensor, eps: float, sink_logits: Tensor | None) -> Tensor:

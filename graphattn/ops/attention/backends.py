@@ -13,11 +13,10 @@ from graphattn.ops import compiled_code
 from graphattn.ops.attention import native, operators, reference, structured, triton
 from graphattn.ops.attention.calls import AttentionCall
 from graphattn.ops.attention.logits.edge_bias import per_edge
-from graphattn.ops.attention.logits.score import per_head
 from graphattn.ops.backends import Backend
 from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.dropout import dropout_of_call
-from graphattn.ops.inputs import clear_invalid, compute_dtype
+from graphattn.ops.inputs import clear_invalid
 
 Result = tuple[Tensor, Tensor]  # [*, N, H, Dv] and log-sums [*, N, H]
 
@@ -51,13 +50,14 @@ def _is_on_gpu(call: AttentionCall) -> bool:
 
 def _run_triton(call: AttentionCall) -> Result:
     """Run the kernels, which read half precision as it is and sum in float32."""
+    assert call.score.kernel is not None
     return operators.attend(
         call.query,
         call.key,
         call.value,
         call.graph,
-        score=_score_name(call),
-        scale=_scale(call),
+        score=call.score.kernel,
+        scale=call.scale,
         bias=call.bias,
         per_offset=call.per_offset,
         top_k=call.top_k,
@@ -70,8 +70,7 @@ def _run_native(call: AttentionCall) -> Result:
     """Run the C++ code, which can read half precision and round its output to it."""
     if is_watched(call.query):
         return _run_operator(call, "native")
-    widened = not call.rounded
-    return native.attend(*_tensors(call, widened), call.graph, **_options(call, _score_name(call)))
+    return native.attend(call)
 
 
 def gradients_of_part(call: AttentionCall, backend: str, whole: Result, d_whole: Result) -> Any:
@@ -86,14 +85,14 @@ def gradients_of_part(call: AttentionCall, backend: str, whole: Result, d_whole:
     of_all = call.graph, whole, d_whole
     own: dict[str, Any]
     if backend == "triton":
-        inputs = call.query, call.key, call.value, _scale(call), call.bias
-        own = {"score": _score_name(call), "valid": call.valid, "per_offset": call.per_offset}
+        inputs = call.query, call.key, call.value, call.scale, call.bias
+        own = {"score": call.score.kernel, "valid": call.valid, "per_offset": call.per_offset}
         with torch.no_grad():
             found = triton.gradients_of_part(inputs, *of_all, **own)
     elif backend in ("native", "structured"):
         compute = native if backend == "native" else structured
-        own = _options(call, _score_name(call))
-        inputs = *_tensors(call), own.pop("scale"), own.pop("bias")
+        own = call.options()
+        inputs = *call.tensors(), own.pop("scale"), own.pop("bias")
         with torch.no_grad():
             found = compute.gradients_of_part(inputs, *of_all, **own)
     else:
@@ -111,16 +110,15 @@ def _run_structured(call: AttentionCall) -> Result:
         # computes 0 * NaN = NaN for its gradient, which the reference does not.
         if not _are_finite(call):
             return _run_reference(call)
-        return structured.attend(*_tensors(call), call.graph, **_options(call, call.score))
+        return structured.attend(*call.tensors(), call.graph, **call.options())
     if is_watched(call.query):
         return _run_operator(call, "structured")
-    return structured.attend(*_tensors(call), call.graph, **_options(call, _score_name(call)))
+    return structured.attend(*call.tensors(), call.graph, **call.options())
 
 
 def _run_operator(call: AttentionCall, backend: str) -> Result:
     """Run a call as one operator of torch.library, for torch.compile, traces and modes."""
-    options = _options(call, _score_name(call))
-    return operators.attend(*_tensors(call), call.graph, backend=backend, **options)
+    return operators.attend(*call.tensors(), call.graph, backend=backend, **call.options())
 
 
 def _run_reference(call: AttentionCall) -> Result:
@@ -130,7 +128,7 @@ def _run_reference(call: AttentionCall) -> Result:
     if call.seed is not None:
         dropout = dropout_of_call(call.dropout, call.seed, call.query, call.graph)
     return reference.attend(
-        *_tensors(call),
+        *call.tensors(),
         call.graph,
         score=call.score,
         edge_bias=per_edge(call.bias, call.graph),
@@ -154,46 +152,6 @@ def _are_finite(call: AttentionCall) -> bool:
         math.isfinite(clear_invalid(x.detach(), mask).sum())
         for x, mask in zip((call.query, call.key), masks, strict=True)
     )
-
-
-def _tensors(call: AttentionCall, widened: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, converted to the compute dtype if `widened`."""
-    tensors = call.query, call.key, call.value
-    if not widened:
-        return tensors
-    dtype = compute_dtype(call.query.dtype)
-    query, key, value = (x.to(dtype) for x in tensors)
-    return query, key, value
-
-
-def _options(call: AttentionCall, score: Any) -> dict[str, Any]:
-    """The keyword arguments that `native`, `structured` and the operator share.
-
-    `score` is the name of a score that compiled code knows, or the score itself.
-    """
-    return {
-        "score": score,
-        "scale": _scale(call),
-        "bias": call.bias,
-        "per_offset": call.per_offset,
-        "top_k": call.top_k,
-        "valid": call.valid,
-        "softcap": call.softcap,
-        "dropout": call.dropout,
-        "seed": call.seed,
-    }
-
-
-def _scale(call: AttentionCall) -> Tensor:
-    """The factor [H] of a score that compiled code knows; 1 for a score of your own."""
-    scale = call.score.strength
-    return per_head("scale", 1.0, call.query.shape[-2], call.query) if scale is None else scale
-
-
-def _score_name(call: AttentionCall) -> str:
-    """The name of a score that compiled code knows, "dot" or "rbf"."""
-    assert call.score.kernel is not None
-    return call.score.kernel
 
 
 BACKENDS = (  # fastest first

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Hashable
+from types import NoneType
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, is_table
 from graphattn.ops.attention.logits.score import Score, per_head
-from graphattn.ops.backends import check_backend, has_values
+from graphattn.ops.attention.logits.softcap import as_softcap
+from graphattn.ops.backends import Backend, has_values, is_followed, wanted_backend
 from graphattn.ops.dropout import as_share
-from graphattn.ops.inputs import (
-    Valid,
-    ValidPair,
-    check_graph,
-    check_valid,
-    compute_dtype,
-)
+from graphattn.ops.inputs import ValidPair, compute_dtype
 
 
 class AttentionCall(NamedTuple):
@@ -58,49 +56,107 @@ class AttentionCall(NamedTuple):
     seed: Tensor | None = None
     rounded: bool = True
 
+    @property
+    def scale(self) -> Tensor:
+        """The factor [H] of a score that compiled code knows; 1 for a score of your own."""
+        scale, query = self.score.strength, self.query
+        return per_head("scale", 1.0, query.shape[-2], query) if scale is None else scale
 
-def checked_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    graph: TokenGraph | Tensor,
-    score: Score,
-    *,
-    top_k: int | None = None,
-    edge_bias: Tensor | None = None,
-    valid: Valid = None,
-    backend: str = "auto",
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    rounded: bool = True,
-) -> AttentionCall:
-    """Check the other arguments of a call whose tensors and score are checked already.
+    def tensors(self, widened: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, converted to the compute dtype if `widened`."""
+        tensors = self.query, self.key, self.value
+        dtype = compute_dtype(self.query.dtype)
+        if not widened or self.query.dtype is dtype:
+            return tensors
+        query, key, value = (x.to(dtype) for x in tensors)
+        return query, key, value
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `native`, `structured` and the operator.
+
+        The score is given by its name if compiled code knows it.
+        """
+        return {
+            "score": self.score.kernel or self.score,
+            "scale": self.scale,
+            "bias": self.bias,
+            "per_offset": self.per_offset,
+            "top_k": self.top_k,
+            "valid": self.valid,
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+            "seed": self.seed,
+        }
+
+
+class Checked(NamedTuple):
+    """What the checks of a call say, beside its tensors.
+
+    It depends on sizes, dtypes and options, and not on numbers in tensors. So a graph keeps it, and
+    later calls of the same kind are not checked again.
+
+    Attributes:
+        top_k, eps, softcap, dropout: the options of the call.
+        backend: runs the call.
+        plan: runs the call without `backend`, for kinds of calls whose plan may be kept.
+    """
+
+    top_k: int | None
+    eps: float
+    softcap: float | None
+    dropout: float
+    backend: Backend
+    plan: Any
+
+
+PLAIN = Tensor, nn.Parameter
+NUMBERS = int, float, NoneType
+
+
+def kind_of_call(
+    query: Tensor, key: Tensor, value: Tensor, score: Score, backend: str, *options: Any
+) -> Hashable:
+    """Everything that the checks of a call depend on; None if they must be made in every call."""
+    if torch.compiler.is_compiling() or is_followed():
+        return None
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+        return None
+    types = tuple(map(type, options))  # in Python 1, 1.0 and True are equal
+    if any(kind not in NUMBERS for kind in types):
+        return None
+    return (
+        *(kind_of_call, score.kernel, wanted_backend(backend), options, types),
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device, query.layout, key.layout, value.layout),
+    )
+
+
+def with_options(call: AttentionCall, top_k: Any, softcap: Any, dropout: Any) -> AttentionCall:
+    """A call with its options checked.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
     """
-    check_backend(backend)
-    dropout = as_share("dropout", dropout)
-    N, M, batch = query.shape[-3], key.shape[-3], query.shape[:-3]
-    graph = check_graph(graph, query, N, M, per_edge=edge_bias is not None, source=key)
-    top_k = None if top_k is None else as_int("top_k", top_k, 1)
-    dtype = compute_dtype(query.dtype)
-    bias = check_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device, batch)
-    return AttentionCall(
-        query=query,
-        key=key,
-        value=value,
-        graph=graph,
-        score=score,
-        top_k=top_k,
-        bias=bias,
-        per_offset=is_table(bias, graph),
-        valid=check_valid(valid, batch, query.device, N, M),
-        softcap=softcap,
-        dropout=dropout,
-        seed=None,
-        rounded=rounded,
+    return call._replace(
+        top_k=None if top_k is None else as_int("top_k", top_k, 1),
+        softcap=as_softcap(softcap),
+        dropout=as_share("dropout", dropout),
     )
+
+
+def as_bias(
+    edge_bias: Tensor | None, graph: TokenGraph, query: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Biases of edges, checked and in the compute dtype, and whether they are a table of offsets.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+    if edge_bias is None:
+        return None, False
+    dtype, batch = compute_dtype(query.dtype), query.shape[:-3]
+    bias = check_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device, batch)
+    return bias, is_table(bias, graph)
 
 
 def check_sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | None:

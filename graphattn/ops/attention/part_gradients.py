@@ -20,10 +20,10 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.backends import BACKENDS, gradients_of_part
-from graphattn.ops.attention.calls import checked_call
+from graphattn.ops.attention.calls import AttentionCall, as_bias, with_options
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.backends import choose
-from graphattn.ops.inputs import check_qkv
+from graphattn.ops.inputs import check_qkv, check_valid
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -59,6 +59,10 @@ def part_gradients(
         again, because its backend reads log-sums of its own, or because of numbers that this form
         of the gradient is not exact for.
     """
-    ready = score.ready(check_qkv(query, key, value), query)
-    call = checked_call(query, key, value, graph, ready, backend=backend, **options)
+    heads, (N, M) = check_qkv(query, key, value), (query.shape[-3], key.shape[-3])
+    masks = check_valid(options["valid"], query.shape[:-3], query.device, N, M)
+    bias, per_offset = as_bias(options["edge_bias"], graph, query)
+    ready = score.ready(heads, query)
+    call = AttentionCall(query, key, value, graph, ready, None, bias, per_offset, masks)
+    call = with_options(call, None, options["softcap"], 0.0)
     return gradients_of_part(call, choose(BACKENDS, call, backend).name, whole, d_whole)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.backends import Backend, check_backend, choose, has_values
-from graphattn.ops.counting import note_uncounted
+from graphattn.kernels.shared.launch import is_transformed
+from graphattn.ops.backends import Backend, check_backend, choose, has_values, is_followed
+from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.inputs import (
     Valid,
     ValidPair,
@@ -25,6 +26,7 @@ from graphattn.ops.inputs import (
     repeat_heads,
     valid_edges,
 )
+from graphattn.ops.linear_attention.averages import averages
 from graphattn.ops.linear_attention.operators import linear_sums
 from graphattn.ops.segments import segment_sum
 
@@ -40,7 +42,30 @@ def elu_features(x: Tensor) -> Tensor:
         >>> ga.elu_features(torch.tensor([-40.0, -1.0, 0.0, 2.0]))
         tensor([4.2484e-18, 3.6788e-01, 1.0000e+00, 3.0000e+00])
     """
+    is_seen = torch.compiler.is_compiling() or is_followed()
+    if not is_seen and torch.is_grad_enabled() and x.requires_grad:
+        features: Tensor = _EluFeatures.apply(x)
+        return features
+    return _elu_features(x)
+
+
+def _elu_features(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp() + x.relu()
+
+
+class _EluFeatures(torch.autograd.Function):
+    """The features as one operation of autograd. Their slope is e^x below 0, and 1 above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        features = _elu_features(x)
+        ctx.save_for_backward(features)
+        return features
+
+    @staticmethod
+    def backward(ctx: Any, d_features: Tensor) -> Tensor:
+        (features,) = ctx.saved_tensors
+        return d_features * torch.where(features <= 1, features, 1)  # 1 for a NaN, too
 
 
 def linear_attention(
@@ -101,11 +126,20 @@ def linear_attention(
         True
     """
     eps = as_float("eps", eps, positive=False)
-    sums = linear_attention_sums(
-        query, key, value, graph, rotated=rotated, valid=valid, backend=backend
-    )
+    chosen, call = _checked_call(query, key, value, graph, rotated, valid, backend)
     with full_precision(query.device):
-        return average(*sums, eps).to(query.dtype)
+        one_by_one = is_watched(query) or is_transformed() or not has_values(query)
+        if chosen.name == "structured" and not one_by_one:
+
+            def differentiable(tensors: Any) -> Tensor:
+                above, below = _sums(call._replace(tensors=Features(*tensors)))
+                return average(above, below, eps)
+
+            out = averages(call.tensors, call.graph, eps, differentiable)
+        else:
+            above, below = chosen(call)
+            out = average(above, below, eps)
+        return out.to(query.dtype)
 
 
 def linear_attention_sums(
@@ -122,14 +156,8 @@ def linear_attention_sums(
 
     They are float32 for half precision. Those over disjoint sets of sources add up.
     """
-    check_backend(backend)
-    _check(query, key, value, rotated)
-    N, M = query.shape[-3], key.shape[-3]
-    graph = check_graph(graph, query, N, M, source=key)
-    pair = check_valid(valid, query.shape[:-3], query.device, N, M)
-    chosen = choose(BACKENDS, None, backend)
+    chosen, call = _checked_call(query, key, value, graph, rotated, valid, backend)
     with full_precision(query.device):
-        call = LinearCall(_readable(query, key, value, rotated, pair), graph, pair)
         sums: tuple[Tensor, Tensor] = chosen(call)
         return sums
 
@@ -214,6 +242,26 @@ class LinearCall(NamedTuple):
     tensors: Features
     graph: TokenGraph
     valid: ValidPair
+
+
+def _checked_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    rotated: tuple[Tensor, Tensor] | None,
+    valid: Valid,
+    backend: str,
+) -> tuple[Backend, LinearCall]:
+    """Check a call, and choose its backend."""
+    check_backend(backend)
+    _check(query, key, value, rotated)
+    N, M = query.shape[-3], key.shape[-3]
+    graph = check_graph(graph, query, N, M, source=key)
+    pair = check_valid(valid, query.shape[:-3], query.device, N, M)
+    chosen = choose(BACKENDS, None, backend)
+    with full_precision(query.device):
+        return chosen, LinearCall(_readable(query, key, value, rotated, pair), graph, pair)
 
 
 def _check(

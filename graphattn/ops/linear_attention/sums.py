@@ -51,11 +51,11 @@ def sums_over_graph(
     return out.masked_fill((a == 0).all(-1, keepdim=True), 0)
 
 
-def plain_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
+def plain_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, *, transposed: bool) -> Tensor:
     """:func:`sums_over_graph` without care for NaN, which may spread; callers check the sums."""
     if a.device.type == "cpu":
         keep_freed_memory()
-    return _sums(a, b, c, graph, False)
+    return _sums(a, b, c, graph, transposed)
 
 
 def _sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
@@ -120,18 +120,6 @@ def _outside(interval: Interval, device: torch.device) -> Tensor:
     N, M, first, last = interval
     hop = torch.arange(M, device=device) - torch.arange(N, device=device)[:, None]
     return (hop < first) | (hop > last)
-
-
-def pairs_outside(graph: TokenGraph) -> Tensor | None:
-    """Mark pairs that are no edges, bool [N, M], if sums are over all pairs; None otherwise."""
-    runs = graph.derived(runs_of, lambda: runs_of(graph.structure))
-    if runs is None or len(runs) != 1 or runs[0].times != 1 or len(runs[0].intervals) != 1:
-        return None
-    (interval,) = runs[0].intervals
-    N, M, first, last = interval
-    is_some = 0 < N <= CHUNK and 0 < M <= CHUNK and first <= last and first < M and last > -N
-    is_all = first + N <= 1 and last >= M - 1  # this is computed without pairs
-    return _outside(interval, graph.device) if is_some and not is_all else None
 
 
 def _rows(x: Tensor, first: int, count: int) -> Tensor:

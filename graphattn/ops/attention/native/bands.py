@@ -17,7 +17,7 @@ from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.structures.structure import Blocks, GraphStructure
 from graphattn.kernels.cpu import library
-from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, view
+from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, packer, view
 from graphattn.ops.attention.part_numbers import SOUND, are_moderate
 from graphattn.ops.attention.structured.chunked import TilePlan
 from graphattn.ops.attention.structured.options import PlanOptions
@@ -63,6 +63,10 @@ class BandsGradients(ctypes.Structure):
         ("d_scale", ctypes.c_void_p),
         ("d_table", ctypes.c_void_p),
     )
+
+
+CALL, GRADIENTS = packer(BandsCall), packer(BandsGradients)
+_LIBRARY = library.library()
 
 
 def native_tiles(
@@ -130,25 +134,19 @@ class NativeBandPlan:
         """Gradients of the five inputs; the logits of every tile are computed again."""
         query, key, value, scale, table = inputs
         is_covered = self.bands.covers(query.shape[1], key.shape[1])
+        new = scale.new_empty if is_covered else scale.new_zeros
+        d_query = new(query.shape, dtype=query.dtype)
         # Keys and values collect sums over many targets, so their gradients are not half precision.
-        shapes = (query, query.dtype), (key, scale.dtype), (value, scale.dtype)
-        d_query, d_key, d_value = (
-            x.new_empty(x.shape, dtype=dtype) if is_covered else x.new_zeros(x.shape, dtype=dtype)
-            for x, dtype in shapes
-        )
+        d_key, d_value = new(key.shape), new(value.shape)
         d_scale = scale.new_zeros(scale.shape, dtype=torch.float64)
         d_table = None if table is None else table.new_zeros(table.shape, dtype=torch.float64)
         d_out = featurewise(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
-        wanted = BandsGradients(
-            view(d_out),
-            address(d_lse),
-            view(d_query),
-            view(d_key),
-            view(d_value),
-            d_scale.data_ptr(),
-            address(d_table),
-        )
+        wanted = GRADIENTS.pack(
+            *view(d_out), address(d_lse),
+            *view(d_query), *view(d_key), *view(d_value),
+            d_scale.data_ptr(), address(d_table),
+        )  # fmt: skip
         _run(self, inputs, featurewise(out), None, saved.contiguous(), wanted)
         of_table = None if d_table is None or table is None else d_table.to(table.dtype)
         d_key, d_value = d_key.to(key.dtype), d_value.to(value.dtype)
@@ -196,49 +194,29 @@ def _run(
     out: Tensor,
     lse: Tensor | None,
     saved: Tensor,
-    wanted: BandsGradients | None,
+    gradients: bytes | None,
 ) -> None:
-    """Run the forward pass, or with `wanted`, the structure of gradients, the backward pass."""
+    """Run the forward pass, or with `gradients` (packed addresses of them) the backward pass."""
     query, key, value, scale, table = inputs
     query, key, value = featurewise(query), featurewise(key), featurewise(value)
-    options = plan.slow.options
-    B, N, H, D = query.shape
+    options, bands = plan.slow.options, plan.bands
     scale = scale.contiguous()
     table = None if table is None else table.contiguous()
     of_target, of_source = options.valid
     of_target = None if of_target is None else of_target.contiguous()
     of_source = None if of_source is None else of_source.contiguous()
-    sequences = plan.bands.sequences
-    call = BandsCall(  # in the order of its fields, because keywords take longer
-        B,
-        N,
-        key.shape[1],
-        H,
-        key.shape[2],
-        D,
-        value.shape[3],
-        sequences.shape[0],
-        sequences.data_ptr(),
-        view(query),
-        view(key),
-        view(value),
-        options.score == "rbf",
-        scale.data_ptr(),
-        options.top_k or 0,
-        options.softcap or 0.0,
-        address(table),
-        0 if table is None else len(table),
-        plan.bands.origin or 0,
-        address(of_target),
-        address(of_source),
-        view(out),
-        address(lse),
-        saved.data_ptr(),
-        plan.keeps_outputs > 0,
+    B, N, H, D = query.shape
+    _, M, kv_heads, value_width = value.shape
+    call = CALL.pack(
+        B, N, M, H, kv_heads, D, value_width, len(bands.sequences), bands.sequences.data_ptr(),
+        *view(query), *view(key), *view(value),
+        options.score == "rbf", scale.data_ptr(), options.top_k or 0, options.softcap or 0.0,
+        address(table), 0 if table is None else len(table), bands.origin or 0,
+        address(of_target), address(of_source),
+        *view(out), address(lse), saved.data_ptr(), plan.keeps_outputs > 0,
         torch.get_num_threads(),
-    )
-    found = library.library()
-    assert found is not None
-    given = None if wanted is None else ctypes.byref(wanted)
+    )  # fmt: skip
+    assert _LIBRARY is not None
     is_double = scale.dtype == torch.float64
-    library.check(found.graphattn_attention_bands(ctypes.byref(call), given, is_double))
+    if status := _LIBRARY.graphattn_attention_bands(call, gradients, is_double):
+        library.check(status)

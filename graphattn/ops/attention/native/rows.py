@@ -16,7 +16,7 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.edge_order import edges_by_source
-from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, view
+from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, packer, view
 from graphattn.ops.attention.part_numbers import are_moderate
 from graphattn.ops.attention.structured.chunked import RowPlan
 from graphattn.ops.attention.structured.options import PlanOptions
@@ -72,6 +72,10 @@ class RowsGradients(ctypes.Structure):
     )
 
 
+CALL, GRADIENTS = packer(RowsCall), packer(RowsGradients)
+_LIBRARY = library.library()
+
+
 class Edges:
     """The edges of a graph, sorted by target and, when asked for, by source.
 
@@ -102,13 +106,12 @@ class Edges:
         ends = self.rowptr, self.by_source[0]
         orders = tuple(torch.empty_like(x[1:]) for x in ends)
         is_better = torch.zeros(1, dtype=torch.int64, device="cpu")
-        found = library.library()
-        assert found is not None
+        assert _LIBRARY is not None
         sizes = (ctypes.c_int64(n) for n in (len(self.rowptr) - 1, self.num_sources))
         tensors = self.rowptr, self.source, *self.by_source[:2], *orders, is_better
         addresses = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
         is_narrow = ctypes.c_int32(self.is_narrow)
-        library.check(found.graphattn_order_of_visits(*sizes, *addresses, is_narrow))
+        library.check(_LIBRARY.graphattn_order_of_visits(*sizes, *addresses, is_narrow))
         if not is_better:
             return None
         before = (
@@ -151,9 +154,7 @@ class NativeRowPlan:
         query, _, value, _, _ = inputs
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         lse = query.new_empty(query.shape[:-1])
-        call = _Call(self, inputs)
-        call.numbers.out, call.numbers.lse = view(out), lse.data_ptr()
-        call.run(None)
+        _Call(self, inputs).run(out, lse, None)
         return out, lse, lse
 
     def backward(
@@ -187,7 +188,7 @@ class NativeRowPlan:
     ) -> Gradients:
         """Gradients of the five inputs; `whole`: see `lse` and `delta` in `rows.h`."""
         query, key, value, scale, bias = inputs
-        lse, delta = (None, None) if whole is None else whole
+        whole_lse, delta = (None, None) if whole is None else whole
         call = _Call(self, inputs, backward=True)
         d_query, d_key, d_value = (x.new_empty(x.shape) for x in (query, key, value))
         d_scale = scale.new_zeros(scale.shape, dtype=torch.float64)
@@ -198,21 +199,13 @@ class NativeRowPlan:
         d_out = featurewise(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         by_source = self.edges.by_source
-        wanted = RowsGradients(
-            *(x.data_ptr() for x in by_source),
-            *call.order_of_sources,
-            view(d_out),
-            address(d_lse),
-            view(d_query),
-            view(d_key),
-            view(d_value),
-            d_scale.data_ptr(),
-            address(d_bias),
-            _per_sample(d_bias),
-            address(lse),
-            address(delta),
-        )
-        call.run(wanted)
+        wanted = GRADIENTS.pack(
+            *(x.data_ptr() for x in by_source), *call.order_of_sources,
+            *view(d_out), address(d_lse), *view(d_query), *view(d_key), *view(d_value),
+            d_scale.data_ptr(), address(d_bias), _per_sample(d_bias),
+            address(whole_lse), address(delta),
+        )  # fmt: skip
+        call.run(None, None, wanted)
         if d_bias is not None and self.slow.index is not None:
             assert bias is not None
             d_bias = torch.zeros_like(bias).index_add_(0, self.slow.index, d_bias)
@@ -224,72 +217,50 @@ class NativeRowPlan:
 
 
 class _Call:
-    """The sizes and addresses of a call, and the tensors that must live as long as it does."""
+    """The arguments of a call, and the tensors that must live as long as it does."""
 
     def __init__(self, plan: NativeRowPlan, inputs: Inputs, *, backward: bool = False) -> None:
         query, key, value, scale, bias = inputs
         options, edges = plan.slow.options, plan.edges
         query, key, value = (featurewise(x) for x in (query, key, value))
-        B, N, H, D = query.shape
         scale = scale.contiguous()
         bias = None if bias is None else bias.contiguous()
         valid = tuple(None if x is None else x.contiguous() for x in options.valid)
-        softcap, dropout = options.softcap, options.dropout
-        hashes: tuple[Tensor, ...] = ()
-        if dropout is not None:
-            hashes = dropout.rows.contiguous(), dropout.columns.contiguous()
         # To compute the order takes as long as it saves in one forward pass: not for the first one.
         is_worth = _is_large(key, value, edges) and (backward or edges.was_read)
         visits = edges.visits if is_worth else None
         edges.was_read = True
         of_targets, self.order_of_sources = (
-            (None, None) if visits is None else tuple(x.data_ptr() for x in visits[side])
+            (0, 0) if visits is None else tuple(x.data_ptr() for x in visits[side])
             for side in (0, 1)
         )
-        self.is_double = query.dtype == torch.float64
         index = plan.slow.index
         index = None if index is None else index.to(edges.source.dtype).contiguous()
-        self.alive = query, key, value, scale, bias, valid, hashes, index
-        self.numbers = RowsCall(
-            batch=B,
-            targets=N,
-            sources=key.shape[1],
-            heads=H,
-            kv_heads=key.shape[2],
-            width=D,
-            value_width=value.shape[3],
-            is_narrow=edges.is_narrow,
-            rowptr=edges.rowptr.data_ptr(),
-            source=edges.source.data_ptr(),
-            order=of_targets[0],
-            before=of_targets[1],
-            query=view(query),
-            key=view(key),
-            value=view(value),
-            is_rbf=options.score == "rbf",
-            scale=scale.data_ptr(),
-            top_k=options.top_k or 0,
-            softcap=softcap or 0.0,
-            bias=address(bias),
-            bias_batch=_per_sample(bias),
-            bias_row=address(index),
-            valid_targets=address(valid[0]),
-            valid_sources=address(valid[1]),
-            threads=torch.get_num_threads(),
-        )
+        dropout = options.dropout
+        hashes: tuple[Tensor, ...] = ()
+        of_dropout: tuple[float, int, int, int] = (0.0, 0, 0, 0)
         if dropout is not None:
+            hashes = rows, columns = dropout.rows.contiguous(), dropout.columns.contiguous()
             least = min(int(dropout.p * HASHES), HASHES - 1) - (HASHES >> 1)
-            self.numbers.dropout, self.numbers.drop_below = dropout.p, least
-            self.numbers.drop_rows, self.numbers.drop_columns = (x.data_ptr() for x in hashes)
+            of_dropout = dropout.p, rows.data_ptr(), columns.data_ptr(), least
+        self.alive = query, key, value, scale, bias, valid, hashes, index
+        self.is_double = query.dtype == torch.float64
+        B, N, H, D = query.shape
+        _, M, kv_heads, value_width = value.shape
+        self.arguments = (
+            B, N, M, H, kv_heads, D, value_width, edges.is_narrow,
+            edges.rowptr.data_ptr(), edges.source.data_ptr(), *of_targets,
+            *view(query), *view(key), *view(value),
+            options.score == "rbf", scale.data_ptr(), options.top_k or 0, options.softcap or 0.0,
+            address(bias), _per_sample(bias), address(index), *map(address, valid), *of_dropout,
+        )  # fmt: skip
 
-    def run(self, wanted: RowsGradients | None) -> None:
-        """Run the forward pass, or with `wanted`, the structure of gradients, the backward pass."""
-        found = library.library()
-        assert found is not None
-        given = None if wanted is None else ctypes.byref(wanted)
-        library.check(
-            found.graphattn_attention_rows(ctypes.byref(self.numbers), given, self.is_double)
-        )
+    def run(self, out: Tensor | None, lse: Tensor | None, gradients: bytes | None) -> None:
+        """Run the forward pass, or with `gradients` (packed addresses of them) the backward."""
+        call = CALL.pack(*self.arguments, *view(out), address(lse), torch.get_num_threads())
+        assert _LIBRARY is not None
+        if status := _LIBRARY.graphattn_attention_rows(call, gradients, self.is_double):
+            library.check(status)
 
 
 def _is_large(key: Tensor, value: Tensor, edges: Edges) -> bool:

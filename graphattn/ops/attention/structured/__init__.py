@@ -7,11 +7,7 @@ which it is tested. `plans.py` chooses a plan for a graph, `tiles.py` finds the 
 plans.
 """
 
-from graphattn.ops.attention.structured.plans import (
-    attend,
-    gradients_of_part,
-    plan_call,
-    run,
-)
+from graphattn.ops.attention.structured.plans import attend, gradients_of_part, plan_call
+from graphattn.ops.attention.structured.recompute import run
 
 __all__ = ["attend", "gradients_of_part", "plan_call", "run"]

@@ -24,11 +24,13 @@ from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
     Plan,
-    Recomputed,
     backward_from_log_sums,
+    differentiable,
+    flattened,
+    run,
 )
 from graphattn.ops.dropout import dropout_of_call
-from graphattn.ops.inputs import ValidPair, clear_invalid, may_be_differentiated
+from graphattn.ops.inputs import ValidPair, clear_invalid, flat_masks
 from graphattn.ops.memory import keep_freed_memory
 
 SHORT = 128  # tokens: in shorter sequences, global tokens are not computed apart
@@ -63,12 +65,12 @@ def attend(
     `bias` is [E, H], per edge, [*, E, H], per sample and edge, or with the option `per_offset`
     [offsets, H]; the other options are those of :func:`plan_call`.
     """
-    inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
+    inputs = query, key, value, scale, bias
+    inputs, plan = plan_call(inputs, graph, flat=False, **options)
     if isinstance(options["score"], Score) and torch.is_grad_enabled():
         # Only autograd knows which tensors a score of your own holds.
-        out, lse = plan.by_autograd(inputs)
-        return out.view(*query.shape[:-3], *out.shape[1:]), lse.view(query.shape[:-1])
-    return run(plan, inputs, query.shape[:-3])
+        return differentiable(plan, inputs)
+    return run(plan, inputs)
 
 
 def gradients_of_part(
@@ -103,15 +105,6 @@ def gradients_of_part(
     return (*shaped,)
 
 
-def run(plan: Plan, inputs: Inputs, batch: torch.Size) -> tuple[Tensor, Tensor]:
-    """Run a plan on its inputs, and restore their leading dimensions."""
-    if may_be_differentiated(inputs):
-        out, lse = Recomputed.apply(plan, *inputs)
-    else:
-        out, lse, _ = plan.forward(inputs)
-    return out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
-
-
 def plan_call(
     inputs: Inputs,
     graph: TokenGraph,
@@ -124,46 +117,48 @@ def plan_call(
     dropout: float = 0.0,
     seed: Tensor | None = None,
     kernels: Kernels | None = None,
+    flat: bool = True,
 ) -> tuple[Inputs, Plan]:
-    """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan.
+    """Inputs with zeros in place of invalid tokens, and their plan.
 
-    `kernels` make the plans; if None, those in operations of torch.
+    If `flat`, the inputs have one leading dimension. `kernels` make the plans; if None, those in
+    operations of torch.
     """
     kernels = OPERATIONS if kernels is None else kernels
     keep_freed_memory()
     query, key, value, scale, bias = inputs
     batch = query.shape[:-3]
     B = batch.numel()
-
-    def flat(x: Tensor, mask: Tensor | None) -> Tensor:
-        x = clear_invalid(x, mask)
-        return x if len(batch) == 1 else x.reshape(B, *x.shape[-3:])
-
-    def flat_mask(mask: Tensor | None) -> Tensor | None:
-        return None if mask is None else mask.expand(*batch, -1).reshape(B, mask.shape[-1])
-
-    masks = flat_mask(valid[0]), flat_mask(valid[1])
-    if bias is not None and bias.dim() > 2:
-        bias = bias.reshape(B, *bias.shape[-2:])
-    dropped = None if seed is None else dropout_of_call(dropout, seed, query, graph)
-    options = PlanOptions(score, top_k, masks, softcap, dropped)
-    if bias is not None and not per_offset and _is_dense(graph):
-        samples = len(bias) if bias.dim() == 3 else 1
-        bias = bias.reshape(samples, graph.num_targets, graph.num_sources, bias.shape[-1])
-    flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
-    of_bias = None if bias is None else (per_offset, bias.dim())
+    of_bias = None
+    masks: ValidPair = (None, None)
+    if bias is not None:
+        if bias.dim() > 2:
+            bias = bias.reshape(B, *bias.shape[-2:])
+        if not per_offset and _is_dense(graph):
+            samples = len(bias) if bias.dim() == 3 else 1
+            bias = bias.reshape(samples, graph.num_targets, graph.num_sources, bias.shape[-1])
+        of_bias = per_offset, bias.dim()
+    if valid != (None, None):
+        masks = flat_masks(valid, batch)
+        query = clear_invalid(query, valid[0])
+        key, value = clear_invalid(key, valid[1]), clear_invalid(value, valid[1])
 
     def make() -> Plan:
         fewer = None if top_k is None or top_k >= _most_sources(graph) else top_k
-        own = options._replace(top_k=fewer)
+        dropped = None if seed is None else dropout_of_call(dropout, seed, query, graph)
+        options = PlanOptions(score, fewer, masks, softcap, dropped)
         if graph.structure is None or not (bias is None or per_offset or bias.dim() == 4):
-            return kernels.rows(graph, own, None)
+            return kernels.rows(graph, options, None)
         table, pairs = bias is not None, bias is not None and bias.dim() == 4
-        return _plan(graph.structure, flat_inputs[0], own, kernels, table=table, pairs=pairs)
+        like = query.new_empty(B)
+        return _plan(graph.structure, like, options, kernels, table=table, pairs=pairs)
 
-    if masks != (None, None) or dropped is not None or isinstance(score, Score):
-        return flat_inputs, make()
-    return flat_inputs, graph.derived((kernels, score, top_k, softcap, B, of_bias), make)
+    if masks == (None, None) and seed is None and not isinstance(score, Score):
+        plan = graph.derived((kernels, score, top_k, softcap, B, of_bias), make)
+    else:
+        plan = make()
+    inputs = query, key, value, scale, bias
+    return flattened(inputs) if flat else inputs, plan
 
 
 def _most_sources(graph: TokenGraph) -> int:

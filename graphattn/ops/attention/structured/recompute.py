@@ -56,39 +56,94 @@ def backward_from_log_sums(
     return found
 
 
+def flattened(inputs: Inputs) -> Inputs:
+    """Queries, keys and values with one leading dimension, and scale and bias as they are."""
+    query, key, value, scale, bias = inputs
+    if query.dim() == 4:
+        return inputs
+    if query.dim() == 3:
+        return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), scale, bias
+    B = query.shape[:-3].numel()
+    query, key, value = (x.reshape(B, *x.shape[-3:]) for x in (query, key, value))
+    return query, key, value, scale, bias
+
+
+def restored(x: Tensor, batch: torch.Size) -> Tensor:
+    """x [B, ...] with the leading dimensions `batch` in place of B, and not as a view.
+
+    The result of an autograd function must be no view, because callers may change it in place.
+    """
+    if len(batch) == 1:
+        return x
+    if not batch:
+        return x.squeeze_(0)
+    step, steps = x.stride(0), []
+    for size in reversed(batch):
+        steps.append(step)
+        step *= max(size, 1)
+    return x.as_strided_((*batch, *x.shape[1:]), (*reversed(steps), *x.stride()[1:]))
+
+
+def run(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Run a plan on inputs with any leading dimensions: output and log-sums have the same."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        out, lse = Recomputed.apply(plan, *inputs)
+        return out, lse
+    out, lse, _ = plan.forward(flattened(inputs))
+    batch = inputs[0].shape[:-3]
+    return restored(out, batch), restored(lse, batch)
+
+
 class Recomputed(torch.autograd.Function):
-    """Runs a plan, with memory for one chunk beside inputs and outputs, forward and backward."""
+    """Runs a plan, with memory for one chunk beside inputs and outputs, forward and backward.
+
+    The leading dimensions of queries, keys and values are flattened here, so that autograd sees one
+    operation.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, saved = plan.forward((query, key, value, scale, bias))
+    def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[Tensor, Tensor]:
+        batch = inputs[0].shape[:-3]
+        out, lse, saved = plan.forward(flattened(inputs))
+        if saved is lse and len(batch) != 1:
+            saved = lse.detach()  # another tensor, because the shape of `lse` changes
+        out = restored(out, batch)
         ctx.plan = plan
-        ctx.save_for_backward(query, key, value, scale, bias, out, saved)
+        ctx.save_for_backward(*inputs, out, saved)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, restored(lse, batch)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         # Read once only: under a gradient checkpoint, every reading computes the tensors again.
-        *inputs, out, lse = ctx.saved_tensors
+        *inputs, out, saved = ctx.saved_tensors
         with full_precision(out.device):
             if torch.is_grad_enabled():  # create_graph=True: this is differentiated again
                 needed = ctx.needs_input_grad[1:]
                 return None, *gradients_by_autograd(
-                    lambda *tensors: ctx.plan.by_autograd(tensors), inputs, needed, (d_out, d_lse)
+                    lambda *tensors: differentiable(ctx.plan, tensors),
+                    inputs,
+                    needed,
+                    (d_out, d_lse),
                 )
             if d_out is None:  # then values are not used, and may even be NaN
                 out = d_out = torch.zeros_like(out)
                 inputs[2] = torch.zeros_like(inputs[2])
-            return None, *ctx.plan.backward(tuple(inputs), out, lse, d_out, d_lse)
+            given = flattened(tuple(inputs))
+            if out.dim() != 4:
+                B, out_shape = len(given[0]), out.shape[-3:]
+                out, d_out = out.reshape(B, *out_shape), d_out.reshape(B, *out_shape)
+                d_lse = None if d_lse is None else d_lse.reshape(B, *out_shape[:-1])
+            *of_tokens, d_scale, d_bias = ctx.plan.backward(given, out, saved, d_out, d_lse)
+            batch = inputs[0].shape[:-3]
+            return None, *(restored(d, batch) for d in of_tokens), d_scale, d_bias
+
+
+def differentiable(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Output [*, N, H, Dv] and log-sums [*, N, H], by operations that autograd can follow."""
+    out, lse = plan.by_autograd(flattened(inputs))
+    batch = inputs[0].shape[:-3]
+    return out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
 
 
 def zeros_like(inputs: Inputs) -> Gradients:

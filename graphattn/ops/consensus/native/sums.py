@@ -6,7 +6,6 @@ addresses of tensors.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,18 +14,25 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
-from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies, featurewise, view
+from graphattn.kernels.cpu.tensors import (
+    KINDS,
+    address,
+    as_it_lies,
+    featurewise,
+    packer,
+    view,
+)
 from graphattn.ops.consensus.native import calls
 from graphattn.ops.consensus.native.calls import (
     ConsensusArguments,
     ConsensusGradients,
-    ConsensusNetwork,
     edges_of,
 )
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 
 _LIBRARY = library.library()
+ARGUMENTS, GRADIENTS = packer(ConsensusArguments), packer(ConsensusGradients)
 OF_TOKENS, OF_EDGES = 4, 10  # tensors[:4] are of tokens, [4:10] the second layer, [10:] of edges
 
 
@@ -55,37 +61,26 @@ class SumsCall:
         masks = tuple(_mask(mask, B) for mask in valid)
         self.most_edges = B * edges.most(N)
         self.alive = target_hidden, source_hidden, u, v, network, edge, edge_weight, edges, masks
-        self.numbers = ConsensusArguments(
-            batch=B,
-            targets=N,
-            sources=v.shape[1],
-            heads=heads,
-            groups=target_hidden.shape[2],
-            width=width,
-            rank=rank,
-            hidden=xi,
-            trunks=target_hidden.shape[3] // xi,
-            rowptr=address(edges.rowptr),
-            source=address(edges.source),
-            moves=address(edges.moves),
-            move_count=0 if edges.moves is None else len(edges.moves),
-            borders=address(edges.borders),
-            border_count=0 if edges.borders is None else len(edges.borders),
-            energy=energy,
-            target_hidden=view(target_hidden),
-            source_hidden=view(source_hidden),
-            u=view(u),
-            v=view(v),
-            edge=address(edge),
-            edge_batch=0 if edge is None or len(edge) == 1 else edge.stride(0),
-            edge_inputs=0 if edge_weight is None else edge_weight.shape[1],
-            edge_weight=address(edge_weight),
-            network=ConsensusNetwork(*(x.data_ptr() for x in network)),
-            valid_targets=address(masks[0]),
-            valid_sources=address(masks[1]),
-            round=calls.EDGES_OF_ROUND,
-            threads=torch.get_num_threads(),
-        )
+        hidden, groups = target_hidden.shape[3], target_hidden.shape[2]
+        self.sizes = heads, rank, width, groups, hidden
+        self.before = (
+            B, N, v.shape[1], heads, groups, width, rank, xi, hidden // xi,
+            address(edges.rowptr), address(edges.source),
+            address(edges.moves), 0 if edges.moves is None else len(edges.moves),
+            address(edges.borders), 0 if edges.borders is None else len(edges.borders),
+            energy,
+            *view(target_hidden), *view(source_hidden), *view(u), *view(v),
+            address(edge), 0 if edge is None or len(edge) == 1 else edge.stride(0),
+            0 if edge_weight is None else edge_weight.shape[1], address(edge_weight),
+            *map(address, network), *map(address, masks),
+        )  # fmt: skip
+
+    def _packed(
+        self, gradient: Tensor | None, degree: Tensor | None, stored: Tensor | None
+    ) -> bytes:
+        """All arguments, with the addresses of results and of stored matrices."""
+        results = *view(gradient), address(degree), address(stored)
+        return ARGUMENTS.pack(*self.before, *results, calls.EDGES_OF_ROUND, torch.get_num_threads())
 
     def _readable(self, x: Tensor) -> Tensor:
         """Tokens in the dtype of the network, or in half precision beside float32."""
@@ -95,9 +90,7 @@ class SumsCall:
 
     def new_storage(self) -> Tensor | None:
         """Memory to store the matrices of edges for the backward pass; None if too many."""
-        call = self.numbers
-        sizes = call.heads, call.rank, call.width, call.groups, call.trunks * call.hidden
-        numbers = calls.numbers_to_store(self.most_edges, *sizes)
+        numbers = calls.numbers_to_store(self.most_edges, *self.sizes)
         if numbers is None or calls.EDGES_OF_ROUND:
             return None
         return torch.empty(numbers, dtype=self.dtype, device="cpu")
@@ -110,12 +103,10 @@ class SumsCall:
         The matrices of edges are written to `stored`, memory from :meth:`new_storage`.
         """
         assert _LIBRARY is not None
-        self.numbers.kept = address(stored)
         gradient = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         degree = torch.empty(self.shape[:-1], dtype=self.dtype, device="cpu") if degrees else None
-        self.numbers.gradient, self.numbers.degree = view(gradient), address(degree)
-        is_double = self.dtype == torch.float64
-        library.check(_LIBRARY.graphattn_consensus(ctypes.byref(self.numbers), is_double))
+        call = self._packed(gradient, degree, stored)
+        library.check(_LIBRARY.graphattn_consensus(call, self.dtype == torch.float64))
         return gradient, degree
 
     def backward(
@@ -128,7 +119,6 @@ class SumsCall:
     ) -> tuple[Tensor | None, ...]:
         """The needed gradients of `tensors`; matrices that are not `stored` are computed again."""
         assert _LIBRARY is not None
-        self.numbers.kept = address(stored)
         d_gradient = featurewise(d_gradient)
         d_degree = None if d_degree is None else as_it_lies(d_degree)
         # C++ computes those of two ends, and the six of the network, together or not at all.
@@ -140,18 +130,14 @@ class SumsCall:
         edge, edge_weight = found[OF_EDGES:] or (None, None)
         if edge_weight is not None:
             edge_weight = torch.empty(edge_weight.mT.shape, dtype=self.dtype, device="cpu")
-        gradients = ConsensusGradients(
-            view(d_gradient),
-            address(d_degree),
-            *(TokenView() if x is None else view(x) for x in found[:OF_TOKENS]),
-            address(edge),
-            address(edge_weight),
-            0 if edge is None else edge.numel(),
-            ConsensusNetwork(*(address(x) for x in found[OF_TOKENS:OF_EDGES])),
-        )
-        status = _LIBRARY.graphattn_consensus_backward(
-            ctypes.byref(self.numbers), ctypes.byref(gradients), self.dtype == torch.float64
-        )
+        gradients = GRADIENTS.pack(
+            *view(d_gradient), address(d_degree),
+            *(number for x in found[:OF_TOKENS] for number in view(x)),
+            address(edge), address(edge_weight), 0 if edge is None else edge.numel(),
+            *map(address, found[OF_TOKENS:OF_EDGES]),
+        )  # fmt: skip
+        call = self._packed(None, None, stored)
+        status = _LIBRARY.graphattn_consensus_backward(call, gradients, self.dtype == torch.float64)
         library.check(status)
         if edge_weight is not None:
             found[-1] = edge_weight.mT
