@@ -273,8 +273,8 @@ MUTATIONS = [
     Mutation(
         "RoPE turns the other way",
         "graphattn/nn/rotary.py",
-        "        cos, sin = rotation\n        if",
-        "        cos, sin = rotation[0], -rotation[1]\n        if",
+        "        cos, sin = rotation\n        if can_rotate(x, cos, sin):",
+        "        cos, sin = rotation[0], -rotation[1]\n        if can_rotate(x, cos, sin):",
         (f"{ROTARY}::test_rotation_is_a_product_of_complex_numbers",),
     ),
     Mutation(

@@ -72,9 +72,12 @@ def _averages(inputs: Inputs, graph: TokenGraph, eps: float) -> tuple[Any, ...]:
     """Averages [G, N, Dv], and what the backward pass needs of them.
 
     This is: rows that are not finite, bool [G, N, 1] or None; denominators [G, N, 1], and where
-    these are 0; and the inputs as [G, tokens, features].
+    these are 0; and the inputs as [G, tokens, features]. Values have a column
+    of ones if nothing is rotated.
     """
-    rows = tuple(_by_head(x) for x in inputs[: 3 if inputs[3] is inputs[0] else 5])
+    rows = [_by_head(x) for x in inputs[: 3 if inputs[3] is inputs[0] else 5]]
+    if len(rows) == 3:  # one pass for numerators and denominators
+        rows[2] = torch.cat([rows[2], torch.ones_like(rows[2][..., :1])], dim=-1)
     above, total = _sums(plain_sums, rows, graph)
     is_finite = math.isfinite(above.sum() + total.sum())
     if not is_finite:
@@ -92,15 +95,15 @@ def _averages(inputs: Inputs, graph: TokenGraph, eps: float) -> tuple[Any, ...]:
 
 
 def _sums(
-    sums: Callable[..., Tensor], rows: tuple[Tensor, ...], graph: TokenGraph
+    sums: Callable[..., Tensor], rows: list[Tensor], graph: TokenGraph
 ) -> tuple[Tensor, Tensor]:
     """Numerators [G, N, Dv] and denominators [G, N, 1]."""
     query, key, value, *rotated = rows
-    ones = torch.ones_like(value[..., :1])
     if rotated:
         above = sums(rotated[0], rotated[1], value, graph, transposed=False)
+        ones = torch.ones_like(value[..., :1])
         return above, sums(query, key, ones, graph, transposed=False)
-    both = sums(query, key, torch.cat([value, ones], dim=-1), graph, transposed=False)  # one pass
+    both = sums(query, key, value, graph, transposed=False)
     return both[..., :-1], both[..., -1:]
 
 
@@ -128,14 +131,13 @@ def _gradients(
 
     d = _by_head(d_out)
     d_above = (d if bad is None else d.masked_fill(bad, 0)) / total
-    ones = torch.ones_like(value[..., :1])
     d_total = (out * d_above).sum(-1, keepdim=True).neg_().masked_fill_(empty, 0)
     if not rotated:
         d_both = torch.cat([d_above, d_total], dim=-1)
-        value = torch.cat([value, ones], dim=-1)
         d_query, d_key, d_value = of_factors(d_both, query, key, value)
         return d_query, d_key, d_value[..., :-1], None, None
     d_turned_query, d_turned_key, d_value = of_factors(d_above, rotated[0], rotated[1], value)
+    ones = torch.ones_like(value[..., :1])
     d_query, d_key, _ = of_factors(d_total, query, key, ones)
     return d_query, d_key, d_value, d_turned_query, d_turned_key
 
