@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.distributed.failures.watching import watched
+from graphattn.distributed.agreement import agree_on_call
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class RowExchange:
 
     def start(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
         """Send this rank's rows, and return buffers that :meth:`finish` waits for."""
+        if self.total:
+            agree_on_call(self.group)
         buffers = []
         for numbers in _in_one_buffer(tensors):
             given = [(tensors[i], dims[i]) for i in numbers]
@@ -163,8 +165,7 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-        with watched(ctx.group):
-            return _waited(_exchanged(d_rows, ctx.sent, ctx.received, ctx.group)), None, None, None
+        return _waited(_exchanged(d_rows, ctx.sent, ctx.received, ctx.group)), None, None, None
 
 
 def _waited(x: Tensor) -> Tensor:

@@ -12,11 +12,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from graphattn.distributed.agreement import (
+    agree,
+    calling,
+    described,
+    facts_of_call,
+    graph_digest,
+    is_equal_on_all_ranks,
+)
 from graphattn.distributed.collectives import gathered, maximum_over_ranks
 from graphattn.distributed.exchange import RowExchange
-from graphattn.distributed.failures.agreement import agree, graph_digest
-from graphattn.distributed.failures.same_calls import SameCalls, call_of, fact_of
-from graphattn.distributed.failures.watching import same_calls, watch, watched
 from graphattn.distributed.global_targets import GlobalTargets, global_block, results_exchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
@@ -80,12 +85,10 @@ class ShardedGraph:
         sources: Layout,
         exchange: Exchange,
         broadcast: tuple[int, ...] = (),
-        calls: SameCalls | None = None,
     ) -> None:
         self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
         self.exchange, self.broadcast = exchange, broadcast
         self._targets, self._sources = targets, sources
-        self._calls = calls
 
     # What this rank owns.
 
@@ -317,11 +320,10 @@ class ShardedGraph:
             )
         if self.ranks == 1:
             return tensor
-        with self.watched():
-            if self._calls is not None and not torch.compiler.is_compiling():
-                from_end = along % tensor.dim() - tensor.dim()
-                self._calls.check((fact_of("tensor to gather", tensor, from_end),))
-            return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
+        if not torch.compiler.is_compiling():
+            from_end = along % tensor.dim() - tensor.dim()
+            agree(self.group, {"tensor to gather": described(tensor, from_end)})
+        return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
 
     def _runs(self, of: str) -> list[range]:
         """Return the runs of targets, sources or edges of this rank."""
@@ -461,28 +463,28 @@ class ShardedGraph:
                 f"shape {list(x.shape)}: shard.split(x) gives them"
             )
 
-    def check_call(self, layer: str, names: Sequence[str], given: Mapping[str, Any]) -> None:
-        """Check that all ranks call a layer with tensors that are alike, before rows travel.
+    def call_of(self, layer: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context for a call of a layer, on which all ranks agree before rows travel.
 
         It does nothing where no row travels, and while torch.compile traces.
 
         Args:
-            layer: the name of the layer.
-            names: the arguments whose rows travel.
+            layer: the layer.
             given: all arguments by name.
 
         Raises:
-            ValueError: which names the argument, and which ranks have what.
+            ValueError: which names the argument that differs, and which ranks have what.
+            RankFailure: if another rank has raised an error before it sent rows.
         """
-        if self._calls is None or torch.compiler.is_compiling() or not self._has_border:
-            return
-        both = bool(self.broadcast) or "positions" in names
-        call = call_of(layer, names, given, both=both)
+        if self.group is None or torch.compiler.is_compiling() or not self._has_border:
+            return nullcontext()
+        both = bool(self.broadcast) or "positions" in layer.exchanged
+        facts = facts_of_call(layer, given, both=both)
         if self.broadcast:  # they decide whether queries are sent
             weights = given.get("return_attention_weights", False) is not False
             has_bias = given.get("edge_bias") is not None
-            call = *call, ("edge_bias or weights", weights or has_bias, None)
-        self._calls.check(call)
+            facts["edge_bias or weights"] = str(weights or has_bias)
+        return calling(self.group, facts)
 
     @cached_property
     def _has_border(self) -> bool:
@@ -492,10 +494,6 @@ class ShardedGraph:
             if count(seen) > count(common(seen, self._sources.runs(rank))):
                 return True
         return False
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Return a context in which an error of this rank, or of another, ends the call of all."""
-        return nullcontext() if self.group is None else watched(self.group)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -525,7 +523,6 @@ def shard(
     *,
     order: Literal["auto", "runs", "zigzag"] = "auto",
     exchange: Literal["auto", "rows", "ring"] = "auto",
-    limit: float = 30.0,
 ) -> ShardedGraph:
     """Divide the tokens of a graph among the ranks of a process group.
 
@@ -548,8 +545,6 @@ def shard(
             sources instead, where these are smaller. "auto" takes the ring if a rank needs
             more than twice as many rows of others as it owns. If only global tokens need so many,
             their queries are sent to all ranks instead. Consensus always fetches all rows.
-        limit: how many seconds a rank may be silent. If a rank raises an error in a layer, dies or
-            hangs for longer, all others raise an error that names it.
 
     Returns:
         A :class:`ShardedGraph`, which layers take in the place of a graph.
@@ -557,6 +552,7 @@ def shard(
     Raises:
         ValueError: if there are more ranks than targets, an argument has another type or value, or
             the ranks have different graphs. All ranks raise it.
+        RankFailure: if another rank raised an error here.
 
     Example:
         A script for ``torchrun --nproc-per-node 4 script.py``::
@@ -577,16 +573,14 @@ def shard(
         facts = {"the graph": graph_digest(graph), "order": order, "exchange": exchange}
         counts = graph.num_targets, graph.num_sources
         earlier = _is_zigzag(process_group, counts[0]), _is_zigzag(process_group, counts[1])
-    except ValueError as found:
-        error = found
+    except ValueError as raised:
+        error = raised
     if ranks > 1:
-        watch(process_group, limit)
-        told = agree(process_group, facts, error, earlier)
-        if len(set(told)) > 1:  # some ranks have deleted the earlier graph
-            earlier = None, None
-    elif error is not None:
+        agree(process_group, facts, error)
+    if error is not None:
         raise error
-    calls = same_calls(process_group)
+    if ranks > 1 and not is_equal_on_all_ranks(process_group, earlier):
+        earlier = None, None  # some ranks have deleted the earlier graph
     shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
     balance = False
     broadcast: tuple[int, ...] = ()
@@ -613,7 +607,6 @@ def shard(
         sources=sources,
         exchange=way if ranks > 1 else "rows",
         broadcast=broadcast,
-        calls=calls,
     )
 
 

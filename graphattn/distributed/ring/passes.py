@@ -11,14 +11,12 @@ else compute each part again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange, head_token_dim
-from graphattn.distributed.failures.watching import watched
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
@@ -142,15 +140,13 @@ class _OnRing(torch.autograd.Function):
             _add_blocks(by_run, operation, turn.blocks, targets, rows)
         whole = in_order([by_run[run] for run in sorted(by_run)])
         ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
-        group = rounds[-1].exchange.group if rounds[-1].exchange is not None else None
-        ctx.watched = partial(watched, group)
         ctx.parameters = tensors[t + s :]
         ctx.save_for_backward(*targets, *sources, *whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *d_whole: Tensor) -> tuple[Any, ...]:
-        with torch.no_grad(), ctx.watched():
+        with torch.no_grad():
             found = _OnRing.gradients(ctx, d_whole)
         if not torch.is_grad_enabled():
             return found
