@@ -31,7 +31,6 @@ from graphattn.distributed.local_graph import (
     as_local,
     edge_exchange_of,
     exchange_of,
-    needed_of_both_ends,
     rows_of_targets,
     sequences_of,
     unlike_edges,
@@ -42,8 +41,6 @@ from graphattn.distributed.ring.rounds import RingPlan, RingRound
 from graphattn.distributed.ring.states import StatesOfRank
 from graphattn.distributed.seen import (
     Runs,
-    common,
-    count,
     joined,
     seen_by,
     seen_by_runs,
@@ -69,6 +66,8 @@ class ShardedGraph:
         whole: the graph of all tokens.
         rank, ranks: the place of this rank in the group, and the size of the group.
         group: the process group; None if there is only one rank.
+        num_targets, num_sources: how many targets and sources this rank owns: ``x`` and a
+            ``context`` have so many tokens.
         exchange: "rows" if all rows that a rank needs are fetched at once, "ring" if it computes
             with those of one rank at a time.
         broadcast: global tokens whose queries attention sends to all ranks; () if their owner
@@ -89,28 +88,19 @@ class ShardedGraph:
         self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
         self.exchange, self.broadcast = exchange, broadcast
         self._targets, self._sources = targets, sources
+        self.num_targets, self.num_sources = targets.size(rank), sources.size(rank)
 
     # What this rank owns.
-
-    @property
-    def num_targets(self) -> int:
-        """The number of targets of this rank: ``x`` has so many tokens."""
-        return self._targets.size(self.rank)
-
-    @property
-    def num_sources(self) -> int:
-        """The number of sources of this rank: a ``context`` has so many tokens."""
-        return self._sources.size(self.rank)
 
     @cached_property
     @made_for_training
     def plan(self) -> CommunicationPlan:
         """The plan of what all ranks exchange; ``print(shard.plan)`` shows it."""
-        found = planned(self.whole, self._targets, self._sources)
-        if (found.exchange, found.broadcast) == (self.exchange, self.broadcast):
-            return found
+        automatic = planned(self.whole, self._targets, self._sources)
+        if (automatic.exchange, automatic.broadcast) == (self.exchange, self.broadcast):
+            return automatic
         needs = remote_runs(self.whole, self._targets, self._sources, False, self.broadcast)
-        return replace(found, exchange=self.exchange, needs=needs, broadcast=self.broadcast)
+        return replace(automatic, exchange=self.exchange, needs=needs, broadcast=self.broadcast)
 
     @property
     def device(self) -> torch.device:
@@ -187,7 +177,7 @@ class ShardedGraph:
         tokens, layout, device = self.broadcast, self._targets, self.device
         own = layout.tokens(self.rank)
         is_global = torch.isin(own, torch.tensor(tokens))
-        rows, mine = (~is_global).nonzero().flatten(), is_global.nonzero().flatten()
+        rows, of_globals = (~is_global).nonzero().flatten(), is_global.nonzero().flatten()
         others = [without(layout.runs(rank), tokens) for rank in range(self.ranks)]
         everywhere = [[(token, token + 1) for token in tokens]] * self.ranks
         results, place = results_exchange(tokens, layout, self.rank, self.group, device)
@@ -200,7 +190,7 @@ class ShardedGraph:
             block=global_block(tokens, self.num_sources, self.rank, device),
             results=results,
             own=place,
-            place=torch.cat([rows, mine]).argsort().to(device),
+            place=torch.cat([rows, of_globals]).argsort().to(device),
         )
 
     @cached_property
@@ -212,9 +202,11 @@ class ShardedGraph:
         """
         layout, own = self._targets, self._targets.tokens(self.rank)
         needed = []
+        sides = self.whole, self.whole.transpose()
         for rank in range(self.ranks):
-            runs = needed_of_both_ends(self.whole, layout, rank)
-            needed.append(_with(runs, layout, rank))
+            runs = layout.runs(rank)
+            seen = [run for side in sides for run in seen_by_runs(side, runs)]
+            needed.append(joined([*seen, *((run.start, run.stop) for run in runs)]))
         context = tokens_of(needed[self.rank])
         exchange = self._exchange(needed, context)
         among = among_context(self.whole, own, context)
@@ -332,12 +324,12 @@ class ShardedGraph:
         targets = self._targets.runs(self.rank)
         if of == "targets":
             return list(targets)
-        found = []
+        edges = []
         for run in targets:
             first = self.whole.targets(0, run.start)[0].num_edges
             own = self.whole.targets(run.start, run.stop)[0].num_edges
-            found.append(range(first, first + own))
-        return found
+            edges.append(range(first, first + own))
+        return edges
 
     def _whole_count(self, of: str) -> int:
         if of == "edges":
@@ -376,9 +368,9 @@ class ShardedGraph:
             place.append(known[0] if known else len(once))
             once += [] if known else [number]
         sent, along = [tensors[i] for i in once], [dims[i] for i in once]
-        found = exchange(*sent, *masks, dims=[*along, *[-1] * len(masks)])
-        mask = found[-1] if masks else None
-        return graph, [found[i] for i in place], (of_targets, mask)
+        arrived = exchange(*sent, *masks, dims=[*along, *[-1] * len(masks)])
+        mask = arrived[-1] if masks else None
+        return graph, [arrived[i] for i in place], (of_targets, mask)
 
     # Values per edge.
 
@@ -489,11 +481,7 @@ class ShardedGraph:
     @cached_property
     def _has_border(self) -> bool:
         """Whether any rank sees a token of another rank."""
-        for rank in range(self.ranks):
-            seen = seen_by_runs(self.whole, [*self._targets.runs(rank)])
-            if count(seen) > count(common(seen, self._sources.runs(rank))):
-                return True
-        return False
+        return bool(self.broadcast) or bool(self.plan.received_rows.any())
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -506,11 +494,6 @@ class ShardedGraph:
             f"ShardedGraph(rank={self.rank} of {self.ranks}, num_targets={self.num_targets}, "
             f"num_sources={self.num_sources}, whole={self.whole})"
         )
-
-
-def _with(runs: Runs, layout: Layout, rank: int) -> Runs:
-    """Return runs with the tokens of a rank."""
-    return joined([*runs, *((run.start, run.stop) for run in layout.runs(rank))])
 
 
 def _token_dim(x: Tensor) -> int:
@@ -582,21 +565,16 @@ def shard(
     if ranks > 1 and not is_equal_on_all_ranks(process_group, earlier):
         earlier = None, None  # some ranks have deleted the earlier graph
     shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
-    balance = False
     broadcast: tuple[int, ...] = ()
-    way: Exchange
     if exchange == "auto":
         automatic = planned(graph, *shares)
-        way, broadcast = automatic.exchange, automatic.broadcast
-    else:
-        way = exchange
-    if way == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets:
-        balance = plan(graph, ranks).target_layout.zigzag
-    if order != "auto":
-        balance = order == "zigzag"
-    elif earlier[0] is not None:
-        balance = earlier[0]
-    targets = sources = _layout(process_group, graph.num_targets, ranks, balance)
+        exchange, broadcast = automatic.exchange, automatic.broadcast
+    zigzag = order == "zigzag"
+    if order == "auto" and earlier[0] is not None:
+        zigzag = earlier[0]
+    elif order == "auto" and exchange == "ring" and graph.is_causal:
+        zigzag = 2 * ranks <= graph.num_targets and plan(graph, ranks).target_layout.zigzag
+    targets = sources = _layout(process_group, graph.num_targets, ranks, zigzag)
     if graph.num_sources != graph.num_targets:
         sources = _layout(process_group, graph.num_sources, ranks, bool(earlier[1]))
     return ShardedGraph(
@@ -605,7 +583,7 @@ def shard(
         process_group if ranks > 1 else None,
         targets=targets,
         sources=sources,
-        exchange=way if ranks > 1 else "rows",
+        exchange=exchange if ranks > 1 else "rows",
         broadcast=broadcast,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import graphattn as ga
 from graphattn.distributed.agreement import agree, graph_digest
 
 TOKENS, DIM = 24, 8
+HANGS = 12.0  # seconds
 
 
 def _error(call: Any) -> str:
@@ -119,22 +121,16 @@ def all_ranks_raise(group: Any) -> str:
     return found
 
 
-def one_rank_gets_a_signal(group: Any, signal: int) -> tuple[str, float]:
-    """Return the error of a rank if rank 2 dies or hangs, and after how many seconds it came."""
-    shard = ga.distributed.shard(ga.causal_graph(TOKENS), group)
-    _check_that_calls_go_on(shard)
-    start = time.monotonic()
-    if shard.rank == 2:
-        os.kill(os.getpid(), signal)
-    found = _error(lambda: _check_that_calls_go_on(shard))
-    return found, time.monotonic() - start
-
-
-def one_rank_dies_in_the_backward_pass(group: Any, signal: int) -> tuple[str, float]:
+def one_rank_dies_or_hangs(group: Any, dies: bool, backward: bool) -> tuple[str, float]:
+    """Return the error of a rank without rank 2, and after how many seconds it came."""
     shard = ga.distributed.shard(ga.causal_graph(TOKENS), group)
     layer = ga.nn.DotProductAttention(DIM, 2)
-    y = layer(torch.randn(shard.num_targets, DIM), shard).sum()
+    x = torch.randn(shard.num_targets, DIM)
+    y = layer(x, shard).sum()
     start = time.monotonic()
+    if shard.rank == 2 and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
     if shard.rank == 2:
-        os.kill(os.getpid(), signal)
-    return _error(y.backward), time.monotonic() - start
+        time.sleep(HANGS)
+        return "", HANGS
+    return _error(y.backward if backward else lambda: layer(x, shard)), time.monotonic() - start

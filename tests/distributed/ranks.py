@@ -18,6 +18,7 @@ from typing import Any
 
 MOST = 4
 LIMIT = 240.0  # seconds: a function that takes longer hangs
+PATIENCE = 20.0  # seconds for the other ranks, once a function has failed on one
 
 
 class RankError(AssertionError):
@@ -73,7 +74,7 @@ class Ranks:
                     results[rank] = result
                 else:  # others may wait for this rank in vain
                     errors[rank] = result
-                    end = min(end, time.monotonic() + 5.0)
+                    end = min(end, time.monotonic() + PATIENCE)
         if len(results) < size:
             self.stop()
             late = [rank for rank in range(size) if rank not in results and rank not in errors]
