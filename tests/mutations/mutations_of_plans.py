@@ -44,7 +44,7 @@ MUTATIONS = [
     Mutation(
         "a plan for a causal window is a zigzag, which balances nothing",
         "graphattn/distributed/planning/plans.py",
-        "if int(other.edges.max()) <= WORTH_ZIGZAG * int(found.edges.max()):",
+        "if int(balanced.edges.max()) <= WORTH_ZIGZAG * int(plain.edges.max()):",
         "if True:",
         (f"{PLANS}::test_a_zigzag_that_balances_nothing_is_not_chosen",),
     ),
