@@ -52,8 +52,8 @@ def of_first_rank(drawn: Tensor, group: Any) -> Tensor:
         return drawn
     from torch.distributed import _functional_collectives as functional
 
-    found: Tensor = functional.broadcast(drawn.to(torch.uint8), 0, group)
-    return found.bool()
+    first: Tensor = functional.broadcast(drawn.to(torch.uint8), 0, group)
+    return first.bool()
 
 
 def _share_of(shard: ShardedGraph) -> tuple[object, ...]:

@@ -30,8 +30,10 @@ def _functional(name: str, older_name: str) -> Callable[..., Any]:
     """Return a functional collective by its name, or by the one that it had before torch 2.13."""
     from torch.distributed import _functional_collectives as functional
 
-    found: Callable[..., Any] = getattr(functional, name, None) or getattr(functional, older_name)
-    return found
+    collective: Callable[..., Any] = getattr(functional, name, None) or getattr(
+        functional, older_name
+    )
+    return collective
 
 
 def gathered(x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tensor:

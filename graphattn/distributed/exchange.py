@@ -7,14 +7,14 @@ it. Both are functional collectives, which torch.compile traces.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.failures.watching import watched
+from graphattn.distributed.agreement import agree_on_call
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class RowExchange:
         send: LongTensor, its own rows that others need, by receiver, then by token.
         sent: how many rows each rank gets, one number per rank.
         received: how many rows come from each rank.
-        own: its own rows in the context, a slice or a LongTensor.
+        total: how many rows all ranks send together. If 0, nobody calls a collective.
+        own: its own rows in the context, a slice or a LongTensor; none by default.
         place: LongTensor, the rows of the context in [received rows, own rows]. None if the first
             `before` received rows, its own rows, and the other received rows are the context.
         before: how many received rows come before its own.
-        total: how many rows all ranks send together. If 0, nobody calls a collective.
     """
 
     group: Any
     send: Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    own: slice | Tensor
-    place: Tensor | None
-    before: int
     total: int
+    own: slice | Tensor = field(default_factory=lambda: slice(0))
+    place: Tensor | None = None
+    before: int = 0
 
     def __call__(self, *tensors: Tensor, dims: Sequence[int]) -> list[Tensor]:
         """Return the context of tensors with this rank's tokens.
@@ -65,6 +65,8 @@ class RowExchange:
 
     def start(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
         """Send this rank's rows, and return buffers that :meth:`finish` waits for."""
+        if self.total:
+            agree_on_call(self.group)
         buffers = []
         for numbers in _in_one_buffer(tensors):
             given = [(tensors[i], dims[i]) for i in numbers]
@@ -80,12 +82,12 @@ class RowExchange:
         self, buffers: Sequence[Tensor], tensors: Sequence[Tensor], dims: Sequence[int]
     ) -> list[Tensor]:
         """Return the rows that arrive of every tensor, in the order of their tokens."""
-        found: dict[int, Tensor] = {}
+        arrived: dict[int, Tensor] = {}
         for numbers, rows in zip(_in_one_buffer(tensors), buffers, strict=True):
             like, along = [tensors[i] for i in numbers], [dims[i] for i in numbers]
             for i, part in zip(numbers, _parts(_waited(rows), like, along), strict=True):
-                found[i] = part.to(tensors[i].dtype)
-        return [found[i] for i in range(len(tensors))]
+                arrived[i] = part.to(tensors[i].dtype)
+        return [arrived[i] for i in range(len(tensors))]
 
     def room_for_gradients(
         self, tensors: Sequence[Tensor], dims: Sequence[int]
@@ -163,8 +165,7 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-        with watched(ctx.group):
-            return _waited(_exchanged(d_rows, ctx.sent, ctx.received, ctx.group)), None, None, None
+        return _waited(_exchanged(d_rows, ctx.sent, ctx.received, ctx.group)), None, None, None
 
 
 def _waited(x: Tensor) -> Tensor:
@@ -199,6 +200,12 @@ def _as_rows(x: Tensor, dim: int) -> Tensor:
 def head_token_dim(x: Tensor) -> int:
     """Return the dimension that counts the tokens: of a mask [*, N], or of [*, N, H, D]."""
     return -1 if x.dtype == torch.bool else -3
+
+
+def in_places_of(tensors: Sequence[Any], results: Iterable[Any]) -> list[Any]:
+    """Return one result for each tensor that is there, and None for each that is missing."""
+    rest = iter(results)
+    return [None if x is None else next(rest) for x in tensors]
 
 
 def _numbers_of_row(x: Tensor, dim: int) -> int:

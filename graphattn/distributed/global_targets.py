@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import RowExchange, head_token_dim
+from graphattn.distributed.exchange import RowExchange, head_token_dim, in_places_of
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import LocalPart
 from graphattn.distributed.ring.operations import RingOperation, Tensors
@@ -52,14 +52,13 @@ class GlobalTargets(NamedTuple):
             sources: those of its sources.
         """
         there = [x for x in targets if x is not None]
-        found = iter(self.queries(*there, dims=[head_token_dim(x) for x in there]))
-        asked = [None if x is None else next(found) for x in targets]
-        parts = operation.part(asked, sources, self.block)
+        queries = self.queries(*there, dims=[head_token_dim(x) for x in there])
+        parts = operation.part(in_places_of(targets, queries), sources, self.block)
         dims = [-3] * len(parts)
         arrived = self.results.finish(self.results.start(parts, dims), parts, dims)
         whole: Tensors = tuple(x.index_select(-3, self.own) for x in parts)
         count = len(self.own)
-        for other in range(self.results.before // count if count else 0):
+        for other in range(sum(self.results.received) // count if count else 0):
             part = tuple(x.narrow(-3, other * count, count) for x in arrived)
             whole = operation.merge(whole, part)
         if not count:  # gradients must reach the exchange on every rank
@@ -93,9 +92,6 @@ def results_exchange(
         send=torch.cat(send).to(device),
         sent=tuple(map(len, send)),
         received=tuple(received),
-        own=slice(0, 0),
-        place=None,
-        before=sum(received),
         total=len(tokens) * (layout.ranks - 1),
     )
     return exchange, own.to(device)

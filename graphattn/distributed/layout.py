@@ -73,6 +73,18 @@ class Layout:
         """Return the ranks that own some chunks."""
         return torch.minimum(chunk, self.num_chunks - 1 - chunk) if self.zigzag else chunk
 
+    def cut_at_chunks(self, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Cut runs of tokens, which are not empty, at the borders of chunks.
+
+        The results are, for every part, the number of its run, its chunk, its start and its stop.
+        """
+        first = self.chunk_of(start)
+        parts = self.chunk_of(stop - 1) - first + 1
+        run = torch.arange(len(start)).repeat_interleave(parts)
+        chunk = first[run] + torch.arange(len(run)) - (parts.cumsum(0) - parts)[run]
+        borders = self.borders()
+        return run, chunk, start[run].maximum(borders[chunk]), stop[run].minimum(borders[chunk + 1])
+
     def chunk_of(self, token: Tensor) -> Tensor:
         """Return the chunks that some tokens are in."""
         size, longer = divmod(self.num_tokens, self.num_chunks)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.seen import Runs, common, count, joined, runs_of, seen_by_runs, tokens_of
+from graphattn.distributed.seen import Runs, common, count, runs_of, tokens_of
 from graphattn.graphs.edges.storage import StoredGraph
 from graphattn.graphs.targets import block_of
 from graphattn.graphs.token_graph import TokenGraph
@@ -83,12 +83,6 @@ class EdgeExchange(NamedTuple):
         arrived = self.exchange.finish(self.exchange.start([values], [-2]), [values], [-2])
         zeros = values.new_zeros(*values.shape[:-2], 1, values.shape[-1])
         return torch.cat([*arrived, values, zeros], dim=-2).index_select(-2, self.place)
-
-
-def needed_of_both_ends(graph: TokenGraph, layout: Layout, rank: int) -> Runs:
-    """Return the tokens that share an edge with a token of a rank, in either direction."""
-    runs = layout.runs(rank)
-    return joined([*seen_by_runs(graph, runs), *seen_by_runs(graph.transpose(), runs)])
 
 
 def exchange_of(
@@ -229,9 +223,6 @@ def edge_exchange_of(part: LocalPart, layout: Layout, rank: int, group: Any) -> 
         send=leaving[order].to(device),
         sent=tuple(torch.bincount(receivers, minlength=ranks).tolist()),
         received=tuple(torch.bincount(to_rank[arriving], minlength=ranks).tolist()),
-        own=slice(0, 0),
-        place=None,
-        before=len(arriving),
         total=ranks - 1,  # all ranks take part
     )
     return EdgeExchange(exchange, place.to(device))

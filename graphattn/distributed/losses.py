@@ -64,11 +64,11 @@ def token_mean(losses: Tensor, mask: Tensor | None = None, group: Any = None) ->
     if mask is not None:
         losses, count = _counted(losses, mask)
     own = losses.sum()
-    told = torch.stack([own.detach().double(), count])
+    sums = torch.stack([own.detach().double(), count])
     ranks = 1
     for one in _groups_of(group):
-        told, ranks = _added_up(told, one), ranks * one.size()
-    total, count = told.unbind()
+        sums, ranks = _added_up(sums, one), ranks * one.size()
+    total, count = sums.unbind()
     count = count.clamp_min(1)
     mean: Tensor = _ValueAndSlope.apply(own, total / count, ranks / count)
     return mean

@@ -62,10 +62,10 @@ def runs_of(tokens: Tensor) -> Runs:
     """Return the runs of consecutive tokens in a tensor of tokens, which may repeat."""
     if not tokens.numel():
         return []
-    found = tokens.unique().cpu()
-    cut = (found.diff() != 1).nonzero().flatten()
-    starts = torch.cat([found[:1], found[cut + 1]])
-    stops = torch.cat([found[cut], found[-1:]]) + 1
+    distinct = tokens.unique().cpu()
+    cut = (distinct.diff() != 1).nonzero().flatten()
+    starts = torch.cat([distinct[:1], distinct[cut + 1]])
+    stops = torch.cat([distinct[cut], distinct[-1:]]) + 1
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
@@ -82,14 +82,14 @@ def joined(runs: Iterable[Run]) -> Runs:
 
 def common(runs: Iterable[Run], within: Iterable[range]) -> Runs:
     """Cut disjoint runs to other disjoint runs, both in ascending order."""
-    found = []
+    result = []
     others = list(within)
     for start, stop in runs:
         for other in others:
             low, high = max(start, other.start), min(stop, other.stop)
             if low < high:
-                found.append((low, high))
-    return found
+                result.append((low, high))
+    return result
 
 
 def without(runs: Iterable[range], tokens: Sequence[int]) -> list[range]:
@@ -100,14 +100,14 @@ def without(runs: Iterable[range], tokens: Sequence[int]) -> list[range]:
         >>> without([range(0, 5), range(8, 9)], (0, 3, 8))
         [range(1, 3), range(4, 5)]
     """
-    found = []
+    result = []
     for run in runs:
         start = run.start
         for token in (*(t for t in sorted(tokens) if t in run), run.stop):
             if start < token:
-                found.append(range(start, token))
+                result.append(range(start, token))
             start = token + 1
-    return found
+    return result
 
 
 def global_tokens(structure: GraphStructure | None) -> tuple[int, ...]:
@@ -125,8 +125,8 @@ def global_tokens(structure: GraphStructure | None) -> tuple[int, ...]:
         case Grid(class_token=True):
             return (0,)
         case Union(parts):
-            found = sorted({token for part in parts for token in global_tokens(part)})
-            return tuple(found) if len(found) <= MOST_GLOBAL else ()
+            of_parts = sorted({token for part in parts for token in global_tokens(part)})
+            return tuple(of_parts) if len(of_parts) <= MOST_GLOBAL else ()
     return ()
 
 

@@ -12,11 +12,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from graphattn.distributed.agreement import (
+    agree,
+    calling,
+    described,
+    facts_of_call,
+    graph_digest,
+    is_equal_on_all_ranks,
+)
 from graphattn.distributed.collectives import gathered, maximum_over_ranks
 from graphattn.distributed.exchange import RowExchange
-from graphattn.distributed.failures.agreement import agree, graph_digest
-from graphattn.distributed.failures.same_calls import SameCalls, call_of, fact_of
-from graphattn.distributed.failures.watching import same_calls, watch, watched
 from graphattn.distributed.global_targets import GlobalTargets, global_block, results_exchange
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
@@ -26,7 +31,6 @@ from graphattn.distributed.local_graph import (
     as_local,
     edge_exchange_of,
     exchange_of,
-    needed_of_both_ends,
     rows_of_targets,
     sequences_of,
     unlike_edges,
@@ -37,8 +41,6 @@ from graphattn.distributed.ring.rounds import RingPlan, RingRound
 from graphattn.distributed.ring.states import StatesOfRank
 from graphattn.distributed.seen import (
     Runs,
-    common,
-    count,
     joined,
     seen_by,
     seen_by_runs,
@@ -64,6 +66,8 @@ class ShardedGraph:
         whole: the graph of all tokens.
         rank, ranks: the place of this rank in the group, and the size of the group.
         group: the process group; None if there is only one rank.
+        num_targets, num_sources: how many targets and sources this rank owns: ``x`` and a
+            ``context`` have so many tokens.
         exchange: "rows" if all rows that a rank needs are fetched at once, "ring" if it computes
             with those of one rank at a time.
         broadcast: global tokens whose queries attention sends to all ranks; () if their owner
@@ -80,34 +84,23 @@ class ShardedGraph:
         sources: Layout,
         exchange: Exchange,
         broadcast: tuple[int, ...] = (),
-        calls: SameCalls | None = None,
     ) -> None:
         self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
         self.exchange, self.broadcast = exchange, broadcast
         self._targets, self._sources = targets, sources
-        self._calls = calls
+        self.num_targets, self.num_sources = targets.size(rank), sources.size(rank)
 
     # What this rank owns.
-
-    @property
-    def num_targets(self) -> int:
-        """The number of targets of this rank: ``x`` has so many tokens."""
-        return self._targets.size(self.rank)
-
-    @property
-    def num_sources(self) -> int:
-        """The number of sources of this rank: a ``context`` has so many tokens."""
-        return self._sources.size(self.rank)
 
     @cached_property
     @made_for_training
     def plan(self) -> CommunicationPlan:
         """The plan of what all ranks exchange; ``print(shard.plan)`` shows it."""
-        found = planned(self.whole, self._targets, self._sources)
-        if (found.exchange, found.broadcast) == (self.exchange, self.broadcast):
-            return found
+        automatic = planned(self.whole, self._targets, self._sources)
+        if (automatic.exchange, automatic.broadcast) == (self.exchange, self.broadcast):
+            return automatic
         needs = remote_runs(self.whole, self._targets, self._sources, False, self.broadcast)
-        return replace(found, exchange=self.exchange, needs=needs, broadcast=self.broadcast)
+        return replace(automatic, exchange=self.exchange, needs=needs, broadcast=self.broadcast)
 
     @property
     def device(self) -> torch.device:
@@ -184,7 +177,7 @@ class ShardedGraph:
         tokens, layout, device = self.broadcast, self._targets, self.device
         own = layout.tokens(self.rank)
         is_global = torch.isin(own, torch.tensor(tokens))
-        rows, mine = (~is_global).nonzero().flatten(), is_global.nonzero().flatten()
+        rows, of_globals = (~is_global).nonzero().flatten(), is_global.nonzero().flatten()
         others = [without(layout.runs(rank), tokens) for rank in range(self.ranks)]
         everywhere = [[(token, token + 1) for token in tokens]] * self.ranks
         results, place = results_exchange(tokens, layout, self.rank, self.group, device)
@@ -197,7 +190,7 @@ class ShardedGraph:
             block=global_block(tokens, self.num_sources, self.rank, device),
             results=results,
             own=place,
-            place=torch.cat([rows, mine]).argsort().to(device),
+            place=torch.cat([rows, of_globals]).argsort().to(device),
         )
 
     @cached_property
@@ -209,9 +202,11 @@ class ShardedGraph:
         """
         layout, own = self._targets, self._targets.tokens(self.rank)
         needed = []
+        sides = self.whole, self.whole.transpose()
         for rank in range(self.ranks):
-            runs = needed_of_both_ends(self.whole, layout, rank)
-            needed.append(_with(runs, layout, rank))
+            runs = layout.runs(rank)
+            seen = [run for side in sides for run in seen_by_runs(side, runs)]
+            needed.append(joined([*seen, *((run.start, run.stop) for run in runs)]))
         context = tokens_of(needed[self.rank])
         exchange = self._exchange(needed, context)
         among = among_context(self.whole, own, context)
@@ -317,11 +312,10 @@ class ShardedGraph:
             )
         if self.ranks == 1:
             return tensor
-        with self.watched():
-            if self._calls is not None and not torch.compiler.is_compiling():
-                from_end = along % tensor.dim() - tensor.dim()
-                self._calls.check((fact_of("tensor to gather", tensor, from_end),))
-            return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
+        if not torch.compiler.is_compiling():
+            from_end = along % tensor.dim() - tensor.dim()
+            agree(self.group, {"tensor to gather": described(tensor, from_end)})
+        return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
 
     def _runs(self, of: str) -> list[range]:
         """Return the runs of targets, sources or edges of this rank."""
@@ -330,12 +324,12 @@ class ShardedGraph:
         targets = self._targets.runs(self.rank)
         if of == "targets":
             return list(targets)
-        found = []
+        edges = []
         for run in targets:
             first = self.whole.targets(0, run.start)[0].num_edges
             own = self.whole.targets(run.start, run.stop)[0].num_edges
-            found.append(range(first, first + own))
-        return found
+            edges.append(range(first, first + own))
+        return edges
 
     def _whole_count(self, of: str) -> int:
         if of == "edges":
@@ -374,9 +368,9 @@ class ShardedGraph:
             place.append(known[0] if known else len(once))
             once += [] if known else [number]
         sent, along = [tensors[i] for i in once], [dims[i] for i in once]
-        found = exchange(*sent, *masks, dims=[*along, *[-1] * len(masks)])
-        mask = found[-1] if masks else None
-        return graph, [found[i] for i in place], (of_targets, mask)
+        arrived = exchange(*sent, *masks, dims=[*along, *[-1] * len(masks)])
+        mask = arrived[-1] if masks else None
+        return graph, [arrived[i] for i in place], (of_targets, mask)
 
     # Values per edge.
 
@@ -461,41 +455,33 @@ class ShardedGraph:
                 f"shape {list(x.shape)}: shard.split(x) gives them"
             )
 
-    def check_call(self, layer: str, names: Sequence[str], given: Mapping[str, Any]) -> None:
-        """Check that all ranks call a layer with tensors that are alike, before rows travel.
+    def call_of(self, layer: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context for a call of a layer, on which all ranks agree before rows travel.
 
         It does nothing where no row travels, and while torch.compile traces.
 
         Args:
-            layer: the name of the layer.
-            names: the arguments whose rows travel.
+            layer: the layer.
             given: all arguments by name.
 
         Raises:
-            ValueError: which names the argument, and which ranks have what.
+            ValueError: which names the argument that differs, and which ranks have what.
+            RankFailure: if another rank has raised an error before it sent rows.
         """
-        if self._calls is None or torch.compiler.is_compiling() or not self._has_border:
-            return
-        both = bool(self.broadcast) or "positions" in names
-        call = call_of(layer, names, given, both=both)
+        if self.group is None or torch.compiler.is_compiling() or not self._has_border:
+            return nullcontext()
+        both = bool(self.broadcast) or "positions" in layer.exchanged
+        facts = facts_of_call(layer, given, both=both)
         if self.broadcast:  # they decide whether queries are sent
             weights = given.get("return_attention_weights", False) is not False
             has_bias = given.get("edge_bias") is not None
-            call = *call, ("edge_bias or weights", weights or has_bias, None)
-        self._calls.check(call)
+            facts["edge_bias or weights"] = str(weights or has_bias)
+        return calling(self.group, facts)
 
     @cached_property
     def _has_border(self) -> bool:
         """Whether any rank sees a token of another rank."""
-        for rank in range(self.ranks):
-            seen = seen_by_runs(self.whole, [*self._targets.runs(rank)])
-            if count(seen) > count(common(seen, self._sources.runs(rank))):
-                return True
-        return False
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Return a context in which an error of this rank, or of another, ends the call of all."""
-        return nullcontext() if self.group is None else watched(self.group)
+        return bool(self.broadcast) or bool(self.plan.received_rows.any())
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -510,11 +496,6 @@ class ShardedGraph:
         )
 
 
-def _with(runs: Runs, layout: Layout, rank: int) -> Runs:
-    """Return runs with the tokens of a rank."""
-    return joined([*runs, *((run.start, run.stop) for run in layout.runs(rank))])
-
-
 def _token_dim(x: Tensor) -> int:
     return -2 if x.is_floating_point() and x.dim() >= 2 else -1
 
@@ -525,7 +506,6 @@ def shard(
     *,
     order: Literal["auto", "runs", "zigzag"] = "auto",
     exchange: Literal["auto", "rows", "ring"] = "auto",
-    limit: float = 30.0,
 ) -> ShardedGraph:
     """Divide the tokens of a graph among the ranks of a process group.
 
@@ -548,8 +528,6 @@ def shard(
             sources instead, where these are smaller. "auto" takes the ring if a rank needs
             more than twice as many rows of others as it owns. If only global tokens need so many,
             their queries are sent to all ranks instead. Consensus always fetches all rows.
-        limit: how many seconds a rank may be silent. If a rank raises an error in a layer, dies or
-            hangs for longer, all others raise an error that names it.
 
     Returns:
         A :class:`ShardedGraph`, which layers take in the place of a graph.
@@ -557,6 +535,7 @@ def shard(
     Raises:
         ValueError: if there are more ranks than targets, an argument has another type or value, or
             the ranks have different graphs. All ranks raise it.
+        RankFailure: if another rank raised an error here.
 
     Example:
         A script for ``torchrun --nproc-per-node 4 script.py``::
@@ -577,32 +556,25 @@ def shard(
         facts = {"the graph": graph_digest(graph), "order": order, "exchange": exchange}
         counts = graph.num_targets, graph.num_sources
         earlier = _is_zigzag(process_group, counts[0]), _is_zigzag(process_group, counts[1])
-    except ValueError as found:
-        error = found
+    except ValueError as raised:
+        error = raised
     if ranks > 1:
-        watch(process_group, limit)
-        told = agree(process_group, facts, error, earlier)
-        if len(set(told)) > 1:  # some ranks have deleted the earlier graph
-            earlier = None, None
-    elif error is not None:
+        agree(process_group, facts, error)
+    if error is not None:
         raise error
-    calls = same_calls(process_group)
+    if ranks > 1 and not is_equal_on_all_ranks(process_group, earlier):
+        earlier = None, None  # some ranks have deleted the earlier graph
     shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
-    balance = False
     broadcast: tuple[int, ...] = ()
-    way: Exchange
     if exchange == "auto":
         automatic = planned(graph, *shares)
-        way, broadcast = automatic.exchange, automatic.broadcast
-    else:
-        way = exchange
-    if way == "ring" and graph.is_causal and 2 * ranks <= graph.num_targets:
-        balance = plan(graph, ranks).target_layout.zigzag
-    if order != "auto":
-        balance = order == "zigzag"
-    elif earlier[0] is not None:
-        balance = earlier[0]
-    targets = sources = _layout(process_group, graph.num_targets, ranks, balance)
+        exchange, broadcast = automatic.exchange, automatic.broadcast
+    zigzag = order == "zigzag"
+    if order == "auto" and earlier[0] is not None:
+        zigzag = earlier[0]
+    elif order == "auto" and exchange == "ring" and graph.is_causal:
+        zigzag = 2 * ranks <= graph.num_targets and plan(graph, ranks).target_layout.zigzag
+    targets = sources = _layout(process_group, graph.num_targets, ranks, zigzag)
     if graph.num_sources != graph.num_targets:
         sources = _layout(process_group, graph.num_sources, ranks, bool(earlier[1]))
     return ShardedGraph(
@@ -611,9 +583,8 @@ def shard(
         process_group if ranks > 1 else None,
         targets=targets,
         sources=sources,
-        exchange=way if ranks > 1 else "rows",
+        exchange=exchange if ranks > 1 else "rows",
         broadcast=broadcast,
-        calls=calls,
     )
 
 

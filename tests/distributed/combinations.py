@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
-from graphattn.distributed.failures.watching import watched
 
 DIM, HEADS = 16, 2
 
@@ -186,40 +184,6 @@ def refusals(group: Any) -> list[str]:
         else:
             messages.append("no error")
     return messages
-
-
-def errors_at_different_times(group: Any) -> tuple[str, int]:
-    """Every rank finds a mistake in the same call, one of them later; afterwards all go on."""
-    shard = ga.distributed.shard(ga.causal_graph(24), group)
-    found = ""
-    try:
-        with watched(group):
-            time.sleep(1.2 * shard.rank)
-            raise ValueError("a mistake")
-    except (ValueError, RuntimeError) as error:
-        found = type(error).__name__
-    return found, shard.gather(torch.ones(shard.num_targets, DIM)).shape[0]
-
-
-def one_rank_has_another_length(group: Any) -> str:
-    """Return the error of this rank, if rank 1 calls a layer with too few tokens."""
-    shard = ga.distributed.shard(ga.causal_window_graph(24, 4), group)
-    layer = ga.nn.DotProductAttention(DIM, HEADS)
-    x = torch.randn(shard.num_targets - (shard.rank == 1), DIM)
-    try:
-        layer(x, shard)
-    except (ValueError, ga.distributed.RankFailure) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def graphs_differ(group: Any) -> str:
-    """Return the error of this rank, if rank 1 has another graph."""
-    try:
-        ga.distributed.shard(ga.causal_window_graph(24, 4 + group.rank() % 2), group)
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 class _Elsewhere(ga.nn.DotProductAttention):

@@ -1,26 +1,16 @@
 """Four processes that train over shards, and what must hold in them.
 
-    python tests/distributed/engine_cases.py FOLDER NAME...
-
-The cases run one after the other in the same processes, because starting these takes longer than
-the cases do. FOLDER/RANK.json says what became of every case: "passed", or a traceback.
+:func:`case` runs on every rank: two of data parallelism times two of context parallelism.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import re
-import sys
-import time
-import traceback
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,16 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 import graphattn as ga
 
 RANKS = 4
-PATIENCE = timedelta(seconds=20)  # of a collective: if one rank fails, the others do not wait long
 N, BATCH, VOCAB = 33, 4, 29
 CLOSE = {"rtol": 0.0, "atol": 1e-10}
 
 
-class Ranks:
-    """The mesh of all processes, data parallelism x context parallelism, and a folder."""
+class Mesh:
+    """The mesh of all processes, data parallelism x context parallelism."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
         self.mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         self.dp = self.mesh["dp"].get_local_rank()
 
@@ -58,6 +46,20 @@ class Ranks:
     def rows(self, *tensors: Tensor) -> list[Tensor]:
         """The sequences of this rank's part of data parallelism."""
         return [x.chunk(2)[self.dp] for x in tensors]
+
+
+mesh_of_all = functools.cache(Mesh)
+
+
+def case(group: Any, name: str, **arguments: Any) -> None:
+    """Run a case of this file in float64; all ranks make the same models."""
+    ranks = mesh_of_all()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    try:
+        globals()[name](ranks, **arguments)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # What is learned.
@@ -137,7 +139,7 @@ def with_fsdp(model: Any, mesh: DeviceMesh | None = None) -> Any:
 # Models.
 
 
-def check_model(ranks: Ranks, model: Any, graphs: Any, tokens: Tensor, **given: Any) -> None:
+def check_model(ranks: Mesh, model: Any, graphs: Any, tokens: Tensor, **given: Any) -> None:
     """A model over shards returns what it returns over the graphs."""
     model.eval()
     several = isinstance(graphs, list)
@@ -148,7 +150,7 @@ def check_model(ranks: Ranks, model: Any, graphs: Any, tokens: Tensor, **given: 
     torch.testing.assert_close(found, model(tokens, graphs, **given), **CLOSE)
 
 
-def models_compute_over_shards_what_they_compute_over_graphs(ranks: Ranks) -> None:
+def models_compute_over_shards_what_they_compute_over_graphs(ranks: Mesh) -> None:
     tokens, _, valid = tokens_labels_and_mask()
     window = ga.window_path_graph(N, 4, self_loops=True)
     check_model(ranks, encoder(), window, tokens, valid=valid)
@@ -165,7 +167,7 @@ def models_compute_over_shards_what_they_compute_over_graphs(ranks: Ranks) -> No
     check_model(ranks, lm, lm.graphs([20, 13]), tokens, positions=torch.arange(N) * 3)
 
 
-def proteins_compute_over_shards_what_they_compute_over_graphs(ranks: Ranks) -> None:
+def proteins_compute_over_shards_what_they_compute_over_graphs(ranks: Mesh) -> None:
     tokens = torch.randint(20, (2, N), generator=draws())
     model = ga.models.ProteinModel(16, depth=2, heads=4)
     check_model(ranks, model, model.graphs(N), tokens)
@@ -184,11 +186,11 @@ def proteins_compute_over_shards_what_they_compute_over_graphs(ranks: Ranks) -> 
     found = model(own, shard, positions=positions, edge_features=shard.split(features, of="edges"))
     expected = model(tokens, structure=structure, graph=graph)
     torch.testing.assert_close(shard.gather(found), expected, rtol=0, atol=1e-6)  # of float32
-    with raises(ValueError, "structure must be None"):
+    with pytest.raises(ValueError, match="structure must be None"):
         model(own, shard, structure=structure)
 
 
-def biases_of_a_shard_are_those_of_its_edges(ranks: Ranks) -> None:
+def biases_of_a_shard_are_those_of_its_edges(ranks: Mesh) -> None:
     window = ga.window_path_graph(36, 4, self_loops=True)
     graphs = {
         "window": window,
@@ -218,22 +220,22 @@ def biases_of_a_shard_are_those_of_its_edges(ranks: Ranks) -> None:
             torch.testing.assert_close(y, layer(x, graph, edge_bias=expected), **CLOSE)
 
 
-def graphs_that_divide_tokens_differently_are_refused(ranks: Ranks) -> None:
+def graphs_that_divide_tokens_differently_are_refused(ranks: Mesh) -> None:
     model = ga.models.SequenceEncoder(VOCAB, 16, 2, 4)
     one = ranks.shard(ga.causal_graph(8))
     longer = ranks.shard(ga.causal_graph(12))
     other_group = ga.distributed.shard(ga.causal_graph(8), ranks.mesh["dp"])
     tokens = torch.zeros(4, dtype=torch.int64)
-    with raises(ValueError, "4 of 8 tokens on rank . of 2 for block 0 and 6 of 12"):
+    with pytest.raises(ValueError, match=r"4 of 8 tokens on rank . of 2 for block 0 and 6 of 12"):
         model(tokens, [one, longer])
-    with raises(ValueError, "same group"):
+    with pytest.raises(ValueError, match="same group"):
         model(tokens, [one, other_group])
-    with raises(ValueError, "ShardedGraph for block 0 and TokenGraph for block 1"):
+    with pytest.raises(ValueError, match="ShardedGraph for block 0 and TokenGraph for block 1"):
         model(tokens, [one, ga.causal_graph(4)])
     model(tokens, [one, ranks.shard(ga.causal_window_graph(8, 2))])
 
 
-def a_sequence_is_dropped_on_all_ranks_or_on_none(ranks: Ranks) -> None:
+def a_sequence_is_dropped_on_all_ranks_or_on_none(ranks: Mesh) -> None:
     tokens, _, _ = tokens_labels_and_mask()
     for graph in (
         ga.window_path_graph(N, 4, self_loops=True),
@@ -252,7 +254,7 @@ def a_sequence_is_dropped_on_all_ranks_or_on_none(ranks: Ranks) -> None:
 # Losses.
 
 
-def the_mean_over_tokens_is_that_of_all_ranks(ranks: Ranks) -> None:
+def the_mean_over_tokens_is_that_of_all_ranks(ranks: Mesh) -> None:
     losses = torch.randn(BATCH, N, generator=draws())
     counts = torch.rand(BATCH, N, generator=draws(2)) > 0.5
     counts[:2, : N // 2 + 1] = False  # nothing on the first rank
@@ -268,13 +270,13 @@ def the_mean_over_tokens_is_that_of_all_ranks(ranks: Ranks) -> None:
     half = ga.distributed.token_mean(own[0].bfloat16())
     assert half.dtype == torch.float32
     assert ga.distributed.token_mean(own[0], own[1] & False) == 0
-    with raises(ValueError, "mask must be a bool tensor, got torch.float64"):
+    with pytest.raises(ValueError, match=r"got torch\.float64"):
         ga.distributed.token_mean(own[0], own[0])
-    with raises(ValueError, "group must be a DeviceMesh"):
+    with pytest.raises(ValueError, match="group must be a DeviceMesh"):
         ga.distributed.token_mean(own[0], group=3)
 
 
-def masked_tokens_of_all_ranks_have_one_mean(ranks: Ranks) -> None:
+def masked_tokens_of_all_ranks_have_one_mean(ranks: Mesh) -> None:
     tokens, _, valid = tokens_labels_and_mask()
     logits = torch.randn(BATCH, N, VOCAB, generator=draws())
     _, masked = ga.train.mask_tokens(tokens, 28, mask_ratio=0.4, valid=valid, generator=draws(3))
@@ -289,7 +291,7 @@ def masked_tokens_of_all_ranks_have_one_mean(ranks: Ranks) -> None:
 
 
 def train_as_one_process_does(
-    ranks: Ranks, wrap: Callable[[Any], Any], reentrant: bool | None = None, taken: int = 3
+    ranks: Mesh, wrap: Callable[[Any], Any], reentrant: bool | None = None, taken: int = 3
 ) -> None:
     """Take steps over all ranks, and the same steps in every process with all tokens."""
     tokens, labels, valid = tokens_labels_and_mask()
@@ -313,36 +315,36 @@ def train_as_one_process_does(
         check_equal(next(together), next(alone))
 
 
-def ddp(ranks: Ranks) -> None:
+def ddp(ranks: Mesh) -> None:
     train_as_one_process_does(ranks, DistributedDataParallel)
 
 
-def ddp_with_checkpoints(ranks: Ranks) -> None:
+def ddp_with_checkpoints(ranks: Mesh) -> None:
     train_as_one_process_does(ranks, DistributedDataParallel, reentrant=False)
 
 
-def ddp_with_reentrant_checkpoints(ranks: Ranks) -> None:
+def ddp_with_reentrant_checkpoints(ranks: Mesh) -> None:
     train_as_one_process_does(ranks, DistributedDataParallel, reentrant=True)
 
 
-def fsdp(ranks: Ranks) -> None:
+def fsdp(ranks: Mesh) -> None:
     train_as_one_process_does(ranks, with_fsdp)
 
 
-def fsdp_with_checkpoints(ranks: Ranks) -> None:
+def fsdp_with_checkpoints(ranks: Mesh) -> None:
     train_as_one_process_does(ranks, with_fsdp, reentrant=False)
 
 
-def fsdp_with_reentrant_checkpoints(ranks: Ranks) -> None:
+def fsdp_with_reentrant_checkpoints(ranks: Mesh) -> None:
     train_as_one_process_does(ranks, with_fsdp, reentrant=True)
 
 
-def hybrid_fsdp(ranks: Ranks) -> None:
+def hybrid_fsdp(ranks: Mesh) -> None:
     """Parameters divided over "cp", and replicated over "dp"."""
     train_as_one_process_does(ranks, lambda model: with_fsdp(model, ranks.mesh))
 
 
-def images_whose_patches_are_divided(ranks: Ranks) -> None:
+def images_whose_patches_are_divided(ranks: Mesh) -> None:
     """Every rank computes the same logits from its gathered tokens, and the same loss."""
     images = torch.randn(BATCH, 1, 8, 8, generator=draws())
     classes = torch.randint(3, (BATCH,), generator=draws())
@@ -368,7 +370,7 @@ def images_whose_patches_are_divided(ranks: Ranks) -> None:
             check_equal(found, expected)
 
 
-def compiled_blocks(ranks: Ranks) -> None:
+def compiled_blocks(ranks: Mesh) -> None:
     def wrap(model: Any) -> Any:
         for block in model.blocks[-1:]:
             block.compile(backend="aot_eager")
@@ -377,7 +379,7 @@ def compiled_blocks(ranks: Ranks) -> None:
     train_as_one_process_does(ranks, wrap)
 
 
-# Checkpoints. This comes last: afterwards the processes are no group of four any more.
+# Checkpoints. Afterwards the processes are no group of four any more.
 
 
 def learner() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -410,8 +412,8 @@ def flat(state: Any, name: str = "") -> dict[str, Tensor]:
     return {k: x for key, value in state.items() for k, x in flat(value, f"{name}/{key}").items()}
 
 
-def a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Ranks) -> None:
-    path, rank = ranks.folder / "checkpoint", dist.get_rank()
+def a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Mesh, folder: Path) -> None:
+    path, rank = folder / "checkpoint", dist.get_rank()
     tokens, labels, valid = tokens_labels_and_mask()
     shard = ranks.shard(ga.window_path_graph(N, 5, self_loops=True))
     own = shard.split(*ranks.rows(tokens, labels, valid))
@@ -432,7 +434,9 @@ def a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Ranks) -> None
         dcp.load({"model": plain}, checkpoint_id=path)  # into the state of a model, as it is
         check_equal(plain, dict(alone.state_dict()))
     else:
-        start(ranks.folder / "two", rank, 2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder / 'two'}", rank=rank, world_size=2
+        )
         both = with_fsdp(encoder())
         found = flat(restored(path, both, torch.optim.AdamW(both.parameters(), lr=1e-2)))
         assert len(get_model_state_dict(both)) == len(get_model_state_dict(encoder()))
@@ -443,66 +447,3 @@ def a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Ranks) -> None
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert torch.equal(found[name], x), name
-
-
-# Processes.
-
-
-@contextmanager
-def raises(kind: type[Exception], said: str) -> Iterator[None]:
-    """Expect an error, as pytest.raises does, which would take a second to import."""
-    found = "nothing"
-    try:
-        yield
-    except kind as error:
-        found = str(error)
-    assert re.search(said, found), f"{said!r} was expected, got {found}"
-
-
-def start(store: Path, rank: int, size: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=PATIENCE
-    )
-
-
-def run(folder: Path, rank: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    start(folder / "four", rank, RANKS)
-    ranks = Ranks(folder)
-    outcomes: dict[str, Any] = {}
-    for name in names:
-        begun = time.monotonic()
-        try:
-            torch.manual_seed(0)  # all ranks make the same models
-            globals()[name](ranks)
-            outcomes[name] = "passed"
-        except BaseException:
-            outcomes[name] = traceback.format_exc()
-            break  # this rank is no longer where the others are
-        finally:
-            outcomes["seconds of " + name] = round(time.monotonic() - begun, 2)
-    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    _ = ga.nn, ga.models, ga.train, ga.distributed  # once, not per process
-    gc.freeze()
-    children = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                run(folder, rank, names)
-            finally:
-                os._exit(0)
-        children.append(pid)
-    for pid in children:
-        os.waitpid(pid, 0)
-
-
-if __name__ == "__main__":
-    main()

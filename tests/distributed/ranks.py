@@ -18,16 +18,29 @@ from typing import Any
 
 MOST = 4
 LIMIT = 240.0  # seconds: a function that takes longer hangs
+PATIENCE = 20.0  # seconds for the other ranks, once a function has failed on one
 
 
 class RankError(AssertionError):
-    """A function failed on some of the ranks, or did not end."""
+    """A function failed on some of the ranks, or did not end.
+
+    `results` has what the other ranks returned, by rank.
+    """
+
+    def __init__(self, message: str, results: dict[int, Any]) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 class Ranks:
-    """Processes 0 .. MOST - 1; they start when the first function runs."""
+    """Processes 0 .. MOST - 1; they start when the first function runs.
 
-    def __init__(self) -> None:
+    Args:
+        timeout: seconds that a collective waits for the other ranks.
+    """
+
+    def __init__(self, timeout: float = LIMIT) -> None:
+        self._timeout = timeout
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
@@ -46,27 +59,36 @@ class Ranks:
         for connection in self._connections[:size]:
             connection.send(job)
         end = time.monotonic() + limit
-        found: dict[int, tuple[bool, Any]] = {}
-        while len(found) < size and time.monotonic() < end:
-            waiting = {self._connections[r]: r for r in range(size) if r not in found}
-            for connection in multiprocessing.connection.wait([*waiting], timeout=1.0):
-                found[waiting[connection]] = self._answer(waiting[connection])
-                if not found[waiting[connection]][0]:  # others may wait for this rank in vain
-                    end = min(end, time.monotonic() + 5.0)
-        failed = {rank: text for rank, (ok, text) in found.items() if not ok}
-        if failed or len(found) < size:
-            late = [rank for rank in range(size) if rank not in found]
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while len(results) + len(errors) < size and time.monotonic() < end:
+            rank_of = {
+                self._connections[rank]: rank
+                for rank in range(size)
+                if rank not in results and rank not in errors
+            }
+            for connection in multiprocessing.connection.wait([*rank_of], timeout=1.0):
+                rank = rank_of[connection]
+                ok, result = self._received(rank)
+                if ok:
+                    results[rank] = result
+                else:  # others may wait for this rank in vain
+                    errors[rank] = result
+                    end = min(end, time.monotonic() + PATIENCE)
+        if len(results) < size:
             self.stop()
-            errors = [f"rank {rank}: {text}" for rank, text in failed.items()]
-            raise RankError("\n".join([*errors, f"ranks without an answer: {late}"]))
-        return [found[rank][1] for rank in range(size)]
+            late = [rank for rank in range(size) if rank not in results and rank not in errors]
+            lines = [f"rank {rank}: {text}" for rank, text in errors.items()]
+            raise RankError("\n".join([*lines, f"ranks without a result: {late}"]), results)
+        return [results[rank] for rank in range(size)]
 
-    def _answer(self, rank: int) -> tuple[bool, Any]:
+    def _received(self, rank: int) -> tuple[bool, Any]:
+        """Return whether the function returned on a rank, and its result or the traceback."""
         try:
-            answer: tuple[bool, Any] = self._connections[rank].recv()
+            received: tuple[bool, Any] = self._connections[rank].recv()
         except EOFError:
             return False, f"died, exit code {self._processes[rank].exitcode}"
-        return answer
+        return received
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -74,7 +96,9 @@ class Ranks:
         store = os.path.join(tempfile.mkdtemp(prefix="ranks"), "store")
         for rank in range(MOST):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, store, there, self._timeout), daemon=True
+            )
             process.start()
             there.close()
             self._processes.append(process)
@@ -88,19 +112,16 @@ class Ranks:
         self._processes, self._connections = [], []
 
 
-def _serve(rank: int, store: str, connection: Any) -> None:
+def _serve(rank: int, store: str, connection: Any, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    wait = timedelta(seconds=timeout)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=MOST,
-        timeout=timedelta(seconds=LIMIT),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=MOST, timeout=wait
     )
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, MOST + 1)}
+    groups = {size: dist.new_group(list(range(size)), timeout=wait) for size in range(1, MOST + 1)}
     while True:
         try:
             module, name, size, arguments = connection.recv()

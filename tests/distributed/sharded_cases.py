@@ -299,51 +299,53 @@ def rows_sent_by_a_causal_window(group: Any, window: int, num_tokens: int) -> di
     return {"rows": sent.rows, "numbers": sent.numbers}
 
 
+def numbers_sent(shard: Any, layer: Any, *batch: int) -> tuple[int, int]:
+    """Return how many numbers this rank sends in the forward and in the backward pass."""
+    counts = (
+        [shard.num_targets]
+        if shard.whole.has_same_tokens
+        else [shard.num_targets, shard.num_sources]
+    )
+    tokens = [torch.randn(*batch, n, DIM, dtype=WIDE, requires_grad=True) for n in counts]
+    with Sent(shard.rank) as sent:
+        y = layer(tokens[0], shard, *tokens[1:])
+        forward = sent.numbers
+        y.sum().backward()
+    return forward, sent.numbers - forward
+
+
+def all_ranks_send(shard: Any, numbers: int) -> int:
+    """Return the bytes that all ranks send, from the float64 numbers of this one."""
+    total = torch.tensor(8 * numbers)
+    torch.distributed.all_reduce(total, group=shard.group)
+    return int(total)
+
+
 def bytes_are_those_of_the_plan(group: Any) -> int:
-    """Compare what a layer sends, forward and backward, with the plan, over every graph."""
+    """Compare what layers send, forward and backward, with the plan, over every graph."""
     layer = ga.nn.DotProductAttention(DIM, HEADS).to(WIDE)
+    linear = ga.nn.LinearAttention(DIM, HEADS, rope=True).to(WIDE)
     for name, make in GRAPHS.items():
         rng = random.Random(name)
         torch.manual_seed(3)
         graph = make(rng, 40, 4)
         for exchange, order in WAYS[:4]:
             shard = ga.distributed.shard(graph, group, exchange=exchange, order=order)
-            x = torch.randn(shard.num_targets, DIM, dtype=WIDE, requires_grad=True)
-            tracks = []
-            if not graph.has_same_tokens:
-                tracks = [torch.randn(shard.num_sources, DIM, dtype=WIDE, requires_grad=True)]
-            counts = []
-            with Sent(group.rank()) as sent:
-                y = layer(x, shard, *tracks)
-                counts.append(sent.numbers)
-                y.sum().backward()
-            counts.append(sent.numbers - counts[0])
             plan, rank = shard.plan, shard.rank
-            _linear_bytes_are_those_of_the_plan(shard, [x, *tracks])
+            counts = numbers_sent(shard, layer)
             # A plan counts what a rank receives: forward, rows of others; backward, the gradients
             # of its own, and on a ring the rows of others again. It sends what others receive.
             again = plan.sent_rows if exchange == "ring" else 0
             rows = int(plan.sent_rows[rank]), int((plan.received_rows + again)[rank])
-            assert counts == [2 * DIM * n for n in rows], (name, exchange, order, counts, rows)
-            for backward, found in zip((False, True), counts, strict=True):
-                everywhere = torch.tensor(8 * found)
-                torch.distributed.all_reduce(everywhere, group=group)
-                planned = plan.bytes(WIDE, 2 * DIM, backward=backward).sum()
-                assert int(everywhere) == int(planned), (name, exchange, order, backward)
+            assert counts == tuple(2 * DIM * n for n in rows), (name, exchange, order, counts, rows)
+            of_linear = numbers_sent(shard, linear)
+            for i, backward in enumerate((False, True)):
+                planned = plan.bytes(WIDE, 2 * DIM, backward=backward)
+                assert all_ranks_send(shard, counts[i]) == int(planned.sum()), (name, exchange)
+                sizes = HEADS, DIM // HEADS
+                planned = plan.linear_bytes(WIDE, *sizes, rope=True, backward=backward)
+                assert all_ranks_send(shard, of_linear[i]) == int(planned.sum()), (name, exchange)
     return len(GRAPHS)
-
-
-def _linear_bytes_are_those_of_the_plan(shard: Any, given: list[Tensor]) -> None:
-    layer = ga.nn.LinearAttention(DIM, HEADS, rope=True).to(WIDE)
-    with Sent(shard.rank) as sent:
-        y = layer(given[0], shard, *given[1:])
-        forward = sent.numbers
-        y.sum().backward()
-    for backward, found in ((False, forward), (True, sent.numbers - forward)):
-        everywhere = torch.tensor(8 * found)
-        torch.distributed.all_reduce(everywhere, group=shard.group)
-        planned = shard.plan.linear_bytes(WIDE, HEADS, DIM // HEADS, rope=True, backward=backward)
-        assert int(everywhere) == int(planned.sum()), (shard, backward)
 
 
 def global_tokens_sent(group: Any, name: str) -> bool:

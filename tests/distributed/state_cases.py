@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sharded_cases import DIM, HEADS, WIDE, Sent, close, compare
+from sharded_cases import DIM, HEADS, WIDE, Sent, all_ranks_send, close, compare, numbers_sent
 from torch import Tensor
 
 import graphattn as ga
@@ -107,36 +107,25 @@ def equal_to_one_process(group: Any, name: str, forced: bool) -> list[str]:
     return ways
 
 
-def numbers_sent(group: Any, name: str, order: str, forced: bool) -> int:
-    """Compare what layers send, forward and backward, with the plan; return how many numbers."""
+def bytes_sent(group: Any, name: str, order: str, forced: bool) -> int:
+    """Compare what layers send, forward and backward, with the plan; return how many bytes."""
     torch.manual_seed(5)
-    graph, total = GRAPHS[name](), 0
+    graph, total, batch = GRAPHS[name](), 0, 3
     with states_wherever_they_are_exact(forced):
         shard = ring_over(graph, group, order)
-        plan = shard.plan
+        plan, states = shard.plan, shard.plan.states
         for layer_name, made in LAYERS.items():
             layer = made().to(WIDE)
-            x = torch.randn(3, shard.num_targets, DIM, dtype=WIDE, requires_grad=True)
-            tracks = []
-            if not graph.has_same_tokens:
-                tracks = [torch.randn(3, shard.num_sources, DIM, dtype=WIDE, requires_grad=True)]
-            with Sent(group.rank()) as sent:
-                y = layer(x, shard, *tracks)
-                forward = sent.numbers
-                y.sum().backward()
-            for backward, found in ((False, forward), (True, sent.numbers - forward)):
-                everywhere = torch.tensor(8 * found)
-                torch.distributed.all_reduce(everywhere, group=group)
-                rope = layer.rotary is not None
-                sizes = layer.kv_heads, layer.head_dim
-                planned = 3 * plan.linear_bytes(WIDE, *sizes, rope=rope, backward=backward)
-                assert int(everywhere) == int(planned.sum()), (layer_name, backward)
-                states = plan.states
-                if states is not None and plan.widest_state(rope=rope) >= layer.head_dim:
+            rope, heads, width = layer.rotary is not None, layer.kv_heads, layer.head_dim
+            counts = numbers_sent(shard, layer, batch)
+            for sent, backward in zip(counts, (False, True), strict=True):
+                planned = plan.linear_bytes(WIDE, heads, width, rope=rope, backward=backward)
+                everywhere = all_ranks_send(shard, sent)
+                assert everywhere == batch * int(planned.sum()), (layer_name, backward)
+                if states is not None and plan.widest_state(rope=rope) >= width:
                     count = (states.received if backward else states.sent)[shard.rank]
-                    numbers = 3 * layer.kv_heads * layer.head_dim * (layer.head_dim + 1)
-                    assert found == int(count) * numbers, (layer_name, backward)
-                total += int(everywhere)
+                    assert sent == int(count) * batch * heads * width * (width + 1), layer_name
+                total += everywhere
     return total
 
 

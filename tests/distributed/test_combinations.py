@@ -10,10 +10,7 @@ from combinations import (
     compiled,
     compiled_by_inductor,
     dropped,
-    errors_at_different_times,
-    graphs_differ,
     half_precision,
-    one_rank_has_another_length,
     refusals,
 )
 
@@ -46,10 +43,6 @@ def test_ranks_drop_different_edges_and_keep_the_mean(ranks):
         assert abs(mean - whole) < 0.1 * whole
 
 
-def test_a_rank_that_is_late_raises_its_own_error(ranks):
-    assert ranks.run(errors_at_different_times, 2) == [("ValueError", 24)] * 2
-
-
 def test_errors_name_the_argument_on_every_rank(ranks):
     texts = (
         r"x must have the 8 tokens of rank \d of 3",
@@ -67,19 +60,6 @@ def test_errors_name_the_argument_on_every_rank(ranks):
     for messages in ranks.run(refusals, 3):
         for text, message in zip(texts, messages, strict=True):
             assert re.search(text, message), message
-
-
-def test_graphs_that_differ_are_told_on_every_rank(ranks):
-    for message in ranks.run(graphs_differ, 3):
-        assert "the graph must be equal on all ranks" in message
-
-
-def test_a_tensor_of_another_length_on_one_rank_is_an_error_on_every_rank(ranks):
-    found = ranks.run(one_rank_has_another_length, 3)
-    ranks.stop()  # the connections are closed
-    assert found[1].startswith("ValueError: x must have the 8 tokens of rank 1 of 3")
-    for message in (found[0], found[2]):
-        assert message.startswith("RankFailure: rank 1 raised ValueError: x must have the 8 tokens")
 
 
 def test_no_gradient_is_lost_on_a_ring(ranks):

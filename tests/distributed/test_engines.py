@@ -1,12 +1,10 @@
 """Models over shards train as one process does, in the engines that people use.
 
-Each claim holds in four processes, two of data parallelism times two of context parallelism. They
-start once for all claims (`engine_cases.py`).
+Each claim holds in four processes, two of data parallelism times two of context parallelism.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from engine_cases import case
+from ranks import Ranks
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
 
-CASES = Path(__file__).with_name("engine_cases.py")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-QUICK = (
+CASES = (
     "models_compute_over_shards_what_they_compute_over_graphs",
     "proteins_compute_over_shards_what_they_compute_over_graphs",
     "biases_of_a_shard_are_those_of_its_edges",
@@ -37,9 +36,8 @@ QUICK = (
     "fsdp_with_reentrant_checkpoints",
     "hybrid_fsdp",
     "images_whose_patches_are_divided",
-    "a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one",
+    "compiled_blocks",
 )
-Outcomes = list[dict[str, str]]
 
 
 def run_or_kill(command: list[str], seconds: float) -> str:
@@ -65,36 +63,18 @@ def run_or_kill(command: list[str], seconds: float) -> str:
     return printed
 
 
-def outcomes_of(folder: Path, names: tuple[str, ...]) -> Outcomes:
-    """Run cases in four processes; one dict per rank says what became of every case."""
-    run_or_kill([sys.executable, str(CASES), str(folder), *names], 180)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-
-
-def check(outcomes: Outcomes, name: str) -> None:
-    """Fail with the errors of the ranks on which a case failed, or which it never reached."""
-    failed = {
-        rank: found.get(name, "not run, because a case before it failed")
-        for rank, found in enumerate(outcomes)
-        if found.get(name) != "passed"
-    }
-    assert not failed, "\n".join(f"rank {rank}: {said}" for rank, said in failed.items())
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> Outcomes:
-    return outcomes_of(tmp_path_factory.mktemp("quick"), QUICK)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_in_four_processes(ranks: Ranks, name: str) -> None:
+    ranks.run(case, 4, name=name)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", QUICK)
-def test_in_four_processes(outcomes, name):
-    check(outcomes, name)
-
-
-@pytest.mark.long
-def test_compiled_blocks_train_as_one_process_does(tmp_path):
-    check(outcomes_of(tmp_path, ("compiled_blocks",)), "compiled_blocks")
+def test_a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(tmp_path: Path) -> None:
+    processes = Ranks()
+    name = "a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one"
+    processes.run(case, 4, name=name, folder=tmp_path)
+    processes.stop()
 
 
 def torchrun(example: str, *options: str) -> str:

@@ -8,9 +8,9 @@ ROWS = f"{PLANS}::test_a_plan_has_the_rows_that_the_edges_need_and_no_others"
 MUTATIONS = [
     Mutation(
         "an owner is read from the chunk after the one it owns",
-        "graphattn/distributed/planning/plans.py",
-        "torch.searchsorted(self._borders, source, right=True) - 1",
-        "torch.searchsorted(self._borders, source) - 1",
+        "graphattn/distributed/layout.py",
+        "parts = self.chunk_of(stop - 1) - first + 1",
+        "parts = self.chunk_of(stop) - first + 1",
         (f"{ROWS}[causal-False]",),
     ),
     Mutation(
@@ -44,7 +44,7 @@ MUTATIONS = [
     Mutation(
         "a plan for a causal window is a zigzag, which balances nothing",
         "graphattn/distributed/planning/plans.py",
-        "if int(other.edges.max()) <= WORTH_ZIGZAG * int(found.edges.max()):",
+        "if int(balanced.edges.max()) <= WORTH_ZIGZAG * int(plain.edges.max()):",
         "if True:",
         (f"{PLANS}::test_a_zigzag_that_balances_nothing_is_not_chosen",),
     ),

@@ -58,9 +58,9 @@ MUTATIONS = [
     Mutation(
         "nobody hears of an error in a layer",
         "graphattn/nn/base/padded_rows.py",
-        "            with graph.watched():",
+        "            with graph.call_of(self, given):",
         "            if True:",
-        (f"{OTHERS}::test_a_tensor_of_another_length_on_one_rank_is_an_error_on_every_rank",),
+        ("tests/distributed/test_agreement.py::test_an_error_of_one_rank_is_raised_on_every_rank",),
     ),
     Mutation(
         "rows that nobody needs travel on a ring",

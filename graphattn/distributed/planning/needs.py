@@ -94,10 +94,10 @@ def _seen(
                 assert seen is not None  # A structure with runs has a transpose.
                 whole = TokenGraph(structure=seen)
                 yield RunTable.of_runs(
-                    (rank, found)
+                    (rank, sources_seen)
                     for rank in range(targets.ranks)
                     for run in without(targets.runs(rank), left_out)
-                    for found in seen_by(whole, run.start, run.stop)
+                    for sources_seen in seen_by(whole, run.start, run.stop)
                 )
             continue
         for source, target in _pieces(graph, part):

@@ -90,8 +90,8 @@ class CommunicationPlan:
     @cached_property
     def partners(self) -> Tensor:
         """How many ranks each rank receives rows from, a LongTensor [ranks]."""
-        R, chunks = self.ranks, self.source_layout.num_chunks
-        first, last = self._chunk(self.needs.start), self._chunk(self.needs.stop - 1) + 1
+        R, layout, chunks = self.ranks, self.source_layout, self.source_layout.num_chunks
+        first, last = layout.chunk_of(self.needs.start), layout.chunk_of(self.needs.stop - 1) + 1
         owners = RunTable(self.needs.rank, first, last)  # runs of chunks, and then of ranks
         if chunks > R:  # Rank r also owns chunk 2 R - 1 - r.
             mirrored = RunTable(self.needs.rank, chunks - last, chunks - first)
@@ -117,13 +117,10 @@ class CommunicationPlan:
         Raises:
             ValueError: if there is no such rank.
         """
-        place = self.needs.rank == self._checked(rank)
-        start, stop = self.needs.start[place], self.needs.stop[place]
-        first, count = self._chunk(start), self._chunk(stop - 1) - self._chunk(start) + 1
-        run = torch.arange(len(start)).repeat_interleave(count)
-        chunk = first[run] + torch.arange(len(run)) - (count.cumsum(0) - count)[run]
-        pieces = RunTable(self.source_layout.rank_of(chunk), start[run], stop[run])
-        pieces = pieces.cut(self._borders[chunk], self._borders[chunk + 1])
+        needed = self.needs.rank == self._checked(rank)
+        start, stop = self.needs.start[needed], self.needs.stop[needed]
+        _, chunk, start, stop = self.source_layout.cut_at_chunks(start, stop)
+        pieces = RunTable(self.source_layout.rank_of(chunk), start, stop)
         return pieces.joined(self.graph.num_sources).by_rank()
 
     def sends(self, rank: int) -> list[tuple[int, list[Run]]]:
@@ -350,9 +347,6 @@ class CommunicationPlan:
     def _borders(self) -> Tensor:
         return self.source_layout.borders()
 
-    def _chunk(self, source: Tensor) -> Tensor:
-        return torch.searchsorted(self._borders, source, right=True) - 1
-
     def _sent(self, table: RunTable) -> Tensor:
         return self.source_layout.per_rank(table.counted_between(self._borders))
 
@@ -420,12 +414,12 @@ def plan(
         raise ValueError(
             'moves must be "targets" if targets and sources are different tokens, got "both"'
         )
-    found = planned(graph, *_layouts(graph, ranks, bool(zigzag)), moves)
-    if zigzag is None and graph.is_causal and found.exchange == "ring":
-        other = planned(graph, *_layouts(graph, ranks, True), moves)
-        if int(other.edges.max()) <= WORTH_ZIGZAG * int(found.edges.max()):
-            return other
-    return found
+    plain = planned(graph, *_layouts(graph, ranks, bool(zigzag)), moves)
+    if zigzag is None and graph.is_causal and plain.exchange == "ring":
+        balanced = planned(graph, *_layouts(graph, ranks, True), moves)
+        if int(balanced.edges.max()) <= WORTH_ZIGZAG * int(plain.edges.max()):
+            return balanced
+    return plain
 
 
 def planned(

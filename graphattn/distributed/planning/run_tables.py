@@ -79,10 +79,10 @@ class RunTable(NamedTuple):
 
     def by_rank(self) -> list[tuple[int, list[Run]]]:
         """List the ranks that have runs, each with its runs."""
-        found: dict[int, list[Run]] = {}
+        runs: dict[int, list[Run]] = {}
         for rank, start, stop in zip(*(column.tolist() for column in self), strict=True):
-            found.setdefault(rank, []).append((start, stop))
-        return list(found.items())
+            runs.setdefault(rank, []).append((start, stop))
+        return list(runs.items())
 
 
 def _lasts(first: Tensor) -> Tensor:

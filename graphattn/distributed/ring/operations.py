@@ -174,25 +174,26 @@ class TopKParts(SoftmaxParts):
         index = self.index[..., start:stop, :, :]
         place = torch.searchsorted(block.tokens, index.clamp(min=0))
         place = place.clamp(max=max(len(block.tokens) - 1, 0))
-        found = (index >= 0) & (block.tokens[place] == index) if len(block.tokens) else index < -1
+        is_here = (index >= 0) & (block.tokens[place] == index) if len(block.tokens) else index < -1
         with full_precision(query.device):
             score = self.score().ready(heads, query)
             keys, values = (
-                _rows_of_heads(repeat_heads(x.to(dtype), heads), place, found) for x in (key, value)
+                _rows_of_heads(repeat_heads(x.to(dtype), heads), place, is_here)
+                for x in (key, value)
             )
             logits = score.edges(
                 query.to(dtype)[..., None, :, :], keys.transpose(-2, -3)
             ).transpose(-1, -2)
-            logits = logits.masked_fill(~found, -torch.inf)
-            empty = ~found.any(-1, keepdim=True)
+            logits = logits.masked_fill(~is_here, -torch.inf)
+            empty = ~is_here.any(-1, keepdim=True)
             lse = logits.masked_fill(empty, 0).logsumexp(-1, keepdim=True)
-            weights = (logits - lse).exp().masked_fill(~found, 0)
+            weights = (logits - lse).exp().masked_fill(~is_here, 0)
             out = (weights[..., None] * values).sum(-2)
         return out, lse.masked_fill(empty, -torch.inf)
 
 
-def _rows_of_heads(x: Tensor, place: Tensor, found: Tensor) -> Tensor:
-    """Gather x [*, M, H, D] at `place` [*, N, H, k], and 0 where not `found`: [*, N, H, k, D]."""
+def _rows_of_heads(x: Tensor, place: Tensor, is_here: Tensor) -> Tensor:
+    """Gather x [*, M, H, D] at `place` [*, N, H, k], and 0 where not `is_here`: [*, N, H, k, D]."""
     if x.shape[-3] == 0:
         return x.new_zeros(*place.shape, x.shape[-1])
     by_head = x.transpose(-2, -3)  # [*, H, M, D]
@@ -200,4 +201,4 @@ def _rows_of_heads(x: Tensor, place: Tensor, found: Tensor) -> Tensor:
         place.transpose(-2, -3).flatten(-2)[..., None].expand(*x.shape[:-3], -1, -1, x.shape[-1])
     )
     rows = by_head.gather(-2, index).unflatten(-2, (place.shape[-3], place.shape[-1]))
-    return rows.transpose(-3, -4).masked_fill(~found[..., None], 0)
+    return rows.transpose(-3, -4).masked_fill(~is_here[..., None], 0)

@@ -11,14 +11,12 @@ else compute each part again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import RowExchange, head_token_dim
-from graphattn.distributed.failures.watching import watched
+from graphattn.distributed.exchange import RowExchange, head_token_dim, in_places_of
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
@@ -142,23 +140,20 @@ class _OnRing(torch.autograd.Function):
             _add_blocks(by_run, operation, turn.blocks, targets, rows)
         whole = in_order([by_run[run] for run in sorted(by_run)])
         ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
-        group = rounds[-1].exchange.group if rounds[-1].exchange is not None else None
-        ctx.watched = partial(watched, group)
         ctx.parameters = tensors[t + s :]
         ctx.save_for_backward(*targets, *sources, *whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *d_whole: Tensor) -> tuple[Any, ...]:
-        with torch.no_grad(), ctx.watched():
-            found = _OnRing.gradients(ctx, d_whole)
+        with torch.no_grad():
+            gradients = _OnRing.gradients(ctx, d_whole)
         if not torch.is_grad_enabled():
-            return found
+            return gradients
         # With create_graph=True: a second derivative would lack the share of the ring.
-        there = [x for x in found if x is not None]
+        given = [x for x in gradients if x is not None]
         inputs = [x for x in (*d_whole, *ctx.saved_tensors, *ctx.parameters) if x is not None]
-        once = iter(_Once.apply(len(there), *there, *inputs))
-        return tuple(None if x is None else next(once) for x in found)
+        return tuple(in_places_of(gradients, _Once.apply(len(given), *given, *inputs)))
 
     @staticmethod
     def gradients(ctx: Any, d_whole: Tensors) -> tuple[Any, ...]:
@@ -179,15 +174,15 @@ class _OnRing(torch.autograd.Function):
                 given = [*_rows(targets, block.targets), *_rows(rows, block.sources)]
                 given += ctx.parameters
                 results = _rows(whole, block.targets), _rows(d_whole, block.targets)
-                found = _gradients(ctx.operation, block, given, needed, counts, *results)
-                for total, gradient in zip(of_targets, found[:t], strict=True):
+                gradients = _gradients(ctx.operation, block, given, needed, counts, *results)
+                for total, gradient in zip(of_targets, gradients[:t], strict=True):
                     _add_rows(total, block.targets, gradient)
-                for total, gradient in zip(d_rows, found[t : t + s], strict=True):
+                for total, gradient in zip(d_rows, gradients[t : t + s], strict=True):
                     _add_rows(total, block.sources, gradient)
-                for total, gradient in zip(of_parameters, found[t + s :], strict=True):
+                for total, gradient in zip(of_parameters, gradients[t + s :], strict=True):
                     if total is not None and gradient is not None:
                         total += gradient
-                del given, found  # before others are allocated
+                del given, gradients  # before others are allocated
             rows.clear()
             if turn.exchange is not None and leaving is not None:
                 _add_returned(turn.exchange, leaving, of_sources)
@@ -222,10 +217,10 @@ def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[Rin
 
     on_their_way = start(rounds[0])
     for number, turn in enumerate(rounds):
-        arrived = iter(there)
+        arrived = there
         if turn.exchange is not None and on_their_way is not None:
-            arrived = iter(turn.exchange.finish(on_their_way, there, dims))
-        rows = [None if x is None else next(arrived) for x in sources]
+            arrived = turn.exchange.finish(on_their_way, there, dims)
+        rows = in_places_of(sources, arrived)
         on_their_way = start(rounds[number + 1]) if number + 1 < len(rounds) else None
         yield turn, rows
         rows.clear()  # before others arrive
@@ -233,15 +228,13 @@ def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[Rin
 
 def _rows(tensors: Given, rows: Run | Tensor) -> list[Any]:
     """Take some tokens of every tensor."""
-    found: list[Any] = []
-    for x in tensors:
-        if x is None:
-            found.append(None)
-        elif isinstance(rows, Tensor):
-            found.append(x.index_select(head_token_dim(x), rows))
-        else:
-            found.append(x.narrow(head_token_dim(x), rows[0], rows[1] - rows[0]))
-    return found
+
+    def taken(x: Tensor) -> Tensor:
+        if isinstance(rows, Tensor):
+            return x.index_select(head_token_dim(x), rows)
+        return x.narrow(head_token_dim(x), rows[0], rows[1] - rows[0])
+
+    return [None if x is None else taken(x) for x in tensors]
 
 
 def _zeros_to_return(exchange: RowExchange, totals: Given) -> tuple[list[Any], Tensor | None]:
@@ -255,8 +248,7 @@ def _zeros_to_return(exchange: RowExchange, totals: Given) -> tuple[list[Any], T
     if not wanted:
         return list(totals), None
     buffer, parts = exchange.room_for_gradients(wanted, [-3] * len(wanted))
-    rest = iter(parts)
-    return [None if x is None else next(rest) for x in totals], buffer
+    return in_places_of(totals, parts), buffer
 
 
 def _add_returned(exchange: RowExchange, leaving: Tensor, totals: Given) -> None:
@@ -303,31 +295,28 @@ def _gradients(
         upstream = operation.upstream(tuple(x.detach() for x in part), tuple(whole), tuple(d_whole))
         pairs = list(zip(part, upstream, strict=True))
     results = [(y, d) for y, d in pairs if y.requires_grad]
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if x is not None and need]
+    leaves = [x if need else None for x, need in zip(inputs, needed, strict=True)]
+    wanted = [x for x in leaves if x is not None]
     if not results or not wanted:
         return [None] * len(inputs)
     outs, gradients = zip(*results, strict=True)
     if block.run == 0:  # once is enough
         _check_leaves(outs, wanted)
-    found = iter(torch.autograd.grad(outs, wanted, gradients, allow_unused=True))
-    return [
-        next(found) if x is not None and need else None
-        for x, need in zip(inputs, needed, strict=True)
-    ]
+    return in_places_of(leaves, torch.autograd.grad(outs, wanted, gradients, allow_unused=True))
 
 
 def _check_leaves(outs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Refuse a tensor that the results depend on and whose gradient would be lost."""
     leaves = [x for x in outs if x.grad_fn is None]
-    waiting, seen = [x.grad_fn for x in outs], set()
-    while waiting:
-        node: Any = waiting.pop()
+    nodes, seen = [x.grad_fn for x in outs], set()
+    while nodes:
+        node: Any = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.append(leaf)
-        waiting += [following for following, _ in node.next_functions]
+        nodes += [following for following, _ in node.next_functions]
     for leaf in leaves:
         if not any(leaf is x for x in known):
             raise ValueError(

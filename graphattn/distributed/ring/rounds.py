@@ -97,9 +97,6 @@ class RingPlan:
             send=torch.searchsorted(self.sources.tokens(rank), leaving).to(self.graph.device),
             sent=tuple(len(leaving) if other == receiver else 0 for other in range(ranks)),
             received=tuple(arriving if other == sender else 0 for other in range(ranks)),
-            own=slice(0, 0),
-            place=None,
-            before=arriving,
             total=sum(
                 count(self._travelling((other - d) % ranks, other)) for other in range(ranks)
             ),
@@ -110,7 +107,8 @@ class RingPlan:
         start = 0
         runs = zip(self.targets.runs(rank), self.by_run[rank], strict=True)
         for which, (run, seen) in enumerate(runs):
-            parts = [found for own in self.sources.runs(sender) if (found := common(seen, (own,)))]
+            parts = [common(seen, (own,)) for own in self.sources.runs(sender)]
+            parts = [part for part in parts if part]
             if not parts and sender == rank:
                 parts = [[]]  # a target without sources needs a result, too
             for part in parts:

@@ -79,10 +79,10 @@ def _products(
     above, below = state.split([state.shape[-1] - width, width], dim=-1)
     units = torch.eye(width, dtype=state.dtype, device=state.device)
     units = units.expand(*state.shape[:-1], width, width)
-    found = []
+    sums = []
     for rows, matrix in ((turned_query, above), (query, below)):
         rows = rows.narrow(-3, group.start, group.stop - group.start)
         if not len(group.rows):  # these targets see nothing, but gradients of states travel
             rows = torch.zeros_like(rows)
-        found.append(linear_sums(by_head(rows), units, matrix.unflatten(-1, (width, -1)), graph))
-    return tuple(x.transpose(-3, -2) for x in found)
+        sums.append(linear_sums(by_head(rows), units, matrix.unflatten(-1, (width, -1)), graph))
+    return tuple(x.transpose(-3, -2) for x in sums)

@@ -123,9 +123,6 @@ class StatePlan:
             send=_long([place[piece] for runs in leaving for piece in _numbers(runs)], device),
             sent=tuple(map(count, leaving)),
             received=tuple(map(count, arriving)),
-            own=slice(0, 0),
-            place=None,
-            before=len(there),
             total=int(self.received.sum()),
         )
         pieces = [
@@ -145,11 +142,11 @@ class StatePlan:
     ) -> tuple[StateGroup, ...]:
         """Return the groups of a rank, and between them the targets that see no other rank."""
         rows: dict[Run, list[int]] = {}
-        mine = (self.groups.rank == rank).nonzero().flatten()
+        of_rank = (self.groups.rank == rank).nonzero().flatten()
         columns = (self.groups.start, self.groups.stop, *self.seen)
-        for start, stop, first, last in zip(*(x[mine].tolist() for x in columns), strict=True):
-            found = rows.setdefault((start, stop), [])
-            found += [there[piece] for piece in range(first, last) if piece in there]
+        for start, stop, first, last in zip(*(x[of_rank].tolist() for x in columns), strict=True):
+            places = rows.setdefault((start, stop), [])
+            places += [there[piece] for piece in range(first, last) if piece in there]
         groups = []
         for run in self.targets.runs(rank):
             at = run.start
@@ -188,11 +185,11 @@ def plan_of_states(graph: TokenGraph, targets: Layout, sources: Layout) -> State
     t0, s0 = n.cumsum(0) - n, m.cumsum(0) - m  # where the sequences begin
     crossing = _crosses(t0, n, s0, m, targets, sources)
     n, m, t0, s0 = n[crossing], m[crossing], t0[crossing], s0[crossing]
-    _, chunk, start, stop = _cut_at_chunks(s0, s0 + m, sources)
+    _, chunk, start, stop = sources.cut_at_chunks(s0, s0 + m)
     pieces = RunTable(sources.rank_of(chunk), start, stop)
     borders = torch.searchsorted(start, sources.borders())
 
-    sequence, chunk, start, stop = _cut_at_chunks(t0, t0 + n, targets)
+    sequence, chunk, start, stop = targets.cut_at_chunks(t0, t0 + n)
     rank = targets.rank_of(chunk)
     groups, seen = [RunTable.of_runs([])], [RunTable.of_runs([])]
     for number in range(max((len(run.intervals) for run in runs), default=0)):
@@ -244,21 +241,6 @@ def _crosses(
     ends += [sources.chunk_of(x) for x in (s0, s0 + m - 1)]
     first_rank, second_rank = targets.rank_of(ends[0]), sources.rank_of(ends[2])
     return there & ((ends[0] != ends[1]) | (ends[2] != ends[3]) | (first_rank != second_rank))
-
-
-def _cut_at_chunks(
-    start: Tensor, stop: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cut runs that are not empty at the borders of chunks.
-
-    The results are, for every part, the number of its run, its chunk, its start and its stop.
-    """
-    first = layout.chunk_of(start)
-    parts = layout.chunk_of(stop - 1) - first + 1
-    run = torch.arange(len(start)).repeat_interleave(parts)
-    chunk = first[run] + torch.arange(len(run)) - (parts.cumsum(0) - parts)[run]
-    borders = layout.borders()
-    return run, chunk, start[run].maximum(borders[chunk]), stop[run].minimum(borders[chunk + 1])
 
 
 def _clamped(low: Tensor, high: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:

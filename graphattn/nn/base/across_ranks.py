@@ -197,9 +197,11 @@ def _own_methods(layer: Any) -> tuple[str, ...]:
 
 def check_bias(edge_bias: Tensor | None, shard: ShardedGraph) -> None:
     """Refuse values per edge: a rank computes its edges in another order."""
+    if edge_bias is None:
+        return
     whole = shard.whole.structure
     rows = None if whole is None else whole.num_offsets
-    if edge_bias is not None and (edge_bias.dim() != 2 or len(edge_bias) != rows):
+    if edge_bias.dim() != 2 or len(edge_bias) != rows:
         raise ValueError(
             "edge_bias must be a table per offset if rows are exchanged on a ring, got shape "
             f"{list(edge_bias.shape)}: {INSTEAD} for values per edge"

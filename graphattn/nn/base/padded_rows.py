@@ -5,7 +5,7 @@ have its own edges for every row: :func:`graphattn.collate` makes one of padded 
 :func:`graphattn.knn_graph` of points [B, N, C]. Its parts must end where the rows end. Then the
 rows are concatenated, as in packed sequences, and the output is split again.
 
-The same wrapper watches over calls whose graph is on several ranks.
+The same wrapper surrounds calls whose graph is on several ranks, which all of them agree on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph = args[1] if len(args) > 1 else kwargs.get("graph")
         if isinstance(graph, ShardedGraph):
-            with graph.watched():
-                given = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
-                graph.check_call(type(self).__name__, self.exchanged, given)
+            given = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
+            with graph.call_of(self, given):
                 return forward(self, *args, **kwargs)
         if not isinstance(graph, TokenGraph):
             return forward(self, *args, **kwargs)
