@@ -190,22 +190,6 @@ def test_weights_under_autocast_are_those_of_the_call(cross):
     torch.testing.assert_close(recording[0].matrix.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fused", ["native", "layer"])
-def test_fused_functions_are_read_in_one_precision(fused):
-    from graphattn.diagnostics.attention import operands
-
-    layer = multi_head().float()
-    x = torch.randn(2, N, E, dtype=torch.bfloat16)
-    own = (E, H, layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, None)
-    if fused == "native":
-        found = operands.of_native_multi_head(x, x, x, x, *own)
-    else:
-        norm = torch.ones(E), torch.zeros(E)
-        found = operands.of_encoder_layer(x, *own, False, False, 1e-5, *norm, *[None] * 8)
-    exact = averages(layer.double(), *[x.double()] * 3)[0]
-    torch.testing.assert_close(found.rows(0, N).double(), exact, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("queries", "keys", "gqa"),
     [

@@ -16,7 +16,7 @@ from graphattn.diagnostics.attention.statistics import (
     head_diversity,
     sink_share,
 )
-from graphattn.diagnostics.attention.step_calls import SeenStep
+from graphattn.diagnostics.attention.step_calls import StepOperands
 from graphattn.graphs import TokenGraph, bipartite_complete_graph, complete_graph
 from graphattn.ops.inputs import compute_dtype
 
@@ -150,7 +150,7 @@ def _shares(weights: Tensor, graph: TokenGraph, places: Tensor, *, itself: bool)
 
 
 def of_step(
-    name: str, weights: Tensor, output: Tensor, step: SeenStep, token: int, keep: Keep
+    name: str, weights: Tensor, output: Tensor, step: StepOperands, token: int, keep: Keep
 ) -> RecordedCall:
     """Record a step of generation.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from graphattn.diagnostics.arguments import as_model
+from graphattn.diagnostics.attention.calls import in_backward
 from graphattn.diagnostics.attention.statistics import sink_share
 from graphattn.diagnostics.per_layer import PerLayer, per_layer
 from graphattn.graphs import TokenGraph
@@ -108,7 +109,7 @@ def listen(
     thread = threading.get_ident()
 
     def listens() -> bool:
-        return threading.get_ident() == thread and torch._C._current_graph_task_id() == -1
+        return threading.get_ident() == thread and not in_backward()
 
     def ask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         if not listens():
