@@ -213,9 +213,12 @@ def test_sequences_first_extra_keys_and_separate_projections():
         H * D, H, kdim=5, vdim=6, add_bias_kv=True, add_zero_attn=True
     ).double()
     x, k, v = tokens(N, B, H * D), tokens(4, B, 5), tokens(4, B, 6)
+    nn.init.eye_(layer.out_proj.weight)  # The layer returns its averages.
     with diagnostics.record(layer) as recording:
-        _, weights = layer(x, k, v, average_attn_weights=False)
+        averages, weights = layer(x, k, v, average_attn_weights=False)
     torch.testing.assert_close(recording[0].matrix, weights)
+    expected = diagnostics.effective_rank(averages.transpose(0, 1))
+    torch.testing.assert_close(recording[0].effective_rank, expected)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
