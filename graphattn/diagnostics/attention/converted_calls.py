@@ -22,14 +22,14 @@ def converted_functions() -> dict[Any, Callable[..., Operands]]:
     imported, no model can have its modules, and it is skipped.
     """
     package = "graphattn.integrations."
-    found: dict[Any, Callable[..., Operands]] = {}
+    readers: dict[Any, Callable[..., Operands]] = {}
     if module := sys.modules.get(package + "torch.multihead"):
-        found[module.attend] = _of_torch
+        readers[module.attend] = _of_torch
     if module := sys.modules.get(package + "transformers.conversion.mixers"):
-        found[module.ReplacedAttention.attend] = _of_mixer
+        readers[module.ReplacedAttention.attend] = _of_mixer
     if module := sys.modules.get(package + "transformers.shortcut.layer"):
-        found[module.KrauseShortcut.attend] = _of_shortcut
-    return found
+        readers[module.KrauseShortcut.attend] = _of_shortcut
+    return readers
 
 
 def _of_torch(
