@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from graphattn.diagnostics.attention.same_tokens import are_parts_of_one, is_same_tensor
 from graphattn.ops.inputs import compute_dtype
@@ -208,6 +207,8 @@ def of_interface(
     **_: Any,
 ) -> Operands | str:
     """Return the operands of the attention "sdpa" or "flex_attention" of transformers."""
+    from torch.nn.attention.flex_attention import BlockMask, create_mask  # slow to import
+
     if isinstance(mask, BlockMask):
         B, H = query.shape[0], query.shape[1]
         batch, per_head = mask.shape[0], mask.shape[1]
