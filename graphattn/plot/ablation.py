@@ -9,7 +9,7 @@ import torch
 
 from graphattn.diagnostics import HiddenSpectra
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.drawing.style import axes_or_new, colour_bar, style_axes
+from graphattn.plot.drawing.style import axes_or_new, colour_bar, integer_ticks, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,8 +46,6 @@ def attention_ablation(
         >>> ga.plot.attention_ablation(spectra).images[0].get_array().shape
         (3, 4)
     """
-    from matplotlib.ticker import MaxNLocator
-
     as_choice("measure", measure, ("participation_ratio", "leading_share"))
     blocks = [name for name in spectra if name != "none"]
     if "none" not in spectra or not blocks:
@@ -66,6 +64,6 @@ def attention_ablation(
     ax.set(xlabel="state after block (0: input)", ylabel="attention disabled in block")
     ax.set(aspect="auto")
     ax.set_yticks(range(len(blocks)), [str(i + 1) for i in range(len(blocks))])
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    integer_ticks(ax.xaxis)
     style_axes(ax, frame=True)
     return ax

@@ -50,12 +50,12 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
     if not ratios:
         raise ValueError("rows must have at least one ratio to graphattn, got none")
 
-    labels = [line for case, found in ratios.items() for line in (case, *found)]
+    labels = [line for case, contenders in ratios.items() for line in (case, *contenders)]
     ax = axes_or_new(ax, 7.2, 0.6 + 0.21 * len(labels))
     is_case: list[bool] = []
-    for found in ratios.values():
+    for contenders in ratios.values():
         is_case.append(True)
-        for of_passes in found.values():
+        for of_passes in contenders.values():
             y = len(is_case)
             is_case.append(False)
             ax.axhline(y, color="#eeeeee", linewidth=0.8, zorder=0)
@@ -81,7 +81,8 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
     for tick, bold in zip(ax.get_yticklabels(), is_case, strict=True):
         tick.set_fontweight("bold" if bold else "normal")
     ax.set_xlabel("time of the contender / time of graphattn   (right of 1: graphattn is faster)")
-    shown = [p for p in COLOUR if any(p in o for found in ratios.values() for o in found.values())]
+    drawn = {p for case in ratios.values() for of_passes in case.values() for p in of_passes}
+    shown = [passes for passes in COLOUR if passes in drawn]
     ax.legend(
         [ax.plot([], [], MARKER[p], color=COLOUR[p], markersize=4.5)[0] for p in shown],
         shown,

@@ -13,7 +13,13 @@ from graphattn.dynamics import Trajectory
 from graphattn.dynamics import cluster_counts as merged_counts
 from graphattn.dynamics.arguments import as_labels, as_tokens
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.drawing.style import COLOURS, axes_or_new, style_axes
+from graphattn.plot.drawing.style import (
+    COLOURS,
+    axes_or_new,
+    integer_ticks,
+    plain_legend,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -175,7 +181,7 @@ def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | Non
     ax.set(
         xlabel="layer" if is_model else "step", ylabel="share of the variance", ylim=(-0.02, 1.02)
     )
-    _integer_steps(ax)
+    integer_ticks(ax.xaxis)
     handles, names = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=8)
     style_axes(ax)
@@ -225,21 +231,11 @@ def cluster_counts(
         )
     ax.set_yscale("log")
     ax.set(xlabel="step", ylabel="merged clusters")
-    _integer_steps(ax)
+    integer_ticks(ax.xaxis)
     _integer_counts(ax)
-    legend = ax.legend(
-        ax.lines[-len(trajectories) :], list(trajectories), frameon=False, fontsize=8
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # A "$" in a name does not begin a formula.
+    plain_legend(ax, ax.lines[-len(trajectories) :], list(trajectories))
     style_axes(ax)
     return ax
-
-
-def _integer_steps(ax: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _integer_counts(ax: Axes) -> None:

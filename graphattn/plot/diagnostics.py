@@ -13,8 +13,17 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.grid_windows import GridWindows
 from graphattn.graphs.structures.structure import Grid
-from graphattn.plot.drawing.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
-from graphattn.plot.matrices import attention_weights
+from graphattn.plot.drawing.style import (
+    COLOURS,
+    INK,
+    SHADES,
+    axes_or_new,
+    colour_bar,
+    integer_ticks,
+    plain_legend,
+    style_axes,
+)
+from graphattn.plot.matrices import EMPTY, attention_weights, checked_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +57,7 @@ def bandwidth_map(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
     ax = axes_or_new(ax, 0.8 + 0.35 * len(sigma), 1.4 + 0.25 * sigma.shape[1])
     _image(ax, sigma.T, BANDWIDTH, vmin=None)
     ax.set(xlabel="layer", ylabel="head", aspect="auto")
-    _integer_ticks(ax)
+    integer_ticks(ax.xaxis, ax.yaxis)
     style_axes(ax, frame=True)
     return ax
 
@@ -141,10 +150,8 @@ def effective_ranks(
         ax.plot(range(len(ranks)), ranks, "o-", color=colour, markersize=3, linewidth=1.6)
     ax.set(xlabel="layer", ylabel="effective rank (dimensions)")
     ax.set_ylim(bottom=0)
-    _integer_ticks(ax, y=False)
-    legend = ax.legend(ax.lines[-len(curves) :], list(curves), frameon=False, fontsize=8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # A "$" in a name does not begin a formula.
+    integer_ticks(ax.xaxis)
+    plain_legend(ax, ax.lines[-len(curves) :], list(curves))
     style_axes(ax)
     return ax
 
@@ -284,7 +291,7 @@ def off_diagonal_attention(
         >>> ax.images[0].get_array().shape
         (50, 50)
     """
-    weights = _one_per_edge(weights, graph)
+    weights = checked_weights(weights, graph)
     if graph.num_targets != graph.num_sources:
         raise ValueError(
             "graph must have the same tokens as sources and targets, "
@@ -336,7 +343,7 @@ def _lines_per_head(values: Tensor, label: str, ax: Axes | None) -> Axes:
             marker="o", markersize=2.5, label=f"head {head}",
         )  # fmt: skip
     ax.set(xlabel="layer", ylabel=label)
-    _integer_ticks(ax, y=False)
+    integer_ticks(ax.xaxis)
     _legend(ax, values.shape[1])
     style_axes(ax)
     return ax
@@ -351,32 +358,9 @@ def _image(ax: Axes, cells: Tensor, label: str, *, vmin: float | None, vmax: Any
     """Draw a heat map with a colour bar; NaN is grey."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    shades = LinearSegmentedColormap.from_list("shades", SHADES).with_extremes(bad="#e4e4e4")
+    shades = LinearSegmentedColormap.from_list("shades", SHADES).with_extremes(bad=EMPTY)
     image = ax.imshow(cells.numpy(), cmap=shades, vmin=vmin, vmax=vmax, interpolation="nearest")
     colour_bar(image, label)
-
-
-def _integer_ticks(ax: Axes, *, y: bool = True) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    for axis in (ax.xaxis, ax.yaxis) if y else (ax.xaxis,):
-        axis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _one_per_edge(weights: Any, graph: Any) -> Tensor:
-    """Check that `weights` [E] has one finite number >= 0 per edge."""
-    if not isinstance(graph, TokenGraph):
-        raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
-    if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
-        got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(
-            f"weights must be a tensor of shape [{graph.num_edges}], one number per edge (choose "
-            f"one head, or take the mean over heads), got {got}"
-        )
-    weights = weights.detach().cpu().float()
-    if not (weights.isfinite() & (weights >= 0)).all():
-        raise ValueError("weights must be finite numbers >= 0")
-    return weights
 
 
 def _grid(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int, int]:
@@ -416,16 +400,16 @@ def _row_on_image(
     ax: Axes | None,
 ) -> Axes:
     """Draw the weights of one query over the patches."""
-    weights = _one_per_edge(weights, graph)
+    weights = checked_weights(weights, graph)
     if vmax is not None:
         vmax = as_float("vmax", vmax, positive=True)
     height, width, lead = image
     source, target = graph.edge_index.cpu()
     row = torch.full((graph.num_sources,), torch.nan)
-    row[source[target == query]] = weights[target == query]
+    row[source[target == query]] = weights[target == query].float()
     ax = axes_or_new(ax, 3.6, 3, square=True)
     _image(ax, row[lead:].view(height, width), "attention weight", vmin=0, vmax=vmax)
     ax.set(xlabel="column (patches)", ylabel="row (patches)")
-    _integer_ticks(ax)
+    integer_ticks(ax.xaxis, ax.yaxis)
     style_axes(ax, frame=True)
     return ax

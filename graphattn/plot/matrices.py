@@ -161,14 +161,7 @@ def attention_weights(
     from graphattn.plot.drawing.pixels import CellImage, largest
 
     _check_graph(graph)
-    if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
-        got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(
-            f"weights must be a tensor of shape [{graph.num_edges}], one number per edge (choose "
-            f"one head and one sequence), got {got}"
-        )
-    if weights.is_complex() or not (weights.isfinite() & (weights >= 0)).all():
-        raise ValueError("weights must be finite numbers >= 0")
+    weights = checked_weights(weights, graph)
     if vmax is not None:
         vmax = as_float("vmax", vmax, positive=True)
     shown = max(graph.num_targets, graph.num_sources)
@@ -200,7 +193,7 @@ def attention_weights(
             f"and {graph.num_sources} sources"
         )
     cells = torch.full((rows, columns), torch.nan)
-    cells[target[inside] - first, source[inside] - first] = weights.detach().cpu().float()[inside]
+    cells[target[inside] - first, source[inside] - first] = weights.float()[inside]
     longest = max((len(text) for text in labels), default=0) if labels is not None else 0
     if labels is not None:
         side = min(14.0, max(4.0, 0.13 * max(rows, columns) + 0.08 * longest + 1.2))
@@ -228,6 +221,22 @@ def attention_weights(
     if labels is not None:
         _name_tokens(ax, [str(text) for text in labels], (rows, columns), first)
     return ax
+
+
+def checked_weights(weights: Any, graph: Any) -> Tensor:
+    """Check that `weights` [E] has one finite number >= 0 per edge; return it on the CPU."""
+    if not isinstance(graph, TokenGraph):
+        raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
+    if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
+        got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(
+            f"weights must be a tensor of shape [{graph.num_edges}], one number per edge (choose "
+            f"one head of one sequence, or take the mean over heads), got {got}"
+        )
+    weights = weights.detach().cpu()
+    if weights.is_complex() or not (weights.isfinite() & (weights >= 0)).all():
+        raise ValueError("weights must be finite numbers >= 0")
+    return weights
 
 
 def least_share(rows: int, columns: int) -> float:

@@ -114,12 +114,12 @@ def _graphs(
     if not sizes and not named_sizes and "num_tokens" in takes:
         windows = getattr(model, "windows", [getattr(model, "window", None)])
         named_sizes = {"num_tokens": max([FEWEST, *(4 * window for window in windows if window)])}
-    found = list(model.graphs(*sizes, **named_sizes) if graphs is None else graphs)
-    if len(found) != len(model.blocks):
+    block_graphs = list(model.graphs(*sizes, **named_sizes) if graphs is None else graphs)
+    if len(block_graphs) != len(model.blocks):
         raise ValueError(
-            f"graphs must have one graph per block ({len(model.blocks)}), got {len(found)}"
+            f"graphs must have one graph per block ({len(model.blocks)}), got {len(block_graphs)}"
         )
-    return found
+    return block_graphs
 
 
 def _columns(panels: int) -> int:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.drawing.style import INK, axes_or_new, colour_bar
+from graphattn.plot.drawing.style import INK, axes_or_new, colour_bar, plain_legend
+from graphattn.plot.matrices import checked_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -168,16 +169,7 @@ def _checked_weights(weights: Any, graph: Any, residues: int) -> Tensor:
         residues,
     ):
         raise ValueError(f"graph must be a TokenGraph of {residues} tokens, got {graph!r}")
-    if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
-        got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(
-            f"weights must be a tensor of shape [{graph.num_edges}], one number per edge (choose "
-            f"one head and one sequence), got {got}"
-        )
-    weights = weights.detach().double().cpu()
-    if not (weights.isfinite() & (weights >= 0)).all():
-        raise ValueError("weights must be finite numbers >= 0")
-    return weights
+    return checked_weights(weights, graph).double()
 
 
 def _checked_chains(chain_index: Any, residues: int) -> Tensor:
@@ -201,10 +193,10 @@ def _checked_targets(targets: Any, residues: int) -> list[int] | None:
         return None
     if not isinstance(targets, Iterable):
         raise ValueError(f"targets must be a list of residues, got {targets!r}")
-    found = [as_int("targets", target, 0) for target in targets]
-    if beyond := [target for target in found if target >= residues]:
+    targets = [as_int("targets", target, 0) for target in targets]
+    if beyond := [target for target in targets if target >= residues]:
         raise ValueError(f"targets must be residues from 0 to {residues - 1}, got {beyond[0]}")
-    return found
+    return targets
 
 
 # Drawing.
@@ -374,10 +366,8 @@ def _name_chains(ax: Axes, names: list[str]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=_colour(k), linewidth=2.4) for k in range(len(names))]
-    legend = ax.legend(handles, names, frameon=False, fontsize=8, loc="upper right",
-                       bbox_to_anchor=(1, 0.02), ncols=min(len(names), 6))  # fmt: skip
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    place = {"loc": "upper right", "bbox_to_anchor": (1, 0.02)}
+    plain_legend(ax, handles, names, ncols=min(len(names), 6), **place)
 
 
 def _colour(chain: int) -> str:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hidden_states import eigenvalues, states_of
 from torch import nn
 
 import graphattn as ga
@@ -23,19 +24,6 @@ def encoder(depth=3, norm_first=True):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.4)
     return model
-
-
-def states_of(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def eigenvalues(x):
-    """Mean over sequences of the population covariance's eigenvalues."""
-    found = []
-    for tokens in x:
-        centred = tokens - tokens.mean(0)
-        found.append(torch.linalg.eigvalsh(centred.T @ centred / len(tokens)).flip(0))
-    return torch.stack(found).mean(0)
 
 
 def block(layer, x, attention=True):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hidden_states import eigenvalues, states_of
 from torch import nn
 
 from graphattn import diagnostics
@@ -9,20 +10,6 @@ from graphattn import diagnostics
 B, N, C, H = 2, 6, 8, 2
 FIRST = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])  # True: padding
 SECOND = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
-
-
-def states_of(*shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def eigenvalues(x, padding=None):
-    """Mean over sequences [B, N, C] of the eigenvalues of the real tokens' covariance."""
-    found = []
-    for b, tokens in enumerate(x):
-        own = tokens if padding is None else tokens[~padding[b]]
-        centred = (own - own.mean(0)).double()
-        found.append(torch.linalg.eigvalsh(centred.T @ centred / len(own)).flip(0))
-    return torch.stack(found).mean(0)
 
 
 def ranks(x, padding=None):

@@ -120,6 +120,15 @@ def test_steps_that_keep_sums_are_named():
     assert "nan: negative weights (linear attention with rope=True)" in str(recording)
 
 
+def test_steps_of_a_single_text_are_recorded_where_a_compiled_step_would_run():
+    layer, x = ga.nn.DotProductAttention(16, heads=2), torch.randn(6, 16)
+    with diagnostics.record(layer) as recording:
+        cache = layer.init_cache((), None)
+        rows = [layer.step(x[t], cache) for t in range(6)]
+    torch.testing.assert_close(torch.stack(rows), layer(x, ga.causal_graph(6)))
+    assert [call.shape[3] for call in recording] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_step_of_another_kind_is_named():
     class Twice(ga.nn.DotProductAttention):
         def step(self, x, cache, **keywords):

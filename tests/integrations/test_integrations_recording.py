@@ -264,10 +264,8 @@ def test_attention_that_goes_its_own_way_is_named():
 
 
 def test_a_registered_function_without_sdpa_is_named_and_one_with_it_is_seen():
-    held = torch.nn.functional.scaled_dot_product_attention
-
-    def alone(module, query, key, value, mask, **kwargs):  # nothing to see from outside
-        return held(query, key, value).transpose(1, 2), None
+    def alone(module, query, key, value, mask, **kwargs):
+        return ((query @ key.mT).softmax(-1) @ value).transpose(1, 2), None
 
     def through(module, query, key, value, mask, **kwargs):
         sdpa = torch.nn.functional.scaled_dot_product_attention

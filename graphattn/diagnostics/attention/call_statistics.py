@@ -16,7 +16,7 @@ from graphattn.diagnostics.attention.statistics import (
     head_diversity,
     sink_share,
 )
-from graphattn.diagnostics.attention.step_calls import SeenStep
+from graphattn.diagnostics.attention.step_calls import StepOperands
 from graphattn.graphs import TokenGraph, bipartite_complete_graph, complete_graph
 from graphattn.ops.inputs import compute_dtype
 
@@ -143,14 +143,14 @@ def _shares(weights: Tensor, graph: TokenGraph, places: Tensor, *, itself: bool)
     row = graph.positions[graph.edge_index[1]]
     for place in places.unique().tolist():
         if place >= 0:
-            own = weights[places == place]
-            own = own if itself else own.masked_fill((row == place)[:, None], 0)
-            shares[places == place] = sink_share(own, graph, place)
+            selected = weights[places == place]
+            selected = selected if itself else selected.masked_fill((row == place)[:, None], 0)
+            shares[places == place] = sink_share(selected, graph, place)
     return shares
 
 
 def of_step(
-    name: str, weights: Tensor, output: Tensor, step: SeenStep, token: int, keep: Keep
+    name: str, weights: Tensor, output: Tensor, step: StepOperands, token: int, keep: Keep
 ) -> RecordedCall:
     """Record a step of generation.
 
@@ -243,19 +243,19 @@ def ranks(x: Tensor, real: Tensor) -> Tensor:
     and the norm of the smaller of the two Gram matrices. It is 0 if all tokens are equal.
     """
     x = x.to(compute_dtype(x.dtype))
-    found = []
-    for tokens, own in zip(x, real, strict=True):
-        tokens = tokens[own]
+    ratios = []
+    for tokens, is_real in zip(x, real, strict=True):
+        tokens = tokens[is_real]
         if len(tokens) == 0:
-            found.append(x.new_tensor(torch.nan))
+            ratios.append(x.new_tensor(torch.nan))
             continue
         centred = tokens - tokens.mean(dim=0)
         rounding = tokens.abs().max() * (16 * torch.finfo(x.dtype).eps)
         if not centred.square().sum() > rounding.square() * tokens.numel():
-            found.append(x.new_tensor(0.0 if tokens.isfinite().all() else torch.nan))
+            ratios.append(x.new_tensor(0.0 if tokens.isfinite().all() else torch.nan))
             continue
         centred = centred / centred.abs().max()  # avoids overflow in the fourth powers below
         small = len(tokens) < tokens.shape[1]
         gram = centred @ centred.mT if small else centred.mT @ centred
-        found.append(gram.diagonal().sum().square() / gram.square().sum())
-    return torch.stack(found)
+        ratios.append(gram.diagonal().sum().square() / gram.square().sum())
+    return torch.stack(ratios)

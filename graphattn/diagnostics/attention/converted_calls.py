@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,24 +13,23 @@ from graphattn.diagnostics.attention.operands import Operands
 from graphattn.diagnostics.attention.same_tokens import are_parts_of_one
 from graphattn.diagnostics.hidden.evaluating import dropout_off
 
-#: a function of (the called function, its output, its arguments) that returns the call's operands
-OperandsOf = Callable[..., Operands]
 
+def converted_functions() -> dict[Any, Callable[..., Operands]]:
+    """Return the attention functions that converted modules call, with readers of their operands.
 
-def converted_functions() -> Iterator[tuple[Any, str, OperandsOf]]:
-    """Yield owner, name and reader of every attention function that converted modules call.
-
-    If a file of integrations has not been imported, no model can have its modules, and it is
-    skipped.
+    These functions go through ``torch.overrides.wrap_torch_function``, so a mode sees them. A
+    reader gets the function, its output and its arguments. If a file of integrations has not been
+    imported, no model can have its modules, and it is skipped.
     """
     package = "graphattn.integrations."
-    for file in ("torch.multihead", "torch.timm"):
-        if module := sys.modules.get(package + file):
-            yield module, "attend", _of_torch
+    readers: dict[Any, Callable[..., Operands]] = {}
+    if module := sys.modules.get(package + "torch.multihead"):
+        readers[module.attend] = _of_torch
     if module := sys.modules.get(package + "transformers.conversion.mixers"):
-        yield module.ReplacedAttention, "attend", _of_mixer
+        readers[module.ReplacedAttention.attend] = _of_mixer
     if module := sys.modules.get(package + "transformers.shortcut.layer"):
-        yield module.KrauseShortcut, "attend", _of_shortcut
+        readers[module.KrauseShortcut.attend] = _of_shortcut
+    return readers
 
 
 def _of_torch(
@@ -49,11 +48,11 @@ def _of_torch(
     B = len(q)
     weights = attend(q, k, v, seen, sigma, top_k, 0.0, True)[1]
     allowed = []
-    for own in seen:  # one for all heads, or one per head
-        valid = own.valid if own.valid is not None else q.new_ones(B, k.shape[1]).bool()
-        edges = valid.new_ones(1, own.graph.num_edges, 1)
-        pairs = own.dense(edges, B)
-        allowed.append(pairs if own.packed else pairs & valid[:, None, None])
+    for mask in seen:  # one for all heads, or one per head
+        valid = mask.valid if mask.valid is not None else q.new_ones(B, k.shape[1]).bool()
+        edges = valid.new_ones(1, mask.graph.num_edges, 1)
+        pairs = mask.dense(edges, B)
+        allowed.append(pairs if mask.packed else pairs & valid[:, None, None])
     return Operands(
         output[0],
         weights=weights,

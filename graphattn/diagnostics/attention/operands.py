@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from graphattn.diagnostics.attention.same_tokens import are_parts_of_one, is_same_tensor
 from graphattn.ops.inputs import compute_dtype
@@ -80,7 +81,7 @@ class Operands:
             if rows.dtype == torch.bool:
                 allowed = rows
             else:
-                allowed = rows > torch.finfo(rows.dtype).min / 2
+                allowed = rows > _least(rows.dtype)
         if self.is_causal:
             row = torch.arange(start, stop, device=self.device)
             past = torch.arange(self.shape[-1], device=self.device) <= row[:, None]
@@ -138,12 +139,12 @@ class Operands:
         return seen
 
 
-# Operands from the arguments of a call.
+# Operands from the arguments of a call, or a string with the reason if they cannot be read.
 
 
 def of_sdpa(
+    sdpa: Any,
     output: Tensor,
-    caller_query: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -154,37 +155,22 @@ def of_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Operands | str:
-    """Return the operands of ``scaled_dot_product_attention``, without dropout.
-
-    The result is a string with the reason if the weights cannot be computed.
-    """
+    """Return the operands of ``scaled_dot_product_attention``, without dropout."""
+    if isinstance(attn_mask, CausalBias):
+        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        Q, K = query.shape[-2], key.shape[-2]
+        allowed = torch.ones(Q, K, dtype=torch.bool, device=query.device)
+        attn_mask = allowed.tril(K - Q if lower_right else 0)
     if reason := _unreadable(query, key, attn_mask):
         return reason
-    if attn_mask is not None and type(attn_mask) is not Tensor:
-        materialize = getattr(attn_mask, "_materialize", None)  # torch.nn.attention.bias
-        if materialize is None:
-            return f"its mask is a {type(attn_mask).__name__}"
-        attn_mask = materialize(query.device)
     same_tokens = (is_causal and query.shape[-2] == key.shape[-2]) or are_parts_of_one(query, key)
-    packed = (
-        caller_query is not None
-        and caller_query.dim() == query.dim() == 4
-        and caller_query.shape[2] == 1
-        and caller_query.shape[1] == query.shape[1] * query.shape[2]
-        and query.shape[2] > 1
-    )
-    if attn_mask is not None:
-        mask = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
+    mask = attn_mask
+    if mask is not None:
+        mask = mask[(None,) * (query.dim() - mask.dim())]
         if query.dim() == 3:
             mask = mask[:, None]
         elif query.dim() > 4:
             mask = mask.expand(*output.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-        if packed and mask.shape[1] > 1:
-            mask = mask.flatten(1, 2)[:, :, None]
-        elif packed and mask.shape[2] > 1:
-            mask = mask.mT.reshape(mask.shape[0], 1, 1, -1)
-    else:
-        mask = None
     if query.dim() == 3:  # a batch with one head
         query = query.expand(*output.shape[:-2], *query.shape[-2:])[:, None]
         key = key.expand(*output.shape[:-2], *key.shape[-2:])[:, None]
@@ -194,12 +180,8 @@ def of_sdpa(
         # Batch dimensions may broadcast. Keys are not expanded over the heads of a group.
         query = query.expand(*output.shape[:-2], *query.shape[-2:]).flatten(0, -4)
         key = key.expand(*output.shape[:-3], *key.shape[-3:]).flatten(0, -4)
-    if packed:  # For a single query, transformers puts the heads of a group into the query axis.
-        query = query.flatten(1, 2)[:, :, None]
-    if output.dim() == 4 and packed:
-        output = output.flatten(1, 2)[:, :, None]
     return Operands(
-        _tokens_first(output),
+        output.transpose(-3, -2) if output.dim() > 3 else output,
         query,
         key,
         mask,
@@ -209,20 +191,23 @@ def of_sdpa(
     )
 
 
-def of_flex(
+def of_interface(
+    kind: str,
+    module: Any,
     output: Tensor,
     query: Tensor,
     key: Tensor,
     mask: Any,
     *,
+    is_causal: bool | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> Operands | str:
-    """Return the operands of ``flex_attention_forward`` of transformers, or a reason."""
-    from torch.nn.attention.flex_attention import BlockMask, create_mask
+    """Return the operands of the attention "sdpa" or "flex_attention" of transformers."""
+    from torch.nn.attention.flex_attention import BlockMask, create_mask  # slow to import
 
     if isinstance(mask, BlockMask):
         B, H = query.shape[0], query.shape[1]
@@ -237,11 +222,16 @@ def of_flex(
         )
     if reason := _unreadable(query, key, mask):
         return reason
+    # transformers' "sdpa" is causal by itself only without a mask, and not for a single query.
+    # Keys beyond the last query are then free places of a cache.
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and kind == "sdpa_attention_forward" and mask is None and query.shape[2] > 1
     return Operands(
         output,
-        query,
-        key,
+        query.expand(len(output), -1, -1, -1),
+        key[:, :, : query.shape[2]] if causal else key,
         mask,
+        is_causal=causal,
         scale=scaling,
         softcap=softcap,
         sink=s_aux,
@@ -252,199 +242,53 @@ def of_flex(
 _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
-def of_multi_head(output: Tensor, *args: Any, **keywords: Any) -> Operands | str:
-    """Return the operands of ``multi_head_attention_forward`` with weights, or a reason."""
+def of_multi_head(multi_head: Any, output: Any, *args: Any, **keywords: Any) -> Operands | str:
+    """Return the operands of ``multi_head_attention_forward``, which is called a second time.
+
+    This call returns the weights of every head without dropout. Its output projection is the
+    identity, so it also returns the attention outputs.
+    """
     bound = _MULTI_HEAD.bind(*args, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    query, key, value = given["query"], given["key"], given["value"]
-    heads, same_tokens = given["num_heads"], is_same_tensor(query, key) or None
-    if reason := _unreadable(query, key, given["attn_mask"]):
+    query, attn_mask = given["query"], given["attn_mask"]
+    if reason := _unreadable(query, given["key"], attn_mask):
         return reason
-    padding = given["key_padding_mask"]
+    same_tokens = is_same_tensor(query, given["key"]) or None
+    # Under autocast, inputs and weights may have different dtypes.
+    dtype = compute_dtype(torch.promote_types(query.dtype, given["out_proj_weight"].dtype))
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            given[name] = x.to(dtype)
+    given |= {
+        "out_proj_weight": torch.eye(query.shape[-1], dtype=dtype, device=query.device),
+        "out_proj_bias": None,
+        "training": False,
+        "need_weights": True,
+        "average_attn_weights": False,
+    }
+    averages, weights = multi_head(**given)
     if query.dim() == 2:
-        query, key, value = query[:, None], key[:, None], value[:, None]
-        padding = None if padding is None else padding[None]
-    biases = given["in_proj_bias"]
-    if given["use_separate_proj_weight"]:
-        matrices = tuple(given[f"{part}_proj_weight"] for part in "qkv")
-    else:
-        matrices = given["in_proj_weight"].chunk(3)
-    q = _linear(query, matrices[0], _third(biases, 0))
-    L, B, E = q.shape
-
-    def sources(x: Tensor, which: int, extra: Tensor | None, static: Tensor | None) -> Tensor:
-        """Return keys or values [B, H, K, D]."""
-        x = _linear(x, matrices[which], _third(biases, which))
-        if extra is not None:
-            x = torch.cat([x, extra.expand(1, B, E)])
-        if static is None:
-            x = x.view(len(x), B, heads, -1).permute(1, 2, 0, 3)
-        else:
-            x = static.view(B, heads, -1, E // heads)
-        if given["add_zero_attn"]:
-            x = torch.cat([x, x.new_zeros(B, heads, 1, x.shape[-1])], dim=2)
-        return x
-
-    k = sources(key, 1, given["bias_k"], given["static_k"])
-    K = k.shape[2]
-    mask: Tensor | None = None
-    for part, shape in (
-        (given["attn_mask"], (-1, heads if _dim(given["attn_mask"]) == 3 else 1, L)),
-        (padding, (B, 1, 1)),
+        averages, weights = averages[:, None], weights[None]
+    B, H, L, S = weights.shape
+    allowed = weights.new_ones(1, 1, 1, S, dtype=torch.bool)
+    for mask, shape in (
+        (attn_mask, (-1, 1 if attn_mask is None or attn_mask.dim() == 2 else H, L)),
+        (given["key_padding_mask"], (B, 1, 1)),
     ):
-        if part is None:
-            continue
-        added = (
-            torch.zeros_like(part, dtype=q.dtype).masked_fill(part, -torch.inf)
-            if (part.dtype == torch.bool)
-            else part
-        )
-        added = functional.pad(added.view(*shape, part.shape[-1]), (0, K - part.shape[-1]))
-        mask = added if mask is None else mask + added
-    q = q.view(L, B, heads, -1).permute(1, 2, 0, 3)
-    operands = Operands(output, q, k, mask, same_tokens=same_tokens)
-    return _with_averages(operands, sources(value, 2, given["bias_v"], given["static_v"]))
-
-
-def of_native_multi_head(
-    output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    mask: Tensor | None = None,
-    need_weights: bool = True,
-    average: bool = True,
-    mask_type: int | None = None,
-) -> Operands | str:
-    """Return the operands of torch's fused attention in inference, or a reason.
-
-    Its mask is True for keys that may not be seen.
-    """
-    if query.is_nested:
-        return _of_nested(query, num_heads, in_weight, in_bias, output)
-    if reason := _unreadable(query, key, mask):
-        return reason
-    q, k = _projected(query, key, num_heads, in_weight, in_bias)
-    same_tokens = is_same_tensor(query, key) or None
-    operands = Operands(output, q, k, _as_allowed(mask, mask_type), same_tokens=same_tokens)
-    return _with_averages(operands, _values(value, num_heads, in_weight, in_bias))
-
-
-def of_encoder_layer(
-    source: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    *rest: Any,
-) -> Operands | str:
-    """Return the operands of torch's fused transformer layer in inference, or a reason.
-
-    The last entries of `rest` are the mask and its type.
-    """
-    mask, mask_type = rest[6], rest[7]
-    if not source.is_nested and (reason := _unreadable(source, source, mask)):
-        return reason
-
-    def normal(x: Tensor) -> Tensor:
-        weight, bias = norm_weight.to(x.dtype), norm_bias.to(x.dtype)
-        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
-
-    if source.is_nested:
-        return _of_nested(
-            source, num_heads, in_weight, in_bias, None, normal if norm_first else None
-        )
-    x = normal(source) if norm_first else source
-    q, k = _projected(x, x, num_heads, in_weight, in_bias)
-    operands = Operands(source, q, k, _as_allowed(mask, mask_type), same_tokens=True)
-    return _with_averages(operands, _values(x, num_heads, in_weight, in_bias))
-
-
-def _of_nested(
-    query: Tensor,
-    num_heads: int,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    output: Tensor | None,
-    normal: Any = None,
-) -> Operands:
-    """Return the operands for nested tensors, into which torch's encoder packs padded sequences."""
-    lengths = torch.tensor([len(part) for part in query.unbind()], device=query.device)
-    x = query.to_padded_tensor(0.0)
-    x = x if normal is None else normal(x)
-    q, k = _projected(x, x, num_heads, in_weight, in_bias)
-    real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-    mask = real[:, None, None] & real[:, None, :, None]
-    operands = Operands(x, q, k, mask, same_tokens=True)
-    return _with_averages(operands, _values(x, num_heads, in_weight, in_bias))
-
-
-def _with_averages(operands: Operands, value: Tensor) -> Operands:
-    """Set the output to the attention before the output projection, which is computed again."""
-    value = value.to(operands.dtype)
-    averages = [operands.rows(a, b) @ value for a, b in operands.blocks()]
-    operands.output = _tokens_first(torch.cat(averages, dim=2))
-    return operands
-
-
-def _projected(
-    query: Tensor, key: Tensor, heads: int, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    q = _linear(query, weight.chunk(3)[0], _third(bias, 0))
-    k = _linear(key, weight.chunk(3)[1], _third(bias, 1))
-    return _heads(q, heads), _heads(k, heads)
-
-
-def _values(x: Tensor, heads: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _heads(_linear(x, weight.chunk(3)[2], _third(bias, 2)), heads)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply a projection in one dtype, because under autocast inputs and weights may differ."""
-    dtype = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
-    return functional.linear(
-        x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if mask is not None:
+            seen = ~mask if mask.dtype == torch.bool else mask > _least(mask.dtype)
+            extra_keys = S - mask.shape[-1]  # of add_bias_kv and add_zero_attn
+            seen = functional.pad(seen.view(*shape, mask.shape[-1]), (0, extra_keys), value=True)
+            allowed = allowed & seen
+    return Operands(
+        averages.transpose(0, 1), weights=weights, mask=allowed, same_tokens=same_tokens
     )
 
 
-def _third(bias: Tensor | None, which: int) -> Tensor | None:
-    return None if bias is None else bias.chunk(3)[which]
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """Split [B, N, E] into heads [B, H, N, D]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def _tokens_first(output: Tensor) -> Tensor:
-    """Transpose [B, H, N, D] to [B, N, H, D]."""
-    return output.transpose(-3, -2) if output.dim() > 3 else output
-
-
-def _as_allowed(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
-    """Convert a mask of torch's fused functions to one that is True for allowed keys."""
-    if mask is None:
-        return None
-    allowed = ~mask.to(torch.bool)
-    return allowed[:, None, None] if mask_type == 1 else allowed
-
-
-def _dim(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.dim()
+def _least(dtype: torch.dtype) -> float:
+    """Return the number such that a key with a smaller number in its mask may not be seen."""
+    return torch.finfo(dtype).min / 2
 
 
 def _unreadable(query: Any, key: Any, mask: Any) -> str:
@@ -458,6 +302,8 @@ def _unreadable(query: Any, key: Any, mask: Any) -> str:
             return "its tensors are nested"
         if part.is_meta:
             return "its tensors are on the device meta"
-        if torch._C._functorch.is_functorch_wrapped_tensor(part):
-            return "it runs inside a transform of torch.func"
+        try:
+            part.data_ptr()
+        except RuntimeError:
+            return "its tensors have no memory, as inside a transform of torch.func"
     return ""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from graphattn.diagnostics.arguments import as_model
+from graphattn.diagnostics.attention.calls import in_backward
 from graphattn.diagnostics.attention.statistics import sink_share
 from graphattn.diagnostics.per_layer import PerLayer, per_layer
 from graphattn.graphs import TokenGraph
@@ -104,23 +105,24 @@ def listen(
 
     Calls in other threads, and those that gradient checkpointing repeats, are not changed.
     """
-    asked: list[bool] = []  # for every running call, whether the caller requests the weights, too
+    # For every running call, whether the caller requests the weights, too.
+    wants_weights: list[bool] = []
     thread = threading.get_ident()
 
     def listens() -> bool:
-        return threading.get_ident() == thread and torch._C._current_graph_task_id() == -1
+        return threading.get_ident() == thread and not in_backward()
 
     def ask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         if not listens():
             return None
-        wanted = keywords.get("return_attention_weights", False)
-        asked.append(bool(wanted))
-        return args, {**keywords, "return_attention_weights": wanted or "detached"}
+        requested = keywords.get("return_attention_weights", False)
+        wants_weights.append(bool(requested))
+        return args, {**keywords, "return_attention_weights": requested or "detached"}
 
-    def take(_: nn.Module, args: Any, keywords: dict[str, Any], answer: Any) -> Any:
+    def take(_: nn.Module, args: Any, keywords: dict[str, Any], result: Any) -> Any:
         if not listens():
             return None
-        output, weights = answer
+        output, weights = result
         given = dict(zip(("x", "graph", "context"), args, strict=False)) | keywords
         context = given.get("context")
         x = given["x"]
@@ -130,7 +132,7 @@ def listen(
         valid = given.get("valid")
         valid = valid[1] if isinstance(valid, tuple | list) else valid
         tell(name, weights, output, graph, valid)
-        return answer if asked.pop() else output
+        return result if wants_weights.pop() else output
 
     # The first hook runs last before the layer, and the second one runs first after it. So other
     # hooks see the same result as the model.

@@ -23,7 +23,7 @@ from graphattn.diagnostics.attention.operands import Operands
 from graphattn.diagnostics.attention.record import is_attention_layer, listen
 from graphattn.diagnostics.attention.rollout import rollout_of_matrices
 from graphattn.diagnostics.attention.same_tokens import by_name
-from graphattn.diagnostics.attention.step_calls import SeenStep
+from graphattn.diagnostics.attention.step_calls import StepOperands
 from graphattn.diagnostics.per_layer import PerLayer, per_layer
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.nn import CrossConsensus, SelfConsensus
@@ -186,12 +186,12 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
 
     It records the layers of :mod:`graphattn.nn`, all calls of
     ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.MultiheadAttention`` and
-    ``torch.nn.TransformerEncoder`` (including their fused functions for inference), the attention
-    of Hugging Face's transformers with "eager", "sdpa", "flex_attention" and "graphattn", and the
-    layers that :mod:`graphattn.integrations` puts into such models. Consensus has no weights, and
-    is in :attr:`Recording.missed`. The weights are those of the call, with its mask, causality,
-    scale, softcap, sinks and groups of heads, but without dropout. With a sink logit (as in
-    GPT-OSS), rows sum to less than 1; the rest is the share of the sink.
+    ``torch.nn.TransformerEncoder``, the attention of Hugging Face's transformers with "eager",
+    "sdpa", "flex_attention" and "graphattn", and the layers that :mod:`graphattn.integrations` puts
+    into such models. Consensus has no weights, and is in :attr:`Recording.missed`. The weights are
+    those of the call, with its mask, causality, scale, softcap, sinks and groups of heads, but
+    without dropout. With a sink logit (as in GPT-OSS), rows sum to less than 1; the rest is the
+    share of the sink.
 
     Steps of generation (``step``, ``generate``) are also calls, with few queries. For graphattn's
     layers, the queries are the newest tokens, and the keys are the tokens in the cache. The cache
@@ -204,10 +204,16 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     name of its module (all attention in transformers that is not named cross-attention). In other
     calls, all queries with keys count, and also count in :meth:`Recording.sinks`.
 
-    The results, gradients and random numbers of the model are the same to the last bit. A compiled
-    function that calls the model runs uncompiled inside the block. Only calls in the thread that
-    opened the block are recorded. Calls that gradient checkpointing repeats in the backward pass
-    are not recorded twice. Blocks may be nested.
+    The results, gradients and random numbers of the model are the same to the last bit, except
+    where torch would use its fused inference of ``TransformerEncoder`` and ``MultiheadAttention``,
+    the fast path. It is off inside the block, as by
+    ``torch.backends.mha.set_fastpath_enabled(False)``. So results differ by rounding and at padding
+    there, and a nested tensor, which only the fast path accepts, raises an error of torch: use a
+    padded tensor with a mask.
+
+    A compiled function that calls the model runs uncompiled inside the block. Only calls in the
+    thread that opened the block are recorded. Calls that gradient checkpointing repeats in the
+    backward pass are not recorded twice. Blocks may be nested.
 
     Args:
         model: any torch model that is not compiled.
@@ -217,7 +223,7 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
             sequence, so record short runs. "mean" is their mean over heads, which is enough for
             rollout. "statistics" stores no weights. Statistics are computed in blocks of rows, so
             recording needs no matrix of queries by keys that the model does not need (except one
-            per call for "graphattn", converted layers and shortcuts).
+            per call for ``MultiheadAttention``, "graphattn", converted layers and shortcuts).
 
     Yields:
         A :class:`Recording`, to which every call is added.
@@ -252,7 +258,7 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     with ExitStack() as stack:
         for name, layer in model.named_modules():
             if is_attention_layer(layer):
-                for handle in listen(name or type(layer).__name__, layer, watcher.saw_layer):
+                for handle in listen(name or type(layer).__name__, layer, watcher.record_layer):
                     stack.callback(handle.remove)
         stack.enter_context(watching(watcher))
         yield watcher.recording
@@ -294,25 +300,27 @@ class _Recorder(Watcher):
         self.keep = keep
         self.modules = {self.names[id(module)]: module for module in model.modules()}
 
-    def is_own(self, module: nn.Module) -> bool:
+    def is_recorded_by_hooks(self, module: nn.Module) -> bool:
         return is_attention_layer(module)
 
-    def saw(self, name: str, operands: Operands) -> None:
+    def record_call(self, name: str, operands: Operands) -> None:
         if operands.same_tokens is None:
             operands.same_tokens = by_name(name, self.modules.get(name))
         self.recording.calls.append(of_operands(name, operands, self.token, self.keep))
 
-    def saw_layer(
+    def record_layer(
         self, name: str, weights: Tensor, output: Tensor, graph: Any, valid: Tensor | None
     ) -> None:
-        self.found()
+        self.mark_observed()
         call = of_edges(name, weights, output, graph, self.token, self.keep, valid)
         self.recording.calls.append(call)
 
-    def saw_step(self, name: str, layer: nn.Module, step: SeenStep | str, output: Tensor) -> None:
+    def record_step(
+        self, name: str, layer: nn.Module, step: StepOperands | str, output: Tensor
+    ) -> None:
         if isinstance(step, str):
-            self.miss(name, step)
+            self.report_missed(name, step)
             return
-        self.found()
+        self.mark_observed()
         call = of_step(name, step.weights(layer), output, step, self.token, self.keep)
         self.recording.calls.append(call)

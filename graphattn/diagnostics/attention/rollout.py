@@ -171,17 +171,20 @@ def _checked(weights_per_layer: Any, graph: Any) -> list[tuple[Tensor, TokenGrap
             f"layer), got {len(graphs)} graphs"
         )
     layers: list[tuple[Tensor, TokenGraph]] = []
-    for weights, own in zip(weights_per_layer, map(as_graph, graphs), strict=True):
-        if own.num_targets != own.num_sources or own.num_targets != graphs[0].num_targets:
+    for weights, layer_graph in zip(weights_per_layer, map(as_graph, graphs), strict=True):
+        if (
+            layer_graph.num_targets != layer_graph.num_sources
+            or layer_graph.num_targets != graphs[0].num_targets
+        ):
             raise ValueError(
                 "graph must have the same tokens as sources and targets in every layer, "
-                f"got {own.num_targets} targets and {own.num_sources} sources"
+                f"got {layer_graph.num_targets} targets and {layer_graph.num_sources} sources"
             )
-        weights = as_edge_weights(weights, own)
+        weights = as_edge_weights(weights, layer_graph)
         if layers and weights.shape[:-2] != layers[0][0].shape[:-2]:
             raise ValueError(
                 "weights_per_layer must have the same batch dimensions in every layer, "
                 f"got {list(layers[0][0].shape[:-2])} and {list(weights.shape[:-2])}"
             )
-        layers.append((weights, own))
+        layers.append((weights, layer_graph))
     return layers

@@ -18,7 +18,7 @@ from graphattn.nn.base.streaming import StreamingLayer
 from graphattn.nn.caches.running_cache import RunningCache
 
 
-class SeenStep(NamedTuple):
+class StepOperands(NamedTuple):
     """The tokens of a step: targets, sources, and their graph."""
 
     targets: tuple[Tensor, ...]
@@ -35,17 +35,17 @@ class SeenStep(NamedTuple):
 
 
 def stepping_classes(model: nn.Module) -> Iterator[tuple[type, str]]:
-    """Yield the classes of a model's layers that define a step, with the names of the methods."""
+    """Yield the classes that define a step of a model's layers, with the names of the methods."""
     classes = {type(layer) for layer in model.modules() if isinstance(layer, StreamingLayer)}
     for base in {base for cls in classes for base in cls.__mro__}:
-        for name in ("step", "_mix_step"):
+        for name in ("step", "_mix_step", "compiled_step"):
             if name in vars(base):
                 yield base, name
 
 
-def seen_step(
+def step_operands(
     targets: tuple[Tensor, ...], sources: dict[str, Tensor], mask: Tensor | None, cache: Any
-) -> SeenStep | str:
+) -> StepOperands | str:
     """Copy the operands of a step before it changes the cache.
 
     The result is a string with the reason if its weights cannot be computed.
@@ -74,7 +74,7 @@ def seen_step(
         if cache.window is None
         else causal_window_graph(n, cache.window, past=before)
     )
-    return SeenStep(
+    return StepOperands(
         tuple(x.to(common) for x in targets),
         {name: x.to(common) for name, x in sources.items()},
         graph.to(cache.device),

@@ -47,18 +47,18 @@ def without_attention(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterato
 class _AttentionDisabler(Watcher):
     """A watcher that replaces the outputs of attention calls in some blocks by zeros."""
 
-    reads = False
+    needs_operands = False
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         super().__init__(model)
         self.blocks = {id(block): name for name, block in blocks.items()}
         self.disabled: set[str] = set()
 
-    def is_own(self, module: nn.Module) -> bool:
+    def is_recorded_by_hooks(self, module: nn.Module) -> bool:
         return is_attention_layer(module) or isinstance(module, nn.MultiheadAttention)
 
-    def answer(self, output: Tensor, name: str) -> Tensor:
-        running = {id(module) for module in self.stack}
+    def replace_output(self, output: Tensor, name: str) -> Tensor:
+        running = {id(module) for module in self.running}
         # A shortcut is called after its layer, so it is found by its name.
         inside = [
             block

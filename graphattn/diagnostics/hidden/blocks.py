@@ -30,36 +30,36 @@ def choose_layers(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
     named = dict(model.named_modules())
     if layers is None:
         transformer = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-        found = {
+        chosen = {
             name: module
             for name, module in named.items()
             if isinstance(module, transformer)
             or all(isinstance(getattr(module, part, None), nn.Module) for part in ("mixer", "mlp"))
         }
-        found = found or _list_of_blocks(model, "")
-        if not found:
+        chosen = chosen or _list_of_blocks(model, "")
+        if not chosen:
             raise ValueError(
                 "layers must be given as names or types, because the model has no block of "
                 "graphattn, no transformer layer of torch, and no list of modules with attention, "
                 "got None"
             )
-        return found
-    wanted: list[Any] = [layers] if isinstance(layers, type | str) else list(layers)
-    names = [entry for entry in wanted if isinstance(entry, str)]
-    types = tuple(entry for entry in wanted if isinstance(entry, type))
-    if not wanted or len(names) + len(types) < len(wanted):
+        return chosen
+    requested: list[Any] = [layers] if isinstance(layers, type | str) else list(layers)
+    names = [entry for entry in requested if isinstance(entry, str)]
+    types = tuple(entry for entry in requested if isinstance(entry, type))
+    if not requested or len(names) + len(types) < len(requested):
         raise ValueError(f"layers must be names or types of modules, got {layers!r}")
     if unknown := [name for name in names if name not in named]:
         raise ValueError(f"layers must be names of model.named_modules(), got {unknown[0]!r}")
-    found = {n: module for n, module in named.items() if n in names or isinstance(module, types)}
-    if not found:
+    chosen = {n: module for n, module in named.items() if n in names or isinstance(module, types)}
+    if not chosen:
         raise ValueError(f"layers must be types of modules in the model, got {layers!r}")
-    return found
+    return chosen
 
 
 def _list_of_blocks(model: nn.Module, prefix: str) -> dict[str, nn.Module]:
     """Find the outermost lists of modules with attention, such as ``layers`` or ``h``."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, child in model.named_children():
         path = f"{prefix}.{name}".strip(".")
         entries = dict(child.named_children())
@@ -68,16 +68,16 @@ def _list_of_blocks(model: nn.Module, prefix: str) -> dict[str, nn.Module]:
             isinstance(child, nn.Sequential) and len(kinds) == 1
         )
         if entries and alike and any(map(holds_attention, entries.values())):
-            found |= {f"{path}.{key}": entry for key, entry in entries.items()}
+            blocks |= {f"{path}.{key}": entry for key, entry in entries.items()}
         else:
-            found |= _list_of_blocks(child, path)
-    if not found and not prefix and isinstance(model, nn.Sequential | nn.ModuleList):
-        found = dict(model.named_children())
-        if len({type(entry) for entry in found.values()}) > 1 or not all(
-            map(holds_attention, found.values())
+            blocks |= _list_of_blocks(child, path)
+    if not blocks and not prefix and isinstance(model, nn.Sequential | nn.ModuleList):
+        blocks = dict(model.named_children())
+        if len({type(entry) for entry in blocks.values()}) > 1 or not all(
+            map(holds_attention, blocks.values())
         ):
             return {}
-    return found
+    return blocks
 
 
 def holds_attention(module: nn.Module) -> bool:
@@ -113,7 +113,7 @@ class BlockLayout:
                 f"{self.name if name is None else name!r} has states of shape {list(x.shape)}: "
                 "choose other layers by name"
             )
-        return [tokens[own] for tokens, own in zip(x, real, strict=True)]
+        return [tokens[is_real] for tokens, is_real in zip(x, real, strict=True)]
 
 
 def layouts(
@@ -127,7 +127,7 @@ def layouts(
     config = getattr(model, "config", None)
     two = getattr(config, "is_encoder_decoder", False) is True
     two = two or any(mask in names for mask in _DECODER_MASKS)
-    found = {}
+    block_layouts = {}
     for name in blocks:
         if not _decodes(model, name):
             masks = _MASKS
@@ -135,8 +135,8 @@ def layouts(
             masks = _DECODER_MASKS
         else:  # One mask is for both sequences, except masks of the source.
             masks = {mask: says for mask, says in _MASKS.items() if not mask.startswith("src_")}
-        found[name] = BlockLayout(name, _tokens_first(model, name), _real(masks, given))
-    return found
+        block_layouts[name] = BlockLayout(name, _tokens_first(model, name), _real(masks, given))
+    return block_layouts
 
 
 def _arguments(
@@ -173,11 +173,11 @@ def _real(masks: dict[str, bool], given: dict[str, Any]) -> Tensor | None:
 
 def _path(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
     """List the modules from the model down to a module, each with the name of the next one."""
-    found, module = [], model
+    path, module = [], model
     for child in filter(None, name.split(".")):
-        found.append((module, child))
+        path.append((module, child))
         module = module.get_submodule(child)
-    return [*found, (module, "")]
+    return [*path, (module, "")]
 
 
 def _decodes(model: nn.Module, name: str) -> bool:

@@ -32,26 +32,28 @@ def disabled_parameters(
     maps (the MLP) become 0. Bandwidths and sinks get their initial values. Embeddings do not
     change.
     """
-    found: dict[str, Tensor] = {}
+    replacements: dict[str, Tensor] = {}
     has_attention = False
     for layer_name, layer in layers.items():
         for inner, module in layer.named_modules():
             name = f"{layer_name}.{inner}".strip(".")
-            own = dict(module.named_parameters(prefix=name, recurse=False))
-            if not own or isinstance(module, nn.Embedding):
+            parameters = dict(module.named_parameters(prefix=name, recurse=False))
+            if not parameters or isinstance(module, nn.Embedding):
                 continue
             if is_norm(module):
-                found |= _filled(own, 0.0 if _adds_one(module) else 1.0)
+                replacements |= _filled(parameters, 0.0 if _adds_one(module) else 1.0)
             elif isinstance(module, nn.MultiheadAttention):
-                found |= _projections_in_one(name, own)
+                replacements |= _projections_in_one(name, parameters)
             elif isinstance(module, nn.Linear):
                 is_projection = is_attention_projection(model, layer, name, projections)
                 has_attention |= is_projection
-                found |= _identity(name, own) if is_projection else _filled(own, 0.0)
-            elif is_attention_layer(module) and set(own) <= _at_start(name, module).keys():
+                replacements |= (
+                    _identity(name, parameters) if is_projection else _filled(parameters, 0.0)
+                )
+            elif is_attention_layer(module) and set(parameters) <= _at_start(name, module).keys():
                 for key, number in _at_start(name, module).items():
-                    if key in own:
-                        found[key] = torch.full_like(own[key], number)
+                    if key in parameters:
+                        replacements[key] = torch.full_like(parameters[key], number)
             else:
                 raise ValueError(
                     "weights must be 'enabled' for layers without a form without parameters, such "
@@ -63,16 +65,16 @@ def disabled_parameters(
             "('query', 'key'), because the layers have neither attention of graphattn.nn nor "
             f"torch.nn.MultiheadAttention, got {projections}, which match no linear map"
         )
-    return found
+    return replacements
 
 
 def _at_start(name: str, layer: nn.Module) -> dict[str, float]:
     """Return the initial values of an attention layer's own parameters, by name."""
-    found = {f"{name}.sink".strip("."): 0.0}
+    initial = {f"{name}.sink".strip("."): 0.0}
     init_sigma: Any = getattr(layer, "init_sigma", None)
     if init_sigma is not None:
-        found[f"{name}.log_sigma".strip(".")] = math.log(init_sigma)
-    return found
+        initial[f"{name}.log_sigma".strip(".")] = math.log(init_sigma)
+    return initial
 
 
 def without_normalization(layers: dict[str, nn.Module]) -> list[RemovableHandle]:
@@ -110,19 +112,19 @@ def _belongs_to_attention(model: nn.Module, name: str) -> bool:
     return isinstance(parent, nn.MultiheadAttention) or is_attention_layer(parent)
 
 
-def _filled(own: dict[str, Tensor], weight: float) -> dict[str, Tensor]:
+def _filled(parameters: dict[str, Tensor], weight: float) -> dict[str, Tensor]:
     """Fill weights with one number, and biases with 0."""
     return {
         name: torch.full_like(value, weight if name.endswith("weight") else 0.0)
-        for name, value in own.items()
+        for name, value in parameters.items()
     }
 
 
-def _identity(name: str, own: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
+def _identity(name: str, parameters: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
     """Return `copies` identity matrices below each other, and biases of 0."""
-    found = {}
-    for key, value in own.items():
-        found[key] = torch.zeros_like(value)
+    replacements = {}
+    for key, value in parameters.items():
+        replacements[key] = torch.zeros_like(value)
         if value.dim() == 2:
             rows, columns = value.shape
             if rows != copies * columns:
@@ -131,17 +133,17 @@ def _identity(name: str, own: dict[str, Tensor], copies: int = 1) -> dict[str, T
                     f"replaced by the identity, got 'disabled' with {name!r} of shape "
                     f"{list(value.shape)}"
                 )
-            found[key].view(copies, columns, columns).diagonal(dim1=-2, dim2=-1).fill_(1)
-    return found
+            replacements[key].view(copies, columns, columns).diagonal(dim1=-2, dim2=-1).fill_(1)
+    return replacements
 
 
-def _projections_in_one(name: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _projections_in_one(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the replacement of the projections of MultiheadAttention, which are one matrix."""
     known = {f"{name}.in_proj_weight".strip("."), f"{name}.in_proj_bias".strip(".")}
-    if not set(own) <= known:
+    if not set(parameters) <= known:
         raise ValueError(
             "weights must be 'enabled' unless the query, key and value projections of "
             "MultiheadAttention have the same width, without bias_k and bias_v, got 'disabled' "
-            f"with {name!r}, which has {sorted(own)}"
+            f"with {name!r}, which has {sorted(parameters)}"
         )
-    return _identity(name, own, copies=3)
+    return _identity(name, parameters, copies=3)

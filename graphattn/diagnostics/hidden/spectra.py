@@ -207,10 +207,12 @@ def spectra_without_attention(
             "attention_off is an argument of hidden_spectra only: spectra_without_attention "
             "disables the attention of every block in turn"
         )
-    found = {"none": hidden_spectra(model, *inputs, layers=layers, **options)}
+    by_block = {"none": hidden_spectra(model, *inputs, layers=layers, **options)}
     for name in choose_layers(model, layers):
-        found[name] = hidden_spectra(model, *inputs, layers=layers, attention_off=name, **options)
-    return found
+        by_block[name] = hidden_spectra(
+            model, *inputs, layers=layers, attention_off=name, **options
+        )
+    return by_block
 
 
 def _copied(value: Any) -> Any:

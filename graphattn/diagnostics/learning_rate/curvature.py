@@ -35,16 +35,16 @@ class BatchLoss:
                 raise ValueError(
                     f"loss_fn must return a scalar tensor that depends on the parameters, got {got}"
                 )
-            found: Gradients = list(
+            gradients: Gradients = list(
                 torch.autograd.grad(
                     loss.reshape(()), self.parameters, create_graph=create_graph, allow_unused=True
                 )
             )
-        if all(g is None for g in found):
+        if all(g is None for g in gradients):
             raise ValueError(
                 "the result of loss_fn must depend on the optimizer's parameters, but it does not"
             )
-        return found
+        return gradients
 
 
 def slope_and_curvature(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import wrap_torch_function
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.torch.masks import (
@@ -311,6 +312,8 @@ class LayerAttention(ConvertedAttention):
         return out.view_as(query), what.dense(weights[None] if what.packed else weights, B)
 
 
+# A mode for torch functions, such as graphattn.diagnostics.record, sees every call.
+@wrap_torch_function(lambda q, k, v, *_: (q, k, v))
 def attend(
     q: Tensor,
     k: Tensor,

@@ -61,6 +61,21 @@ def style_axes(ax: Axes, *, frame: bool = False) -> None:
             formatter.set_useOffset(False)
 
 
+def integer_ticks(*axes: Any) -> None:
+    """Put the ticks of axes (``ax.xaxis``, ``ax.yaxis``) at integers."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def plain_legend(ax: Axes, *entries: Any, **options: Any) -> None:
+    """Draw a legend of names given by users, in which a "$" does not begin a formula."""
+    legend = ax.legend(*entries, **{"frameon": False, "fontsize": 8, **options})
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
 def colour_bar(image: AxesImage | Collection, label: str) -> Colorbar:
     """Draw a colour bar next to the axes of the image, as high as the image."""
     ax: Any = image.axes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from graphattn.plot.drawing.style import COLOURS, axes_or_new, style_axes
+from graphattn.plot.drawing.style import COLOURS, axes_or_new, plain_legend, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,8 +61,6 @@ def loss_curves(
     ax.set_xlabel("training step")
     ax.set_ylabel("loss (nats per token)")
     names = [*curves, *(reference or {})]
-    legend = ax.legend(ax.lines[-len(names) :], names, frameon=False, fontsize=8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # A "$" in a name does not begin a formula.
+    plain_legend(ax, ax.lines[-len(names) :], names)
     style_axes(ax)
     return ax

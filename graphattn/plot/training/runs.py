@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, style_axes
 from graphattn.train.evaluation.calibration import Calibration
 from graphattn.train.runs.folder import Run
 from graphattn.train.runs.records import Row
@@ -73,12 +73,12 @@ def training_curves(
         name: {split: _points(run, split, measure) for split in ("train", "validation")}
         for name, run in named.items()
     }
-    if not any(points for own in curves.values() for points in own.values()):
+    if not any(points for splits in curves.values() for points in splits.values()):
         raise ValueError(f"runs must have rows with a finite {measure!r}, got none")
     ax = axes_or_new(ax, *SIZE)
-    for i, (name, own) in enumerate(curves.items()):
-        has_validation = bool(own["validation"])
-        for split, points in own.items():
+    for i, (name, splits) in enumerate(curves.items()):
+        has_validation = bool(splits["validation"])
+        for split, points in splits.items():
             if not points:
                 continue
             # Runs are compared by the validation loss; the noisy training loss is drawn paler.
@@ -100,8 +100,8 @@ def training_curves(
     if measure == "loss":
         _cut_off(ax, list(curves.values()), list((reference or {}).values()))
     top = ax.get_ylim()[1]
-    for name, own in curves.items() if measure == "loss" else ():
-        if _has_diverged(named[name]) and (points := own["train"] or own["validation"]):
+    for name, splits in curves.items() if measure == "loss" else ():
+        if _has_diverged(named[name]) and (points := splits["train"] or splits["validation"]):
             step, last = points[-1]
             ax.plot(
                 step,
@@ -306,17 +306,17 @@ def _points(run: Run | Sequence[Row], split: str, measure: str) -> list[tuple[in
 
 def _of_layers(run: Run | Sequence[Row], measure: str) -> dict[str, list[tuple[int, float]]]:
     """Return the points of every layer, in the order of the rows; those of the whole model last."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    layers: dict[str, list[tuple[int, float]]] = {}
     whole = []
     for row in _rows(run, "layers"):
         if _is_finite(row.get(measure)):
             whole.append((row["step"], row[measure]))
-        for name, own in (row.get("layers") or {}).items():
-            value = own.get(measure)
+        for name, numbers in (row.get("layers") or {}).items():
+            value = numbers.get(measure)
             # alpha_max is a learning rate on a logarithmic axis, so only values > 0 are drawn.
             if _is_finite(value) and (value > 0 or measure != "alpha_max"):
-                found.setdefault(name, []).append((row["step"], value))
-    return {**found, WHOLE: whole} if whole else found
+                layers.setdefault(name, []).append((row["step"], value))
+    return {**layers, WHOLE: whole} if whole else layers
 
 
 def _has_diverged(run: Run | Sequence[Row]) -> bool:
@@ -335,8 +335,8 @@ def _is_finite(value: Any) -> bool:
 
 def _cut_off(ax: Axes, curves: list[dict[str, list[Any]]], reference: list[float]) -> None:
     """Cut off losses far above the first losses, so that the others remain distinguishable."""
-    values = [value for own in curves for points in own.values() for _, value in points]
-    starts = [own["train"] or own["validation"] for own in curves]
+    values = [value for splits in curves for points in splits.values() for _, value in points]
+    starts = [splits["train"] or splits["validation"] for splits in curves]
     low = min(values + reference)
     high = max([points[0][1] for points in starts if points] + reference)
     span = (high - low) or abs(high) or 1.0
@@ -369,7 +369,6 @@ def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
     ]
     if len(named) > 1:
         # A frame of white: on a narrow figure, no place for the legend may be free of lines.
-        legend = ax.legend(*zip(*named, strict=True), fontsize=8, framealpha=0.8, edgecolor="none")
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # A "$" in a name does not begin a formula.
+        frame = {"frameon": True, "framealpha": 0.8, "edgecolor": "none"}
+        plain_legend(ax, *zip(*named, strict=True), **frame)
     style_axes(ax)

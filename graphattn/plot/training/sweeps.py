@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, style_axes
 from graphattn.train.sweeps.results import losses_by_rate, summarize_sweep
 
 if TYPE_CHECKING:
@@ -46,20 +46,20 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
         >>> ax.get_legend().get_texts()[0].get_text(), ax.get_xscale()
         ('mix', 'log')
     """
-    found = [dict(row) for row in rows if row["status"] in ("finished", "diverged")]
-    if not found:
+    done = [dict(row) for row in rows if row["status"] in ("finished", "diverged")]
+    if not done:
         raise ValueError("rows must have at least one trial with a result, got none")
     ax = axes_or_new(ax, 5.5, 3.6)
     ax.set_xscale("log")
-    summaries = summarize_sweep(found)
+    summaries = summarize_sweep(done)
     for i, summary in enumerate(summaries):
-        trials = [row for row in found if row["mixer"] == summary.mixer]
+        trials = [row for row in done if row["mixer"] == summary.mixer]
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
         means = losses_by_rate(trials)
         ax.plot(
             list(means),
-            [statistics.fmean(own) if own else math.nan for own in means.values()],
+            [statistics.fmean(losses) if losses else math.nan for losses in means.values()],
             linewidth=1.6,
             marker=marker,
             markersize=3.5,
@@ -74,14 +74,12 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
                 summary.best_lr, summary.loss, "o", markersize=9, fillstyle="none",
                 color=colour, markeredgewidth=1,
             )  # fmt: skip
-    _draw_diverged(ax, found, [summary.mixer for summary in summaries])
+    _draw_diverged(ax, done, [summary.mixer for summary in summaries])
     ax.set_xlabel("learning rate")
     ax.set_ylabel("validation loss (nats)")
     lines = [line for line in ax.lines if not str(line.get_label()).startswith("_child")]
     names = [summary.mixer for summary in summaries]
-    legend = ax.legend(lines[: len(names)], names, frameon=False, fontsize=8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    plain_legend(ax, lines[: len(names)], names)
     style_axes(ax)
     return ax
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import wrap_torch_function
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.integrations.transformers.conversion.families import Family, without_values
@@ -22,6 +23,8 @@ from graphattn.ops import dot_product_attention, rbf_attention
 class ReplacedAttention(Replacement):
     """Weighted averages over the tokens that a token sees; `operation` computes them."""
 
+    # A mode for torch functions, such as graphattn.diagnostics.record, sees every call.
+    @wrap_torch_function(lambda self, query, key, value, *_: (query, key, value))
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, call: ReplacedCall
     ) -> Tensor:
