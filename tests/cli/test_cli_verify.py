@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from graphattn.cli.verify.claims import Claim, Erratum, Exhibit, Measured, Size
 from graphattn.cli.verify.graphs import random_digraph
 
 TINY = Size(every=9, paths=((300, 1), (250, 40)), draws=3)
+MORE = Size(every=40, paths=((300, 1), (250, 40), (5000, 3)), draws=10)
 BY_NAME = {claim.name: claim for claim in verify.CLAIMS}
 
 
@@ -34,9 +37,17 @@ def run(*arguments: str | Path) -> Result:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_claim_holds(name):
-    outcome = BY_NAME[name].run(TINY)
+    outcome = BY_NAME[name].run(MORE)
     assert outcome.holds, (outcome.error, outcome.failures[:3])
     assert len(outcome.cases) >= 2
+
+
+@pytest.mark.parametrize("name", ["no oscillation", "low-pass"])
+def test_claims_about_a_layer_hold_with_isometric_positions_too(name):
+    claim = BY_NAME[f"SelfConsensus auto: {name}"]
+    layers = partial(matrix_weights.random_layers, rope="isometric")
+    outcome = replace(claim, cases=layers).run(MORE)
+    assert outcome.holds, (outcome.error, outcome.failures[:3])
 
 
 @pytest.mark.parametrize("erratum", verify.ERRATA, ids=lambda erratum: erratum.printed)
