@@ -167,30 +167,6 @@ def test_a_layer_without_the_gradient_of_a_weight_is_wrong(part):
     assert gradient == pytest.approx(1.0)
 
 
-@pytest.mark.long
-def test_both_are_kept_whole_when_compiled():
-    """Consensus contenders, the step and the layer, are right when compiled as one whole graph.
-
-    They are compiled by the half of torch.compile that needs no C++ compiler.
-    """
-    for name, run, function in (
-        ("consensus", consensus_contenders._consensus_of, consensus_contenders._consensus_step),
-        ("consensus-layer", consensus_contenders._consensus_layer_of,
-         consensus_contenders._consensus_layer),
-    ):  # fmt: skip
-        x = inputs_of(name, LAYER)
-        whole = torch.compile(function, backend="aot_eager", fullgraph=True)
-        truth = gate.truth_of(x, backward=True)
-        assert max(truth.errors_of(lambda x, run=run, whole=whole: run(x, whole))) < 1e-5
-
-
-def test_compiled_consensus_is_a_peer_on_a_gpu():
-    for name, run in (("consensus", consensus_contenders.compiled_consensus),
-                      ("consensus-layer", consensus_contenders.compiled_layer)):  # fmt: skip
-        with pytest.raises(inputs.MissingError, match="only for a GPU"):
-            run(inputs_of(name, LAYER))
-
-
 def test_a_layer_whose_edges_would_not_fit_is_not_tried(monkeypatch):
     monkeypatch.setattr(contenders, "free_memory", lambda device: 1e4)
     with pytest.raises(inputs.MissingError, match="its edge networks would need about"):

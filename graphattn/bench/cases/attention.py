@@ -78,15 +78,9 @@ GATHER_SCATTER: dict[str, other.Run] = {
     "index_add": other.index_add,
     "torch-scatter": other.torch_scatter,
     "compiled": gathered.compiled,
-    "compiled, atomic adds": other.compiled,
 }
-COMPILED = ("compiled", "compiled, atomic adds")
 MESSAGES = ("index_add", "torch-scatter")  # a message per edge and head is kept
 LISTED: dict[str, other.Run] = {"torch.sparse": listed.torch_sparse, "numba": listed.numba_rows}
-OF_OFFSETS: dict[str, other.Run] = {
-    "compiled slices": slices.compiled_windows(slices.SLICES),
-    "compiled unfold": slices.compiled_windows(slices.UNFOLD),
-}
 ON_BLOCKS: dict[str, other.Run] = {
     "blocks + topk": blocks.blocks_top_k(blocks.largest_by_topk),
     "blocks + numpy.sort": blocks.blocks_top_k(blocks.largest_by_numpy),
@@ -247,12 +241,12 @@ ATTENTION = [
             STRUCTURED: ours.rbf_structured,
             FLEX: flex.flex_rbf,
             **GATHER_SCATTER,
-            **OF_OFFSETS,
+            "compiled slices": slices.compiled_slices,
             **LISTED,
         },
         WINDOWED_DOTS,
         targets=(
-            *in_both_passes((FLEX, "compiled", *OF_OFFSETS, *LISTED), 1.7, 2),
+            *in_both_passes((FLEX, "compiled", "compiled slices", *LISTED), 1.7, 2),
             *share_on_a_cpu(0.75, OURS, OUR_DOT),
             *(
                 target
