@@ -36,7 +36,7 @@ def inputs_of(name: str, size: dict[str, int], dtype: torch.dtype = torch.float3
 def flex_on_a_cpu(monkeypatch):
     """Uncompiled and with gradients, which torch refuses on a CPU."""
     attention = pytest.importorskip("torch.nn.attention.flex_attention")
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(flex, "compile_once", lambda function: function)
     monkeypatch.setattr(flex, "operands", fused_attention.by_head)
     monkeypatch.setattr(attention, "_validate_device", lambda *_: None)
     with warnings.catch_warnings():

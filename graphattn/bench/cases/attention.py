@@ -111,21 +111,21 @@ WINDOWED_DOTS: dict[str, other.Run] = {
 
 
 def in_both_passes(
-    rivals: tuple[str, ...], forward: float, both: float, *own: str
+    rivals: tuple[str, ...], forward: float, both: float, *contenders: str
 ) -> tuple[Target, ...]:
     """Require a speed relative to the fastest rival on a CPU; graphattn, or what else is named."""
     return tuple(
         Target("time", rivals, at_least=times, of=of, passes=passes)
-        for of in own or (OURS,)
+        for of in contenders or (OURS,)
         for passes, times in ((FORWARD, forward), (BOTH, both))
     )
 
 
-def share_on_a_cpu(share: float, *own: str) -> tuple[Target, ...]:
+def share_on_a_cpu(share: float, *contenders: str) -> tuple[Target, ...]:
     """Require a share of the best that a CPU could do, in both passes."""
     return tuple(
         Target("share of bound", at_least=share, of=of, passes=passes)
-        for of in own or (OURS,)
+        for of in contenders or (OURS,)
         for passes in (FORWARD, BOTH)
     )
 
@@ -133,8 +133,8 @@ def share_on_a_cpu(share: float, *own: str) -> tuple[Target, ...]:
 def on_gpu(*targets: tuple[str, str, float]) -> tuple[Target, ...]:
     """How many times as fast (rival, ours, times), in both passes, as the GPU table has it."""
     return tuple(
-        Target("time", (rival,), at_least=times, of=own, passes=passes, device="cuda")
-        for rival, own, times in targets
+        Target("time", (rival,), at_least=times, of=contender, passes=passes, device="cuda")
+        for rival, contender, times in targets
         for passes in (FORWARD, BOTH)
     )
 

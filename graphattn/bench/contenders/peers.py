@@ -73,6 +73,12 @@ def needs_compiler(device: torch.device) -> None:
         raise MissingError("torch.compile needs a C++ compiler on a CPU")
 
 
+@cache
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function once for the sizes of one case."""
+    return torch.compile(function, dynamic=False)
+
+
 def only_on_a_cpu(device: torch.device) -> None:
     """Raise a MissingError on any device but a CPU."""
     if device.type != "cpu":

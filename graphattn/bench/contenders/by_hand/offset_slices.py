@@ -6,8 +6,6 @@ the targets of a source are a window, so nothing is added atomically.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +15,12 @@ from torch.nn.functional import pad
 
 from graphattn.bench.cases.inputs import AttentionInputs, MissingError
 from graphattn.bench.contenders.by_hand.window_blocks import of_band
-from graphattn.bench.contenders.peers import check_memory, needs_compiler, only_on_a_cpu
+from graphattn.bench.contenders.peers import (
+    check_memory,
+    compile_once,
+    needs_compiler,
+    only_on_a_cpu,
+)
 
 WIDEST = 64  # largest number of offsets; the compiled code grows with it
 
@@ -63,12 +66,6 @@ class SlicedWindows(Function):
         )
         d_key, d_value = compile_once(d_sources)(query, key, d_out, weight, pull, before, after)
         return d_query, d_key, d_value, None, None, None
-
-
-@cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function once for the sizes of one case."""
-    return torch.compile(function, dynamic=False)
 
 
 def no_edge(tokens: int, before: int, after: int) -> Tensor:
