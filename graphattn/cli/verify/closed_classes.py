@@ -68,8 +68,8 @@ def random_groups(size: Size) -> Iterator[RandomGroups]:
 
 @claim("eigenvalue 1: at least once a group", "Krause paper", random_groups)
 def at_least_the_groups(case: RandomGroups) -> tuple[float, float]:
-    """If tokens form m groups without edges between them, the eigenvalue 1 of the attention
-    matrix has multiplicity >= m, with top-k and without."""
+    """The eigenvalue 1 of the attention matrix has multiplicity >= m if tokens form m groups
+    without edges between them, with top-k and without."""
     return float(case.multiplicity - case.num_groups), 0.0
 
 

@@ -138,21 +138,21 @@ def laplacian_is_semidefinite(case: WeightedGraph) -> tuple[float, float]:
 
 @claim("below 1 / (2 λ_max): signs stay", "Section 2.2", weighted_graphs)
 def modes_keep_their_sign(case: WeightedGraph) -> tuple[float, float]:
-    """With a step just below 1 / (2 λ_max) no mode changes its sign."""
+    """No mode changes its sign with a step just below 1 / (2 λ_max)."""
     _, v = case.modes
     return float((v * case.step(v, 1 - NEAR)).sum(0).min()), 1e-12
 
 
 @claim("above it: the top mode flips", "Section 2.2", weighted_graphs)
 def top_mode_flips(case: WeightedGraph) -> tuple[float, float]:
-    """With a step just above 1 / (2 λ_max) the top mode changes its sign."""
+    """The top mode changes its sign with a step just above 1 / (2 λ_max)."""
     _, v = case.modes
     return -float((v * case.step(v, 1 + NEAR)).sum(0)[-1]), 0.0
 
 
 @claim("below 1 / λ_max: energy falls", "Section 2.2", weighted_graphs)
 def energy_falls(case: WeightedGraph) -> tuple[float, float]:
-    """With a step just below 1 / λ_max the energy of every signal falls."""
+    """The energy of every signal falls with a step just below 1 / λ_max."""
     u = torch.cat([case.signals, case.modes[1][:, -1:]], dim=1)
     before, after = case.energies(u), case.energies(case.step(u, 2 * (1 - NEAR)))
     return float(((before - after) / before).min()), 0.0
@@ -160,7 +160,7 @@ def energy_falls(case: WeightedGraph) -> tuple[float, float]:
 
 @claim("above it: energy can rise", "Section 2.2", weighted_graphs)
 def energy_rises_beyond(case: WeightedGraph) -> tuple[float, float]:
-    """With a step just above 1 / λ_max the energy of the top mode rises."""
+    """The energy of the top mode rises with a step just above 1 / λ_max."""
     top = case.modes[1][:, -1:]
     before, after = case.energies(top), case.energies(case.step(top, 2 * (1 + NEAR)))
     return float((after - before) / before), 0.0

@@ -85,7 +85,7 @@ def one_and_two_parts(size: Size) -> Iterator[MatrixWeights]:
 
 @claim("matrix weights: a λ₁ ≤ λ ≤ b λ₁", "Section 4, Appendix A", random_weights)
 def sandwich(case: MatrixWeights) -> tuple[float, float]:
-    """With matrices R whose eigenvalues lie in [a, b], the Fiedler value lies between a and b
+    """The Fiedler value with matrices R whose eigenvalues lie in [a, b] lies between a and b
     times that of the unweighted graph."""
     value = case.fiedler_value
     lower, upper = ga.spectral.matrix_fiedler_bounds(case.graph, case.R)

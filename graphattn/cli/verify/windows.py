@@ -122,7 +122,7 @@ def cycle_closed_form(cycle: WindowGraph) -> tuple[float, float]:
 
 @claim("cycle: λ₁ grows with the window", "Remark 4.1", cycles_that_can_widen)
 def cycle_monotone(cycle: WindowGraph) -> tuple[float, float]:
-    """For fixed N, λ₁ increases with w."""
+    """λ₁ increases with w for fixed N."""
     narrow, wide = (ga.spectral.cycle_fiedler_value(cycle.N, cycle.w + more) for more in (0, 1))
     return (wide - narrow) / narrow, 0.0
 
