@@ -1391,7 +1391,7 @@ MUTATIONS = [
     Mutation(
         "a benchmark that goes on keeps the rows of a case that was cut off",
         "graphattn/bench/reporting/record.py",
-        "return case in found.measured",
+        "return case in earlier.measured",
         "return True",
         (f"{BENCH}.py::test_an_interrupted_run_goes_on_with_its_file",),
     ),

@@ -56,30 +56,30 @@ def run_bench(
         raise ValueError("--resume needs --json, the file of the run that goes on")
 
     provenance = record.provenance(where, size)
-    found = record.resumed(json, provenance) if resume and json else Record(provenance)
-    runner = Runner(where, size, found, console)
-    found.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
-    found.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
-    facts = ", ".join(f"{name} {value}" for name, value in found.provenance.items())
+    results = record.resumed(json, provenance) if resume and json else Record(provenance)
+    runner = Runner(where, size, results, console)
+    results.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
+    results.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
+    facts = ", ".join(f"{name} {value}" for name, value in results.provenance.items())
     console.print(facts, highlight=False, markup=False)
 
     def show(case: BenchmarkCase, rows: list[Row]) -> None:
         console.print()
-        console.print(tables.case_table(case, rows, found.slopes, size, device))
+        console.print(tables.case_table(case, rows, results.slopes, size, device))
 
     measure_all(cases, runner, json, show)
-    for line in found.missing:
+    for line in results.missing:
         console.print(f"missing: {line}", highlight=False, markup=False)
     if older is not None:
         console.print()
-        console.print(tables.comparison(older, found.rows))
+        console.print(tables.comparison(older, results.rows))
     console.print()
-    console.print(tables.target_table(found.targets, size))
+    console.print(tables.target_table(results.targets, size))
     if json is not None:
-        found.write(json)
+        results.write(json)
         console.print(str(json), highlight=False, markup=False, soft_wrap=True)
     if plot is not None:
-        figure.draw(found).savefig(plot)
+        figure.draw(results).savefig(plot)
         console.print(str(plot), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -94,8 +94,8 @@ def chosen(names: list[str]) -> list[BenchmarkCase]:
     known["irregular"] = [case for case in CASES if case.name in irregular]
     known["models"] = [case for case in CASES if case.name.startswith("gka-")]
     for tokens in LENGTHS:
-        own = [f"mixer-{mixer}-{tokens}" for mixer in MIXERS]
-        known[f"mixers-{tokens}"] = [case for case in CASES if case.name in own]
+        names_of_length = [f"mixer-{mixer}-{tokens}" for mixer in MIXERS]
+        known[f"mixers-{tokens}"] = [case for case in CASES if case.name in names_of_length]
     known["mixers"] = [case for tokens in LENGTHS for case in known[f"mixers-{tokens}"]]
     known["transformers"] = [case for case in CASES if case.name.startswith("llama-")]
     known["small-layers"] = SMALL

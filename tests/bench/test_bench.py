@@ -92,8 +92,7 @@ def not_compiled(runs: dict[str, contenders.Run]) -> dict[str, contenders.Run]:
     return {
         name: run
         for name, run in runs.items()
-        if name not in ("compiled", "compiled slices", "compiled unfold")
-        and not name.startswith("FlexAttention")
+        if name not in ("compiled", "compiled slices") and not name.startswith("FlexAttention")
     }
 
 
@@ -476,7 +475,6 @@ def test_the_targets_of_a_gpu_are_those_of_the_design():
     deit = "DeiT (SDPA flash) or DeiT (SDPA cuDNN)"
     eager = "index_add or torch-scatter"
     by_edges = "gather/scatter"
-    compiled = "compiled or compiled, atomic adds"
     assert found == {
         ("gka", "time", f"{flash} or {cudnn}", 1.0),
         *((name, "share of bound", "", 0.6) for name in ("gka", "causal-window", "window")),
@@ -486,17 +484,15 @@ def test_the_targets_of_a_gpu_are_those_of_the_design():
             for score in ("", " (dot product)")
         ),
         ("causal-window", "time", "flash-attention (dot product)", 0.9),
-        *(("knn-graph", "time", rivals, n) for rivals, n in ((eager, 10), (compiled, 4))),
-        *(("knn-graph", "memory", rivals, 1 / 10) for rivals in (eager, compiled)),
-        *((case, "memory", rival, 1 / 10) for case in ("consensus", "consensus-layer")
-          for rival in (by_edges, f"{by_edges}, compiled")),
+        *(("knn-graph", "time", rivals, n) for rivals, n in ((eager, 10), ("compiled", 4))),
+        *(("knn-graph", "memory", rivals, 1 / 10) for rivals in (eager, "compiled")),
+        *((case, "memory", by_edges, 1 / 10) for case in ("consensus", "consensus-layer")),
         ("consensus", "time", by_edges, 5),
-        ("consensus", "time", f"{by_edges}, compiled", 2),
         ("krause", "time", "masked dense", 5),
         ("krause", "time", "FlexAttention, chosen before", 1.5),
         *((case, "time", rival, n) for case in ("streaming", "streaming-krause")
           for rival, n in (("early in a stream", 1.1), ("its projections alone", 2))),
-        ("knn", "time", "cdist + topk or chunked matmul + topk", 1.5),
+        ("knn", "time", "cdist + topk", 1.5),
         ("knn", "memory", "", 2.0**26),  # 65,536 tokens, 16 indices and distances of each
         *((name, "time", deit, 1.15) for name in MODELS),
         *((name, "memory", deit, 0.9) for name in MODELS),

@@ -48,7 +48,6 @@ LISTS = {
     "without edges": ga.from_edge_index(torch.tensor([[0, 2, 2, 8, 5], [3, 0, 3, 3, 1]]), 5, 9),
 }
 SELECTIONS = [blocks.largest_by_topk, blocks.largest_by_numpy]
-FORMS = {"slices": slices.SLICES, "unfold": slices.UNFOLD}
 
 
 def inputs_of(graph: ga.TokenGraph, top_k: int | None = None) -> inputs.AttentionInputs:
@@ -120,24 +119,22 @@ def test_blocks_keep_the_nearest_of_the_window(name, top_k, select):
     assert max(truth.errors_of(blocks.blocks_top_k(select))) < 1e-5
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", WINDOWS)
-def test_offsets_one_by_one_are_attention_in_the_window(name, form, uncompiled):
+def test_offsets_one_by_one_are_attention_in_the_window(name, uncompiled):
     x = inputs_of(WINDOWS[name])
     truth = gate.truth_of(x, backward=True)
-    assert max(truth.errors_of(slices.compiled_windows(FORMS[form]))) < 1e-5
+    assert max(truth.errors_of(slices.compiled_slices)) < 1e-5
 
 
 @NEEDS_COMPILER
 @pytest.mark.long
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_offsets_are_right_and_add_nothing_atomically(form):
+def test_compiled_offsets_are_right_and_add_nothing_atomically():
     from torch._inductor.utils import run_and_get_code
 
     slices.compile_once.cache_clear()
     torch.compiler.reset()
     x = inputs_of(ga.window_path_graph(70, 2, self_loops=True))
-    run = slices.compiled_windows(FORMS[form])
+    run = slices.compiled_slices
     _, codes = run_and_get_code(lambda: measure.one_pass(run, x, backward=True))
     kernels = "".join(codes)
     assert "for(" in kernels  # there are loops
@@ -162,7 +159,7 @@ def test_the_threshold_is_the_smallest_number_kept():
 )
 def test_what_is_no_narrow_window_has_no_slices(graph, says, uncompiled):
     with pytest.raises(inputs.MissingError, match=says):
-        slices.compiled_windows(slices.SLICES)(inputs_of(graph))
+        slices.compiled_slices(inputs_of(graph))
 
 
 # Lists of edges.
@@ -218,7 +215,7 @@ def test_peers_of_a_cpu_are_missing_on_a_gpu():
     x = inputs_of(WINDOWS["causal"], 3)
     meta = replace(x, **{n: getattr(x, n).to("meta") for n in ("query", "key", "value")})
     runs = [blocks.blocks_sdpa, *map(blocks.blocks_top_k, SELECTIONS), ours.rbf_structured,
-            *map(slices.compiled_windows, FORMS.values()), chunks.chunks_rbf, chunks.chunks_dot,
+            slices.compiled_slices, chunks.chunks_rbf, chunks.chunks_dot,
             listed.torch_sparse, listed.numba_rows]  # fmt: skip
     for run in runs:
         with pytest.raises(inputs.MissingError, match="written only for CPUs"):

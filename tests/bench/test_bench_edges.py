@@ -200,13 +200,6 @@ def test_a_mask_that_would_not_fit_is_not_made(monkeypatch):
             peer(inputs_of("crossover"))
 
 
-def test_chunks_of_a_search_leave_out_the_point_itself():
-    """More points than one chunk, the last one not full; also at k = all others."""
-    x = inputs.NeighborInputs(torch.randn(1100, 3), 5)
-    expected, _ = ga.knn(x.points, x.k)
-    assert torch.equal(contenders.chunked_matmul_topk(x)[1], expected)
-
-
 def stand_in_for_faiss(monkeypatch, **members):
     """`knn` as FAISS has it: squared distances and indices, a point its own nearest."""
 

@@ -48,7 +48,7 @@ def inputs_of(name: str, **size: int) -> inputs.AttentionInputs:
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Run FlexAttention uncompiled and with gradients, which torch refuses on a CPU."""
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(flex, "compile_once", lambda function: function)
     monkeypatch.setattr(flex, "operands", fused_attention.by_head)
     monkeypatch.setattr(attention, "_validate_device", lambda *_: None)
     with warnings.catch_warnings():
@@ -74,7 +74,7 @@ def test_the_blocks_that_hold_edges_are_those_that_all_pairs_give(name, monkeypa
 
     The edges are used on a CPU; torch's own way looks at every pair.
     """
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(flex, "compile_once", lambda function: function)
     monkeypatch.setattr(flex, "block_size", lambda x: 128)
     x = inputs_of(name)
     found = flex.block_mask(x)

@@ -84,8 +84,8 @@ def test_a_few_wide_rows_do_not_widen_the_others():
 def test_what_is_compiled_adds_nothing_atomically(name, monkeypatch):
     """The compiled contender that gathers has no atomic adds, with two threads.
 
-    One thread that adds alone needs none anyhow. The compiled scattering contender has them, so
-    they would be found.
+    One thread that adds alone needs none anyhow. A compiled index_add has them, so they would be
+    found.
     """
     from torch._inductor.utils import run_and_get_code
 
@@ -97,11 +97,10 @@ def test_what_is_compiled_adds_nothing_atomically(name, monkeypatch):
     torch.set_num_threads(2)
     try:
         _, codes = run_and_get_code(lambda: measure.one_pass(gathered.compiled, x, backward=True))
-        _, scattered = run_and_get_code(
-            lambda: contenders._compiled_gather_scatter()(
-                x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets
-            )
-        )
+        source, target = x.graph.edge_index
+        messages = x.value.detach().index_select(0, source)
+        add = torch.compile(contenders._add)
+        _, scattered = run_and_get_code(lambda: add(messages, target, x.graph.num_targets))
     finally:
         torch.set_num_threads(before)
         torch.compiler.reset()
@@ -117,11 +116,6 @@ def test_what_is_compiled_adds_nothing_atomically(name, monkeypatch):
 def test_compiled_it_is_still_right():
     truth = gate.truth_of(inputs_of(GRAPHS["class token"]), backward=True)
     assert max(truth.errors_of(gathered.compiled)) < 1e-5
-
-
-def test_the_version_with_atomic_adds_is_no_peer_on_a_cpu():
-    with pytest.raises(inputs.MissingError, match="atomic adds"):
-        contenders.compiled(inputs_of(GRAPHS["window"]))
 
 
 def test_without_a_compiler_it_is_missing(monkeypatch):

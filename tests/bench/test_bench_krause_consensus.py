@@ -36,7 +36,7 @@ def inputs_of(name: str, size: dict[str, int], dtype: torch.dtype = torch.float3
 def flex_on_a_cpu(monkeypatch):
     """Uncompiled and with gradients, which torch refuses on a CPU."""
     attention = pytest.importorskip("torch.nn.attention.flex_attention")
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(flex, "compile_once", lambda function: function)
     monkeypatch.setattr(flex, "operands", fused_attention.by_head)
     monkeypatch.setattr(attention, "_validate_device", lambda *_: None)
     with warnings.catch_warnings():
@@ -165,30 +165,6 @@ def test_a_layer_without_the_gradient_of_a_weight_is_wrong(part):
     value, gradient = truth.errors_of(stopped)
     assert value < 1e-5
     assert gradient == pytest.approx(1.0)
-
-
-@pytest.mark.long
-def test_both_are_kept_whole_when_compiled():
-    """Consensus contenders, the step and the layer, are right when compiled as one whole graph.
-
-    They are compiled by the half of torch.compile that needs no C++ compiler.
-    """
-    for name, run, function in (
-        ("consensus", consensus_contenders._consensus_of, consensus_contenders._consensus_step),
-        ("consensus-layer", consensus_contenders._consensus_layer_of,
-         consensus_contenders._consensus_layer),
-    ):  # fmt: skip
-        x = inputs_of(name, LAYER)
-        whole = torch.compile(function, backend="aot_eager", fullgraph=True)
-        truth = gate.truth_of(x, backward=True)
-        assert max(truth.errors_of(lambda x, run=run, whole=whole: run(x, whole))) < 1e-5
-
-
-def test_compiled_consensus_is_a_peer_on_a_gpu():
-    for name, run in (("consensus", consensus_contenders.compiled_consensus),
-                      ("consensus-layer", consensus_contenders.compiled_layer)):  # fmt: skip
-        with pytest.raises(inputs.MissingError, match="only for a GPU"):
-            run(inputs_of(name, LAYER))
 
 
 def test_a_layer_whose_edges_would_not_fit_is_not_tried(monkeypatch):

@@ -64,40 +64,6 @@ def test_multiplicity_is_the_numerical_one_rows_of_zeros_included(num_tokens, se
     assert eigenvalue_one_multiplicity(graph, weight) == expected
 
 
-def krause_weights(num_groups, size, seed, top_k):
-    """RBF attention among groups of tokens that do not see each other."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(2, size + 1, (num_groups,), generator=generator).tolist()
-    graph = ga.batch([ga.complete_graph(n) for n in sizes])
-    q, moved = torch.randn(2, graph.num_targets, 1, 2, generator=generator, dtype=torch.float64)
-    k = q + 0.3 * moved  # tokens look for their like
-    return graph, ga.attention_weights(q, k, graph, sigma=1.5, top_k=top_k)[:, 0]
-
-
-@pytest.mark.parametrize("top_k", [None, 1, 2, 3])
-def test_groups_out_of_reach_give_at_least_as_many_ones_and_top_k_can_give_more(top_k):
-    more = 0
-    for seed in range(50):
-        num_groups = 1 + seed % 4
-        graph, weight = krause_weights(num_groups, 14, seed, top_k)
-        multiplicity = eigenvalue_one_multiplicity(graph, weight)
-        assert multiplicity == numerical_multiplicity(dense(graph, weight))
-        assert multiplicity == len(closed_classes(graph, weight))
-        assert multiplicity >= num_groups
-        more += multiplicity > num_groups
-    assert (more == 0) if top_k is None else (more > 0)
-
-
-def test_tokens_that_share_no_group_settle_apart():
-    """A^n u is constant on a closed class of aperiodic weights, and differs between classes."""
-    graph, weight = krause_weights(3, 5, 0, None)
-    limit = np.linalg.matrix_power(dense(graph, weight), 10_000) @ np.arange(graph.num_targets)
-    levels = [limit[tokens.numpy()] for tokens in closed_classes(graph, weight)]
-    assert len(levels) == 3
-    assert all(np.ptp(level) < 1e-9 for level in levels)
-    assert np.ptp([level[0] for level in levels]) > 1
-
-
 def test_every_causal_graph_has_one_closed_class_the_first_token():
     for graph in (ga.causal_graph(7), ga.causal_window_graph(7, 3)):
         assert [tokens.tolist() for tokens in closed_classes(graph)] == [[0]]

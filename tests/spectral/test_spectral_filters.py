@@ -14,7 +14,6 @@ from graphattn.spectral import (
     energy_gradient,
     filter_response,
     laplacian,
-    max_eigenvalue,
     max_step_size,
     smoothing_rate,
     spectrum,
@@ -53,46 +52,6 @@ def test_response_keeps_dtype_and_shape_and_is_differentiable():
     assert (values.grad == -0.5).all()
 
 
-def test_energy_falls_up_to_one_over_lambda_max_and_a_mode_flips_beyond_half_of_that():
-    graph = ga.window_path_graph(24, 3)
-    L = laplacian(graph).toarray()
-    values, modes = np.linalg.eigh(L)
-    top = torch.from_numpy(modes[:, -1])
-    largest = max_eigenvalue(graph)
-    generator = torch.Generator().manual_seed(0)
-    for share in (0.2, 0.5, 0.7, 0.99):  # of 1 / lambda_max; 0.5 is the largest safe step
-        eta = share / largest
-        u = torch.randn(24, 2, generator=generator, dtype=torch.float64)
-        before = energy(graph, u).item()
-        for _ in range(30):
-            along = (top @ u)[0].item()
-            u = u - eta * energy_gradient(graph, u)
-            after = energy(graph, u).item()
-            assert after < before
-            before = after
-            if share > 0.5:
-                assert (top @ u)[0].item() * along < 0  # the top mode changes sign ...
-                assert abs((top @ u)[0].item()) < abs(along)  # ... while it shrinks
-            elif share < 0.5:
-                assert (top @ u)[0].item() * along > 0
-        assert (filter_response(torch.from_numpy(values), eta) >= -1e-12).all() == (share <= 0.5)
-    u = top + 0  # beyond, it rises
-    after = energy(graph, u - 1.01 / largest * energy_gradient(graph, u))
-    assert after > energy(graph, u)
-
-
-def test_steps_lead_to_the_mean_and_not_to_the_last_form_of_eq_12():
-    """Erratum: (1/N) 1^T 1 u is u itself, because 1^T 1 = N; the outer product 1 1^T is meant."""
-    graph = ga.complete_graph(6)
-    H = filter_matrix(graph, 0.9 * max_step_size(graph))
-    u = np.random.default_rng(0).standard_normal(6)
-    limit = np.linalg.matrix_power(H, 200) @ u
-    one = np.ones(6)
-    np.testing.assert_allclose(limit, np.outer(one, one) @ u / 6, atol=1e-12)
-    papers = (one @ one) * u / 6
-    assert np.linalg.norm(limit - papers) > 0.5
-
-
 # The rate.
 
 
@@ -124,13 +83,6 @@ def test_rate_of_a_disconnected_graph_is_that_of_its_slowest_part():
     assert rates[2] == 0.0
     assert smoothing_rate(whole, eta) == pytest.approx(max(rates), rel=1e-12)
     assert steps_until_consensus(whole, eta) == math.inf
-
-
-def test_rate_at_the_largest_safe_step_is_omega_one():
-    graph = ga.window_path_graph(300, 4)
-    eta = max_step_size(graph)
-    omega_1 = 1 - 2 * eta * ga.spectral.fiedler_value(graph)
-    assert smoothing_rate(graph, eta) == pytest.approx(omega_1, rel=1e-12)
 
 
 def test_without_edges_there_is_nothing_to_smooth():

@@ -4,8 +4,6 @@ import networkx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import graphattn as ga
 from graphattn.spectral import energy, laplacian
@@ -75,22 +73,6 @@ def test_a_one_sided_edge_weighs_half_of_a_mutual_one():
     np.testing.assert_array_equal(2 * laplacian(one_sided).toarray(), laplacian(mutual).toarray())
 
 
-def test_the_papers_laplacian_is_neither_semidefinite_nor_the_energy():
-    """Erratum: (L + L^T) / 2 with L = D_out - W (Eq. 4, 5) fails where degrees differ."""
-    graph, edge_weight, W = random_digraph(5, seed=0)
-    u = np.random.default_rng(1).standard_normal(5)
-    E = 0.5 * sum(W[i, j] * (u[i] - u[j]) ** 2 for i in range(5) for j in range(5))
-    papers = np.diag(W.sum(axis=1)) - W
-    papers = (papers + papers.T) / 2
-    assert np.linalg.eigvalsh(papers)[0] < -0.01
-    assert abs(u @ papers @ u - E) > 0.05 * E
-
-    ours = laplacian(graph, edge_weight).toarray()
-    assert np.linalg.eigvalsh(ours)[0] > -1e-14
-    assert u @ ours @ u == pytest.approx(E, rel=1e-13)
-    assert energy(graph, torch.from_numpy(u), edge_weight).item() == pytest.approx(E, rel=1e-13)
-
-
 def test_the_papers_laplacian_is_right_where_in_and_out_degrees_agree():
     ring = ga.from_edge_index(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), 4)
     W = np.roll(np.eye(4), -1, axis=1)
@@ -128,16 +110,6 @@ def test_tensor_layouts_are_differentiable_in_the_weights(layout):
         return (u * (laplacian(graph, weight, layout=layout) @ u)).sum()
 
     assert torch.autograd.gradcheck(quadratic_form, edge_weight.requires_grad_())
-
-
-@settings(max_examples=50, deadline=None)
-@given(num_tokens=st.integers(1, 12), seed=st.integers(0, 2**32 - 1), density=st.floats(0, 1))
-def test_rows_sum_to_zero_and_no_eigenvalue_is_negative(num_tokens, seed, density):
-    graph, edge_weight, _ = random_digraph(num_tokens, seed, density=density)
-    L = laplacian(graph, edge_weight).toarray()
-    size = max(L.max(), 1)
-    assert np.abs(L.sum(axis=1)).max() <= 1e-13 * size
-    assert np.linalg.eigvalsh(L)[0] >= -1e-13 * size
 
 
 @pytest.mark.parametrize(

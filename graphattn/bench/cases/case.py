@@ -60,8 +60,8 @@ class BenchmarkCase:
 
     def size(self, size_name: str, device: str) -> Size:
         """The size of that name on this kind of device."""
-        own = self.cuda if device == "cuda" else self.sizes
-        return own.get(size_name, self.sizes[size_name])
+        sizes = self.cuda if device == "cuda" else self.sizes
+        return sizes.get(size_name, self.sizes[size_name])
 
     def entries(self, size_name: str, device: str = "cpu") -> dict[str, Entry]:
         """Everything to be timed, by the name it has in tables and records."""
@@ -82,11 +82,11 @@ class BenchmarkCase:
                 for n in self.degrees[size_name]
                 for name, run in self.runs().items()
             }
-        found = {name: Entry(name, run, size) for name, run in self.runs().items()}
+        entries = {name: Entry(name, run, size) for name, run in self.runs().items()}
         if self.twice:
             longer = {**size, "tokens": 2 * size["tokens"]}
-            found[TWICE] = Entry(OURS, self.contenders[OURS], longer)
-        return found
+            entries[TWICE] = Entry(OURS, self.contenders[OURS], longer)
+        return entries
 
 
 def tokens_label(tokens: int) -> str:

@@ -12,7 +12,7 @@ from graphattn.bench.contenders import consensus as other
 from graphattn.bench.contenders import ours
 from graphattn.bench.reporting.record import OURS
 
-EAGER, COMPILED = "gather/scatter", "gather/scatter, compiled"
+EAGER = "gather/scatter"
 SIZES = {
     "small": {"batch": 1, "tokens": 256, "window": 2, "dim": 384, "heads": 6,
               "edge_hidden": 64, "rank": 4},
@@ -35,7 +35,6 @@ CONSENSUS = [
         {
             OURS: ours.consensus,
             EAGER: other.gather_scatter_consensus,
-            COMPILED: other.compiled_consensus,
         },
         yardsticks={"its product alone": other.dominant_product},
         targets=(
@@ -45,7 +44,6 @@ CONSENSUS = [
             Target("time", ("its product alone",), at_most=3.5, passes=BOTH),
             Target("memory", (EAGER,), at_most=1 / 4, passes=BOTH),
             *times_as_fast_and_small((EAGER,), 5, 10),
-            *times_as_fast_and_small((COMPILED,), 2, 10),
         ),
         work=work.consensus,
         cuda=ON_GPU,
@@ -55,15 +53,10 @@ CONSENSUS = [
         "Consensus layer with its projections, window-path graph",
         SIZES,
         consensus_layer_inputs,
-        {
-            OURS: ours.layer,
-            EAGER: other.gather_scatter_layer,
-            COMPILED: other.compiled_layer,
-        },
+        {OURS: ours.layer, EAGER: other.gather_scatter_layer},
         targets=tuple(
-            Target("memory", (rival,), at_most=1 / 10, passes=passes, device="cuda")
+            Target("memory", (EAGER,), at_most=1 / 10, passes=passes, device="cuda")
             for passes in (FORWARD, BOTH)
-            for rival in (EAGER, COMPILED)
         ),
         work=work.consensus_layer,
         cuda=ON_GPU,

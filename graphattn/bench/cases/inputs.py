@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import graphattn as ga
+
+Made = TypeVar("Made")
 
 
 class MissingError(Exception):
@@ -35,6 +37,13 @@ class AttentionInputs:
     sigma: float
     top_k: int | None = None
     prepared: dict[str, Any] = field(default_factory=dict)  # what peers derive from the graph once
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """Return what `make` derives from the graph; it is called once per case."""
+        if name not in self.prepared:
+            self.prepared[name] = make()
+        made: Made = self.prepared[name]
+        return made
 
     def learned(self) -> list[Tensor]:
         """Tensors that gradients are taken of: one tensor, or three."""
@@ -111,8 +120,8 @@ class ConsensusLayerInputs(LayerInputs):
     @property
     def network(self) -> ga.EdgeNetworkParameters:
         """The second layer of the edge network."""
-        found: ga.EdgeNetworkParameters = self.layer.edge_net.second_layer()
-        return found
+        network: ga.EdgeNetworkParameters = self.layer.edge_net.second_layer()
+        return network
 
 
 @dataclass(frozen=True)

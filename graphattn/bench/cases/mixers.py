@@ -81,16 +81,16 @@ def lines_of(rows: list[Row]) -> Iterable[tuple[Row, str, list[str]]]:
     for row in rows:
         if "blocks" in row.size:
             groups.setdefault((row.case, row.passes), {})[row.contender] = row
-    for (_, passes), own in groups.items():
+    for (_, passes), by_contender in groups.items():
         cells = [
-            per_block(own.get(OURS)),
-            share(own, OPERATIONS, OURS),
-            per_block(own.get(STRUCTURED)),
-            share(own, STRUCTURED_OPERATIONS, STRUCTURED),
-            per_block(own.get(PEER)),
-            parts(own),
+            per_block(by_contender.get(OURS)),
+            share(by_contender, OPERATIONS, OURS),
+            per_block(by_contender.get(STRUCTURED)),
+            share(by_contender, STRUCTURED_OPERATIONS, STRUCTURED),
+            per_block(by_contender.get(PEER)),
+            parts(by_contender),
         ]
-        yield next(iter(own.values())), passes, cells
+        yield next(iter(by_contender.values())), passes, cells
 
 
 def per_block(row: Row | None) -> str:
@@ -98,17 +98,17 @@ def per_block(row: Row | None) -> str:
     return "" if row is None else f"{1000 * row.median / row.size['blocks']:,.3g}"
 
 
-def share(own: dict[str, Row], part: str, whole: str) -> str:
+def share(by_contender: dict[str, Row], part: str, whole: str) -> str:
     """Return the share of a model's time in its operations, by the ratios of single rounds."""
-    if part not in own or whole not in own:
+    if part not in by_contender or whole not in by_contender:
         return ""
-    of_part, of_whole = own[part].ratio, own[whole].ratio
+    of_part, of_whole = by_contender[part].ratio, by_contender[whole].ratio
     return f"{of_part / of_whole:.0%}" if of_part and of_whole else ""
 
 
-def parts(own: dict[str, Row]) -> str:
+def parts(by_contender: dict[str, Row]) -> str:
     """Return the share of operations and all else together in the time of the model."""
-    ratios = [own[name].ratio for name in (OPERATIONS, REST) if name in own]
+    ratios = [by_contender[name].ratio for name in (OPERATIONS, REST) if name in by_contender]
     known = [ratio for ratio in ratios if ratio is not None]
     return f"{sum(known):.0%}" if len(known) == 2 else ""
 
@@ -118,8 +118,8 @@ def by_pass(rows: list[Row]) -> Iterable[tuple[str, list[list[str]]]]:
     for passes in (FORWARD, BOTH):
         lines = [
             [mixer_of(row.case), f"{row.size['tokens']:,}", *cells]
-            for row, own, cells in lines_of(rows)
-            if own == passes
+            for row, row_passes, cells in lines_of(rows)
+            if row_passes == passes
         ]
         if lines:
             yield passes, lines

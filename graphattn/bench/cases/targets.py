@@ -53,8 +53,8 @@ class Target:
     ) -> tuple[float | None, float | None]:
         """Return the number, and the spread if it is a time."""
         if other is None:
-            own = rows[self.of]
-            return own.number(self.quantity), own.spread if self.quantity == "time" else None
+            row = rows[self.of]
+            return row.number(self.quantity), row.spread if self.quantity == "time" else None
         top, bottom = (other, self.of) if self.at_least is not None else (self.of, other)
         if self.quantity == "time":
             return ratio_of_rounds(timings[top], timings[bottom])

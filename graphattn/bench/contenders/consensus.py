@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.bench.cases.inputs import ConsensusLayerInputs, ConsensusTensors, MissingError
+from graphattn.bench.cases.inputs import ConsensusLayerInputs, ConsensusTensors
 from graphattn.bench.contenders.peers import check_memory_of_edge_networks
 
 
 def gather_scatter_consensus(x: ConsensusTensors) -> Tensor:
     """Compute the energy step as hand-written message passing, with one message per edge."""
-    return _consensus_of(x, _consensus_step)
-
-
-def compiled_consensus(x: ConsensusTensors) -> Tensor:
-    """Compute the hand-written energy step through torch.compile, on a GPU only."""
-    return _consensus_of(x, _compiled_on_gpu(_consensus_step, x.state))
+    check_memory_of_edge_networks(x)
+    hidden = x.target_hidden, x.source_hidden
+    return _consensus_step(x.state, *hidden, x.network, x.graph.edge_index, x.step_size)
 
 
 def gather_scatter_layer(x: ConsensusLayerInputs) -> Tensor:
@@ -29,66 +23,19 @@ def gather_scatter_layer(x: ConsensusLayerInputs) -> Tensor:
 
     The layer consists of the projections, the edge network's first layer and the energy step.
     """
-    return _consensus_layer_of(x, _consensus_layer)
-
-
-def compiled_layer(x: ConsensusLayerInputs) -> Tensor:
-    """Compute the hand-written layer through torch.compile as one function, on a GPU only."""
-    return _consensus_layer_of(x, _compiled_on_gpu(_consensus_layer, x.tokens))
-
-
-@cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function)
-
-
-def _compiled_on_gpu(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
-    if like.device.type != "cuda":
-        raise MissingError("it is compiled only for a GPU")
-    return _compiled(function)
-
-
-def _consensus_of(x: ConsensusTensors, step: Callable[..., Tensor]) -> Tensor:
     check_memory_of_edge_networks(x)
-    hidden = x.target_hidden, x.source_hidden
-    return step(x.state, *hidden, x.network, x.graph.edge_index, x.step_size)
-
-
-def _consensus_layer_of(x: ConsensusLayerInputs, layer: Callable[..., Tensor]) -> Tensor:
-    check_memory_of_edge_networks(x)
-    first, own = x.layer.edge_net, x.layer
-    return layer(
-        x.tokens,
-        (own.source_proj.weight, own.source_proj.bias),
-        (first.target.weight, first.target.bias, first.source.weight),
-        x.network,
-        (own.output_proj.weight, own.output_proj.bias),
-        x.graph.edge_index,
-        own.step_size,
-    )
-
-
-def _consensus_layer(
-    tokens: Tensor,
-    source_proj: tuple[Tensor, Tensor],
-    first_layer: tuple[Tensor, Tensor, Tensor],
-    network: ga.EdgeNetworkParameters,
-    output_proj: tuple[Tensor, Tensor],
-    edge_index: Tensor,
-    step_size: float,
-) -> Tensor:
-    H = len(network.shear)
-    of_target, bias, of_source = first_layer
-    by_head = tokens.unflatten(-1, (H, -1))
+    layer, first = x.layer, x.layer.edge_net
+    by_head = x.tokens.unflatten(-1, (layer.heads, -1))
     new = _consensus_step(
-        functional.linear(tokens, *source_proj).unflatten(-1, (H, -1)),
-        torch.einsum("...hd,hxd->...hx", by_head, of_target) + bias,
-        torch.einsum("...hd,hxd->...hx", by_head, of_source),
-        network,
-        edge_index,
-        step_size,
+        layer.source_proj(x.tokens).unflatten(-1, (layer.heads, -1)),
+        torch.einsum("...hd,hxd->...hx", by_head, first.target.weight) + first.target.bias,
+        torch.einsum("...hd,hxd->...hx", by_head, first.source.weight),
+        x.network,
+        x.graph.edge_index,
+        layer.step_size,
     )
-    return functional.linear(new.flatten(-2), *output_proj)
+    projected: Tensor = layer.output_proj(new.flatten(-2))
+    return projected
 
 
 def _consensus_step(

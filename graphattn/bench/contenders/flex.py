@@ -6,7 +6,7 @@ The blocks of the mask are listed once per case. FlexAttention has only a forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.bench.cases.inputs import AttentionInputs, ForwardOnlyError, MissingError
 from graphattn.bench.contenders.fused_attention import by_head, by_token, dense_mask
-from graphattn.bench.contenders.peers import needs_compiler
+from graphattn.bench.contenders.peers import compile_once, needs_compiler
 from graphattn.graphs.structures.composites import Union
 from graphattn.graphs.structures.structure import Band, GlobalTokens, GraphStructure
 
@@ -26,7 +26,7 @@ FEW_SOURCES = 64  # blocks are smaller if targets have fewer sources (see `block
 
 def flex_dot(x: AttentionInputs) -> Tensor:
     """Compute dot-product attention by FlexAttention."""
-    return by_token(compiled(dot_product)(*operands(x), block_mask(x)), x)
+    return by_token(compile_once(dot_product)(*operands(x), block_mask(x)), x)
 
 
 def flex_rbf(x: AttentionInputs) -> Tensor:
@@ -47,8 +47,8 @@ def by_distance(x: AttentionInputs, mask: Callable[[AttentionInputs], Any]) -> T
     query, key, value = operands(x)
     # The bias is compiled separately. If the compiled attention also computed it, the gradient of
     # the bias could be lost without a warning (pytorch/pytorch#162228).
-    bias = compiled(key_bias)(key, x.sigma)
-    return by_token(compiled(biased)(query, key, value, bias, mask(x), x.sigma), x)
+    bias = compile_once(key_bias)(key, x.sigma)
+    return by_token(compile_once(biased)(query, key, value, bias, mask(x), x.sigma), x)
 
 
 def operands(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,12 +94,6 @@ def biased(
     )
 
 
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for the sizes of one case; FlexAttention is fused only if compiled."""
-    return torch.compile(function, dynamic=False)
-
-
 # Masks.
 
 
@@ -135,7 +129,7 @@ def list_blocks(mask: Contains, batch: int | None, heads: int | None, x: Attenti
     from torch.nn.attention.flex_attention import create_block_mask
 
     # The uncompiled function stores all pairs: 34 GB of distances for 65,536 tokens.
-    create = compiled(create_block_mask)
+    create = compile_once(create_block_mask)
     N, M = x.graph.num_targets, x.graph.num_sources
     return create(mask, batch, heads, N, M, device=x.query.device)
 

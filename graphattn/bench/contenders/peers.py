@@ -73,6 +73,12 @@ def needs_compiler(device: torch.device) -> None:
         raise MissingError("torch.compile needs a C++ compiler on a CPU")
 
 
+@cache
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function once for the sizes of one case."""
+    return torch.compile(function, dynamic=False)
+
+
 def only_on_a_cpu(device: torch.device) -> None:
     """Raise a MissingError on any device but a CPU."""
     if device.type != "cpu":
@@ -161,28 +167,6 @@ def torch_scatter(x: AttentionInputs) -> Tensor:
     )
 
 
-@cache
-def _compiled_gather_scatter() -> Callable[..., Tensor]:
-    def messages(
-        query: Tensor, key: Tensor, value: Tensor, sigma: float, edge_index: Tensor, n: int
-    ) -> Tensor:
-        source, target = edge_index
-        difference = query.index_select(-3, target) - key.index_select(-3, source)
-        weights = _softmax(-difference.square().sum(-1) / (2 * sigma**2), target, n)
-        return _add(weights[..., None] * value.index_select(-3, source), target, n)
-
-    return torch.compile(messages)
-
-
-def compiled(x: AttentionInputs) -> Tensor:
-    """Compute RBF attention by gather and scatter, compiled; the sums become atomic additions."""
-    if x.query.device.type == "cpu":
-        raise MissingError("on a CPU, atomic adds would only be slower than compiled gathers")
-    check_memory_of_edges(x)
-    run = _compiled_gather_scatter()
-    return run(x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets)
-
-
 def keops(x: AttentionInputs) -> Tensor:
     """Compute RBF attention over a complete graph with the symbolic matrices of KeOps."""
     LazyTensor = installed("pykeops.torch").LazyTensor
@@ -211,18 +195,6 @@ def cdist_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
     distance = torch.cdist(x.points, x.points).fill_diagonal_(torch.inf)
     nearest, index = distance.topk(x.k, largest=False)
     return nearest.square(), index
-
-
-def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """Compute squared distances from matrix products, in chunks of 1,024 rows."""
-    norm = x.points.square().sum(-1)
-    found = []
-    for start in range(0, len(x.points), 1024):
-        rows = slice(start, start + 1024)
-        distance = norm[rows, None] + norm - 2 * x.points[rows] @ x.points.T
-        distance.diagonal(start).fill_(torch.inf)
-        found.append(distance.topk(x.k, largest=False))
-    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
 
 
 def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:

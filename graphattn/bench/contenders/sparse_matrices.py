@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+import graphattn as ga
 from graphattn.bench.cases.inputs import AttentionInputs
 from graphattn.bench.contenders.by_hand import loops
 from graphattn.bench.contenders.peers import check_memory, installed, only_on_a_cpu
@@ -36,21 +37,23 @@ class SparseRows(NamedTuple):
         return len(self.rowptr) - 1, len(self.of_sources) - 1
 
 
+def sparse_rows(graph: ga.TokenGraph) -> SparseRows:
+    """List the edges of a graph by their targets and by their sources."""
+    rowptr, source = graph.csr()
+    degree = rowptr.diff()
+    target = torch.arange(graph.num_targets).repeat_interleave(degree)
+    edge = source.argsort(stable=True)
+    count = torch.bincount(source, minlength=graph.num_sources)
+    of_sources = torch.nn.functional.pad(count.cumsum(0), (1, 0))
+    equal = int(degree[0]) if bool((degree == degree[:1]).all()) else None
+    return SparseRows(
+        rowptr.int(), source.int(), degree, equal, of_sources.int(), target[edge].int(), edge
+    )
+
+
 def rows_of(x: AttentionInputs) -> SparseRows:
     """Return the rows of the graph, which are computed once per case."""
-    if "rows" not in x.prepared:
-        rowptr, source = x.graph.csr()
-        degree = rowptr.diff()
-        target = torch.arange(x.graph.num_targets).repeat_interleave(degree)
-        edge = source.argsort(stable=True)
-        count = torch.bincount(source, minlength=x.graph.num_sources)
-        of_sources = torch.nn.functional.pad(count.cumsum(0), (1, 0))
-        equal = int(degree[0]) if bool((degree == degree[:1]).all()) else None
-        x.prepared["rows"] = SparseRows(
-            rowptr.int(), source.int(), degree, equal, of_sources.int(), target[edge].int(), edge
-        )
-    found: SparseRows = x.prepared["rows"]
-    return found
+    return x.once("rows", lambda: sparse_rows(x.graph))
 
 
 # torch.sparse

@@ -106,7 +106,7 @@ class OperationTruth:
         backward: bool,
         dot_product: bool = False,
     ) -> None:
-        self.inputs = inputs
+        self.inputs: AttentionInputs | ConsensusTensors | LayerInputs = inputs
         is_batch = isinstance(inputs, AttentionInputs) and inputs.query.dim() > 3
         self.last = slice(-1, None) if is_batch else slice(None)
         generator = torch.Generator().manual_seed(1)
@@ -114,10 +114,13 @@ class OperationTruth:
         learned = [t.detach()[self.last].double().requires_grad_() for t in inputs.learned()]
         few_edges = inputs.like(learned, self.edges_at_rows())
         out = in_float64(few_edges, dot_product=dot_product)[..., self.rows, :, :]
+        self.keep(out, learned if backward else [], generator)
+
+    def keep(self, out: Tensor, learned: list[Tensor], generator: torch.Generator) -> None:
+        """Keep the outputs, a random loss on them, and its gradients for the learned tensors."""
         self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
-        self.gradients: list[Tensor] = []
-        if backward:
-            self.gradients = list(torch.autograd.grad((out * self.loss).sum(), learned))
+        loss = (out * self.loss).sum()
+        self.gradients = list(torch.autograd.grad(loss, learned)) if learned else []
         self.out = out.detach()
 
     def edges_at_rows(self) -> ga.TokenGraph:
@@ -131,8 +134,8 @@ class OperationTruth:
         gradients: list[Tensor] = []
         if self.gradients:
             loss = (out * self.loss.to(out.dtype)).sum()
-            found = torch.autograd.grad(loss, self.inputs.learned())
-            gradients = [gradient[self.last] for gradient in found]
+            of_batch = torch.autograd.grad(loss, self.inputs.learned())
+            gradients = [gradient[self.last] for gradient in of_batch]
         pairs = zip(gradients, self.gradients, strict=True)
         return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
 
@@ -194,9 +197,9 @@ class NeighborTruth:
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Return the larger error of distances and indices, and 0 for missing gradients."""
         squared, indices = run(self.inputs)
-        found = (self.points[self.rows, None] - self.points[indices[self.rows]]).norm(dim=-1)
+        of_indices = (self.points[self.rows, None] - self.points[indices[self.rows]]).norm(dim=-1)
         returned = squared[self.rows].sqrt()
-        return worst(relative_error(d, self.distance) for d in (returned, found)), 0.0
+        return worst(relative_error(d, self.distance) for d in (returned, of_indices)), 0.0
 
 
 class EdgesTruth:
@@ -290,33 +293,23 @@ class StreamTruth:
             return self.layer(tokens, graph)[:, -1]
 
 
-class LayerTruth:
+class LayerTruth(OperationTruth):
     """Rows of a layer's output, and gradients of a random loss on them, in float64."""
 
     def __init__(self, inputs: LayerInputs, *, backward: bool) -> None:
-        self.inputs = inputs
+        self.inputs, self.last = inputs, slice(None)
         generator = torch.Generator().manual_seed(1)
         self.rows = sample(inputs.graph.num_targets, generator).to(inputs.graph.device)
         layer = copy.deepcopy(inputs.layer).double()
         tokens = inputs.tokens.detach().double().requires_grad_()
         with ga.use_backend("reference"):
             out = layer(tokens, edges_at(self.rows, inputs.graph, from_rows_too=True))[:, self.rows]
-        self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
-        self.gradients: list[Tensor] = []
-        if backward:
-            learned = [tokens, *layer.parameters()]
-            self.gradients = list(torch.autograd.grad((out * self.loss).sum(), learned))
-        self.out = out.detach()
+        self.keep(out, [tokens, *layer.parameters()] if backward else [], generator)
 
-    def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the error of the output, and the largest error of a gradient (tokens, weights)."""
-        out = run(self.inputs)[:, self.rows]
-        gradients: tuple[Tensor, ...] = ()
-        if self.gradients:
-            loss = (out * self.loss.to(out.dtype)).sum()
-            gradients = torch.autograd.grad(loss, self.inputs.learned())
-        pairs = zip(gradients, self.gradients, strict=True)
-        return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
+    def rows_of(self, run: Run) -> Tensor:
+        """Return a contender's results for the sampled rows."""
+        rows: Tensor = run(self.inputs)[:, self.rows]
+        return rows
 
 
 class ModelTruth:

@@ -48,13 +48,13 @@ class Peak:
 
 
 def _report_peak(sender: Any, case: str, contender: str, size: Size, backward: bool) -> None:
-    own = next(c for c in CASES if c.name == case)
-    run, peaks, inputs = own.runs()[contender], [], None
+    benchmark_case = next(c for c in CASES if c.name == case)
+    run, peaks, inputs = benchmark_case.runs()[contender], [], None
     for _ in range(2):  # the first pass also loads or compiles code
         # Peers reuse arrays that depend only on the graph, such as its edges. The contenders of
         # graphattn get new inputs for each pass, so their peak includes such arrays.
         if inputs is None or contender.startswith(OURS):
-            inputs = own.make(size, torch.device("cpu"), torch.float32)
+            inputs = benchmark_case.make(size, torch.device("cpu"), torch.float32)
         is_forgotten = _forget_peak()
         before, of_model = _peak(), held(run, inputs)
         one_pass(run, inputs, backward=backward)

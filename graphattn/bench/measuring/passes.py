@@ -75,16 +75,16 @@ def one_pass(run: Run, inputs: Any, *, backward: bool) -> None:
 
 def leaves(out: Tensor) -> list[Tensor]:
     """List the leaf tensors for which a backward pass from `out` computes gradients."""
-    found, seen, open_nodes = [], set(), [out.grad_fn]
+    variables, seen, open_nodes = [], set(), [out.grad_fn]
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            variables.append(node.variable)
         open_nodes += [following for following, _ in node.next_functions]
-    return found
+    return variables
 
 
 Clock = HostClock | GpuClock

@@ -124,11 +124,11 @@ class Runner:
         errors: Errors = {}
         for size, names in by_size.items():
             try:
-                own = case.make(dict(size), self.device, self.dtype)
-                truth = truth_of(own, backward=case.backward)
+                case_inputs = case.make(dict(size), self.device, self.dtype)
+                truth = truth_of(case_inputs, backward=case.backward)
                 of_dot_product: Truth | None = None
                 if case.dot_products:
-                    of_dot_product = truth_of(own, backward=case.backward, dot_product=True)
+                    of_dot_product = truth_of(case_inputs, backward=case.backward, dot_product=True)
             except Exception as failure:
                 self.note(f"{case.name}: {reason_of(failure)}")
                 continue
@@ -137,13 +137,13 @@ class Runner:
                 self.tell(f"{case.name}: checking {name}")
                 try:
                     if contender in case.yardsticks:  # its result is not checked
-                        one_pass(run, own, backward=case.backward)
+                        one_pass(run, case_inputs, backward=case.backward)
                         errors[name] = None
                     else:
                         is_dot = contender in case.dot_products
                         own_truth = of_dot_product if is_dot and of_dot_product else truth
                         errors[name] = self.errors_of(own_truth, run)
-                    inputs[name] = own
+                    inputs[name] = case_inputs
                 except Exception as failure:
                     self.note(f"{case.name}, {name}: {reason_of(failure)}")
                 self.release()
@@ -178,20 +178,22 @@ class Runner:
         clocks: dict[str, Clock] = {}
         peaks: dict[str, float | None] = {}
         backward = passes == BOTH
-        for name, own in inputs.items():
+        for name, case_inputs in inputs.items():
             entry, error = entries[name], errors[name]
             self.tell(f"{case.name}, {passes}: compiling and weighing {name}")
             try:
                 if backward and error is not None and error[1] is None:
-                    one_pass(entry.run, own, backward=True)  # raises an error with the reason
+                    one_pass(
+                        entry.run, case_inputs, backward=True
+                    )  # raises an error with the reason
                 peak = None
                 if case.memory and self.peak is None:
-                    peak = cuda_peak(entry.run, own, backward=backward)
+                    peak = cuda_peak(entry.run, case_inputs, backward=backward)
                 elif case.memory and self.peak is not None:
                     peak = self.peak.of(case.name, entry.contender, entry.size, backward=backward)
                 clocks[name] = clock(
                     entry.run,
-                    own,
+                    case_inputs,
                     backward=backward,
                     device=self.device,
                     long_passes=self.is_long(case),
@@ -267,13 +269,13 @@ def measure_all(
 
     The record is written into the file `json` after every case, so an interruption keeps them.
     """
-    found, device = runner.record, runner.device.type
+    record, device = runner.record, runner.device.type
     for case in cases:
-        if case.name in found.measured:
+        if case.name in record.measured:
             continue
         if device not in case.devices:
             runner.note(f"{case.name}: it cannot run on {device}")
-            found.measured.append(case.name)
+            record.measured.append(case.name)
             continue
         rows: list[Row] | None = None
         interrupted = False
@@ -285,10 +287,10 @@ def measure_all(
         except Exception as failure:  # other cases can still run
             runner.note(f"{case.name}: {reason_of(failure)}")
         if not interrupted:
-            found.measured.append(case.name)
+            record.measured.append(case.name)
         runner.release()
         if json is not None:
-            found.write(json)
+            record.write(json)
         if interrupted:
             return
         if rows is not None:

@@ -109,14 +109,14 @@ class Record:
 def read(path: Path) -> Record:
     """Read a record that :meth:`Record.write` wrote; raise a ValueError for any other file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
         return Record(
-            found["provenance"],
-            [Row(**row) for row in found["rows"]],
-            [Verdict(**target) for target in found.get("targets", [])],
-            [Slope(**slope) for slope in found.get("slopes", [])],
-            found["missing"],
-            found.get("measured", []),
+            record["provenance"],
+            [Row(**row) for row in record["rows"]],
+            [Verdict(**target) for target in record.get("targets", [])],
+            [Slope(**slope) for slope in record.get("slopes", [])],
+            record["missing"],
+            record.get("measured", []),
         )
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
@@ -138,24 +138,25 @@ def resumed(path: Path, provenance: dict[str, Any]) -> Record:
     """
     if not path.exists():
         return Record(provenance)
-    found = read(path)
+    earlier = read(path)
     for name in SAME:
-        if found.provenance.get(name) != provenance[name]:
+        before = earlier.provenance.get(name)
+        if before != provenance[name]:
             raise ValueError(
-                f"{path} cannot be continued: its {name} is {found.provenance.get(name)}, and that "
-                f"of this run is {provenance[name]}"
+                f"{path} cannot be continued: its {name} is {before}, and that of this run is "
+                f"{provenance[name]}"
             )
 
     def is_kept(case: str) -> bool:
-        return case in found.measured
+        return case in earlier.measured
 
     return Record(
-        found.provenance,
-        [row for row in found.rows if is_kept(row.case)],
-        [target for target in found.targets if is_kept(target.case)],
-        [slope for slope in found.slopes if is_kept(slope.case)],
-        [line for line in found.missing if is_kept(re.split("[:,]", line)[0])],
-        found.measured,
+        earlier.provenance,
+        [row for row in earlier.rows if is_kept(row.case)],
+        [target for target in earlier.targets if is_kept(target.case)],
+        [slope for slope in earlier.slopes if is_kept(slope.case)],
+        [line for line in earlier.missing if is_kept(re.split("[:,]", line)[0])],
+        earlier.measured,
     )
 
 

@@ -73,10 +73,10 @@ def threads_and_speed(rows: list[Row]) -> Iterable[str]:
     """
     has_more = any((row.threads or 1) > 1 for row in rows)
     for passes in dict.fromkeys(row.passes for row in rows):
-        own = [row for row in rows if row.passes == passes]
-        if has_more and (alone := [row.contender for row in own if row.threads == 1]):
+        of_pass = [row for row in rows if row.passes == passes]
+        if has_more and (alone := [row.contender for row in of_pass if row.threads == 1]):
             yield f"{passes}: fastest with one thread: {', '.join(alone)}"
-        speed = min((row.speed for row in own if row.speed is not None), default=1.0)
+        speed = min((row.speed for row in of_pass if row.speed is not None), default=1.0)
         if speed < BUSY:
             yield (
                 f"{passes}: the machine was busy (a product of matrices at {speed:.0%} of its "

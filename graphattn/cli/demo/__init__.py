@@ -17,6 +17,7 @@ from graphattn.cli.demo.layers import layer_table
 from graphattn.cli.demo.sample import load_sample
 from graphattn.cli.demo.training import FEWEST_TOKENS, train_models
 from graphattn.cli.demo.verdict import training_table
+from graphattn.cli.outputs import check_figures_can_be_drawn
 from graphattn.plain_tables import cells_of
 
 
@@ -31,9 +32,7 @@ def run_demo(
 ) -> None:
     """Read, print tables, train and draw; the last line printed is the path of the report."""
     started = time.perf_counter()
-    # Check matplotlib and the folder first, before a minute of work.
-    from graphattn.cli.demo.report import write_report
-
+    check_figures_can_be_drawn()  # before a minute of work
     sample = load_sample(file, num_tokens, max_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -57,6 +56,17 @@ def run_demo(
             f"no training, because it needs {FEWEST_TOKENS} tokens or more", highlight=False
         )
     with console.status("drawing"):
-        report = write_report(sample, [cells_of(table) for table in tables], training, folder, seed)
+        from graphattn.cli.demo.figures import draw_figures
+        from graphattn.cli.report import write_report
+
+        report = write_report(
+            folder / "report.html",
+            sample.title,
+            intro="Tokens are nodes, and every mechanism is message passing along explicit edges: "
+            "build a token graph, apply a layer to it.",
+            figures=draw_figures(sample, training, seed),
+            tables=[cells_of(table) for table in tables],
+            facts={"seed": seed},
+        )
     console.print(f"done in {time.perf_counter() - started:.1f} s", highlight=False)
     typer.echo(os.fsencode(report))  # byte for byte: the console would replace emoji codes and tabs

@@ -24,17 +24,17 @@ from graphattn.cli.verify import (
     tables,
     windows,
 )
-from graphattn.cli.verify.claims import SIZES, Claim, Outcome
+from graphattn.cli.verify.claims import SIZES, Claim, Erratum
 from graphattn.graphs.arguments import as_choice
 from graphattn.plain_tables import cells_of
 
-CLAIMS: list[Claim] = [
-    *windows.CLAIMS,
-    *filtering.CLAIMS,
-    *matrix_weights.CLAIMS,
-    *closed_classes.CLAIMS,
+CLAIMS = [
+    value
+    for module in (windows, filtering, matrix_weights, closed_classes)
+    for value in vars(module).values()
+    if isinstance(value, Claim)
 ]
-ERRATA = errata.ERRATA
+ERRATA = [value for value in vars(errata).values() if isinstance(value, Erratum)]
 
 
 def run_verify(size: str, json: Path | None, html: Path | None, console: Console) -> bool:
@@ -46,7 +46,10 @@ def run_verify(size: str, json: Path | None, html: Path | None, console: Console
         check_figures_can_be_drawn()  # before the work
     started = time.perf_counter()
     with _one_thread():
-        outcomes = [check(claim, size, console) for claim in CLAIMS]
+        outcomes = []
+        for claim in CLAIMS:
+            with console.status(claim.name):
+                outcomes.append(claim.run(SIZES[size]))
         with console.status("counterexamples"):
             shown = [erratum.run() for erratum in ERRATA]
             more, total = closed_classes.more_than_groups(SIZES[size])
@@ -80,12 +83,6 @@ def run_verify(size: str, json: Path | None, html: Path | None, console: Console
         )
         console.print(str(html), highlight=False, markup=False, soft_wrap=True)
     return passed
-
-
-def check(claim: Claim, size: str, console: Console) -> Outcome:
-    """Check one claim on all its cases, while its name is shown."""
-    with console.status(claim.name):
-        return claim.run(SIZES[size])
 
 
 @contextmanager

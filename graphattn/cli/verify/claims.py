@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 CLEAR = 1e-3  # a violation above this is not a rounding error
 ROUNDING = 1e-9
 
-Check = Callable[["Size"], Iterable["ClaimCase"]]
+Kind = Literal["inequality", "equation"]
+Measure = Callable[[Any], tuple[float, float]]
 
 
 class Size(NamedTuple):
@@ -42,13 +43,8 @@ SIZES = {
 }
 
 
-class ClaimCase(NamedTuple):
-    """One instance of a claim: it holds where margin >= -slack.
-
-    For an inequality, the margin is the distance from the bound, relative to the quantity, and the
-    slack is the allowed rounding error. For an equation, the margin is minus the relative error,
-    and the slack is the allowed error.
-    """
+class Measured(NamedTuple):
+    """One case of a claim as measured: the claim holds where margin >= -slack."""
 
     name: str
     margin: float
@@ -62,24 +58,43 @@ class ClaimCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the theory, and the function that checks it."""
+    """A statement of the theory, its cases, and the function that measures a case.
+
+    Every case has a `name`. The function returns (margin, slack). For an inequality, the margin is
+    the distance from the bound, relative to the quantity, and the slack is the allowed rounding
+    error. For an equation, the margin is minus the relative error, and the slack is the allowed
+    error.
+    """
 
     name: str
     source: str
     statement: str
-    check: Check
-    kind: Literal["inequality", "equation"] = "inequality"
+    cases: Callable[[Size], Iterable[Any]]
+    measure: Measure
+    kind: Kind = "inequality"
 
     def run(self, size: Size) -> Outcome:
-        """Check every case; a check that raises an exception fails."""
+        """Measure every case; a claim whose cases or measurements raise an exception fails."""
         outcome = Outcome(self)
         started = time.perf_counter()
         try:
-            outcome.cases.extend(self.check(size))
+            for case in self.cases(size):
+                outcome.cases.append(Measured(case.name, *self.measure(case)))
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.seconds = time.perf_counter() - started
         return outcome
+
+
+def claim(
+    name: str, source: str, cases: Callable[[Size], Iterable[Any]], kind: Kind = "inequality"
+) -> Callable[[Measure], Claim]:
+    """Make a claim of a function that measures one case; its docstring is the statement."""
+
+    def make(measure: Measure) -> Claim:
+        return Claim(name, source, " ".join((measure.__doc__ or "").split()), cases, measure, kind)
+
+    return make
 
 
 @dataclass
@@ -87,12 +102,12 @@ class Outcome:
     """The results of all cases of a claim."""
 
     claim: Claim
-    cases: list[ClaimCase] = field(default_factory=list)
+    cases: list[Measured] = field(default_factory=list)
     error: str = ""
     seconds: float = 0.0
 
     @property
-    def failures(self) -> list[ClaimCase]:
+    def failures(self) -> list[Measured]:
         """Return the cases that violate the claim."""
         return [case for case in self.cases if not case.holds]
 
@@ -102,7 +117,7 @@ class Outcome:
         return bool(self.cases) and not self.failures and not self.error
 
     @property
-    def tightest(self) -> ClaimCase | None:
+    def tightest(self) -> Measured | None:
         """Return the worst violation, or the case nearest to one."""
         if self.claim.kind == "equation":
             return min(self.failures or self.cases, key=lambda c: c.margin + c.slack, default=None)
@@ -146,3 +161,8 @@ class Shown(NamedTuple):
         """Return whether the printed statement clearly fails and the corrected one does not."""
         shown = self.exhibit
         return shown is not None and shown.violation > CLEAR and abs(shown.corrected) <= ROUNDING
+
+
+def erratum(source: str, printed: str, right: str) -> Callable[[Callable[[], Exhibit]], Erratum]:
+    """Make an erratum of the function that computes its counterexample."""
+    return lambda show: Erratum(source, printed, right, show)

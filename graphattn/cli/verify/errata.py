@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 import graphattn as ga
-from graphattn.cli.verify.claims import Erratum, Exhibit
+from graphattn.cli.verify.claims import Exhibit, erratum
 from graphattn.cli.verify.filtering import filter_matrix
 from graphattn.cli.verify.graphs import generator, star
 from graphattn.cli.verify.matrix_weights import block_laplacian
@@ -36,6 +36,11 @@ def hub_looks_at_three() -> tuple[ga.TokenGraph, Tensor]:
     return graph, torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
 
 
+@erratum(
+    "Eq. 4, 5",
+    "E(u) = uᵀ L u with out-degrees, for directed graphs",
+    "the Laplacian of the symmetrised weights",
+)
 def energy_by_out_degrees() -> Exhibit:
     graph, u = hub_looks_at_three()
     energy = float(ga.spectral.energy(graph, u))
@@ -47,6 +52,7 @@ def energy_by_out_degrees() -> Exhibit:
     return Exhibit(abs(papers - energy), ours - energy, numbers)
 
 
+@erratum("Section 2.2", "L_sym = (L + Lᵀ) / 2 is positive semidefinite", "D(W_sym) - W_sym is")
 def semidefinite_by_out_degrees() -> Exhibit:
     graph, _ = hub_looks_at_three()
     papers = float(np.linalg.eigvalsh(papers_laplacian(graph))[0])
@@ -65,6 +71,7 @@ def _has_negative(seed: int) -> bool:
     return bool(np.linalg.eigvalsh(papers_laplacian(graph))[0] < -1e-9)
 
 
+@erratum("Eq. 12", "the limit is (1/N) 1ᵀ 1 u, which is u", "(1/N) 1 1ᵀ u, the mean")
 def limit_of_equation_12() -> Exhibit:
     N, u = 8, np.arange(8.0)
     graph = ga.window_path_graph(N, 2)
@@ -84,6 +91,7 @@ def limit_of_equation_12() -> Exhibit:
     )
 
 
+@erratum("Eq. 24", "L_sym v = 0 for v = (1_d, 0, …, 0)", "for v = 1_N ⊗ e_k, one per coordinate")
 def eigenvectors_of_equation_24() -> Exhibit:
     N, d = 6, 2
     graph = ga.window_path_graph(N, 2)
@@ -97,6 +105,7 @@ def eigenvectors_of_equation_24() -> Exhibit:
     return Exhibit(wrong_by, right_by, numbers)
 
 
+@erratum("Algorithm 3", "b_Λ has r entries", "r d, as in Algorithm 2")
 def bias_of_algorithm_3() -> Exhibit:
     rank, dim = 4, 16
     layer = ga.nn.CrossConsensus(dim, 1, rank=rank, edge_hidden=8)
@@ -106,6 +115,11 @@ def bias_of_algorithm_3() -> Exhibit:
     return Exhibit(float(needed - rank), float(needed - has), numbers)
 
 
+@erratum(
+    "Eq. 42",
+    "with RoPE a safe step stays safe",
+    'only if the step is rotated back: rope="isometric"',
+)
 def rope_amplifies() -> Exhibit:
     """N 24, w 2, R = I, eta = 1 / (4 d_max) = 1 / 16, one head of 8 features."""
     options: tuple[bool | Literal["isometric"], ...] = (False, True, "isometric")
@@ -140,6 +154,11 @@ def _spectral_radius(rope: bool | Literal["isometric"]) -> float:
     return float(torch.linalg.eigvals(step).abs().max())
 
 
+@erratum(
+    "Algorithms 3, 4, 6",
+    "moving the target only is a low-pass filter too",
+    'matrices R allow growth at every step; update="energy" does not',
+)
 def target_update_leaves_the_half_plane() -> Exhibit:
     """Find the worst of some random networks on three tokens that see each other, and on a path."""
     graphs = {"K3": ga.complete_graph(3, self_loops=False), "path": ga.window_path_graph(6, 2)}
@@ -189,6 +208,11 @@ def _slowest_real(
     return float(values.real.min() / values.abs().max())
 
 
+@erratum(
+    "Section 2.2",
+    "degrees of one direction give a safe step",
+    "edges of both directions count",
+)
 def one_direction_on_a_star() -> Exhibit:
     """Use a star: eight leaves see a hub, R = I. d_max is 1 with in-edges only, 8 with all
     edges."""
@@ -206,6 +230,11 @@ def one_direction_on_a_star() -> Exhibit:
     return Exhibit(-left[one_way], min(left[both_ways], 0.0), numbers)
 
 
+@erratum(
+    "Algorithm 1",
+    "the gradient step runs on causal graphs",
+    'earlier tokens then depend on later ones; with update="target" they do not',
+)
 def energy_on_a_causal_graph() -> Exhibit:
     """Return token 0 as a function of token 5, which comes later."""
     graph = ga.causal_graph(6)
@@ -217,56 +246,3 @@ def energy_on_a_causal_graph() -> Exhibit:
     by_target = float(step[0, :, 5].abs().max())
     numbers = {"∂u₀' / ∂u₅ of a gradient step": leak, 'update="target"': by_target}
     return Exhibit(abs(leak), by_target, numbers)
-
-
-ERRATA = [
-    Erratum(
-        "Eq. 4, 5",
-        "E(u) = uᵀ L u with out-degrees, for directed graphs",
-        "the Laplacian of the symmetrised weights",
-        energy_by_out_degrees,
-    ),
-    Erratum(
-        "Section 2.2",
-        "L_sym = (L + Lᵀ) / 2 is positive semidefinite",
-        "D(W_sym) - W_sym is",
-        semidefinite_by_out_degrees,
-    ),
-    Erratum(
-        "Eq. 12",
-        "the limit is (1/N) 1ᵀ 1 u, which is u",
-        "(1/N) 1 1ᵀ u, the mean",
-        limit_of_equation_12,
-    ),
-    Erratum(
-        "Eq. 24",
-        "L_sym v = 0 for v = (1_d, 0, …, 0)",
-        "for v = 1_N ⊗ e_k, one per coordinate",
-        eigenvectors_of_equation_24,
-    ),
-    Erratum("Algorithm 3", "b_Λ has r entries", "r d, as in Algorithm 2", bias_of_algorithm_3),
-    Erratum(
-        "Eq. 42",
-        "with RoPE a safe step stays safe",
-        'only if the step is rotated back: rope="isometric"',
-        rope_amplifies,
-    ),
-    Erratum(
-        "Algorithms 3, 4, 6",
-        "moving the target only is a low-pass filter too",
-        'matrices R allow growth at every step; update="energy" does not',
-        target_update_leaves_the_half_plane,
-    ),
-    Erratum(
-        "Section 2.2",
-        "degrees of one direction give a safe step",
-        "edges of both directions count",
-        one_direction_on_a_star,
-    ),
-    Erratum(
-        "Algorithm 1",
-        "the gradient step runs on causal graphs",
-        'earlier tokens then depend on later ones; with update="target" they do not',
-        energy_on_a_causal_graph,
-    ),
-]

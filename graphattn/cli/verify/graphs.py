@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -29,20 +27,6 @@ def random_digraph(seed: int, *, num_tokens: int | None = None) -> tuple[ga.Toke
     graph = ga.from_mask(mask)
     weight = torch.empty(graph.num_edges, dtype=torch.float64).exponential_(generator=draw)
     return graph, weight
-
-
-def weighted_graphs(draws: int) -> Iterator[tuple[str, ga.TokenGraph, Tensor | None]]:
-    """Yield graphs of several families without weights, then random graphs with weights."""
-    yield "path 24, w 2", ga.window_path_graph(24, 2), None
-    yield "cycle 21, w 3", ga.window_cycle_graph(21, 3), None
-    yield "complete 12", ga.complete_graph(12), None
-    yield "causal window 20, w 4", ga.causal_window_graph(20, 4), None
-    yield "star 9", star(8), None
-    yield "grid 5 x 5", ga.grid_window_graph(5, 5, 1), None
-    yield "Longformer 20", ga.longformer_graph(20, 2, [0]), None
-    yield "BigBird 20", ga.bigbird_graph(20, 1, 2, [0], seed=0), None
-    for seed in range(draws):
-        yield f"digraph {seed}", *random_digraph(seed)
 
 
 def star(leaves: int) -> ga.TokenGraph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.cli.verify.claims import Claim, ClaimCase, Size
+from graphattn.cli.verify.claims import Size, claim
 from graphattn.cli.verify.graphs import generator, random_digraph
 
 Array = NDArray[np.float64]
+Rope = bool | Literal["isometric"]
 ZERO = 1e-11  # eigenvalues below this, relative to the largest, count as 0
 
 
@@ -45,191 +47,199 @@ def block_laplacian(graph: ga.TokenGraph, R: Tensor) -> Array:
     return L.reshape(N * C, N * C)
 
 
-def random_cases(size: Size) -> Iterator[tuple[str, ga.TokenGraph, Tensor]]:
+class MatrixWeights(NamedTuple):
+    """A graph of one or two connected parts with a matrix R for every edge, [E, C, C]."""
+
+    name: str
+    graph: ga.TokenGraph
+    R: Tensor
+    parts: int = 1
+
+    @property
+    def eigenvalues(self) -> NDArray[Any]:
+        """The eigenvalues of the Laplacian, in ascending order; one part has C zeros."""
+        return np.linalg.eigvalsh(block_laplacian(self.graph, self.R))
+
+    @property
+    def fiedler_value(self) -> float:
+        """The smallest eigenvalue beyond the constant modes."""
+        return float(self.eigenvalues[self.R.shape[-1]])
+
+
+def random_weights(size: Size) -> Iterator[MatrixWeights]:
     """Yield paths and digraphs, each with random matrices."""
     for seed in range(size.draws):
         N = 5 + seed % 12
         path = ga.window_path_graph(N, 2)
-        yield f"path {N}, w 2, draw {seed}", path, random_matrices(path, seed)
+        yield MatrixWeights(f"path {N}, w 2, draw {seed}", path, random_matrices(path, seed))
         graph, _ = random_digraph(seed)
-        yield f"digraph {seed}", graph, random_matrices(graph, seed)
+        yield MatrixWeights(f"digraph {seed}", graph, random_matrices(graph, seed))
 
 
-def sandwich(size: Size) -> Iterator[ClaimCase]:
-    """Check the bounds of the Fiedler value with matrices R.
-
-    The bounds are the smallest and the largest eigenvalue of R, each times the Fiedler value
-    without R.
-    """
-    for name, graph, R in random_cases(size):
-        value = float(np.linalg.eigvalsh(block_laplacian(graph, R))[R.shape[-1]])
-        lower, upper = ga.spectral.matrix_fiedler_bounds(graph, R)
-        yield ClaimCase(name, min(value - lower, upper - value) / value, 1e-9)
+def one_and_two_parts(size: Size) -> Iterator[MatrixWeights]:
+    """Yield the graphs of `random_weights`, alone and twice side by side."""
+    for name, graph, R, _ in random_weights(size):
+        yield MatrixWeights(f"{name}, 1 parts", graph, R)
+        yield MatrixWeights(f"{name}, 2 parts", ga.batch([graph, graph]), torch.cat([R, R]), 2)
 
 
-def fiedler_value_with_matrices(size: Size) -> Iterator[ClaimCase]:
-    """Compare the library's value with eigenvalue C + 1 of the matrix built edge by edge."""
-    for name, graph, R in random_cases(size):
-        expected = float(np.linalg.eigvalsh(block_laplacian(graph, R))[R.shape[-1]])
-        found = ga.spectral.matrix_fiedler_value(graph, R)
-        yield ClaimCase(name, -abs(found - expected) / expected, 1e-9)
+@claim("matrix weights: a λ₁ ≤ λ ≤ b λ₁", "Section 4, Appendix A", random_weights)
+def sandwich(case: MatrixWeights) -> tuple[float, float]:
+    """The Fiedler value with matrices R whose eigenvalues lie in [a, b] lies between a and b
+    times that of the unweighted graph."""
+    value = case.fiedler_value
+    lower, upper = ga.spectral.matrix_fiedler_bounds(case.graph, case.R)
+    return min(value - lower, upper - value) / value, 1e-9
 
 
-def zero_eigenvalues(size: Size) -> Iterator[ClaimCase]:
-    """Check that the matrix has exactly C zero eigenvalues per connected part of the graph.
+@claim("matrix weights: the Fiedler value", "Appendix A, Eq. 21-23", random_weights, "equation")
+def fiedler_value_with_matrices(case: MatrixWeights) -> tuple[float, float]:
+    """The smallest eigenvalue beyond the constant modes, beside a matrix built edge by edge."""
+    expected = case.fiedler_value
+    return -abs(ga.spectral.matrix_fiedler_value(case.graph, case.R) - expected) / expected, 1e-9
 
-    The error is the difference between the two numbers.
-    """
-    for name, graph, R in random_cases(size):
-        for parts in (1, 2):
-            together, blocks = graph, R
-            if parts == 2:
-                together, blocks = ga.batch([graph, graph]), torch.cat([R, R])
-            values = np.linalg.eigvalsh(block_laplacian(together, blocks))
-            zeros = int((np.abs(values) < ZERO * values[-1]).sum())
-            yield ClaimCase(f"{name}, {parts} parts", -abs(zeros - parts * R.shape[-1]))
+
+@claim(
+    "matrix weights: D zero eigenvalues",
+    "Appendix A, Eq. 24, corrected",
+    one_and_two_parts,
+    "equation",
+)
+def zero_eigenvalues(case: MatrixWeights) -> tuple[float, float]:
+    """The Laplacian has exactly D zero eigenvalues for every connected part."""
+    values = case.eigenvalues
+    zeros = int((np.abs(values) < ZERO * values[-1]).sum())
+    return -float(abs(zeros - case.parts * case.R.shape[-1])), 0.0
 
 
 # The layer, with its learned matrices.
 
 
-def random_layer(seed: int) -> tuple[ga.nn.SelfConsensus, ga.TokenGraph, Tensor]:
-    """Make a layer in float64, a graph and random tokens.
+class RandomLayer(NamedTuple):
+    """A layer in float64 whose projections are the identity, a graph, and tokens [N, dim].
 
-    The projections of the layer are the identity, so the layer computes only its step.
+    The layer computes only its step.
     """
-    torch.manual_seed(seed)
+
+    name: str
+    layer: ga.nn.SelfConsensus
+    graph: ga.TokenGraph
+    x: Tensor
+
+    @property
+    def steps(self) -> Tensor:
+        """The matrix of the step of every head, [H, ND, ND]; see `step_matrices`."""
+        return step_matrices(self.layer, self.x, self.graph)
+
+
+def random_layers(size: Size, rope: Rope = False) -> Iterator[RandomLayer]:
+    """Yield layers with an automatic step size and random weights."""
     dim, heads = 8, 2
-    layer = ga.nn.SelfConsensus(
-        dim,
-        heads,
-        rank=1 + seed % 3,
-        edge_hidden=8,
-        step_size="auto",
-        update="energy",
-        bias=False,
-    ).double()
-    with torch.no_grad():
-        for projection in (layer.source_proj, layer.output_proj):
-            projection.weight.copy_(torch.eye(dim))
-        for parameter in layer.edge_net.parameters():
-            parameter.mul_(1 + 3 * torch.rand(()))  # larger differences than after initialisation
-    graph, _ = random_digraph(seed, num_tokens=6 + seed % 5)
-    return layer, graph, torch.randn(graph.num_tokens, dim, dtype=torch.float64)
+    for seed in range(size.draws):
+        torch.manual_seed(seed)
+        layer = ga.nn.SelfConsensus(
+            dim,
+            heads,
+            rank=1 + seed % 3,
+            edge_hidden=8,
+            step_size="auto",
+            update="energy",
+            rope=rope,
+            bias=False,
+        ).double()
+        with torch.no_grad():
+            for projection in (layer.source_proj, layer.output_proj):
+                projection.weight.copy_(torch.eye(dim))
+            for parameter in layer.edge_net.parameters():
+                parameter.mul_(1 + 3 * torch.rand(()))  # larger differences than at the start
+        graph, _ = random_digraph(seed, num_tokens=6 + seed % 5)
+        x = torch.randn(graph.num_tokens, dim, dtype=torch.float64)
+        yield RandomLayer(f"layer {seed}", layer, graph, x)
 
 
 @torch.no_grad()
 def step_matrices(layer: ga.nn.SelfConsensus, x: Tensor, graph: ga.TokenGraph) -> Tensor:
     """Compute the matrix of the layer's step for every head, [H, ND, ND].
 
-    The step is linear in its state if the matrices of the edges are fixed, here to those of x.
+    The step is linear in its states if the matrices of the edges are fixed, here to those of the
+    tokens x. The states are therefore replaced by unit vectors behind the source projection.
 
     Raises:
-        ArithmeticError: if the matrices, applied to x, do not give the output of the layer.
+        ArithmeticError: if a head depends on another one, or if the matrices, applied to x, do not
+            give the output of the layer.
     """
     N, H, D = graph.num_tokens, layer.heads, layer.head_dim
-    unit = torch.eye(N * D, dtype=torch.float64).view(N * D, N, 1, D).expand(-1, -1, H, -1)
-    target_hidden, source_hidden = (
-        hidden_of(x).expand(N * D, -1, -1, -1)
-        for hidden_of in (layer.edge_net.target_hidden, layer.edge_net.source_hidden)
-    )
-    network = layer.edge_net.second_layer()
-    columns = ga.consensus_update(
-        unit, unit, target_hidden, source_hidden, network, graph, "auto", update="energy"
-    )
-    H_sym = columns.permute(2, 1, 3, 0).reshape(H, N * D, N * D)
+    unit = torch.eye(N * H * D, dtype=torch.float64).view(-1, N, H * D)
+    hook = layer.source_proj.register_forward_hook(lambda *_: unit)
+    try:
+        moved = layer(x.expand_as(unit), graph)
+    finally:
+        hook.remove()
+    # The response of (token, head, feature) to the unit vector of (token, head, feature).
+    responses = moved.view(N, H, D, N, H, D).permute(4, 1, 3, 5, 0, 2)
+    by_heads = responses.reshape(H, H, N * D, N * D)
+    head = torch.arange(H)
+    matrices = by_heads[head, head]
     state = x.view(N, H, D).transpose(0, 1).reshape(H, N * D, 1)
-    moved = (H_sym @ state).view(H, N, D).transpose(0, 1).reshape(N, H * D)
-    if not torch.allclose(moved, layer(x, graph), rtol=1e-9, atol=1e-9):
-        raise ArithmeticError("the output of the layer differs from that of its operation")
-    return H_sym
+    out = (matrices @ state).view(H, N, D).transpose(0, 1).reshape(N, H * D)
+    if by_heads[head[:, None] != head].any() or not torch.allclose(
+        out, layer(x, graph), rtol=1e-9, atol=1e-9
+    ):
+        raise ArithmeticError("the step of the layer is not linear in its states, head by head")
+    return matrices
 
 
-def automatic_step_never_oscillates(size: Size) -> Iterator[ClaimCase]:
-    """Check that no eigenvalue of the step is below 0, for random weights."""
-    for seed in range(size.draws):
-        layer, graph, x = random_layer(seed)
-        values = torch.linalg.eigvalsh(step_matrices(layer, x, graph))
-        yield ClaimCase(f"layer {seed}", float(values.min()), 1e-12)
+@claim("SelfConsensus auto: no oscillation", "Section 2.2, Algorithm 5", random_layers)
+def automatic_step_never_oscillates(case: RandomLayer) -> tuple[float, float]:
+    """SelfConsensus(update="energy", step_size="auto"): no eigenvalue of the step is negative."""
+    return float(torch.linalg.eigvalsh(case.steps).min()), 1e-12
 
 
-def automatic_step_is_low_pass(size: Size) -> Iterator[ClaimCase]:
-    """Check that the matrix of the step is symmetric and that its largest eigenvalue is 1.
-
-    No mode then grows in a step.
-    """
-    for seed in range(size.draws):
-        layer, graph, x = random_layer(seed)
-        H = step_matrices(layer, x, graph)
-        largest = torch.linalg.eigvalsh(H)[:, -1]
-        error = max(float((H - H.mT).abs().max()), float((largest - 1).abs().max()))
-        yield ClaimCase(f"layer {seed}", -error, 1e-12)
+@claim("SelfConsensus auto: low-pass", "Section 2.2, Algorithm 5", random_layers, "equation")
+def automatic_step_is_low_pass(case: RandomLayer) -> tuple[float, float]:
+    """The step of SelfConsensus is a symmetric matrix with largest eigenvalue 1."""
+    H = case.steps
+    largest = torch.linalg.eigvalsh(H)[:, -1]
+    return -max(float((H - H.mT).abs().max()), float((largest - 1).abs().max())), 1e-12
 
 
+class LayerState(NamedTuple):
+    """A layer, and a state [N, dim] from which it takes a step."""
+
+    case: RandomLayer
+    u: Tensor
+
+    @property
+    def name(self) -> str:
+        """The layer."""
+        return self.case.name
+
+
+def layers_and_states(size: Size) -> Iterator[LayerState]:
+    """Yield every layer with its token features, and with a random state."""
+    for case in random_layers(size):
+        yield LayerState(case, case.x)
+        yield LayerState(case, torch.randn_like(case.x))
+
+
+@claim("SelfConsensus auto: energy falls", "Eq. 14, Algorithm 5", layers_and_states)
 @torch.no_grad()
-def automatic_step_descends(size: Size) -> Iterator[ClaimCase]:
-    """Check that the energy of every head falls, for the token features and for random states."""
-    for seed in range(size.draws):
-        layer, graph, x = random_layer(seed)
-        N, H, D = graph.num_tokens, layer.heads, layer.head_dim
-        edge_net = layer.edge_net
-        hidden = edge_net.target_hidden(x), edge_net.source_hidden(x)
-        R = ga.consensus_edge_matrices(*hidden, edge_net.second_layer(), graph)
-        steps = step_matrices(layer, x, graph)
-        for u in (x, torch.randn_like(x)):
-            before = u.view(N, H, D)
-            moved = steps @ before.transpose(0, 1).reshape(H, N * D, 1)
-            after = moved.view(H, N, D).transpose(0, 1)
-            energy = [_energy(graph, R, state) for state in (before, after)]
-            yield ClaimCase(f"layer {seed}", float(((energy[0] - energy[1]) / energy[0]).min()))
+def automatic_step_descends(state: LayerState) -> tuple[float, float]:
+    """The energy of every head falls."""
+    (_, layer, graph, x), u = state
+    N, H, D = graph.num_tokens, layer.heads, layer.head_dim
+    edge_net = layer.edge_net
+    hidden = edge_net.target_hidden(x), edge_net.source_hidden(x)
+    R = ga.consensus_edge_matrices(*hidden, edge_net.second_layer(), graph)
+    before = u.view(N, H, D)
+    moved = step_matrices(layer, x, graph) @ before.transpose(0, 1).reshape(H, N * D, 1)
+    after = moved.view(H, N, D).transpose(0, 1)
+    first, last = (energies(graph, R, state) for state in (before, after))
+    return float(((first - last) / first).min()), 0.0
 
 
-def _energy(graph: ga.TokenGraph, R: Tensor, u: Tensor) -> Tensor:
+def energies(graph: ga.TokenGraph, R: Tensor, u: Tensor) -> Tensor:
     """Compute the energy of every head (Eq. 14) from u [N, H, D] and R [E, H, D, D]."""
     source, target = graph.edge_index
     gap = u[target] - u[source]
     return 0.5 * torch.einsum("ehc,ehcd,ehd->h", gap, R, gap)
-
-
-CLAIMS = [
-    Claim(
-        "matrix weights: a λ₁ ≤ λ ≤ b λ₁",
-        "Section 4, Appendix A",
-        "With matrices R whose eigenvalues lie in [a, b], the Fiedler value lies between a and b "
-        "times that of the unweighted graph.",
-        sandwich,
-    ),
-    Claim(
-        "matrix weights: the Fiedler value",
-        "Appendix A, Eq. 21-23",
-        "The smallest eigenvalue beyond the constant modes, beside a matrix built edge by edge.",
-        fiedler_value_with_matrices,
-        "equation",
-    ),
-    Claim(
-        "matrix weights: D zero eigenvalues",
-        "Appendix A, Eq. 24, corrected",
-        "The Laplacian has exactly D zero eigenvalues for every connected part.",
-        zero_eigenvalues,
-        "equation",
-    ),
-    Claim(
-        "SelfConsensus auto: no oscillation",
-        "Section 2.2, Algorithm 5",
-        'SelfConsensus(update="energy", step_size="auto"): no eigenvalue of the step is negative.',
-        automatic_step_never_oscillates,
-    ),
-    Claim(
-        "SelfConsensus auto: low-pass",
-        "Section 2.2, Algorithm 5",
-        "Its step is a symmetric matrix with largest eigenvalue 1.",
-        automatic_step_is_low_pass,
-        "equation",
-    ),
-    Claim(
-        "SelfConsensus auto: energy falls",
-        "Eq. 14, Algorithm 5",
-        "The energy of every head falls.",
-        automatic_step_descends,
-    ),
-]

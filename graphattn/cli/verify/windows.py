@@ -4,131 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import graphattn as ga
-from graphattn.cli.verify.claims import Claim, ClaimCase, Size
+from graphattn.cli.verify.claims import Size, claim
 
 Array = NDArray[np.float64]
 EPS = float(np.finfo(np.float64).eps)
 
 
-def cycle_closed_form(size: Size) -> Iterator[ClaimCase]:
-    """Compare 4 sum sin^2(pi j / N) with the spectrum of the Laplacian, for every cycle.
+class WindowGraph(NamedTuple):
+    """A cycle or a path of N tokens with window w."""
 
-    The code checks that the Laplacian is circulant. The eigenvalues are then the Fourier
-    transform of the first row.
-    """
-    for N in range(3, size.every + 1):
-        spectra = circulant_spectrum(laplacians(ga.window_cycle_graph, N))
-        for w, values in enumerate(spectra, start=1):
-            closed = ga.spectral.cycle_fiedler_value(N, w)
-            yield ClaimCase(f"N {N}, w {w}", -relative(values[1], closed), rounding(values, closed))
+    N: int
+    w: int
+    eigenvalues: Any = None  # of the Laplacian, in ascending order, if the claim needs them
 
+    @property
+    def name(self) -> str:
+        """The sizes of the graph."""
+        return f"N {self.N:,}, w {self.w}"
 
-def cycle_monotone(size: Size) -> Iterator[ClaimCase]:
-    """Check that lambda_1 of a cycle increases with the window."""
-    for N in range(3, size.every + 1):
-        values = [ga.spectral.cycle_fiedler_value(N, w) for w in windows(N)]
-        for w, (narrow, wide) in enumerate(pairwise(values), start=1):
-            yield ClaimCase(f"N {N}, w {w} to {w + 1}", (wide - narrow) / narrow)
+    def rounding(self, value: float) -> float:
+        """Return the possible error of an eigensolver, relative to `value`.
 
+        The absolute error is 64 eps of the largest eigenvalue.
+        """
+        return 64 * EPS * float(self.eigenvalues[-1]) / float(value)
 
-def path_bounds(size: Size) -> Iterator[ClaimCase]:
-    """Check 2 S <= lambda_1 <= 4 S for every path, with all eigenvalues of the Laplacian.
-
-    For w = 1, lambda_1 is equal to the upper bound, so a rounding error can exceed it. The error of
-    an eigenvalue is a few eps of the largest eigenvalue.
-    """
-    for N in range(3, size.every + 1):
-        spectra = mirror_spectrum(laplacians(ga.window_path_graph, N))
-        for w, values in enumerate(spectra, start=1):
-            yield between(N, w, values[1], rounding(values, values[1]))
-
-
-def long_path_bounds(size: Size) -> Iterator[ClaimCase]:
-    """Check the bounds of lambda_1 for paths of up to 100,000 tokens.
-
-    The residual gives the error of lambda_1: a Rayleigh quotient differs from lambda_1 by at most
-    residual^2 / gap (Temple). The gap to the next eigenvalue of a path is about 3 lambda_1. To be
-    safe, the code uses lambda_1.
-    """
-    for N, w in size.paths:
-        value, _, residual = ga.spectral.fiedler_pair(ga.window_path_graph(N, w))
-        yield between(N, w, value, (residual / value) ** 2 + 64 * EPS)
-
-
-def cubic_growth(size: Size) -> Iterator[ClaimCase]:
-    """Check lambda_1 = Theta(w^3 / N^2) with constants: 2/3 <= lambda_1 N^2 / w^3 <= pi^2.
-
-    The constants follow from the bounds of Remark 4.2. The inequality sin x >= 2 x / pi gives
-    S >= w^3 / (3 N^2). The inequality sin x <= x gives S <= pi^2 w^3 / (4 N^2). This bound is
-    the one for w = 1, where the factor of w^3 / N^2 is largest.
-    """
-    for N, w in size.paths:
-        constant = ga.spectral.fiedler_value(ga.window_path_graph(N, w)) * N**2 / w**3
-        lower, upper = 2 / 3, math.pi**2
-        yield ClaimCase(f"N {N:,}, w {w}", min(constant - lower, upper - constant) / constant)
-
-
-def complete_and_separate(size: Size) -> Iterator[ClaimCase]:
-    """Check lambda_1 of complete graphs and of graphs with two separate groups.
-
-    The value is N for a complete graph of N tokens. The value is exactly 0 if no edge
-    joins two groups.
-    """
-    for N in range(2, size.every + 1, max(1, size.every // 25)):
-        found = ga.spectral.fiedler_value(ga.complete_graph(N))
-        yield ClaimCase(f"complete graph, N {N}", -relative(found, N), 1e-12)
-        apart = ga.spectral.fiedler_value(ga.block_window_graph(2 * N, block_size=N))
-        yield ClaimCase(f"two groups of {N}", -apart, 0.0)
-
-
-CLAIMS = [
-    Claim(
-        "cycle: λ₁ in closed form",
-        "Remark 4.1, Eq. 15",
-        "The Fiedler value of a cycle with window w < N/2 is 4 Σ_{j≤w} sin²(π j / N).",
-        cycle_closed_form,
-        "equation",
-    ),
-    Claim(
-        "cycle: λ₁ grows with the window",
-        "Remark 4.1",
-        "For fixed N, λ₁ increases with w.",
-        cycle_monotone,
-    ),
-    Claim(
-        "path: 2 S ≤ λ₁ ≤ 4 S",
-        "Remark 4.2, Eq. 16",
-        "The Fiedler value of a window path, w < N/2, lies between 2 S and 4 S, "
-        "S = Σ_{j≤w} sin²(π j / 2N).",
-        path_bounds,
-    ),
-    Claim(
-        "long path: 2 S ≤ λ₁ ≤ 4 S",
-        "Remark 4.2, Eq. 16",
-        "The same for paths of up to 100,000 tokens.",
-        long_path_bounds,
-    ),
-    Claim(
-        "path: λ₁ of the order w³ / N²",
-        "Remark 4.2",
-        "2/3 ≤ λ₁ N² / w³ ≤ π².",
-        cubic_growth,
-    ),
-    Claim(
-        "complete graph: λ₁ = N; apart: 0",
-        "Section 4",
-        "λ₁ is N for the complete graph and 0 for a graph in pieces.",
-        complete_and_separate,
-        "equation",
-    ),
-]
+    def room(self, value: float) -> float:
+        """Return the distance of the Fiedler value of a path from the nearer bound, relative."""
+        lower, upper = ga.spectral.path_fiedler_bounds(self.N, self.w)
+        return min(value - lower, upper - value) / value
 
 
 def windows(num_tokens: int) -> range:
@@ -137,37 +47,8 @@ def windows(num_tokens: int) -> range:
 
 
 def laplacians(build: Callable[[int, int], ga.TokenGraph], N: int) -> Array:
-    """Compute the Laplacians of all windows, [W, N, N], as one batch of graphs to save time.
-
-    Raises:
-        ArithmeticError: if the Laplacian of the batch joins two graphs.
-    """
-    L = ga.spectral.laplacian(ga.batch([build(N, w) for w in windows(N)])).tocoo()
-    graph, row, column = L.row // N, L.row % N, L.col % N
-    if not np.array_equal(graph, L.col // N):
-        raise ArithmeticError("the Laplacian of a batch joins its graphs")
-    blocks = np.zeros((len(windows(N)), N, N))
-    blocks[graph, row, column] = L.data
-    return blocks
-
-
-def between(N: int, w: int, value: float, slack: float) -> ClaimCase:
-    """Compare lambda_1 with the nearer bound of Remark 4.2."""
-    lower, upper = ga.spectral.path_fiedler_bounds(N, w)
-    return ClaimCase(f"N {N:,}, w {w}", min(value - lower, upper - value) / value, slack)
-
-
-def relative(found: float, expected: float) -> float:
-    """Compute the relative error of `found`."""
-    return abs(found - expected) / abs(expected)
-
-
-def rounding(values: Array, value: float) -> float:
-    """Return the possible error of an eigensolver, relative to `value`.
-
-    The absolute error is 64 eps of the largest eigenvalue.
-    """
-    return 64 * EPS * float(values[-1]) / float(value)
+    """Compute the Laplacians of all windows, [W, N, N]."""
+    return np.stack([ga.spectral.laplacian(build(N, w)).toarray() for w in windows(N)])
 
 
 def circulant_spectrum(L: Array) -> Array:
@@ -205,3 +86,92 @@ def mirror_spectrum(L: Array) -> Array:
         even = np.block([[even, to_middle], [to_middle.swapaxes(-1, -2), middle]])
     parts = [np.linalg.eigvalsh(even), np.linalg.eigvalsh(near - across)]
     return np.sort(np.concatenate(parts, axis=-1))
+
+
+def cycles(size: Size) -> Iterator[WindowGraph]:
+    """Yield every cycle, with its spectrum."""
+    for N in range(3, size.every + 1):
+        spectra = circulant_spectrum(laplacians(ga.window_cycle_graph, N))
+        yield from (WindowGraph(N, w, values) for w, values in enumerate(spectra, start=1))
+
+
+def paths(size: Size) -> Iterator[WindowGraph]:
+    """Yield every path, with its spectrum."""
+    for N in range(3, size.every + 1):
+        spectra = mirror_spectrum(laplacians(ga.window_path_graph, N))
+        yield from (WindowGraph(N, w, values) for w, values in enumerate(spectra, start=1))
+
+
+def cycles_that_can_widen(size: Size) -> Iterator[WindowGraph]:
+    """Yield every cycle that has a wider window than its own."""
+    for N in range(3, size.every + 1):
+        yield from (WindowGraph(N, w) for w in windows(N)[:-1])
+
+
+def long_paths(size: Size) -> Iterator[WindowGraph]:
+    """Yield paths of up to 100,000 tokens."""
+    yield from (WindowGraph(N, w) for N, w in size.paths)
+
+
+@claim("cycle: λ₁ in closed form", "Remark 4.1, Eq. 15", cycles, "equation")
+def cycle_closed_form(cycle: WindowGraph) -> tuple[float, float]:
+    """The Fiedler value of a cycle with window w < N/2 is 4 Σ_{j≤w} sin²(π j / N)."""
+    closed = ga.spectral.cycle_fiedler_value(cycle.N, cycle.w)
+    return -abs(cycle.eigenvalues[1] - closed) / abs(closed), cycle.rounding(closed)
+
+
+@claim("cycle: λ₁ grows with the window", "Remark 4.1", cycles_that_can_widen)
+def cycle_monotone(cycle: WindowGraph) -> tuple[float, float]:
+    """λ₁ increases with w for fixed N."""
+    narrow, wide = (ga.spectral.cycle_fiedler_value(cycle.N, cycle.w + more) for more in (0, 1))
+    return (wide - narrow) / narrow, 0.0
+
+
+@claim("path: 2 S ≤ λ₁ ≤ 4 S", "Remark 4.2, Eq. 16", paths)
+def path_bounds(path: WindowGraph) -> tuple[float, float]:
+    """The Fiedler value of a window path, w < N/2, lies between 2 S and 4 S,
+    S = Σ_{j≤w} sin²(π j / 2N)."""
+    # For w = 1, λ₁ is equal to the upper bound, so a rounding error can exceed it.
+    value = path.eigenvalues[1]
+    return path.room(value), path.rounding(value)
+
+
+@claim("long path: 2 S ≤ λ₁ ≤ 4 S", "Remark 4.2, Eq. 16", long_paths)
+def long_path_bounds(path: WindowGraph) -> tuple[float, float]:
+    """The Fiedler value of paths of up to 100,000 tokens lies between the same bounds."""
+    value, _, residual = ga.spectral.fiedler_pair(ga.window_path_graph(path.N, path.w))
+    # A Rayleigh quotient differs from λ₁ by at most residual² / gap (Temple). The gap to the next
+    # eigenvalue of a path is about 3 λ₁; to be safe, λ₁ is used.
+    return path.room(value), (residual / value) ** 2 + 64 * EPS
+
+
+@claim("path: λ₁ of the order w³ / N²", "Remark 4.2", long_paths)
+def cubic_growth(path: WindowGraph) -> tuple[float, float]:
+    """2/3 ≤ λ₁ N² / w³ ≤ π²."""
+    # The constants follow from 2 S ≤ λ₁ ≤ 4 S. With sin x >= 2 x / π, S >= w³ / (3 N²). With
+    # sin x <= x, S <= π² w³ / (4 N²) for w = 1, where the factor of w³ / N² is largest.
+    value = ga.spectral.fiedler_value(ga.window_path_graph(path.N, path.w))
+    constant = value * path.N**2 / path.w**3
+    return min(constant - 2 / 3, math.pi**2 - constant) / constant, 0.0
+
+
+class KnownGraph(NamedTuple):
+    """A graph whose Fiedler value is known."""
+
+    name: str
+    graph: ga.TokenGraph
+    value: float
+
+
+def complete_and_separate(size: Size) -> Iterator[KnownGraph]:
+    """Yield complete graphs, and graphs of two separate groups."""
+    for N in range(2, size.every + 1, max(1, size.every // 25)):
+        yield KnownGraph(f"complete graph, N {N}", ga.complete_graph(N), N)
+        yield KnownGraph(f"two groups of {N}", ga.block_window_graph(2 * N, block_size=N), 0)
+
+
+@claim("complete graph: λ₁ = N; apart: 0", "Section 4", complete_and_separate, "equation")
+def known_fiedler_values(known: KnownGraph) -> tuple[float, float]:
+    """λ₁ is N for the complete graph and 0 for a graph in pieces."""
+    error = abs(ga.spectral.fiedler_value(known.graph) - known.value)
+    return (-error / known.value, 1e-12) if known.value else (-error, 0.0)

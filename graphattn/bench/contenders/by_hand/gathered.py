@@ -7,15 +7,15 @@ values. The backward pass also reads a table with the edges of every source.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+import graphattn as ga
 from graphattn.bench.cases.inputs import AttentionInputs
-from graphattn.bench.contenders.peers import check_memory, needs_compiler
+from graphattn.bench.contenders.peers import check_memory, compile_once, needs_compiler
 
 PADDED = 1.5  # largest ratio of places to edges for which one table is used
 
@@ -59,29 +59,32 @@ def tables_of(rows: Tensor, ends: Tensor, num_rows: int) -> Tables:
         classes = torch.zeros_like(degree)
     else:
         classes = degree.clamp(min=1).double().log2().ceil().long()
-    found = []
-    for own in classes.unique():
-        members = (classes == own).nonzero()[:, 0]
+    tables = []
+    for similar in classes.unique():
+        members = (classes == similar).nonzero()[:, 0]
         width = max(1, int(degree[members].max()))
         column = torch.arange(width, device=rows.device)
         is_edge = column < degree[members, None]
         edges = order[(start[members, None] + column).clamp(max=len(rows) - 1)]
         edges = edges.where(is_edge, 0)
-        found.append(Table(members, ends[edges], edges, is_edge))
-    place = torch.cat([table.rows for table in found]).argsort()
-    return Tables(found, place, len(rows))
+        tables.append(Table(members, ends[edges], edges, is_edge))
+    place = torch.cat([table.rows for table in tables]).argsort()
+    return Tables(tables, place, len(rows))
+
+
+def tables_of_both_ends(graph: ga.TokenGraph) -> tuple[Tables, Tables]:
+    """Make the tables of the targets, and those of the sources."""
+    source, target = graph.edge_index
+    return (
+        tables_of(target, source, graph.num_targets),
+        tables_of(source, target, graph.num_sources),
+    )
 
 
 def compiled(x: AttentionInputs) -> Tensor:
     """Compute RBF attention by compiled code that gathers, forward and backward."""
     needs_compiler(x.query.device)
-    if "tables" not in x.prepared:
-        source, target = x.graph.edge_index
-        x.prepared["tables"] = (
-            tables_of(target, source, x.graph.num_targets),
-            tables_of(source, target, x.graph.num_sources),
-        )
-    of_targets, of_sources = x.prepared["tables"]
+    of_targets, of_sources = x.once("tables", lambda: tables_of_both_ends(x.graph))
     check_memory(of_targets.places * float(x.query.shape[-2]), "its weights", x.query)
     return Gathered.apply(x.query, x.key, x.value, x.sigma, of_targets, of_sources)
 
@@ -205,9 +208,3 @@ def d_sources(
 def gathered(x: Tensor, index: Tensor) -> Tensor:
     """Gather x at the indices of a table, [rows, width, ...]."""
     return x.index_select(0, index.flatten()).unflatten(0, index.shape)
-
-
-@cache
-def compile_once(function: Any) -> Any:
-    """Compile a function once for the sizes of one case."""
-    return torch.compile(function, dynamic=False)

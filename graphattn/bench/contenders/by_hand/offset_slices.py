@@ -1,15 +1,12 @@
 """Hand-written, compiled attention in a narrow window: it reads slices and gathers nothing.
 
-The code has two forms: one slice per offset, or one view with all offsets (`unfold`). The backward
-pass of `unfold` by autograd adds overlapping parts atomically. Both forms therefore have a
-hand-written backward pass, which uses that the targets of a source are a window, too.
+Every offset of the window is a slice of the padded keys. The backward pass is written by hand, too:
+the targets of a source are a window, so nothing is added atomically.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,33 +15,26 @@ from torch.nn.functional import pad
 
 from graphattn.bench.cases.inputs import AttentionInputs, MissingError
 from graphattn.bench.contenders.by_hand.window_blocks import of_band
-from graphattn.bench.contenders.peers import check_memory, needs_compiler, only_on_a_cpu
+from graphattn.bench.contenders.peers import (
+    check_memory,
+    compile_once,
+    needs_compiler,
+    only_on_a_cpu,
+)
 
 WIDEST = 64  # largest number of offsets; the compiled code grows with it
 
 
-class Form(NamedTuple):
-    """One form of the computation: the three functions that are compiled."""
-
-    attend: Callable[..., Any]
-    d_targets: Callable[..., Any]
-    d_sources: Callable[..., Any]
-
-
-def compiled_windows(form: Form) -> Callable[[AttentionInputs], Tensor]:
-    """Return a run of RBF attention in one of the two forms."""
-
-    def run(x: AttentionInputs) -> Tensor:
-        only_on_a_cpu(x.query.device)
-        band = of_band(x)
-        width = band.before + 1 + band.after
-        if width > WIDEST:
-            raise MissingError(f"it supports only windows of at most {WIDEST} tokens")
-        needs_compiler(x.query.device)
-        check_memory(float(x.query.shape[:-1].numel()) * width, "its weights", x.query)
-        return SlicedWindows.apply(x.query, x.key, x.value, x.sigma, band.before, band.after, form)
-
-    return run
+def compiled_slices(x: AttentionInputs) -> Tensor:
+    """Compute RBF attention in a narrow window by compiled slices."""
+    only_on_a_cpu(x.query.device)
+    band = of_band(x)
+    width = band.before + 1 + band.after
+    if width > WIDEST:
+        raise MissingError(f"it supports only windows of at most {WIDEST} tokens")
+    needs_compiler(x.query.device)
+    check_memory(float(x.query.shape[:-1].numel()) * width, "its weights", x.query)
+    return SlicedWindows.apply(x.query, x.key, x.value, x.sigma, band.before, band.after)
 
 
 class SlicedWindows(Function):
@@ -59,32 +49,23 @@ class SlicedWindows(Function):
         sigma: float,
         before: int,
         after: int,
-        form: Form,
     ) -> Tensor:
         """[N, H, D]."""
-        out, weight = compile_once(form.attend)(query, key, value, sigma, before, after)
+        out, weight = compile_once(attend)(query, key, value, sigma, before, after)
         ctx.save_for_backward(query, key, value, out, weight)
-        ctx.given = sigma, before, after, form
+        ctx.given = sigma, before, after
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
         """Return the gradients of query, key and value."""
         query, key, value, out, weight = ctx.saved_tensors
-        sigma, before, after, form = ctx.given
-        d_query, pull = compile_once(form.d_targets)(
+        sigma, before, after = ctx.given
+        d_query, pull = compile_once(d_targets)(
             query, key, value, out, d_out, weight, sigma, before, after
         )
-        d_key, d_value = compile_once(form.d_sources)(
-            query, key, d_out, weight, pull, before, after
-        )
-        return d_query, d_key, d_value, None, None, None, None
-
-
-@cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function once for the sizes of one case."""
-    return torch.compile(function, dynamic=False)
+        d_key, d_value = compile_once(d_sources)(query, key, d_out, weight, pull, before, after)
+        return d_query, d_key, d_value, None, None, None
 
 
 def no_edge(tokens: int, before: int, after: int) -> Tensor:
@@ -93,10 +74,10 @@ def no_edge(tokens: int, before: int, after: int) -> Tensor:
     return ((source < 0) | (source >= tokens))[:, None]
 
 
-# One slice per offset. Place o of the window of target i is source i + o - before.
+# Place o of the window of target i is source i + o - before.
 
 
-def attend_by_slices(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, sigma: float, before: int, after: int
 ) -> tuple[Tensor, Tensor]:
     """Compute outputs and weights."""
@@ -109,7 +90,7 @@ def attend_by_slices(
     return sum_of(weight[..., o, None] * values[o : o + N] for o in range(width)), weight
 
 
-def d_targets_by_slices(
+def d_targets(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -128,7 +109,7 @@ def d_targets_by_slices(
     return sum_of(pull[..., o, None] * (keys[o : o + N] - query) for o in range(width)), pull
 
 
-def d_sources_by_slices(
+def d_sources(
     query: Tensor, key: Tensor, d_out: Tensor, weight: Tensor, pull: Tensor, before: int, after: int
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of the keys and of the values.
@@ -149,60 +130,3 @@ def sum_of(parts: Any) -> Tensor:
     for part in others:
         first = first + part
     return first
-
-
-# One view of all windows, [N, H, D, W + 1].
-
-
-def attend_by_unfold(
-    query: Tensor, key: Tensor, value: Tensor, sigma: float, before: int, after: int
-) -> tuple[Tensor, Tensor]:
-    """Compute outputs and weights."""
-    keys, values = (windows(t, before, after) for t in (key, value))
-    logits = -(query[..., None] - keys).square().sum(-2) / (2 * sigma**2)
-    weight = logits.masked_fill(no_edge(len(query), before, after), -torch.inf).softmax(-1)
-    return (weight[..., None, :] * values).sum(-1), weight
-
-
-def d_targets_by_unfold(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    d_out: Tensor,
-    weight: Tensor,
-    sigma: float,
-    before: int,
-    after: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the queries, and those of the logits divided by sigma^2."""
-    keys, values = (windows(t, before, after) for t in (key, value))
-    along = (values * d_out[..., None]).sum(-2)
-    pull = weight * (along - (out * d_out).sum(-1)[..., None]) / sigma**2
-    return (pull[..., None, :] * (keys - query[..., None])).sum(-1), pull
-
-
-def d_sources_by_unfold(
-    query: Tensor, key: Tensor, d_out: Tensor, weight: Tensor, pull: Tensor, before: int, after: int
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the keys and of the values.
-
-    The targets that see a source are a window. The source is at the last place of the window of the
-    first of these targets.
-    """
-    queries, d_outs = (windows(t, after, before) for t in (query, d_out))
-    weights, pulls = (
-        windows(t, after, before).flip(-1).diagonal(dim1=-2, dim2=-1).flip(-1)
-        for t in (weight, pull)
-    )
-    d_key = (pulls[..., None, :] * (queries - key[..., None])).sum(-1)
-    return d_key, (weights[..., None, :] * d_outs).sum(-1)
-
-
-def windows(x: Tensor, before: int, after: int) -> Tensor:
-    """Return all windows as a view of the padded tensor, [N, *] -> [N, *, W + 1]."""
-    return pad(x, (0, 0, 0, 0, before, after)).unfold(0, before + 1 + after, 1)
-
-
-SLICES = Form(attend_by_slices, d_targets_by_slices, d_sources_by_slices)
-UNFOLD = Form(attend_by_unfold, d_targets_by_unfold, d_sources_by_unfold)

@@ -42,18 +42,19 @@ class Chunks(NamedTuple):
     tokens: Tensor  # [G]
 
 
+def cut_chunks(x: AttentionInputs) -> Chunks:
+    """Cut the window of the graph into chunks."""
+    structure = x.graph.structure
+    match structure.parts if isinstance(structure, Union) else ():
+        case GlobalTokens(tokens=tokens), Band(self_loops=True, dilation=1) as band:
+            everyone = torch.tensor(tokens)
+            return Chunks(cut(band, x, CHUNK, everyone), everyone)
+    raise MissingError("it supports only windows with global tokens")
+
+
 def chunks_of(x: AttentionInputs) -> Chunks:
     """Return the chunks of the graph, which are computed once per case."""
-    if "chunks" not in x.prepared:
-        structure = x.graph.structure
-        match structure.parts if isinstance(structure, Union) else ():
-            case GlobalTokens(tokens=tokens), Band(self_loops=True, dilation=1) as band:
-                everyone = torch.tensor(tokens)
-            case _:
-                raise MissingError("it supports only windows with global tokens")
-        x.prepared["chunks"] = Chunks(cut(band, x, CHUNK, everyone), everyone)
-    found: Chunks = x.prepared["chunks"]
-    return found
+    return x.once("chunks", lambda: cut_chunks(x))
 
 
 def chunks_dot(x: AttentionInputs) -> Tensor:
@@ -134,10 +135,10 @@ def added_up(parts: Tensor, blocks: WindowBlocks, tokens: int) -> Tensor:
     """Add the gradients of the keys of all blocks, [blocks, H, B + W, D] -> [N, H, D]."""
     C, H, _, D = parts.shape
     places = parts.split(blocks.size, dim=2)
-    found = parts.new_zeros(C + len(places) - 1, blocks.size, H, D)
+    total = parts.new_zeros(C + len(places) - 1, blocks.size, H, D)
     for first, part in enumerate(places):
-        found[first : first + C, : part.shape[2]] += part.transpose(1, 2)
-    return found.flatten(0, 1).narrow(0, blocks.band.before, tokens)
+        total[first : first + C, : part.shape[2]] += part.transpose(1, 2)
+    return total.flatten(0, 1).narrow(0, blocks.band.before, tokens)
 
 
 def rows_of(

@@ -47,10 +47,7 @@ def of_band(x: AttentionInputs) -> Band:
 
 def blocks_of(x: AttentionInputs) -> WindowBlocks:
     """Return the blocks of the graph and their masks, which are computed once per case."""
-    if "blocks" not in x.prepared:
-        x.prepared["blocks"] = cut(of_band(x), x)
-    found: WindowBlocks = x.prepared["blocks"]
-    return found
+    return x.once("blocks", lambda: cut(of_band(x), x))
 
 
 def cut(
