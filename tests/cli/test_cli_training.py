@@ -20,7 +20,6 @@ from typer.testing import CliRunner, Result
 
 import graphattn as ga
 from graphattn.cli.app import app
-from graphattn.cli.training.run_options import descriptions
 
 TINY = '{"dim": 16, "depth": 2, "heads": 2}'
 SMALL = ("--model-options", TINY, "--batch-tokens", "64", "--length", "16")
@@ -87,8 +86,10 @@ def test_every_field_of_a_config_is_an_option_that_is_described(monkeypatch):
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 160)
     text = " ".join(call("train", "--help").output.split())
     for field in dataclasses.fields(ga.train.RunConfig):
-        assert descriptions()[field.name]
         assert f"--{field.name.replace('_', '-')}" in text
+        assert (
+            f"    {field.name}: {field.metadata['description'][:40]}" in ga.train.RunConfig.__doc__
+        )
 
 
 @pytest.mark.long

@@ -298,7 +298,7 @@ def check_folder(folder: Path, shared: RunConfig) -> None:
                 "other files: choose another folder"
             )
         return
-    there, here = (_plain(own) for own in (RunConfig.load(folder / SHARED), shared))
+    there, here = (own.as_dict() for own in (RunConfig.load(folder / SHARED), shared))
     names = [name for name in here if name not in OF_TRIALS and there[name] != here[name]]
     if names:
         told = [f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names]
@@ -330,12 +330,6 @@ def outcome_of(train: Train, config: RunConfig) -> Row:
     if run.status not in RESULTS:
         raise RuntimeError(f"the run ended as {run.status!r}: {run.info.get('error')}")
     return outcome(run)
-
-
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """Return the values as they are read from a file, with lists for tuples."""
-    found: dict[str, Any] = json.loads(json.dumps(config.as_dict(), default=str))
-    return found
 
 
 def _identity(trial: Any) -> dict[str, Any]:
