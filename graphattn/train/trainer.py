@@ -118,14 +118,14 @@ class Learner(nn.Module):
         self.model, self.objective = model, objective
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        found = self.objective.loss(self.model, batch)
-        if not isinstance(found, Loss):
+        loss = self.objective.loss(self.model, batch)
+        if not isinstance(loss, Loss):
             raise ValueError(
                 f"{type(self.objective).__name__}.loss must return a graphattn.train.Loss(total, "
                 "count), with the sum over all guesses and their number, got "
-                f"{type(found).__name__}"
+                f"{type(loss).__name__}"
             )
-        return found.total, found.count
+        return loss.total, loss.count
 
 
 class GraphTrainer(Trainer):
@@ -266,8 +266,8 @@ class GraphTrainer(Trainer):
         if self.args.world_size == 1:
             return numbers
         one = torch.tensor(numbers, dtype=torch.float64, device=self.args.device)
-        found: list[float] = self.accelerator.reduce(one, reduction="sum").tolist()
-        return found
+        sums: list[float] = self.accelerator.reduce(one, reduction="sum").tolist()
+        return sums
 
     # Evaluation and the log.
 
@@ -284,13 +284,15 @@ class GraphTrainer(Trainer):
                 f"objective must report a 'loss', got {sorted(numbers)} from a "
                 f"{type(self.objective).__name__}"
             )
-        found = {
+        report = {
             f"{metric_key_prefix}_{name}": value.item() if isinstance(value, Tensor) else value
             for name, value in numbers.items()
         }
-        self.log(dict(found))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        return found
+        self.log(dict(report))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, report
+        )
+        return report
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a row of the log, and report it to the services."""

@@ -119,7 +119,7 @@ def _write_on(
     stream = TextStream(trained.tokenizer)
     stream.add(start[hidden:].tolist())
 
-    def told(step: int, written: Tensor) -> None:
+    def add_last(step: int, written: Tensor) -> None:
         stream.add([int(written[-1])])
 
     trained.model.generate(
@@ -129,7 +129,7 @@ def _write_on(
         top_k=top_k,
         top_p=top_p,
         generator=generator,
-        progress=told,
+        progress=add_last,
     )
     return stream.end()
 
@@ -143,11 +143,11 @@ def _first_token(trained: Trained, generator: torch.Generator) -> Tensor:
     assert trained.tokenizer is not None
     if _is_text(trained):
         try:
-            found = trained.tokenizer.encode("\n")
+            newline = trained.tokenizer.encode("\n")
         except ValueError:
-            found = torch.zeros(0)
-        if len(found):
-            return found
+            newline = torch.zeros(0)
+        if len(newline):
+            return newline
     return torch.randint(trained.tokenizer.vocab_size, (1,), generator=generator)
 
 
@@ -204,7 +204,9 @@ class TextStream:
 
 def _to_stdout(piece: str) -> None:
     """Write to stdout without control characters."""
-    kept = "".join(own if own.isprintable() or own in "\n\t" else UNREAD for own in piece)
+    kept = "".join(
+        letter if letter.isprintable() or letter in "\n\t" else UNREAD for letter in piece
+    )
     sys.stdout.write(kept)
     sys.stdout.flush()
 

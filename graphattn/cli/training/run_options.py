@@ -64,9 +64,14 @@ def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
     return RunConfig.load(file, **values)
 
 
+def flag(name: str) -> str:
+    """Return the option of a name: ``--batch-tokens`` of ``batch_tokens``."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _parameter(field: dataclasses.Field[Any], panel: str) -> inspect.Parameter:
     """Return the parameter of an option. RunConfig parses its text, with one-line errors."""
-    flag = f"--{field.name.replace('_', '-')}"
+    name = flag(field.name)
     kind: Any = bool if field.type is bool else str
     metavar = None if kind is bool else _METAVARS.get(field.type, "YAML")
     if get_origin(field.type) is Literal:
@@ -76,7 +81,7 @@ def _parameter(field: dataclasses.Field[Any], panel: str) -> inspect.Parameter:
     if field.default not in ("", None, dataclasses.MISSING):
         help_text += f" [default: {field.default}]"
     option = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+        f"{name}/--no-{name[2:]}" if kind is bool else name,
         metavar=metavar,
         show_default=False,
         help=help_text.replace("[", r"\["),

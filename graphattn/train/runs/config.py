@@ -23,8 +23,8 @@ def option(default: Any, description: str, **more: Any) -> Any:
         default: its default.
         description: its entry in the documentation and in ``--help``.
         more: "least", the smallest integer; "positive", if a number must not be 0; "also", what
-            other libraries call it; "panel", the heading of this and the next options in
-            ``--help``.
+            other libraries call it; "is_free", if it does not change the results of a run; "panel",
+            the heading of this and the next options in ``--help``.
     """
     metadata = {"description": description, **more}
     if isinstance(default, dict):
@@ -200,16 +200,19 @@ class RunConfig:
         0,
         "number of additional processes that load data.",
         also="num_workers dataloader_num_workers",
+        is_free=True,
     )
     log_to: str = option(
         "none",
         'service to which transformers\' Trainer reports ("none", "tensorboard", "wandb", ...).',
         also="report_to",
+        is_free=True,
     )
     out: str = option(
         "",
         "the folder of the run, with config, log, checkpoints and model; it is created.",
         also="output output_dir out_dir",
+        is_free=True,
     )
 
     def __post_init__(self) -> None:
@@ -247,7 +250,7 @@ class RunConfig:
 
     def digest(self) -> str:
         """Return a short hash of all values that influence the results of a run."""
-        values = {k: v for k, v in self.as_dict().items() if k not in ("out", "workers", "log_to")}
+        values = {name: value for name, value in self.as_dict().items() if name not in FREE}
         text = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -323,6 +326,7 @@ def _entry(option_field: dataclasses.Field[Any]) -> str:
 RunConfig.__doc__ = (RunConfig.__doc__ or "").replace(
     "        OPTIONS", "\n".join(map(_entry, dataclasses.fields(RunConfig)))
 )
+FREE = tuple(each.name for each in dataclasses.fields(RunConfig) if "is_free" in each.metadata)
 _ALSO_CALLED = {each.name: each.metadata.get("also", "") for each in dataclasses.fields(RunConfig)}
 RunConfig.__init__ = explained(RunConfig.__init__, _ALSO_CALLED)  # type: ignore[method-assign]
 
