@@ -44,9 +44,7 @@ class LayerRecords(TrainerCallback):
     ) -> None:  # fmt: skip
         if state.global_step % self.config.record_every or not state.is_world_process_zero:
             return
-        model = getattr(
-            model, "model", model
-        )  # the module that contains the model and its objective
+        model = getattr(model, "model", model)  # without the objective around it
         if self.probe is None:
             self.probe = [_on(batch, args.device) for batch in self._batches(model)]
         state_of_layers = layer_state(

@@ -122,9 +122,7 @@ def _seen(model: nn.Module, objective: Objective, batch: Batch, seed: int) -> di
     ran = False
     try:
         with torch.no_grad(), _consensus_layers(model, rows), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # ignore warnings about attention that could not be recorded
+            warnings.simplefilter("ignore")  # about attention that could not be recorded
             with record(model, keep="statistics") as recording:
                 _loss(objective, model, batch, seed)
                 ran = True

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import tiny_runs
@@ -18,13 +17,6 @@ from graphattn.train.runs import folder as run_folder
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tiny_runs.Server]:
-    own = tiny_runs.Server()
-    yield own
-    own.close()
 
 
 def check_is_one_run(alone, together) -> None:

@@ -172,31 +172,28 @@ class TextStream:
     def __init__(self, tokenizer: Any, write: Any = None) -> None:
         self.tokenizer, self.write = tokenizer, _to_stdout if write is None else write
         self.tokens: list[int] = []
-        self.before, self.told = (
-            0,
-            0,
-        )  # numbers of tokens that are context, and that are already written
+        self.context, self.written = 0, 0  # how many tokens are context, and already written
         self.text = ""
 
     def add(self, tokens: list[int]) -> None:
         """Add more tokens."""
         self.tokens += tokens
-        self._tell(is_end=False)
+        self._write_new(is_end=False)
 
     def end(self) -> str:
         """Write the rest of the text, and return the whole text."""
-        self._tell(is_end=True)
+        self._write_new(is_end=True)
         return self.text
 
-    def _tell(self, is_end: bool) -> None:
+    def _write_new(self, is_end: bool) -> None:
         # Decoders drop or add blanks at the start of a text, so decode the new tokens together with
-        # # tokens before them, and remove the text of those.
-        old = self.tokenizer.decode(self.tokens[self.before : self.told])
-        new = self.tokenizer.decode(self.tokens[self.before :])
-        if new.endswith(UNREAD) and not is_end and len(self.tokens) - self.told < 4:
+        # the tokens before them, and remove the text of those.
+        old = self.tokenizer.decode(self.tokens[self.context : self.written])
+        new = self.tokenizer.decode(self.tokens[self.context :])
+        if new.endswith(UNREAD) and not is_end and len(self.tokens) - self.written < 4:
             return  # an incomplete character; a UTF-8 character has at most four bytes
         piece = new[len(old) :]
-        self.before, self.told = self.told, len(self.tokens)
+        self.context, self.written = self.written, len(self.tokens)
         if piece:
             self.text += piece
             self.write(piece)

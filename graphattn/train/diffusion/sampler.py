@@ -139,12 +139,11 @@ def sample_diffusion(
             )
         for step, places, guesses in walk:
             if guesses is not None:
-                chosen = (
-                    sampling.choose(guesses, generator)
-                    if sampling.is_greedy
-                    else draw(sampling.probabilities(guesses.double()), generator)
-                )  # float32 is too coarse: it draws likely tokens too often (Zheng et al. 2024)
-                tokens[places] = chosen
+                if sampling.is_greedy:
+                    tokens[places] = sampling.choose(guesses, generator)
+                else:  # float32 would draw likely tokens too often (Zheng et al. 2024)
+                    shares = sampling.probabilities(guesses.double())
+                    tokens[places] = draw(shares, generator)
                 gaps &= ~places
             if progress is not None and progress(step, tokens.clone()):
                 break

@@ -122,7 +122,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
     if made.model == "SequenceEncoder" and config.objective == "diffusion":
         given.setdefault("noise_dim", arguments.get("noise_dim") or 128)
         given.setdefault("zero_head", True)
-    changes = {**given, **_mixing(config, arguments, known)}
+    changes = {**given, **_mixing(config, arguments, kind)}
     if config.objective in ("classification", "regression") and made.model == "CausalLM":
         given.setdefault("tie_weights", False)
         changes.setdefault("tie_weights", False)
@@ -240,7 +240,7 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
     return model.train()
 
 
-def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> dict[str, Any]:
+def _mixing(config: RunConfig, arguments: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Return the mixer, and those options of the preset that it takes."""
     changes: dict[str, Any] = {}
     if config.mixer is not None:
@@ -255,7 +255,7 @@ def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> d
     elif arguments.get("mixer_options"):
         changes["mixer_options"] = None
     if config.window is not None:
-        if "window" not in inspect.signature(getattr(graphattn.models, _name(config))).parameters:
+        if "window" not in inspect.signature(kind).parameters:
             raise ValueError(
                 f"window must not be given for {config.model!r}, got {config.window!r}: for "
                 "images, set radius or window_size in model_options instead"
@@ -265,10 +265,6 @@ def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> d
         if arguments.get("window_pattern") and not pair:
             changes["window_pattern"] = None
     return changes
-
-
-def _name(config: RunConfig) -> str:
-    return graphattn.models.presets()[config.model].model
 
 
 def _depth(arguments: dict[str, Any]) -> int:
