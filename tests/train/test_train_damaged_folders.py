@@ -204,7 +204,7 @@ def test_a_folder_may_be_called_like_a_number(tmp_path, out):
 
 
 def test_numbers_with_an_exponent_are_numbers_and_a_name_occurs_once(tmp_path):
-    """In YAML 1.1, which PyYAML reads, 1e-4 is text."""
+    """PyYAML reads YAML 1.1, in which 1e-4 is text."""
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-4\ngroup: 1e-4\nmodel_options: {a: [1e-4, 2, -1E3], b: elephant}\n")
     config = RunConfig.load(file)
