@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from graphattn.cli.terminal import terminal
 from graphattn.cli.training.commands import evaluate, generate, report, sweep, train
 from graphattn.version import __version__
 
+
+class Commands(TyperGroup):
+    """Group of commands: for bad input, they print one line, and the exit status is 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # nobody reads the output any more, so there is nobody to tell
+        except (ImportError, ValueError, OSError) as error:  # ImportError: an extra is missing
+            typer.echo(f"graphattn: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
 # A command imports what it needs after its options are checked: torch alone takes a second.
 app = typer.Typer(
+    cls=Commands,
     help="Token graphs and the layers on them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
+]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="Write a report with figures into this HTML file."),
+]
+MaxBytes = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Stop with an error if a file has more bytes than this, after unpacking."
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -58,22 +89,12 @@ def demo(
         Path,
         typer.Option(file_okay=False, help="Folder for the report; an older one is replaced."),
     ] = Path("graphattn-demo"),
-    max_bytes: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Stop with an error if a file has more bytes than this, after unpacking."
-        ),
-    ] = 2**26,
+    max_bytes: MaxBytes = 2**26,
 ) -> None:
     """Run every graph and layer on real tokens, train two tiny models, and write a report."""
     from graphattn.cli.demo import run_demo
-    from graphattn.data import FileFormatError
 
-    try:
-        run_demo(file, tokens, seed, steps, out, max_bytes, terminal())
-    except (FileFormatError, ImportError, OSError) as error:  # ImportError: an extra is missing
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_demo(file, tokens, seed, steps, out, max_bytes, terminal())
 
 
 @app.command()
@@ -104,9 +125,7 @@ def bench(
             "which the targets are stated), or long."
         ),
     ] = "small",
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
-    ] = None,
+    json: JsonFile = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -139,11 +158,7 @@ def bench(
     """
     from graphattn.cli.bench import run_bench
 
-    try:
-        run_bench(cases or [], device, size, json, compare, plot, terminal(), resume=resume)
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_bench(cases or [], device, size, json, compare, plot, terminal(), resume=resume)
 
 
 @app.command()
@@ -188,12 +203,7 @@ def embed(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Number of records that are computed together.")
     ] = 8,
-    max_bytes: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Stop with an error if a file has more bytes than this, after unpacking."
-        ),
-    ] = 2**28,
+    max_bytes: MaxBytes = 2**28,
 ) -> None:
     """Write the features that a model computes for proteins: per residue, and their means.
 
@@ -201,11 +211,7 @@ def embed(
     """
     from graphattn.cli.embed import run_embed
 
-    try:
-        run_embed(file, model, preset, out, chains, seed, batch_size, max_bytes, terminal())
-    except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_embed(file, model, preset, out, chains, seed, batch_size, max_bytes, terminal())
 
 
 @app.command()
@@ -289,26 +295,22 @@ def clusters(
     """Iterate attention without weights over an image or a table, and score its clusters."""
     from graphattn.cli.clusters import run_clusters
 
-    try:
-        run_clusters(
-            file,
-            pattern,
-            scaling,
-            steps,
-            mask,
-            labels,
-            out,
-            terminal(),
-            columns=columns,
-            per_class=per_class,
-            seed=seed,
-            size=size,
-            global_tokens=global_tokens,
-            most_pixels=max_pixels,
-        )
-    except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_clusters(
+        file,
+        pattern,
+        scaling,
+        steps,
+        mask,
+        labels,
+        out,
+        terminal(),
+        columns=columns,
+        per_class=per_class,
+        seed=seed,
+        size=size,
+        global_tokens=global_tokens,
+        most_pixels=max_pixels,
+    )
 
 
 @app.command()
@@ -413,13 +415,8 @@ def graph(
         Path | None,
         typer.Option(dir_okay=False, help="Draw the graph into this file: .png, .svg or .pdf."),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Write a report with figures into this HTML file."),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
-    ] = None,
+    html: HtmlFile = None,
+    json: JsonFile = None,
 ) -> None:
     """Print facts about a token graph (sizes, reach, spectrum, memory), and draw it."""
     from graphattn.cli.graph import run_graph
@@ -443,11 +440,7 @@ def graph(
         "causal": causal,
         "border": border,
     }
-    try:
-        run_graph(kind, sizes, step_size, plot, html, json, terminal())
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_graph(kind, sizes, step_size, plot, html, json, terminal())
 
 
 @app.command()
@@ -472,11 +465,7 @@ def models(
     """List the presets of models with their sizes, or show the layers of one of them."""
     from graphattn.cli.models import run_models
 
-    try:
-        run_models(name, tokens, terminal())
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_models(name, tokens, terminal())
 
 
 @app.command()
@@ -484,13 +473,8 @@ def verify(
     size: Annotated[
         str, typer.Option(help="small (takes a minute) or full (takes several minutes).")
     ] = "small",
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this JSON file.")
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Write a report with figures into this HTML file."),
-    ] = None,
+    json: JsonFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Check every theorem, and show counterexamples for errata of the consensus paper.
 
@@ -498,11 +482,7 @@ def verify(
     """
     from graphattn.cli.verify import run_verify
 
-    try:
-        passed = run_verify(size, json, html, terminal())
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    passed = run_verify(size, json, html, terminal())
     if not passed:
         raise typer.Exit(1)
 

@@ -21,7 +21,8 @@ from graphattn.train.runs import checkpoints
 from graphattn.train.runs import folder as run_folder
 from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.folder import Run, read_run
-from graphattn.train.runs.records import keep_rows
+from graphattn.train.runs.records import keep_rows, replace_file
+from graphattn.train.runs.setup import Prepared, prepare
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer
@@ -143,16 +144,18 @@ def resume(
                 f"{steps}"
             )
         config = config.replace(steps=steps)
-    from graphattn.train.runs.setup import prepare
+    return fit_prepared(prepare(config), callbacks)
 
-    found = prepare(config)
+
+def fit_prepared(prepared: Prepared, callbacks: Sequence[Any] = ()) -> Run:
+    """Train what :func:`graphattn.train.prepare` has made, see :func:`fit`."""
     return fit(
-        found.model,
-        found.objective,
-        found.config,
-        found.train,
-        found.validation,
-        tokenizer=found.tokenizer,
+        prepared.model,
+        prepared.objective,
+        prepared.config,
+        prepared.train,
+        prepared.validation,
+        tokenizer=prepared.tokenizer,
         callbacks=callbacks,
     )
 
@@ -197,7 +200,8 @@ def _check_tracks(model: nn.Module, train: Sequence[Example]) -> None:
     if not isinstance(tracks, Mapping) or not tracks:
         return
     examples = [train[place] for place in range(min(len(train), LOOKED_AT))]
-    given = {name for own in examples if isinstance(own, dict) for name in own.get("context") or ()}
+    contexts = [example.get("context") or () for example in examples if isinstance(example, dict)]
+    given = set().union(*contexts)
     if missing := [name for name in tracks if name not in given]:
         raise ValueError(
             f"context must have only tracks of the examples, got {', '.join(missing)}, which is in "
@@ -243,9 +247,9 @@ def _first_alone(args: Any) -> Iterator[None]:
         raise
     finally:
         if args.world_size > 1:
-            told = torch.tensor([float(failure is not None)], device=args.device)
-            torch.distributed.all_reduce(told)
-            if bool(told) and failure is None:
+            failed = torch.tensor([float(failure is not None)], device=args.device)
+            torch.distributed.all_reduce(failed)
+            if bool(failed) and failure is None:
                 raise ValueError(
                     "out must be a folder that the first process can open, which failed: see the "
                     "error of that process"
@@ -271,7 +275,9 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
         )
     run_folder.write_state(
         path,
-        **run_folder.provenance(config, str(args.device), args.world_size),
+        **run_folder.origin(config),
+        device=str(args.device),
+        processes=args.world_size,
         data=data,
         status="running",
         started=before.get("started", run_folder.now()),
@@ -281,7 +287,7 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
     )
     if tokenizer is not None and not (is_begun and (path / "tokenizer.json").is_file()):
         save_tokenizer(tokenizer, path / "tokenizer.json")
-    run_folder.write_config(path, config)
+    replace_file(path / run_folder.CONFIG, config.save)
 
 
 def _check_tokenizer(path: Path, tokenizer: Any) -> None:
@@ -320,9 +326,9 @@ def _train(
     if config.compile:
         model.compile()
     line = ProgressLine(path.resolve().name)
-    own = [line, *_recorders(objective, config, train, validation), *callbacks]
+    all_callbacks = [line, *_recorders(objective, config, train, validation), *callbacks]
     trainer = GraphTrainer(
-        model, objective, config, args, train, validation, start=start, callbacks=own
+        model, objective, config, args, train, validation, start=start, callbacks=all_callbacks
     )
     trainer.remove_callback(PrinterCallback)
     torch.manual_seed(config.seed + args.process_index)  # so that processes draw different masks
@@ -346,9 +352,7 @@ def _train(
     finally:
         line.close()
         if args.process_index == 0:
-            with contextlib.suppress(
-                OSError
-            ):  # if the disk is full, the original error is raised below
+            with contextlib.suppress(OSError):  # a full disk is told by the original error
                 spent = run_folder.read_state(path)["seconds"] + time.monotonic() - began
                 run_folder.write_state(
                     path, status=status, error=error, ended=run_folder.now(), seconds=spent

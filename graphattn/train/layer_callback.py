@@ -44,12 +44,10 @@ class LayerRecords(TrainerCallback):
     ) -> None:  # fmt: skip
         if state.global_step % self.config.record_every or not state.is_world_process_zero:
             return
-        model = getattr(
-            model, "model", model
-        )  # the module that contains the model and its objective
+        model = getattr(model, "model", model)  # without the objective around it
         if self.probe is None:
             self.probe = [_on(batch, args.device) for batch in self._batches(model)]
-        found = layer_state(
+        state_of_layers = layer_state(
             model,
             self.objective,
             self.probe,
@@ -57,14 +55,14 @@ class LayerRecords(TrainerCallback):
             max_norm=self.config.clip_norm,
             seed=self.config.seed,
         )
-        row = {"step": state.global_step, "split": "layers", **found}
+        row = {"step": state.global_step, "split": "layers", **state_of_layers}
         append_row(Path(self.config.out) / LOG, row)
 
     def _batches(self, model: Any) -> list[Batch]:
         lengths = lengths_of(self.examples, model)
         order = list(range(len(lengths)))
         random.Random(self.config.seed).shuffle(order)
-        found = []
+        batches = []
         for place in range(min(BATCHES, len(order))):
             chosen: list[int] = []
             for index in order[place::BATCHES]:
@@ -72,8 +70,8 @@ class LayerRecords(TrainerCallback):
                 if chosen and longest * (len(chosen) + 1) > TOKENS:
                     break
                 chosen.append(index)
-            found.append(self.objective.collate([self.examples[i] for i in chosen]))
-        return found
+            batches.append(self.objective.collate([self.examples[i] for i in chosen]))
+        return batches
 
 
 def _on(value: Any, device: torch.device) -> Any:

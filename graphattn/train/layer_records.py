@@ -32,7 +32,7 @@ from graphattn.nn import SelfConsensus
 from graphattn.ops.inputs import check_graph
 from graphattn.spectral.certificates.frozen_steps import FrozenStep
 from graphattn.spectral.certificates.modules import sequences_of
-from graphattn.train.objectives.objective import Batch, Objective
+from graphattn.train.objectives.objective import Batch, Objective, evaluation_generator
 from graphattn.train.runs.records import Row
 
 LOWEST = "1 - 2 eta lambda_max"
@@ -104,40 +104,37 @@ def layer_state(
         raise ValueError("batches must contain at least one batch, got none")
     with left_as_found(model, list(model.parameters())), dropout_off(model):
         layers = _seen(model, objective, batches[0], seed)
-        found: Row = {"alpha_max": None, "share_stable": None, "layers": layers}
+        state: Row = {"alpha_max": None, "share_stable": None, "layers": layers}
         if optimizer is not None and optimizer.param_groups[0].get("lr", 0.0) > 0:
-            _add_learning_rates(found, model, objective, batches, optimizer, max_norm, seed)
-    return found
+            _add_learning_rates(state, model, objective, batches, optimizer, max_norm, seed)
+    return state
 
 
 def _loss(objective: Objective, model: nn.Module, batch: Batch, seed: int) -> Tensor:
-    device = next((x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu"))
-    return objective.loss(model, batch, torch.Generator(device).manual_seed(seed)).mean
+    return objective.loss(model, batch, evaluation_generator(batch, 0, seed)).mean
 
 
 # Measurements in a forward pass.
 
 
 def _seen(model: nn.Module, objective: Objective, batch: Batch, seed: int) -> dict[str, Row]:
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     ran = False
     try:
-        with torch.no_grad(), _consensus_layers(model, found), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # ignore warnings about attention that could not be recorded
+        with torch.no_grad(), _consensus_layers(model, rows), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about attention that could not be recorded
             with record(model, keep="statistics") as recording:
                 _loss(objective, model, batch, seed)
                 ran = True
                 for call in recording:
-                    row = found.setdefault(call.name, _empty())
+                    row = rows.setdefault(call.name, _empty())
                     row["sink_share"] = _number(call.sinks)
                     row["effective_rank"] = _number(call.effective_rank)
     except ValueError:  # the model has no attention
         if not ran:
             raise
     order = [name for name, _ in model.named_modules()]
-    return dict(sorted(found.items(), key=lambda item: _place(order, item[0])))
+    return dict(sorted(rows.items(), key=lambda item: _place(order, item[0])))
 
 
 def _place(order: list[str], name: str) -> int:
@@ -155,7 +152,7 @@ def _number(values: Tensor) -> float | None:
 
 
 @contextmanager
-def _consensus_layers(model: nn.Module, found: dict[str, Row]) -> Iterator[None]:
+def _consensus_layers(model: nn.Module, rows: dict[str, Row]) -> Iterator[None]:
     """Record every consensus layer that runs."""
 
     def listen(name: str, layer: SelfConsensus) -> Callable[..., None]:
@@ -163,7 +160,7 @@ def _consensus_layers(model: nn.Module, found: dict[str, Row]) -> Iterator[None]
 
         def look(_: nn.Module, args: Any, keywords: dict[str, Any], output: Tensor) -> None:
             given = dict(parameters.bind(layer, *args, **keywords).arguments)
-            row = found.setdefault(name, _empty())
+            row = rows.setdefault(name, _empty())
             real = given.get("valid")
             if not isinstance(real, Tensor):
                 real = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
@@ -240,7 +237,7 @@ def _largest_eigenvalue(head: Any) -> float:
 
 
 def _add_learning_rates(
-    found: Row,
+    state: Row,
     model: nn.Module,
     objective: Objective,
     batches: Sequence[Batch],
@@ -251,13 +248,13 @@ def _add_learning_rates(
     """Add alpha_max and the share of stable steps, for the model and every layer that is
     trained."""
     first = TwinOptimizer(optimizer, max_norm or None)
-    parts: list[tuple[Row, list[bool]]] = [(found, [True] * len(first.parameters))]
-    for name, row in found["layers"].items():
+    parts: list[tuple[Row, list[bool]]] = [(state, [True] * len(first.parameters))]
+    for name, row in state["layers"].items():
         try:
-            own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
+            parameters = {id(parameter) for parameter in model.get_submodule(name).parameters()}
         except AttributeError:  # the name of a Krause shortcut is not a module of the model
             continue
-        chosen = [id(parameter) in own for parameter in first.parameters]
+        chosen = [id(parameter) in parameters for parameter in first.parameters]
         if any(chosen):
             parts.append((row, chosen))
     loss = BatchLoss(model, lambda m, b: _loss(objective, m, b, seed), first.parameters)
@@ -266,12 +263,12 @@ def _add_learning_rates(
         # Every batch starts with the present state of the optimizer.
         twin = TwinOptimizer(optimizer, max_norm or None)
         pairs = _slopes_and_curvatures(loss, batch, twin, [chosen for _, chosen in parts])
-        for own_values, pair in zip(values, pairs, strict=True):
-            own_values.append(alpha_max(*pair))
-    for (row, _), own_values in zip(parts, values, strict=True):
-        known = sorted(value for value in own_values if not math.isnan(value))
+        for alphas, pair in zip(values, pairs, strict=True):
+            alphas.append(alpha_max(*pair))
+    for (row, _), alphas in zip(parts, values, strict=True):
+        known = sorted(value for value in alphas if not math.isnan(value))
         row["alpha_max"] = known[len(known) // 2] if known else None
-        row["share_stable"] = sum(value > first.lr for value in own_values) / len(own_values)
+        row["share_stable"] = sum(value > first.lr for value in alphas) / len(alphas)
 
 
 def _slopes_and_curvatures(
@@ -289,16 +286,16 @@ def _slopes_and_curvatures(
     try:
         return [
             (
-                dot(gradients, own),
-                curvature_by_autograd(loss.parameters, gradients, own, retain_graph=True),
+                dot(gradients, part),
+                curvature_by_autograd(loss.parameters, gradients, part, retain_graph=True),
             )
-            for own in restricted(u)
+            for part in restricted(u)
         ]
     except RuntimeError:  # kernels and fused attention have no second derivative
         return [
             (
-                dot(gradients, own),
-                curvature_by_differences(loss, batch, own, EPSILON, start),
+                dot(gradients, part),
+                curvature_by_differences(loss, batch, part, EPSILON, start),
             )
-            for own in restricted(u)
+            for part in restricted(u)
         ]

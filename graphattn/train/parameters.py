@@ -52,11 +52,11 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
     edge_networks: set[int] = set()
     exempt: set[int] = set()
     for module in model.modules():
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
         if isinstance(module, EdgeNetwork):
             edge_networks |= {id(p) for p in (module.alpha, module.beta, module.shear)}
         elif isinstance(module, _EXEMPT):
-            exempt |= own
+            exempt |= parameters
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

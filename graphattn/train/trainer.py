@@ -94,11 +94,8 @@ def services(log_to: str) -> list[str]:
                 f"log_to must be 'none', 'all' or some of {allowed}, separated by commas, got "
                 f"{log_to!r}"
             )
-        if name not in (
-            *there,
-            "azure_ml",
-            "flyte",
-        ):  # these two report a missing package themselves
+        # The last two report a missing package themselves.
+        if name not in (*there, "azure_ml", "flyte"):
             raise ImportError(
                 f"log_to={name!r} needs a package that is missing: install it with pip install "
                 f"{name}"
@@ -118,14 +115,14 @@ class Learner(nn.Module):
         self.model, self.objective = model, objective
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        found = self.objective.loss(self.model, batch)
-        if not isinstance(found, Loss):
+        loss = self.objective.loss(self.model, batch)
+        if not isinstance(loss, Loss):
             raise ValueError(
                 f"{type(self.objective).__name__}.loss must return a graphattn.train.Loss(total, "
                 "count), with the sum over all guesses and their number, got "
-                f"{type(found).__name__}"
+                f"{type(loss).__name__}"
             )
-        return found.total, found.count
+        return loss.total, loss.count
 
 
 class GraphTrainer(Trainer):
@@ -243,7 +240,7 @@ class GraphTrainer(Trainer):
         model.train()
         total, count = model(self._prepare_inputs(inputs))
         # The number of guesses of all batches is known only at the end. Until then, sums are
-        # divided by # the same approximate number, because they would overflow in half precision.
+        # divided by the same approximate number, because they would overflow in half precision.
         self.accelerator.backward(total / self.config.batch_tokens)
         self.running.add(float(total.detach()), count)
         if self.accelerator.sync_gradients:
@@ -266,8 +263,8 @@ class GraphTrainer(Trainer):
         if self.args.world_size == 1:
             return numbers
         one = torch.tensor(numbers, dtype=torch.float64, device=self.args.device)
-        found: list[float] = self.accelerator.reduce(one, reduction="sum").tolist()
-        return found
+        sums: list[float] = self.accelerator.reduce(one, reduction="sum").tolist()
+        return sums
 
     # Evaluation and the log.
 
@@ -284,13 +281,15 @@ class GraphTrainer(Trainer):
                 f"objective must report a 'loss', got {sorted(numbers)} from a "
                 f"{type(self.objective).__name__}"
             )
-        found = {
+        report = {
             f"{metric_key_prefix}_{name}": value.item() if isinstance(value, Tensor) else value
             for name, value in numbers.items()
         }
-        self.log(dict(found))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        return found
+        self.log(dict(report))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, report
+        )
+        return report
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a row of the log, and report it to the services."""
@@ -345,9 +344,7 @@ class GraphTrainer(Trainer):
             failure: Exception | None = None
             try:
                 part()
-            except (
-                Exception
-            ) as error:  # torch and safetensors raise different errors if the disk is full
+            except Exception as error:  # torch and safetensors differ in theirs for a full disk
                 failure = error
             if self._over_processes([float(failure is not None)])[0]:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -355,9 +352,7 @@ class GraphTrainer(Trainer):
 
     def _not_saved(self, path: Path, failure: Exception | None) -> OSError:
         last = max(checkpoints.complete_checkpoints(self.folder), default=None)
-        kept = (
-            "nothing was saved before" if last is None else f"the checkpoint of step {last} remains"
-        )
+        kept = f"the checkpoint of step {last} remains" if last else "nothing was saved before"
         return OSError(
             f"the checkpoint of step {self.state.global_step} could not be written to "
             f"{str(path.parent)!r}: {failure or 'another process failed'}; {kept}. Free disk space "

@@ -54,15 +54,15 @@ MUTATIONS = [
     Mutation(
         "few masked tokens count no more than many",
         "graphattn/train/objectives/masked.py",
-        "loss_of(nats(logits, truth) / ratio, count)",
-        "loss_of(nats(logits, truth), count)",
+        "loss_of(nats(logits, truth) / ratio, count,",
+        "loss_of(nats(logits, truth), count,",
         (f"{MASKED}::test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens",),
     ),
     Mutation(
         "a weighted loss is divided by the masked tokens",
         "graphattn/train/objectives/masked.py",
-        "nats(logits, truth) / ratio, count)",
-        "nats(logits, truth) / ratio, len(truth))",
+        "nats(logits, truth) / ratio, count,",
+        "nats(logits, truth) / ratio, len(truth),",
         (f"{MASKED}::test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens",),
     ),
     Mutation(
@@ -310,10 +310,10 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "a calibration is of other masks than the evaluation",
-        "graphattn/train/evaluation/calibration.py",
-        "evaluation_generator(batch, place, seed)",
-        "evaluation_generator(batch, place + 1, seed)",
+        "a calibration is of the first batch alone",
+        "graphattn/train/objectives/objective.py",
+        "if on_guesses is not None and",
+        "if on_guesses is not None and place == 0 and",
         (f"{CALIBRATION}::test_the_guesses_of_an_objective_are_those_of_its_evaluation",),
     ),
     Mutation(
@@ -326,8 +326,8 @@ MUTATIONS = [
     Mutation(
         "long sequences count no more than short ones",
         "graphattn/train/evaluation/pseudo_likelihood.py",
-        "total + length * float(found.double().mean()), count + length",
-        "total + float(found.double().mean()), count + 1",
+        "total + length * float(log_likelihood.double().mean()), count + length",
+        "total + float(log_likelihood.double().mean()), count + 1",
         (f"{PSEUDO}::test_it_is_that_of_a_loop_that_masks_one_token_at_a_time[3]",),
     ),
     Mutation(
@@ -347,15 +347,15 @@ MUTATIONS = [
     Mutation(
         "guessing by frequency is asked for first tokens",
         "graphattn/train/evaluation/guessing.py",
-        'own["tokens"][1:] for own',
-        'own["tokens"] for own',
+        'example["tokens"][1:] for example',
+        'example["tokens"] for example',
         ("tests/cli/test_cli_training.py::test_an_evaluation_stands_beside_guessing",),
     ),
     Mutation(
         "an evaluation is the mean over batches",
         "graphattn/train/objectives/objective.py",
-        "total + float(found.total), count + found.count",
-        "total + float(found.mean), count + 1",
+        "total + float(loss.total), count + loss.count",
+        "total + float(loss.mean), count + 1",
         (f"{CAUSAL}::test_an_evaluation_is_the_mean_over_tokens_and_not_over_batches",),
     ),
     Mutation(

@@ -23,7 +23,7 @@ MUTATIONS = [
     Mutation(
         "structures are evaluated in pieces as long as in training",
         "graphattn/cli/training/evaluate.py",
-        'int(sizes.max()) if corpus.kind == "structures" else config.length',
+        'longest if corpus.kind == "structures" else config.length',
         "config.length",
         ("tests/cli/test_cli_training.py::test_structures_are_evaluated_whole",),
     ),
@@ -44,7 +44,7 @@ MUTATIONS = [
     Mutation(
         "a preset's schedule keeps its own depth",
         "graphattn/train/runs/choices.py",
-        "        own = over_depth(own, _depth(arguments))\n",
+        "        options = over_depth(options, _depth(arguments))\n",
         "        pass\n",
         (f"{COMMANDS}::test_a_schedule_of_a_preset_goes_over_the_depth_that_is_asked_for",),
     ),
@@ -349,7 +349,7 @@ MUTATIONS = [
         "graphattn/train/sweeps/results.py",
         '"status": "diverged" if diverged else "finished"',
         '"status": "finished"',
-        (f"{SWEEP}::test_losses_that_are_not_finite_are_a_divergence",),
+        (f"{SWEEP}::test_losses_that_are_not_finite_or_end_far_above_the_first_are_a_divergence",),
     ),
     Mutation(
         "trials are compared by their best loss",
@@ -361,8 +361,8 @@ MUTATIONS = [
     Mutation(
         "a rate counts by the seeds that did not diverge",
         "graphattn/train/sweeps/results.py",
-        "            found[lr] = None\n",
-        '            found[lr] = [row["loss"] for row in own if row["loss"] is not None] or None\n',
+        "            losses[lr] = None\n",
+        '            losses[lr] = [r["loss"] for r in results if r["loss"] is not None] or None\n',
         (f"{SWEEP}::test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged",),
     ),
     Mutation(
@@ -403,7 +403,7 @@ MUTATIONS = [
     Mutation(
         "whoever asks a trial to stop has killed it",
         "graphattn/train/sweeps/queue.py",
-        ' and "asked" not in own.user_attrs',
+        ' and "asked" not in each.user_attrs',
         "",
         (f"{SWEEP}::test_whoever_asks_a_trial_to_stop_has_not_killed_it",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,3 +32,13 @@ def straight(short_collections: None, tmp_path_factory: pytest.TempPathFactory) 
     import tiny_runs
 
     return tiny_runs.train(tmp_path_factory.mktemp("straight") / "run")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A process that trains in forks of itself."""
+    import tiny_runs
+
+    training = tiny_runs.Server()
+    yield training
+    training.close()

@@ -5,13 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from draws import generator
 from sklearn.calibration import calibration_curve
 
 import graphattn as ga
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def guesses(n: int = 3000, k: int = 4) -> tuple[torch.Tensor, torch.Tensor]:

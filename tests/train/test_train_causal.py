@@ -5,16 +5,13 @@ import math
 
 import pytest
 import torch
+from draws import generator
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import graphattn as ga
 
 LENGTHS = (9, 1, 12, 5)
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def examples(lengths=LENGTHS) -> list[dict]:

@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
+from draws import generator
 from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 import graphattn as ga
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def images(count: int = 6, channels: int = 1, size: int = 8) -> list[dict]:

@@ -14,7 +14,6 @@ import torch
 import graphattn as ga
 from graphattn.train import RunConfig
 from graphattn.train.runs import checkpoints
-from graphattn.train.runs.config import from_yaml, to_yaml
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -150,13 +149,6 @@ def test_no_steps_keep_the_model_as_it_was_made(tmp_path):
     assert tiny_runs.train(run.path, steps=2).status == "finished"
 
 
-def test_services_that_are_not_known_are_refused_before_there_is_a_folder(tmp_path):
-    for name in ("", "none,none", "tensorbord"):
-        with pytest.raises(ValueError, match=r"log_to must be 'none', 'all' or some of .*, wandb"):
-            tiny_runs.train(tmp_path / "run", log_to=name)
-    assert not (tmp_path / "run").exists()
-
-
 def test_data_whose_tokens_have_changed_is_refused(tmp_path):
     def start(letters: str) -> ga.train.Run:
         return ga.train.fit(
@@ -209,12 +201,20 @@ def test_a_run_does_not_go_on_with_data_that_has_changed(tmp_path):
 def test_a_folder_may_be_called_like_a_number(tmp_path, out):
     RunConfig(out=out).save(tmp_path / "config.yaml")
     assert RunConfig.load(tmp_path / "config.yaml") == RunConfig(out=out)
-    assert from_yaml(to_yaml({"a": [out]})) == {"a": [out]}
 
 
-def test_numbers_are_those_of_yaml_1_2():
-    found = from_yaml("[010, 1_000, 0x1F, 0o17, 1e-4, -.5, .inf, 1:30]")
-    assert found == [10, 1000, 31, 15, 1e-4, -0.5, float("inf"), "1:30"]
+def test_numbers_with_an_exponent_are_numbers_and_a_name_occurs_once(tmp_path):
+    """PyYAML reads YAML 1.1, in which 1e-4 is text."""
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1e-4\ngroup: 1e-4\nmodel_options: {a: [1e-4, 2, -1E3], b: elephant}\n")
+    config = RunConfig.load(file)
+    assert (config.lr, config.group) == (1e-4, "1e-4")
+    assert config.model_options == {"a": [1e-4, 2, -1e3], "b": "elephant"}
+    assert RunConfig.parse("steps", "010") == 10
+    for text in ("lr: 1\nlr: 2", "model_options: {a: [{b: 1, b: 2}]}"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"run\.yaml: is not YAML: '(lr|b)' occurs twice"):
+            RunConfig.load(file)
 
 
 def test_yaml_that_holds_itself_or_is_too_deep_is_refused(tmp_path):
@@ -230,12 +230,3 @@ def test_a_seed_is_one_that_all_generators_take():
     with pytest.raises(ValueError, match=r"seed must be < 2\*\*32"):
         RunConfig(seed=2**32)
     assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1
-
-
-def test_a_range_of_more_rates_than_there_are_is_refused_at_once():
-    from graphattn.train.sweeps.grid import as_rates
-
-    assert as_rates("1e-3..1e-2:3") == [0.001, 0.003162, 0.01]
-    for count in (10**5, 10**20):
-        with pytest.raises(ValueError, match="must differ when rounded to 4 digits"):
-            as_rates(f"1e-3..1e-2:{count}")

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from draws import generator
 
 import graphattn as ga
 from graphattn.train import (
@@ -25,10 +26,6 @@ CHAIN = MarkovChain(TRANSITION)
 V = MASK = 3
 # Almost all noise there is, so that the ends of the integral do not count.
 WHOLE = {"log-linear": LogLinearNoise(1e-13), "geometric": GeometricNoise(1e-11, 32.0)}
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def integral(model, tokens: torch.Tensor, noise, nodes: int) -> torch.Tensor:

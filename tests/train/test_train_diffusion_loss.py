@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from draws import generator
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
@@ -22,10 +23,6 @@ from graphattn.train.diffusion.calling import takes_noise_level
 from graphattn.train.diffusion.objective import diffusion_losses
 
 NOISES = [LogLinearNoise(), LogLinearNoise(0.2), GeometricNoise(), GeometricNoise(0.05, 3.0)]
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 class Spy(torch.nn.Module):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from draws import generator
 from scipy import stats
 
 import graphattn as ga
@@ -13,10 +14,6 @@ from graphattn.train import LogLinearNoise, MarkovChain, sample_diffusion
 TRANSITION = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.45, 0.05, 0.5]]).double()
 CHAIN = MarkovChain(TRANSITION)
 V = MASK = 3
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def every_sequence(length: int, vocab_size: int = V) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ def test_a_run_that_says_it_runs_and_holds_no_lock_was_killed(tmp_path):
     with run_folder.locked(tmp_path):
         assert ga.train.read_run(tmp_path).status == "running"
     assert ga.train.read_run(tmp_path).status == "interrupted"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tiny_runs.Server]:
-    own = tiny_runs.Server()
-    yield own
-    own.close()
 
 
 @pytest.fixture(scope="module")

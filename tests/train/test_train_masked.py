@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from draws import generator
 from torch import nn
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
@@ -11,10 +12,6 @@ import graphattn as ga
 
 MASK = 21
 LENGTHS = (9, 5, 12)
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def examples(lengths=LENGTHS, seed: int = 0) -> list[dict]:
@@ -61,12 +58,21 @@ def test_the_loss_is_the_mean_over_masked_tokens_of_what_a_plain_loop_counts():
     assert found.sums["accuracy"] == right
 
 
-def test_the_mean_is_the_loss_of_transformers():
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("mask_ratio", "options"),
+    [("cosine", {}), ("linear", {"replace": True, "vocab_size": 20}), (1e-6, {})],
+)
+def test_the_mean_is_the_loss_of_transformers(mask_ratio, options):
     model = protein_model()
-    objective = ga.train.MaskedTokens(MASK, "cosine")
+    is_constant = isinstance(mask_ratio, float)  # so small that one token of each is masked
+    schedule = {"mask_ratio": mask_ratio} if is_constant else {"schedule": mask_ratio}
+    objective = ga.train.MaskedTokens(MASK, **schedule, **options)
     batch = objective.collate(examples())
     found = objective.loss(model, batch, generator())
-    ratios = ga.train.mask_ratios("cosine", 3, generator=(random := generator()))
+    drawn = ("constant", 3) if is_constant else (mask_ratio, 3)
+    ratio = {"mask_ratio": mask_ratio} if is_constant else {}
+    ratios = ga.train.mask_ratios(*drawn, **ratio, generator=(random := generator()))
     inputs, masked = ga.train.mask_tokens(
         batch["tokens"],
         MASK,
@@ -74,6 +80,7 @@ def test_the_mean_is_the_loss_of_transformers():
         valid=batch["valid"],
         generator=random,
         at_least_one=True,
+        **options,
     )
     labels = batch["tokens"].masked_fill(~masked, -100)
     theirs = ForMaskedLMLoss(model(inputs, valid=batch["valid"]), labels, 21)
@@ -195,25 +202,6 @@ def test_positions_are_handed_on():
     for packed in (False, True):
         own = ga.train.MaskedTokens(MASK, mask_ratio=1.0, packed=packed).loss(model, batch)
         torch.testing.assert_close(own.mean, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_at_least_one_token_of_every_sequence_is_masked():
-    objective = ga.train.MaskedTokens(MASK, mask_ratio=1e-6)
-    model = Fixed(torch.zeros(12, 21))
-    assert objective.loss(model, objective.collate(examples()), generator()).count == 3
-    assert ((model.seen[0] == MASK).sum(1) == 1).all()
-
-
-def test_bert_replaces_some_by_random_tokens_and_asks_for_all_of_them():
-    objective = ga.train.MaskedTokens(MASK, mask_ratio=0.5, replace=True, vocab_size=20)
-    batch = objective.collate(examples((4000, 4000)))
-    model = Fixed(torch.zeros(4000, 21))
-    found = objective.loss(model, batch, generator())
-    assert abs(found.count - 4000) < 5 * math.sqrt(2000)
-    hidden = (model.seen[0] == MASK).sum() / found.count
-    assert abs(float(hidden) - 0.8) < 5 * math.sqrt(0.8 * 0.2 / found.count)
-    changed = ((model.seen[0] != batch["tokens"]) & (model.seen[0] != MASK)).sum() / found.count
-    assert abs(float(changed) - 0.095) < 5 * math.sqrt(0.095 / found.count)
 
 
 def test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens():

@@ -214,12 +214,6 @@ def test_examples_that_are_none_are_told_by_their_argument(tmp_path):
         fit(tmp_path, [torch.arange(8)])
 
 
-def test_a_run_without_steps_is_the_model_as_it_was(tmp_path):
-    run = fit(tmp_path, [{"tokens": torch.arange(8)}], steps=0)
-    assert (run.status, run.rows) == ("finished", [])
-    assert (run.path / "model" / "model.safetensors").is_file()
-
-
 class Reports(ga.train.NextToken):
     def __init__(self, found: dict[str, object]) -> None:
         super().__init__()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import tiny_runs
@@ -18,13 +17,6 @@ from graphattn.train.runs import folder as run_folder
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tiny_runs.Server]:
-    own = tiny_runs.Server()
-    yield own
-    own.close()
 
 
 def check_is_one_run(alone, together) -> None:
@@ -49,7 +41,7 @@ def test_two_processes_take_the_steps_that_one_takes_with_twice_the_batches(serv
 
 def test_a_run_of_two_processes_is_not_gone_on_with_by_one(tmp_path):
     config = tiny_runs.config(tmp_path)
-    run_folder.write_config(tmp_path, config)
+    config.save(tmp_path / "config.yaml")
     run_folder.write_state(tmp_path, processes=2)
     run_folder.check_config(tmp_path, config, 2)
     with pytest.raises(ValueError, match=r"same number of processes.* has 2, got"):

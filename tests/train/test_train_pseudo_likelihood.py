@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
+from draws import generator
 from torch import nn
 
 import graphattn as ga
 from graphattn.train.evaluation import evaluate as evaluation
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def protein_model(**options) -> ga.models.ProteinModel:

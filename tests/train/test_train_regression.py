@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from draws import generator
 from scipy.stats import pearsonr
 from sklearn.metrics import mean_absolute_error, mean_squared_error
 from torch import nn
@@ -11,10 +12,6 @@ from torch import nn
 import graphattn as ga
 
 NAN = torch.nan
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 class Known(nn.Module):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import graphattn as ga
+from graphattn.train import engine
 from graphattn.train.runs import checkpoints, records
 from graphattn.train.runs import folder as run_folder
 
@@ -173,29 +174,8 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path, straight
 
 
 @pytest.mark.long
-def test_checkpoints_are_read_as_numbers_only(tmp_path):
-    """A pickle that would run code when it is loaded is refused."""
-    folder = tmp_path / "run"
-    tiny_runs.train(folder, callbacks=[interrupted_after(7)])
-
-    class Touch:
-        def __reduce__(self) -> Any:
-            return Path.touch, (tmp_path / "executed",)
-
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        path = checkpoints.checkpoint_path(folder, 8) / name
-        whole = path.read_bytes()
-        torch.save({"state": Touch()}, path)
-        with pytest.raises(ValueError, match=f"{name} is broken .*other objects than numbers"):
-            tiny_runs.train(folder)
-        path.write_bytes(whole)
-    assert not (tmp_path / "executed").exists()
-    assert tiny_runs.train(folder).status == "finished"
-
-
-@pytest.mark.long
 def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
-    """A stand-in for `graphattn.train.runs.setup` prepares what the config of the folder says."""
+    """A stand-in for the preparation of data makes what the config of the folder says."""
     straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant")
     tiny_runs.train(tmp_path / "run", steps=6, schedule="constant")
 
@@ -209,8 +189,7 @@ def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
             tokenizer=None,
         )
 
-    setup = types.SimpleNamespace(prepare=prepare)
-    monkeypatch.setitem(sys.modules, "graphattn.train.runs.setup", setup)
+    monkeypatch.setattr(engine, "prepare", prepare)
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     run = ga.train.resume(moved, steps=9)
     assert (run.status, run.step, run.path) == ("finished", 9, moved)
@@ -384,6 +363,7 @@ def test_a_model_of_another_class_is_kept_as_its_numbers(tmp_path):
     ("changes", "message"),
     [
         ({"model": "tiny"}, "model must be a torch.nn.Module, got str"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "parameters that require gradients"),
         ({"objective": None}, "objective must be an Objective, got NoneType"),
         ({"train": []}, "train must contain at least one example, got none"),
         ({"validation": []}, "validation must contain at least one example, got none"),
@@ -406,16 +386,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
             given["model"], given["objective"], config, given["train"], given["validation"]
         )
     assert not (tmp_path / "run").exists()
-
-
-def test_a_frozen_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="parameters that require gradients"):
-        ga.train.fit(
-            tiny_runs.model().requires_grad_(False),
-            tiny_runs.Hidden(),
-            tiny_runs.config(tmp_path / "run"),
-            tiny_runs.examples(),
-        )
 
 
 def test_what_is_missing_is_named_with_how_to_install_it(tmp_path, monkeypatch):

@@ -49,10 +49,11 @@ def test_a_service_is_told_what_the_log_holds(tmp_path, monkeypatch):
 def test_a_service_that_is_unknown_or_missing_is_named_before_anything_is_written(
     tmp_path, monkeypatch
 ):
-    with pytest.raises(
-        ValueError, match=r"log_to must be 'none', 'all' or some of .*, got 'nobody'"
-    ):
-        tiny_runs.train(tmp_path / "run", log_to="nobody")
+    for name in ("nobody", "", "none,none"):
+        with pytest.raises(
+            ValueError, match=rf"log_to must be 'none', 'all' or some of .*, got '{name}'"
+        ):
+            tiny_runs.train(tmp_path / "run", log_to=name)
     from transformers.integrations import integration_utils
 
     monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)

@@ -42,13 +42,9 @@ def train(
     """
     from graphattn.cli.training.train import run_train
 
-    try:
-        if file is not None and config is not None:
-            raise ValueError("CONFIG and --config must not both be given: they mean the same file")
-        code = run_train(config if file is None else file, resume, options, terminal())
-    except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    if file is not None and config is not None:
+        raise ValueError("CONFIG and --config must not both be given: they mean the same file")
+    code = run_train(config if file is None else file, resume, options, terminal())
     if code:
         raise typer.Exit(code)
 
@@ -97,11 +93,7 @@ def evaluate(
     """
     from graphattn.cli.training.evaluate import run_evaluate
 
-    try:
-        run_evaluate(run, data, split, pseudo_tokens, batch_tokens, length, seed, terminal())
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_evaluate(run, data, split, pseudo_tokens, batch_tokens, length, seed, terminal())
 
 
 def generate(
@@ -164,14 +156,10 @@ def generate(
     """
     from graphattn.cli.training.generate import run_generate
 
-    try:
-        run_generate(
-            run, prompt, tokens, temperature, top_k, top_p, seed, steps, samples, method, terminal()
-        )
-        typer.echo()
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_generate(
+        run, prompt, tokens, temperature, top_k, top_p, seed, steps, samples, method, terminal()
+    )
+    typer.echo()
 
 
 @with_run_options("mixer", "lr", "seed", "out")
@@ -257,9 +245,6 @@ def sweep(
         )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
     if not is_whole:
         raise typer.Exit(1)
 
@@ -296,8 +281,4 @@ def report(
     """
     from graphattn.cli.runs_report import run_report
 
-    try:
-        run_report(folders, out, title, certify, terminal())
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
+    run_report(folders, out, title, certify, terminal())

@@ -20,7 +20,14 @@ from graphattn.train.evaluation.evaluate import evaluate_model
 from graphattn.train.runs.choices import tokens_of_image
 from graphattn.train.runs.folder import origin
 from graphattn.train.runs.records import replace_text
-from graphattn.train.runs.setup import Examples, as_read, examples_of, read_corpus, split_data
+from graphattn.train.runs.setup import (
+    Examples,
+    as_read,
+    cut_records,
+    examples_of,
+    read_corpus,
+    split_data,
+)
 from graphattn.train.runs.trained import Trained, load_trained
 
 NAMES = {
@@ -53,7 +60,7 @@ def run_evaluate(
         part, train, name = _data_of(trained, data, split)
         examples, cut = _examples_of(trained, part, length)
     with console.status(f"evaluating {len(examples):,} examples"):
-        found = evaluate_model(
+        report = evaluate_model(
             trained.model,
             trained.objective,
             examples,
@@ -63,12 +70,12 @@ def run_evaluate(
             seed=seed,
         )
     if cut:
-        found["cut"] = cut
-    found["model"] = str(trained.source.relative_to(trained.run.path))
-    found["origin"] = {**origin(trained.run.config), "seed": seed}
+        report["cut"] = cut
+    report["model"] = str(trained.source.relative_to(trained.run.path))
+    report["origin"] = {**origin(trained.run.config), "seed": seed}
     path = folder / "evaluation.json"  # write it before printing: a closed pipe then loses nothing
-    replace_text(path, as_json({**_before(path), name: found}))
-    console.print(table_of(name, found))
+    replace_text(path, as_json({**_before(path), name: report}))
+    console.print(table_of(name, report))
     run = trained.run
     if run.status in ("running", "interrupted"):
         typer.echo(
@@ -90,31 +97,28 @@ def _examples_of(trained: Trained, part: Part, length: int | None) -> tuple[Exam
     config, corpus = trained.run.config, part.corpus
     if corpus.image_shape is not None:
         return examples_of(part, config.length, tokens_of_image(trained.model)), ""
-    sizes = part.spans[:, 2] - part.spans[:, 1]
     if length is None:
         # An edge between two pieces of a structure would be lost.
-        length = int(sizes.max()) if corpus.kind == "structures" else config.length
-    is_cut, cut = sizes > length, ""
-    if corpus.kind in ("structures", "protein") and bool(is_cut.any()):
-        pieces = int((sizes[is_cut] + length - 1).div(length, rounding_mode="floor").sum())
-        cut = f"{int(is_cut.sum()):,} of {len(sizes):,} sequences are cut into {pieces:,} pieces"
-    return examples_of(part, length), cut
+        longest = int((part.spans[:, 2] - part.spans[:, 1]).max())
+        length = longest if corpus.kind == "structures" else config.length
+    is_cut = corpus.kind in ("structures", "protein")
+    return examples_of(part, length), cut_records(part, length, "sequences") if is_cut else ""
 
 
 def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part | None, str]:
     """Return the data to evaluate, the training data (or None), and a name for the first."""
     config = trained.run.config
-    own: dict[str, Part] | None = None
+    parts: dict[str, Part] | None = None
     try:
         corpus = as_read(read_corpus(config, trained.tokenizer), config.objective)
     except (ValueError, OSError):  # FileFormatError is a ValueError
         if data is None:
             raise
     else:
-        own = split_data(config, corpus)[1]
+        parts = split_data(config, corpus)[1]
     if data is None:
-        assert own is not None
-        part = own[split] if split != "all" else _whole(corpus)
+        assert parts is not None
+        part = parts[split] if split != "all" else _whole(corpus)
         if not len(part):
             raise ValueError(
                 f"--split must be a part that contains data, got {split!r}, which is empty"
@@ -131,7 +135,7 @@ def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part
         if other.image_shape is not None:
             _check_images(trained, other)
         part, name = _whole(other), Path(data).name
-    return part, None if own is None else own["train"], printable(name)
+    return part, None if parts is None else parts["train"], printable(name)
 
 
 def _whole(corpus: Any) -> Part:
@@ -151,41 +155,41 @@ def _check_images(trained: Trained, corpus: Any) -> None:
 def _before(path: Path) -> dict[str, Any]:
     """Return earlier evaluations; a broken file is replaced."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        earlier = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return earlier if isinstance(earlier, dict) else {}
 
 
-def table_of(name: str, found: dict[str, Any]) -> Table:
+def table_of(name: str, report: dict[str, Any]) -> Table:
     """Make the table of an evaluation: the loss, losses of guessing, then other numbers."""
-    numbers = f"{found['examples']:,} examples, {found['guesses']:,} guesses"
-    table = plain_table(f"{name}: {numbers}" + (f"; {found['cut']}" if "cut" in found else ""))
+    numbers = f"{report['examples']:,} examples, {report['guesses']:,} guesses"
+    table = plain_table(f"{name}: {numbers}" + (f"; {report['cut']}" if "cut" in report else ""))
     table.add_column("what")
     table.add_column("", justify="right", no_wrap=True)
-    losses: list[str] = [key for key in ("loss", "frequency_loss", "bigram_loss") if key in found]
-    errors = {key: found.get(f"{key}_error") for key in losses} | _errors_of_others(found)
+    losses: list[str] = [key for key in ("loss", "frequency_loss", "bigram_loss") if key in report]
+    errors = {key: report.get(f"{key}_error") for key in losses} | _errors_of_others(report)
     hidden = {*losses, *(f"{key}_error" for key in losses)}
-    rest = [key for key in found if key not in hidden and isinstance(found[key], float)]
+    rest = [key for key in report if key not in hidden and isinstance(report[key], float)]
     for key in [*losses, *rest]:
-        table.add_row(NAMES.get(key, key.replace("_", " ")), _number(found[key], errors.get(key)))
-    if "calibration" in found:
-        table.add_row("calibration error (ECE)", f"{found['calibration']['error']:.4f}")
+        table.add_row(NAMES.get(key, key.replace("_", " ")), _number(report[key], errors.get(key)))
+    if "calibration" in report:
+        table.add_row("calibration error (ECE)", f"{report['calibration']['error']:.4f}")
     return table
 
 
-def _errors_of_others(found: dict[str, Any]) -> dict[str, float | None]:
+def _errors_of_others(report: dict[str, Any]) -> dict[str, float | None]:
     """Standard errors of numbers that follow from the loss, and of the share of right guesses."""
     errors: dict[str, float | None] = {}
-    if error := found.get("loss_error"):
+    if error := report.get("loss_error"):
         for key in ("bits_per_token", "bits_per_byte"):
-            if key in found:
-                errors[key] = error * found[key] / found["loss"] if found["loss"] else None
-        if math.isfinite(found.get("perplexity", math.inf)):
-            errors["perplexity"] = error * found["perplexity"]
-        if "accuracy" in found:
-            share = found["accuracy"]
-            errors["accuracy"] = max(share * (1 - share), 0.0) ** 0.5 / found["guesses"] ** 0.5
+            if key in report:
+                errors[key] = error * report[key] / report["loss"] if report["loss"] else None
+        if math.isfinite(report.get("perplexity", math.inf)):
+            errors["perplexity"] = error * report["perplexity"]
+        if "accuracy" in report:
+            share = report["accuracy"]
+            errors["accuracy"] = max(share * (1 - share), 0.0) ** 0.5 / report["guesses"] ** 0.5
     return errors
 
 

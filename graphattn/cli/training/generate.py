@@ -119,7 +119,7 @@ def _write_on(
     stream = TextStream(trained.tokenizer)
     stream.add(start[hidden:].tolist())
 
-    def told(step: int, written: Tensor) -> None:
+    def add_last(step: int, written: Tensor) -> None:
         stream.add([int(written[-1])])
 
     trained.model.generate(
@@ -129,7 +129,7 @@ def _write_on(
         top_k=top_k,
         top_p=top_p,
         generator=generator,
-        progress=told,
+        progress=add_last,
     )
     return stream.end()
 
@@ -143,11 +143,11 @@ def _first_token(trained: Trained, generator: torch.Generator) -> Tensor:
     assert trained.tokenizer is not None
     if _is_text(trained):
         try:
-            found = trained.tokenizer.encode("\n")
+            newline = trained.tokenizer.encode("\n")
         except ValueError:
-            found = torch.zeros(0)
-        if len(found):
-            return found
+            newline = torch.zeros(0)
+        if len(newline):
+            return newline
     return torch.randint(trained.tokenizer.vocab_size, (1,), generator=generator)
 
 
@@ -172,31 +172,28 @@ class TextStream:
     def __init__(self, tokenizer: Any, write: Any = None) -> None:
         self.tokenizer, self.write = tokenizer, _to_stdout if write is None else write
         self.tokens: list[int] = []
-        self.before, self.told = (
-            0,
-            0,
-        )  # numbers of tokens that are context, and that are already written
+        self.context, self.written = 0, 0  # how many tokens are context, and already written
         self.text = ""
 
     def add(self, tokens: list[int]) -> None:
         """Add more tokens."""
         self.tokens += tokens
-        self._tell(is_end=False)
+        self._write_new(is_end=False)
 
     def end(self) -> str:
         """Write the rest of the text, and return the whole text."""
-        self._tell(is_end=True)
+        self._write_new(is_end=True)
         return self.text
 
-    def _tell(self, is_end: bool) -> None:
+    def _write_new(self, is_end: bool) -> None:
         # Decoders drop or add blanks at the start of a text, so decode the new tokens together with
-        # # tokens before them, and remove the text of those.
-        old = self.tokenizer.decode(self.tokens[self.before : self.told])
-        new = self.tokenizer.decode(self.tokens[self.before :])
-        if new.endswith(UNREAD) and not is_end and len(self.tokens) - self.told < 4:
+        # the tokens before them, and remove the text of those.
+        old = self.tokenizer.decode(self.tokens[self.context : self.written])
+        new = self.tokenizer.decode(self.tokens[self.context :])
+        if new.endswith(UNREAD) and not is_end and len(self.tokens) - self.written < 4:
             return  # an incomplete character; a UTF-8 character has at most four bytes
         piece = new[len(old) :]
-        self.before, self.told = self.told, len(self.tokens)
+        self.context, self.written = self.written, len(self.tokens)
         if piece:
             self.text += piece
             self.write(piece)
@@ -204,7 +201,9 @@ class TextStream:
 
 def _to_stdout(piece: str) -> None:
     """Write to stdout without control characters."""
-    kept = "".join(own if own.isprintable() or own in "\n\t" else UNREAD for own in piece)
+    kept = "".join(
+        letter if letter.isprintable() or letter in "\n\t" else UNREAD for letter in piece
+    )
     sys.stdout.write(kept)
     sys.stdout.flush()
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
-import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -20,48 +18,29 @@ def with_run_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[
 
     The command gets a dict ``options`` with the text of the options that were given.
     """
-    hints = typing.get_type_hints(RunConfig)
-    said = descriptions()
+    panel, run_options = "", []
+    for field in dataclasses.fields(RunConfig):
+        panel = field.metadata.get("panel", panel)
+        if field.name not in left_out:
+            run_options.append(_parameter(field, panel))
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        own = inspect.signature(command, eval_str=True).parameters
-        fields = [own for own in dataclasses.fields(RunConfig) if own.name not in left_out]
-        parameters = [
+        own_options = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in own.values()
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.name != "options"
         ]
-        for field in fields:
-            kind, metavar = _kind(hints[field.name])
-            flag = f"--{field.name.replace('_', '-')}"
-            names = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-            default = RunConfig.__dataclass_fields__[field.name].default
-            told = "" if default in ("", None, dataclasses.MISSING) else f" [default: {default}]"
-            option = typer.Option(
-                names,
-                metavar=metavar,
-                show_default=False,
-                help=said[field.name] + told.replace("[", r"\["),
-                rich_help_panel=_panel(field.name),
-            )
-            parameters.append(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=None,
-                    annotation=Annotated[kind | None, option],
-                )
-            )
+        parameters = [*own_options, *run_options]
 
-        def called(**given: Any) -> Any:
-            named = {field.name: given.pop(field.name) for field in fields}
-            chosen = {name: value for name, value in named.items() if value is not None}
-            return command(**given, options=chosen)
+        def call(**values: Any) -> Any:
+            texts = {option.name: values.pop(option.name) for option in run_options}
+            given = {name: value for name, value in texts.items() if value is not None}
+            return command(**values, options=given)
 
-        called.__name__, called.__doc__ = command.__name__, command.__doc__
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {own.name: own.annotation for own in parameters}
-        return called
+        call.__name__, call.__doc__ = command.__name__, command.__doc__
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {each.name: each.annotation for each in parameters}
+        return call
 
     return add
 
@@ -71,55 +50,49 @@ def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
 
     Raises: ValueError: if an option or key is not allowed; the message says what is allowed.
     """
-    given = {
+    values = {
         name: RunConfig.parse(name, value) if isinstance(value, str) else value
         for name, value in options.items()
     }
     if file is None:
-        return RunConfig(**given)
+        return RunConfig(**values)
     if Path(file).suffix not in (".yaml", ".yml", ".json"):  # people give their text here
         raise ValueError(
             f"CONFIG must be a file of options that ends with .yaml, .yml or .json, got {file}: "
             f"if it is the data, give --data {file}"
         )
-    return RunConfig.load(file, **given)
+    return RunConfig.load(file, **values)
 
 
-def descriptions() -> dict[str, str]:
-    """Return the description of every field in the docstring of RunConfig."""
-    text = inspect.getdoc(RunConfig) or ""
-    entries = re.search(r"^Args:\n(.*?)^\S", text, re.S | re.M)
-    assert entries is not None
-    found: dict[str, str] = {}
-    for names, said in re.findall(r"^    ([\w, ]+): (.*?)(?=^    \w|\Z)", entries[1], re.S | re.M):
-        plain = re.sub(r":\w+:`([^`]*)`|``([^`]*)``|`([^`]*)`", r"\1\2\3", " ".join(said.split()))
-        for name in names.split(", "):
-            found[name] = plain[:1].upper() + plain[1:]
-    return found
+def flag(name: str) -> str:
+    """Return the option of a name: ``--batch-tokens`` of ``batch_tokens``."""
+    return f"--{name.replace('_', '-')}"
 
 
-def _kind(hint: Any) -> tuple[Any, str | None]:
-    """Return typer's type of a field; RunConfig parses texts, with one-line error messages."""
-    if hint is bool:
-        return bool, None
-    if typing.get_origin(hint) is Literal:
-        return str, "|".join(typing.get_args(hint))
-    return str, {int: "INTEGER", float: "NUMBER", str: "TEXT"}.get(hint, "YAML")
+def _parameter(field: dataclasses.Field[Any], panel: str) -> inspect.Parameter:
+    """Return the parameter of an option. RunConfig parses its text, with one-line errors."""
+    name = flag(field.name)
+    kind: Any = bool if field.type is bool else str
+    metavar = None if kind is bool else _METAVARS.get(field.type, "YAML")
+    if get_origin(field.type) is Literal:
+        metavar = "|".join(get_args(field.type))
+    help_text = field.metadata["description"].replace("`", "")
+    help_text = help_text[:1].upper() + help_text[1:]
+    if field.default not in ("", None, dataclasses.MISSING):
+        help_text += f" [default: {field.default}]"
+    option = typer.Option(
+        f"{name}/--no-{name[2:]}" if kind is bool else name,
+        metavar=metavar,
+        show_default=False,
+        help=help_text.replace("[", r"\["),
+        rich_help_panel=panel,
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
 
 
-_PANELS = {
-    "data": "Data",
-    "model": "Model",
-    "objective": "Objective",
-    "steps": "Training",
-    "evaluate_every": "Records",
-}
-
-
-def _panel(name: str) -> str:
-    found = ""
-    for field in dataclasses.fields(RunConfig):
-        found = _PANELS.get(field.name, found)
-        if field.name == name:
-            return found
-    return found
+_METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}

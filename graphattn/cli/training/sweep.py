@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
-from graphattn.cli.training.run_options import config_of
+from graphattn.cli.training.run_options import config_of, flag
 from graphattn.plain_tables import counted, plain_table, short
 from graphattn.train import MixerSummary, resume_sweep, run_sweep, summarize_sweep
 from graphattn.train.sweeps.results import RESULTS, TOLERANCE
@@ -46,7 +46,7 @@ def run_sweeps(
     if resume is not None:
         if given or out is not None or file is not None:
             other = [*given, *["out"] * (out is not None), *["config"] * (file is not None)]
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in other)
+            names = ", ".join(map(flag, other))
             raise ValueError(
                 f"--resume must be given without {names}, because it continues the sweep in its "
                 "folder"
@@ -56,11 +56,11 @@ def run_sweeps(
         missing = [name for name in ("mixers", "lrs") if grid[name] is None]
         missing += ["out"] * (out is None)
         if out is None or missing:
-            names = ", ".join(f"--{name}" for name in missing)
+            names = ", ".join(map(flag, missing))
             raise ValueError(f"{names} must be given, or --resume FOLDER to continue a sweep")
         config = config_of(file, options).replace(out=os.fspath(out))
-        own = {**grid, "seeds": 1 if grid["seeds"] is None else grid["seeds"]}
-        folder, work = out, lambda: run_sweep(config, processes=processes, **own, **how)
+        options_of_grid = {**grid, "seeds": 1 if grid["seeds"] is None else grid["seeds"]}
+        folder, work = out, lambda: run_sweep(config, processes=processes, **options_of_grid, **how)
     try:
         rows = work()
     except KeyboardInterrupt:
@@ -95,14 +95,14 @@ def summary_table(rows: list[Row]) -> Table:
     table.add_column("stable lrs", justify="right", no_wrap=True)
     table.add_column("at the highest", justify="right", no_wrap=True)
     table.add_column("trials")
-    for own in summarize_sweep(rows):
-        table.add_row(escape(own.mixer), *_numbers(own), _counts(own))
+    for summary in summarize_sweep(rows):
+        table.add_row(escape(summary.mixer), *_numbers(summary), _counts(summary))
     caption = (
         "Loss: mean over seeds, ± standard deviation. Stable: rates around the best at which no "
         f"trial diverged and the loss is at most {TOLERANCE:g} above the best. At the highest: "
         "difference between the loss at the highest stable rate and the best loss."
     )
-    if ends := [own.mixer for own in summarize_sweep(rows) if own.best_lr in _ends(rows)]:
+    if ends := [each.mixer for each in summarize_sweep(rows) if each.best_lr in _ends(rows)]:
         caption += (
             f" {escape(', '.join(ends))}: the best rate is the lowest or highest one tried, so "
             "rates beyond may be better, and the stable range may be larger."
@@ -116,23 +116,23 @@ def _ends(rows: list[Row]) -> set[float]:
     return {min(rates), max(rates)} if len(set(rates)) > 1 else set()
 
 
-def _numbers(own: MixerSummary) -> list[str]:
-    if own.best_lr is None or own.loss is None or own.stable is None or own.highest_loss is None:
+def _numbers(summary: MixerSummary) -> list[str]:
+    if summary.loss is None or summary.stable is None or summary.highest_loss is None:
         return ["-"] * 4
-    spread = "" if own.spread is None else f" ± {own.spread:.4f}"
-    low, high = own.stable
+    spread = "" if summary.spread is None else f" ± {summary.spread:.4f}"
+    low, high = summary.stable
     return [
-        f"{own.best_lr:g}",
-        f"{own.loss:.4f}{spread}",
+        f"{summary.best_lr:g}",
+        f"{summary.loss:.4f}{spread}",
         f"{low:g} to {high:g}",
-        f"+{own.highest_loss - own.loss:.4f}",
+        f"+{summary.highest_loss - summary.loss:.4f}",
     ]
 
 
-def _counts(own: MixerSummary) -> str:
-    parts = [counted(own.trials, "trial")]
+def _counts(summary: MixerSummary) -> str:
+    parts = [counted(summary.trials, "trial")]
     for name in ("diverged", "failed", "open"):
-        if number := getattr(own, name):
+        if number := getattr(summary, name):
             parts.append(f"{number} {name}")
     return ", ".join(parts)
 

@@ -14,13 +14,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graphattn.cli.training.run_options import config_of
+from graphattn.cli.training.run_options import config_of, flag
 from graphattn.plain_tables import counted, plain_table, short
-from graphattn.train import Prepared, Run, fit, prepare, read_run
+from graphattn.train import Prepared, Run, prepare, read_run
+from graphattn.train.engine import fit_prepared
 from graphattn.train.evaluation.guessing import guesses_of
+from graphattn.train.runs.config import FREE
+from graphattn.train.runs.setup import cut_records
 
 DONE, FAILED, BAD_INPUT, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 130
-MAY_CHANGE = ("steps", "workers", "log_to")  # options that may change when a run is continued
+MAY_CHANGE = ("steps", *(name for name in FREE if name != "out"))  # when a run is continued
 
 
 def run_train(
@@ -40,8 +43,8 @@ def run_train(
         for name in options:
             if name not in MAY_CHANGE:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} must not change when a run is continued: --resume "
-                    f"allows only {', '.join('--' + own.replace('_', '-') for own in MAY_CHANGE)}"
+                    f"{flag(name)} must not change when a run is continued: --resume "
+                    f"allows only {', '.join(map(flag, MAY_CHANGE))}"
                 )
         before = read_run(resume).config.replace(out=os.fspath(resume))
         config = config_of(None, {**before.as_dict(), **options} if options else before.as_dict())
@@ -61,24 +64,17 @@ def run_train(
     console.print(what_is_trained(prepared))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        run = fit(
-            prepared.model,
-            prepared.objective,
-            prepared.config,
-            prepared.train,
-            prepared.validation,
-            tokenizer=prepared.tokenizer,
-        )
+        run = fit_prepared(prepared)
     except OSError as error:
         typer.echo(f"graphattn: {error}", err=True)
         return FAILED
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        said = str(error).splitlines()[0] if str(error) else "there is no memory left"
+        reason = str(error).splitlines()[0] if str(error) else "there is no memory left"
         typer.echo(
-            f"graphattn: {said}: to use less memory, give a smaller --batch-tokens (with a larger "
-            "--accumulate), or --gradient-checkpointing",
+            f"graphattn: {reason}: to use less memory, give a smaller --batch-tokens (with a "
+            "larger --accumulate), or --gradient-checkpointing",
             err=True,
         )
         return FAILED
@@ -128,11 +124,14 @@ def what_is_trained(prepared: Prepared) -> Table:
     table = plain_table("What is trained")
     table.add_column("option", no_wrap=True)
     table.add_column("value")
-    name = Path(config.data).name
     records = f"{counted(len(prepared.corpus), 'record')}, {prepared.corpus.num_tokens:,} {unit}"
-    table.add_row("data", f"{name}: {config.kind}, {records}")
-    told = [f"{part} {own.num_tokens:,}" for part, own in prepared.parts.items()]
-    table.add_row("split", f"by {config.split}: {', '.join(told)} {unit}")
+    table.add_row("data", f"{Path(config.data).name}: {config.kind}, {records}")
+    sizes = [f"{name} {part.num_tokens:,}" for name, part in prepared.parts.items()]
+    table.add_row("split", f"by {config.split}: {', '.join(sizes)} {unit}")
+    noun = "texts" if config.kind == "text" else "sequences"
+    cut = cut_records(prepared.parts["train"], config.length, noun) if unit == "tokens" else ""
+    if cut:
+        table.add_row("", f"train: {cut} of at most {config.length:,} tokens")
     validation = prepared.validation
     if validation is not None and validation.indices is not None:
         seen = f"{len(validation):,} of {len(validation.windows):,} windows while training"
@@ -140,12 +139,12 @@ def what_is_trained(prepared: Prepared) -> Table:
     mixer = f", mixer {config.mixer}" if config.mixer is not None else ""
     table.add_row("model", f"{Path(config.model).name}: {parameters:,} parameters{mixer}")
     table.add_row("objective", repr(prepared.objective))
-    epochs = config.steps * config.accumulate * config.batch_tokens
-    epochs_told = epochs / max(int(prepared.train.lengths.sum()), 1)
+    tokens = config.steps * config.accumulate * config.batch_tokens
+    epochs = tokens / max(int(prepared.train.lengths.sum()), 1)
     table.add_row(
         "training",
         f"{counted(config.steps, 'step')} of {config.batch_tokens * config.accumulate:,} tokens "
-        f"({epochs_told:.2g} epochs), length {config.length}, rate {config.lr:g}",
+        f"({epochs:.2g} epochs), length {config.length}, rate {config.lr:g}",
     )
     return table
 

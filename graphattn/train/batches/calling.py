@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs import batch as side_by_side
+from graphattn.train.checks import described
 from graphattn.train.objectives.objective import Batch
 
 
@@ -117,22 +118,21 @@ def packed_graphs(model: Any, lengths: Sequence[int]) -> list[TokenGraph]:
             "packed must be False for a model without a method graphs(num_tokens), got True for a "
             f"{type(model).__name__}"
         )
-    own = {length: model.graphs(length) for length in set(lengths)}
+    graphs_of = {length: model.graphs(length) for length in set(lengths)}
     made: dict[tuple[int, ...], TokenGraph] = {}
-    found = []
-    for graphs in zip(*(own[length] for length in lengths), strict=True):
+    joined = []
+    for graphs in zip(*(graphs_of[length] for length in lengths), strict=True):
         key = tuple(map(id, graphs))
         if key not in made:
             made[key] = side_by_side(graphs)
-        found.append(made[key])
-    return found
+        joined.append(made[key])
+    return joined
 
 
 def _answers(model: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:
     answers: Any = model(tokens, **{k: v for k, v in given.items() if v is not None})
     if not isinstance(answers, Tensor) or not answers.is_floating_point():
-        got = answers.dtype if isinstance(answers, Tensor) else type(answers).__name__
-        raise ValueError(f"model must return a floating-point tensor, got {got}")
+        raise ValueError(f"model must return a floating-point tensor, got {described(answers)}")
     return answers
 
 
@@ -140,12 +140,12 @@ def _packed_context(model: Any, context: Any, valid: Tensor) -> dict[str, Tensor
     if context is None:
         return None
     known = getattr(model, "context", {})
-    found = {}
+    packed = {}
     for name, track in context.items():
         if isinstance(known, Mapping) and known.get(name) == "sequence":
             raise ValueError(
                 f"packed must be False with context[{name!r}], because it is another chain, which "
                 "needs padded rows, got True"
             )
-        found[name] = track[valid]
-    return found
+        packed[name] = track[valid]
+    return packed

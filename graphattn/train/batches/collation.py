@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from graphattn.train.checks import described, is_integer
 from graphattn.train.objectives.objective import Batch, Example
 
 MISSING_LABEL = -100  # of integers, as in torch's cross_entropy; floats use NaN
@@ -43,7 +44,7 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
                  [ True, False]]))
     """
     tokens = [_tokens(example) for example in checked(examples)]
-    lengths = torch.tensor([len(own) for own in tokens])
+    lengths = torch.tensor([len(row) for row in tokens])
     batch: Batch = {"tokens": _padded(tokens, 0)}
     most = int(lengths.max())
     if int(lengths.min()) < most:
@@ -51,12 +52,12 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
     if all_have(examples, "structure"):
         batch["structure"] = [example["structure"] for example in examples]
     if all_have(examples, "positions"):
-        batch["positions"] = _padded([_per_token(own, "positions") for own in examples], 0)
+        batch["positions"] = _padded([_per_token(row, "positions") for row in examples], 0)
     if labels is not None:
         if not all_have(examples, labels):
             raise ValueError(f"examples must contain {labels!r}, got {sorted(examples[0])}")
-        found = [_per_token(example, labels) for example in examples]
-        batch[labels] = _padded(found, MISSING_LABEL)
+        rows = [_per_token(example, labels) for example in examples]
+        batch[labels] = _padded(rows, MISSING_LABEL)
     if context := _context(examples):
         batch["context"] = context
     return batch
@@ -73,7 +74,7 @@ def collate_images(examples: Sequence[Example]) -> Batch:
         if not isinstance(image, Tensor) or image.dim() != 3 or not image.is_floating_point():
             raise ValueError(
                 "examples must contain an 'image', a floating-point tensor [C, H, W], got "
-                f"{_what(image)}"
+                f"{described(image)}"
             )
     shapes = {tuple(image.shape) for image in images}
     if len(shapes) > 1:
@@ -109,30 +110,25 @@ def all_have(examples: Sequence[Example], key: str) -> bool:
 
 
 def _tokens(example: Example) -> Tensor:
-    tokens = example.get("tokens")
-    if (
-        not isinstance(tokens, Tensor)
-        or tokens.dim() != 1
-        or tokens.is_floating_point()
-        or tokens.dtype == torch.bool
-        or not len(tokens)
-    ):
+    tokens: Any = example.get("tokens")
+    if not is_integer(tokens) or tokens.dim() != 1 or not len(tokens):
         raise ValueError(
             "examples must contain 'tokens', an integer tensor [N] with N >= 1, got "
-            f"{_what(tokens)}{_of(example)}"
+            f"{described(tokens)}{_of(example)}"
         )
-    return tokens.long()
+    sequence: Tensor = tokens.long()
+    return sequence
 
 
 def _per_token(example: Example, key: str) -> Tensor:
-    found = example[key]
+    value = example[key]
     N = len(example["tokens"])
-    if not isinstance(found, Tensor) or found.dim() < 1 or len(found) != N:
+    if not isinstance(value, Tensor) or value.dim() < 1 or len(value) != N:
         raise ValueError(
             f"examples must contain one row of {key!r} per token ({N}), got "
-            f"{_what(found)}{_of(example)}"
+            f"{described(value)}{_of(example)}"
         )
-    return found
+    return value
 
 
 def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -142,26 +138,26 @@ def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
         for name, track in (example.get("context") or {}).items():
             if not isinstance(track, Tensor) or track.dim() not in (1, 2):
                 raise ValueError(
-                    f"context[{name!r}] must be a tensor [N] or [N, width], got {_what(track)}"
+                    f"context[{name!r}] must be a tensor [N] or [N, width], got {described(track)}"
                     f"{_of(example)}"
                 )
             tracks.setdefault(name, {})[place] = track
-    found = {}
+    joined = {}
     for name, track in tracks.items():
         first = next(iter(track.values()))
         rows = []
         for place, example in enumerate(examples):
-            own = track.get(place)
-            if own is None:
-                own = _filler(first).expand(len(example["tokens"]), *first.shape[1:])
-            if own.shape[1:] != first.shape[1:] or own.dtype != first.dtype:
+            row = track.get(place)
+            if row is None:
+                row = _filler(first).expand(len(example["tokens"]), *first.shape[1:])
+            if row.shape[1:] != first.shape[1:] or row.dtype != first.dtype:
                 raise ValueError(
                     f"context[{name!r}] must have the same width and dtype in all examples, got "
-                    f"{_what(first)} and {_what(own)}"
+                    f"{described(first)} and {described(row)}"
                 )
-            rows.append(own)
-        found[name] = _padded(rows, -1)
-    return found
+            rows.append(row)
+        joined[name] = _padded(rows, -1)
+    return joined
 
 
 def _filler(like: Tensor) -> Tensor:
@@ -178,12 +174,6 @@ def _padded(rows: Sequence[Tensor], fill: int) -> Tensor:
         )
     value = torch.nan if fill and rows[0].is_floating_point() else fill
     return pad_sequence(list(rows), batch_first=True, padding_value=value)
-
-
-def _what(found: Any) -> str:
-    if isinstance(found, Tensor):
-        return f"{found.dtype} of shape {list(found.shape)}"
-    return "none" if found is None else type(found).__name__
 
 
 def _of(example: Example) -> str:

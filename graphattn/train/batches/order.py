@@ -46,9 +46,9 @@ class TrainingLoader(torch.utils.data.DataLoader):
 
     def __init__(self, dataset: Any, *, batches: int, **options: Any) -> None:
         # Use a separate generator: torch's own draws masks and dropout, whose numbers must be the
-        # same # for a continued run.
-        own: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), **options}
-        super().__init__(dataset, **own)
+        # same for a continued run.
+        settings: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), **options}
+        super().__init__(dataset, **settings)
         self._batches = batches
 
     def __len__(self) -> int:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from graphattn.diagnostics.hidden.evaluating import dropout_off
+from graphattn.train.batches.calling import unwrapped
+from graphattn.train.checks import described
 
 Denoiser = Callable[..., Any]
 
@@ -19,13 +23,7 @@ def takes_noise_level(model: Denoiser) -> bool:
     A model of this library takes one if its `noise_dim` is not None; any other callable if it has
     an argument of that name. Wrappers around the model, such as torch.compile's, are removed first.
     """
-    while isinstance(model, nn.Module):
-        inner = getattr(model, "_orig_mod", None)  # torch.compile
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            break
-        model = inner
+    model = unwrapped(model)
     if hasattr(model, "noise_dim"):
         return model.noise_dim is not None
     try:
@@ -55,28 +53,16 @@ def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
         or not logits.is_floating_point()
         or logits.shape[:-1] != tokens.shape
     ):
-        got = type(logits).__name__
-        if isinstance(logits, Tensor):
-            got = f"{logits.dtype} of shape {list(logits.shape)}"
         raise ValueError(
             f"{name} must return floating-point logits [{', '.join(map(str, tokens.shape))}, "
-            f"vocab_size] for tokens of shape {list(tokens.shape)}, got {got}"
+            f"vocab_size] for tokens of shape {list(tokens.shape)}, got {described(logits)}"
         )
     return logits
 
 
-@contextlib.contextmanager
-def without_dropout(model: Any) -> Iterator[None]:
-    """Set all modules of `model` to evaluation mode, and restore their modes afterwards."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    training = [module for module in modules if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def without_dropout(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Set a model, if it is a module, to evaluation mode, and restore its mode afterwards."""
+    return dropout_off(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
 
 
 def device_of(model: Any, *others: Any) -> torch.device:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.ops.inputs import check_valid, compute_dtype, full_precision
+from graphattn.train.checks import check_range, described
 from graphattn.train.diffusion.calling import (
     Denoiser,
     call,
@@ -22,11 +23,7 @@ from graphattn.train.diffusion.calling import (
 )
 from graphattn.train.diffusion.noise import Noise, as_noise
 from graphattn.train.diffusion.objective import as_t_min, diffusion_losses, prior_loss
-from graphattn.train.diffusion.score_entropy import (
-    check_no_masks,
-    check_tokens,
-    score_entropy_parts,
-)
+from graphattn.train.diffusion.score_entropy import check_no_masks, score_entropy_parts
 
 
 @dataclass(frozen=True)
@@ -140,24 +137,24 @@ def likelihood_bound(
     nats, variances = [], []
     with without_dropout(model):
         for first in range(0, len(rows), size):
-            some, own = rows[first : first + size], kept[first : first + size]
-            extra = {**given, "valid": None if valid is None else own}
+            some, real_rows = rows[first : first + size], kept[first : first + size]
+            extra = {**given, "valid": None if valid is None else real_rows}
             estimates = []
             num_tokens = 1
             for k in range(samples):
                 u = torch.rand(len(some), generator=generator, device=device)
                 t = 1 - (1 - t_min) * (k // 2 + u) / (samples // 2)
-                masked = _masked(own, schedule.mask_probability(t), generator)
+                masked = _masked(real_rows, schedule.mask_probability(t), generator)
                 entropy, penalty, num_tokens = diffusion_losses(
                     model, some, masked, t, mask_token, schedule, **extra
                 )
-                found = (1 - t_min) * (entropy + penalty).double().sum(-1)
-                found += _left_to_guess(
-                    model, some, own, t_min, mask_token, schedule, generator, extra
+                estimate = (1 - t_min) * (entropy + penalty).double().sum(-1)
+                estimate += _left_to_guess(
+                    model, some, real_rows, t_min, mask_token, schedule, generator, extra
                 )
-                estimates.append(found)
+                estimates.append(estimate)
             pairs = torch.stack(estimates).view(samples // 2, 2, -1)
-            start = own.sum(-1) * prior_loss(schedule, num_tokens)
+            start = real_rows.sum(-1) * prior_loss(schedule, num_tokens)
             nats.append(pairs.mean((0, 1)) + start)
             variances.append((pairs[:, 0] - pairs[:, 1]).square().sum(0) / samples**2)
     counts = kept.sum(-1)
@@ -223,29 +220,29 @@ def generative_nll(
     nats, counts = [], []
     with without_dropout(judge):
         for first in range(0, len(rows), size):
-            some, own = rows[first : first + size], kept[first : first + size]
+            some, real_rows = rows[first : first + size], kept[first : first + size]
             answer = judge(some)
             if isinstance(answer, Tensor) and answer.shape == some.shape[:1]:
-                if start_token is not None or not bool(own.all()):
+                if start_token is not None or not bool(real_rows.all()):
                     raise ValueError(
                         "valid and start_token must be None if judge returns one number per "
                         "sequence, because it then judges whole sequences"
                     )
                 nats.append(-answer.double())
-                counts.append(own.sum(-1))
+                counts.append(real_rows.sum(-1))
                 continue
             logits = logits_of(answer, some, "judge")
-            check_tokens(some, logits.shape[-1], "samples or start_token")
+            check_range(some, logits.shape[-1], "samples or start_token")
             with full_precision(device):
                 log_p = logits[:, :-1].to(compute_dtype(logits.dtype)).log_softmax(-1)
                 of_token = log_p.gather(-1, some[:, 1:].unsqueeze(-1)).squeeze(-1)
-            nats.append(-of_token.double().masked_fill(~own[:, 1:], 0).sum(-1))
-            counts.append(own[:, 1:].sum(-1))
-    found, count = torch.cat(nats), torch.cat(counts)
-    total, n = max(int(count.sum()), 1), len(found)
-    off = found - found.sum() / total * count  # for the standard error of a ratio of two means
+            nats.append(-of_token.double().masked_fill(~real_rows[:, 1:], 0).sum(-1))
+            counts.append(real_rows[:, 1:].sum(-1))
+    sums, count = torch.cat(nats), torch.cat(counts)
+    total, n = max(int(count.sum()), 1), len(sums)
+    off = sums - sums.sum() / total * count  # for the standard error of a ratio of two means
     error = math.sqrt(float(off.square().sum()) * n / max(n - 1, 1)) / total
-    return Likelihood(found.view(batch), count.view(batch), error)
+    return Likelihood(sums.view(batch), count.view(batch), error)
 
 
 def _sequences(name: str, tokens: Any, valid: Any) -> tuple[Tensor, Tensor]:
@@ -256,10 +253,9 @@ def _sequences(name: str, tokens: Any, valid: Any) -> tuple[Tensor, Tensor]:
         or tokens.dim() == 0
         or tokens.numel() == 0
     ):
-        got = type(tokens).__name__
-        if isinstance(tokens, Tensor):
-            got = f"{tokens.dtype} of shape {list(tokens.shape)}"
-        raise ValueError(f"{name} must be an int32 or int64 tensor [*, N], not empty, got {got}")
+        raise ValueError(
+            f"{name} must be an int32 or int64 tensor [*, N], not empty, got {described(tokens)}"
+        )
     if valid is not None:
         check_valid(valid, tokens.shape[:-1], tokens.device, tokens.shape[-1], tokens.shape[-1])
     real = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid

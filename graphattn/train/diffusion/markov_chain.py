@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.models.language.sampling import draw
-from graphattn.train.diffusion.score_entropy import check_tokens
+from graphattn.train.checks import check_range, described
 
 
 class MarkovChain:
@@ -67,7 +67,7 @@ class MarkovChain:
 
     def log_probability(self, tokens: Tensor) -> Tensor:
         """Return the log-probability of whole sequences, [*], from tokens [*, N]."""
-        check_tokens(tokens, self.num_tokens)
+        check_range(tokens, self.num_tokens)
         steps = self.transition[tokens[..., :-1], tokens[..., 1:]]
         return self.initial[tokens[..., 0]].log() + steps.log().sum(-1)
 
@@ -78,12 +78,12 @@ class MarkovChain:
         evidence = (known[..., :-1].to(self.transition) + is_gap).unbind(-2)
         before = [self.initial.expand(evidence[0].shape)]
         for seen in evidence[:-1]:
-            found = (before[-1] * seen) @ self.transition
-            before.append(found / found.sum(-1, keepdim=True))
+            message = (before[-1] * seen) @ self.transition
+            before.append(message / message.sum(-1, keepdim=True))
         after = [torch.ones_like(evidence[0])]
         for seen in reversed(evidence[1:]):
-            found = (after[-1] * seen) @ self.transition.T
-            after.append(found / found.sum(-1, keepdim=True))
+            message = (after[-1] * seen) @ self.transition.T
+            after.append(message / message.sum(-1, keepdim=True))
         joint = torch.stack(before, -2) * torch.stack(after[::-1], -2)
         return (joint / joint.sum(-1, keepdim=True)).log() + math.log(self.num_tokens)
 
@@ -96,14 +96,15 @@ def _stationary(transition: Tensor) -> Tensor:
     V = len(transition)
     system = torch.cat([transition.T.double().cpu() - torch.eye(V), torch.ones(1, V)])
     right = torch.cat([torch.zeros(V), torch.ones(1)]).double().unsqueeze(-1)
-    found = torch.linalg.lstsq(system, right, driver="gelsd").solution.squeeze(-1).clamp_min(0)
-    return (found / found.sum()).to(transition.dtype)
+    share = torch.linalg.lstsq(system, right, driver="gelsd").solution.squeeze(-1).clamp_min(0)
+    return (share / share.sum()).to(transition.dtype)
 
 
 def _probabilities(name: str, values: Any, dim: int) -> Tensor:
     if not isinstance(values, Tensor) or not values.is_floating_point() or values.dim() != dim:
-        got = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
-        raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions, got {got}")
+        raise ValueError(
+            f"{name} must be a floating-point tensor of {dim} dimensions, got {described(values)}"
+        )
     off = (values.sum(-1) - 1).abs().max()
     if bool((values < 0).any()) or not off < 1e-4:
         raise ValueError(f"{name} must contain probabilities whose rows sum to 1, got {values}")

@@ -138,12 +138,12 @@ class AbsorbingDiffusion(Objective):
         of_tokens = (1 - self.t_min) * (entropy + penalty)
         normalization = (1 - self.t_min) * float(penalty.detach().sum())
         sums = {"masked": float(masked.sum()), "normalization": normalization}
-        found = loss_of(of_tokens, count, sums)
+        loss = loss_of(of_tokens, count, sums)
         prior = prior_loss(self.noise, num_tokens)  # of every token
-        if found.squares is not None:
-            found.squares += 2 * prior * found.total.detach() + count * prior**2
-        found.total = found.total + count * prior
-        return found
+        if loss.squares is not None:
+            loss.squares += 2 * prior * loss.total.detach() + count * prior**2
+        loss.total = loss.total + count * prior
+        return loss
 
     def times(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.language.sampling import Sampling, draw
 from graphattn.ops.inputs import check_valid, full_precision
+from graphattn.train.checks import described
 from graphattn.train.diffusion.calling import (
     Denoiser,
     call,
@@ -138,12 +139,11 @@ def sample_diffusion(
             )
         for step, places, guesses in walk:
             if guesses is not None:
-                chosen = (
-                    sampling.choose(guesses, generator)
-                    if sampling.is_greedy
-                    else draw(sampling.probabilities(guesses.double()), generator)
-                )  # float32 is too coarse: it draws likely tokens too often (Zheng et al. 2024)
-                tokens[places] = chosen
+                if sampling.is_greedy:
+                    tokens[places] = sampling.choose(guesses, generator)
+                else:  # float32 would draw likely tokens too often (Zheng et al. 2024)
+                    shares = sampling.probabilities(guesses.double())
+                    tokens[places] = draw(shares, generator)
                 gaps &= ~places
             if progress is not None and progress(step, tokens.clone()):
                 break
@@ -211,9 +211,8 @@ def _surest_first(
         of_place = torch.full(gaps.shape, -torch.inf, device=gaps.device, dtype=certainty.dtype)
         of_place = of_place.masked_scatter(gaps, certainty)
         rank = of_place.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        count = -(
-            -left // (steps - step)
-        )  # spread the remaining tokens evenly over the remaining steps
+        # Spread the remaining tokens evenly over the remaining steps.
+        count = -(-left // (steps - step))
         places = gaps & (rank < count.unsqueeze(-1))
         yield step + 1, places, guesses[places[gaps]]
 
@@ -221,20 +220,20 @@ def _surest_first(
 def _guesses(logits: Tensor, places: Tensor, mask_token: int) -> tuple[Tensor, int]:
     """Return logits [n, vocab_size] with -inf for the mask, and the number of other tokens."""
     with full_precision(logits.device):
-        found, num_tokens = without_mask(logits[places], mask_token)
-        if not bool(found.logsumexp(-1).isfinite().all()):
+        guesses, num_tokens = without_mask(logits[places], mask_token)
+        if not bool(guesses.logsumexp(-1).isfinite().all()):
             raise ValueError(
                 "model must return finite logits for masked tokens, got NaN or infinity"
             )
-    return found, num_tokens
+    return guesses, num_tokens
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
     entries = shape if isinstance(shape, tuple | list) else [shape]
-    found = tuple(as_int("shape", size, 0) for size in entries)
-    if not found or found[-1] == 0:
+    sizes = tuple(as_int("shape", size, 0) for size in entries)
+    if not sizes or sizes[-1] == 0:
         raise ValueError(f"shape must be a tuple (*, N), or N, with N >= 1, got {shape!r}")
-    return found
+    return sizes
 
 
 def _start(shape: tuple[int, ...], mask_token: int, prompt: Any, device: torch.device) -> Tensor:
@@ -243,8 +242,7 @@ def _start(shape: tuple[int, ...], mask_token: int, prompt: Any, device: torch.d
     if prompt is None:
         return tokens
     if not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int32, torch.int64):
-        got = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise ValueError(f"prompt must be an int32 or int64 tensor, got {got}")
+        raise ValueError(f"prompt must be an int32 or int64 tensor, got {described(prompt)}")
     n = prompt.shape[-1] if prompt.dim() else 0
     try:
         if not 0 < n <= shape[-1]:

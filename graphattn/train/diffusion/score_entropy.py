@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.ops.inputs import compute_dtype, full_precision
+from graphattn.train.checks import check_masked_logits, check_range, described
 
 
 def score_entropy(log_scores: Tensor, ratios: Tensor) -> Tensor:
@@ -35,8 +36,7 @@ def score_entropy(log_scores: Tensor, ratios: Tensor) -> Tensor:
         tensor([0., 0.])
     """
     if not isinstance(log_scores, Tensor) or not log_scores.is_floating_point():
-        got = log_scores.dtype if isinstance(log_scores, Tensor) else type(log_scores).__name__
-        raise ValueError(f"log_scores must be a floating-point tensor, got {got}")
+        raise ValueError(f"log_scores must be a floating-point tensor, got {described(log_scores)}")
     with full_precision(log_scores.device):
         log_scores = log_scores.to(compute_dtype(log_scores.dtype))
         ratios = ratios.to(log_scores.dtype)
@@ -74,9 +74,8 @@ def absorbing_log_scores(logits: Tensor, noise_level: Tensor, mask_token: int) -
     with full_precision(logits.device):
         logits, num_tokens = without_mask(logits, as_int("mask_token", mask_token, 0))
         sigma = noise_level.to(logits.dtype).unsqueeze(-1)
-        log_expm1 = sigma + torch.log(
-            -torch.expm1(-sigma)
-        )  # this form does not overflow for any sigma
+        # This form does not overflow for any sigma.
+        log_expm1 = sigma + torch.log(-torch.expm1(-sigma))
         return logits - math.log(num_tokens) - log_expm1
 
 
@@ -132,20 +131,10 @@ def score_entropy_parts(
     Their sum is the denoising score entropy times (exp(sigma) - 1).
     """
     mask_token = as_int("mask_token", mask_token, 0)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits must be a floating-point tensor [*, N, vocab_size], got {got}")
-    if not isinstance(masked, Tensor) or masked.dtype != torch.bool:
-        got = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
-        raise ValueError(f"masked must be a bool tensor, got {got}")
-    if logits.shape[:-1] != tokens.shape or masked.shape != tokens.shape:
-        raise ValueError(
-            "logits, tokens and masked must have shapes [*, N, vocab_size], [*, N] and [*, N], "
-            f"got {list(logits.shape)}, {list(tokens.shape)} and {list(masked.shape)}"
-        )
+    check_masked_logits(logits, tokens, masked)
     with full_precision(logits.device):
         truth = tokens[masked].long()
-        check_tokens(truth, logits.shape[-1])
+        check_range(truth, logits.shape[-1])
         check_no_masks(truth, None, mask_token)
         guessed, num_tokens = without_mask(logits[masked], mask_token)
         log_sum = guessed.logsumexp(-1)
@@ -171,22 +160,12 @@ def without_mask(logits: Tensor, mask_token: int) -> tuple[Tensor, int]:
     return logits.masked_fill(place, -torch.inf), logits.shape[-1] - 1
 
 
-def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens") -> None:
-    """Raise a ValueError for tokens outside the vocabulary, if reading values is cheap."""
-    if tokens.device.type != "cpu" or tokens.numel() == 0:
-        return
-    least, most = (int(t) for t in tokens.aminmax())
-    if least < 0 or most >= vocab_size:
-        bad = least if least < 0 else most
-        raise ValueError(f"{name} must be 0 .. {vocab_size - 1}, got {bad}")
-
-
 def check_no_masks(tokens: Tensor, valid: Tensor | None, mask_token: int) -> None:
     """Raise a ValueError if a token is already the mask, if reading values is cheap."""
     if tokens.device.type != "cpu":
         return
-    found = tokens == mask_token
-    if bool((found if valid is None else found & valid).any()):
+    is_mask = tokens == mask_token
+    if bool((is_mask if valid is None else is_mask & valid).any()):
         raise ValueError(
             f"tokens must not contain mask_token, {mask_token}, which is only for masked positions"
         )

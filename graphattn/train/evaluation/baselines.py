@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.train.checks import described
 
 CHUNK = 1 << 20  # tokens that are counted together
 DENSE = 1 << 24  # up to this number of possible pairs, counts are in a dense table
@@ -148,14 +149,11 @@ def _chunks(name: str, sequences: Sequences, vocab_size: int) -> Iterator[Tensor
 
     A chunk has a single token only if its sequence has no more.
     """
-    own: Iterable[Any] = [sequences] if isinstance(sequences, Tensor) else sequences
-    for sequence in own:
+    several: Iterable[Any] = [sequences] if isinstance(sequences, Tensor) else sequences
+    for sequence in several:
         tokens = sequence.get("tokens") if isinstance(sequence, dict) else sequence
         if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.is_floating_point():
-            got = type(tokens).__name__
-            if isinstance(tokens, Tensor):
-                got = f"{tokens.dtype} of shape {list(tokens.shape)}"
-            raise ValueError(f"{name} must contain integer tensors [N], got {got}")
+            raise ValueError(f"{name} must contain integer tensors [N], got {described(tokens)}")
         for start in range(0, len(tokens), CHUNK):
             piece = tokens[max(start - 1, 0) : start + CHUNK].long().cpu()
             least, most = (int(x) for x in piece.aminmax())
@@ -169,12 +167,12 @@ def _chunks(name: str, sequences: Sequences, vocab_size: int) -> Iterator[Tensor
 
 def _count_tokens(name: str, sequences: Sequences, vocab_size: int) -> Tensor:
     """Count every token, float64 [vocab_size]."""
-    found = torch.zeros(vocab_size, dtype=torch.int64)
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
     for piece in _chunks(name, sequences, vocab_size):
-        found += piece[1:].bincount(minlength=vocab_size)
-    if not found.any():
+        counts += piece[1:].bincount(minlength=vocab_size)
+    if not counts.any():
         raise ValueError(f"{name} must contain at least one token, got none")
-    return found.double()
+    return counts.double()
 
 
 def _count_pairs(
@@ -186,18 +184,18 @@ def _count_pairs(
     """
     dense = torch.zeros(vocab_size**2 if vocab_size**2 <= DENSE else 0, dtype=torch.int64)
     codes, counts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    waiting: list[Tensor] = []
+    pieces: list[Tensor] = []
     size = 0
     for piece in _chunks(name, sequences, vocab_size):
         if tokens is not None:
             tokens += piece[1:].bincount(minlength=vocab_size)
         pairs = piece[:-1] * vocab_size + piece[1:]
-        waiting.append(pairs if piece[0] >= 0 else pairs[1:])
-        size += len(waiting[-1])
+        pieces.append(pairs if piece[0] >= 0 else pairs[1:])
+        size += len(pieces[-1])
         if size >= CHUNK:
-            codes, counts = _added(codes, counts, dense, waiting)
-            waiting, size = [], 0
-    codes, counts = _added(codes, counts, dense, waiting)
+            codes, counts = _added(codes, counts, dense, pieces)
+            pieces, size = [], 0
+    codes, counts = _added(codes, counts, dense, pieces)
     if len(dense):
         codes = dense.nonzero()[:, 0]
         counts = dense[codes]
@@ -207,10 +205,10 @@ def _count_pairs(
 
 
 def _added(
-    codes: Tensor, counts: Tensor, dense: Tensor, waiting: list[Tensor]
+    codes: Tensor, counts: Tensor, dense: Tensor, pieces: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Add the counts of more pairs, to the table or to the sorted list."""
-    pairs = torch.cat([codes[:0], *waiting])
+    pairs = torch.cat([codes[:0], *pieces])
     if len(dense):
         dense += pairs.bincount(minlength=len(dense))
         return codes, counts

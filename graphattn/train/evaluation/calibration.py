@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_int
-from graphattn.models.proteins.scores import evaluating
 from graphattn.ops.inputs import compute_dtype
+from graphattn.train.checks import described
 from graphattn.train.objectives.likelihood import LikelihoodObjective
-from graphattn.train.objectives.objective import Batch, evaluation_generator
+from graphattn.train.objectives.objective import Batch
 
 
 class Calibration:
@@ -90,12 +90,9 @@ class Calibration:
                 "objective must be one with guesses ('masked', 'causal' or 'classification'), got "
                 f"{objective!r}"
             )
-        found = cls(bins)
-        with evaluating(model):
-            for place, batch in enumerate(batches):
-                generator = evaluation_generator(batch, place, seed)
-                found.add(*objective.guesses(model, batch, generator))
-        return found
+        calibration = cls(bins)
+        objective.sums_over(model, batches, seed, calibration.add)
+        return calibration
 
     @torch.no_grad()
     def add(self, logits: Tensor, truth: Tensor) -> None:
@@ -108,12 +105,11 @@ class Calibration:
         Raises:
             ValueError: if the shapes do not fit, or the truth is not one of the choices.
         """
-        for name, found in (("logits", logits), ("truth", truth)):
-            is_floating = isinstance(found, Tensor) and found.is_floating_point()
-            if not isinstance(found, Tensor) or is_floating != (name == "logits"):
-                got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        for name, values in (("logits", logits), ("truth", truth)):
+            is_floating = isinstance(values, Tensor) and values.is_floating_point()
+            if not isinstance(values, Tensor) or is_floating != (name == "logits"):
                 kind = "a floating-point" if name == "logits" else "an integer"
-                raise ValueError(f"{name} must be {kind} tensor, got {got}")
+                raise ValueError(f"{name} must be {kind} tensor, got {described(values)}")
         if logits.shape[:-1] != truth.shape:
             raise ValueError(
                 "logits and truth must have shapes [*, K] and [*], got "

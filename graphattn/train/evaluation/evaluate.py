@@ -15,7 +15,6 @@ from graphattn.train.evaluation.baselines import standard_error
 from graphattn.train.evaluation.calibration import Calibration
 from graphattn.train.evaluation.guessing import guesses_of
 from graphattn.train.evaluation.pseudo_likelihood import pseudo_perplexity
-from graphattn.train.objectives.likelihood import LikelihoodObjective
 from graphattn.train.objectives.objective import Batch, Example, Objective
 
 PER_SEQUENCE = 16  # tokens per sequence that are masked one at a time
@@ -74,12 +73,10 @@ def evaluate_model(
     if objective.name in ("masked", "diffusion"):
         draws = min(MOST_DRAWS, -(-ENOUGH // tokens))
 
-    def batches() -> Iterator[Batch]:
-        for _ in range(draws):
-            yield from _batches(objective, examples, batch_tokens)
-
-    sums = objective.sums_over(model, batches(), seed)
-    found: dict[str, Any] = {
+    batches = (batch for _ in range(draws) for batch in _batches(objective, examples, batch_tokens))
+    calibration = Calibration(bins)
+    sums = objective.sums_over(model, batches, seed, calibration.add)
+    report: dict[str, Any] = {
         **objective.report_of(sums),
         "examples": len(examples),
         "guesses": sums.count,
@@ -87,28 +84,27 @@ def evaluate_model(
     if sums.squares is not None:
         error = standard_error(float(sums.total), float(sums.squares), sums.count)
         # A token that is guessed again, under another mask, says little more than the first time.
-        found["loss_error"] = error * max(1.0, sums.count / tokens) ** 0.5
-    if isinstance(objective, LikelihoodObjective):
-        calibration = Calibration.of(objective, model, batches(), seed, bins)
-        found["calibration"] = {"error": calibration.error, "bins": calibration.rows()}
+        report["loss_error"] = error * max(1.0, sums.count / tokens) ** 0.5
+    if bool(calibration.counts.any()):
+        report["calibration"] = {"error": calibration.error, "bins": calibration.rows()}
     if objective.name == "masked" and pseudo_tokens:
         count = min(max(pseudo_tokens // PER_SEQUENCE, 1), len(examples))
         chosen = [examples[k * len(examples) // count] for k in range(count)]
         asked = max(pseudo_tokens // count, 1)
-        found["pseudo_perplexity"] = pseudo_perplexity(
+        report["pseudo_perplexity"] = pseudo_perplexity(
             model,
             chosen,
             objective.mask_token,  # type: ignore[attr-defined]
             max_tokens=asked,
             generator=torch.Generator().manual_seed(seed),
         )
-        found["pseudo_tokens"] = sum(min(asked, len(own["tokens"])) for own in chosen)
+        report["pseudo_tokens"] = sum(min(asked, len(example["tokens"])) for example in chosen)
     if train is not None:
         guesses = guesses_of(objective, train, examples, model)
         for name, (loss, error) in guesses.items():
-            found |= {f"{name}_loss": loss, f"{name}_loss_error": error}
+            report |= {f"{name}_loss": loss, f"{name}_loss_error": error}
     # The error of a single guess is not known.
-    return {name: own for name, own in found.items() if not _is_nan(own)}
+    return {name: value for name, value in report.items() if not _is_nan(value)}
 
 
 def _is_nan(value: Any) -> bool:

@@ -45,7 +45,7 @@ def guesses_of(
         return {}
     if objective.name != "causal":
         return {"frequency": frequency_nats(_tokens(train), _each(examples), vocab_size)}
-    rest = (own["tokens"][1:] for own in _each(examples) if len(own["tokens"]) > 1)
+    rest = (example["tokens"][1:] for example in _each(examples) if len(example["tokens"]) > 1)
     return {
         "frequency": frequency_nats(_tokens(train), rest, vocab_size),
         "bigram": bigram_nats(_tokens(train), _each(examples), vocab_size),
@@ -78,11 +78,11 @@ def _tokens(part: Part) -> Iterator[Tensor]:
 
 def _labels(examples: Iterable[Example], per_token: bool) -> Iterator[Tensor]:
     """Yield the classes of examples, or of their tokens, some thousands at once."""
-    waiting: list[Any] = []
+    labels: list[Any] = []
     for example in examples:
         if per_token:
             yield example["labels"][example["labels"] >= 0]
         else:
-            waiting.append(example["label"])
-    if waiting:
-        yield torch.tensor(waiting)
+            labels.append(example["label"])
+    if labels:
+        yield torch.tensor(labels)

@@ -13,6 +13,7 @@ from graphattn.graphs.arguments import as_int
 from graphattn.models.proteins.scores import evaluating
 from graphattn.train.batches.calling import answers_at
 from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.checks import is_integer
 from graphattn.train.objectives.likelihood import nats
 from graphattn.train.objectives.objective import Example
 
@@ -61,14 +62,14 @@ def pseudo_log_likelihood(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     tokens = one["tokens"][0].to(device)
     asked = torch.arange(len(tokens)) if positions is None else torch.as_tensor(positions)
-    is_index = not (asked.is_floating_point() or asked.is_complex() or asked.dtype == torch.bool)
     if asked.dim() != 1 or (
-        len(asked) and not (is_index and 0 <= int(asked.min()) <= int(asked.max()) < len(tokens))
+        len(asked)
+        and not (is_integer(asked) and 0 <= int(asked.min()) <= int(asked.max()) < len(tokens))
     ):
         raise ValueError(
             f"positions must be integers [n] in 0 .. {len(tokens) - 1}, got {positions!r:.80}"
         )
-    found = []
+    log_likelihoods = []
     with evaluating(model):
         for some in asked.long().cpu().split(batch_size):
             copies = tokens.repeat(len(some), 1)
@@ -76,8 +77,8 @@ def pseudo_log_likelihood(
             where[torch.arange(len(some)), some] = True
             batch = {key: _of_copies(key, value, len(some), device) for key, value in one.items()}
             logits = answers_at(model, copies.masked_fill(where, mask_token), batch, where)
-            found.append(-nats(logits, copies[where]))
-    return torch.cat(found) if found else torch.zeros(0, device=device)
+            log_likelihoods.append(-nats(logits, copies[where]))
+    return torch.cat(log_likelihoods) if log_likelihoods else torch.zeros(0, device=device)
 
 
 def pseudo_perplexity(
@@ -131,10 +132,10 @@ def pseudo_perplexity(
         if max_tokens is not None and max_tokens < length:
             drawn = torch.randperm(length, generator=generator, device=_device_of(generator))
             positions = drawn[:max_tokens].sort().values.cpu()
-        found = pseudo_log_likelihood(
+        log_likelihood = pseudo_log_likelihood(
             model, example, mask_token, positions=positions, batch_size=batch_size
         )
-        total, count = total + length * float(found.double().mean()), count + length
+        total, count = total + length * float(log_likelihood.double().mean()), count + length
     if not count:
         raise ValueError("examples must contain at least one sequence, got none")
     return math.exp(-total / count) if -total / count < 700 else math.inf

@@ -86,9 +86,8 @@ class NextToken(LikelihoodObjective):
                 )
             return logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         is_guessed = torch.zeros_like(valid)
-        is_guessed[:, 1:] = (
-            valid[:, 1:] & valid[:, :-1]
-        )  # neither the token nor the one before it is padding
+        # Neither the token nor the one before it is padding.
+        is_guessed[:, 1:] = valid[:, 1:] & valid[:, :-1]
         before = is_guessed.roll(-1, 1)  # the last column becomes the first one, which is False
         return answers_at(model, tokens, batch, before, packed=self.packed), tokens[is_guessed]
 
@@ -107,35 +106,35 @@ class NextToken(LikelihoodObjective):
                     f"({logits.shape[-1]}), got {self._bytes.numel()}"
                 )
             sums["bytes"] = float(self._bytes.to(truth.device)[truth].sum())
-        return loss_of(nats(logits, truth), len(truth), sums)
+        return loss_of(nats(logits, truth), len(truth), sums, (logits, truth))
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Return loss, perplexity, accuracy, bits per token and (if known) bits per byte."""
         means = dict(means)
         num_bytes = means.pop("bytes", 0.0)
-        found = super().report(mean, means)
-        found["bits_per_token"] = mean / math.log(2)
+        report = super().report(mean, means)
+        report["bits_per_token"] = mean / math.log(2)
         if num_bytes:
-            found["bits_per_byte"] = mean / math.log(2) / num_bytes
-        return found
+            report["bits_per_byte"] = mean / math.log(2) / num_bytes
+        return report
 
 
 _CAUSAL: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have passed the check below
 
 
-def _as_bytes(found: Any) -> float | Tensor | None:
-    if found is None:
+def _as_bytes(value: Any) -> float | Tensor | None:
+    if value is None:
         return None
-    if isinstance(found, str) or not hasattr(found, "__len__"):
-        return as_float("bytes_per_token", found, positive=True)
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        return as_float("bytes_per_token", value, positive=True)
     try:
-        table = torch.as_tensor(found, dtype=torch.float64)
+        table = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError):
         table = torch.zeros(())
     if table.dim() != 1 or not len(table) or not ((table >= 0) & table.isfinite()).all():
         raise ValueError(
             "bytes_per_token must be a number > 0, or one finite number >= 0 per token, got "
-            f"{found!r:.80}"
+            f"{value!r:.80}"
         )
     return table
 

@@ -122,7 +122,7 @@ class Classification(LikelihoodObjective):
         with torch.no_grad():
             plain = float(nats(logits, truth).sum() if self.label_smoothing else smoothed.sum())
         sums = {"accuracy": num_right(logits, truth), "nats": plain}
-        return loss_of(smoothed, len(truth), sums)
+        return loss_of(smoothed, len(truth), sums, (logits, truth))
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Return loss, nats, accuracy and the perplexity, exp(nats)."""

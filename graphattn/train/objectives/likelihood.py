@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphattn.ops.inputs import compute_dtype
+from graphattn.train.checks import check_range
 from graphattn.train.objectives.objective import Batch, Loss, Objective
 
 
@@ -31,12 +32,17 @@ class LikelihoodObjective(Objective):
         """Return the sum over all guesses, in nats, and the number of right ones as "accuracy"."""
         logits, truth = self.guesses(model, batch, generator)
         sums = {"accuracy": num_right(logits, truth)}
-        return loss_of(nats(logits, truth), len(truth), sums)
+        return loss_of(nats(logits, truth), len(truth), sums, (logits, truth))
 
 
-def loss_of(values: Tensor, count: int, sums: dict[str, float] | None = None) -> Loss:
+def loss_of(
+    values: Tensor,
+    count: int,
+    sums: dict[str, float] | None = None,
+    guesses: tuple[Tensor, Tensor] | None = None,
+) -> Loss:
     """Return the loss of guesses from the loss of each one; guesses that are 0 may be left out."""
-    return Loss(values.sum(), count, sums or {}, values.detach().square().sum())
+    return Loss(values.sum(), count, sums or {}, values.detach().square().sum(), guesses)
 
 
 def nats(logits: Tensor, truth: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -53,13 +59,7 @@ def nats(logits: Tensor, truth: Tensor, label_smoothing: float = 0.0) -> Tensor:
             it is cheap).
     """
     truth = truth.long()
-    if truth.device.type == "cpu" and truth.numel():
-        least, most = (int(x) for x in truth.aminmax())
-        if least < 0 or most >= logits.shape[-1]:
-            raise ValueError(
-                f"tokens and labels must be 0 .. {logits.shape[-1] - 1}, one per output of the "
-                f"model, got {least if least < 0 else most}"
-            )
+    check_range(truth, logits.shape[-1], "tokens and labels", ", one per output of the model")
     logits = logits.to(compute_dtype(logits.dtype))
     return functional.cross_entropy(
         logits, truth, reduction="none", label_smoothing=label_smoothing

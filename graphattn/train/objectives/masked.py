@@ -122,7 +122,7 @@ class MaskedTokens(LikelihoodObjective):
         logits, truth, ratio = self._guesses(model, batch, generator)
         valid = batch.get("valid")
         count = batch["tokens"].numel() if valid is None else int(valid.sum())
-        return loss_of(nats(logits, truth) / ratio, count)
+        return loss_of(nats(logits, truth) / ratio, count, guesses=(logits, truth))
 
     def _guesses(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None

@@ -11,6 +11,7 @@ from torch.nn import functional
 from graphattn.distributed.losses import token_mean
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.ops.inputs import compute_dtype
+from graphattn.train.checks import check_masked_logits, check_range, described, is_integer
 
 
 def mask_tokens(
@@ -78,8 +79,7 @@ def mask_tokens(
     masked = drawn < mask_ratio
     if valid is not None:
         if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
-            got = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
-            raise ValueError(f"valid must be a bool tensor, got {got}")
+            raise ValueError(f"valid must be a bool tensor, got {described(valid)}")
         try:
             masked &= valid
         except RuntimeError:
@@ -95,9 +95,7 @@ def mask_tokens(
     other = torch.randint(
         letters, tokens.shape, generator=generator, device=tokens.device, dtype=tokens.dtype
     )
-    other += (other >= mask_token).to(
-        other.dtype
-    )  # all tokens of the vocabulary except the mask token
+    other += (other >= mask_token).to(other.dtype)  # all tokens except the mask token
     inputs = tokens.masked_fill(masked & (kind < 0.8), mask_token)
     return torch.where(masked & (kind >= 0.8) & (kind < 0.9), other, inputs), masked
 
@@ -130,28 +128,10 @@ def masked_token_loss(
         tensor(1.3863)
     """
     _check_tokens(tokens)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits must be a floating-point tensor [*, vocab_size], got {got}")
-    if not isinstance(masked, Tensor) or masked.dtype != torch.bool:
-        got = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
-        raise ValueError(f"masked must be a bool tensor, got {got}")
-    if logits.shape[:-1] != tokens.shape or masked.shape != tokens.shape:
-        raise ValueError(
-            "logits, tokens and masked must have shapes [*, vocab_size], [*] and [*], "
-            f"got {list(logits.shape)}, {list(tokens.shape)} and {list(masked.shape)}"
-        )
-    guessed, truth = (
-        logits[masked].to(compute_dtype(logits.dtype)),
-        tokens[masked].long(),
-    )  # half precision would overflow
-    if truth.device.type == "cpu" and truth.numel() > 0:
-        least, most = (int(t) for t in truth.aminmax())
-        if least < 0 or most >= logits.shape[-1]:
-            raise ValueError(
-                f"tokens must be 0 .. {logits.shape[-1] - 1} where masked, "
-                f"got {least if least < 0 else most}"
-            )
+    check_masked_logits(logits, tokens, masked)
+    guessed = logits[masked].to(compute_dtype(logits.dtype))  # half precision would overflow
+    truth = tokens[masked].long()
+    check_range(truth, logits.shape[-1], note=" where masked")
     if group is not None:
         losses = functional.cross_entropy(guessed, truth, reduction="none")
         return token_mean(losses, group=group)
@@ -168,8 +148,8 @@ def _smallest(drawn: Tensor, valid: Tensor | None) -> Tensor:
     if valid is not None:
         drawn = drawn.masked_fill(~valid, 2.0)
     first = drawn.argmin(-1, keepdim=True)
-    found = torch.zeros_like(drawn, dtype=torch.bool).scatter_(-1, first, True)
-    return found if valid is None else found & valid
+    is_smallest = torch.zeros_like(drawn, dtype=torch.bool).scatter_(-1, first, True)
+    return is_smallest if valid is None else is_smallest & valid
 
 
 def _letters(mask_token: int, vocab_size: int | None) -> int:
@@ -202,9 +182,5 @@ def _check_ratios(mask_ratio: Tensor, tokens: Tensor) -> None:
 
 
 def _check_tokens(tokens: object) -> None:
-    is_integer = isinstance(tokens, Tensor) and not (
-        tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
-    )
-    if not is_integer:
-        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens must be an integer tensor, got {got}")
+    if not is_integer(tokens):
+        raise ValueError(f"tokens must be an integer tensor, got {described(tokens)}")

@@ -6,7 +6,7 @@ import abc
 import functools
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from graphattn.models.proteins.scores import evaluating
 
-Example = dict[
-    str, Any
-]  # "tokens" [N] or "image" [C, H, W], and further entries that an objective needs
+# "tokens" [N] or "image" [C, H, W], and further entries that an objective needs.
+Example = dict[str, Any]
 Batch = dict[str, Any]  # tensors, and other arguments of models
 
 
@@ -32,6 +31,7 @@ class Loss:
             guesses.
         squares: the sum of the squares of the losses of single guesses, for the standard error of
             the mean; None if it is not known.
+        guesses: logits [n, K] and right choices [n], for objectives of guessing; else None.
 
     Example:
         >>> import torch
@@ -44,6 +44,7 @@ class Loss:
     count: int
     sums: dict[str, float] = field(default_factory=dict)
     squares: Tensor | None = None
+    guesses: tuple[Tensor, Tensor] | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -92,8 +93,8 @@ class Objective(abc.ABC):
     def __repr__(self) -> str:
         given = [
             f"{name}={getattr(self, name)!r}"
-            for name, own in inspect.signature(type(self)).parameters.items()
-            if hasattr(self, name) and repr(getattr(self, name)) != repr(own.default)
+            for name, parameter in inspect.signature(type(self)).parameters.items()
+            if hasattr(self, name) and repr(getattr(self, name)) != repr(parameter.default)
         ]
         return f"{type(self).__name__}({', '.join(given)})"
 
@@ -119,17 +120,28 @@ class Objective(abc.ABC):
         return self.report(float(sums.total) / sums.count, means)
 
     @torch.no_grad()
-    def sums_over(self, model: nn.Module, batches: Iterable[Batch], seed: int = 0) -> Loss:
-        """Return the loss of a model on all batches together, as :meth:`evaluate` needs it."""
+    def sums_over(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        seed: int = 0,
+        on_guesses: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Loss:
+        """Return the loss of a model on all batches together, as :meth:`evaluate` needs it.
+
+        `on_guesses` is called with ``Loss.guesses`` of every batch that has them.
+        """
         total, count, squares = 0.0, 0, 0.0
         sums: dict[str, float] = {}
         with evaluating(model):
             for place, batch in enumerate(batches):
-                found = self.loss(model, batch, evaluation_generator(batch, place, seed))
-                total, count = total + float(found.total), count + found.count
-                squares += math.nan if found.squares is None else float(found.squares)
-                for key, value in found.sums.items():
+                loss = self.loss(model, batch, evaluation_generator(batch, place, seed))
+                total, count = total + float(loss.total), count + loss.count
+                squares += math.nan if loss.squares is None else float(loss.squares)
+                for key, value in loss.sums.items():
                     sums[key] = sums.get(key, 0.0) + float(value)
+                if on_guesses is not None and loss.guesses is not None:
+                    on_guesses(*loss.guesses)
         if count == 0:
             raise ValueError("batches must contain at least one guess, got none")
         as_tensor = functools.partial(torch.tensor, dtype=torch.float64)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.near_names import did_you_mean
+from graphattn.train.diffusion.objective import AbsorbingDiffusion
+from graphattn.train.objectives.causal import NextToken
+from graphattn.train.objectives.classification import Classification
+from graphattn.train.objectives.masked import MaskedTokens
 from graphattn.train.objectives.objective import Objective
+from graphattn.train.objectives.regression import ResidueRegression
 
-_OBJECTIVES = {  # name: module and class in graphattn.train
-    "masked": ("objectives.masked", "MaskedTokens"),
-    "causal": ("objectives.causal", "NextToken"),
-    "classification": ("objectives.classification", "Classification"),
-    "regression": ("objectives.regression", "ResidueRegression"),
-    "diffusion": ("diffusion", "AbsorbingDiffusion"),
-}
+_CLASSES = (MaskedTokens, NextToken, Classification, ResidueRegression, AbsorbingDiffusion)
+OBJECTIVES: dict[str, Any] = {made.name: made for made in _CLASSES}
 
 
 def objective(name: str, **options: Any) -> Objective:
@@ -39,10 +38,8 @@ def objective(name: str, **options: Any) -> Objective:
             ...
         ValueError: objective 'masked' has no option 'mask_rate': did you mean 'mask_ratio'?
     """
-    as_choice("objective", name, tuple(_OBJECTIVES))
-    module, kind = _OBJECTIVES[name]
-    made: Any = getattr(importlib.import_module(f"graphattn.train.{module}"), kind)
-    known = inspect.signature(made).parameters
+    as_choice("objective", name, tuple(OBJECTIVES))
+    known = inspect.signature(OBJECTIVES[name]).parameters
     for option in options:
         if option not in known:
             hint = did_you_mean(option, known) or f": it has {', '.join(known)}"
@@ -50,5 +47,5 @@ def objective(name: str, **options: Any) -> Objective:
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in options:
             raise ValueError(f"objective {name!r} needs the option {option!r}")
-    found: Objective = made(**options)
-    return found
+    made: Objective = OBJECTIVES[name](**options)
+    return made

@@ -115,12 +115,12 @@ class ResidueRegression(Objective):
 
     def _sums(self, answers: Tensor, labels: Tensor, known: Tensor) -> dict[str, float]:
         """Return the sums for errors and Pearson's correlation of every target, in float64."""
-        found = {}
+        sums = {}
         for target in range(self.targets):
-            own = known[:, target]
+            known_here = known[:, target]
             # Use standardised numbers, so that sums of squares do not lose digits to a large mean.
-            x = answers[own, target].double()
-            y = (labels[own, target].double() - self.mean) / self.std
+            x = answers[known_here, target].double()
+            y = (labels[known_here, target].double() - self.mean) / self.std
             pieces = {
                 "n": torch.ones_like(x),
                 "x": x,
@@ -130,8 +130,8 @@ class ResidueRegression(Objective):
                 "xy": x * y,
             }
             pieces["squared"], pieces["absolute"] = (x - y).square(), (x - y).abs()
-            found.update({f"{key}_{target}": float(own.sum()) for key, own in pieces.items()})
-        return found
+            sums.update({f"{key}_{target}": float(piece.sum()) for key, piece in pieces.items()})
+        return sums
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Return the loss, mse and mae in the units of the labels, and Pearson's correlation."""

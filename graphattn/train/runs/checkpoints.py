@@ -38,8 +38,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def complete_checkpoints(folder: Path) -> list[int]:
     """Return the steps of all checkpoints, ascending; a folder with that name is complete."""
-    found = folder / "checkpoints"
-    names = [path.name for path in found.iterdir() if path.is_dir()] if found.is_dir() else []
+    parent = folder / "checkpoints"
+    names = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
 
@@ -63,8 +63,8 @@ def check_newest(folder: Path) -> None:
     if not steps:
         return
     path = checkpoint_path(folder, steps[-1])
-    random = [own.name for own in path.glob("rng_state*.pth")] or ["rng_state.pth"]
-    for name in (pretrained.WEIGHTS, *(own for own in ENTRIES if own != "rng_state"), *random):
+    random = [file.name for file in path.glob("rng_state*.pth")] or ["rng_state.pth"]
+    for name in (pretrained.WEIGHTS, *(file for file in ENTRIES if file != "rng_state"), *random):
         if (wrong := _what_is_wrong(path / name)) is not None:
             before = f"the checkpoint of step {steps[-2]}" if len(steps) > 1 else "the start"
             raise ValueError(
@@ -84,11 +84,11 @@ def _what_is_wrong(file: Path) -> str | None:
             with safe_open(file, "pt"):
                 return None
         is_json = file.suffix == ".json"
-        found = json.loads(file.read_text(encoding="utf-8")) if is_json else _read_pickle(file)
+        content = json.loads(file.read_text(encoding="utf-8")) if is_json else _read_pickle(file)
     except (ValueError, SafetensorError) as error:
         return f"is broken ({error})"
     needed = ENTRIES[file.name if file.name in ENTRIES else "rng_state"]
-    lacks = needed.difference(found if isinstance(found, dict) else ())
+    lacks = needed.difference(content if isinstance(content, dict) else ())
     return f"is broken (it has no {sorted(lacks)[0]!r})" if lacks else None
 
 

@@ -16,12 +16,14 @@ from graphattn.models.presets import preset as arguments_of
 from graphattn.near_names import did_you_mean
 from graphattn.nn.files import pretrained
 from graphattn.train.batches.calling import unwrapped
+from graphattn.train.objectives.registry import OBJECTIVES
 from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.heads import WithHead
 
 if TYPE_CHECKING:
     from graphattn.data import Corpus
 
+CLASSES_OF_TOKENS = 2  # the labels of GenBank files say if a base is coding
 MOST_PATCHES = 64  # default for the number of patches of an image
 _TOKENS = ("text", "nucleotide", "protein", "structures")
 _KINDS = {  # class of models: kinds of data that it reads
@@ -43,8 +45,7 @@ _WITH_MASK = ("masked", "diffusion")
 
 def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
     """Choose the model and the objective, and raise an error for pairs that cannot work."""
-    names = ("masked", "diffusion", "causal", "classification", "regression")
-    as_choice("objective", config.objective, ("auto", *names))
+    as_choice("objective", config.objective, ("auto", *OBJECTIVES))
     kind = corpus.kind
     if config.model == "auto":
         config = config.replace(model=_model_for(config.objective, kind))
@@ -121,7 +122,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
     if made.model == "SequenceEncoder" and config.objective == "diffusion":
         given.setdefault("noise_dim", arguments.get("noise_dim") or 128)
         given.setdefault("zero_head", True)
-    changes = {**given, **_mixing(config, arguments, known)}
+    changes = {**given, **_mixing(config, arguments, kind)}
     if config.objective in ("classification", "regression") and made.model == "CausalLM":
         given.setdefault("tie_weights", False)
         changes.setdefault("tie_weights", False)
@@ -130,7 +131,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
             torch.manual_seed(config.seed)
             model: nn.Module = kind.from_preset(config.model, **changes)
             if config.objective == "classification" and corpus.kind != "images":
-                model = WithHead(model, _num_classes(corpus))
+                model = WithHead(model, CLASSES_OF_TOKENS)
     except (ValueError, TypeError, RuntimeError) as error:  # torch's, if there is no memory
         raise ValueError(f"model {config.model!r}: {str(error).splitlines()[0]}") from None
     return config.replace(model_options=given), model
@@ -141,19 +142,18 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
     options = dict(config.objective_options)
     if config.objective in _WITH_MASK:
         least = _tokens_of(corpus)
-        own = options.setdefault("mask_token", least)
-        if not isinstance(own, int) or own < least:
+        mask_token = options.setdefault("mask_token", least)
+        if not isinstance(mask_token, int) or mask_token < least:
             raise ValueError(
                 f"objective_options: mask_token must be at least {least}, after the tokens of the "
-                f"data, got {own!r}"
+                f"data, got {mask_token!r}"
             )
     elif config.objective == "causal" and corpus.kind in ("text", "images"):
         share = corpus.num_bytes / corpus.num_tokens
         options.setdefault("bytes_per_token", 1 if share == 1 else share)
     elif config.objective == "classification":
         of_images = corpus.kind == "images"
-        num_classes = model.num_classes if of_images else _num_classes(corpus)
-        options.setdefault("num_classes", num_classes)
+        options.setdefault("num_classes", model.num_classes if of_images else CLASSES_OF_TOKENS)
         if not of_images:
             options.setdefault("per_token", True)
     return options
@@ -161,9 +161,9 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
 
 def tokens_of_image(model: nn.Module) -> int:
     """Return the number of tokens that a model makes of an image."""
-    own: Any = unwrapped(model)
-    height, width = _pair(own.config["image_size"])
-    sides = _pair(own.config["patch_size"])
+    inner: Any = unwrapped(model)
+    height, width = _pair(inner.config["image_size"])
+    sides = _pair(inner.config["patch_size"])
     return (height // sides[0]) * (width // sides[1])
 
 
@@ -176,11 +176,8 @@ def _model_for(objective: str, kind: str) -> str:
     if objective == "causal":
         return "dna-1m" if kind == "nucleotide" else "text-1m"
     if objective != "auto":
-        return (
-            "protein-structure-1m"
-            if (objective, kind) == ("masked", "structures")
-            else ("encoder-1m")
-        )
+        with_structure = (objective, kind) == ("masked", "structures")
+        return "protein-structure-1m" if with_structure else "encoder-1m"
     return {
         "text": "text-1m",
         "nucleotide": "dna-1m",
@@ -201,8 +198,8 @@ def _class_of(config: RunConfig) -> tuple[str, int | None]:
             f"does not contain {pretrained.CONFIG}"
         )
     with torch.device("meta"):
-        found: Any = pretrained.load(config.model, device="cpu")
-    inner = found.model if isinstance(found, WithHead) else found
+        model: Any = pretrained.load(config.model, device="cpu")
+    inner = model.model if isinstance(model, WithHead) else model
     name = type(inner).__name__
     if name not in _KINDS:
         raise ValueError(f"model must be one of {', '.join(_KINDS)}, got a {name}")
@@ -218,12 +215,12 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
             )
     model: Any = pretrained.load(config.model)
     if corpus.image_shape is not None:
-        own = (model.config["channels"], *_pair(model.config["image_size"]))
-        if own != tuple(corpus.image_shape or ()):
+        image_shape = (model.config["channels"], *_pair(model.config["image_size"]))
+        if image_shape != tuple(corpus.image_shape or ()):
             raise ValueError(
-                f"model {config.model!r} reads images of (channels, height, width) = {own}, but "
-                f"the images of data have {corpus.image_shape}: choose another model, or resize "
-                "the images"
+                f"model {config.model!r} reads images of (channels, height, width) = "
+                f"{image_shape}, but the images of data have {corpus.image_shape}: choose another "
+                "model, or resize the images"
             )
         if model.num_classes < len(corpus.classes):
             raise ValueError(
@@ -232,7 +229,7 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
             )
     elif config.objective in ("classification", "regression"):
         if not isinstance(model, WithHead):
-            model = WithHead(model, _num_classes(corpus))
+            model = WithHead(model, CLASSES_OF_TOKENS)
     else:
         least = _tokens_of(corpus) + (config.objective in _WITH_MASK)
         if model.vocab_size < least and not hasattr(model, "mask_token"):
@@ -243,22 +240,22 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
     return model.train()
 
 
-def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> dict[str, Any]:
+def _mixing(config: RunConfig, arguments: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Return the mixer, and those options of the preset that it takes."""
     changes: dict[str, Any] = {}
     if config.mixer is not None:
         changes["mixer"] = config.mixer
-    own = arguments.get("mixer_options") or {}
+    options = arguments.get("mixer_options") or {}
     if "depth" in config.model_options:
-        own = over_depth(own, _depth(arguments))
-    if config.mixer is not None and own:
-        own = options_taken(config.mixer, _depth(arguments), own)
-    if own or config.mixer_options:
-        changes["mixer_options"] = {**own, **config.mixer_options}
+        options = over_depth(options, _depth(arguments))
+    if config.mixer is not None and options:
+        options = options_taken(config.mixer, _depth(arguments), options)
+    if options or config.mixer_options:
+        changes["mixer_options"] = {**options, **config.mixer_options}
     elif arguments.get("mixer_options"):
         changes["mixer_options"] = None
     if config.window is not None:
-        if "window" not in inspect.signature(getattr(graphattn.models, _name(config))).parameters:
+        if "window" not in inspect.signature(kind).parameters:
             raise ValueError(
                 f"window must not be given for {config.model!r}, got {config.window!r}: for "
                 "images, set radius or window_size in model_options instead"
@@ -268,10 +265,6 @@ def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> d
         if arguments.get("window_pattern") and not pair:
             changes["window_pattern"] = None
     return changes
-
-
-def _name(config: RunConfig) -> str:
-    return graphattn.models.presets()[config.model].model
 
 
 def _depth(arguments: dict[str, Any]) -> int:
@@ -287,10 +280,10 @@ def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> 
     here = {"image_size": size, "channels": channels, "num_classes": len(corpus.classes)}
     given = config.model_options
     for name in ("image_size", "channels"):
-        told = given.get(name, here[name])
-        if (list(_pair(told)) if name == "image_size" else told) != here[name]:
+        value = given.get(name, here[name])
+        if (list(_pair(value)) if name == "image_size" else value) != here[name]:
             raise ValueError(
-                f"model_options: {name} must be that of the data, {here[name]}, got {told!r}"
+                f"model_options: {name} must be that of the data, {here[name]}, got {value!r}"
             )
     if given.get("num_classes", here["num_classes"]) < here["num_classes"]:
         raise ValueError(
@@ -332,12 +325,6 @@ def _tokens_of(corpus: Corpus) -> int:
     if corpus.tokenizer is None:
         return 256 if corpus.kind == "images" else 0  # values of pixels
     return corpus.tokenizer.vocab_size
-
-
-def _num_classes(corpus: Corpus) -> int:
-    """Return the number of classes of tokens; the labels of GenBank files say if a base is
-    coding."""
-    return 2
 
 
 def _check_labels(config: RunConfig, corpus: Corpus) -> None:

@@ -16,12 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from graphattn.train.runs.config import RunConfig
-from graphattn.train.runs.records import Row, read_rows, replace_file, replace_text
+from graphattn.train.runs.config import FREE, RunConfig
+from graphattn.train.runs.records import Row, read_rows, replace_text
 from graphattn.version import __version__
 
 CONFIG, STATE, LOG, LOCK = "config.yaml", "run.json", "log.jsonl", ".lock"
-FREE = ("out", "workers", "log_to")  # options that do not change the results of a run
 OVER = ("finished", "diverged")  # statuses of a run that has ended with a result
 
 
@@ -109,23 +108,18 @@ def read_state(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        state = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must contain a JSON object, got a {type(found).__name__}")
-    return found
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} must contain a JSON object, got a {type(state).__name__}")
+    return state
 
 
 def write_state(path: Path, **changes: Any) -> None:
     """Change some values in run.json."""
     text = json.dumps({**read_state(path), **changes}, indent=2, default=str)
     replace_text(path / STATE, text + "\n")
-
-
-def write_config(path: Path, config: RunConfig) -> None:
-    """Write config.yaml, completely or not at all."""
-    replace_file(path / CONFIG, config.save)
 
 
 def check_config(path: Path, config: RunConfig, processes: int) -> None:
@@ -141,11 +135,13 @@ def check_config(path: Path, config: RunConfig, processes: int) -> None:
     if "steps" in names and here["steps"] > there["steps"]:
         names.remove("steps")
     if names:
-        told = "; ".join(f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names)
+        differences = "; ".join(
+            f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names
+        )
         raise ValueError(
             f"out must be a new folder or that of a run with the same config, got {str(path)!r}, "
-            f"whose config differs: {told}. Choose another folder, or continue with the old config "
-            "(only steps may grow)"
+            f"whose config differs: {differences}. Choose another folder, or continue with the "
+            "old config (only steps may grow)"
         )
     before = read_state(path).get("processes", processes)
     if before != processes:
@@ -239,9 +235,8 @@ def _close(handles: list[int]) -> None:
 def _is_locked(path: Path) -> bool:
     if not (path / LOCK).is_file():
         return False
-    handle = os.open(
-        path / LOCK, os.O_RDONLY
-    )  # read-only, because the folder may belong to another user
+    # Read-only, because the folder may belong to another user.
+    handle = os.open(path / LOCK, os.O_RDONLY)
     try:
         return not _lock(handle)
     finally:
@@ -273,11 +268,6 @@ def _lock(handle: int, patience: float = 0.0) -> bool:
 # Provenance of results.
 
 
-def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]:
-    """Return facts about a result that are not in its config: commit, versions, machine."""
-    return {**origin(config), "device": device, "processes": processes}
-
-
 def origin(config: RunConfig) -> dict[str, Any]:
     """Describe the origin of a number: commit, digest of the config, seed, versions."""
     names = ("torch", "transformers", "accelerate", "datasets", "numpy")
@@ -295,13 +285,13 @@ def origin(config: RunConfig) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of graphattn's checkout, with "-dirty" if files differ, or None."""
-    own = Path(__file__)
-    git = ["git", "-C", str(own.parent)]
+    file = Path(__file__)
+    git = ["git", "-C", str(file.parent)]
     try:
-        known = subprocess.run(
-            [*git, "ls-files", "--error-unmatch", own.name], capture_output=True, timeout=10
+        tracked = subprocess.run(
+            [*git, "ls-files", "--error-unmatch", file.name], capture_output=True, timeout=10
         )
-        told = subprocess.run(
+        description = subprocess.run(
             [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
             capture_output=True,
             text=True,
@@ -310,7 +300,8 @@ def commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     # If graphattn is installed inside another repository, that commit is not its own.
-    return told.stdout.strip() or None if known.returncode == told.returncode == 0 else None
+    is_known = tracked.returncode == description.returncode == 0
+    return description.stdout.strip() or None if is_known else None
 
 
 def now() -> str:

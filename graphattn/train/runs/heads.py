@@ -72,13 +72,13 @@ class WithHead(Configured, nn.Module):
 
     def forward(self, tokens: Tensor, graph: Any = None, **given: Any) -> Tensor:
         """Return outputs for every token, [*, N, outputs]; keywords are those of the model."""
-        found: Tensor = self.model(tokens, graph, **given)
-        return found
+        outputs: Tensor = self.model(tokens, graph, **given)
+        return outputs
 
     def graphs(self, *args: Any, **kwargs: Any) -> Sequence[TokenGraph]:
         """Return the graphs of the model, one per block."""
-        found: Sequence[TokenGraph] = self.model.graphs(*args, **kwargs)
-        return found
+        graphs: Sequence[TokenGraph] = self.model.graphs(*args, **kwargs)
+        return graphs
 
     @property
     def structure(self) -> bool:

@@ -87,8 +87,8 @@ class Examples(Sequence[Example]):
     @property
     def fingerprint(self) -> str:
         """Return a fingerprint of the data; a run continues only with the same data."""
-        found: str = self.windows.part.corpus.fingerprint
-        return found
+        fingerprint: str = self.windows.part.corpus.fingerprint
+        return fingerprint
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -99,8 +99,8 @@ class Examples(Sequence[Example]):
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
         if self.indices is not None:
             indices = self.indices[torch.as_tensor(indices)].tolist()
-        found: list[Example] = self.windows.__getitems__(indices)
-        return found
+        examples: list[Example] = self.windows.__getitems__(indices)
+        return examples
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -143,20 +143,20 @@ def prepare(config: RunConfig) -> Prepared:
     config = config.replace(objective_options=objective_options(config, corpus, model))
     of_image = None if corpus.image_shape is None else tokens_of_image(model)
     config = _length(config, parts["train"], of_image)
-    found: dict[str, Examples | None] = {}
+    examples: dict[str, Examples | None] = {}
     for name, part in parts.items():
         most = config.validation_tokens if name == "validation" else 0
-        found[name] = examples_of(part, config.length, of_image, most) if len(part) else None
+        examples[name] = examples_of(part, config.length, of_image, most) if len(part) else None
     objective = make_objective(config.objective, **config.objective_options)
-    train = found["train"]
+    train = examples["train"]
     assert train is not None  # the config ensures that training data remains
     return Prepared(
         config,
         corpus,
         parts,
         train,
-        found["validation"],
-        found["test"],
+        examples["validation"],
+        examples["test"],
         model,
         objective,
         corpus.tokenizer,
@@ -203,6 +203,16 @@ def examples_of(
     from graphattn.data import Windows
 
     return Examples(Windows(part, length), tokens_each, most_tokens)
+
+
+def cut_records(part: Part, length: int, noun: str) -> str:
+    """Say how many records of a part are longer than a window; "" if none is."""
+    sizes = part.spans[:, 2] - part.spans[:, 1]
+    long = sizes[sizes > length]
+    if not len(long):
+        return ""
+    pieces = int((-(-long // length)).sum())
+    return f"{len(long):,} of {len(sizes):,} {noun} are cut into {pieces:,} pieces"
 
 
 def _tokenizer_name(config: RunConfig, corpus: Corpus) -> str:

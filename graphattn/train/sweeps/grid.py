@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.graphs.arguments import as_choice
 from graphattn.models.mixers import HALVES, KINDS, NAMES
 from graphattn.near_names import did_you_mean
 from graphattn.train.runs.config import RunConfig
@@ -33,7 +33,7 @@ class Trial:
     def config(self, shared: RunConfig, out: str) -> RunConfig:
         """Return the config of its run, with those `mixer_options` that its mixer takes."""
         taken = _options_of(self.mixer)
-        options = {name: own for name, own in shared.mixer_options.items() if name in taken}
+        options = {name: value for name, value in shared.mixer_options.items() if name in taken}
         return shared.replace(
             mixer=self.mixer, lr=self.lr, seed=self.seed, mixer_options=options, out=out
         )
@@ -50,18 +50,18 @@ def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]
     Raises:
         ValueError: if an argument is not allowed; the message names it and says what is allowed.
     """
-    found = [own.strip() for own in mixers.split(",")] if isinstance(mixers, str) else [*mixers]
-    if not found:
+    names = [each.strip() for each in mixers.split(",")] if isinstance(mixers, str) else [*mixers]
+    if not names:
         raise ValueError("mixers must name at least one mixer, got none")
-    for name in found:
+    for name in names:
         as_choice("mixers", name, NAMES)
     for option in options:
-        if not any(option in _options_of(name) for name in found):
+        if not any(option in _options_of(name) for name in names):
             raise ValueError(
-                f"mixer_options must contain options of {', '.join(found)}, got {option!r}"
-                + did_you_mean(option, [own for name in found for own in _options_of(name)])
+                f"mixer_options must contain options of {', '.join(names)}, got {option!r}"
+                + did_you_mean(option, [each for name in names for each in _options_of(name)])
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def as_rates(lrs: str | float | Sequence[float]) -> list[float]:
@@ -80,22 +80,17 @@ def as_rates(lrs: str | float | Sequence[float]) -> list[float]:
         ([0.0001, 0.001, 0.01], [0.01, 0.02, 0.04])
     """
     if isinstance(lrs, str):
-        found = [rate for part in lrs.split(",") for rate in _rates(part.strip())]
+        rates = [rate for part in lrs.split(",") for rate in _rates(part.strip())]
     elif isinstance(lrs, Iterable):
-        found = [_rate(own, own) for own in lrs]
+        rates = [_rate(entry, entry) for entry in lrs]
     else:
-        found = [_rate(lrs, lrs)]
-    if not found:
+        rates = [_rate(lrs, lrs)]
+    if not rates:
         raise ValueError("lrs must contain at least one learning rate, got none")
-    for rate in found:
+    for rate in rates:
         if not (math.isfinite(rate) and rate > 0):
             raise ValueError(f"lrs must be finite numbers above 0, got {rate!r}")
-    return sorted(set(found))
-
-
-def as_seeds(seeds: Any) -> int:
-    """Check the number of seeds; every combination is trained with the seeds 0, 1, ..."""
-    return as_int("seeds", seeds, 1)
+    return sorted(set(rates))
 
 
 def _options_of(mixer: str) -> set[str]:
@@ -136,7 +131,7 @@ def _rates(part: str) -> list[float]:
         raise ValueError(differ)  # more values than there are numbers with this number of digits
     ratio = math.log(last / first) / (count - 1)
     inner = [float(f"{first * math.exp(ratio * k):.{DIGITS}g}") for k in range(1, count - 1)]
-    found = [first, *inner, last]
-    if any(high <= low for low, high in itertools.pairwise(found)):
+    rates = [first, *inner, last]
+    if any(high <= low for low, high in itertools.pairwise(rates)):
         raise ValueError(differ)
-    return found
+    return rates

@@ -14,19 +14,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from graphattn.train.runs.config import RunConfig
-from graphattn.train.runs.folder import FREE, Run, provenance, read_run
+from graphattn.train.runs.config import FREE, RunConfig
+from graphattn.train.runs.folder import Run, origin, read_run
 from graphattn.train.runs.records import Row, finite, replace_file, replace_text
 from graphattn.train.sweeps.grid import Trial
 from graphattn.train.sweeps.results import ORIGIN, RESULTS, outcome
 
 SHARED, STORAGE, LOCK, ROWS = "sweep.yaml", "trials.db", ".sweep.lock", "results.jsonl"
-OF_TRIALS = (
-    *FREE,
-    "mixer",
-    "lr",
-    "seed",
-)  # options in which trials differ, or which do not change results
+OF_TRIALS = (*FREE, "mixer", "lr", "seed")  # options that may differ within a sweep
 MOST_KILLED = 5  # a trial whose processes were killed this often is not started again
 SECONDS = 120  # how long to wait for a busy database
 NUMBERS = ("loss", "best_loss", "best_step", "step", "diverged_at", "seconds", "error")
@@ -136,18 +131,18 @@ class TrialQueue:
         If a process is killed at any time, even in this method, the next process finds its trial.
         """
         states = self.optuna.trial.TrialState
-        found = self._by_name()
-        if running := [own[-1] for own in found.values() if own[-1].state == states.RUNNING]:
+        tries_of = self._by_name()
+        if running := [each[-1] for each in tries_of.values() if each[-1].state == states.RUNNING]:
             for trial in running:
                 self._fail_if_dead(trial)
             with self._without_logs():
                 self.optuna.storages.fail_stale_trials(self.study)
-            found = self._by_name()
-        left = [tries for tries in found.values() if tries[-1].state == states.FAIL]
+            tries_of = self._by_name()
+        left = [tries for tries in tries_of.values() if tries[-1].state == states.FAIL]
         for tries in left:
             if _status(tries) == "interrupted":
                 self._enqueue(_identity(tries[-1]))
-        return found
+        return tries_of
 
     def _fail_if_dead(self, trial: Any) -> None:
         """Mark a try as failed if its process on this machine has ended, and remove its lock."""
@@ -193,8 +188,8 @@ class TrialQueue:
                     self.study.optimize(lambda trial: self._train(trial, train), n_trials=1)
             except Exception:
                 # An error of the training is stored with its trial. If another process took this
-                # trial because # its heartbeat had stopped, Optuna does not accept a result here;
-                # that process finds the # finished run.
+                # trial because its heartbeat had stopped, Optuna does not accept a result here;
+                # that process finds the finished run.
                 if self.finished is None:
                     raise
         except KeyboardInterrupt:
@@ -214,30 +209,30 @@ class TrialQueue:
     def _train(self, trial: Any, train: Train) -> float:
         """Train a trial; Optuna calls this with the lock of the folder, which is released here."""
         attributes = trial.user_attrs
-        own = Trial(attributes["mixer"], attributes["lr"], attributes["seed"])
-        self.alone = self._lock_of(own.name)
+        combination = Trial(attributes["mixer"], attributes["lr"], attributes["seed"])
+        self.alone = self._lock_of(combination.name)
         with suppress(Timeout):
             self.alone.acquire(timeout=0)  # before other processes can check this lock
         trial.set_user_attr("host", platform.node())
         self.lock.release(force=True)
         shared = RunConfig.load(self.folder / SHARED)
-        config = own.config(shared, os.fspath(self.folder / "trials" / own.name))
-        origin = provenance(config, "cpu", 1)
+        config = combination.config(shared, os.fspath(self.folder / "trials" / combination.name))
+        made_by = origin(config)
         try:
             self.alone.acquire()  # the former process is still alive: wait for its result
-            found = outcome_of(train, config)
-            self.finished = _row(own, found)
-            trial.set_user_attr("result", json.dumps(finite(found.items())))
-            return math.inf if found["loss"] is None else float(found["loss"])
+            result = outcome_of(train, config)
+            self.finished = _row(combination, result)
+            trial.set_user_attr("result", json.dumps(finite(result.items())))
+            return math.inf if result["loss"] is None else float(result["loss"])
         except KeyboardInterrupt:
             trial.set_user_attr("asked", True)
             raise
         except Exception as error:
             if self.finished is None:
-                found = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-                found |= {name: origin[name] for name in ORIGIN}
-                self.finished = _row(own, found)
-                trial.set_user_attr("error", json.dumps(finite(found.items())))
+                result = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+                result |= {name: made_by[name] for name in ORIGIN}
+                self.finished = _row(combination, result)
+                trial.set_user_attr("error", json.dumps(finite(result.items())))
             raise
 
     # Status.
@@ -250,26 +245,28 @@ class TrialQueue:
     def rows(self) -> list[Row]:
         """Return a row per trial, in the order in which they were enqueued."""
         return [
-            _row(Trial(own["mixer"], own["lr"], own["seed"]), self._state(tries))
+            _row(
+                Trial(attributes["mixer"], attributes["lr"], attributes["seed"]), self._state(tries)
+            )
             for tries in self._by_name().values()
-            for own in [tries[-1].user_attrs]
+            for attributes in [tries[-1].user_attrs]
         ]
 
     def _state(self, tries: list[Any]) -> Row:
-        found: Row = {"status": _status(tries)}
+        row: Row = {"status": _status(tries)}
         attributes = tries[-1].user_attrs
-        if found["status"] in RESULTS:
+        if row["status"] in RESULTS:
             return {**json.loads(attributes["result"])}
-        if found["status"] == "failed":
-            found["error"] = f"its process was killed {MOST_KILLED} times"
-            found |= json.loads(attributes.get("error", "{}"))
-        elif found["status"] == "running":
+        if row["status"] == "failed":
+            row["error"] = f"its process was killed {MOST_KILLED} times"
+            row |= json.loads(attributes.get("error", "{}"))
+        elif row["status"] == "running":
             if self._is_gone(tries[-1]):
-                found["status"] = "interrupted"  # until another process continues it
+                row["status"] = "interrupted"  # until another process continues it
             with suppress(FileNotFoundError, ValueError):  # the folder is just being made
                 run = read_run(self.folder / "trials" / attributes[NAMED])
-                found |= {"step": run.step, "config": run.info.get("config")}
-        return found
+                row |= {"step": run.step, "config": run.info.get("config")}
+        return row
 
     def _write_rows(self) -> None:
         text = "".join(json.dumps(finite(row.items())) + "\n" for row in self.rows())
@@ -277,11 +274,11 @@ class TrialQueue:
 
     def _by_name(self) -> dict[str, list[Any]]:
         """Return all tries of every trial, the last one last."""
-        found: dict[str, list[Any]] = {}
+        tries_of: dict[str, list[Any]] = {}
         for trial in self.study.get_trials(deepcopy=False):
             if NAMED in trial.user_attrs:
-                found.setdefault(trial.user_attrs[NAMED], []).append(trial)
-        return found
+                tries_of.setdefault(trial.user_attrs[NAMED], []).append(trial)
+        return tries_of
 
 
 def check_folder(folder: Path, shared: RunConfig) -> None:
@@ -298,14 +295,14 @@ def check_folder(folder: Path, shared: RunConfig) -> None:
                 "other files: choose another folder"
             )
         return
-    there, here = (_plain(own) for own in (RunConfig.load(folder / SHARED), shared))
+    there, here = (config.as_dict() for config in (RunConfig.load(folder / SHARED), shared))
     names = [name for name in here if name not in OF_TRIALS and there[name] != here[name]]
     if names:
-        told = [f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names]
+        differences = [f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names]
         raise ValueError(
             "out must be a new folder or that of a sweep with the same options, got "
-            f"{str(folder)!r}, whose options differ: {'; '.join(told)}. Choose another folder, or "
-            "continue with the old options (you can add mixers, lrs and seeds)"
+            f"{str(folder)!r}, whose options differ: {'; '.join(differences)}. Choose another "
+            "folder, or continue with the old options (you can add mixers, lrs and seeds)"
         )
 
 
@@ -332,12 +329,6 @@ def outcome_of(train: Train, config: RunConfig) -> Row:
     return outcome(run)
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """Return the values as they are read from a file, with lists for tuples."""
-    found: dict[str, Any] = json.loads(json.dumps(config.as_dict(), default=str))
-    return found
-
-
 def _identity(trial: Any) -> dict[str, Any]:
     return {name: trial.user_attrs[name] for name in ("mixer", "lr", "seed", NAMED)}
 
@@ -354,7 +345,7 @@ def _status(tries: list[Any]) -> str:
         return "waiting" if len(tries) == 1 else "interrupted"
     if "error" in last.user_attrs:
         return "failed"
-    killed = [own for own in tries if own.state == last.state and "asked" not in own.user_attrs]
+    killed = [each for each in tries if each.state == last.state and "asked" not in each.user_attrs]
     return "failed" if len(killed) >= MOST_KILLED else "interrupted"
 
 

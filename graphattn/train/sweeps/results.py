@@ -117,7 +117,7 @@ def summarize_sweep(
     by_mixer: dict[str, list[Row]] = {}
     for row in rows:
         by_mixer.setdefault(row["mixer"], []).append(row)
-    return [_summary(mixer, own, rise, is_share) for mixer, own in by_mixer.items()]
+    return [_summary(mixer, trials, rise, is_share) for mixer, trials in by_mixer.items()]
 
 
 def losses_by_rate(rows: Sequence[Row]) -> dict[float, list[float] | None]:
@@ -125,19 +125,19 @@ def losses_by_rate(rows: Sequence[Row]) -> dict[float, list[float] | None]:
 
     Rates without a result are left out.
     """
-    found: dict[float, list[float] | None] = {}
+    losses: dict[float, list[float] | None] = {}
     for lr in sorted({row["lr"] for row in rows}):
-        own = [row for row in rows if row["lr"] == lr and row["status"] in RESULTS]
-        if any(row["status"] == "diverged" for row in own):
-            found[lr] = None
-        elif own:
-            found[lr] = [row["loss"] for row in own]
-    return found
+        results = [row for row in rows if row["lr"] == lr and row["status"] in RESULTS]
+        if any(row["status"] == "diverged" for row in results):
+            losses[lr] = None
+        elif results:
+            losses[lr] = [row["loss"] for row in results]
+    return losses
 
 
 def _summary(mixer: str, rows: list[Row], rise: float, is_share: bool) -> MixerSummary:
     losses = losses_by_rate(rows)
-    means = {lr: statistics.fmean(own) for lr, own in losses.items() if own}
+    means = {lr: statistics.fmean(values) for lr, values in losses.items() if values}
     best = min(means, key=lambda lr: means[lr], default=None)
     stable = None
     if best:

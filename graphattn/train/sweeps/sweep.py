@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from graphattn.graphs.arguments import as_int
+from graphattn.train.engine import fit_prepared
 from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.folder import Run
 from graphattn.train.runs.records import Row
-from graphattn.train.sweeps.grid import Trial, as_mixers, as_rates, as_seeds, trials_of
+from graphattn.train.runs.setup import prepare
+from graphattn.train.sweeps.grid import Trial, as_mixers, as_rates, trials_of
 from graphattn.train.sweeps.queue import (
     ROWS,
     SHARED,
@@ -93,7 +95,8 @@ def run_sweep(
         >>> ga.train.summarize_sweep(rows)[1].stable  # doctest: +SKIP
         (0.0001, 0.01)
     """
-    trials = trials_of(as_mixers(mixers, config.mixer_options), as_rates(lrs), as_seeds(seeds))
+    seeds = as_int("seeds", seeds, 1)
+    trials = trials_of(as_mixers(mixers, config.mixer_options), as_rates(lrs), seeds)
     processes, grace = _checked(processes, grace)
     if not config.out:
         raise ValueError("out must be the path of the folder of the sweep, got ''")
@@ -170,18 +173,7 @@ def read_sweep(folder: str | os.PathLike[str]) -> list[Row]:
 
 def prepare_and_fit(config: RunConfig) -> Run:
     """Train one config as ``graphattn train`` does."""
-    from graphattn.train.engine import fit
-    from graphattn.train.runs.setup import prepare
-
-    found: Any = prepare(config)
-    return fit(
-        found.model,
-        found.objective,
-        found.config,
-        found.train,
-        found.validation,
-        tokenizer=found.tokenizer,
-    )
+    return fit_prepared(prepare(config))
 
 
 def _run(
@@ -220,17 +212,15 @@ def _check_is_sweep(path: Path) -> None:
 def _with_whole_paths(config: RunConfig) -> RunConfig:
     """Make paths absolute, so that the sweep can be continued from another working folder."""
     given = {name: getattr(config, name) for name in ("data", "tokenizer", "model")}
-    paths = {name: os.path.abspath(own) for name, own in given.items() if os.path.exists(own)}
+    paths = {name: os.path.abspath(path) for name, path in given.items() if os.path.exists(path)}
     return config.replace(**paths)
 
 
 def _try_to_prepare(trials: Sequence[Trial], config: RunConfig, folder: Path) -> None:
     """Check data and model before many trials fail because of them."""
-    from graphattn.train.runs.setup import prepare
-
-    for own in {trial.mixer: trial for trial in trials}.values():
-        if not (folder / "trials" / own.name).exists():
-            prepare(own.config(config, os.fspath(folder / "trials" / own.name)))
+    for first in {trial.mixer: trial for trial in trials}.values():
+        if not (folder / "trials" / first.name).exists():
+            prepare(first.config(config, os.fspath(folder / "trials" / first.name)))
 
 
 def _read_rows(path: Path) -> list[Row]:
