@@ -108,24 +108,6 @@ def test_every_implementation_of_attention_gives_the_same(family, implementation
         torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
-def test_padding_changes_nothing_but_places():
-    """A text alone, and the same text in a batch, padded on either side."""
-    model, tokens = with_shortcut(), tokens_of(1, 9)
-    alone = logits_of(model, tokens, "sdpa")
-    for left in (True, False):
-        padded = torch.full((1, 30), 7)
-        at = slice(21, None) if left else slice(0, 9)
-        padded[:, at] = tokens
-        mask = torch.zeros(1, 30, dtype=torch.long)
-        mask[:, at] = 1
-        places = (mask.cumsum(1) - 1).clamp(min=0)
-        both = torch.cat([padded, tokens_of(1, 30, seed=3)])
-        masks = torch.cat([mask, torch.ones_like(mask)])
-        where = torch.cat([places, torch.arange(30)[None]])
-        found = logits_of(model, both, attention_mask=masks, position_ids=where)
-        torch.testing.assert_close(found[:1, at], alone, rtol=1e-5, atol=1e-5)
-
-
 # What it may see.
 
 
@@ -258,25 +240,6 @@ def test_masks_that_look_ahead_show_nothing_ahead():
     with torch.no_grad():
         out = krause.attend(q, k, v, everything, 0, 0.0)
         assert torch.equal(out, krause.attend(q, k, v, None, 0, 0.0))
-
-
-def test_plain_masks_become_windows_and_others_lists_of_edges():
-    call = ShortcutCall(batch=2, queries=12, slots=12, past=0, window=5)
-    causal = torch.ones(2, 12, 12, dtype=torch.bool).tril()
-    padded = causal & left_padded([12, 4], 12).bool()[:, None]
-    text = torch.tensor([0] * 5 + [1] * 7)
-    packed = causal & (text[:, None] == text)
-    for keep in (causal, padded, packed):
-        assert reach(keep[:, None], call).graph.structure is not None
-    assert reach(causal[:, None], call).valid is None
-    narrow = causal.triu(-2)
-    graph = reach(narrow[:, None], call).graph
-    assert torch.equal(graph.to_mask(), narrow[0])
-    torch.manual_seed(0)
-    odd = causal & (torch.rand(2, 12, 12) < 0.5)
-    found = reach(odd[:, None], call)
-    expected = torch.block_diag(*(odd.triu(-4).int())).bool()
-    assert torch.equal(found.graph.to_mask(), expected)
 
 
 def test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes():

@@ -228,9 +228,7 @@ def test_autocast_to_bfloat16_is_near(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_parameter_has_a_gradient_and_is_drawn_anew(name: str) -> None:
     """Biases may have none: those of keys, which a softmax cancels, and of consensus sources."""
-    model = zoo.made(name).double().train()
-    if isinstance(model, ga.models.SequenceEncoder | ga.models.CausalLM):
-        zoo.shaken(model)
+    model = zoo.shaken(zoo.made(name)).double().train()
     found = gradients(model, zoo.batch_of(name, 1).to(torch.float64))
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     silent = [key for key in before if key not in found or not found[key].any()]
