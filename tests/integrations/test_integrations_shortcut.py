@@ -15,7 +15,7 @@ from shortcut_oracle import (
 )
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.shortcut.masks import ShortcutCall, dense, reach
+from graphattn.integrations.transformers.shortcut.masks import ShortcutCall, dense, reach_of
 
 IMPLEMENTATIONS = [
     "eager",
@@ -245,15 +245,14 @@ def test_masks_that_look_ahead_show_nothing_ahead():
 def test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes():
     call = ShortcutCall(batch=1, queries=6, slots=6, past=0, window=4)
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    first = reach(mask, call)
-    assert reach(mask, call) is first
+    first = reach_of(mask, call)
+    assert reach_of(mask, call) is first
     mask[..., 2] = False
-    assert reach(mask, call) is not first
-    assert not reach(mask, call).valid[1][0, 2]
-    assert reach(mask, call._replace(window=2)).start == 0
-    assert reach(mask, call._replace(window=2)).graph != reach(mask, call).graph
+    assert reach_of(mask, call) is not first
+    assert not reach_of(mask, call).valid[1][0, 2]
+    assert reach_of(mask, call._replace(window=2)).graph != reach_of(mask, call).graph
     mask.numpy()[..., 3] = False  # which torch does not count
-    assert not reach(mask, call).valid[1][0, 3]
+    assert not reach_of(mask, call).valid[1][0, 3]
 
 
 # What is refused.

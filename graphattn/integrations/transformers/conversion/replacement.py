@@ -223,28 +223,28 @@ class Bandwidth(nn.Module):
     Args:
         heads: H, or 1 for a bandwidth that all heads share.
         sigma: > 0, at the start.
-        like: a parameter of the model, whose dtype and device it takes.
+        device, dtype: device and dtype of the parameter.
     """
 
-    def __init__(self, heads: int, sigma: float, like: Tensor) -> None:
+    def __init__(self, heads: int, sigma: float, device: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
-        self.log_sigma = nn.Parameter(
-            torch.full((heads,), math.log(sigma), dtype=like.dtype, device=like.device)
-        )
+        start = torch.full((heads,), math.log(sigma), device=device, dtype=dtype)
+        self.log_sigma = nn.Parameter(start)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the bandwidths for these features, [heads], at least in float32."""
+        """Return the bandwidths [heads], at least in float32, on the device of `features`."""
         dtype = torch.promote_types(self.log_sigma.dtype, torch.float32)
-        return self.log_sigma.to(dtype).exp()
+        return self.log_sigma.to(features.device, dtype).exp()
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"
 
 
-def a_weight(module: nn.Module) -> Tensor:
-    """A parameter of a module, whose dtype and device new ones take."""
-    return next(p for p in module.parameters() if p.is_floating_point())
+def device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device and dtype that new parameters of a module have."""
+    weight = next(p for p in module.parameters() if p.is_floating_point())
+    return weight.device, weight.dtype
 
 
 def heads_of(module: nn.Module, family: Family) -> int:
