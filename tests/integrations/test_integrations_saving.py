@@ -16,7 +16,7 @@ from tiny_models import tiny
 transformers = pytest.importorskip("transformers")
 
 from graphattn.integrations import transformers as gat  # noqa: E402
-from graphattn.integrations.transformers.files.marks import ADAPTER_MARK, MARK  # noqa: E402
+from graphattn.integrations.transformers.files.saving import ADAPTER_MARK, MARK  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 19}
 TOKENS = torch.arange(12)[None] % 19

@@ -33,7 +33,7 @@ from graphattn.integrations.transformers.conversion.replacement import (
     heads_of,
     key_heads_of,
 )
-from graphattn.integrations.transformers.files.marks import mark
+from graphattn.integrations.transformers.files.saving import mark
 from graphattn.integrations.transformers.options import (
     AS_IT_IS,
     add_step,

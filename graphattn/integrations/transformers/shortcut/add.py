@@ -9,7 +9,7 @@ from torch import nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.integrations.transformers.conversion.modules import attention_modules
-from graphattn.integrations.transformers.files.marks import mark
+from graphattn.integrations.transformers.files.saving import mark
 from graphattn.integrations.transformers.options import add_step, chosen_layers
 from graphattn.integrations.transformers.shortcut.layer import (
     KrauseShortcut,
