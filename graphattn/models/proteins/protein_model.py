@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from graphattn.data import ProteinTokenizer
-from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
+from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.models.mixers import Mixer, mixers, one_per_block
+from graphattn.models.mixers import Mixer, check_rope, mixers, one_per_block
 from graphattn.models.proteins.calls import ProteinCalls
 from graphattn.models.proteins.context_steps import ContextSteps, TrackEmbeddings, checked_context
 from graphattn.models.proteins.residue_edges import ResidueEdges
@@ -149,8 +149,7 @@ class ProteinModel(ProteinCalls):
             )
         if not isinstance(structure, bool):
             raise ValueError(f"structure must be True or False, got {structure!r}")
-        if not (isinstance(rope, bool) or rope == "isometric"):
-            raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
+        check_rope(rope)
         self.structure = structure
         self.edges = ResidueEdges(num_distances, max_distance, max_offset)
         options = dict(mixer_options or {})
@@ -267,14 +266,7 @@ class ProteinModel(ProteinCalls):
                 "structure must be given to a model with window=0, got None: some of its layers "
                 "see only neighbors in space"
             )
-        device = self.embedding.weight.device
-        of_reach = {
-            "all": lambda: complete_graph(N),
-            "window": lambda: window_path_graph(N, self.window, self_loops=True),
-            "near": lambda: window_path_graph(N, self.window),
-        }
-        made = {reach: of_reach[reach]().to(device) for reach in dict.fromkeys(self.reaches)}
-        return [made[reach] for reach in self.reaches]
+        return self._graphs_of_reaches(N)
 
     def encode(
         self,
@@ -310,6 +302,12 @@ class ProteinModel(ProteinCalls):
         context: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Return logits over the letters for every residue, [*, N, 21]."""
-        given = {"edge_features": edge_features, "context": context, "structure": structure}
-        given = {name: value for name, value in given.items() if value is not None}
-        return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
+        return self._logits_of(
+            tokens,
+            graph,
+            structure=structure,
+            valid=valid,
+            positions=positions,
+            edge_features=edge_features,
+            context=context,
+        )
