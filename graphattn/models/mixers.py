@@ -157,7 +157,7 @@ def _numbers(name: str, given: Any, depth: int) -> list[int]:
         return [as_int(name, given, 1)] * depth
     if len(given) != depth:
         raise ValueError(f"{name} must be one number, or one per block ({depth}), got {len(given)}")
-    return [as_int(name, own, 1) for own in given]
+    return [as_int(name, number, 1) for number in given]
 
 
 def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _check_options(options: dict[str, Any], entries: list[Any]) -> None:
             raise ValueError(
                 f"mixer_options must contain options of the model's mixers, got {option!r}: "
                 f"{takes or 'layers that were given as modules take none'}"
-                + did_you_mean(option, [own for name in named for own in KINDS[name].options])
+                + did_you_mean(option, [other for name in named for other in KINDS[name].options])
             )
 
 

@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation(
         "top_p looks at probabilities before the temperature",
         "graphattn/models/language/sampling.py",
-        "ordered, order = found.sort(",
+        "ordered, order = probabilities.sort(",
         "ordered, order = (logits * temperature).softmax(-1).sort(",
         (f"{GENERATION}::test_probabilities_are_those_of_transformers",),
     ),

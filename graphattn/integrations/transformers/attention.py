@@ -291,5 +291,5 @@ def _over_edges(
 def _by_head(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Run every head with its own mask, and so with its own graph."""
     heads = [_attend(call.of_head(head)) for head in range(call.query.shape[1])]
-    weights = [own for _, own in heads if own is not None]
+    weights = [of_head for _, of_head in heads if of_head is not None]
     return torch.cat([out for out, _ in heads], dim=2), torch.cat(weights, 1) if weights else None

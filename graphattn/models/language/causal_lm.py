@@ -185,10 +185,11 @@ class CausalLM(TiedModel):
             entries: list[Any] = [first] * (depth // 2) + [second] * (depth - depth // 2)
         else:
             entries = mixer if isinstance(mixer, list) else [mixer] * depth
-        own = window_of_blocks(config.get("window"), config.get("window_pattern"), depth)
+        of_attention = window_of_blocks(config.get("window"), config.get("window_pattern"), depth)
         near = config.get("consensus_window")
         windows = [
-            near if _is_near(entry) else window for entry, window in zip(entries, own, strict=True)
+            near if _is_near(entry) else window
+            for entry, window in zip(entries, of_attention, strict=True)
         ]
         rest = ("window_pattern", "consensus_window")
         return {**config, "window": windows, **dict.fromkeys(rest)}

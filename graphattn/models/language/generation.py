@@ -193,8 +193,8 @@ def _write_with_draft(
         for i in range(guesses):
             logits = drafter.read(first + i)[..., -1, :]
             of_draft.append(None if sampling.is_greedy else sampling.probabilities(logits))
-            own = of_draft[-1]
-            guess = logits.argmax(-1) if own is None else draw(own, generator)
+            q = of_draft[-1]
+            guess = logits.argmax(-1) if q is None else draw(q, generator)
             text.tokens[..., first + i] = guess
         logits = reader.read(first + guesses, keep=guesses + 1)
         for i in range(guesses + 1):
@@ -258,18 +258,18 @@ def _stops(stop: Any, vocab_size: int) -> list[tuple[int, ...]]:
     """Return the stops as sequences of tokens."""
     if stop is None:
         return []
-    found = []
+    sequences = []
     for entry in stop if _is_sequence(stop) else [stop]:
-        own = tuple(
+        tokens = tuple(
             as_int("stop", token, 0) for token in (entry if _is_sequence(entry) else [entry])
         )
-        if not own or max(own) >= vocab_size:
+        if not tokens or max(tokens) >= vocab_size:
             raise ValueError(
                 f"stop must contain tokens 0 .. {vocab_size - 1} (vocab_size - 1) or sequences of "
                 f"at least one token, got {entry!r}"
             )
-        found.append(own)
-    return found
+        sequences.append(tokens)
+    return sequences
 
 
 def _is_sequence(value: Any) -> bool:

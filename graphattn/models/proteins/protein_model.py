@@ -153,9 +153,9 @@ class ProteinModel(ProteinCalls):
         self.structure = structure
         self.edges = ResidueEdges(num_distances, max_distance, max_offset)
         options = dict(mixer_options or {})
-        if own := [name for name in OWN_OPTIONS if name in options]:
+        if taken := [name for name in OWN_OPTIONS if name in options]:
             raise ValueError(
-                f"mixer_options must not contain {own[0]!r}, which the model sets itself"
+                f"mixer_options must not contain {taken[0]!r}, which the model sets itself"
             )
         entries = one_per_block(mixer, depth)
         of_layers = dict(options)
@@ -282,12 +282,12 @@ class ProteinModel(ProteinCalls):
         """Return the features before the head, [*, N, dim]."""
         call = self._call(tokens, graph, structure, valid, positions, edge_features, context)
         x = self.embedding(call.tokens)
-        for place, (block, own) in enumerate(zip(self.blocks, call.graphs, strict=True)):
+        for place, (block, block_graph) in enumerate(zip(self.blocks, call.graphs, strict=True)):
             if call.tracks and str(place) in self.context_steps:
                 steps: Any = self.context_steps[str(place)]
                 x = steps(x, call.tracks)
-            of_edges = self._of_edges(place, own, call)
-            x = self.run_block(block, x, own, **call.given, **of_edges)
+            of_edges = self._of_edges(place, block_graph, call)
+            x = self.run_block(block, x, block_graph, **call.given, **of_edges)
         return self.norm(x).unflatten(-2, call.rows) if call.rows else self.norm(x)
 
     def forward(

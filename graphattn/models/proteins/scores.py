@@ -197,7 +197,7 @@ class ProteinScores(TokenModel):
 
     def _one_by_one(self, sizes: list[int]) -> list[TokenGraph]:
         """Return the graphs of every block for packed sequences, without edges between them."""
-        return [batch(own) for own in zip(*map(self.graphs, sizes), strict=True)]
+        return [batch(of_block) for of_block in zip(*map(self.graphs, sizes), strict=True)]
 
     def _of_proteins(
         self, run: Callable[..., Tensor], proteins: Any, context: Any, batch_size: int
@@ -233,8 +233,8 @@ class ProteinScores(TokenModel):
         self, calls: list[tuple[Tensor, dict[str, Any]]]
     ) -> tuple[Tensor, dict[str, Any], list[int]]:
         """Join several proteins into one call; also return the number of residues of each."""
-        tokens = [own for own, _ in calls]
-        sizes = [len(own) for own in tokens]
+        tokens = [of_one for of_one, _ in calls]
+        sizes = [len(of_one) for of_one in tokens]
         first = calls[0][1]
         if not first:  # only letters: padded, so that all use one graph
             padded = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -244,7 +244,7 @@ class ProteinScores(TokenModel):
         if "structure" in first:
             return packed, {"structure": [call["structure"] for _, call in calls]}, sizes
         graphs = zip(*(call["graph"] for _, call in calls), strict=True)
-        return packed, {"graph": [batch(own) for own in graphs]}, sizes
+        return packed, {"graph": [batch(of_block) for of_block in graphs]}, sizes
 
 
 def _given(context: Any) -> dict[str, Any]:

@@ -173,8 +173,8 @@ def _outdated(folder: Path, written: set[str]) -> list[Path]:
 
 def _set_of(name: str) -> tuple[str, str] | None:
     """Return the set of weights that a file belongs to: its stem and its variant."""
-    found = WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)
-    return None if found is None else (found[1], (found[2] or "").lstrip("."))
+    match = WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)
+    return None if match is None else (match[1], (match[2] or "").lstrip("."))
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -160,12 +160,12 @@ def _check_layer(name: str, attention: Any) -> None:
     if hasattr(attention, "krause"):
         raise ValueError(f"layers must not have a Krause shortcut yet, but {name} has one")
     for projection in PROJECTIONS:
-        own = getattr(attention, projection)
-        if type(own) is not nn.Linear:
+        layer = getattr(attention, projection)
+        if type(layer) is not nn.Linear:
             raise ValueError(
                 "model must have plain nn.Linear projections, which are copied, got "
-                f"{type(own).__name__} in {name}.{projection}: add the shortcut before adapters or "
-                "quantisation"
+                f"{type(layer).__name__} in {name}.{projection}: add the shortcut before adapters "
+                "or quantisation"
             )
     refuse_implementation(attention)
 
@@ -194,12 +194,12 @@ def _add_adapters(model: Any, names: list[str], rank: int, alpha: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.functional import cast_adapter_dtype
 
-    own = [f"{name}.{projection}" for name in names for projection in PROJECTIONS]
+    of_layer = [f"{name}.{projection}" for name in names for projection in PROJECTIONS]
     beside = [f"{name}.krause.{projection}" for name in names for projection in PROJECTIONS]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=own + beside,
+        target_modules=of_layer + beside,
         # Otherwise PEFT would freeze them without a warning, like everything that is not an
         # adapter.
         modules_to_save=[f"{name}.krause.{kept}" for name in names for kept in TRAINED_DIRECTLY],
