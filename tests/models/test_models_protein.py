@@ -7,54 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from proteins import LETTERS, MIXERS, D, H, complex_of, letters, model_of, tokens_of
 from torch import Tensor
 from torch.nn import functional
 
 import graphattn as ga
 from graphattn.data import Structure
-
-D, H = 16, 4
-MIXERS: dict[str, Any] = {
-    "dot": lambda: "dot",
-    "krause": lambda: "krause",
-    "consensus": lambda: "consensus",
-    "mix": lambda: "mix",
-    "own": lambda: [ga.nn.GaussianKernelAttention(D, H), "consensus"],
-}
-LETTERS = "ACDEFGHIKLMNPQRSTVWY"
-
-
-def model_of(mixer: str = "mix", **options: Any) -> Any:
-    torch.manual_seed(0)
-    made = MIXERS[mixer]()
-    names = [made] if isinstance(made, str) else made
-    if any(name in ("consensus", "mix") for name in names if isinstance(name, str)):
-        options = {"mixer_options": {"edge_hidden": 6, "rank": 2}, **options}
-    options = {"neighbors": 5, "window": 2, "num_distances": 4, "max_offset": 3, **options}
-    return ga.models.ProteinModel(D, 2, H, mixer=made, **options).double().eval()
-
-
-def letters(count: int, seed: int = 0) -> str:
-    index = torch.randint(20, (count,), generator=torch.Generator().manual_seed(seed))
-    return "".join(LETTERS[i] for i in index)
-
-
-def complex_of(*sizes: int, seed: int = 0) -> Structure:
-    """Chains that walk through each other in steps of 3.8 Angstrom."""
-    generator = torch.Generator().manual_seed(seed)
-    walks = []
-    for size in sizes:
-        steps = torch.randn(size, 3, generator=generator, dtype=torch.float64)
-        walks.append((3.8 * steps / steps.norm(dim=1, keepdim=True)).cumsum(0))
-    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    numbers = torch.cat([torch.arange(1, size + 1) for size in sizes])
-    return Structure(
-        letters(sum(sizes), seed), torch.cat(walks), index, tuple("ABCD"[: len(sizes)]), numbers
-    )
-
-
-def tokens_of(model: Any, structure: Structure) -> Tensor:
-    return model.tokenizer.encode(structure.sequence)
 
 
 def features_by_hand(model: Any, structure: Structure, source: int, target: int) -> list[float]:
@@ -147,33 +105,6 @@ def test_a_motion_of_all_atoms_changes_nothing_and_of_one_chain_something(mixer)
     shift = 3.0 * (structure.chain_index == 1)[:, None]
     apart = replace(structure, ca_positions=structure.ca_positions + shift, atoms={})
     assert (model.embed(apart)[:12] - out[:12]).abs().max() > 1e-4
-
-
-def test_a_three_chain_complex_sees_across_its_chains():
-    """Three straight strands side by side, at the corners of a triangle."""
-    line = torch.arange(8.0)[:, None] * torch.tensor([3.8, 0.0, 0.0])
-    corners = torch.tensor([[0.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 2.5, 4.3]])
-    places = torch.cat([line + corner for corner in corners]).double()
-    index = torch.arange(3).repeat_interleave(8)
-    model, structure = model_of("dot"), Structure(letters(24), places, index, ("A", "B", "C"))
-    graph = model.graphs(structure=structure)[0]
-    source, target = graph.edge_index
-    pairs = set(
-        zip(
-            structure.chain_index[source].tolist(),
-            structure.chain_index[target].tolist(),
-            strict=True,
-        )
-    )
-    assert pairs == {(a, b) for a in range(3) for b in range(3)}
-    changed = replace(structure, sequence=structure.sequence[:-1] + "W")
-    reached = (model.embed(changed) - model.embed(structure)).abs().amax(1) > 1e-12
-    assert reached[:16].any()  # residues of other chains feel the last one of the third
-    # With windows alone they do not.
-    alone = model_of("dot", neighbors=0)
-    reached = (alone.embed(changed) - alone.embed(structure)).abs().amax(1) > 0
-    assert not reached[:16].any()
-    assert reached[16:].any()
 
 
 def test_a_gap_in_the_numbers_is_a_gap_in_the_window():
@@ -371,7 +302,7 @@ def test_the_track_of_padding_is_never_read(mixer):
     assert torch.equal(model(tokens, valid=valid, context=other)[valid], out[valid])
 
 
-# Training, and files.
+# Training.
 
 
 def test_coordinates_have_gradients():

@@ -63,31 +63,6 @@ def test_the_model_is_its_blocks_over_patches_one_after_the_other(mixer):
     torch.testing.assert_close(out, model(images, model.graphs()), rtol=0, atol=0)
 
 
-def test_with_dot_products_it_is_torch_s_own_encoder():
-    model, images = vision("dot"), pictures(2)
-    layer = torch.nn.TransformerEncoderLayer(
-        DIM, HEADS, 4 * DIM, 0.0, "gelu", batch_first=True, norm_first=True
-    ).double()
-    x = model.embedding(images)
-    for block in model.blocks:
-        mixer, theirs = block.mixer, layer.self_attn
-        parts = [mixer.query_proj, mixer.key_proj, mixer.value_proj]
-        state = {
-            "self_attn.in_proj_weight": torch.cat([part.weight for part in parts]),
-            "self_attn.in_proj_bias": torch.cat([part.bias for part in parts]),
-            "self_attn.out_proj.weight": mixer.output_proj.weight,
-            "self_attn.out_proj.bias": mixer.output_proj.bias,
-            **{f"linear1.{k}": v for k, v in block.mlp[0].state_dict().items()},
-            **{f"linear2.{k}": v for k, v in block.mlp[2].state_dict().items()},
-            **{f"norm1.{k}": v for k, v in block.mixer_norm.state_dict().items()},
-            **{f"norm2.{k}": v for k, v in block.mlp_norm.state_dict().items()},
-        }
-        layer.load_state_dict(dict(state))
-        x = layer(x)
-        assert theirs.num_heads == HEADS
-    torch.testing.assert_close(model(images), model.head(model.norm(x)[:, 0]), rtol=0, atol=1e-12)
-
-
 # The papers' counts.
 
 COUNTS = {  # dot and gka: Projection-Free Transformers, Table 2, to the last parameter
@@ -211,42 +186,6 @@ def test_a_window_sees_patches_within_the_radius_and_leading_tokens(leading):
         for b, (k, m) in enumerate(places):
             expected[leading + a, leading + b] = abs(i - k) <= 1 and abs(j - m) <= 2
     assert graph == ga.from_mask(expected)
-
-
-@pytest.mark.parametrize("leading", [1, 2])
-@pytest.mark.parametrize("top_k", [1, 3, 100])
-def test_a_token_keeps_its_nearest_of_what_it_sees_leading_tokens_among_them(top_k, leading):
-    """Written out token by token: none is kept for its rank."""
-    model = vision(
-        "krause", distillation_token=leading > 1, mixer_options={"top_k": top_k, "init_sigma": 0.7}
-    )
-    layer = model.blocks[0].mixer
-    x = model.blocks[0].mixer_norm(model.embedding(pictures(1)))[0]
-    query, key, value = (
-        getattr(layer, f"{part}_proj")(x).unflatten(-1, (HEADS, -1))
-        for part in ("query", "key", "value")
-    )
-    places, N = [(i, j) for i in range(2) for j in range(6)], len(x)
-    found, left_out = torch.empty_like(query), 0
-    for h in range(HEADS):
-        for target in range(N):
-            seen = [
-                source
-                for source in range(N)
-                if min(source, target) < leading
-                or all(
-                    abs(a - b) <= 1
-                    for a, b in zip(places[source - leading], places[target - leading], strict=True)
-                )
-            ]
-            apart = (query[target, h] - key[seen, h]).square().sum(-1)
-            near = apart.argsort()[:top_k]
-            weights = (-apart[near] / (2 * 0.7**2)).softmax(0)
-            found[target, h] = weights @ value[seen, h][near]
-            left_out += target >= leading and not any(seen[n] < leading for n in near)
-    assert (left_out == 0) == (top_k == 100)
-    expected = layer.output_proj(found.flatten(-2))
-    torch.testing.assert_close(layer(x, model.graphs()[0]), expected)
 
 
 @pytest.mark.parametrize("leading", [0, 1, 2])
@@ -541,29 +480,3 @@ def test_bad_images_are_named(images, says):
     for interpolate in (False, True):
         with pytest.raises(ValueError, match=says):
             vision()(images, interpolate_pos_encoding=interpolate)
-
-
-# Digits.
-
-
-@pytest.mark.long
-def test_digits_are_read_after_seconds_of_training():
-    datasets = pytest.importorskip("sklearn.datasets")
-    data = datasets.load_digits()
-    images = torch.from_numpy(data.images).float()[:, None] / 8 - 1  # 0 .. 16 to -1 .. 1
-    digits = torch.from_numpy(data.target)
-    torch.manual_seed(0)
-    kept, seen = torch.randperm(len(images)).split([450, len(images) - 450])
-    model = ga.models.VisionTransformer.from_preset("digits", drop_path=0.05)
-    optimizer = torch.optim.AdamW(ga.train.parameter_groups(model), lr=5e-3)
-    steps = [batch for _ in range(12) for batch in seen[torch.randperm(len(seen))].split(32)]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=len(steps))
-    for batch in steps:
-        optimizer.zero_grad()
-        functional.cross_entropy(model(images[batch]), digits[batch]).backward()
-        optimizer.step()
-        schedule.step()
-    model.eval()
-    with torch.no_grad():
-        right = model(images[kept]).argmax(-1) == digits[kept]
-    assert right.double().mean() > 0.9
