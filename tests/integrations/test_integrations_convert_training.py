@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import convertible
 import pytest
 import torch
 import transformers
@@ -21,11 +22,7 @@ DIM, HEADS, D = 32, 4, 8
 
 
 def converted(name, mixer, **options):
-    model = model_of(name)
-    gat.register()
-    model.set_attn_implementation("graphattn")
-    gat.convert(model, mixer=mixer, **{**OPTIONS[mixer], **options})
-    return model
+    return convertible.converted(name, mixer, "graphattn", **{**OPTIONS[mixer], **options})
 
 
 def loss_of(model, inputs):

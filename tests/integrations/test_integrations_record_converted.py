@@ -7,7 +7,8 @@ from recorded_oracle import weights_by_loop
 import graphattn as ga
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
-from convertible import inputs_of, model_of  # noqa: E402
+import convertible  # noqa: E402
+from convertible import inputs_of  # noqa: E402
 from shortcut_oracle import left_padded, turned, with_shortcut  # noqa: E402
 
 from graphattn.integrations import transformers as gat  # noqa: E402
@@ -19,10 +20,8 @@ OPTIONS = {"gka": {}, "vlt": {"top_k": 4}, "krause": {"top_k": 3, "window": 5}}
 
 
 def converted(name, mixer, implementation="eager", **options):
-    model = model_of(name).double()
-    gat.convert(model, mixer, **{**OPTIONS.get(mixer, {}), **options})
-    model.set_attn_implementation(implementation)
-    return model
+    options = {**OPTIONS.get(mixer, {}), **options}
+    return convertible.converted(name, mixer, implementation, **options).double()
 
 
 def recorded(model, inputs, **options):

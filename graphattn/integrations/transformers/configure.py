@@ -13,9 +13,9 @@ from graphattn.integrations.transformers.files.saving import is_marked, mark
 from graphattn.integrations.transformers.masks.mask_function import graph_mask
 from graphattn.integrations.transformers.options import (
     AS_IT_IS,
+    GRAPH,
     GraphOf,
     add_step,
-    as_step,
     checked_options,
     give_options,
     layers_for,
@@ -114,8 +114,8 @@ def configure(
             "object, make each from its own copy"
         )
     numbers = apply(inside, options, layers)
-    count = len(attention_modules(inside))
-    add_step(inside, "configure", {**as_step(options, numbers), "modules": count})
+    step = {**vars(options), "layers": numbers, "modules": len(attention_modules(inside))}
+    add_step(inside, "configure", step | {"graph": None if graph is None else GRAPH})
     mark(inside)
     _warn_of_others(inside)
     return numbers

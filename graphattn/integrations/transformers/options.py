@@ -244,15 +244,3 @@ def has_places(config: Any) -> bool:
         for step in steps_of(config)
         if step["call"] == "configure"
     )
-
-
-def as_step(options: Options, layers: list[int]) -> dict[str, Any]:
-    """Return the options in the form of a config."""
-    return {
-        "mixer": options.mixer,
-        "window": options.window,
-        "top_k": options.top_k,
-        "sigma": options.sigma,
-        "graph": None if options.graph is None else GRAPH,
-        "layers": layers,
-    }

@@ -155,7 +155,8 @@ def _check_layer(name: str, attention: Any) -> None:
     kind = type(attention)
     if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
         raise ValueError(
-            f"model must have attention layers of {_families()}, got {kind.__name__} in {name}"
+            f"model must have attention layers of {', '.join(FAMILIES.values())}, got "
+            f"{kind.__name__} in {name}"
         )
     if hasattr(attention, "krause"):
         raise ValueError(f"layers must not have a Krause shortcut yet, but {name} has one")
@@ -168,10 +169,6 @@ def _check_layer(name: str, attention: Any) -> None:
                 "or quantisation"
             )
     refuse_implementation(attention)
-
-
-def _families() -> str:
-    return ", ".join(FAMILIES.values())
 
 
 def _check_peft(model: Any, lora_rank: int) -> None:
