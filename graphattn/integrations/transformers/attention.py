@@ -105,7 +105,7 @@ def graph_attention(
             f"position_bias must have {key.shape[2]} keys, the number of keys of this call, got "
             f"shape {list(position_bias.shape)}"
         )
-    call = AttentionCall(
+    call = InterfaceCall(
         query,
         key,
         value,
@@ -129,7 +129,7 @@ def graph_attention(
     return _attend(call) if call.fits_pairs else _by_head(call)
 
 
-class AttentionCall(NamedTuple):
+class InterfaceCall(NamedTuple):
     """One call: its tensors and masks, how its logits are computed, and how weights are used."""
 
     query: Tensor
@@ -151,7 +151,7 @@ class AttentionCall(NamedTuple):
         by_products = self.options.mixer == "dot" and self.options.top_k is None
         return by_products or self.query.shape[2] == 1 or torch.compiler.is_compiling()
 
-    def of_head(self, head: int) -> AttentionCall:
+    def of_head(self, head: int) -> InterfaceCall:
         """Return the call of one head, with its own mask."""
         assert self.mask is not None
         H, Hk = self.query.shape[1], self.key.shape[1]
@@ -214,7 +214,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     query, key, value = call.query, call.key, call.value
     if not query.dtype == key.dtype == value.dtype:  # with autocast they can differ
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
@@ -235,7 +235,7 @@ def _attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     return out.contiguous(), weights
 
 
-def _seen_or_pairs(call: AttentionCall) -> SeenEdges | Pairs:
+def _seen_or_pairs(call: InterfaceCall) -> SeenEdges | Pairs:
     """Return a graph if that is faster or necessary; else all pairs with a mask."""
     (B, _, Q, _), K, device = call.query.shape, call.key.shape[2], call.query.device
     mask, causal = call.mask, call.is_causal
@@ -256,7 +256,7 @@ def _seen_or_pairs(call: AttentionCall) -> SeenEdges | Pairs:
 
 
 def _over_pairs(
-    call: AttentionCall, seen: Pairs, bias: Tensor | None
+    call: InterfaceCall, seen: Pairs, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     tensors = call.query, call.key, call.value, seen.allowed
     logits, weights = call.logits_of_pairs(), None
@@ -268,7 +268,7 @@ def _over_pairs(
 
 
 def _over_edges(
-    call: AttentionCall, seen: SeenEdges, bias: Tensor | None
+    call: InterfaceCall, seen: SeenEdges, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     B, H, Q, _ = call.query.shape
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
@@ -288,7 +288,7 @@ def _over_edges(
     return out.reshape(B, Q, H, v.shape[-1]), weights
 
 
-def _by_head(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+def _by_head(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     """Run every head with its own mask, and so with its own graph."""
     heads = [_attend(call.of_head(head)) for head in range(call.query.shape[1])]
     weights = [of_head for _, of_head in heads if of_head is not None]
