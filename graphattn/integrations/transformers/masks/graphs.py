@@ -48,7 +48,7 @@ class SeenEdges(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What limits a dense mask of a call, beside the mask itself.
+    """Limits of a dense mask: sizes of the call, a configured window and a configured graph.
 
     Attributes:
         batch: B.
