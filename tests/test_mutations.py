@@ -1867,7 +1867,7 @@ MUTATIONS = [
     ),
     Mutation(
         "adapters of a changed model are not marked",
-        "graphattn/integrations/transformers/files/marks.py",
+        "graphattn/integrations/transformers/files/saving.py",
         "model.register_state_dict_pre_hook(_mark_adapters)",
         "pass",
         (
@@ -1904,7 +1904,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what was there before is not put back when a save fails",
-        "graphattn/integrations/transformers/files/whole_saves.py",
+        "graphattn/integrations/transformers/files/saving.py",
         "os.replace(kept / name, folder / name)",
         "pass",
         (

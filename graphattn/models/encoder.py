@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
+from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
-from graphattn.models.mixers import KINDS, Mixer, Reach, as_options, mixers, one_per_block
+from graphattn.models.mixers import KINDS, Mixer, as_options, check_rope, mixers, one_per_block
 from graphattn.models.stack import Graphs
-from graphattn.models.token_model import TokenModel
+from graphattn.models.token_model import TokenModel, can_read_cheaply
 from graphattn.nn import NoiseEmbedding, PreNormBlock
 from graphattn.nn.blocks.block import Activation, Norm, make_norm, zero_linear
 from graphattn.ops.dropout import as_share
@@ -145,8 +145,7 @@ class SequenceEncoder(TokenModel):
         super().__init__()
         self.vocab_size = as_int("vocab_size", vocab_size, 1)
         self.window = as_int("window", window, 1)
-        if not (isinstance(rope, bool) or rope == "isometric"):
-            raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
+        check_rope(rope)
         depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
         options = as_options(mixer_options)
         if "edge_features" in options:
@@ -172,7 +171,7 @@ class SequenceEncoder(TokenModel):
         last_drop_path = as_share("drop_path", drop_path)
         self.embedding = nn.Embedding(self.vocab_size, dim)
         self.blocks = nn.ModuleList()
-        self.reaches: list[Reach] = []
+        self.reaches = []
         for place, (layer, reach) in enumerate(mixings):
             block = PreNormBlock(
                 layer,
@@ -225,12 +224,7 @@ class SequenceEncoder(TokenModel):
             [TokenGraph(num_tokens=100, num_edges=10000, structure=Complete),
              TokenGraph(num_tokens=100, num_edges=394, structure=Band)]
         """
-        device = self.embedding.weight.device
-        everything = complete_graph(num_tokens).to(device)
-        near = window_path_graph(num_tokens, self.window).to(device)
-        windowed = window_path_graph(num_tokens, self.window, self_loops=True).to(device)
-        of_reach = {"all": everything, "window": windowed, "near": near}
-        return [of_reach[reach] for reach in self.reaches]
+        return self._graphs_of_reaches(num_tokens)
 
     def encode(
         self,
@@ -274,15 +268,15 @@ class SequenceEncoder(TokenModel):
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Return logits over the vocabulary for every token, [*, N, vocab_size]."""
-        rare = {
-            "noise_level": noise_level,
-            "edge_bias": edge_bias,
-            "edge_features": edge_features,
-        }
-        # A subclass may have an `encode` without these arguments, so pass only those that are
-        # given.
-        given: dict[str, Any] = {name: x for name, x in rare.items() if x is not None}
-        return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
+        return self._logits_of(
+            tokens,
+            graph,
+            noise_level=noise_level,
+            valid=valid,
+            positions=positions,
+            edge_bias=edge_bias,
+            edge_features=edge_features,
+        )
 
     def _condition(
         self, noise_level: Tensor | None, tokens: Tensor, valid: Tensor | None
@@ -314,7 +308,13 @@ class SequenceEncoder(TokenModel):
             real = valid.expand(per_token)
             real = real if noise_level.shape == per_token else real.any(-1)
             noise_level = noise_level.masked_fill(~real, 0)
-        _check_noise(noise_level)
+        if can_read_cheaply(noise_level):
+            wrong = ~((noise_level >= 0) & (noise_level < float("inf")))
+            if wrong.any():
+                raise ValueError(
+                    "noise_level must contain finite numbers >= 0 where tokens are real, got "
+                    f"{noise_level[wrong][0].item()}"
+                )
         condition: Tensor = self.noise(noise_level)
         return condition
 
@@ -326,18 +326,6 @@ class SequenceEncoder(TokenModel):
                 "noise_level="
             )
         super()._check_steps()
-
-
-def _check_noise(noise_level: Tensor) -> None:
-    """Check the values only where reading them is cheap: not on a GPU, in torch.func or tracing."""
-    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
-    if noise_level.device.type == "cpu" and noise_level.numel() > 0 and not traced:
-        wrong = ~((noise_level >= 0) & (noise_level < float("inf")))
-        if wrong.any():
-            raise ValueError(
-                "noise_level must contain finite numbers >= 0 where tokens are real, got "
-                f"{noise_level[wrong][0].item()}"
-            )
 
 
 def _set_to_zero(layer: nn.Linear | None) -> None:

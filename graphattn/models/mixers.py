@@ -133,6 +133,12 @@ def mixers(
     )
 
 
+def check_rope(rope: Any) -> None:
+    """Check the option `rope` of a model."""
+    if not (isinstance(rope, bool) or rope == "isometric"):
+        raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
+
+
 def as_options(options: Any) -> dict[str, Any]:
     """Return a copy of `mixer_options` as a dict."""
     if options is None:
@@ -151,7 +157,7 @@ def _numbers(name: str, given: Any, depth: int) -> list[int]:
         return [as_int(name, given, 1)] * depth
     if len(given) != depth:
         raise ValueError(f"{name} must be one number, or one per block ({depth}), got {len(given)}")
-    return [as_int(name, own, 1) for own in given]
+    return [as_int(name, number, 1) for number in given]
 
 
 def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,19 +221,15 @@ def _of_class(entry: Any) -> str:
 
 
 def _check_options(options: dict[str, Any], entries: list[Any]) -> None:
-    named = [entry for entry in dict.fromkeys(map(_name, entries)) if entry is not None]
+    named = list(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
     for option in options:
         if not isinstance(option, str) or not any(option in KINDS[n].options for n in named):
             takes = "; ".join(f"{name!r} takes {', '.join(KINDS[name].options)}" for name in named)
             raise ValueError(
                 f"mixer_options must contain options of the model's mixers, got {option!r}: "
                 f"{takes or 'layers that were given as modules take none'}"
-                + did_you_mean(option, [own for name in named for own in KINDS[name].options])
+                + did_you_mean(option, [other for name in named for other in KINDS[name].options])
             )
-
-
-def _name(entry: Any) -> str | None:
-    return entry if isinstance(entry, str) else None
 
 
 def _reach(entry: Any) -> Reach:
@@ -258,8 +260,8 @@ def _layer(
                 f"mixer must contain layers that read one sequence, got a {type(entry).__name__} "
                 f"that reads a context of width {context} (dim is {dim})"
             )
-        found: nn.Module = entry
-        return found
+        layer: nn.Module = entry
+        return layer
     kind = KINDS[entry]
     if rope == "isometric" and kind.layer is not SelfConsensus:
         rope = True

@@ -33,7 +33,7 @@ class Preset:
 
 # The language model of the GKA paper, Section 5 (nanochat's of depth 20): no biases, norms without
 # weights, separate head and embedding. Its value embeddings, a logit softcap and the norm of
-# queries # and keys in the baseline belong to nanochat, not to the paper, and are not implemented
+# queries and keys in the baseline belong to nanochat, not to the paper, and are not implemented
 # here.
 _DEPTH_20: dict[str, Any] = {
     "vocab_size": 32_768,
@@ -48,6 +48,26 @@ _DEPTH_20: dict[str, Any] = {
     "bias": False,
 }
 
+
+def _krause_images(dim: int, depth: int, top_k: int, window: int, about: str) -> Preset:
+    """Make an image model of the Krause paper.
+
+    It does not give the number of heads, which is that of the authors' code. That has learned
+    absolute positions, no start token and dropout 0.1; rotary positions and a start token are our
+    choice.
+    """
+    arguments = {
+        "vocab_size": 257,
+        "dim": dim,
+        "depth": depth,
+        "heads": 8,
+        "mixer": "krause",
+        "mixer_options": {"top_k": top_k, "init_sigma": 2.5},
+        "window": window,
+    }
+    return Preset("CausalLM", arguments, f"{about} (Krause paper)")
+
+
 _PRESETS: dict[str, Preset] = {
     # CausalLM
     "gka-d20": Preset(
@@ -61,34 +81,11 @@ _PRESETS: dict[str, Preset] = {
         "baseline of the GKA paper, 477.1 M parameters; the one in Table 8 has 419.4 M more "
         "(value embeddings)",
     ),
-    # Image models of the Krause paper. It does not give the number of heads, which is that of the
-    # authors' code. That has learned absolute positions, no start token and dropout 0.1; rotary
-    # positions and a start token are our choice.
-    "krause-mnist": Preset(
-        "CausalLM",
-        {
-            "vocab_size": 257,
-            "dim": 256,
-            "depth": 12,
-            "heads": 8,
-            "mixer": "krause",
-            "mixer_options": {"top_k": 96, "init_sigma": 2.5},
-            "window": 128,
-        },
-        "MNIST pixel by pixel, 784 of 256 grey levels and a start token 256 (Krause paper)",
+    "krause-mnist": _krause_images(
+        256, 12, 96, 128, "MNIST pixel by pixel, 784 of 256 grey levels and a start token 256"
     ),
-    "krause-cifar10": Preset(
-        "CausalLM",
-        {
-            "vocab_size": 257,
-            "dim": 512,
-            "depth": 16,
-            "heads": 8,
-            "mixer": "krause",
-            "mixer_options": {"top_k": 192, "init_sigma": 2.5},
-            "window": 256,
-        },
-        "CIFAR-10 value by value, 3,072 of 256 levels and a start token 256 (Krause paper)",
+    "krause-cifar10": _krause_images(
+        512, 16, 192, 256, "CIFAR-10 value by value, 3,072 of 256 levels and a start token 256"
     ),
     "text-1m": Preset(
         "CausalLM",
@@ -115,7 +112,6 @@ _PRESETS: dict[str, Preset] = {
         },
         "1.0 M parameters for nucleotides (NucleotideTokenizer), on a laptop",
     ),
-    # end of CausalLM
 }
 
 # VisionTransformer: DeiT (Touvron et al., 2021), stochastic depth as in Projection-Free
@@ -202,15 +198,33 @@ _PRESETS |= {
     "swin-small-cifar": _swin("S", 96, (2, 2, 18, 2), 0.3, **_CIFAR),
 }
 
-_TEXT = 50_257 + 1  # GPT-2's tokens and a mask
-_DNA = 5 + 1  # tokens of data.NucleotideTokenizer (A, C, G, T, N) and a mask
 _PROTEIN = 21 + 1  # tokens of data.ProteinTokenizer (20 amino acids, X) and a mask
 
+# SequenceEncoder: the models of Stabilizing Transformer Training Through Consensus, Table 10, with
+# its MIX. Their names contain its parameter counts, which do not follow from its shapes
+# (docs/counts.md).
+_TABLE_10_DATA = {  # tokens with a mask, what they are, and what its counts leave out
+    "text": (50_257 + 1, "text for diffusion, GPT-2's vocabulary", "cannot follow from its shapes"),
+    "dna": (5 + 1, "DNA, one token per base", "cannot follow from its shapes"),
+    "protein": (_PROTEIN, "proteins, their sequence alone", "have further tracks"),
+}
+_TABLE_10 = {  # millions in the paper: depth, heads, width; our millions with dot, consensus, mix
+    ("text", 54): (6, 6, 384, "51.2 / 53.0 / 52.1"),
+    ("text", 193): (12, 12, 768, "169.7 / 169.8 / 169.7"),
+    ("text", 385): (32, 16, 1024, "531.7 / 515.4 / 523.6"),
+    ("dna", 51): (6, 6, 384, "12.6 / 14.4 / 13.5"),
+    ("dna", 172): (12, 12, 768, "92.4 / 92.6 / 92.5"),
+    ("dna", 331): (32, 16, 1024, "428.8 / 412.5 / 420.6"),
+    ("protein", 35): (12, 4, 256, "9.5 / 12.7 / 11.1"),
+    ("protein", 133): (24, 8, 512, "75.7 / 82.1 / 78.9"),
+    ("protein", 320): (32, 16, 768, "226.8 / 227.3 / 227.1"),
+}
 
-def _table_10(
-    vocab_size: int, depth: int, heads: int, dim: int, about: str, *, noise: bool
-) -> Preset:
-    """Make a shape of Stabilizing Transformer Training Through Consensus, with its MIX."""
+
+def _table_10(data: str, millions: int) -> Preset:
+    """Make a shape of Table 10."""
+    vocab_size, about, difference = _TABLE_10_DATA[data]
+    depth, heads, dim, counts = _TABLE_10[data, millions]
     arguments = {
         "vocab_size": vocab_size,
         "dim": dim,
@@ -222,69 +236,17 @@ def _table_10(
         "edge_hidden": 256,
         "step_size": 0.1,
     }
-    if noise:
-        arguments.update(noise_dim=128, zero_head=True)
+    if data != "protein":
+        arguments |= {"noise_dim": 128, "zero_head": True}
+    about = (
+        f"{about}: {counts} M parameters with dot / consensus / mix; the paper's {millions} M "
+        f"{difference}"
+    )
     return Preset("SequenceEncoder", arguments, about)
 
 
+_PRESETS |= {f"consensus-{data}-{m}m": _table_10(data, m) for data, m in _TABLE_10}
 _PRESETS |= {
-    # SequenceEncoder: the text, DNA and protein models of Stabilizing Transformer Training Through
-    # Consensus, Table 10. Their names contain its parameter counts, which do not follow from its
-    # shapes # (docs/counts.md).
-    "consensus-text-54m": _table_10(
-        _TEXT, 6, 6, 384,
-        "text for diffusion, GPT-2's vocabulary: 51.2 / 53.0 / 52.1 M parameters with dot / "
-        "consensus / mix; the paper's 54 M cannot follow from its shapes",
-        noise=True,
-    ),
-    "consensus-text-193m": _table_10(
-        _TEXT, 12, 12, 768,
-        "text for diffusion, GPT-2's vocabulary: 169.7 / 169.8 / 169.7 M parameters with dot / "
-        "consensus / mix; the paper's 193 M cannot follow from its shapes",
-        noise=True,
-    ),
-    "consensus-text-385m": _table_10(
-        _TEXT, 32, 16, 1024,
-        "text for diffusion, GPT-2's vocabulary: 531.7 / 515.4 / 523.6 M parameters with dot / "
-        "consensus / mix; the paper's 385 M cannot follow from its shapes",
-        noise=True,
-    ),
-    "consensus-dna-51m": _table_10(
-        _DNA, 6, 6, 384,
-        "DNA, one token per base: 12.6 / 14.4 / 13.5 M parameters with dot / consensus / mix; the "
-        "paper's 51 M cannot follow from its shapes",
-        noise=True,
-    ),
-    "consensus-dna-172m": _table_10(
-        _DNA, 12, 12, 768,
-        "DNA, one token per base: 92.4 / 92.6 / 92.5 M parameters with dot / consensus / mix; the "
-        "paper's 172 M cannot follow from its shapes",
-        noise=True,
-    ),
-    "consensus-dna-331m": _table_10(
-        _DNA, 32, 16, 1024,
-        "DNA, one token per base: 428.8 / 412.5 / 420.6 M parameters with dot / consensus / mix; "
-        "the paper's 331 M cannot follow from its shapes",
-        noise=True,
-    ),
-    "consensus-protein-35m": _table_10(
-        _PROTEIN, 12, 4, 256,
-        "proteins, their sequence alone: 9.5 / 12.7 / 11.1 M parameters with dot / consensus / "
-        "mix; the paper's 35 M have further tracks",
-        noise=False,
-    ),
-    "consensus-protein-133m": _table_10(
-        _PROTEIN, 24, 8, 512,
-        "proteins, their sequence alone: 75.7 / 82.1 / 78.9 M parameters with dot / consensus / "
-        "mix; the paper's 133 M have further tracks",
-        noise=False,
-    ),
-    "consensus-protein-320m": _table_10(
-        _PROTEIN, 32, 16, 768,
-        "proteins, their sequence alone: 226.8 / 227.3 / 227.1 M parameters with dot / consensus / "
-        "mix; the paper's 320 M have further tracks",
-        noise=False,
-    ),
     "protein-6m": Preset(
         "SequenceEncoder",
         {
@@ -309,9 +271,6 @@ _PRESETS |= {
         },
         "proteins, or any other tokens with their `vocab_size`, on a laptop: 1.0 M parameters",
     ),
-}  # fmt: skip
-
-_PRESETS |= {
     # ProteinModel
     "protein-structure-1m": Preset(
         "ProteinModel",
@@ -346,14 +305,13 @@ def presets() -> dict[str, Preset]:
 
 def preset(name: str, model: str, mixer: Any = None) -> dict[str, Any]:
     """Return the arguments of a preset of one model class, with those for the mixer."""
-    own = tuple(key for key, found in _PRESETS.items() if found.model == model)
-    if name in _PRESETS and name not in own:
+    names = tuple(key for key, other in _PRESETS.items() if other.model == model)
+    if name in _PRESETS and name not in names:
         raise ValueError(
-            f"name must be a preset of {model} ({', '.join(own) or 'it has none'}), got {name!r}, "
-            f"which is a preset of {_PRESETS[name].model}"
+            f"name must be a preset of {model} ({', '.join(names) or 'it has none'}), got "
+            f"{name!r}, which is a preset of {_PRESETS[name].model}"
         )
-    as_choice("name", name, own)
-    found = _PRESETS[name]
-    mixer = found.arguments.get("mixer") if mixer is None else mixer
-    further = found.of_mixer.get(mixer, {}) if isinstance(mixer, str) else {}
-    return {**found.arguments, **further}
+    chosen = _PRESETS[as_choice("name", name, names)]
+    mixer = chosen.arguments.get("mixer") if mixer is None else mixer
+    further = chosen.of_mixer.get(mixer, {}) if isinstance(mixer, str) else {}
+    return {**chosen.arguments, **further}

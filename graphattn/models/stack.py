@@ -61,8 +61,10 @@ class BlockStack(Configured, nn.Module):
                 arguments["mixer"], arguments["depth"], arguments["mixer_options"]
             )
         if "depth" in changes and "mixer_options" not in changes:
-            own = arguments.get("mixer_options") or {}
-            arguments |= {"mixer_options": over_depth(own, arguments["depth"])} if own else {}
+            options = arguments.get("mixer_options") or {}
+            arguments |= (
+                {"mixer_options": over_depth(options, arguments["depth"])} if options else {}
+            )
         return cls(**arguments)
 
     @classmethod
@@ -148,10 +150,10 @@ class BlockStack(Configured, nn.Module):
             given: further arguments of every block; None values are left out.
         """
         given = {name: value for name, value in given.items() if value is not None}
-        for block, own, edges in zip(
+        for block, graph, edges in zip(
             self.blocks, graphs, self._of_blocks(of_edges or {}), strict=True
         ):
-            x = self.run_block(block, x, own, **given, **edges)
+            x = self.run_block(block, x, graph, **given, **edges)
         return x
 
     def run_block(self, block: nn.Module, x: Tensor, graph: BlockGraph, **given: Any) -> Tensor:
@@ -171,8 +173,8 @@ class BlockStack(Configured, nn.Module):
         def call(x: Tensor, *tensors: Tensor) -> Any:
             return block(x, graph, **{**given, **dict(zip(learned, tensors, strict=True))})
 
-        found: Tensor = checkpoint(call, x, *learned.values(), **self._checkpointing)
-        return found
+        result: Tensor = checkpoint(call, x, *learned.values(), **self._checkpointing)
+        return result
 
     def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the edge arguments of every block, from one for all that take it or one per
@@ -196,9 +198,9 @@ class BlockStack(Configured, nn.Module):
                     f"{name} must be one tensor, or one per block ({len(self.blocks)}), "
                     f"got {len(tensors)}"
                 )
-            for own, tensor in zip(given, tensors, strict=True):
+            for of_block, tensor in zip(given, tensors, strict=True):
                 if tensor is not None:
-                    own[name] = tensor
+                    of_block[name] = tensor
         return given
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
+from graphattn.models.mixers import Reach
 from graphattn.models.stack import BlockStack
 from graphattn.near_names import explained
 from graphattn.nn import ModelCache
@@ -28,6 +30,36 @@ class TokenModel(BlockStack):
     embedding: nn.Embedding
     norm: nn.Module
     head: nn.Linear
+    reaches: list[Reach]  # of every block
+    window: int  # tokens on each side, for the blocks that have one
+    windows: list[int | None] | None = None  # keys that every block of a causal model sees
+
+    # The parts of `forward` that models share.
+
+    def _logits_of(self, tokens: Tensor, graph: Any, **given: Any) -> Tensor:
+        """Encode tokens and apply the head.
+
+        A subclass may have an `encode` without the rarer arguments, so None is not passed on.
+        """
+        encode: Any = self.encode
+        given = {name: value for name, value in given.items() if value is not None}
+        return self._apply_head(encode(tokens, graph, **given))
+
+    def _apply_head(self, features: Tensor) -> Tensor:
+        return self.head(features)
+
+    def _graphs_of_reaches(self, num_tokens: int) -> list[TokenGraph]:
+        """Return one graph per block for a sequence, by what its mixer sees."""
+        made: dict[Reach, TokenGraph] = {}
+        for reach in self.reaches:
+            if reach not in made:
+                graph = (
+                    complete_graph(num_tokens)
+                    if reach == "all"
+                    else window_path_graph(num_tokens, self.window, self_loops=reach == "window")
+                )
+                made[reach] = graph.to(self.embedding.weight.device)
+        return [made[reach] for reach in self.reaches]
 
     # Generation, token by token.
 
@@ -46,8 +78,9 @@ class TokenModel(BlockStack):
         Args:
             batch: the leading dimensions of the tokens that will follow; () for a single text.
             window: how many tokens each token sees, itself included, as in
-                :func:`~graphattn.causal_window_graph`; None for all earlier tokens; or a list with
-                one of these per block.
+                :func:`~graphattn.causal_window_graph`; or a list with one such number per block,
+                None for all earlier tokens. None alone means the model's own windows, if it has
+                any (:class:`CausalLM`), and all earlier tokens otherwise.
             dtype, device: dtype and device of the stored tensors; None takes the model's own.
             rollback: how many of the newest tokens ``cache.truncate`` can remove at any time.
 
@@ -58,6 +91,7 @@ class TokenModel(BlockStack):
                 not the steps.
         """
         self._check_steps()
+        window = self.windows if window is None else window
         windows = window if isinstance(window, list | tuple) else [window] * len(self.blocks)
         if len(windows) != len(self.blocks):
             raise ValueError(
@@ -65,9 +99,9 @@ class TokenModel(BlockStack):
                 f"({len(self.blocks)}), got {len(windows)}"
             )
         caches = []
-        for place, (block, own) in enumerate(zip(self._stack(), windows, strict=True)):
+        for place, (block, width) in enumerate(zip(self._stack(), windows, strict=True)):
             try:
-                made = block.init_cache(batch, own, dtype=dtype, device=device, rollback=rollback)
+                made = block.init_cache(batch, width, dtype=dtype, device=device, rollback=rollback)
             except ValueError as error:
                 raise ValueError(f"block {place}: {error}") from error
             caches.append(made)
@@ -86,8 +120,9 @@ class TokenModel(BlockStack):
 
         T steps give the same logits as one call of `forward` over all T tokens in evaluation mode,
         up to rounding, with the graphs ``causal_window_graph(T, window)`` for the windows of the
-        cache (``causal_graph(T)`` for None). They differ from a call without graphs, in which
-        tokens also see later ones. A step computes no gradients; use `forward` for training.
+        cache (``causal_graph(T)`` for None). In a model that is not causal, they differ from a call
+        without graphs, in which tokens also see later ones. A step computes no gradients; use
+        `forward` for training.
 
         Args:
             tokens: integers [*], the next of every text, or [*, n], the next n; * is the batch of
@@ -116,7 +151,7 @@ class TokenModel(BlockStack):
             >>> cache.position
             25
         """
-        return self.head(self.encode_step(tokens, cache, valid=valid, positions=positions))
+        return self._apply_head(self.encode_step(tokens, cache, valid=valid, positions=positions))
 
     @torch.no_grad()
     def encode_step(
@@ -157,8 +192,8 @@ class TokenModel(BlockStack):
         if positions is not None:
             check_positions(positions, tokens.shape)
         x = self.embedding(tokens)
-        for block, own in zip(self._stack(), cache, strict=True):
-            x = block.step(x, own, valid=valid, positions=positions)
+        for block, layer_cache in zip(self._stack(), cache, strict=True):
+            x = block.step(x, layer_cache, valid=valid, positions=positions)
         x = self.norm(x)
         return x.squeeze(-2) if single else x
 
@@ -177,16 +212,11 @@ class TokenModel(BlockStack):
 
     def _readable(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Check the tokens, and set padding, which may contain any number, to 0."""
-        if (
-            not isinstance(tokens, Tensor)
-            or tokens.dim() < 1
-            or tokens.dtype not in (torch.int32, torch.int64)
-        ):
-            got = (
-                f"{tokens.dtype} of shape {list(tokens.shape)}"
-                if isinstance(tokens, Tensor)
-                else type(tokens).__name__
-            )
+        is_tensor = isinstance(tokens, Tensor)
+        if not is_tensor or tokens.dim() < 1 or tokens.dtype not in (torch.int32, torch.int64):
+            got = type(tokens).__name__
+            if is_tensor:
+                got = f"{tokens.dtype} of shape {list(tokens.shape)}"
             raise ValueError(f"tokens must be an int32 or int64 tensor of shape [*, N], got {got}")
         if valid is not None:
             if not isinstance(valid, Tensor):
@@ -194,12 +224,7 @@ class TokenModel(BlockStack):
             N = tokens.shape[-1]
             check_valid(valid, tokens.shape[:-1], tokens.device, N, N)
             tokens = tokens.masked_fill(~valid, 0)
-        # Check values only where reading them is cheap: not on a GPU, in torch.func or while
-        # tracing.
-        traced = (
-            torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
-        )
-        if tokens.device.type == "cpu" and tokens.numel() > 0 and not traced:
+        if can_read_cheaply(tokens):
             least, most = tokens.aminmax()
             if least < 0 or most >= self.vocab_size:
                 bad = int(least if least < 0 else most)
@@ -207,3 +232,9 @@ class TokenModel(BlockStack):
                     f"tokens must be 0 .. {self.vocab_size - 1} (vocab_size - 1), got {bad}"
                 )
         return tokens
+
+
+def can_read_cheaply(tensor: Tensor) -> bool:
+    """Whether a check may read values: not on a GPU, in torch.func or while tracing."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+    return tensor.device.type == "cpu" and tensor.numel() > 0 and not traced

@@ -9,40 +9,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import tiny_models
 import torch
 import transformers
 from torch import Tensor, nn
 
-V, PAD = 50, 1
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 96,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-PICTURE: dict[str, Any] = {
-    **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_labels": 5,
-}
-GPT2: dict[str, Any] = {
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    "vocab_size": V,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 96,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+from graphattn.integrations import transformers as gat
+
+V, PAD = tiny_models.VOCABULARY, tiny_models.PAD
+SIZES = {**tiny_models.COMMON, **tiny_models.TOKENS}
+GPT2 = tiny_models.FAMILIES["gpt2"].options
 SLIDING: dict[str, Any] = {
     "sliding_window": 6,
     "head_dim": 8,
@@ -105,7 +81,7 @@ def model_of(name: str, gain: float = 6.0, seed: int = 0, **changes: Any) -> Any
     if name in IMAGES:
         config_class = getattr(transformers, f"{name}Config")
         model_class = getattr(transformers, f"{name}ForImageClassification")
-        options = {**PICTURE, **WITHOUT_DROPOUT, **changes}
+        options = {**tiny_models.IMAGES, **WITHOUT_DROPOUT, **changes}
     else:
         infix, own = DECODERS.get(name) or ENCODERS[name]
         config_class = getattr(transformers, f"{name}{infix}Config")
@@ -141,10 +117,19 @@ def inputs_of(name: str, length: int = 13, padding: str | None = "left") -> dict
     return {"input_ids": tokens, "attention_mask": mask}
 
 
+def converted(name: str, mixer: str, implementation: str = "sdpa", **options: Any) -> Any:
+    """A tiny model whose attention is converted."""
+    model = model_of(name)
+    gat.register()
+    if name != "Gemma2":  # whose softcap "sdpa" does not have
+        model.set_attn_implementation(implementation)
+    gat.convert(model, mixer=mixer, **options)
+    return model
+
+
 def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Return the logits of real tokens alone."""
-    with torch.no_grad():
-        found = model(**inputs).logits
+    found = tiny_models.logits(model, **inputs)
     mask = inputs.get("attention_mask")
     return found if mask is None else found[mask.bool()]
 

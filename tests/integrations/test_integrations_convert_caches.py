@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from convertible import DECODERS, NAMES, PAD, inputs_of, model_of
+from convertible import DECODERS, NAMES, PAD, converted, inputs_of, model_of
 from tiny_models import CACHE
 from transformers import DynamicCache, StaticCache
 
@@ -19,15 +19,6 @@ MASKS = [  # the implementation decides which kind of mask a layer is given
     *((name, "sdpa") for name in DECODERS if name in NAMES),
     *((name, kind) for name in ("Llama", "Gemma3", "GPT2") for kind in ("eager", "graphattn")),
 ]
-
-
-def converted(name, mixer, implementation="sdpa", **changes):
-    model = model_of(name, **changes).double()
-    gat.register()
-    if name != "Gemma2":  # whose softcap "sdpa" does not have
-        model.set_attn_implementation(implementation)
-    gat.convert(model, mixer=mixer, **OPTIONS[mixer])
-    return model
 
 
 def in_pieces(model, inputs, pieces, cache):
@@ -55,7 +46,7 @@ def in_pieces(model, inputs, pieces, cache):
 @pytest.mark.parametrize(("name", "implementation"), MASKS)
 def test_pieces_of_a_prompt_and_single_tokens_are_the_whole(name, mixer, implementation):
     """A prompt in two pieces, then token by token, padded on the left; growing and fixed caches."""
-    model = converted(name, mixer, implementation)
+    model = converted(name, mixer, implementation, **OPTIONS[mixer]).double()
     inputs = inputs_of(name, length=15)
     whole = in_pieces(model, inputs, [15], None)
     growing = DynamicCache(config=model.config)
@@ -67,7 +58,7 @@ def test_pieces_of_a_prompt_and_single_tokens_are_the_whole(name, mixer, impleme
 
 @pytest.mark.parametrize("mixer", OPTIONS)
 def test_generation_with_a_cache_is_generation_without(mixer):
-    model = converted("Llama", mixer)
+    model = converted("Llama", mixer, **OPTIONS[mixer]).double()
     inputs = inputs_of("Llama")
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD}
     for search in ({}, {"num_beams": 3}):

@@ -3,10 +3,11 @@
 import copy
 import pickle
 
+import convertible
 import pytest
 import torch
 import transformers
-from convertible import V, inputs_of, logits, model_of
+from convertible import inputs_of, logits, model_of
 
 from graphattn.integrations import transformers as gat
 from graphattn.integrations.transformers.conversion.modules import attention_modules
@@ -21,11 +22,7 @@ DIM, HEADS, D = 32, 4, 8
 
 
 def converted(name, mixer, **options):
-    model = model_of(name)
-    gat.register()
-    model.set_attn_implementation("graphattn")
-    gat.convert(model, mixer=mixer, **{**OPTIONS[mixer], **options})
-    return model
+    return convertible.converted(name, mixer, "graphattn", **{**OPTIONS[mixer], **options})
 
 
 def loss_of(model, inputs):
@@ -73,27 +70,6 @@ def test_gka_has_the_count_of_its_paper():
     outside = 0 if hasattr(layers[0], "o_proj") else 12 * (192 * 192 + 192)  # older transformers
     assert own + outside == 12 * (192 * 192 + 192 + 3)
     assert {p.device.type for p in model.parameters()} == {"meta"}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("mixer", "gone", "new"),
-    [
-        ("gka", {"q_proj", "k_proj", "v_proj"}, {"bandwidth.log_sigma"}),
-        ("vlt", {"v_proj"}, set()),
-        ("krause", set(), {"bandwidth.log_sigma"}),
-        ("consensus", {"q_proj", "k_proj", "v_proj"}, {"source_proj.weight"}),
-    ],
-)
-def test_what_is_not_used_is_gone_and_what_is_new_has_a_name(mixer, gone, new):
-    model = model_of("Llama")
-    before = {name for name in model.state_dict() if ".0.self_attn." in name}
-    gat.convert(model, mixer=mixer)
-    after = {name for name in model.state_dict() if ".0.self_attn." in name}
-    assert {name.split(".")[4] for name in before - after} == gone
-    added = {name.partition("self_attn.")[2] for name in after - before}
-    assert {name for name in added if not name.startswith("edge_net.")} == new
-    assert any(name.startswith("edge_net.") for name in added) == (mixer == "consensus")
 
 
 @pytest.mark.parametrize("mixer", OPTIONS)
@@ -173,41 +149,6 @@ def test_a_plain_mask_compiles_without_a_break_at_three_lengths(name, mixer):
         inputs = {"input_ids": inputs_of(name, length)["input_ids"]}
         torch.testing.assert_close(logits(compiled, inputs), logits(model, inputs))
     torch._dynamo.reset()
-
-
-class Sentences(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        tokens = torch.randint(4, V, (9,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-
-
-@pytest.mark.parametrize("mixer", OPTIONS)
-def test_trainer_trains_and_saves(mixer, tmp_path):
-    pytest.importorskip("accelerate")
-    model = converted("Llama", mixer)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        gradient_checkpointing=True,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=Sentences())
-    trainer.train()
-    trainer.save_model()
-    for name, parameter in model.named_parameters():
-        assert not torch.equal(parameter, before[name]), name
-    loaded, inputs = gat.from_pretrained(tmp_path), inputs_of("Llama")
-    loaded.set_attn_implementation("graphattn")
-    assert torch.equal(logits(loaded, inputs), logits(model.eval(), inputs))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from convertible import ENCODERS, NAMES, V, inputs_of, model_of
+from convertible import ENCODERS, NAMES, V, converted, inputs_of
+from tiny_models import logits
 
-from graphattn.integrations import transformers as gat
 from graphattn.integrations.transformers.conversion.modules import attention_modules
 
 OPTIONS = {
@@ -16,40 +16,26 @@ OPTIONS = {
 TEXT = [name for name in NAMES if name not in ("ViT", "DeiT")]
 
 
-def converted(name, mixer, implementation="sdpa", **options):
-    model = model_of(name)
-    gat.register()
-    if name != "Gemma2":  # whose softcap "sdpa" does not have
-        model.set_attn_implementation(implementation)
-    gat.convert(model, mixer=mixer, **OPTIONS[mixer], **options)
-    return model
-
-
-def of_model(model, inputs):
-    with torch.no_grad():
-        return model(**inputs).logits
-
-
 @pytest.mark.parametrize("mixer", OPTIONS)
 @pytest.mark.parametrize("name", TEXT)
 def test_a_future_or_padded_token_changes_no_bit(name, mixer):
     for implementation in ("sdpa", "graphattn"):
-        model = converted(name, mixer, implementation)
+        model = converted(name, mixer, implementation, **OPTIONS[mixer])
         causal = attention_modules(model)[0][1].is_causal
         for padding in ("left", "right"):
             inputs = inputs_of(name, padding=padding)
             real = inputs["attention_mask"].bool()
-            before = of_model(model, inputs)
+            before = logits(model, **inputs)
             padded = {**inputs, "input_ids": inputs["input_ids"].clone()}
             padded["input_ids"][~real] = 7
             if name == "Roberta":  # which counts positions by what is not padding
                 padded["position_ids"] = torch.arange(2, 15).expand(2, -1)
-                before = of_model(model, {**inputs, "position_ids": padded["position_ids"]})
-            assert torch.equal(of_model(model, padded)[real], before[real])
+                before = logits(model, **inputs, position_ids=padded["position_ids"])
+            assert torch.equal(logits(model, **padded)[real], before[real])
             if causal:
                 later = {**inputs, "input_ids": inputs["input_ids"].clone()}
                 later["input_ids"][:, 6:] = 9
-                assert torch.equal(of_model(model, later)[:, :6], of_model(model, inputs)[:, :6])
+                assert torch.equal(logits(model, **later)[:, :6], logits(model, **inputs)[:, :6])
         assert causal == (name not in ENCODERS)
 
 
@@ -57,7 +43,7 @@ def test_a_future_or_padded_token_changes_no_bit(name, mixer):
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
 def test_what_is_not_seen_may_be_nan(name, mixer):
     """NaN in padding reaches no output or gradient of a real token; the layer itself is called."""
-    model = converted(name, mixer)
+    model = converted(name, mixer, **OPTIONS[mixer])
     layer = attention_modules(model)[0][1]
     x = torch.randn(2, 9, 32)
     real = torch.ones(2, 9, dtype=torch.bool)
@@ -88,28 +74,28 @@ def test_a_sample_does_not_know_of_the_others_in_its_batch(name, mixer):
     Padded on the right: "gka" averages turned features and "consensus" compares turned states by
     matrices that are not turned, so both know absolute positions.
     """
-    model = converted(name, mixer)
+    model = converted(name, mixer, **OPTIONS[mixer])
     inputs = inputs_of(name, padding="right")
-    together = of_model(model, inputs)[1, :9]
-    alone = of_model(model, {key: tensor[1:, :9] for key, tensor in inputs.items()})[0]
+    together = logits(model, **inputs)[1, :9]
+    alone = logits(model, **{key: tensor[1:, :9] for key, tensor in inputs.items()})[0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mixer", OPTIONS)
 def test_packed_sequences_are_those_sequences(mixer):
     """Positions that begin again tell where one ends (transformers wants no cache for it)."""
-    model = converted("Llama", mixer)
+    model = converted("Llama", mixer, **OPTIONS[mixer])
     tokens = torch.randint(4, V, (1, 12))
     positions = torch.tensor([[*range(5), *range(7)]])
     packed = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
     parts = [{"input_ids": t, "use_cache": False} for t in tokens.split([5, 7], dim=1)]
-    apart = torch.cat([of_model(model, part) for part in parts], dim=1)
-    torch.testing.assert_close(of_model(model, packed), apart, rtol=1e-4, atol=1e-5)
+    apart = torch.cat([logits(model, **part) for part in parts], dim=1)
+    torch.testing.assert_close(logits(model, **packed), apart, rtol=1e-4, atol=1e-5)
 
 
 def test_packed_sequences_each_have_a_safe_step_of_their_own():
     """A gradient step with step_size="auto" takes a maximum of the sequence, not of others."""
-    model = converted("Bert", "consensus", update="energy")
+    model = converted("Bert", "consensus", update="energy", **OPTIONS["consensus"])
     layer = attention_modules(model)[0][1]
     x = torch.randn(1, 12, 32)
     sequence = torch.tensor([0] * 5 + [1] * 7)

@@ -93,17 +93,6 @@ def test_masks_of_four_dimensions_are_followed_to_the_letter(name, heads, dtype)
     assert relative_difference(found, expected) < 1e-10
 
 
-def test_a_float_mask_may_hold_any_bias():
-    eager, ours = twins("llama")
-    tokens = inputs("llama")["input_ids"]
-    added = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(3)).double()
-    added = added.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf)
-    with exact_softmax():
-        expected = logits(eager, input_ids=tokens, attention_mask=added)
-    found = logits(ours, input_ids=tokens, attention_mask=added)
-    assert relative_difference(found, expected) < 1e-10
-
-
 @pytest.mark.skipif(OLD, reason="ESM C came later")
 def test_chains_of_a_protein_complex_do_not_see_each_other():
     eager, ours = twins("esmc")
@@ -161,11 +150,3 @@ def test_a_mask_of_ones_is_no_mask(name):
     assert torch.equal(
         logits(ours, input_ids=tokens, attention_mask=ones), logits(ours, input_ids=tokens)
     )
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_a_padded_batch_equals_its_items_one_by_one(name):
-    _, ours = twins(name)
-    given = inputs(name, padding="right")
-    alone = logits(ours, input_ids=given["input_ids"][1:, :11])
-    assert relative_difference(logits(ours, **given)[1:, :11], alone) < 1e-6

@@ -139,38 +139,3 @@ def test_weights_asked_for_equal_those_of_eager_attention(name, padding):
             real = mask.bool()
             a, b = a.transpose(1, 2)[real], b.transpose(1, 2)[real]
         assert relative_difference(a, b) < 1e-5
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_weights_of_every_mixer_are_shares_of_what_is_seen(name, mixer):
-    model = configured(name, mixer, dtype=torch.float32)
-    with torch.no_grad():
-        layers = weights_of(model(**inputs(name), output_attentions=True))
-    options = MIXERS[mixer]
-    for weights in layers:
-        assert (weights >= 0).all()
-        assert torch.allclose(weights.sum(-1), torch.ones(()))
-        if "top_k" in options:
-            assert ((weights > 0).sum(-1) <= options["top_k"]).all()
-        if "window" in options:
-            i = torch.arange(16)
-            offset = i - i[:, None]
-            reach = options["window"]
-            far = offset <= -reach if name == "llama" else offset.abs() > reach
-            assert (weights[:, :, far] == 0).all()
-
-
-def test_weights_of_rbf_attention_are_gaussian_kernels():
-    """Against the formula: shares of exp(-|q - k|^2 / (2 sigma^2)), sigma = scaling ** -0.5."""
-    from transformers import AttentionInterface
-
-    model = configured("bert", "rbf")
-    layer = next(m for _, m in gat_modules(model))
-    q, k, v = torch.randn(3, 2, 4, 9, 8, generator=torch.Generator().manual_seed(5)).double()
-    out, weights = AttentionInterface()["graphattn"](
-        layer, q, k, v, None, scaling=8**-0.5, output_attentions=True
-    )
-    logits = -torch.cdist(q, k).square() / (2 * 8**0.5)
-    assert torch.allclose(weights, logits.softmax(-1), atol=1e-12)
-    assert torch.allclose(out.transpose(1, 2), logits.softmax(-1) @ v, atol=1e-12)

@@ -3,8 +3,6 @@
 import copy
 import io
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from graphattn.integrations.transformers.masks.mask_function import (  # noqa: E
     fitted,
     graph_mask,
     is_sketch,
-    read_sketch,
 )
 
 EXAMPLES = int(os.environ.get("GRAPHATTN_MASK_EXAMPLES", "120"))
@@ -143,24 +140,6 @@ def _saved(mask):
     return torch.load(file)
 
 
-def test_eager_masks_say_the_same():
-    attention_mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]]).bool()
-    function = upstream.sliding_window_causal_mask_function(3)
-    arguments = {
-        "batch_size": 2,
-        "q_length": 7,
-        "kv_length": 9,
-        "q_offset": 2,
-        "mask_function": function,
-        "attention_mask": attention_mask,
-        "dtype": torch.float32,
-    }
-    eager = upstream.eager_mask(**arguments)
-    mask = graph_mask(**arguments, local_size=3)
-    assert is_sketch(mask)
-    assert torch.equal(ours(mask, 2, 7, 9, True), eager[:, 0] == 0)
-
-
 def test_plain_masks_need_no_square_tensor():
     def plain(function, padding=None, **more):
         return graph_mask(1, 500, 500, mask_function=function, attention_mask=padding, **more)
@@ -198,42 +177,6 @@ def test_cross_attention_needs_no_places():
         assert is_sketch(mask) == skip
         expected = padding.bool()[:, None].expand(2, queries, 3)
         assert torch.equal(ours(mask, 2, queries, 3, False), expected)
-
-
-def test_a_thousand_windows_leave_nothing_behind():
-    import graphattn.integrations.transformers.masks.mask_function as masks
-
-    def sizes():
-        tables = {n: v for n, v in vars(masks).items() if isinstance(v, list | set | dict)}
-        return {name: len(value) for name, value in tables.items() if name != "__builtins__"}
-
-    before = sizes()
-    for window in range(1, 1001):
-        function = upstream.sliding_window_causal_mask_function(window)
-        mask = graph_mask(1, 1200, 1200, mask_function=function, local_size=window)
-        assert read_sketch(mask)[0] == MaskBand(window - 1, 0)
-    assert sizes() == before
-
-
-@pytest.mark.long
-def test_another_process_reads_the_same(tmp_path):
-    masks = [
-        graph_mask(2, 8, 8, mask_function=upstream.sliding_window_causal_mask_function(w))
-        for w in (5, 2, 3)
-    ]
-    torch.save(masks, tmp_path / "masks.pt")
-    code = (
-        "import torch, sys\n"
-        "from graphattn.integrations.transformers.masks.mask_function import read_sketch\n"
-        "print([tuple(read_sketch(m)[0]) for m in torch.load(sys.argv[1])])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "masks.pt")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[(4, 0), (1, 0), (2, 0)]"
 
 
 @pytest.mark.parametrize("shape", [[1, 1, 1, 6], [1, 1, 6, 6], [2, 4, 1, 6], [6, 6], [1, 1, 40, 6]])
@@ -376,52 +319,4 @@ def test_what_is_no_band_is_not_read_as_one(name):
     assert band_of(NO_BANDS[name]) is None
 
 
-def test_threads_do_not_meet():
-    from concurrent.futures import ThreadPoolExecutor
-
-    def one(window):
-        function = upstream.sliding_window_causal_mask_function(window)
-        return read_sketch(graph_mask(1, 64, 64, mask_function=function))[0]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(one, range(1, 60))) == [MaskBand(w - 1, 0) for w in range(1, 60)]
-
-
 # Compiled, at three lengths.
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("window", [None, 8])
-def test_plain_masks_compile_without_a_break(window, padded):
-    from graphattn.integrations import transformers as gat
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=19,
-        intermediate_size=8,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    gat.configure(model, window=window)
-    compilations = []
-
-    def counted(module, _):
-        compilations.append(module)
-        return module
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=counted, fullgraph=True)
-    for length in (40, 56, 72):
-        tokens = torch.arange(2 * length).reshape(2, length) % 19
-        mask = torch.ones(2, length, dtype=torch.long) if padded else None
-        if padded:
-            mask[0, :3] = 0
-        with torch.no_grad():
-            found = compiled(tokens, attention_mask=mask).logits
-            expected = model(tokens, attention_mask=mask).logits
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert len(compilations) <= 3
-    torch._dynamo.reset()

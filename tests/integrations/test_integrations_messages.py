@@ -26,7 +26,6 @@ def small():
             {"layers": "all"},
             r"layers must be a number, a list or range of numbers, or None for all layers",
         ),
-        ({"layers": ["encoder"]}, "layers must be a number, a list or range of numbers"),
         ({"layers": 2}, r"layers must be numbers in -2 .. 1 .*got 2"),
         ({"layers": -3}, r"layers must be numbers in -2 .. 1 .*got -3"),
         ({"graph": ga.causal_graph(4)}, "write graph=lambda num_targets, num_sources: graph"),

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -31,21 +32,6 @@ def llama(layers=4):
 
 def options(model):
     return [module.graphattn_options for _, module in attention_modules(model)]
-
-
-def bart():
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        vocab_size=19,
-    )
-    return transformers.BartModel(config).eval()
 
 
 def gemma():
@@ -259,7 +245,7 @@ def test_attention_that_stays_as_it_is_is_named():
 
 
 def test_windows_leave_cross_attention_out():
-    model = bart()
+    model = tiny("bart", encoder_layers=1, decoder_layers=1).model
     names = [name for name, _ in attention_modules(model)]
     cross = next(n for n, name in enumerate(names) if name.endswith("encoder_attn"))
     numbers = gat.configure(model, window=2)

@@ -234,30 +234,6 @@ def test_a_masked_loss_is_that_of_one_mask_in_one_sequence(example, reader):
             assert float(found[s, p]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_dot_product_without_limits_changes_nothing(example, reader):
-    sequences, positions = ["EVQLVESGG", "DIQMTQSPSSLSASV"], torch.tensor([[1, 5], [2, 9]])
-    before = example.models.masked_losses(reader, sequences, positions)
-    for swap in (example.models.Swap("dot"), example.models.Swap("dot", 20, 30)):
-        after = swap.applied_to(reader.model)
-        assert after.config._attn_implementation == "graphattn"
-        losses = example.models.masked_losses(reader._replace(model=after), sequences, positions)
-        torch.testing.assert_close(losses, before, atol=1e-5, rtol=0)
-    assert reader.model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("mixer", ["dot", "rbf", "krause"])
-def test_a_window_sees_so_many_tokens_on_each_side(example, reader, mixer):
-    """Two layers of a window of 3 reach 6 residues, and no further."""
-    model = example.models.Swap(mixer, 3, 4 if mixer == "krause" else None).applied_to(reader.model)
-    tokens = torch.randint(5, 25, (1, 30), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[0, 10] = 5 + (changed[0, 10] - 4) % 20
-    with torch.no_grad():
-        moved = (model(tokens).logits != model(changed).logits).any(-1)[0].nonzero().flatten()
-    assert 4 <= int(moved.min()) < 10
-    assert 10 < int(moved.max()) <= 16
-
-
 def test_the_share_of_edges_is_counted(example):
     swap = example.models.Swap
     n, w, k = 40, 5, 7
@@ -345,15 +321,6 @@ def test_embeddings_are_means_over_what_is_not_padding(example, encoder):
         with torch.no_grad():
             mean = encoder.model(tokens).last_hidden_state[0].mean(0)
         torch.testing.assert_close(found, mean / mean.norm(), atol=1e-5, rtol=0)
-
-
-def test_sentences_are_compared_with_what_they_were(example, encoder, plan):
-    texts = ["E V Q L V E S G G", "D I Q M T Q S P S S L S A S V", "Q V Q L Q Q P G"]
-    found = example.models.measure_sentences(encoder, texts, plan.swaps)
-    cosine = {(r["mixer"], r["window"], r["top_k"]): r["cosine"] for r in found["rows"]}
-    assert cosine["eager", None, None] == pytest.approx(1, abs=1e-6)
-    assert found["facts"] == {"sentences": 3, "tokens": pytest.approx((11 + 17 + 10) / 3)}
-    assert all(value < 0.9999 for key, value in cosine.items() if key[0] != "eager")
 
 
 @pytest.mark.long

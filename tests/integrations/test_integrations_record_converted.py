@@ -7,7 +7,8 @@ from recorded_oracle import weights_by_loop
 import graphattn as ga
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
-from convertible import inputs_of, model_of  # noqa: E402
+import convertible  # noqa: E402
+from convertible import inputs_of  # noqa: E402
 from shortcut_oracle import left_padded, turned, with_shortcut  # noqa: E402
 
 from graphattn.integrations import transformers as gat  # noqa: E402
@@ -19,10 +20,8 @@ OPTIONS = {"gka": {}, "vlt": {"top_k": 4}, "krause": {"top_k": 3, "window": 5}}
 
 
 def converted(name, mixer, implementation="eager", **options):
-    model = model_of(name).double()
-    gat.convert(model, mixer, **{**OPTIONS.get(mixer, {}), **options})
-    model.set_attn_implementation(implementation)
-    return model
+    options = {**OPTIONS.get(mixer, {}), **options}
+    return convertible.converted(name, mixer, implementation, **options).double()
 
 
 def recorded(model, inputs, **options):
@@ -80,22 +79,6 @@ def test_a_converted_decoder_has_the_weights_of_plain_loops(mixer, implementatio
     entropy = -torch.special.xlogy(expected, expected).sum(-1).sum(-1) / real.sum(-1)[:, None]
     torch.testing.assert_close(recording[0].entropy, entropy, rtol=1e-5, atol=1e-6)
     assert recording.rollout().shape == (2, 9, 9)
-
-
-def test_a_converted_encoder_is_recorded_too():
-    inputs = inputs_of("Bert", 9, "right")
-    model = converted("Bert", "gka", "sdpa")
-    recording = recorded(model, inputs)
-    module = model.get_submodule(recording.names[0])
-    q = heads(what_reaches(module, model, inputs)[0]).transpose(1, 2)
-    real = inputs["attention_mask"].bool()
-    expected = weights_by_loop(
-        q,
-        q,
-        lambda b, h, i, j: real[b, i] and real[b, j],
-        sigma=module.bandwidth.log_sigma.detach().exp(),
-    )
-    torch.testing.assert_close(recording[0].matrix, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_consensus_is_named_and_cannot_be_switched_off():
@@ -165,14 +148,6 @@ def test_a_rollout_does_not_take_a_shortcut_for_a_layer_of_its_own():
     found = ga.diagnostics.Recording(own).rollout()
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=1e-7)
     assert recording.select(".krause").rollout().shape == (2, 9, 9)
-
-
-@pytest.mark.long
-def test_a_shortcut_is_recorded_under_flex_attention_too():
-    inputs = text()
-    expected = recorded(with_shortcuts("sdpa"), inputs).select("krause")
-    found = recorded(with_shortcuts("flex_attention"), inputs).select("krause")
-    torch.testing.assert_close(found[1].matrix, expected[1].matrix, rtol=1e-4, atol=1e-5)
 
 
 def made(kind, dropout=0.0):

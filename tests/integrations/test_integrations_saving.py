@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from tiny_models import tiny
 
 transformers = pytest.importorskip("transformers")
 
 from graphattn.integrations import transformers as gat  # noqa: E402
-from graphattn.integrations.transformers.files.marks import ADAPTER_MARK, MARK  # noqa: E402
-from graphattn.integrations.transformers.options import AS_IT_IS, Options  # noqa: E402
+from graphattn.integrations.transformers.files.saving import ADAPTER_MARK, MARK  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 19}
 TOKENS = torch.arange(12)[None] % 19
@@ -131,13 +130,6 @@ def test_weights_of_the_plain_model_still_fit():
         model.load_state_dict({})
 
 
-def test_the_mark_is_no_parameter():
-    model, plain = configured(), llama()
-    assert model.num_parameters() == plain.num_parameters()
-    vector = torch.nn.utils.parameters_to_vector
-    assert torch.equal(vector(model.parameters()), vector(plain.parameters()))
-
-
 # Other classes.
 
 
@@ -166,17 +158,7 @@ def test_a_part_that_shares_the_config_of_the_whole(tmp_path):
 
 
 def test_a_part_with_other_numbers_is_refused(tmp_path):
-    config = transformers.BartConfig(
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        vocab_size=19,
-    )
-    model = transformers.BartModel(config)
+    model = tiny("bart", encoder_layers=1, decoder_layers=1).model
     gat.configure(model.decoder, mixer="rbf", layers=[0])
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="written for a model of 2 attention modules, but"):
@@ -485,17 +467,6 @@ def test_settings_of_adapters_that_two_models_share_are_marked_once(tmp_path):
         assert settings["target_modules"] == ["q_proj"]
 
 
-def test_compiled_and_wrapped_models_are_configured_inside():
-    plain = llama()
-    gat.configure(torch.compile(plain, backend="eager"), mixer="rbf")
-    assert _attention(plain)[0].graphattn_options == Options("rbf")
-    other = llama()
-    gat.configure(nn.DataParallel(other), mixer="rbf")
-    assert other.config.graphattn["steps"][0]["layers"] == [0, 1]
-    with pytest.raises(ValueError, match="model must be a model of transformers"):
-        gat.configure(nn.Sequential(nn.Linear(2, 2)))
-
-
 @pytest.mark.long
 def test_trainer_resumes_to_equal_weights(tmp_path):
     pytest.importorskip("accelerate")
@@ -533,37 +504,6 @@ def test_trainer_resumes_to_equal_weights(tmp_path):
     assert_same(again, second.model)
 
 
-@pytest.mark.long
-def test_two_processes_of_ddp_learn_as_one(tmp_path):
-    code = """
-import sys, torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[4])
-import test_integrations_saving as t
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]),
-                        world_size=2)
-model = t.configured().train()
-wrapped = torch.nn.parallel.DistributedDataParallel(model)
-tokens = torch.arange(24).reshape(2, 12) % 19
-wrapped(tokens[int(sys.argv[2])][None], labels=tokens[int(sys.argv[2])][None]).loss.backward()
-if int(sys.argv[2]) == 0:
-    model.save_pretrained(sys.argv[3])
-    torch.save({n: p.grad for n, p in model.named_parameters()}, sys.argv[3] + "/grads.pt")
-dist.destroy_process_group()
-"""
-    folder = tmp_path / "saved"
-    here = str(Path(__file__).parent)
-    arguments = [sys.executable, "-c", code, str(tmp_path / "store")]
-    running = [subprocess.Popen([*arguments, str(rank), str(folder), here]) for rank in range(2)]
-    assert [process.wait(timeout=300) for process in running] == [0, 0]
-    model = configured().train()
-    assert_same(model.eval(), gat.from_pretrained(folder))
-    tokens = torch.arange(24).reshape(2, 12) % 19
-    model(tokens, labels=tokens).loss.backward()
-    found = torch.load(folder / "grads.pt")
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
-
-
 def test_code_beside_the_weights(tmp_path):
     (tmp_path / "own_model.py").write_text(
         "from transformers import BertConfig, BertModel\n"
@@ -586,10 +526,3 @@ def test_code_beside_the_weights(tmp_path):
     for more in ({}, {"model_class": transformers.AutoModel}):
         again = gat.from_pretrained(tmp_path / "changed", **taken, **more)
         assert torch.equal(out(again), out(model))
-
-
-def test_others_stay_as_they_are():
-    assert all(m.graphattn_options == AS_IT_IS for m in _attention(configured())[:1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        configured()

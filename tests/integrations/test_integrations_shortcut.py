@@ -15,7 +15,7 @@ from shortcut_oracle import (
 )
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.shortcut.masks import ShortcutCall, dense, reach
+from graphattn.integrations.transformers.shortcut.masks import ShortcutCall, dense, reach_of
 
 IMPLEMENTATIONS = [
     "eager",
@@ -106,24 +106,6 @@ def test_every_implementation_of_attention_gives_the_same(family, implementation
         found = logits_of(model, tokens, implementation, attention_mask=mask)
         real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
         torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
-
-
-def test_padding_changes_nothing_but_places():
-    """A text alone, and the same text in a batch, padded on either side."""
-    model, tokens = with_shortcut(), tokens_of(1, 9)
-    alone = logits_of(model, tokens, "sdpa")
-    for left in (True, False):
-        padded = torch.full((1, 30), 7)
-        at = slice(21, None) if left else slice(0, 9)
-        padded[:, at] = tokens
-        mask = torch.zeros(1, 30, dtype=torch.long)
-        mask[:, at] = 1
-        places = (mask.cumsum(1) - 1).clamp(min=0)
-        both = torch.cat([padded, tokens_of(1, 30, seed=3)])
-        masks = torch.cat([mask, torch.ones_like(mask)])
-        where = torch.cat([places, torch.arange(30)[None]])
-        found = logits_of(model, both, attention_mask=masks, position_ids=where)
-        torch.testing.assert_close(found[:1, at], alone, rtol=1e-5, atol=1e-5)
 
 
 # What it may see.
@@ -260,37 +242,17 @@ def test_masks_that_look_ahead_show_nothing_ahead():
         assert torch.equal(out, krause.attend(q, k, v, None, 0, 0.0))
 
 
-def test_plain_masks_become_windows_and_others_lists_of_edges():
-    call = ShortcutCall(batch=2, queries=12, slots=12, past=0, window=5)
-    causal = torch.ones(2, 12, 12, dtype=torch.bool).tril()
-    padded = causal & left_padded([12, 4], 12).bool()[:, None]
-    text = torch.tensor([0] * 5 + [1] * 7)
-    packed = causal & (text[:, None] == text)
-    for keep in (causal, padded, packed):
-        assert reach(keep[:, None], call).graph.structure is not None
-    assert reach(causal[:, None], call).valid is None
-    narrow = causal.triu(-2)
-    graph = reach(narrow[:, None], call).graph
-    assert torch.equal(graph.to_mask(), narrow[0])
-    torch.manual_seed(0)
-    odd = causal & (torch.rand(2, 12, 12) < 0.5)
-    found = reach(odd[:, None], call)
-    expected = torch.block_diag(*(odd.triu(-4).int())).bool()
-    assert torch.equal(found.graph.to_mask(), expected)
-
-
 def test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes():
     call = ShortcutCall(batch=1, queries=6, slots=6, past=0, window=4)
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    first = reach(mask, call)
-    assert reach(mask, call) is first
+    first = reach_of(mask, call)
+    assert reach_of(mask, call) is first
     mask[..., 2] = False
-    assert reach(mask, call) is not first
-    assert not reach(mask, call).valid[1][0, 2]
-    assert reach(mask, call._replace(window=2)).start == 0
-    assert reach(mask, call._replace(window=2)).graph != reach(mask, call).graph
+    assert reach_of(mask, call) is not first
+    assert not reach_of(mask, call).valid[1][0, 2]
+    assert reach_of(mask, call._replace(window=2)).graph != reach_of(mask, call).graph
     mask.numpy()[..., 3] = False  # which torch does not count
-    assert not reach(mask, call).valid[1][0, 3]
+    assert not reach_of(mask, call).valid[1][0, 3]
 
 
 # What is refused.

@@ -106,23 +106,6 @@ def test_generation_with_a_cache_is_that_without(family, given):
     assert plain[:, 12:].unique().numel() > 5  # not one token again and again
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("given", [{}, {"cache_implementation": "static"}])
-def test_beams_with_a_cache_are_those_without(given):
-    model, tokens, mask, plain = without_a_cache("Llama", num_beams=3)
-    assert torch.equal(generated(model, tokens, attention_mask=mask, num_beams=3, **given), plain)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["Llama", "Mistral"])
-def test_guesses_that_were_wrong_are_taken_back(family):
-    """Assisted generation cuts the cache: of both, however far beyond the windows."""
-    model, tokens, _, plain = without_a_cache(family, batch=1)
-    assert torch.equal(generated(model, tokens, prompt_lookup_num_tokens=4), plain)
-    helper = with_shortcut(family, window=4)
-    assert torch.equal(generated(model, tokens, assistant_model=helper), plain)
-
-
 def test_a_cache_goes_back_branches_and_follows_beams():
     model, tokens = with_shortcut(), tokens_of(3, 24)
     with torch.no_grad():
@@ -173,13 +156,6 @@ def test_a_cache_of_another_model_is_refused():
         ValueError, match=r"cache \(past_key_values\) must have 4 heads in layer 0 .*got 2"
     ):
         in_pieces(model, tokens, [1], cache)
-
-
-def test_generation_in_inference_mode():
-    model, tokens, mask, plain = without_a_cache("Llama")
-    with torch.inference_mode():
-        found = generated(model, tokens, attention_mask=mask, max_new_tokens=16)
-    assert torch.equal(found, plain[:, : 12 + 16])
 
 
 @pytest.mark.parametrize("name", ["read_index", "block_table"])

@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-import transformers
 from shortcut_oracle import FAMILIES, disturb, left_padded, tiny_model, with_shortcut
 
 from graphattn.integrations import transformers as gat
@@ -79,40 +78,6 @@ def test_without_adapters_the_model_stays_as_trainable_as_it_was():
     model = tiny_model()
     gat.add_krause_shortcut(model, lora_rank=None)
     assert len(trainable(model)) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("form", ["none", "window", "edges"])
-def test_gradients_are_those_of_finite_differences(form):
-    model = with_shortcut(dtype=torch.float64, window=5)
-    attention = model.model.layers[0].self_attn
-    torch.manual_seed(3)
-    x = torch.randn(2, 9, 32, dtype=torch.float64)
-    keep = torch.ones(2, 9, 9, dtype=torch.bool).tril()
-    if form == "window":
-        keep = keep & left_padded([9, 6], 9).bool()[:, None]
-    if form == "edges":
-        keep = keep & ((torch.rand(2, 9, 9) < 0.6) | torch.eye(9, dtype=torch.bool))
-    given = {
-        "position_embeddings": model.model.rotary_emb(x, torch.arange(9)[None]),
-        "attention_mask": None if form == "none" else keep[:, None],
-    }
-    real = keep.any(-1)[..., None]
-    target = torch.randn(2, 9, 32, dtype=torch.float64)
-
-    def loss():
-        return (attention(x, **given)[0].where(real, 0) * target).sum()
-
-    loss().backward()
-    for name, parameter in attention.krause.named_parameters():
-        direction, losses = torch.randn_like(parameter), []
-        for step in (1e-6, -2e-6):
-            with torch.no_grad():
-                parameter.add_(direction, alpha=step)
-                losses.append(loss())
-        with torch.no_grad():
-            parameter.add_(direction, alpha=1e-6)
-        slope, found = (losses[0] - losses[1]) / 2e-6, (parameter.grad * direction).sum()
-        torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_without_peft_it_says_so_and_changes_nothing(monkeypatch):
@@ -200,47 +165,6 @@ def test_copies_and_pickles_compute_the_same():
         disturb(model, seed=5)
         assert torch.equal(logits_of(twin, tokens), expected)
         assert not torch.equal(logits_of(model, tokens), expected)
-
-
-class Texts(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        tokens = tokens_of(1, 12, seed=i)[0]
-        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
-def trained(model, folder, **options):
-    settings = {
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
-    arguments = transformers.TrainingArguments(str(folder), **settings | options)
-    trainer = transformers.Trainer(model, arguments, train_dataset=Texts())
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "bf16": True}])
-def test_the_trainer_moves_adapters_bandwidths_and_gates_and_nothing_else(tmp_path, options):
-    model = tiny_model()
-    gat.add_krause_shortcut(model, window=8, top_k=3, lora_rank=4)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    trainer = trained(model, tmp_path / "run", **options)
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == trainable(model)
-    trainer.save_model(str(tmp_path / "saved"))
-    again = gat.from_pretrained(tmp_path / "saved")
-    kept = dict(again.named_parameters())
-    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
 
 
 # Files.
@@ -342,20 +266,6 @@ def test_compiled_without_a_break_where_masks_are_plain():
             "attention_mask": None,
         }
         torch.testing.assert_close(compiled(x, **given)[0], attention(x, **given)[0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("padded", [False, True])
-def test_compiled_models_compute_the_same(padded):
-    """transformers hands a mask to every layer of a compiled model: a graph break in each."""
-    model = with_shortcut()
-    compiled = torch.compile(model)
-    for length in (9, 20, 33):
-        tokens = tokens_of(2, length)
-        mask = left_padded([length, length - 4], length) if padded else torch.ones_like(tokens)
-        given = {"attention_mask": mask if padded else None}
-        found, expected = logits_of(compiled, tokens, **given), logits_of(model, tokens, **given)
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
 def test_merged_adapters_are_not_saved_beside_the_weights_that_hold_them(tmp_path):

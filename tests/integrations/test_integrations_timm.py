@@ -46,56 +46,18 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).flatten(-2))))
 
 
-def make_first(attn_layer, dim):  # before qk_norm
-    return attn_layer(dim, num_heads=H, qkv_bias=True, attn_drop=0.0, proj_drop=0.0)
-
-
-def make_middle(attn_layer, dim):  # before scale_norm
-    return attn_layer(
-        dim,
-        num_heads=H,
-        qkv_bias=True,
-        qk_norm=True,
-        proj_bias=True,
-        attn_drop=0.0,
-        proj_drop=0.0,
-        norm_layer=nn.LayerNorm,
-    )
-
-
-def make_newest(attn_layer, dim):  # with attn_layer, which must be a class
-    assert not issubclass(attn_layer, nn.Linear)
-    return attn_layer(
-        dim,
-        num_heads=H,
-        qkv_bias=True,
-        qk_norm=True,
-        scale_norm=True,
-        proj_bias=True,
-        attn_drop=0.0,
-        proj_drop=0.0,
-        norm_layer=nn.LayerNorm,
-        device=None,
-        dtype=torch.float32,
-    )
-
-
-def call_first(attn, x, mask):
-    return attn(x)
-
-
-def call_middle(attn, x, mask):
-    return attn(x, attn_mask=mask)
-
-
-def call_newest(attn, x, mask):
-    return attn(x, attn_mask=mask, is_causal=False)
-
-
+# How versions of timm make and call attention, and what the formula then has.
+FIRST = {"num_heads": H, "qkv_bias": True, "attn_drop": 0.0, "proj_drop": 0.0}
+MIDDLE = {**FIRST, "qk_norm": True, "proj_bias": True, "norm_layer": nn.LayerNorm}
+NEWEST = {**MIDDLE, "scale_norm": True, "device": None, "dtype": torch.float32}
 VERSIONS = {
-    "first": (make_first, call_first, {}),
-    "middle": (make_middle, call_middle, {"qk_norm": True}),
-    "newest": (make_newest, call_newest, {"qk_norm": True, "scale_norm": True}),
+    "before qk_norm": (FIRST, {}, {}),
+    "before scale_norm": (MIDDLE, {"attn_mask": None}, {"qk_norm": True}),
+    "with attn_layer": (
+        NEWEST,
+        {"attn_mask": None, "is_causal": False},
+        {"qk_norm": True, "scale_norm": True},
+    ),
 }
 
 
@@ -106,8 +68,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(E, 32), nn.GELU(), nn.Linear(32, E))
         self.call = call
 
-    def forward(self, x, attn_mask=None):
-        x = x + self.call(self.attn, self.norm1(x), attn_mask)
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x), **self.call)
         return x + self.mlp(self.norm2(x))
 
 
@@ -117,9 +79,9 @@ def assert_same(a, b, tolerance=1e-10):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_dot_is_the_formula_and_weights_load(version):
-    make, call, options = VERSIONS[version]
+    made, call, options = VERSIONS[version]
     theirs = Block(Attention(E, H, **options), call).double()
-    ours = Block(make(gtorch.timm_attention(), E), call).double()
+    ours = Block(gtorch.timm_attention()(E, **made), call).double()
     ours.load_state_dict(theirs.state_dict())
     swapped = copy.deepcopy(theirs)
     swapped.attn = gtorch.timm_attention().from_attention(swapped.attn)

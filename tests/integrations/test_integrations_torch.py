@@ -164,15 +164,6 @@ def test_a_whole_transformer_with_cross_attention(batch_first):
         assert_same(new(src, tgt, **call), a[0].detach())
 
 
-def test_float32_is_as_near():
-    old = encoder().float().eval()
-    new = gtorch.convert(copy.deepcopy(old))
-    x = torch.randn(B, 40, E)
-    assert_same(new(x), old(x), 1e-5)
-    with torch.no_grad():
-        assert_same(new(x), old(x), 1e-5)
-
-
 # The fused paths of evaluation.
 
 
@@ -197,18 +188,6 @@ def test_no_fused_path_goes_round_a_converted_module(monkeypatch, padded, layers
     assert len(fused) == 2 - len(calls)  # layers that were not converted may go that way
     with torch.no_grad():
         nn.TransformerEncoder(model.layers[layers or 0], 2, enable_nested_tensor=False)(x, **call)
-
-
-def test_evaluation_sees_the_window_that_training_sees():
-    model = gtorch.convert(encoder(depth=1), window=1)
-    x = torch.randn(1, L, E).double()
-    other = x.clone()
-    other[:, 4:] = torch.randn(1, 3, E)
-    for train in (True, False):
-        model.train(train)
-        with torch.no_grad():
-            assert torch.equal(model(x)[:, :3], model(other)[:, :3])
-            assert not torch.equal(model(x)[:, 3], model(other)[:, 3])
 
 
 def test_nested_tensors_of_an_encoder_around_are_refused():

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
 from graphattn.integrations import torch as gtorch
@@ -214,29 +213,6 @@ def test_state_dicts_copies_and_pickles(mixer):
     keys["krause"] = keys["dot"] | {"log_sigma"}
     if mixer in keys:
         assert set(first.layers[0].self_attn.state_dict()) == keys[mixer]
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(mixer, use_reentrant):
-    net = model(mixer, dropout=0.2, window=3).train()
-    x = torch.randn(B, N, E, requires_grad=True)
-
-    def gradients(run):
-        torch.manual_seed(1)
-        net.zero_grad()
-        run(x).square().sum().backward()
-        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-    def checkpointed(x):
-        for layer in net.layers:
-            x = checkpoint(layer, x, None, PAD, use_reentrant=use_reentrant)
-        return x
-
-    plain, again = gradients(lambda x: net(x, src_key_padding_mask=PAD)), gradients(checkpointed)
-    assert len(plain) == len(again) == len(list(net.parameters()))
-    for a, b in zip(plain, again, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

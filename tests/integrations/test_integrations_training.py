@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import (
-    PAD,
-    exact_softmax,
     families,
     gradients,
     inputs,
-    labels,
     logits,
     real,
     relative_difference,
@@ -151,92 +148,3 @@ def test_copies_and_pickles_compute_the_same(mixer):
     gat.configure(clone, mixer="dot")  # and a copy goes its own way
     assert torch.equal(logits(model, **given), expected)
     assert torch.equal(logits(clone, **given), logits(configured("llama"), **given))
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("name", SOME)
-def test_a_saved_model_comes_back_as_it_was(name, mixer, tmp_path):
-    if not fits(name, MIXERS[mixer]):
-        pytest.skip("softcap is for dot products")
-    model = configured(name, {**MIXERS[mixer], "layers": [0, -1]}, dtype=torch.float32)
-    given = inputs(name, padding="right")
-    model.save_pretrained(tmp_path / "model")
-    loaded = gat.from_pretrained(tmp_path / "model").eval()
-    assert type(loaded) is type(model)
-    assert torch.equal(logits(loaded, **given), logits(model, **given))
-    assert loaded.config.graphattn == model.config.graphattn
-
-
-@pytest.mark.long
-def test_lora_on_queries_and_values_trains_like_eager_attention(tmp_path):
-    peft = pytest.importorskip("peft")
-    found = []
-    given = inputs("llama", padding="left")
-    for model in twins("llama"):
-        config = peft.LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0
-        )
-        torch.manual_seed(0)
-        wrapped = peft.get_peft_model(model, config).double()
-        optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
-        losses = []
-        for _ in range(3):
-            with exact_softmax():
-                loss = wrapped(**given, labels=labels(given)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        found.append((wrapped, losses))
-    (_, expected), (ours, losses) = found
-    assert losses == pytest.approx(expected, rel=1e-9)
-    assert losses[-1] < losses[0]
-    after = logits(ours, **given)
-    ours.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(twins("llama")[1], tmp_path).double()
-    assert torch.equal(logits(again, **given), after)
-    merged = again.merge_and_unload()
-    assert relative_difference(logits(merged, **given), after) < 1e-6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_trainer_learns_the_same_as_with_eager_attention(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    texts = inputs(name, batch=16, length=12, dtype=torch.float32)["input_ids"]
-    items = [{"input_ids": text, "labels": text} for text in texts]
-
-    def losses(model, folder):
-        arguments = transformers.TrainingArguments(
-            str(tmp_path / folder),
-            max_steps=6,
-            per_device_train_batch_size=8,
-            logging_steps=1,
-            learning_rate=3e-3,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=0,
-        )
-        trainer = transformers.Trainer(without_dropout(model), arguments, train_dataset=items)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    eager, ours = twins(name, dtype=torch.float32)
-    expected = losses(eager, "eager")
-    assert losses(ours, "ours") == pytest.approx(expected, rel=1e-3)
-    krause = configured(name, KRAUSE, dtype=torch.float32)
-    learned = losses(krause, "krause")
-    assert learned[-1] < learned[0]
-
-
-def test_a_batch_of_one_padded_text_is_generated_after_training_mode():
-    """`train()` and `eval()` leave options and masks alone."""
-    model = configured("llama", KRAUSE)
-    given = inputs("llama", batch=1, length=9)
-    first = model.generate(**given, do_sample=False, max_new_tokens=8, pad_token_id=PAD)
-    model.train().eval()
-    again = model.generate(**given, do_sample=False, max_new_tokens=8, pad_token_id=PAD)
-    assert torch.equal(first, again)

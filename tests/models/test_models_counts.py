@@ -123,43 +123,6 @@ def test_swin_s_pair_is_padding():
             assert (patch, depths, window, pad) == (4, small, 4, True)
 
 
-# 002: the language models.
-
-
-def nanochat(mixer: str) -> Any:
-    with torch.device("meta"):
-        return ga.models.SequenceEncoder(32_768, 1280, 20, 10, mixer=mixer, bias=False)
-
-
-WINDOWS = [1024, 1024, 1024, 2048] * 5
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("mixer", "printed", "full", "exact"),
-    [("dot", "3.0042e+09", 3_004_170_240, "2.867"), ("gka", "2.4143e+09", 2_414_346_240, "2.277")],
-)
-def test_nanochat_counts_every_window_as_full(mixer, printed, full, exact):
-    model, N = nanochat(mixer), 2048
-    graphs = [ga.causal_window_graph(N, window).to("meta") for window in WINDOWS]
-    tokens = torch.zeros(N, dtype=torch.int64, device="meta")
-    forward = operations(model, tokens, graphs)
-    assert f"{3 * forward / N / 1e9:.3f}" == exact
-    edges = sum(graph.num_edges for graph in graphs)
-    assert edges == sum(min(i + 1, window) for window in WINDOWS for i in range(N))
-    if_full = 3 * (forward + 4 * 1280 * (sum(WINDOWS) * N - edges)) // N
-    assert if_full == full
-    assert f"{if_full:.4e}" == printed
-
-
-def test_nanochat_s_parameters_and_value_embeddings():
-    norms = 41 * 1280  # which nanochat's have no weights in
-    dot, gka = (nanochat(mixer).num_parameters() - norms for mixer in ("dot", "gka"))
-    assert f"{gka / 1e6:.1f}" == "378.8"
-    assert f"{(dot + 10 * 32_768 * 1280) / 1e6:.1f}" == "896.5"
-    assert dot - gka == 20 * (3 * 1280**2 - 10)
-
-
 # 003: Tables 1 and 9.
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphattn as ga
 
@@ -135,26 +133,6 @@ def test_a_new_model_thinks_all_tokens_equally_likely_and_learns_from_there():
     assert all("source_proj.bias" in name for name in still)  # which may cancel
 
 
-def test_without_the_new_arguments_names_and_draws_are_as_before():
-    torch.manual_seed(0)
-    plain = ga.models.SequenceEncoder(V, D, 4, H, mixer="mix", edge_hidden=8)
-    torch.manual_seed(0)
-    drawn = nn.Embedding(V, D), ga.nn.DotProductAttention(D, H, rope=True)
-    assert not [n for n, _ in plain.named_parameters() if "noise" in n or "modulation" in n]
-    assert torch.equal(plain.blocks[0].mixer.query_proj.weight, drawn[1].query_proj.weight)
-    torch.manual_seed(0)
-    noisy = ga.models.SequenceEncoder(V, D, 4, H, mixer="mix", edge_hidden=8, noise_dim=C)
-    there = dict(noisy.named_parameters())
-    for name, parameter in plain.named_parameters():
-        if name != "embedding.weight":  # drawn last
-            assert torch.equal(there[name], parameter), name
-    # A config of before has none of them.
-    old = {n: v for n, v in plain.config.items() if n in ("vocab_size", "dim", "depth", "heads")}
-    twin = ga.models.SequenceEncoder(**old, mixer="mix", edge_hidden=8)
-    twin.load_state_dict(plain.state_dict())
-    assert torch.equal(twin(tokens_of(5)), plain(tokens_of(5)))
-
-
 # One level per sequence, or per token.
 
 
@@ -228,38 +206,7 @@ def test_every_name_has_its_graph(mixer, graph):
     assert (model(tokens, [shorter] * 4, noise_level=sigma) - out).abs().max() > 1e-6
 
 
-def test_halves_are_two_kinds():
-    kinds = {
-        name: [type(b.mixer).__name__ for b in encoder(name).blocks]
-        for name in ("mix", "gka-consensus", "krause-consensus")
-    }
-    assert kinds == {
-        "mix": ["DotProductAttention"] * 2 + ["SelfConsensus"] * 2,
-        "gka-consensus": ["GaussianKernelAttention"] * 2 + ["SelfConsensus"] * 2,
-        "krause-consensus": ["KrauseAttention"] * 2 + ["SelfConsensus"] * 2,
-    }
-    vlt = encoder("vlt").blocks[0].mixer
-    assert not [n for n, _ in vlt.named_parameters() if "value" in n]
-
-
 # Together with what users combine.
-
-
-@EVERY_MIXER
-def test_a_model_survives_copies_and_files(mixer, tmp_path):
-    model = encoder(mixer).float()
-    tokens, sigma = tokens_of(2, 9), levels_of(2).float()
-    out = model(tokens, noise_level=sigma)
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    if mixer != "a list":
-        ga.save(model, tmp_path)
-        twins.append(ga.load(tmp_path))
-        assert twins[-1].config == model.config
-    for twin in twins:
-        assert torch.equal(twin(tokens, noise_level=sigma), out)
-    every_second = torch.stack([tokens, tokens], -1).flatten(-2)[:, ::2]  # strides of 2
-    assert not every_second.is_contiguous()
-    assert torch.equal(model(every_second, noise_level=sigma), out)
 
 
 def test_weights_do_not_care_whether_the_head_began_at_zero_but_which_norm_it_is():
@@ -284,71 +231,6 @@ def test_a_window_is_compared_where_a_layer_asks_for_it():
                 other.load_state_dict(state)
         else:
             other.load_state_dict(state)
-
-
-@pytest.mark.parametrize("mixer", ["dot", "mix"])
-def test_checkpointing_changes_no_gradient(mixer):
-    model = encoder(mixer, drop_path=0.5, dropout=0.1).train()
-    tokens, sigma = tokens_of(4, 9), levels_of(4).requires_grad_()
-    found = []
-    for kept in (True, False):
-        model.zero_grad()
-        torch.manual_seed(3)
-        if not kept:
-            model.gradient_checkpointing_enable()
-        out = model(tokens, noise_level=sigma)
-        (level,) = torch.autograd.grad(out.square().sum(), sigma, retain_graph=True)
-        out.square().sum().backward()
-        found.append([out.detach(), level, *(p.grad.clone() for p in model.parameters())])
-    assert found[0][1].all()  # the level itself has a gradient
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("mixer", "per_token"), [("dot", False), ("mix", True)])
-def test_two_compilations_serve_all_lengths(mixer, per_token):
-    torch._dynamo.reset()
-    model = encoder(mixer).float()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for n in (17, 12, 40):
-        tokens = tokens_of(2, n)
-        sigma = levels_of(2, n).float() if per_token else levels_of(2).float()
-        torch.testing.assert_close(
-            compiled(tokens, noise_level=sigma),
-            model(tokens, noise_level=sigma),
-            rtol=1e-4,
-            atol=1e-5,
-        )
-    assert counter.frame_count <= 2
-    torch._dynamo.reset()
-
-
-@EVERY_MIXER
-def test_autocast_and_half_precision_stay_close(mixer):
-    model = encoder(mixer).float()
-    tokens, sigma = tokens_of(2, 9), levels_of(2).float()
-    out = model(tokens, noise_level=sigma)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = model(tokens, noise_level=sigma)
-    half = copy.deepcopy(model).bfloat16()(tokens, noise_level=sigma)
-    assert half.dtype == torch.bfloat16
-    scale = out.square().mean().sqrt()
-    for other in (cast, half):
-        assert (other.float() - out).square().mean().sqrt() < 0.05 * scale
-
-
-@EVERY_MIXER
-def test_shapes_are_known_without_computing(mixer):
-    with torch.device("meta"):
-        model = ga.models.SequenceEncoder(V, D, 4, H, mixer=mixer_on_meta(mixer), noise_dim=C)
-        out = model(torch.zeros(2, 9, dtype=torch.int64), noise_level=torch.zeros(2))
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert (out.shape, out.device.type) == ((2, 9, V), "meta")
-
-
-def mixer_on_meta(name: str) -> Any:
-    return MIXERS[name]()
 
 
 # Norms, biases, stochastic depth.

@@ -1,7 +1,6 @@
 """CausalLM.generate: texts by streaming caches are those of whole forward passes."""
 
 import copy
-import inspect
 
 import numpy as np
 import pytest
@@ -83,15 +82,6 @@ def test_every_prompt_of_a_batch_goes_on_as_it_does_alone(mixer):
         written = row[9 - len(own) :]
         assert torch.equal(model.generate(own, 20), written)
         assert_greedy(model, written, len(own))
-
-
-@EVERY_MIXER
-def test_generation_token_by_token_without_any_cache_gives_the_same(mixer):
-    model, prompt = model_of(mixer), tokens_of(2, 6)
-    text = prompt
-    for _ in range(30):
-        text = torch.cat([text, model(text)[:, -1].argmax(-1, keepdim=True)], -1)
-    assert torch.equal(model.generate(prompt, 30), text)
 
 
 @pytest.mark.parametrize("mixer", ["dot", "gka", "krause-consensus"])
@@ -324,16 +314,6 @@ def test_what_does_not_fit_is_refused(given, says):
         model_of().generate(**arguments)
 
 
-class Louder(ga.models.CausalLM):
-    def forward(self, tokens, graph=None, *, valid=None, positions=None):
-        return 2 * super().forward(tokens, graph, valid=valid, positions=positions)
-
-
-def test_a_subclass_with_a_forward_of_its_own_does_not_generate():
-    with pytest.raises(ValueError, match=r"step does not run the forward\(\) of Louder"):
-        Louder(V, D, 2, H).generate(tokens_of(2, 3), 2)
-
-
 def test_a_layer_without_steps_is_named():
     class Shift(torch.nn.Module):
         dim = D
@@ -344,9 +324,3 @@ def test_a_layer_without_steps_is_named():
     model = ga.models.CausalLM(V, D, 2, H, mixer=["dot", Shift()])
     with pytest.raises(ValueError, match="block 1: mixer Shift cannot generate token by token"):
         model.generate(tokens_of(2, 3), 2)
-
-
-def test_arguments_of_generate_are_the_agreed_ones():
-    agreed = ["temperature", "top_k", "top_p", "stop", "generator", "valid"]
-    parameters = inspect.signature(ga.models.CausalLM.generate).parameters
-    assert list(parameters)[3:9] == agreed

@@ -171,14 +171,6 @@ def test_a_class_as_the_mixer_is_answered_with_how_its_layers_are_given():
         mixers(Mean, 2, DIM, HEADS)
 
 
-def test_halves_have_no_halves():
-    with pytest.raises(
-        ValueError,
-        match="'consensus', or a list with one layer per block, each for one sequence, got 'mix'",
-    ):
-        mixers(["mix", "dot"], 2, DIM, HEADS)
-
-
 @pytest.mark.parametrize(
     ("mixer", "options", "message"),
     [
@@ -210,6 +202,7 @@ def test_an_option_that_one_layer_has_is_enough():
         (["dot", "dot", "dot"], 2, r"one entry per block \(2\), got 3"),
         (ga.nn.LinearAttention(DIM, HEADS), 2, "whose weights all blocks would share"),
         (ga.nn.CrossConsensus(DIM, HEADS), 1, "one sequence, got 'CrossConsensus'|Cross"),
+        ({"dot"}, 1, "be one of 'dot', .* got {'dot'}"),
     ],
 )
 def test_lists_and_layers_that_do_not_fit_are_refused(mixer, depth, message):
@@ -224,6 +217,8 @@ def test_one_layer_does_not_serve_two_blocks_nor_one_of_another_width():
     narrow = ga.nn.LinearAttention(8, 2)
     with pytest.raises(ValueError, match="of width dim = 16, got a LinearAttention of width 8"):
         layers_of([narrow], 1)
+    with pytest.raises(ValueError, match=r"read one sequence, got a DotProductAttention .* 8 .dim"):
+        layers_of([ga.nn.DotProductAttention(DIM, HEADS, context_dim=8)], 1)
 
 
 @pytest.mark.parametrize("make", [ga.models.CausalLM, ga.models.SequenceEncoder])
@@ -269,13 +264,6 @@ def test_every_name_is_an_encoder(name):
 def test_top_k_grows_like_a_rounded_linspace(first, last, depth):
     expected = numpy.round(numpy.linspace(first, last, depth)).astype(int).tolist()
     assert ga.models.top_k_schedule(first, last, depth) == expected
-
-
-@pytest.mark.parametrize("depth", range(1, 60))
-def test_halves_are_rounded_like_numpy_rounds_them(depth):
-    for last in (2, 3, 4, 9, 32, 96):
-        expected = numpy.round(numpy.linspace(1, last, depth)).astype(int).tolist()
-        assert ga.models.top_k_schedule(1, last, depth) == expected, last
 
 
 @pytest.mark.parametrize("name", ["first", "last", "depth"])

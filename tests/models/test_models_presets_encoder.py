@@ -107,27 +107,6 @@ def test_a_preset_runs_with_every_mixer(mixer):
     assert plain(tokens).any()
 
 
-@pytest.mark.long
-def test_the_small_protein_model_learns_a_sequence_on_a_laptop():
-    torch.manual_seed(0)
-    model = ga.models.SequenceEncoder.from_preset("protein-6m")
-    millions = model.num_parameters() / 1e6
-    assert f"{millions:.1f} M parameters" in ga.models.presets()["protein-6m"].about
-    assert round(millions) == 6
-    tokenizer = ga.data.ProteinTokenizer()
-    protein = tokenizer.encode("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ")[None]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(8):
-        inputs, masked = ga.train.mask_tokens(protein, tokenizer.vocab_size, mask_ratio=0.3)
-        loss = ga.train.masked_token_loss(model(inputs), protein, masked)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert sum(losses[-2:]) < sum(losses[:2])
-
-
 def test_names_of_others_and_unknown_ones_are_refused():
     with pytest.raises(ValueError, match=r"name must be one of .*'consensus-text-54m'"):
         ga.models.SequenceEncoder.from_preset("consensus-text-55m")

@@ -2,62 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from proteins import LETTERS, MIXERS, D, H, complex_of, letters, model_of, tokens_of
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 import graphattn as ga
 from graphattn.data import Structure
-
-D, H = 16, 4
-MIXERS: dict[str, Any] = {
-    "dot": lambda: "dot",
-    "krause": lambda: "krause",
-    "consensus": lambda: "consensus",
-    "mix": lambda: "mix",
-    "own": lambda: [ga.nn.GaussianKernelAttention(D, H), "consensus"],
-}
-LETTERS = "ACDEFGHIKLMNPQRSTVWY"
-
-
-def model_of(mixer: str = "mix", **options: Any) -> Any:
-    torch.manual_seed(0)
-    made = MIXERS[mixer]()
-    names = [made] if isinstance(made, str) else made
-    if any(name in ("consensus", "mix") for name in names if isinstance(name, str)):
-        options = {"mixer_options": {"edge_hidden": 6, "rank": 2}, **options}
-    options = {"neighbors": 5, "window": 2, "num_distances": 4, "max_offset": 3, **options}
-    return ga.models.ProteinModel(D, 2, H, mixer=made, **options).double().eval()
-
-
-def letters(count: int, seed: int = 0) -> str:
-    index = torch.randint(20, (count,), generator=torch.Generator().manual_seed(seed))
-    return "".join(LETTERS[i] for i in index)
-
-
-def complex_of(*sizes: int, seed: int = 0) -> Structure:
-    """Chains that walk through each other in steps of 3.8 Angstrom."""
-    generator = torch.Generator().manual_seed(seed)
-    walks = []
-    for size in sizes:
-        steps = torch.randn(size, 3, generator=generator, dtype=torch.float64)
-        walks.append((3.8 * steps / steps.norm(dim=1, keepdim=True)).cumsum(0))
-    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    numbers = torch.cat([torch.arange(1, size + 1) for size in sizes])
-    return Structure(
-        letters(sum(sizes), seed), torch.cat(walks), index, tuple("ABCD"[: len(sizes)]), numbers
-    )
-
-
-def tokens_of(model: Any, structure: Structure) -> Tensor:
-    return model.tokenizer.encode(structure.sequence)
 
 
 def features_by_hand(model: Any, structure: Structure, source: int, target: int) -> list[float]:
@@ -150,33 +105,6 @@ def test_a_motion_of_all_atoms_changes_nothing_and_of_one_chain_something(mixer)
     shift = 3.0 * (structure.chain_index == 1)[:, None]
     apart = replace(structure, ca_positions=structure.ca_positions + shift, atoms={})
     assert (model.embed(apart)[:12] - out[:12]).abs().max() > 1e-4
-
-
-def test_a_three_chain_complex_sees_across_its_chains():
-    """Three straight strands side by side, at the corners of a triangle."""
-    line = torch.arange(8.0)[:, None] * torch.tensor([3.8, 0.0, 0.0])
-    corners = torch.tensor([[0.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 2.5, 4.3]])
-    places = torch.cat([line + corner for corner in corners]).double()
-    index = torch.arange(3).repeat_interleave(8)
-    model, structure = model_of("dot"), Structure(letters(24), places, index, ("A", "B", "C"))
-    graph = model.graphs(structure=structure)[0]
-    source, target = graph.edge_index
-    pairs = set(
-        zip(
-            structure.chain_index[source].tolist(),
-            structure.chain_index[target].tolist(),
-            strict=True,
-        )
-    )
-    assert pairs == {(a, b) for a in range(3) for b in range(3)}
-    changed = replace(structure, sequence=structure.sequence[:-1] + "W")
-    reached = (model.embed(changed) - model.embed(structure)).abs().amax(1) > 1e-12
-    assert reached[:16].any()  # residues of other chains feel the last one of the third
-    # With windows alone they do not.
-    alone = model_of("dot", neighbors=0)
-    reached = (alone.embed(changed) - alone.embed(structure)).abs().amax(1) > 0
-    assert not reached[:16].any()
-    assert reached[16:].any()
 
 
 def test_a_gap_in_the_numbers_is_a_gap_in_the_window():
@@ -374,25 +302,7 @@ def test_the_track_of_padding_is_never_read(mixer):
     assert torch.equal(model(tokens, valid=valid, context=other)[valid], out[valid])
 
 
-# Training, and files.
-
-
-@pytest.mark.parametrize("mixer", ["dot", "mix", "own"])
-def test_gradients_reach_every_parameter(mixer):
-    model = model_of(mixer, context=TRACKS).train()
-    structure = complex_of(8, 4)
-    model(
-        tokens_of(model, structure), structure=structure, context=tracks()
-    ).square().sum().backward()
-    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    # Rotations make biases of keys count; a consensus layer's b_s may cancel.
-    assert all("source_proj.bias" in name for name in missing), missing
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1.0)
-    model.reset_parameters()
-    assert not [n for n, p in model.named_parameters() if torch.equal(p, before[n] + 1.0)]
+# Training.
 
 
 def test_coordinates_have_gradients():
@@ -408,91 +318,11 @@ def test_coordinates_have_gradients():
     torch.testing.assert_close(gradient.sum(0), torch.zeros(3).double(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mixer", ["dot", "mix"])
-def test_it_learns_letters_that_only_space_tells(mixer):
-    """Letters are those of the other strand's residue beside it, which is masked."""
-    torch.manual_seed(0)
-    line = torch.arange(8.0)[:, None] * torch.tensor([4.0, 0.0, 0.0])
-    places = torch.cat([line, line + torch.tensor([0.0, 3.0, 0.0])])
-    index = torch.arange(2).repeat_interleave(8)
-    model = ga.models.ProteinModel(
-        32, 2, 4, mixer=mixer, neighbors=1, window=1, max_offset=2,
-        mixer_options={"edge_hidden": 16} if mixer == "mix" else None,
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(ga.train.parameter_groups(model), lr=5e-3)
-    losses = []
-    for _ in range(60):
-        strand = torch.randint(20, (16, 8))
-        tokens = torch.cat([strand, strand], 1)
-        masked = torch.zeros(16, 16, dtype=torch.bool)
-        masked[:, 8:] = True
-        inputs = tokens.masked_fill(masked, model.mask_token)
-        structure = Structure("A" * 16, places, index, ("A", "B"))
-        loss = ga.train.masked_token_loss(model(inputs, structure=structure), tokens, masked)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 2.8  # log 21 = 3.04
-    assert sum(losses[-5:]) / 5 < 0.5
-
-
-@pytest.mark.long
-def test_it_comes_back_from_files_and_copies_the_same(tmp_path):
-    model, structure = model_of("mix", context=TRACKS), complex_of(8, 4)
-    model.save_pretrained(tmp_path)
-    expected = model.embed(structure, context=tracks())
-    others = [ga.load(tmp_path), ga.models.ProteinModel.from_pretrained(tmp_path)]
-    others += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for other in others:
-        assert torch.equal(other.embed(structure, context=tracks()), expected)
-        assert other.config == model.config
-    fewer = model_of("mix", context=TRACKS, neighbors=4)
-    with pytest.raises(RuntimeError, match="saved with neighbors=5, but this one has neighbors=4"):
-        fewer.load_state_dict(model.state_dict())
-
-
 def test_presets_make_it():
     model = ga.models.ProteinModel.from_preset("protein-structure-1m", neighbors=8)
     assert 0.8e6 < model.num_parameters() < 1.2e6
     assert model.neighbors == 8
     assert model.embed(complex_of(9).sequence).shape == (9, model.config["dim"])
-
-
-def test_checkpointed_blocks_give_the_same_gradients():
-    model, structure = model_of("mix", context=TRACKS).train(), complex_of(8, 4)
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        out = model(tokens_of(model, structure), structure=structure, context=tracks())
-        out.square().sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    plain = gradients()
-    model.gradient_checkpointing_enable()
-    for own, expected in zip(gradients(), plain, strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("mixer", ["dot", "mix"])
-def test_half_precision_is_near(mixer):
-    model = model_of(mixer, context=TRACKS).float()
-    structure = complex_of(8, 4)
-    tokens, given = tokens_of(model, structure), tracks()
-    expected = model(tokens, structure=structure, context=given)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = model(tokens, structure=structure, context=given)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
-
-
-def test_non_contiguous_tokens_are_read_as_they_are():
-    model, structure = model_of("mix"), complex_of(9)
-    tokens = torch.stack([tokens_of(model, structure)] * 2, 1).T
-    assert not tokens.is_contiguous()
-    out = model(tokens, structure=structure)
-    assert torch.equal(out, model(tokens.contiguous(), structure=structure))
 
 
 # Scores of mutations.
@@ -661,24 +491,3 @@ def test_a_call_names_what_is_wrong():
         model.init_cache(1)
     with pytest.raises(ValueError, match="at least one residue"):
         model.embed("--")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [{"structure": False}, {}, {"context": TRACKS}], ids=str)
-def test_two_compilations_serve_sequences_of_all_lengths(options):
-    torch._dynamo.reset()
-    model = model_of("mix", **options)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for n in (17, 12, 40, 25):
-        tokens, given = torch.randint(21, (2, n)), {}
-        if "context" in options:
-            given["context"] = {
-                "secondary": torch.randint(3, (2, n)),
-                "exposed": torch.rand(2, n, 1).double(),
-                "partner": torch.randint(20, (2, n + 3)),
-            }
-        torch.testing.assert_close(
-            compiled(tokens, **given), model(tokens, **given), rtol=0, atol=1e-9
-        )
-    assert counter.frame_count <= 2

@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from proteins import complex_of, model_of, tokens_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-import graphattn as ga
 from graphattn.data import Structure
-
-LETTERS = "ACDEFGHIKLMNPQRSTVWY"
-
-
-def model_of(mixer: Any = "mix", **options: Any) -> Any:
-    torch.manual_seed(0)
-    if mixer in ("consensus", "mix"):
-        options = {"mixer_options": {"edge_hidden": 6, "rank": 2}, **options}
-    options = {"neighbors": 4, "window": 2, "num_distances": 4, "max_offset": 3, **options}
-    return ga.models.ProteinModel(16, 2, 4, mixer=mixer, **options).double().eval()
-
-
-def complex_of(*sizes: int) -> Structure:
-    """Chains that walk at random, 3.8 Angstrom a step."""
-    generator = torch.Generator().manual_seed(sum(sizes))
-    steps = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64)
-    places = (3.8 * steps / steps.norm(dim=1, keepdim=True)).cumsum(0)
-    letters = torch.randint(20, (sum(sizes),), generator=generator).tolist()
-    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return Structure(
-        "".join(LETTERS[i] for i in letters), places, index, tuple("ABCD"[: len(sizes)])
-    )
-
-
-def tokens_of(structure: Structure) -> Tensor:
-    return ga.data.ProteinTokenizer().encode(structure.sequence)
 
 
 @pytest.mark.parametrize("mixer", ["dot", "krause", "consensus", "mix"])
 def test_a_batch_of_one_may_be_padded_like_every_other(mixer):
     """The last batch of an epoch often holds one protein, in rows as long as those before."""
     model, structure = model_of(mixer), complex_of(6, 4)
-    alone = model(tokens_of(structure), structure=structure)
-    rows = functional.pad(tokens_of(structure), (0, 3), value=-1)[None]
+    alone = model(tokens_of(model, structure), structure=structure)
+    rows = functional.pad(tokens_of(model, structure), (0, 3), value=-1)[None]
     out = model(rows, structure=[structure])
     assert out.shape == (1, 13, 21)
     torch.testing.assert_close(out[0, :10], alone, rtol=0, atol=1e-12)
@@ -89,7 +60,7 @@ def test_rows_may_have_places_of_their_own(mixer):
 
 def test_a_call_names_what_does_not_fit():
     model, structure = model_of("dot"), complex_of(6, 4)
-    tokens = tokens_of(structure)
+    tokens = tokens_of(model, structure)
     rows, both = tokens.expand(2, -1), [structure, structure]
     for own, given, says in [
         (rows, {"structure": both, "valid": [True]}, "valid must be a bool tensor, got list"),
@@ -120,7 +91,7 @@ def test_structures_of_all_lengths_share_compiled_code(mixer):
     counts = []
     for sizes in ((9, 7), (12,), (20, 5, 3), (11,)):
         structure = complex_of(*sizes)
-        tokens = tokens_of(structure)
+        tokens = tokens_of(model, structure)
         out = compiled(tokens, structure=structure)
         expected = model(tokens, structure=structure)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-9)
@@ -138,7 +109,7 @@ def test_one_graph_of_code_serves_structures_whose_edges_are_given():
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for sizes in ((9, 7), (12,), (20, 5, 3), (11,)):
         structure = complex_of(*sizes)
-        tokens, graphs = tokens_of(structure), model.graphs(structure=structure)
+        tokens, graphs = tokens_of(model, structure), model.graphs(structure=structure)
         features = [
             structure.edge_features(graph, num_distances=4, max_offset=3).double()
             for graph in graphs

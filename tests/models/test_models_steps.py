@@ -130,28 +130,6 @@ def test_memory_stays_that_of_the_window(name):
 # Generation.
 
 
-def greedy(model, prompt, count, window):
-    """Generate greedily without any cache: the whole text is read again for every token."""
-    text = prompt
-    for _ in range(count):
-        logits = model(text, causal(text.shape[-1], window))[:, -1]
-        text = torch.cat([text, logits.argmax(-1, keepdim=True)], -1)
-    return text
-
-
-@EVERY_MODEL
-@WINDOWS
-def test_greedy_generation_is_that_of_whole_texts(name, window):
-    model, prompt = model_of(name), tokens_of(3, 9)
-    cache = model.init_cache(3, window)
-    text, logits = prompt, model.step(prompt, cache)[:, -1]
-    for _ in range(20):
-        text = torch.cat([text, logits.argmax(-1, keepdim=True)], -1)
-        logits = model.step(text[:, -1], cache)
-    assert torch.equal(text, greedy(model, prompt, 20, window))
-    assert len(set(text[:, 9:].flatten().tolist())) > 2  # not one token again and again
-
-
 def beams(prompt, width, count, next_logits, follow):
     """The `width` likeliest texts; `follow(index)` is told which of them go on."""
     text, score = prompt.expand(width, -1), torch.full((width, 1), -torch.inf).double()
@@ -184,39 +162,6 @@ def test_beam_search_is_that_of_whole_texts(name, window):
     by_steps = beams(prompt, 5, 15, lambda text: model.step(text[:, -1], cache), cache.reorder)
     assert torch.equal(by_steps[0], by_texts[0])
     torch.testing.assert_close(by_steps[1], by_texts[1], **CLOSE)
-
-
-@EVERY_MODEL
-@WINDOWS
-@pytest.mark.parametrize("same", [False, True])
-def test_guesses_that_are_verified_change_nothing(name, window, same):
-    """Speculative decoding: the text is exactly that of greedy generation."""
-    model, count, guesses = model_of(name), 40, 4
-    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
-    prompt = tokens_of(1, 9)
-    text, accepted = prompt, 0
-    cache = model.init_cache(1, window, rollback=guesses)
-    ahead = draft.init_cache(1, window, rollback=guesses)
-    model.step(prompt[:, :-1], cache)
-    draft.step(prompt[:, :-1], ahead)
-    while text.shape[-1] < 9 + count:
-        proposed = text[:, ahead.position :]
-        logits = draft.step(proposed, ahead)[:, -1]
-        for _ in range(guesses):
-            guess = logits.argmax(-1, keepdim=True)
-            if not same and torch.rand((), generator=generator) < 0.3:
-                guess = (guess + 1) % V
-            proposed = torch.cat([proposed, guess], -1)
-            logits = draft.step(proposed[:, -1], ahead)
-        best = model.step(proposed, cache).argmax(-1)
-        agree = int((best[:, :-1] == proposed[:, 1:]).long().cumprod(-1).sum())
-        text = torch.cat([text, best[:, : agree + 1]], -1)
-        accepted += agree
-        cache.truncate(text.shape[-1] - 1)
-        ahead.truncate(text.shape[-1] - 1)
-    assert torch.equal(text[:, : 9 + count], greedy(model, prompt, count, window))
-    rounds = (text.shape[-1] - 9) - accepted
-    assert accepted == guesses * rounds if same else 0 < accepted < guesses * rounds
 
 
 @pytest.mark.long

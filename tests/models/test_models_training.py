@@ -225,6 +225,21 @@ def test_autocast_to_bfloat16_is_near(name: str) -> None:
     assert (whole[0] - whole[1]).norm() / whole[1].norm() < 0.1
 
 
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_parameter_has_a_gradient_and_is_drawn_anew(name: str) -> None:
+    """Biases may have none: those of keys, which a softmax cancels, and of consensus sources."""
+    model = zoo.shaken(zoo.made(name)).double().train()
+    found = gradients(model, zoo.batch_of(name, 1).to(torch.float64))
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    silent = [key for key in before if key not in found or not found[key].any()]
+    assert all(key.endswith(("source_proj.bias", "key_proj.bias")) for key in silent), silent
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.reset_parameters()
+    assert not [key for key, p in model.named_parameters() if torch.equal(p, before[key] + 1)]
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_a_copy_answers_the_same_and_shares_no_weight(name: str, way: str) -> None:

@@ -35,8 +35,8 @@ MUTATIONS = [
     Mutation(
         "log-odds of a mutation have the wrong sign",
         "graphattn/models/proteins/scores.py",
-        "own[letter[mutation.mutant]] - own[letter[mutation.wild]]",
-        "own[letter[mutation.wild]] - own[letter[mutation.mutant]]",
+        "of_letters[token_of[mutation.mutant]] - of_letters[token_of[mutation.wild]]",
+        "of_letters[token_of[mutation.wild]] - of_letters[token_of[mutation.mutant]]",
         (f"{PROTEIN}::test_scores_are_those_of_a_loop_of_single_masked_passes[False-dot]",),
     ),
     Mutation(

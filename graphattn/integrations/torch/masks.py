@@ -18,8 +18,8 @@ from graphattn.graphs import (
     from_mask,
     window_path_graph,
 )
-from graphattn.graphs.structures.recognize import ListedRows, structure_of_rows
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.integrations.edge_values import from_pairs, structure_of_runs, to_pairs
 from graphattn.late_imports import not_compiled
 
 GraphOf = Callable[[int, int], TokenGraph]
@@ -91,41 +91,22 @@ class SeenMask(NamedTuple):
 
     def per_edge(self, heads: int) -> Tensor | None:
         """Return the biases of all edges, [E, H] or [B, E, H]."""
-        if self.bias is None and self.key_bias is None:
+        packed = (len(self.graph.sizes or ()) or 1) if self.packed else 0
+        biases = [] if self.bias is None else [self.bias]
+        if self.key_bias is not None:
+            num_targets = self.graph.num_targets // (packed or 1)
+            biases.append(self.key_bias[:, None, None].expand(-1, -1, num_targets, -1))
+        if not biases:
             return None
-        source, target = self.graph.edge_index
-        total: Tensor | None = None
-        if self.packed:
-            samples = len(self.graph.sizes or ()) or 1
-            n, m = self.graph.num_targets // samples, self.graph.num_sources // samples
-            sample, target, source = target // n, target % n, source % m
-            if self.bias is not None:
-                total = self.bias.expand(samples, -1, -1, -1)[sample, :, target, source]
-            if self.key_bias is not None:
-                keys = self.key_bias[sample, source][:, None]
-                total = keys if total is None else total + keys
-        else:
-            if self.bias is not None:
-                total = self.bias[:, :, target, source].transpose(1, 2)
-                total = total[0] if len(total) == 1 else total
-            if self.key_bias is not None:
-                keys = self.key_bias[:, source][..., None]
-                total = keys if total is None else total + keys
-        assert total is not None
+        first, *rest = (from_pairs(bias, self.graph, packed) for bias in biases)
+        total = first + rest[0] if rest else first
+        if not packed and len(total) == 1:
+            total = total[0]
         return total.expand(*total.shape[:-1], heads)
 
     def dense(self, weights: Tensor, batch: int) -> Tensor:
         """Convert weights of edges [B, E, H] (or [1, E, H] if packed) to [B, H, N, M]."""
-        source, target = self.graph.edge_index
-        if not self.packed:
-            n, m = self.graph.num_targets, self.graph.num_sources
-            full = weights.new_zeros(batch, n, m, weights.shape[-1])
-            full[:, target, source] = weights
-        else:
-            n, m = self.graph.num_targets // batch, self.graph.num_sources // batch
-            full = weights.new_zeros(batch, n, m, weights.shape[-1])
-            full[target // n, target % n, source % m] = weights[0]
-        return full.permute(0, 3, 1, 2)
+        return to_pairs(weights, self.graph, batch, self.packed)
 
 
 def seen_everywhere(
@@ -178,19 +159,18 @@ def seen_in_mask(
     if allowed.shape[0] > 1 and bool((allowed[1:] == allowed[:1]).all()):
         allowed = allowed[:1]
     base = places.of(mask.shape[-2], mask.shape[-1], mask.device)
-    found = []
+    seen = []
     for head in range(allowed.shape[1]):
         one = allowed[:, head]
         of_head = bias if bias is None or allowed.shape[1] == 1 else bias[:, head : head + 1]
         if len(one) == 1:
             graph = _once(places, base, one[0])
-            found.append(SeenMask(graph, valid, bias=of_head, key_bias=key_bias))
+            seen.append(SeenMask(graph, valid, bias=of_head, key_bias=key_bias))
         else:
-            if valid is not None:
-                one = one & valid[:, None]
+            one = one if valid is None else one & valid[:, None]
             graph = _packed(base, one, everywhere=places.everywhere)
-            found.append(SeenMask(graph, packed=True, bias=of_head, key_bias=key_bias))
-    return found
+            seen.append(SeenMask(graph, packed=True, bias=of_head, key_bias=key_bias))
+    return seen
 
 
 def _within(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGraph:
@@ -202,14 +182,11 @@ def _within(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGrap
         allowed = allowed & whole
         if torch.equal(allowed, whole):
             return base
-    N, M = allowed.shape
-    count, last = allowed.sum(-1), M - 1 - allowed.flip(-1).to(torch.uint8).argmax(-1)
-    first = allowed.to(torch.uint8).argmax(-1)
-    if N == M > 1 and bool(((count > 0) & (last - first + 1 == count)).all()):
-        structure = structure_of_rows(ListedRows(first, last, step=1, loops=True, num_sources=M))
-        if structure is not None:
-            return TokenGraph(structure=structure, num_targets=N, num_sources=M).to(allowed.device)
-    return from_mask(allowed)
+    structure = structure_of_runs(allowed[None])
+    if structure is None:
+        return from_mask(allowed)
+    n = len(allowed)
+    return TokenGraph(structure=structure, num_targets=n, num_sources=n).to(allowed.device)
 
 
 def _packed(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGraph:

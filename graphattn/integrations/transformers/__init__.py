@@ -16,10 +16,9 @@ except ImportError:
         "the plug-in needs transformers: install it with pip install 'graphattn[transformers]'"
     ) from None
 
-from graphattn.integrations.transformers.configure import configure, register
-from graphattn.integrations.transformers.configured import configured
+from graphattn.integrations.transformers.configure import configure, configured, register
 from graphattn.integrations.transformers.conversion.convert import convert
-from graphattn.integrations.transformers.files.saving import from_pretrained
+from graphattn.integrations.transformers.files.loading import from_pretrained
 from graphattn.integrations.transformers.shortcut.add import add_krause_shortcut
 from graphattn.near_names import explain_functions
 

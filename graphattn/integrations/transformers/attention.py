@@ -8,22 +8,18 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
+from graphattn.integrations.edge_values import from_pairs, to_pairs
 from graphattn.integrations.transformers.masks.graphs import (
     DENSE,
+    Limits,
     SeenEdges,
     limit_of,
     plain_band,
     seen_in_mask,
     seen_through,
-    seen_where_sparse,
 )
 from graphattn.integrations.transformers.masks.mask_function import fitted, is_sketch
-from graphattn.integrations.transformers.masks.pairs import (
-    Pairs,
-    pairs_in_band,
-    pairs_in_graph,
-    pairs_in_mask,
-)
+from graphattn.integrations.transformers.masks.pairs import Pairs, pairs_in_band, pairs_in_mask
 from graphattn.integrations.transformers.options import Options, options_of
 from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
 from graphattn.ops.attention.step import all_pairs
@@ -109,54 +105,93 @@ def graph_attention(
             f"position_bias must have {key.shape[2]} keys, the number of keys of this call, got "
             f"shape {list(position_bias.shape)}"
         )
-    logits = CallLogits(options, scaling, s_aux, softcap, dropout)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    wants_weights = _asks_for_weights(kwargs)
-    mask = fitted(attention_mask, query.shape[2], key.shape[2])
+    call = InterfaceCall(
+        query,
+        key,
+        value,
+        fitted(attention_mask, query.shape[2], key.shape[2]),
+        position_bias,
+        getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        options,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        s_aux,
+        softcap,
+        dropout,
+        _asks_for_weights(kwargs),
+    )
+    mask = call.mask
     if mask is None or is_sketch(mask) or mask.dim() != 4 or mask.shape[1] == 1:
-        return _attend(query, key, value, mask, position_bias, causal, logits, wants_weights)
+        return _attend(call)
     if mask.shape[1] != query.shape[1]:
         raise ValueError(
             f"attention_mask must have 1 or {query.shape[1]} heads, got shape {list(mask.shape)}"
         )
-    if _fits_pairs(options, query):
-        return _attend(query, key, value, mask, position_bias, causal, logits, wants_weights)
-    return _by_head(query, key, value, mask, position_bias, causal, logits, wants_weights)
+    return _attend(call) if call.fits_pairs else _by_head(call)
 
 
-class CallLogits(NamedTuple):
-    """How the logits of one call are computed, and how the weights are used."""
+class InterfaceCall(NamedTuple):
+    """One call: its tensors and masks, how its logits are computed, and how weights are used."""
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    position_bias: Tensor | None
+    is_causal: bool
     options: Options
-    scaling: float | None
+    scale: float
     sink: Tensor | None
     softcap: float | None
     dropout: float
+    wants_weights: bool
 
-    def of_head(self, head: int) -> CallLogits:
-        return self if self.sink is None else self._replace(sink=self.sink[head : head + 1])
+    @property
+    def fits_pairs(self) -> bool:
+        """Whether all pairs can be computed if they are many, or their number is unknown."""
+        by_products = self.options.mixer == "dot" and self.options.top_k is None
+        return by_products or self.query.shape[2] == 1 or torch.compiler.is_compiling()
 
-    def arguments(self, features: int) -> dict[str, Any]:
-        """Return the arguments of `attention_weights`; `rbf_attention` and `dot_product_attention`
-        too.
-        """
-        scale = features**-0.5 if self.scaling is None else self.scaling
+    def of_head(self, head: int) -> InterfaceCall:
+        """Return the call of one head, with its own mask."""
+        assert self.mask is not None
+        H, Hk = self.query.shape[1], self.key.shape[1]
+        one, shared = slice(head, head + 1), slice(head * Hk // H, head * Hk // H + 1)
+        bias = self.position_bias
+        return self._replace(
+            query=self.query[:, one],
+            key=self.key[:, shared],
+            value=self.value[:, shared],
+            mask=self.mask[:, one],
+            position_bias=bias if bias is None or bias.shape[1] == 1 else bias[:, one],
+            sink=None if self.sink is None else self.sink[one],
+        )
+
+    def bias_within(self, keys: slice, of_mask: Tensor | None) -> Tensor | None:
+        """Return what is added to the logits of these keys, from the mask and the position bias."""
+        if self.position_bias is None:
+            return of_mask
+        bias = self.position_bias[..., keys]
+        return bias if of_mask is None else bias + of_mask
+
+    def logits_of_edges(self) -> dict[str, Any]:
+        """Return the arguments of `attention_weights` and of the operation for the logits."""
         given: dict[str, Any] = {"top_k": self.options.top_k}
         if self.sink is not None:
             given["sink"] = self.sink
-        if self.options.mixer == "dot":
-            return given | {"scale": scale, "softcap": self.softcap}
-        sigma = self.options.sigma
-        return given | {"sigma": scale**-0.5 if sigma is None else sigma}
+        if self.options.mixer != "dot":
+            sigma = self.options.sigma
+            return given | {"sigma": self.scale**-0.5 if sigma is None else sigma}
+        if self.softcap is not None:
+            given["softcap"] = self.softcap
+        return given | {"scale": self.scale}
 
-    def of_pairs(self, features: int) -> all_pairs.Logits:
+    def logits_of_pairs(self) -> all_pairs.Logits:
         """Return how the logits of all pairs are formed."""
-        scale = features**-0.5 if self.scaling is None else self.scaling
-        options, rest = self.options, (self.softcap, self.sink, self.dropout)
-        if options.mixer == "dot":
-            return all_pairs.Logits("dot", scale, options.top_k, *rest)
-        strength = scale if options.sigma is None else options.sigma**-2
-        return all_pairs.Logits("rbf", strength, options.top_k, *rest)
+        options, scale = self.options, self.scale
+        if options.mixer != "dot" and options.sigma is not None:
+            scale = options.sigma**-2
+        kernel: Any = "dot" if options.mixer == "dot" else "rbf"
+        return all_pairs.Logits(kernel, scale, options.top_k, self.softcap, self.sink, self.dropout)
 
 
 def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
@@ -179,165 +214,82 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    position_bias: Tensor | None,
-    causal: bool,
-    logits: CallLogits,
-    wants_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
+    query, key, value = call.query, call.key, call.value
     if not query.dtype == key.dtype == value.dtype:  # with autocast they can differ
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-        tensors = query.to(dtype), key.to(dtype), value.to(dtype)
-        out, weights = _attend(*tensors, mask, position_bias, causal, logits, wants_weights)
-        return out.to(query.dtype), None if weights is None else weights.to(query.dtype)
-    seen = _seen_or_pairs(query, key, mask, position_bias, causal, logits.options)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        out, weights = _attend(call._replace(query=query, key=key, value=value))
+        given = call.query.dtype
+        return out.to(given), None if weights is None else weights.to(given)
+    seen = _seen_or_pairs(call)
+    keys = slice(seen.keys.start, seen.keys.stop)
+    bias = call.bias_within(keys, seen.bias)
+    call = call._replace(key=key[:, :, keys], value=value[:, :, keys])
     if isinstance(seen, Pairs):
-        return _over_pairs(query, key, value, seen, position_bias, logits, wants_weights)
-    return _over_edges(query, key, value, seen, position_bias, logits, wants_weights)
+        out, weights = _over_pairs(call, seen, bias)
+    else:
+        out, weights = _over_edges(call, seen, bias)
+    if weights is not None:  # 0 for keys that were not read
+        weights = torch.nn.functional.pad(weights, (keys.start, key.shape[2] - keys.stop))
+    return out.contiguous(), weights
 
 
-def _fits_pairs(options: Options, query: Tensor) -> bool:
-    """Return whether all pairs can be computed if they are many, or their number is unknown."""
-    by_products = options.mixer == "dot" and options.top_k is None
-    return by_products or query.shape[2] == 1 or torch.compiler.is_compiling()
-
-
-def _seen_or_pairs(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    position_bias: Tensor | None,
-    causal: bool,
-    options: Options,
-) -> SeenEdges | Pairs:
+def _seen_or_pairs(call: InterfaceCall) -> SeenEdges | Pairs:
     """Return a graph if that is faster or necessary; else all pairs with a mask."""
-    (B, _, Q, _), K, device = query.shape, key.shape[2], query.device
-    window, graph_of = options.window, options.graph
+    (B, _, Q, _), K, device = call.query.shape, call.key.shape[2], call.query.device
+    mask, causal = call.mask, call.is_causal
+    window, graph_of = call.options.window, call.options.graph
     if mask is not None and not is_sketch(mask):
-        given = mask, B, Q, limit_of(window, causal), graph_of
-        if not _fits_pairs(options, query):
-            return seen_in_mask(*given)
+        limits = Limits(B, Q, limit_of(window, causal), graph_of)
+        if not call.fits_pairs:
+            return seen_in_mask(mask, limits)
         traced = Q == 1 or torch.compiler.is_compiling() or mask.shape[1] > 1
-        sparse = None if traced else seen_where_sparse(*given)
-        return pairs_in_mask(*given) if sparse is None else sparse
-    if Q == 1 or (position_bias is not None and _fits_pairs(options, query)):
+        sparse = None if traced else seen_in_mask(mask, limits, most=DENSE)
+        return pairs_in_mask(mask, limits) if sparse is None else sparse
+    if Q == 1 or (call.position_bias is not None and call.fits_pairs):
         band, valid, n = plain_band(mask, Q, K, causal, window)
-        if graph_of is not None:
-            return pairs_in_graph(graph_of, band, Q, n, valid, device)
-        if Q == 1 or min(band.before, n) + min(band.after, n) + 1 > DENSE * n:
-            return pairs_in_band(band, Q, n, valid, device)
+        if graph_of is not None or Q == 1 or band.spans(n) > DENSE * n:
+            return pairs_in_band(band, Q, n, valid, device, graph_of)
     arguments: dict[str, Any] = {"causal": causal, "window": window, "graph_of": graph_of}
     return seen_through(mask, B, Q, K, device=device, **arguments)
 
 
 def _over_pairs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Pairs,
-    position_bias: Tensor | None,
-    logits: CallLogits,
-    wants_weights: bool,
+    call: InterfaceCall, seen: Pairs, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    keys = slice(seen.keys.start, seen.keys.stop)
-    bias = seen.bias
-    if position_bias is not None:
-        cut = position_bias[..., keys]
-        bias = cut if bias is None else cut + bias
-    tensors = query, key[:, :, keys], value[:, :, keys], seen.allowed
-    of_pairs, weights = logits.of_pairs(query.shape[-1]), None
-    out, _ = all_pairs.attend_pairs(*tensors, of_pairs, bias=bias)
-    if wants_weights:  # compute them separately, so that the output is the same, bit for bit
-        kept = of_pairs._replace(dropout=0.0)
+    tensors = call.query, call.key, call.value, seen.allowed
+    logits, weights = call.logits_of_pairs(), None
+    out, _ = all_pairs.attend_pairs(*tensors, logits, bias=bias)
+    if call.wants_weights:  # compute them separately, so that the output is the same, bit for bit
+        kept = logits._replace(dropout=0.0)
         _, weights = all_pairs.attend_pairs(*tensors, kept, bias=bias, need_weights=True)
-        assert weights is not None
-        before, after = seen.keys.start, key.shape[2] - seen.keys.stop
-        weights = torch.nn.functional.pad(weights, (before, after))
-    return out.transpose(1, 2).contiguous(), weights
+    return out.transpose(1, 2), weights
 
 
 def _over_edges(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: SeenEdges,
-    position_bias: Tensor | None,
-    logits: CallLogits,
-    wants_weights: bool,
+    call: InterfaceCall, seen: SeenEdges, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    (B, H, Q, D), K = query.shape, key.shape[2]
-    keys = slice(seen.keys.start, seen.keys.stop)
-    q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, keys], value[:, :, keys]))
-    bias = seen.bias
-    if position_bias is not None:
-        cut = position_bias[..., keys]
-        bias = cut if bias is None else cut + bias[..., keys]
-    given = logits.arguments(D)
+    B, H, Q, _ = call.query.shape
+    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     if seen.packed:
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-    given["edge_bias"] = None if bias is None else _per_edge(bias, seen, B, H, Q)
+    given = call.logits_of_edges()
+    if bias is not None:
+        edge_bias = from_pairs(bias, seen.graph, B if seen.packed else 0)
+        given["edge_bias"] = edge_bias.expand(*edge_bias.shape[:-1], H)
     given["valid"] = None if seen.valid is None else (None, seen.valid)
-    if given.pop("softcap", None) is not None:
-        given["softcap"] = logits.softcap
     weights = None
-    if wants_weights:
+    if call.wants_weights:
         edges = attention_weights(q, k, seen.graph, **given)
-        weights = _dense_weights(edges, seen, (B, H, Q, K))
+        weights = to_pairs(edges, seen.graph, B, seen.packed)
     attend = rbf_attention if "sigma" in given else dot_product_attention
-    out = attend(q, k, v, seen.graph, dropout=logits.dropout, **given)
-    return out.reshape(B, Q, H, value.shape[-1]).contiguous(), weights
+    out = attend(q, k, v, seen.graph, dropout=call.dropout, **given)
+    return out.reshape(B, Q, H, v.shape[-1]), weights
 
 
-def _by_head(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    position_bias: Tensor | None,
-    causal: bool,
-    logits: CallLogits,
-    wants_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _by_head(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     """Run every head with its own mask, and so with its own graph."""
-    H, Hk = query.shape[1], key.shape[1]
-    outs, weights = [], []
-    for head in range(H):
-        one, shared = slice(head, head + 1), slice(head * Hk // H, head * Hk // H + 1)
-        bias = position_bias
-        if bias is not None and bias.shape[1] > 1:
-            bias = bias[:, one]
-        tensors = query[:, one], key[:, shared], value[:, shared], mask[:, one]
-        out, weight = _attend(*tensors, bias, causal, logits.of_head(head), wants_weights)
-        outs.append(out)
-        weights.append(weight)
-    if not wants_weights:
-        return torch.cat(outs, dim=2), None
-    return torch.cat(outs, dim=2), torch.cat([w for w in weights if w is not None], dim=1)
-
-
-def _per_edge(bias: Tensor, seen: SeenEdges, B: int, H: int, Q: int) -> Tensor:
-    """[B or 1, H or 1, Q, n] -> [B or 1, E, H], or [E, H] of a packed batch."""
-    source, target = seen.graph.edge_index
-    if seen.packed:
-        n = len(seen.keys)
-        sample = target // Q
-        bias = bias.expand(B, -1, -1, -1)[sample, :, target % Q, source % n]  # [E, H or 1]
-        return bias.expand(-1, H)
-    return bias[:, :, target, source].transpose(1, 2).expand(-1, -1, H)
-
-
-def _dense_weights(weights: Tensor, seen: SeenEdges, shape: tuple[int, int, int, int]) -> Tensor:
-    """[*, E, H] -> [B, H, Q, K]."""
-    B, H, Q, K = shape
-    source, target = seen.graph.edge_index
-    full = weights.new_zeros(B, Q, K, H)
-    if seen.packed:
-        n = len(seen.keys)
-        full[target // Q, target % Q, seen.keys.start + source % n] = weights[0]
-    else:
-        full[:, target, seen.keys.start + source] = weights
-    return full.permute(0, 3, 1, 2)
+    heads = [_attend(call.of_head(head)) for head in range(call.query.shape[1])]
+    weights = [of_head for _, of_head in heads if of_head is not None]
+    return torch.cat([out for out, _ in heads], dim=2), torch.cat(weights, 1) if weights else None

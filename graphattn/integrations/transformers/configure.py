@@ -1,26 +1,26 @@
-"""Let graphattn compute the attention of a model, and choose the mixer of each layer."""
+"""Let graphattn compute the attention of a model, and choose and show the mixer of each layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from graphattn.integrations.transformers.attention import graph_attention
 from graphattn.integrations.transformers.conversion.modules import attention_modules, is_attention
-from graphattn.integrations.transformers.files.marks import is_marked, mark
+from graphattn.integrations.transformers.files.saving import is_marked, mark
 from graphattn.integrations.transformers.masks.mask_function import graph_mask
 from graphattn.integrations.transformers.options import (
+    AS_IT_IS,
+    GRAPH,
     GraphOf,
     add_step,
-    as_step,
     checked_options,
     give_options,
     layers_for,
     steps_of,
 )
-from graphattn.integrations.transformers.wrapped import unwrapped
 from graphattn.warn import warn_caller
 
 NAME = "graphattn"
@@ -114,11 +114,54 @@ def configure(
             "object, make each from its own copy"
         )
     numbers = apply(inside, options, layers)
-    count = len(attention_modules(inside))
-    add_step(inside, "configure", {**as_step(options, numbers), "modules": count})
+    step = {**vars(options), "layers": numbers, "modules": len(attention_modules(inside))}
+    add_step(inside, "configure", step | {"graph": None if graph is None else GRAPH})
     mark(inside)
     _warn_of_others(inside)
     return numbers
+
+
+def configured(model: nn.Module) -> dict[str, list[dict[str, Any]]]:
+    """Return the changes of this package to the attention of a model, by names of modules.
+
+    Args:
+        model: a model of transformers. It can be compiled, have adapters of peft, or be wrapped in
+            DDP or FSDP.
+
+    Returns:
+        For every changed attention module a list of changes: the `call` ("configure", which comes
+            first, "convert" or "add_krause_shortcut") and its arguments without those that are
+            None. A `graph` is the function itself. Layers that a later call of :func:`configure`
+            has reset to the plain dot product are not included.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from graphattn.integrations import transformers as gat
+        >>> model = BertModel(BertConfig(
+        ...     hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=64))
+        >>> gat.configure(model, window=8, layers=[0])
+        [0]
+        >>> gat.convert(model, mixer="gka", layers=[2])
+        [2]
+        >>> for name, done in gat.configured(model).items():
+        ...     print(name, done)
+        encoder.layer.0.attention.self [{'call': 'configure', 'mixer': 'dot', 'window': 8}]
+        encoder.layer.2.attention.self [{'call': 'convert', 'mixer': 'gka'}]
+    """
+    inside = unwrapped(model)
+    changes: dict[str, list[dict[str, Any]]] = {}
+    for number, (name, module) in enumerate(attention_modules(inside)):
+        options = getattr(module, "graphattn_options", AS_IT_IS)
+        steps = [] if options == AS_IT_IS else [{"call": "configure", **vars(options)}]
+        for step in steps_of(inside.config):
+            layers = step.get("layers")
+            if step["call"] != "configure" and (layers is None or number in layers):
+                steps.append({key: step[key] for key in step if key != "layers"})
+        if steps:
+            changes[name] = [
+                {key: value for key, value in step.items() if value is not None} for step in steps
+            ]
+    return changes
 
 
 def replay_configure(
@@ -183,7 +226,7 @@ def _with_config(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
-OWN = ("softmax", "scaled_dot_product_attention")
+OWN = ("softmax", "scaled_dot_product_attention")  # functions of a module's own attention
 
 
 def _warn_of_others(model: nn.Module) -> None:
@@ -211,3 +254,44 @@ def _can_change(model: Any) -> bool:
     """Return whether `set_attn_implementation` works, rather than only warn."""
     can = getattr(model, "_can_set_attn_implementation", None)
     return can is None or bool(can())
+
+
+INSIDE = ("_orig_mod", "module", "get_base_model")  # torch.compile; DDP, FSDP, DeepSpeed; peft
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the transformers model inside torch.compile, DDP, FSDP, DeepSpeed or PEFT.
+
+    Raises:
+        ValueError: if there is none.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from graphattn.integrations.transformers.configure import unwrapped
+        >>> model = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+        >>> unwrapped(torch.compile(model)) is model
+        True
+    """
+    inside = model
+    while not isinstance(inside, PreTrainedModel):
+        inner = _inner(inside)
+        if inner is None:
+            raise ValueError(
+                "model must be a model of transformers that uses its attention interface (it can "
+                "be compiled, have adapters of peft, or be wrapped in DDP or FSDP), got "
+                f"{type(model)}; for nn.MultiheadAttention in modules of PyTorch use "
+                "graphattn.integrations.torch.convert"
+            )
+        inside = inner
+    return inside
+
+
+def _inner(model: Any) -> Any:
+    for name in INSIDE:
+        inner = getattr(model, name, None)
+        if name == "get_base_model" and callable(inner):
+            inner = inner()
+        if isinstance(inner, nn.Module) and inner is not model:
+            return inner
+    return None

@@ -81,16 +81,16 @@ def chosen_layers(model: nn.Module, layers: Any) -> list[int]:
         )
     if layers is None:
         return list(range(count))
-    found = sorted(numbers_of_layers(layers))
-    for number in found:
+    numbers = sorted(numbers_of_layers(layers))
+    for number in numbers:
         if not -count <= number < count:
             raise ValueError(
                 f"layers must be numbers in {-count} .. {count - 1} (negative ones count from the "
                 f"end), got {number}"
             )
-    if not found:
+    if not numbers:
         raise ValueError("layers must contain at least one layer (None for all), got none")
-    return sorted({number % count for number in found})
+    return sorted({number % count for number in numbers})
 
 
 def _hint(model: nn.Module) -> str:
@@ -244,15 +244,3 @@ def has_places(config: Any) -> bool:
         for step in steps_of(config)
         if step["call"] == "configure"
     )
-
-
-def as_step(options: Options, layers: list[int]) -> dict[str, Any]:
-    """Return the options in the form of a config."""
-    return {
-        "mixer": options.mixer,
-        "window": options.window,
-        "top_k": options.top_k,
-        "sigma": options.sigma,
-        "graph": None if options.graph is None else GRAPH,
-        "layers": layers,
-    }

@@ -19,12 +19,13 @@ from graphattn.models.mixers import (
     Mixer,
     Mixing,
     as_options,
+    check_rope,
     mixers,
     one_per_block,
 )
 from graphattn.models.stack import Graphs
 from graphattn.near_names import explained
-from graphattn.nn import ModelCache, PreNormBlock, SelfConsensus
+from graphattn.nn import PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.block import Activation, Norm, make_norm
 from graphattn.ops.attention.logits.softcap import as_softcap, capped
 from graphattn.ops.dropout import as_share
@@ -110,6 +111,7 @@ class CausalLM(TiedModel):
     """
 
     options_of_parts: ClassVar = frozenset({"heads", "mixer_options", "rope", "norm", "activation"})
+    windows: list[int | None]
 
     def __init__(
         self,
@@ -136,8 +138,7 @@ class CausalLM(TiedModel):
     ) -> None:
         super().__init__()
         self.vocab_size = as_int("vocab_size", vocab_size, 1)
-        if not (isinstance(rope, bool) or rope == "isometric"):
-            raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
+        check_rope(rope)
         depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
         entries = one_per_block(mixer, depth)
         options = as_options(mixer_options)
@@ -150,7 +151,7 @@ class CausalLM(TiedModel):
         one_each = window_pattern is None and isinstance(window, list | tuple)
         self.embedding = nn.Embedding(self.vocab_size, dim)
         self.blocks = nn.ModuleList()
-        self.windows: list[int | None] = []
+        self.windows = []
         for place, mixing in enumerate(
             mixers(mixer, depth, dim, heads, rope=rope, options=options, causal=True)
         ):
@@ -184,10 +185,11 @@ class CausalLM(TiedModel):
             entries: list[Any] = [first] * (depth // 2) + [second] * (depth - depth // 2)
         else:
             entries = mixer if isinstance(mixer, list) else [mixer] * depth
-        own = window_of_blocks(config.get("window"), config.get("window_pattern"), depth)
+        of_attention = window_of_blocks(config.get("window"), config.get("window_pattern"), depth)
         near = config.get("consensus_window")
         windows = [
-            near if _is_near(entry) else window for entry, window in zip(entries, own, strict=True)
+            near if _is_near(entry) else window
+            for entry, window in zip(entries, of_attention, strict=True)
         ]
         rest = ("window_pattern", "consensus_window")
         return {**config, "window": windows, **dict.fromkeys(rest)}
@@ -196,9 +198,7 @@ class CausalLM(TiedModel):
         """Initialise every parameter again."""
         for part in (*self.blocks, self.norm, self.head):
             part.reset_parameters()
-        nn.init.normal_(
-            self.embedding.weight, std=0.02
-        )  # also the weight of the head if it is tied
+        nn.init.normal_(self.embedding.weight, std=0.02)  # last: it may be the head's weight, too
 
     def graphs(self, num_tokens: int | Sequence[int]) -> list[TokenGraph]:
         """Return the graphs, one per block, that `forward` uses if no graph is given.
@@ -255,74 +255,21 @@ class CausalLM(TiedModel):
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Return the logits of the next token after every token, [*, N, vocab_size]."""
-        of_edges = {"edge_bias": edge_bias, "edge_features": edge_features}
-        given: dict[str, Any] = {name: x for name, x in of_edges.items() if x is not None}
-        features = self.encode(tokens, graph, valid=valid, positions=positions, **given)
-        return self.logits(features)
+        return self._logits_of(
+            tokens,
+            graph,
+            valid=valid,
+            positions=positions,
+            edge_bias=edge_bias,
+            edge_features=edge_features,
+        )
 
     def logits(self, features: Tensor) -> Tensor:
         """Apply the head with its softcap, [*, dim] -> [*, vocab_size]."""
         return capped(self.head(features), self.logit_softcap)
 
-    # Generation, token by token.
-
-    @explained
-    def init_cache(
-        self,
-        batch: int | tuple[int, ...],
-        window: int | Sequence[int | None] | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        rollback: int = 0,
-    ) -> ModelCache:
-        """Make an empty cache for :meth:`step`, with one layer cache per block.
-
-        Args:
-            batch: the leading dimensions of the tokens that will follow; () for a single text.
-            window: None for the model's own :attr:`windows`; or another one for all blocks; or a
-                list with one per block (None for all earlier tokens).
-            dtype, device: dtype and device of the stored tensors; None takes the model's own.
-            rollback: how many of the newest tokens ``cache.truncate`` can remove at any time.
-
-        Raises:
-            ValueError: if the mixer of a block cannot generate token by token, if an argument is
-                out of range, or if a subclass has replaced `forward` or `encode` but not the steps.
-        """
-        own = self.windows if window is None else window
-        return super().init_cache(batch, own, dtype=dtype, device=device, rollback=rollback)
-
-    @torch.no_grad()
-    def step(
-        self,
-        tokens: Tensor,
-        cache: ModelCache,
-        *,
-        valid: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Read the next token, or the next n, into the cache, and return the logits after each.
-
-        T steps give the same logits as one call of `forward` over all T tokens in evaluation mode,
-        up to rounding. A step computes no gradients; use `forward` for training.
-
-        Args:
-            tokens: integers [*], the next of every text, or [*, n], the next n; * is the batch of
-                the cache.
-            cache: from this model's :meth:`init_cache`; updated in place.
-            valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
-                others of its batch is padded on the left.
-            positions: [*] (or [*, n]), positions of the tokens for rotary embeddings. If None, the
-                cache counts them from 0.
-
-        Returns:
-            [*, vocab_size] or [*, n, vocab_size].
-
-        Raises:
-            ValueError: for the same reasons as :meth:`init_cache`, and if an argument does not fit
-                the model or the cache.
-        """
-        return self.logits(self.encode_step(tokens, cache, valid=valid, positions=positions))
+    def _apply_head(self, features: Tensor) -> Tensor:
+        return self.logits(features)
 
     @explained
     def generate(

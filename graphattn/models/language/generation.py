@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.models.language.sampling import Sampling, draw
-from graphattn.nn import ModelCache
+from graphattn.models.token_model import TokenModel
 from graphattn.ops.inputs import check_valid
 
 Stop = int | Sequence[int | Sequence[int]] | None
 Progress = Callable[[int, Tensor], Any]
-
-
-class LanguageModel(Protocol):
-    """Interface of a model that generates: it reads tokens into a cache and returns logits."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def embedding(self) -> nn.Embedding: ...
-    def init_cache(self, batch: tuple[int, ...], *, rollback: int = 0) -> ModelCache: ...
-    def encode_step(
-        self,
-        tokens: Tensor,
-        cache: ModelCache,
-        *,
-        positions: Tensor | None = None,
-        valid: Tensor | None = None,
-    ) -> Tensor: ...
-    def logits(self, features: Tensor) -> Tensor: ...
-    def _readable(self, tokens: Tensor, valid: Tensor | None) -> Any: ...
 
 
 class GrowingText:
@@ -98,7 +78,7 @@ class Reader:
     """
 
     def __init__(
-        self, model: LanguageModel, text: GrowingText, valid: Tensor | None, rollback: int = 0
+        self, model: TokenModel, text: GrowingText, valid: Tensor | None, rollback: int = 0
     ) -> None:
         self.model, self.text, self.valid, self.positions = model, text, None, None
         self.cache = model.init_cache(tuple(text.batch), rollback=rollback)
@@ -120,7 +100,7 @@ class Reader:
             if here.start < self.text.start:
                 given["valid"] = self.valid[..., here]
         x = self.model.encode_step(self.text.tokens[..., here], self.cache, **given)
-        return self.model.logits(x[..., -keep:, :])
+        return self.model._apply_head(x[..., -keep:, :])
 
     def forget(self, length: int) -> None:
         """Remove the tokens from position `length` on from the cache."""
@@ -130,7 +110,7 @@ class Reader:
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: TokenModel,
     tokens: Tensor,
     max_new_tokens: int,
     *,
@@ -141,7 +121,7 @@ def generate(
     generator: torch.Generator | None,
     valid: Tensor | None,
     progress: Progress | None,
-    draft: LanguageModel | None,
+    draft: TokenModel | None,
     draft_tokens: int,
 ) -> Tensor:
     """Generate text; see :meth:`CausalLM.generate`."""
@@ -175,8 +155,8 @@ def generate(
 
 
 def _write_with_draft(
-    model: LanguageModel,
-    draft: LanguageModel,
+    model: TokenModel,
+    draft: TokenModel,
     text: GrowingText,
     sampling: Sampling,
     generator: torch.Generator | None,
@@ -193,8 +173,8 @@ def _write_with_draft(
         for i in range(guesses):
             logits = drafter.read(first + i)[..., -1, :]
             of_draft.append(None if sampling.is_greedy else sampling.probabilities(logits))
-            own = of_draft[-1]
-            guess = logits.argmax(-1) if own is None else draw(own, generator)
+            q = of_draft[-1]
+            guess = logits.argmax(-1) if q is None else draw(q, generator)
             text.tokens[..., first + i] = guess
         logits = reader.read(first + guesses, keep=guesses + 1)
         for i in range(guesses + 1):
@@ -258,18 +238,18 @@ def _stops(stop: Any, vocab_size: int) -> list[tuple[int, ...]]:
     """Return the stops as sequences of tokens."""
     if stop is None:
         return []
-    found = []
+    sequences = []
     for entry in stop if _is_sequence(stop) else [stop]:
-        own = tuple(
+        tokens = tuple(
             as_int("stop", token, 0) for token in (entry if _is_sequence(entry) else [entry])
         )
-        if not own or max(own) >= vocab_size:
+        if not tokens or max(tokens) >= vocab_size:
             raise ValueError(
                 f"stop must contain tokens 0 .. {vocab_size - 1} (vocab_size - 1) or sequences of "
                 f"at least one token, got {entry!r}"
             )
-        found.append(own)
-    return found
+        sequences.append(tokens)
+    return sequences
 
 
 def _is_sequence(value: Any) -> bool:
@@ -278,7 +258,7 @@ def _is_sequence(value: Any) -> bool:
     return getattr(value, "ndim", 0) > 0  # a tensor or a numpy array
 
 
-def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
+def _check_draft(draft: TokenModel, model: TokenModel) -> None:
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"draft must have the vocabulary of the model, {model.vocab_size} tokens, "

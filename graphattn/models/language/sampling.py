@@ -60,14 +60,14 @@ class Sampling:
         kind = torch.finfo(logits.dtype)
         temperature = min(max(self.temperature, kind.tiny), kind.max)
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-        found = logits.softmax(-1)
+        probabilities = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
-            ordered, order = found.sort(dim=-1, descending=True, stable=True)
+            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered  # probability of all more likely tokens
             left_out = before >= self.top_p  # this is False for the most likely token
             left_out = torch.zeros_like(left_out).scatter(-1, order, left_out)
-            found = logits.masked_fill(left_out, -torch.inf).softmax(-1)
-        return found
+            probabilities = logits.masked_fill(left_out, -torch.inf).softmax(-1)
+        return probabilities
 
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """Choose the next tokens, [*], from logits [*, V]."""

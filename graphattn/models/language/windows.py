@@ -30,7 +30,7 @@ def window_of_blocks(window: Any, pattern: Any, depth: int) -> list[int | None]:
                 f"window must be a pair (short, long) with window_pattern={pattern!r}, "
                 f"got {window!r}"
             )
-        short, long = (as_window(own) for own in window)
+        short, long = (as_window(one) for one in window)
         return [short if pattern[i % len(pattern)] == "S" else long for i in range(depth)]
     if not isinstance(window, list | tuple):
         return [as_window(window)] * depth
@@ -40,7 +40,7 @@ def window_of_blocks(window: Any, pattern: Any, depth: int) -> list[int | None]:
             f"window must be one number for all blocks, or a list with one per block ({depth}), "
             f"got {window!r}{hint}"
         )
-    return [as_window(own) for own in window]
+    return [as_window(one) for one in window]
 
 
 def as_window(window: Any) -> int | None:

@@ -92,12 +92,13 @@ def lay_out(
     Raises:
         ValueError: if the numbers of residues and tokens differ.
     """
-    sizes = [len(own.sequence) for own in structures]
+    sizes = [len(structure.sequence) for structure in structures]
     padding, valid = [0] * len(sizes), None
     rows: tuple[int, ...] = ()
     # A copy of the structure would compute the positions along its chains again.
     structures = [
-        own if own.ca_positions.device == device else own.to(device) for own in structures
+        structure if structure.ca_positions.device == device else structure.to(device)
+        for structure in structures
     ]
     if isinstance(tokens, Tensor) and tokens.dim() > 0:
         N = tokens.shape[-1]
@@ -118,9 +119,9 @@ def lay_out(
                 f"tokens [B, N]), got structures of {sizes} residues"
             )
     columns: list[list[Tensor]] = [[], [], []]
-    for own, more in zip(structures, padding, strict=True):
+    for structure, more in zip(structures, padding, strict=True):
         for column, name in zip(columns, ("ca_positions", "chain_index", "positions"), strict=True):
-            value = getattr(own, name)
+            value = getattr(structure, name)
             column.append(torch.cat([value, value.new_zeros(more, *value.shape[1:])]))
     return ProteinLayout(structures, padding, rows, Residues(*map(torch.cat, columns)), valid)
 
@@ -164,7 +165,7 @@ def graph_of_track(
             "number give a pair (track, graph), whose graph says which rows a token sees"
         )
     if layout is not None:
-        return layout.of_each(lambda own: own.window_graph(window, self_loops=True))
+        return layout.of_each(lambda structure: structure.window_graph(window, self_loops=True))
     if len(sizes) == 1:
         return bipartite_window_graph(graph.num_targets, window)
     return batch([bipartite_window_graph(size, window) for size in sizes])
@@ -215,20 +216,23 @@ class ProteinCalls(ProteinScores):
                 f"{type(structure).__name__}"
             )
         is_list = isinstance(structure, list | tuple)
-        found = list(structure) if is_list else [structure]
-        for own in found:
-            if not isinstance(own, Structure):
+        structures = list(structure) if is_list else [structure]
+        for one in structures:
+            if not isinstance(one, Structure):
                 raise ValueError(
                     "structure must be a graphattn.data.Structure or a list of them, got "
-                    f"{type(own).__name__}"
+                    f"{type(one).__name__}"
                 )
-        return lay_out(found, tokens, self.embedding.weight.device, is_list)
+        return lay_out(structures, tokens, self.embedding.weight.device, is_list)
 
     def _graphs_in_space(self, layout: ProteinLayout) -> list[TokenGraph]:
         """Return one graph per block; those of consensus have no self-loops (without effect)."""
         loops = [reach != "near" for reach in self.reaches]
-        made = {own: layout.graph(self.window, self.neighbors, own) for own in dict.fromkeys(loops)}
-        return [made[own] for own in loops]
+        made = {
+            self_loops: layout.graph(self.window, self.neighbors, self_loops)
+            for self_loops in dict.fromkeys(loops)
+        }
+        return [made[self_loops] for self_loops in loops]
 
     @eager
     def _in_space(self, structure: Any, tokens: Any, graph: Graphs) -> tuple[ProteinLayout, Graphs]:
@@ -314,7 +318,7 @@ class ProteinCalls(ProteinScores):
             features = given
         else:
             # Not id(graph): code compiled by torch.compile would then fit only one graph.
-            key = [own is graph for own in call.graphs].index(True), takes_bias
+            key = [other is graph for other in call.graphs].index(True), takes_bias
             if key not in call.known:
                 call.known[key] = self._known_of(graph, call.residues, takes_bias)
             features = call.known[key]
@@ -343,7 +347,7 @@ class ProteinCalls(ProteinScores):
                 f"), got {got}"
             )
         valid, positions = call.given.get("valid"), call.given.get("positions")
-        found = {}
+        tracks = {}
         for name, track in context.items():
             graph = None
             if isinstance(track, tuple | list) and len(track) == 2:
@@ -371,5 +375,5 @@ class ProteinCalls(ProteinScores):
             if aligned and valid is not None:
                 known = known & valid
             places = (positions, positions if aligned else None)
-            found[name] = Track(features, graph, (valid, known), places)
-        return found
+            tracks[name] = Track(features, graph, (valid, known), places)
+        return tracks

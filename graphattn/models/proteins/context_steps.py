@@ -92,7 +92,7 @@ def checked_context(context: Any) -> dict[str, int | str]:
             "context must be a dict of track names and widths (an integer, or "
             f"{SEQUENCE!r} for another chain), got {type(context).__name__}"
         )
-    found: dict[str, int | str] = {}
+    checked: dict[str, int | str] = {}
     for name, width in context.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(
@@ -101,8 +101,8 @@ def checked_context(context: Any) -> dict[str, int | str]:
             )
         if width != SEQUENCE:
             width = as_int(f"context[{name!r}]", width, 1)
-        found[name] = width
-    return found
+        checked[name] = width
+    return checked
 
 
 class TrackEmbeddings(nn.Module):

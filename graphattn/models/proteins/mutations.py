@@ -46,16 +46,16 @@ def parsed(text: Any, sequence: str, structure: Any, numbering: str) -> list[Mut
         )
     if not isinstance(text, str) or not text:
         raise ValueError(f"mutations must contain strings, {_EXAMPLE}, got {text!r}")
-    found: dict[int, Mutation] = {}
+    mutations: dict[int, Mutation] = {}
     for part in text.split(":"):
         mutation = _one(part, text, sequence, structure, numbering)
-        if mutation.residue in found:
+        if mutation.residue in mutations:
             raise ValueError(
                 f"mutations must change a residue only once, got {text!r}, where {part!r} changes "
                 "a residue again"
             )
-        found[mutation.residue] = mutation
-    return list(found.values())
+        mutations[mutation.residue] = mutation
+    return list(mutations.values())
 
 
 def _one(part: str, text: str, sequence: str, structure: Any, numbering: str) -> Mutation:

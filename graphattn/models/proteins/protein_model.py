@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from graphattn.data import ProteinTokenizer
-from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
+from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.models.mixers import Mixer, mixers, one_per_block
+from graphattn.models.mixers import Mixer, check_rope, mixers, one_per_block
 from graphattn.models.proteins.calls import ProteinCalls
 from graphattn.models.proteins.context_steps import ContextSteps, TrackEmbeddings, checked_context
 from graphattn.models.proteins.residue_edges import ResidueEdges
@@ -149,14 +149,13 @@ class ProteinModel(ProteinCalls):
             )
         if not isinstance(structure, bool):
             raise ValueError(f"structure must be True or False, got {structure!r}")
-        if not (isinstance(rope, bool) or rope == "isometric"):
-            raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
+        check_rope(rope)
         self.structure = structure
         self.edges = ResidueEdges(num_distances, max_distance, max_offset)
         options = dict(mixer_options or {})
-        if own := [name for name in OWN_OPTIONS if name in options]:
+        if taken := [name for name in OWN_OPTIONS if name in options]:
             raise ValueError(
-                f"mixer_options must not contain {own[0]!r}, which the model sets itself"
+                f"mixer_options must not contain {taken[0]!r}, which the model sets itself"
             )
         entries = one_per_block(mixer, depth)
         of_layers = dict(options)
@@ -267,14 +266,7 @@ class ProteinModel(ProteinCalls):
                 "structure must be given to a model with window=0, got None: some of its layers "
                 "see only neighbors in space"
             )
-        device = self.embedding.weight.device
-        of_reach = {
-            "all": lambda: complete_graph(N),
-            "window": lambda: window_path_graph(N, self.window, self_loops=True),
-            "near": lambda: window_path_graph(N, self.window),
-        }
-        made = {reach: of_reach[reach]().to(device) for reach in dict.fromkeys(self.reaches)}
-        return [made[reach] for reach in self.reaches]
+        return self._graphs_of_reaches(N)
 
     def encode(
         self,
@@ -290,12 +282,12 @@ class ProteinModel(ProteinCalls):
         """Return the features before the head, [*, N, dim]."""
         call = self._call(tokens, graph, structure, valid, positions, edge_features, context)
         x = self.embedding(call.tokens)
-        for place, (block, own) in enumerate(zip(self.blocks, call.graphs, strict=True)):
+        for place, (block, block_graph) in enumerate(zip(self.blocks, call.graphs, strict=True)):
             if call.tracks and str(place) in self.context_steps:
                 steps: Any = self.context_steps[str(place)]
                 x = steps(x, call.tracks)
-            of_edges = self._of_edges(place, own, call)
-            x = self.run_block(block, x, own, **call.given, **of_edges)
+            of_edges = self._of_edges(place, block_graph, call)
+            x = self.run_block(block, x, block_graph, **call.given, **of_edges)
         return self.norm(x).unflatten(-2, call.rows) if call.rows else self.norm(x)
 
     def forward(
@@ -310,6 +302,12 @@ class ProteinModel(ProteinCalls):
         context: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Return logits over the letters for every residue, [*, N, 21]."""
-        given = {"edge_features": edge_features, "context": context, "structure": structure}
-        given = {name: value for name, value in given.items() if value is not None}
-        return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
+        return self._logits_of(
+            tokens,
+            graph,
+            structure=structure,
+            valid=valid,
+            positions=positions,
+            edge_features=edge_features,
+            context=context,
+        )

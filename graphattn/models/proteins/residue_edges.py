@@ -91,10 +91,10 @@ class ResidueEdges:
 
         Return None if the graph has no such table.
         """
-        found = offsets_of_table(graph.whole if isinstance(graph, ShardedGraph) else graph, 1)
-        if found is None:
+        offsets = offsets_of_table(graph.whole if isinstance(graph, ShardedGraph) else graph, 1)
+        if offsets is None:
             return None
-        (offset,) = found
+        (offset,) = offsets
         # Compute them as edges between a residue at position 0 and one at every offset.
         place = torch.arange(len(offset), device=offset.device)
         edges = torch.stack([place, place.new_full((len(offset),), len(offset))])

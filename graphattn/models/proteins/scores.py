@@ -16,6 +16,8 @@ from graphattn.models.proteins.mutations import Mutation, parsed
 from graphattn.models.token_model import TokenModel
 
 Protein = str | Structure
+Proteins = list[Protein] | tuple[Protein, ...]
+Context = Mapping[str, Any] | None
 
 
 class ProteinScores(TokenModel):
@@ -31,28 +33,16 @@ class ProteinScores(TokenModel):
 
     @overload
     def embed(
-        self,
-        proteins: Protein,
-        *,
-        context: Mapping[str, Any] | None = None,
-        batch_size: int = 8,
+        self, proteins: Protein, *, context: Context = None, batch_size: int = 8
     ) -> Tensor: ...
 
     @overload
     def embed(
-        self,
-        proteins: list[Protein] | tuple[Protein, ...],
-        *,
-        context: Mapping[str, Any] | None = None,
-        batch_size: int = 8,
+        self, proteins: Proteins, *, context: Context = None, batch_size: int = 8
     ) -> list[Tensor]: ...
 
     def embed(
-        self,
-        proteins: Protein | list[Protein] | tuple[Protein, ...],
-        *,
-        context: Mapping[str, Any] | None = None,
-        batch_size: int = 8,
+        self, proteins: Protein | Proteins, *, context: Context = None, batch_size: int = 8
     ) -> Tensor | list[Tensor]:
         """Return the features of every residue before the head, [N, dim], or a list of these.
 
@@ -80,28 +70,16 @@ class ProteinScores(TokenModel):
 
     @overload
     def logits(
-        self,
-        proteins: Protein,
-        *,
-        context: Mapping[str, Any] | None = None,
-        batch_size: int = 8,
+        self, proteins: Protein, *, context: Context = None, batch_size: int = 8
     ) -> Tensor: ...
 
     @overload
     def logits(
-        self,
-        proteins: list[Protein] | tuple[Protein, ...],
-        *,
-        context: Mapping[str, Any] | None = None,
-        batch_size: int = 8,
+        self, proteins: Proteins, *, context: Context = None, batch_size: int = 8
     ) -> list[Tensor]: ...
 
     def logits(
-        self,
-        proteins: Protein | list[Protein] | tuple[Protein, ...],
-        *,
-        context: Mapping[str, Any] | None = None,
-        batch_size: int = 8,
+        self, proteins: Protein | Proteins, *, context: Context = None, batch_size: int = 8
     ) -> Tensor | list[Tensor]:
         """Return the logits of the letters at every residue, without masking, [N, 21].
 
@@ -119,7 +97,7 @@ class ProteinScores(TokenModel):
         mutations: Sequence[str],
         *,
         numbering: str = "sequence",
-        context: Mapping[str, Any] | None = None,
+        context: Context = None,
         batch_size: int = 8,
     ) -> Tensor:
         r"""Return log-odds of substitutions: above 0 if the model finds the mutant more likely.
@@ -175,13 +153,13 @@ class ProteinScores(TokenModel):
                 masked[row, some] = self.mask_token
                 out = self(self._here(masked), **call, **_given(context)).float().cpu()
                 logits.update(zip(some.tolist(), out[row, some], strict=True))
-        letter = {own: t for t, own in enumerate(self.tokenizer.vocabulary)}
+        token_of = {letter: token for token, letter in enumerate(self.tokenizer.vocabulary)}
 
         def log_odds(mutation: Mutation) -> Tensor:
-            own = logits[mutation.residue]
-            return own[letter[mutation.mutant]] - own[letter[mutation.wild]]
+            of_letters = logits[mutation.residue]
+            return of_letters[token_of[mutation.mutant]] - of_letters[token_of[mutation.wild]]
 
-        scores = [sum(map(log_odds, own), torch.zeros(())) for own in mutants]
+        scores = [sum(map(log_odds, mutant), torch.zeros(())) for mutant in mutants]
         return torch.stack(scores) if scores else torch.zeros(0)
 
     def _check_steps(self) -> None:
@@ -219,7 +197,7 @@ class ProteinScores(TokenModel):
 
     def _one_by_one(self, sizes: list[int]) -> list[TokenGraph]:
         """Return the graphs of every block for packed sequences, without edges between them."""
-        return [batch(own) for own in zip(*map(self.graphs, sizes), strict=True)]
+        return [batch(of_block) for of_block in zip(*map(self.graphs, sizes), strict=True)]
 
     def _of_proteins(
         self, run: Callable[..., Tensor], proteins: Any, context: Any, batch_size: int
@@ -241,25 +219,22 @@ class ProteinScores(TokenModel):
                 "each protein with its context in a separate call"
             )
         calls = [self._as_call(protein) for protein in proteins]
-        found: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
         with evaluating(self):
             for some in _batches(calls, batch_size):
                 tokens, call, sizes = self._together([calls[n] for n in some])
                 out = run(tokens, **call)
-                parts = (
-                    out.split(sizes)
-                    if out.dim() == 2
-                    else [row[:size] for row, size in zip(out, sizes, strict=True)]
-                )
-                found.update(zip(some, parts, strict=True))
-        return [found[n] for n in range(len(calls))]
+                rows = out.split(sizes) if out.dim() == 2 else out  # packed, or padded
+                for n, row, size in zip(some, rows, sizes, strict=True):
+                    results[n] = row[:size]
+        return [results[n] for n in range(len(calls))]
 
     def _together(
         self, calls: list[tuple[Tensor, dict[str, Any]]]
     ) -> tuple[Tensor, dict[str, Any], list[int]]:
         """Join several proteins into one call; also return the number of residues of each."""
-        tokens = [own for own, _ in calls]
-        sizes = [len(own) for own in tokens]
+        tokens = [of_one for of_one, _ in calls]
+        sizes = [len(of_one) for of_one in tokens]
         first = calls[0][1]
         if not first:  # only letters: padded, so that all use one graph
             padded = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -269,7 +244,7 @@ class ProteinScores(TokenModel):
         if "structure" in first:
             return packed, {"structure": [call["structure"] for _, call in calls]}, sizes
         graphs = zip(*(call["graph"] for _, call in calls), strict=True)
-        return packed, {"graph": [batch(own) for own in graphs]}, sizes
+        return packed, {"graph": [batch(of_block) for of_block in graphs]}, sizes
 
 
 def _given(context: Any) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def with_weights(
     with torch.random.fork_rng(devices=[], enabled="mixer" not in changes):
         ours = cls(**arguments)
     ours.to(weights["norm.weight"].device, weights["norm.weight"].dtype)
-    own = ours.state_dict()
-    if surplus := [name for name in weights if name not in own and not _mixes(name)]:
+    parameters = ours.state_dict()
+    if surplus := [name for name in weights if name not in parameters and not _mixes(name)]:
         raise ValueError(
             "changes must keep the shape of the model, but with them it has no parameter for the "
             f"weight {surplus[0]!r}"

@@ -117,8 +117,8 @@ class PatchEmbedding(nn.Module):
         """
         if grid == self.grid:
             return self.positions
-        leading, own = self.positions.split([self.leading, math.prod(self.grid)])
-        plane = own.view(1, *self.grid, -1).permute(0, 3, 1, 2)
+        leading, of_patches = self.positions.split([self.leading, math.prod(self.grid)])
+        plane = of_patches.view(1, *self.grid, -1).permute(0, 3, 1, 2)
         plane = functional.interpolate(plane, size=grid, mode="bicubic", align_corners=False)
         return torch.cat([leading, plane[0].flatten(1).mT])
 

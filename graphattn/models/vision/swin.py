@@ -204,8 +204,8 @@ class SwinTransformer(BlockStack):
             >>> nearest = ga.models.SwinTransformer.from_transformers(
             ...     theirs, mixer="krause", mixer_options={"top_k": 8})
         """
-        found: Self = from_transformers(cls, model, changes)
-        return found
+        loaded: Self = from_transformers(cls, model, changes)
+        return loaded
 
     # Grids and graphs.
 
@@ -234,13 +234,13 @@ class SwinTransformer(BlockStack):
             [(0, 0), (2, 2), (0, 0)]
         """
         device = self.norm.weight.device
-        found = []
+        graphs = []
         for size, depth, grid in zip(
             self.windows, self.depths, self.grids(image_size), strict=True
         ):
             plain, moved = (stage_graph(*grid, size, shifted=shifted) for shifted in (False, True))
-            found += [(moved if place % 2 else plain).to(device) for place in range(depth)]
-        return found
+            graphs += [(moved if place % 2 else plain).to(device) for place in range(depth)]
+        return graphs
 
     # The forward pass.
 
@@ -257,7 +257,7 @@ class SwinTransformer(BlockStack):
         cells = self.patches(images.reshape(-1, *images.shape[-3:])).flatten(-2).mT
         x = self.dropout(self.patch_norm(cells.reshape(*batch, *cells.shape[-2:])))
         graphs = self.graph_of_blocks(graph, (height, width))
-        if any(isinstance(own, ShardedGraph) for own in graphs):
+        if any(isinstance(block_graph, ShardedGraph) for block_graph in graphs):
             raise ValueError(
                 "graph must not be a ShardedGraph in a model that merges tokens between its stages"
             )

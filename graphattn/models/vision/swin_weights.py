@@ -118,7 +118,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     """Return the state dict of a Swin of transformers under the names of this library."""
     depths = model.config.depths
     first = [sum(depths[:stage]) for stage in range(len(depths))]
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
         name = name.removeprefix("swin.")
         if name.endswith("relative_position_index") or name == "embeddings.mask_token":
@@ -126,13 +126,13 @@ def weights_of(model: Any) -> dict[str, Tensor]:
         if match := TABLE.fullmatch(name):
             stage, block = int(match[1]), int(match[2])
             # Rows are indexed by target minus source there, by source minus target here.
-            found[f"blocks.{first[stage] + block}.position_bias.table"] = weight.flip(0)
+            renamed[f"blocks.{first[stage] + block}.position_bias.table"] = weight.flip(0)
         elif match := IN_BLOCK.fullmatch(name):
             stage, block = int(match[1]), int(match[2])
-            found[f"blocks.{first[stage] + block}.{BLOCK[match[3]]}.{match[4]}"] = weight
+            renamed[f"blocks.{first[stage] + block}.{BLOCK[match[3]]}.{match[4]}"] = weight
         elif match := MERGING.fullmatch(name):
-            found[f"merges.{match[1]}.{match[2]}"] = weight
+            renamed[f"merges.{match[1]}.{match[2]}"] = weight
         else:
             part, kind = name.rsplit(".", 1)
-            found[f"{AROUND[part]}.{kind}"] = weight
-    return found
+            renamed[f"{AROUND[part]}.{kind}"] = weight
+    return renamed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -10,18 +11,18 @@ from torch import Tensor, nn
 
 from graphattn.distributed.losses import same_loss_on_all_ranks
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs import TokenGraph
+from graphattn.graphs import TokenGraph, batch, complete_graph, from_edge_index, grid_window_graph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.models.mixers import Mixer, Reach, mixers
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.vision.heads import draw_head, make_head
-from graphattn.models.vision.image_graphs import Radius, vision_graph
 from graphattn.models.vision.patches import PatchEmbedding, Size, as_size
 from graphattn.models.vision.vit_weights import from_transformers
 from graphattn.nn import PreNormBlock
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.dropout import as_share
 
+Radius = int | Sequence[int] | None  # of both axes, or (down, right); None: see everything
 CACHED_SIZES = 8  # a model stores the graphs of this many image sizes
 
 
@@ -237,8 +238,8 @@ class VisionTransformer(BlockStack):
             >>> near = ga.models.VisionTransformer.from_transformers(
             ...     theirs, mixer="krause", radius=1, mixer_options={"top_k": 3})
         """
-        found: Self = from_transformers(cls, model, changes)
-        return found
+        loaded: Self = from_transformers(cls, model, changes)
+        return loaded
 
     def reset_parameters(self) -> None:
         """Initialise every parameter again."""
@@ -265,14 +266,14 @@ class VisionTransformer(BlockStack):
         device = embedding.positions.device
         if torch.compiler.is_compiling():
             return self._make_graphs(size, device)
-        found = self._graphs.get((size, device))
-        if found is None:
+        graphs = self._graphs.get((size, device))
+        if graphs is None:
             with torch.device("cpu"):  # a graph stores numbers, which do not depend on the device
-                found = self._make_graphs(size, device)
+                graphs = self._make_graphs(size, device)
             if len(self._graphs) >= CACHED_SIZES:
                 del self._graphs[next(iter(self._graphs))]
-            self._graphs[size, device] = found
-        return list(found)
+            self._graphs[size, device] = graphs
+        return list(graphs)
 
     def _make_graphs(self, size: tuple[int, int], device: torch.device) -> list[TokenGraph]:
         grid = self.embedding.grid_of(size, "image_size")
@@ -339,3 +340,42 @@ class VisionTransformer(BlockStack):
 def _rising(last: float, depth: int) -> list[float]:
     """Return numbers that grow evenly from 0 to `last`."""
     return [last * i / max(depth - 1, 1) for i in range(depth)]
+
+
+def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radius) -> TokenGraph:
+    """Make the graph of a layer over the patches of an image.
+
+    Args:
+        reach: "all": every token sees all; "window": patches see those within `radius`, and leading
+            tokens see and are seen by all; "near": the same window, but only among patches.
+        grid: number of patches (down, right).
+        leading: number of tokens before the patches (class token, distillation token).
+        radius: radius of windows; None means everything for "window", and 1 for "near".
+
+    Example:
+        >>> from graphattn.models.vision.vision_transformer import vision_graph
+        >>> vision_graph("window", (14, 14), leading=1, radius=2)
+        TokenGraph(num_tokens=197, num_edges=4489, structure=Grid)
+    """
+    if reach == "all" or (reach == "window" and radius is None):
+        return complete_graph(leading + math.prod(grid))
+    window = grid_window_graph(*grid, 1 if radius is None else radius)
+    if leading == 0:
+        return window
+    if reach == "near":  # an edge of leading tokens to every patch would leave no safe step
+        apart = batch([*[complete_graph(1, self_loops=False)] * leading, window])
+        return TokenGraph(structure=apart.structure)  # drop_path then drops the whole image at once
+    assert radius is not None
+    if leading == 1:
+        return grid_window_graph(*grid, radius, class_token=True)
+    return _behind(window, leading)
+
+
+def _behind(window: TokenGraph, leading: int) -> TokenGraph:
+    """Add leading tokens, which see and are seen by all, before a window graph."""
+    tokens = leading + window.num_tokens
+    first, all_tokens = torch.arange(leading), torch.arange(tokens)
+    seen_by_all = torch.cartesian_prod(first, all_tokens).T
+    seeing_all = torch.cartesian_prod(all_tokens[leading:], first).T
+    edges = torch.cat([seen_by_all, seeing_all, window.edge_index + leading], dim=1)
+    return from_edge_index(edges, tokens)

@@ -46,7 +46,7 @@ def our_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> list(our_names({"vit.encoder.layer.3.layernorm_before.weight": torch.ones(8)}))
         ['blocks.3.mixer_norm.weight']
     """
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, value in state.items():
         ours = name
         for theirs, here in _PARTS:
@@ -60,8 +60,8 @@ def our_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         if ours.startswith("embedding.") and "projection" not in ours:
             value = value.flatten(0, -2).squeeze(0)  # in transformers they have a batch dimension
-        found[ours] = value
-    return found
+        renamed[ours] = value
+    return renamed
 
 
 def from_transformers(cls: type[Model], model: Any, changes: Mapping[str, Any]) -> Model:
@@ -101,7 +101,7 @@ def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
             f"model must have heads with {dim} features together (hidden_size), got {width}"
         )
     ratio = hidden / dim
-    found = {
+    arguments = {
         "image_size": _size(config.image_size),
         "patch_size": _size(config.patch_size),
         "num_classes": len(weights["head.weight"]) if "head.weight" in weights else 0,
@@ -115,8 +115,8 @@ def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         "distillation_token": "embedding.distillation_token" in weights,
     }
     if "distillation_head.weight" in weights:
-        found["pooling"] = "distilled"
-    return found
+        arguments["pooling"] = "distilled"
+    return arguments
 
 
 def _size(value: Any) -> int | tuple[int, ...]:

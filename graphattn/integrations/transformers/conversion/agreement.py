@@ -105,10 +105,12 @@ class Consensus(Replacement):
         context = neighbors[:, :, keys].transpose(1, 2).flatten(-2)
         of_sources = compared[:, :, keys].transpose(1, 2)
         graph, valid = self.edges(seen, call, hidden)
-        u, own = (turned if self.isometric else state), turned
+        u, of_targets = (turned if self.isometric else state), turned
         x = hidden.to(state.dtype)
         if seen.packed:
-            u, own, of_sources = (t.reshape(1, -1, *t.shape[2:]) for t in (u, own, of_sources))
+            u, of_targets, of_sources = (
+                t.reshape(1, -1, *t.shape[2:]) for t in (u, of_targets, of_sources)
+            )
             x, context = (t.reshape(1, -1, t.shape[-1]) for t in (x, context))
         on_targets, on_sources = self.edge_net.first_layers(x, context)
         moved = consensus_update(
@@ -120,7 +122,7 @@ class Consensus(Replacement):
             graph,
             self.step_size,
             update=self.update,
-            disagreement=(own, of_sources),
+            disagreement=(of_targets, of_sources),
             valid=valid,
         )
         moved = moved.reshape(state.shape)
@@ -128,8 +130,8 @@ class Consensus(Replacement):
 
     def turned(self, state: Tensor, call: ReplacedCall) -> Tensor:
         """Rotate states [B, Q, H, D] by position."""
-        (found,) = self.rotate(call, state.transpose(1, 2))
-        return found.transpose(1, 2).to(state.dtype)
+        (rotated,) = self.rotate(call, state.transpose(1, 2))
+        return rotated.transpose(1, 2).to(state.dtype)
 
     def turned_back(self, state: Tensor, call: ReplacedCall) -> Tensor:
         """Apply the inverse rotation; if the model also scales (YaRN), it is not the transpose."""

@@ -33,7 +33,7 @@ from graphattn.integrations.transformers.conversion.replacement import (
     heads_of,
     key_heads_of,
 )
-from graphattn.integrations.transformers.files.marks import mark
+from graphattn.integrations.transformers.files.saving import mark
 from graphattn.integrations.transformers.options import (
     AS_IT_IS,
     add_step,
@@ -133,18 +133,13 @@ def convert(
         >>> model(torch.randint(50, (2, 20))).logits.shape
         torch.Size([2, 20, 50])
     """
-    numbers = replace(model, mixer, layers, options)
+    numbers = replay_convert(model, mixer=mixer, layers=layers, **options)
     add_step(model, "convert", {"mixer": mixer, "layers": numbers, **options})
     mark(model)
     return numbers
 
 
-def replay_convert(model: nn.Module, *, mixer: str, layers: Any, **options: Any) -> None:
-    """Repeat a call of :func:`convert` from a config."""
-    replace(model, mixer, layers, options)
-
-
-def replace(model: nn.Module, mixer: str, layers: Any, options: dict[str, Any]) -> list[int]:
+def replay_convert(model: nn.Module, *, mixer: str, layers: Any, **options: Any) -> list[int]:
     """Replace the chosen modules, all or none, without changing the config."""
     if mixer not in MIXERS:
         raise ValueError(

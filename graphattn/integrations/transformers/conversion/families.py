@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -82,15 +82,7 @@ FAMILIES: dict[str, Family] = {
     "XLMRobertaSelfAttention": BERT,
     "CamembertSelfAttention": BERT,
     "ElectraSelfAttention": BERT,
-    "EsmSelfAttention": Family(
-        "query",
-        "key",
-        "value",
-        None,
-        head_dim="attention_head_size",
-        scale="head_dim",
-        attention_dropout="dropout",
-    ),
+    "EsmSelfAttention": replace(BERT, scale="head_dim"),
     "EsmcAttention": Family(norms="full"),
     "ModernBertAttention": Family(
         *("Wqkv",) * 3, output="Wo", fused="thirds", scale="head_dim", output_dropout="out_drop"
@@ -98,22 +90,9 @@ FAMILIES: dict[str, Family] = {
     # vision
     "ViTAttention": SEPARATE,
     "DeiTAttention": SEPARATE,
-    "ViTSelfAttention": Family(  # transformers before 5.6
-        "query",
-        "key",
-        "value",
-        None,
-        head_dim="attention_head_size",
-        attention_dropout="dropout_prob",
-    ),
-    "DeiTSelfAttention": Family(
-        "query",
-        "key",
-        "value",
-        None,
-        head_dim="attention_head_size",
-        attention_dropout="dropout_prob",
-    ),
+    # transformers before 5.6
+    "ViTSelfAttention": replace(BERT, attention_dropout="dropout_prob"),
+    "DeiTSelfAttention": replace(BERT, attention_dropout="dropout_prob"),
 }
 
 
@@ -145,8 +124,8 @@ def rotation_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | Non
     if getattr(module, "position_embedding_type", "rotary") != "rotary":  # ESM-1 has absolute ones
         return None
     source = inspect.unwrap(type(module).forward)
-    found = getattr(sys.modules[source.__module__], "apply_rotary_pos_emb", None)
-    return found if callable(found) else None
+    rotate = getattr(sys.modules[source.__module__], "apply_rotary_pos_emb", None)
+    return rotate if callable(rotate) else None
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
@@ -169,8 +148,8 @@ def cache_name(given: Mapping[str, Any]) -> str | None:
 
 def dropout_of(module: nn.Module, family: Family) -> float:
     """The share of attention weights that is dropped in training."""
-    found = getattr(module, family.attention_dropout)
-    return float(found.p if isinstance(found, nn.Dropout) else found)
+    dropout = getattr(module, family.attention_dropout)
+    return float(dropout.p if isinstance(dropout, nn.Dropout) else dropout)
 
 
 def scale_of(module: Any, family: Family) -> float:
@@ -180,29 +159,35 @@ def scale_of(module: Any, family: Family) -> float:
     return float(getattr(module, family.head_dim)) ** -0.5
 
 
-def without_values(projection: nn.Module, family: Family, head_dim: int) -> nn.Module:
+def rows_of(projection: Any) -> Tensor:
+    """Return the weight of a projection as [out, in]; a Conv1D stores [in, out]."""
+    weight: Tensor = projection.weight.detach()
+    return weight if isinstance(projection, nn.Linear) else weight.T
+
+
+def set_weights(projection: Any, rows: Tensor, bias: Tensor | None) -> None:
+    """Give copies of a weight [out, in] and a bias to a new projection on the device "meta"."""
+    weight = rows if isinstance(projection, nn.Linear) else rows.T
+    projection.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        projection.bias = nn.Parameter(bias.clone())
+
+
+def without_values(projection: Any, family: Family, head_dim: int) -> nn.Module:
     """A fused projection without the features that are values, a new module of the same class."""
-    weight: Tensor = projection.weight  # type: ignore[assignment]
-    bias: Tensor | None = projection.bias  # type: ignore[assignment]
-    by_column = not isinstance(projection, nn.Linear)  # Conv1D holds [in, out]
-    rows = weight.detach().T if by_column else weight.detach()
 
     def kept(features: Tensor) -> Tensor:
         if family.fused == "thirds":
             return features[: features.shape[0] * 2 // 3]
         return features.unflatten(0, (-1, 3, head_dim))[:, :2].flatten(0, 2)
 
-    rows = kept(rows)
-    new: Any
+    rows, bias = kept(rows_of(projection)), projection.bias
     with torch.device("meta"):
-        if by_column:
-            new = type(projection)(rows.shape[0], rows.shape[1])
+        if isinstance(projection, nn.Linear):
+            new: nn.Module = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None)
         else:
-            new = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None)
-    rows = rows.T if by_column else rows
-    new.weight = nn.Parameter(rows.clone(memory_format=torch.contiguous_format))
-    if bias is not None:
-        new.bias = nn.Parameter(kept(bias.detach()).clone())
+            new = type(projection)(rows.shape[0], rows.shape[1])
+    set_weights(new, rows, None if bias is None else kept(bias.detach()))
     for name, parameter in new.named_parameters():
         parameter.requires_grad_(getattr(projection, name).requires_grad)
     return new
@@ -211,8 +196,6 @@ def without_values(projection: nn.Module, family: Family, head_dim: int) -> nn.M
 def value_projection(module: nn.Module, family: Family, heads: int, head_dim: int) -> nn.Linear:
     """A new linear map that starts as the model's value projection, grouped heads repeated."""
     projection: Any = getattr(module, family.value)
-    by_column = not isinstance(projection, nn.Linear)
-    rows = projection.weight.detach().T if by_column else projection.weight.detach()
 
     def of_values(features: Tensor) -> Tensor:
         if family.fused == "thirds":
@@ -222,9 +205,8 @@ def value_projection(module: nn.Module, family: Family, heads: int, head_dim: in
         by_head = features.unflatten(0, (-1, head_dim))
         return by_head.repeat_interleave(heads // by_head.shape[0], dim=0).flatten(0, 1)
 
+    rows, bias = of_values(rows_of(projection)), projection.bias
     with torch.device("meta"):
-        new = nn.Linear(rows.shape[1], heads * head_dim, bias=projection.bias is not None)
-    new.weight = nn.Parameter(of_values(rows).clone(memory_format=torch.contiguous_format))
-    if projection.bias is not None:
-        new.bias = nn.Parameter(of_values(projection.bias.detach()).clone())
+        new = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None)
+    set_weights(new, rows, None if bias is None else of_values(bias.detach()))
     return new

@@ -14,7 +14,7 @@ from graphattn.integrations.transformers.conversion.replacement import (
     Bandwidth,
     ReplacedCall,
     Replacement,
-    a_weight,
+    device_and_dtype,
     key_heads_of,
 )
 from graphattn.ops import dot_product_attention, rbf_attention
@@ -103,7 +103,7 @@ class ReplacedByGaussianKernel(ReplacedAttention):
         self.normalize = bool(normalize)
         self.eps = as_float("eps", eps, positive=False)
         self.choose_rotation(rope)
-        self.bandwidth = Bandwidth(self.heads, sigma, a_weight(replaced))
+        self.bandwidth = Bandwidth(self.heads, sigma, *device_and_dtype(replaced))
 
     def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         (features,) = self.rotate(call, self.slices(hidden))
@@ -177,7 +177,8 @@ class Krause(ReplacedAttention):
         if init_sigma is not None:
             sigma = as_float("init_sigma", init_sigma, positive=True)
         self.keep(replaced, *family.projections)
-        self.bandwidth = Bandwidth(self.heads if sigma_per_head else 1, sigma, a_weight(replaced))
+        count = self.heads if sigma_per_head else 1
+        self.bandwidth = Bandwidth(count, sigma, *device_and_dtype(replaced))
         self.key_heads = key_heads_of(replaced, family)
 
     def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:

@@ -151,38 +151,36 @@ class Replacement(nn.Module):
         """Return keys and values of all tokens so far, if the model has a cache."""
         if call.cache is None:
             return key, value
-        key, value = call.cache.update(key, value, self.layer_idx)
-        return key, value
+        updated: tuple[Tensor, Tensor] = call.cache.update(key, value, self.layer_idx)
+        return updated
 
     def seen(self, call: ReplacedCall, hidden: Tensor, num_keys: int) -> SeenEdges:
         """Return the edges that queries see."""
-        window, Q = self.window, hidden.shape[1]
+        Q = hidden.shape[1]
         mask = fitted(call.mask, Q, num_keys)
         self.check_empty(call, Q, num_keys)
-        if mask is not None and not is_sketch(mask):
-            if mask.dim() != 4 or mask.shape[1] != 1:
-                raise ValueError(
-                    "attention_mask must have the shape [batch, 1, queries, keys] in a converted "
-                    f"layer, the same for all heads, got {list(mask.shape)}"
-                )
-            if window is not None and call.is_causal and 1 < Q < num_keys:
-                mask, window = narrowed(mask, window), None
-        found = seen_through(
+        is_dense = mask is not None and not is_sketch(mask)
+        if mask is not None and is_dense and (mask.dim() != 4 or mask.shape[1] != 1):
+            raise ValueError(
+                "attention_mask must have the shape [batch, 1, queries, keys] in a converted "
+                f"layer, the same for all heads, got {list(mask.shape)}"
+            )
+        seen = seen_through(
             mask,
             hidden.shape[0],
             Q,
             num_keys,
             causal=call.is_causal,
-            window=window,
+            window=self.window,
             device=hidden.device,
         )
-        if found.bias is not None:
+        if seen.bias is not None:
             raise ValueError(
                 "attention_mask must be 0 where a token is seen and the smallest number of its "
                 "dtype where it is not, got other numbers: a converted layer does not support a "
                 "bias of the logits"
             )
-        return found
+        return seen
 
     def check_empty(self, call: ReplacedCall, num_targets: int, num_keys: int) -> None:
         """Raise an error if there is no mask, but the queries are not the first of the keys.
@@ -202,18 +200,6 @@ class Replacement(nn.Module):
         return f"{self.mixer}, heads={self.heads}, in the place of {self.replaced_class}"
 
 
-def narrowed(mask: Tensor, window: int) -> Tensor:
-    """Limit a causal mask [B, 1, Q, n] to the last `window` keys of every row, including its own.
-
-    The own key is the last one that a row sees: places of a static cache after it are still empty.
-    """
-    low = None if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    seen = mask if low is None else mask > low / 2
-    key = torch.arange(mask.shape[-1], device=mask.device)
-    outside = key <= torch.where(seen, key, -1).amax(-1, keepdim=True) - window
-    return mask & ~outside if low is None else mask.masked_fill(outside, low)
-
-
 class Bandwidth(nn.Module):
     """A bandwidth per head, sigma = exp(log_sigma), as a separate module.
 
@@ -223,28 +209,28 @@ class Bandwidth(nn.Module):
     Args:
         heads: H, or 1 for a bandwidth that all heads share.
         sigma: > 0, at the start.
-        like: a parameter of the model, whose dtype and device it takes.
+        device, dtype: device and dtype of the parameter.
     """
 
-    def __init__(self, heads: int, sigma: float, like: Tensor) -> None:
+    def __init__(self, heads: int, sigma: float, device: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
-        self.log_sigma = nn.Parameter(
-            torch.full((heads,), math.log(sigma), dtype=like.dtype, device=like.device)
-        )
+        start = torch.full((heads,), math.log(sigma), device=device, dtype=dtype)
+        self.log_sigma = nn.Parameter(start)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the bandwidths for these features, [heads], at least in float32."""
+        """Return the bandwidths [heads], at least in float32, on the device of `features`."""
         dtype = torch.promote_types(self.log_sigma.dtype, torch.float32)
-        return self.log_sigma.to(dtype).exp()
+        return self.log_sigma.to(features.device, dtype).exp()
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"
 
 
-def a_weight(module: nn.Module) -> Tensor:
-    """A parameter of a module, whose dtype and device new ones take."""
-    return next(p for p in module.parameters() if p.is_floating_point())
+def device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device and dtype that new parameters of a module have."""
+    weight = next(p for p in module.parameters() if p.is_floating_point())
+    return weight.device, weight.dtype
 
 
 def heads_of(module: nn.Module, family: Family) -> int:
@@ -264,5 +250,5 @@ def key_heads_of(module: nn.Module, family: Family) -> int:
 
 def out_features(projection: Any) -> int:
     """The width of what a projection gives: nn.Linear, or GPT-2's Conv1D."""
-    found = getattr(projection, "out_features", None)
-    return int(projection.nf if found is None else found)
+    width = getattr(projection, "out_features", None)
+    return int(projection.nf if width is None else width)

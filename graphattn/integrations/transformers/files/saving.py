@@ -1,281 +1,196 @@
-"""Load models that were changed by this package from their files."""
+"""Save changed models completely or not at all, with marks that only this package removes."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import os
+import re
+import shutil
+import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from graphattn.integrations.transformers.configure import register, replay_configure
-from graphattn.integrations.transformers.conversion.convert import replay_convert
-from graphattn.integrations.transformers.files.marks import MARK, mark
-from graphattn.integrations.transformers.options import VERSION, GraphOf, is_part, steps_of
-from graphattn.integrations.transformers.shortcut.add import replay_krause_shortcut
+from graphattn.integrations.transformers.options import VERSION
+
+# transformers warns about unused weights when it loads a model, so a user who loads a changed
+# model without this package sees a warning about the mark.
+MARK = "load_with_graphattn_integrations_transformers_from_pretrained"
+# peft warns about settings of adapters that it does not know, and ignores them. Adapter files do
+# not contain the changes of the model below, so the warning is right for every model.
+ADAPTER_MARK = "change_the_model_with_graphattn_integrations_transformers_before_loading_adapters"
 
 
-def from_pretrained(
-    directory: Any,
-    *,
-    graph: GraphOf | list[GraphOf] | None = None,
-    model_class: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Load a model that was changed by this package, including added parameters.
+def mark(model: nn.Module) -> None:
+    """Mark a model, so that loading it without this package gives a warning, and saving is atomic.
 
-    The files are those of ``model.save_pretrained(directory)``. The config contains the changes
-    under `graphattn`; they are made again before the weights are read.
-
-    Args:
-        directory: a folder or a name on the hub, as in transformers.
-        graph: the function that was passed to `configure` as `graph`, because files cannot contain
-            it; a list of them, in the order of the calls, if there were several.
-        model_class: the class of the model, or an ``AutoModelFor...``; the first of the
-            `architectures` in the config if None. With another class, transformers warns about
-            additional or missing parameters, as usual.
-        **kwargs: arguments of ``from_pretrained`` of that class (`dtype`, `device_map`, ...),
-            including attributes of the config (`num_labels`, ...).
-
-    Returns:
-        The model, in evaluation mode.
-
-    Raises:
-        ValueError: if the config contains no changes by graphattn, was written by a newer version,
-            or does not fit the weights; if the folder contains only adapters; or if
-            `attn_implementation` is not "graphattn" although layers were configured.
-
-    Example:
-        >>> import tempfile
-        >>> from transformers import BertConfig, BertModel
-        >>> from graphattn.integrations import transformers as gat
-        >>> config = BertConfig(
-        ...     hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64)
-        >>> model = BertModel(config)
-        >>> gat.configure(model, mixer="rbf", window=8)
-        [0, 1]
-        >>> folder = tempfile.mkdtemp()
-        >>> model.save_pretrained(folder)
-        >>> gat.from_pretrained(folder).config._attn_implementation
-        'graphattn'
+    `load_state_dict` does not need the mark, so the original weights can still be loaded.
     """
-    import transformers
-
-    config = kwargs.pop("config", None)
-    wants_info = kwargs.pop("output_loading_info", False)
-    if config is None or isinstance(config, str | os.PathLike):
-        taken = {name: kwargs[name] for name in HUB if name in kwargs}
-        source = directory if config is None else config
-        _refuse_adapters(source)
-        names = [name for name in kwargs if name not in (*HUB, *NOT_CONFIG)]
-        others = {name: kwargs.pop(name) for name in names}
-        config, unused = transformers.AutoConfig.from_pretrained(
-            source, **taken, **others, return_unused_kwargs=True
-        )
-        kwargs |= {name: unused[name] for name in names if name in unused}
-    steps = steps_of(config)
-    if not steps:
-        raise ValueError(
-            f"directory must contain a model changed by graphattn, got {str(directory)!r}, whose "
-            f"config has no changes under 'graphattn': {_what_else(config)}"
-        )
-    cls = _class_of(config, model_class, directory, kwargs)
-    wanted = _implementation(steps)
-    if kwargs.get("attn_implementation") is None:
-        kwargs["attn_implementation"] = wanted
-    elif wanted is not None and kwargs["attn_implementation"] != wanted:
-        raise ValueError(
-            f"attn_implementation must be {wanted!r} (or not given) for a model whose layers were "
-            f"configured, got {kwargs['attn_implementation']!r}, which ignores the options of "
-            "configure(). To use it anyway, call model.set_attn_implementation() after loading"
-        )
-    model, info = _rebuilt(cls, steps, graph).from_pretrained(
-        directory, config=config, output_loading_info=True, **kwargs
-    )
-    model.__class__ = cls
-    frozen = model.__dict__.pop(FROZEN)
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            parameter.requires_grad_(False)
-    if getattr(model, MARK).device.type != "meta":
-        getattr(model, MARK).fill_(VERSION)  # weights from another class may not contain it
-    _check_loaded(model, info, config, directory, bool(kwargs.get("ignore_mismatched_sizes")))
-    return (model, info) if wants_info else model
+    if MARK not in dict(model.named_buffers(recurse=False)):
+        model.register_buffer(MARK, torch.tensor(VERSION))
+        model.register_load_state_dict_post_hook(_without_mark)
+        model.register_state_dict_pre_hook(_mark_adapters)
+    # Use a partial: pickle would replace a bound method by that of the class.
+    model.save_pretrained = functools.partial(save_pretrained, model)  # type: ignore[assignment]
 
 
-HUB = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
-CODE = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "token",
-)
-# Arguments of the model itself, although some are also attributes of configs.
-NOT_CONFIG = (
-    "attn_implementation",
-    "device_map",
-    "distributed_config",
-    "dtype",
-    "experts_implementation",
-    "quantization_config",
-    "torch_dtype",
-)
-# Names of parameters that adapters froze, and that loading would make trainable.
-FROZEN = "_frozen_by_replay"
-WRONG = ("missing_keys", "unexpected_keys", "mismatched_keys")
+def is_marked(model: nn.Module) -> bool:
+    """Return whether this package has changed a model or a part of it."""
+    return any(name.rpartition(".")[2] == MARK for name, _ in model.named_buffers())
 
 
-def _refuse_adapters(source: Any) -> None:
-    folder = Path(source)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"directory must contain a whole model, got {str(source)!r}, which contains only "
-            "adapters of PEFT: make the model as it was before the adapters, with the same calls "
-            "of this package, and load the adapters with peft.PeftModel.from_pretrained(model, "
-            "directory)"
-        )
+def _without_mark(module: nn.Module, keys: Any) -> None:
+    missing = [name for name in keys.missing_keys if name.rpartition(".")[2] != MARK]
+    keys.missing_keys[:] = missing
 
 
-def _what_else(config: Any) -> str:
-    if is_part(config):
-        return (
-            "it is a part of a model that was changed. Load it with transformers, set "
-            "model.config.graphattn = None, and make the changes again"
-        )
-    return "load it with transformers"
+def _mark_adapters(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Mark the settings of the adapters of a model, which peft writes after it reads the weights.
+
+    peft gives a model no other sign that its adapters are being saved.
+    """
+    configs = getattr(module, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        config.to_dict = functools.partial(_marked_settings, config)
 
 
-def _check_loaded(model: Any, info: Any, config: Any, directory: Any, ignore: bool) -> None:
-    """Raise an error if weights do not fit; transformers has warned about other heads."""
-    wrong = {kind: {name for name in info.get(kind) or () if not _is_mark(name)} for kind in WRONG}
-    if ignore:
-        wrong["mismatched_keys"] = set()
-    if type(model).__name__ not in (config.architectures or [type(model).__name__]):
-        wrong["unexpected_keys"] = set()
-        if wrong["missing_keys"]:
-            with torch.device("meta"):
-                plain = set(type(model)(config).state_dict())
-            wrong["missing_keys"] -= plain
-    named = {kind: sorted(map(str, names)) for kind, names in wrong.items() if names}
-    if named:
-        raise ValueError(
-            f"weights in {str(directory)!r} do not fit the changes in config.graphattn: {named}"
-        )
+def _marked_settings(config: Any) -> dict[str, Any]:
+    vars(config).pop("to_dict", None)  # another model, which was not changed, may share the object
+    return {**type(config).to_dict(config), ADAPTER_MARK: VERSION}
 
 
-def _is_mark(name: Any) -> bool:
-    return isinstance(name, str) and name.rpartition(".")[2] == MARK
+# Saving.
+
+PREFIX = ".saving-"
 
 
-def _implementation(steps: list[dict[str, Any]]) -> str | None:
-    configured = any(step["call"] == "configure" for step in steps)
-    return "graphattn" if configured else None
+def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a model into a hidden folder inside `save_directory`, then move all files up.
 
+    If writing is interrupted (by an error, a full disk, Ctrl-C, or the end of the process), the old
+    files do not change. If moving fails, the old files are restored. Other files, such as those of
+    a tokenizer, stay. The disk needs space for both copies.
 
-def _class_of(config: Any, model_class: Any, directory: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the given class, which may be an AutoModel, or the one that was saved."""
-    import transformers
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    With `push_to_hub` or `distributed_checkpoint`, and in processes that do not write, this calls
+    only the save method of the class.
 
-    written = getattr(config, "auto_map", None) or {}
-    if model_class is None:
-        names = config.architectures or ()
-        for name in names:
-            if hasattr(transformers, name):
-                return getattr(transformers, name)
-        written = {key: place for key, place in written.items() if place.split(".")[-1] in names}
-    elif not hasattr(model_class, "_model_mapping"):
-        return model_class
-    else:
-        if type(config) in model_class._model_mapping:
-            found = model_class._model_mapping[type(config)]
-            return found[0] if isinstance(found, list | tuple) else found
-        written = {key: place for key, place in written.items() if key == model_class.__name__}
-    if written and kwargs.get("trust_remote_code"):
-        taken = {name: kwargs[name] for name in CODE if name in kwargs}
-        return get_class_from_dynamic_module(next(iter(written.values())), directory, **taken)
-    raise ValueError(
-        "model_class must be given: transformers has no class for the architectures of the "
-        f"config, {config.architectures}. If their code is stored with the weights, pass "
-        "trust_remote_code=True"
-    )
-
-
-def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
-    """Make a subclass of a model that is changed right after construction, before weights are
-    read."""
-    register()
-
-    def initialize(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        cls.__init__(self, config, *args, **kwargs)
-        replay(self, steps, graph)
-        parameters = self.named_parameters()
-        setattr(self, FROZEN, {name for name, p in parameters if not p.requires_grad})
-
-    body = {"__init__": initialize, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
-
-
-def replay(model: Any, steps: list[dict[str, Any]], graph: Any = None) -> None:
-    """Make the changes in a config to a model, without storing them again."""
-    calls: dict[str, Any] = {
-        "configure": replay_configure,
-        "convert": replay_convert,
-        "add_krause_shortcut": replay_krause_shortcut,
-    }
-    graphs = _given(steps, graph)
-    for step in steps:
-        arguments = dict(step)
-        call = arguments.pop("call")
-        if call not in calls:
-            raise ValueError(
-                f"config.graphattn contains a change {call!r}, which this version does not know "
-                f"({', '.join(calls)}): update graphattn"
-            )
+    Raises: ValueError: if adapters are merged into the weights, because files would contain them
+        twice.
+    """
+    _refuse_merged(model)
+    save = type(model).save_pretrained
+    given = inspect.signature(save).bind(model, save_directory, *args, **kwargs)
+    given.apply_defaults()
+    settings = {**given.arguments, **given.arguments.get("kwargs", {})}
+    folder = Path(save_directory)
+    theirs = settings.get("push_to_hub") or settings.get("distributed_checkpoint")
+    if theirs or folder.is_file() or not settings.get("is_main_process", True):
+        return save(model, save_directory, *args, **kwargs)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _remove_leftovers(folder)
+        prefix = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-"
+        hidden = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         try:
-            inspect.signature(calls[call]).bind(model, **arguments)
-        except TypeError as error:
+            result = save(model, str(hidden), *args, **kwargs)
+            _move(hidden, folder)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+    return result
+
+
+def _refuse_merged(model: Any) -> None:
+    """Raise an error for merged adapters: they are also stored separately, so loading adds them
+    twice."""
+    for name, module in model.named_modules():
+        if getattr(module, "merged_adapters", None):
             raise ValueError(
-                f"config.graphattn contains a change {call!r} with arguments that this version "
-                f"does not know ({error}), got {step}: update graphattn"
-            ) from None
-        if call == "configure" and arguments.get("graph") is not None:
-            arguments["graph"] = graphs.pop(0)
-        calls[call](model, **arguments)
-    mark(model)
+                "model must not be saved while adapters are merged into its weights, got "
+                f"{module.merged_adapters} merged in {name}: call unmerge() of such layers first, "
+                "or make a model without adapters with PeftModel.merge_and_unload()"
+            )
 
 
-def _given(steps: list[dict[str, Any]], graph: Any) -> list[GraphOf]:
-    """Return the functions for the changes that had one, in their order."""
-    layers = [step["layers"] for step in steps if step.get("graph") is not None]
-    graphs = [] if graph is None else list(graph) if isinstance(graph, list | tuple) else [graph]
-    if len(graphs) == len(layers):
-        return graphs
-    if not layers:
-        raise ValueError(
-            "graph must be None, because no layer of this model was configured with a graph, got "
-            "one"
-        )
-    if not graphs:
-        raise ValueError(
-            "graph must be given, because the model was configured with a function for its graph, "
-            "and files cannot contain functions"
-        )
-    raise ValueError(
-        f"graph must be a list of {len(layers)} functions, for the layers {layers}, got "
-        f"{len(graphs)}"
-    )
+def _move(hidden: Path, folder: Path) -> None:
+    """Move all files of a hidden folder up, the settings last; or none of them."""
+    names = [path.relative_to(hidden) for path in hidden.rglob("*") if path.is_file()]
+    names.sort(key=lambda name: (name.suffix == ".json", str(name)))
+    kept = Path(tempfile.mkdtemp(prefix="before-", dir=hidden))
+    touched: list[Path] = []
+    try:
+        for name in [*names, *_outdated(folder, {str(name) for name in names})]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if (folder / name).exists():
+                (kept / name).parent.mkdir(parents=True, exist_ok=True)
+                _keep(folder / name, kept / name)
+            touched.append(name)
+            if (hidden / name).exists():
+                os.replace(hidden / name, folder / name)
+            else:
+                (folder / name).unlink()
+    except BaseException:
+        for name in touched:
+            if (kept / name).exists():
+                os.replace(kept / name, folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+        raise
+
+
+def _keep(path: Path, copy: Path) -> None:
+    try:
+        os.link(path, copy)
+    except OSError:  # a file system without hard links
+        shutil.copy2(path, copy)
+
+
+WEIGHTS = re.compile(
+    r"(model|adapter_model)(\.(?!safetensors)[^-/]+?)?(-\d{5}-of-\d{5})?\.safetensors"
+)
+INDEX = re.compile(r"(model|adapter_model)\.safetensors\.index(\.[^/]+)?\.json")
+
+
+def _outdated(folder: Path, written: set[str]) -> list[Path]:
+    """Return weight files of an earlier save with the same name and variant that are now unused.
+
+    transformers would read an old single file instead of the new shards.
+    """
+    sets = {_set_of(name) for name in written} - {None}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return [Path(name) for name in names if name not in written and _set_of(name) in sets]
+
+
+def _set_of(name: str) -> tuple[str, str] | None:
+    """Return the set of weights that a file belongs to: its stem and its variant."""
+    match = WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)
+    return None if match is None else (match[1], (match[2] or "").lstrip("."))
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove folders of processes on this machine that were killed while saving."""
+    start = f"{PREFIX}{socket.gethostname()}-"
+    for path in folder.glob(f"{PREFIX}*"):
+        number = path.name.removeprefix(start).partition("-")[0]
+        if path.name.startswith(start) and number.isdigit() and not _runs(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

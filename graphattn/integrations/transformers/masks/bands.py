@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 FAR = 1 << 62  # more than any offset
 
 
@@ -31,6 +33,14 @@ class MaskBand(NamedTuple):
         if not isinstance(other, MaskBand):
             return NotImplemented
         return MaskBand(min(self.before, other.before), min(self.after, other.after))
+
+    def spans(self, num_sources: int) -> int:
+        """Return the number of offsets inside a sequence."""
+        return min(self.before, num_sources) + min(self.after, num_sources) + 1
+
+    def holds(self, offset: Tensor) -> Tensor:
+        """Return which offsets j - i are inside."""
+        return (offset >= -self.before) & (offset <= self.after)
 
     def __bool__(self) -> bool:  # `and`, `not`, `if` and `a < b < c` call it, as for a tensor
         raise NoBandError

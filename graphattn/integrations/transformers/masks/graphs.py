@@ -18,13 +18,14 @@ from graphattn.graphs import (
 )
 from graphattn.graphs.structures.recognize import ListedRows, structure_of_rows
 from graphattn.graphs.token_graph import TokenGraph, makes_fakes
+from graphattn.integrations.edge_values import structure_of_runs
 from graphattn.integrations.transformers.masks.bands import EVERYTHING, FAR, MaskBand
 from graphattn.integrations.transformers.masks.mask_function import is_sketch, read_sketch
 from graphattn.integrations.transformers.masks.once import once
 from graphattn.integrations.transformers.options import GraphOf
 
 # If more than this share of all pairs is seen, computing all pairs is faster than a list of edges:
-# # 1 to 2 % of 1,024 x 1,024 (12 heads of 64 features, one thread of a CPU).
+# 1 to 2 % of 1,024 x 1,024 (12 heads of 64 features, one thread of a CPU).
 DENSE = 1 / 64
 
 
@@ -44,6 +45,40 @@ class SeenEdges(NamedTuple):
     valid: Tensor | None = None
     packed: bool = False
     bias: Tensor | None = None
+
+
+class Limits(NamedTuple):
+    """Limits of a dense mask: sizes of the call, a configured window and a configured graph.
+
+    Attributes:
+        batch: B.
+        num_targets: Q; the queries are the last of the tokens.
+        band: offsets of a configured window.
+        graph_of: a configured graph.
+    """
+
+    batch: int
+    num_targets: int
+    band: MaskBand | None
+    graph_of: GraphOf | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Key of a cache: functions are compared by identity, and may have no hash."""
+        return *self[:3], id(self.graph_of)
+
+    def check(self, mask: Tensor) -> None:
+        """Raise a ValueError if the shape or dtype of a dense mask is wrong."""
+        B, Q, shape = self.batch, self.num_targets, mask.shape
+        if mask.dim() != 4 or shape[0] not in (1, B) or shape[2] not in (1, Q):
+            raise ValueError(
+                f"attention_mask must have the shape [{B} or 1, 1 or heads, {Q}, keys], got "
+                f"{list(shape)}"
+            )
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(
+                f"attention_mask must be bool (True: is seen) or float (is added), got {mask.dtype}"
+            )
 
 
 def seen_through(
@@ -72,7 +107,7 @@ def seen_through(
         graph_of: a configured graph.
     """
     if mask is not None and not is_sketch(mask):
-        return seen_in_mask(mask, batch, num_targets, limit_of(window, causal), graph_of)
+        return seen_in_mask(mask, Limits(batch, num_targets, limit_of(window, causal), graph_of))
     band, valid, n = plain_band(mask, num_targets, num_keys, causal, window)
     if graph_of is not None:
         return seen_in_graph(graph_of, band, num_targets, n, valid, device)
@@ -86,10 +121,8 @@ def plain_band(
     valid = None
     if mask is None:
         band = MaskBand(FAR, 0) if causal and num_targets > 1 else EVERYTHING
-        cut = (
-            causal and 1 < num_targets < num_keys
-        )  # as in torch: query i sees the first i + 1 keys
-        n = num_targets if cut else num_keys
+        # As in torch: query i sees the first i + 1 keys.
+        n = num_targets if causal and 1 < num_targets < num_keys else num_keys
     else:
         band, valid, n = read_sketch(mask, num_targets)
         causal = band.after == 0
@@ -159,74 +192,45 @@ def _band(before: int, after: int, num_tokens: int) -> TokenGraph:
     return TokenGraph(structure=structure, num_targets=num_tokens, num_sources=num_tokens)
 
 
-def seen_in_mask(
-    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
-) -> SeenEdges:
-    """Return the edges that a dense mask allows, limited by a band and a graph, once per mask.
+def seen_in_mask(mask: Tensor, limits: Limits, most: float = 1.0) -> Any:
+    """Return the edges that a dense mask allows within the limits of a call, once per mask.
 
     Args:
-        mask: bool, or floats that are added, [B or 1, 1, Q or 1, n]; the queries are the last of
-            the n tokens.
-        batch: B.
-        num_targets: Q.
-        band: offsets of a configured window.
-        graph_of: a configured graph.
+        mask: bool, or floats that are added, [B or 1, 1, Q or 1, n].
+        limits: further limits.
+        most: the largest share of all pairs to list as edges. If more are seen, and the mask has no
+            known structure, the result is None.
     """
-    check_mask(mask, batch, num_targets)
-    if num_targets == 1 and graph_of is None and mask.dtype == torch.bool:
-        return _seen_by_one(mask[:, 0, 0], batch, band)
-    return _kept_seen(mask, batch, num_targets, band, graph_of, 1.0)
-
-
-def seen_where_sparse(
-    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
-) -> SeenEdges | None:
-    """Call :func:`seen_in_mask` if the mask has a known structure or few edges; else return
-    None."""
-    check_mask(mask, batch, num_targets)
-    return _kept_seen(mask, batch, num_targets, band, graph_of, DENSE)
+    limits.check(mask)
+    simple = limits.graph_of is None and mask.dtype == torch.bool
+    if limits.num_targets == 1 and simple and most == 1:
+        return _seen_by_one(mask[:, 0, 0], limits.batch, limits.band)
+    return _kept_seen(mask, limits, most)
 
 
 @torch.compiler.disable(reason="edges of a mask depend on what it holds: see the page on models")
-def _kept_seen(
-    mask: Tensor,
-    batch: int,
-    num_targets: int,
-    band: MaskBand | None,
-    graph_of: GraphOf | None,
-    most: float,
-) -> Any:
+def _kept_seen(mask: Tensor, limits: Limits, most: float) -> Any:
     """Call :func:`_seen_in_mask` once per mask; the bias of a float mask keeps its gradient."""
-    fixed, graph = without_room(mask, num_targets, graph_of)
-    options = "seen", batch, num_targets, band, id(graph_of), most
+    fixed, graph = without_room(mask, limits)
     seen = once(
-        fixed, options, lambda: _seen_in_mask(fixed, num_targets, band, graph, most), graph=graph
+        fixed,
+        ("seen", limits.key, most),
+        lambda: _seen_in_mask(fixed, limits, graph, most),
+        graph=graph,
     )
     if seen is None or seen.bias is None:
         return seen
     bias = read_mask(mask[..., : fixed.shape[-1]])[1]
     assert bias is not None
-    return seen._replace(bias=bias.expand(-1, -1, num_targets, -1))
-
-
-def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
-    """Raise a ValueError if the shape or dtype of a dense mask is wrong."""
-    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, num_targets):
-        raise ValueError(
-            f"attention_mask must have the shape [{batch} or 1, 1 or heads, {num_targets}, keys], "
-            f"got {list(mask.shape)}"
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"attention_mask must be bool (True: is seen) or float (is added), got {mask.dtype}"
-        )
+    return seen._replace(bias=bias.expand(-1, -1, limits.num_targets, -1))
 
 
 def _seen_by_one(mask: Tensor, batch: int, band: MaskBand | None) -> SeenEdges:
     """Return the edges of one new token with a cache: it sees every key that is real."""
     n = mask.shape[-1]
     if band is not None:
-        mask = mask & in_band(band, own_places(mask[:, None]), n)[:, 0]
+        offset = torch.arange(n, device=mask.device) - places_of_queries(mask[:, None])
+        mask = mask & band.holds(offset)
     graph = bipartite_complete_graph(1, n).to(mask.device)
     return SeenEdges(graph, range(n), mask.expand(batch, n))
 
@@ -240,39 +244,40 @@ def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     return seen, mask.masked_fill(~seen, 0)
 
 
-def without_room(
-    mask: Tensor, num_targets: int, graph_of: GraphOf | None
-) -> tuple[Tensor, TokenGraph | None]:
+def without_room(mask: Tensor, limits: Limits) -> tuple[Tensor, TokenGraph | None]:
     """Return a mask without its gradient, and the configured graph of its tokens.
 
     With a graph, the mask is cut after the key of the last query: places of a static cache after it
     are not in the graph.
     """
     mask = mask.detach() if mask.requires_grad else mask
-    if graph_of is None:
+    if limits.graph_of is None:
         return mask, None
-    seen = read_mask(mask)[0].any(1).expand(-1, num_targets, -1)
-    num_tokens = int(own_places(seen).max()) + 1
-    return mask[..., :num_tokens], configured_graph(graph_of, num_targets, num_tokens)
+    seen = read_mask(mask)[0].any(1).expand(-1, limits.num_targets, -1)
+    num_tokens = int(places_of_queries(seen).max()) + 1
+    graph = configured_graph(limits.graph_of, limits.num_targets, num_tokens)
+    return mask[..., :num_tokens], graph
 
 
-def _seen_in_mask(
-    mask: Tensor, num_targets: int, band: MaskBand | None, graph: TokenGraph | None, most: float
-) -> Any:
+def limited(allowed: Tensor, limits: Limits, graph: TokenGraph | None) -> Tensor:
+    """Limit the pairs [B, H, Q or 1, n] of a mask by the band of a call and by a graph."""
+    if limits.band is not None:
+        places = places_of_queries(allowed.any(1).expand(-1, limits.num_targets, -1))
+        offset = torch.arange(allowed.shape[-1], device=allowed.device) - places[..., None]
+        allowed = allowed & limits.band.holds(offset)[:, None]
+    return allowed if graph is None else allowed & dense(graph, allowed.device)
+
+
+def _seen_in_mask(mask: Tensor, limits: Limits, graph: TokenGraph | None, most: float) -> Any:
     mask, bias = read_mask(mask)
     if bias is not None and not bool(bias.any()):
         bias = None
-    mask = mask[:, 0].expand(-1, num_targets, -1)
-    B, Q, n = mask.shape
-    if band is not None:
-        mask = mask & in_band(band, own_places(mask), n)
-    if graph is not None:
-        mask = mask & dense(graph, mask.device)
-    if B > 1 and bool((mask[1:] == mask[:1]).all()):
+    mask = limited(mask[:, :1], limits, graph)[:, 0].expand(-1, limits.num_targets, -1)
+    if len(mask) > 1 and bool((mask[1:] == mask[:1]).all()):
         mask = mask[:1]
-    B = mask.shape[0]
+    B, Q, n = mask.shape
     packed = B > 1
-    structure = _structure(mask.reshape(B * Q, n), B, Q, n) if n == Q and Q > 1 else None
+    structure = structure_of_runs(mask)
     if structure is not None:
         sizes = ((Q, n),) * B if packed else None
         graph = TokenGraph(structure=structure, num_targets=B * Q, num_sources=B * n, sizes=sizes)
@@ -285,19 +290,7 @@ def _seen_in_mask(
     return SeenEdges(graph, range(n), packed=packed, bias=bias)
 
 
-def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
-    """Return the structure if rows are runs of keys, as for packed sequences; else None."""
-    count = flat.sum(-1)
-    first = flat.to(torch.uint8).argmax(-1)
-    last = n - 1 - flat.flip(-1).to(torch.uint8).argmax(-1)
-    if bool((count == 0).any()) or bool((last - first + 1 != count).any()):
-        return None
-    shift = torch.arange(B, device=flat.device).repeat_interleave(Q) * n
-    rows = ListedRows(first + shift, last + shift, step=1, loops=True, num_sources=B * n)
-    return structure_of_rows(rows)
-
-
-def own_places(mask: Tensor) -> Tensor:
+def places_of_queries(mask: Tensor) -> Tensor:
     """Return the index of each query's own key, [B or 1, Q].
 
     If there are as many queries as keys, it is the same index. A single query has the last key that
@@ -314,11 +307,6 @@ def own_places(mask: Tensor) -> Tensor:
     first = (last - i).masked_fill(~mask.any(-1), -1).amax()
     first = torch.where(first < 0, n - Q, first.clamp(max=n - Q))
     return (first + i)[None]
-
-
-def in_band(band: MaskBand, own: Tensor, num_sources: int) -> Tensor:
-    offset = torch.arange(num_sources, device=own.device) - own[..., None]
-    return (offset >= -band.before) & (offset <= band.after)
 
 
 def configured_graph(graph_of: GraphOf, num_targets: int, num_sources: int) -> TokenGraph:
@@ -363,8 +351,8 @@ def seen_in_graph(
     if not inside or band.before < num_sources - 1:
         source, target = graph.edge_index
         offset = source - target - shift
-        kept = (offset >= -band.before) & (offset <= band.after)
-        graph = from_edge_index(graph.edge_index[:, kept], num_targets, num_sources)
+        edges = graph.edge_index[:, band.holds(offset)]
+        graph = from_edge_index(edges, num_targets, num_sources)
     return SeenEdges(graph.to(device), range(num_sources), valid)
 
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphattn.graphs.token_graph import TokenGraph
 
 MOST_MASKS = 8  # masks per thread: full and sliding layers, encoder and decoder
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 _kept = threading.local()
 
 
@@ -28,12 +28,12 @@ class _OnceEntry(NamedTuple):
     storage: StorageWeakRef
     copy: Tensor
     graph: TokenGraph | None
-    found: Any
+    result: Any
 
 
 def once(
-    mask: Tensor, options: Any, make: Callable[[], Found], *, graph: TokenGraph | None = None
-) -> Found:
+    mask: Tensor, options: Any, make: Callable[[], Result], *, graph: TokenGraph | None = None
+) -> Result:
     """Return the result of `make`, or an earlier one for this mask, options and an equal graph.
 
     Args:
@@ -50,11 +50,11 @@ def once(
     entry = entries.get(key)
     if entry is not None and torch.equal(entry.copy, mask) and entry.graph == graph:
         entries.move_to_end(key)
-        return entry.found
-    found = make()
+        return entry.result
+    result = make()
     storage = mask.untyped_storage()
-    entries[key] = _OnceEntry(StorageWeakRef(storage), mask.detach().clone(), graph, found)
+    entries[key] = _OnceEntry(StorageWeakRef(storage), mask.detach().clone(), graph, result)
     weakref.finalize(storage, entries.pop, key, None).atexit = False
     while len(entries) > MOST_MASKS:
         entries.popitem(last=False)
-    return found
+    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +11,10 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.transformers.masks.bands import MaskBand
 from graphattn.integrations.transformers.masks.graphs import (
-    check_mask,
+    Limits,
     configured_graph,
     dense,
-    in_band,
-    own_places,
+    limited,
     read_mask,
     without_room,
 )
@@ -36,22 +36,18 @@ class Pairs(NamedTuple):
     bias: Tensor | None = None
 
 
-def pairs_in_mask(
-    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
-) -> Pairs:
-    """Return the pairs of a dense mask [B or 1, 1 or H, Q or 1, n], limited by a band and a
-    graph."""
-    check_mask(mask, batch, num_targets)
-    n = mask.shape[-1]
+def pairs_in_mask(mask: Tensor, limits: Limits) -> Pairs:
+    """Return the pairs of a dense mask [B or 1, 1 or H, Q or 1, n], within the limits of a call."""
+    limits.check(mask)
     compiling = torch.compiler.is_compiling()
-    looks = mask.device.type == "cpu" and not compiling
-    if mask.dtype == torch.bool and band is None and graph_of is None:
-        pairs = Pairs(range(n), mask)
-    elif compiling and graph_of is None:
-        pairs = _pairs(mask, num_targets, band, None)
+    reads = mask.device.type == "cpu" and not compiling
+    if mask.dtype == torch.bool and limits.band is None and limits.graph_of is None:
+        pairs = Pairs(range(mask.shape[-1]), mask)
+    elif compiling and limits.graph_of is None:
+        pairs = _pairs(mask, limits, None)
     else:
-        pairs = _kept_pairs(mask, num_targets, band, graph_of)
-    if num_targets > 1 or not looks or pairs.allowed is None:
+        pairs = _kept_pairs(mask, limits)
+    if limits.num_targets > 1 or not reads or pairs.allowed is None:
         return pairs
     allowed = pairs.allowed
     keys, is_full = once(allowed, "span", lambda: _span(allowed))
@@ -61,31 +57,21 @@ def pairs_in_mask(
 
 
 @torch.compiler.disable(reason="a graph is laid out by what the mask holds")
-def _kept_pairs(
-    mask: Tensor, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
-) -> Pairs:
+def _kept_pairs(mask: Tensor, limits: Limits) -> Pairs:
     """Call :func:`_pairs` once per mask; the bias of a float mask keeps its gradient."""
-    fixed, graph = without_room(mask, num_targets, graph_of)
-    options = "pairs", num_targets, band, id(graph_of)
-    pairs = once(fixed, options, lambda: _pairs(fixed, num_targets, band, graph), graph=graph)
+    fixed, graph = without_room(mask, limits)
+    pairs = once(fixed, ("pairs", limits.key), lambda: _pairs(fixed, limits, graph), graph=graph)
     if pairs.bias is None:
         return pairs
     return pairs._replace(bias=read_mask(mask[..., : fixed.shape[-1]])[1])
 
 
-def _pairs(
-    mask: Tensor, num_targets: int, band: MaskBand | None, graph: TokenGraph | None
-) -> Pairs:
+def _pairs(mask: Tensor, limits: Limits, graph: TokenGraph | None) -> Pairs:
     allowed, bias = read_mask(mask)
     if bias is not None and not torch.compiler.is_compiling() and not bool(bias.any()):
         bias = None
-    n = allowed.shape[-1]
-    if band is not None:
-        own = own_places(allowed.any(1).expand(-1, num_targets, -1))
-        allowed = allowed & in_band(band, own, n)[:, None]
-    if graph is not None:
-        allowed = allowed & dense(graph, mask.device)
-    return Pairs(range(n), allowed, bias)
+    allowed = limited(allowed, limits, graph)
+    return Pairs(range(allowed.shape[-1]), allowed, bias)
 
 
 def _span(allowed: Tensor) -> tuple[range, bool]:
@@ -98,35 +84,29 @@ def _span(allowed: Tensor) -> tuple[range, bool]:
 
 
 def pairs_in_band(
-    band: MaskBand, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
-) -> Pairs:
-    """Return the pairs if targets are the last of the sources and see a band of offsets."""
-    keys = range(num_sources)
-    if num_targets == 1 and band.before < num_sources - 1:
-        keys = range(num_sources - 1 - band.before, num_sources)
-        valid = None if valid is None else valid[:, keys.start :]
-    allowed = None
-    if min(band) < num_sources - 1 and num_targets > 1:
-        own = torch.arange(num_sources - num_targets, num_sources, device=device)[None]
-        allowed = in_band(band, own, num_sources)[:, None]
-    if valid is not None:
-        real = valid[:, None, None]
-        allowed = real if allowed is None else allowed & real
-    return Pairs(keys, allowed)
-
-
-def pairs_in_graph(
-    graph_of: GraphOf,
     band: MaskBand,
     num_targets: int,
     num_sources: int,
     valid: Tensor | None,
     device: Any,
+    graph_of: GraphOf | None = None,
 ) -> Pairs:
-    """Return the pairs of a configured graph, limited by a band."""
-    allowed = dense(configured_graph(graph_of, num_targets, num_sources), device)[None, None]
-    own = torch.arange(num_sources - num_targets, num_sources, device=device)[None]
-    allowed = allowed & in_band(band, own, num_sources)[:, None]
+    """Return the pairs if targets are the last of the sources and see a band of offsets.
+
+    A configured graph limits them further.
+    """
+    keys = range(num_sources)
+    if graph_of is None and num_targets == 1 and band.before < num_sources - 1:
+        keys = range(num_sources - 1 - band.before, num_sources)
+        valid = None if valid is None else valid[:, keys.start :]
+    masks = []
+    if graph_of is not None or (min(band) < num_sources - 1 and num_targets > 1):
+        source = torch.arange(num_sources, device=device)
+        target = source[num_sources - num_targets :, None]
+        masks.append(band.holds(source - target)[None, None])
+    if graph_of is not None:
+        graph = configured_graph(graph_of, num_targets, num_sources)
+        masks.append(dense(graph, device)[None, None])
     if valid is not None:
-        allowed = allowed & valid[:, None, None]
-    return Pairs(range(num_sources), allowed)
+        masks.append(valid[:, None, None])
+    return Pairs(keys, functools.reduce(torch.logical_and, masks) if masks else None)

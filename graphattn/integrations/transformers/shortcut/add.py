@@ -9,7 +9,7 @@ from torch import nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.integrations.transformers.conversion.modules import attention_modules
-from graphattn.integrations.transformers.files.marks import mark
+from graphattn.integrations.transformers.files.saving import mark
 from graphattn.integrations.transformers.options import add_step, chosen_layers
 from graphattn.integrations.transformers.shortcut.layer import (
     KrauseShortcut,
@@ -155,23 +155,20 @@ def _check_layer(name: str, attention: Any) -> None:
     kind = type(attention)
     if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
         raise ValueError(
-            f"model must have attention layers of {_families()}, got {kind.__name__} in {name}"
+            f"model must have attention layers of {', '.join(FAMILIES.values())}, got "
+            f"{kind.__name__} in {name}"
         )
     if hasattr(attention, "krause"):
         raise ValueError(f"layers must not have a Krause shortcut yet, but {name} has one")
     for projection in PROJECTIONS:
-        own = getattr(attention, projection)
-        if type(own) is not nn.Linear:
+        layer = getattr(attention, projection)
+        if type(layer) is not nn.Linear:
             raise ValueError(
                 "model must have plain nn.Linear projections, which are copied, got "
-                f"{type(own).__name__} in {name}.{projection}: add the shortcut before adapters or "
-                "quantisation"
+                f"{type(layer).__name__} in {name}.{projection}: add the shortcut before adapters "
+                "or quantisation"
             )
     refuse_implementation(attention)
-
-
-def _families() -> str:
-    return ", ".join(FAMILIES.values())
 
 
 def _check_peft(model: Any, lora_rank: int) -> None:
@@ -194,12 +191,12 @@ def _add_adapters(model: Any, names: list[str], rank: int, alpha: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.functional import cast_adapter_dtype
 
-    own = [f"{name}.{projection}" for name in names for projection in PROJECTIONS]
+    of_layer = [f"{name}.{projection}" for name in names for projection in PROJECTIONS]
     beside = [f"{name}.krause.{projection}" for name in names for projection in PROJECTIONS]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=own + beside,
+        target_modules=of_layer + beside,
         # Otherwise PEFT would freeze them without a warning, like everything that is not an
         # adapter.
         modules_to_save=[f"{name}.krause.{kept}" for name in names for kept in TRAINED_DIRECTLY],

@@ -13,33 +13,15 @@ from torch.overrides import wrap_torch_function
 
 from graphattn.graphs.builders.windows import causal_window_graph
 from graphattn.integrations.transformers.conversion.families import argument_names, cache_name
+from graphattn.integrations.transformers.conversion.replacement import Bandwidth
 from graphattn.integrations.transformers.shortcut.masks import (
     Reach,
     ShortcutCall,
     dense,
-    is_sketch,
-    reach,
+    reach_of,
 )
 from graphattn.ops.attention.api import rbf_attention
 from graphattn.ops.attention.step.decode import decode_attention
-
-
-class ShortcutBandwidth(nn.Module):
-    """One bandwidth sigma per head, learned as its logarithm.
-
-    It is a separate module, because adapter libraries can keep modules trainable, but not single
-    parameters. It has at least float32, so that small steps of an optimizer are not rounded to 0.
-    """
-
-    def __init__(self, heads: int, sigma: float, device: Any, dtype: torch.dtype) -> None:
-        super().__init__()
-        start = torch.full((heads,), math.log(sigma), device=device, dtype=dtype)
-        self.log_sigma = nn.Parameter(start)
-
-    def forward(self, query: Tensor) -> Tensor:
-        """Return the bandwidths [heads], on the device of `query`."""
-        log_sigma = self.log_sigma.to(query.device)
-        return log_sigma.to(torch.promote_types(log_sigma.dtype, torch.float32)).exp()
 
 
 class Gate(nn.Module):
@@ -95,10 +77,11 @@ class KrauseShortcut(nn.Module):
         own_norms = hasattr(attention, "q_norm")
         self.q_norm = _copy(attention.q_norm) if own_norms else None
         self.k_norm = _copy(attention.k_norm) if own_norms else None
+        # At least float32, so that small steps of an optimizer are not rounded to 0.
         weight = attention.o_proj.weight
-        place = weight.device, torch.promote_types(weight.dtype, torch.float32)
-        self.bandwidth = ShortcutBandwidth(self.heads, init_sigma, *place)
-        self.gate = Gate(config.hidden_size, *place)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.bandwidth = Bandwidth(self.heads, init_sigma, weight.device, dtype)
+        self.gate = Gate(config.hidden_size, weight.device, dtype)
 
     def project(self, x: Tensor, rotations: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Compute query [B, N, H, D], key and value [B, N, Hk, D]; rotate query and key."""
@@ -135,111 +118,44 @@ class KrauseShortcut(nn.Module):
         B, Q, K = *query.shape[:2], key.shape[1]
         if isinstance(past, Tensor) and Q > 1:
             past = int(past)
-        if isinstance(past, Tensor):
-            out = self._attend_in_place(query, key, value, mask, past, dropout)
-        else:
-            call = ShortcutCall(B, Q, K, past, self.window)
-            if Q == 1 and mask is None and dropout == 0:
-                out = self._attend_newest(query, key, value, call)
-            elif mask is None or is_sketch(mask):
-                out = self._attend_over(reach(mask, call), query, key, value, dropout)
-            elif Q == 1:
-                out = self._attend_row(query, key, value, mask, call, dropout)
-            else:
-                out = self._attend_masked(query, key, value, mask, call, dropout)
-        return out.flatten(-2)
+        if isinstance(past, Tensor):  # a static cache in compiled code
+            key, value, seen = self._read_slots(key, value, mask, past)
+            reach = Reach(causal_window_graph(1, self.window, past=self.window - 1), (None, seen))
+            return self._average(query, key, value, reach, dropout)
+        call = ShortcutCall(B, Q, K, past, self.window)
+        slots = slice(call.start, call.stop)
+        key, value = key[:, slots].to(query.dtype), value[:, slots].to(query.dtype)
+        if Q == 1 and mask is None and dropout == 0:  # four times faster than a graph
+            sigma, length = self.bandwidth(query), call.stop - call.start
+            out = decode_attention(query, key, value, length, sigma=sigma, top_k=self.top_k)
+            return out.flatten(-2)
+        return self._average(query, key, value, reach_of(mask, call), dropout)
 
-    def _average(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: Any, valid: Any, dropout: float
-    ) -> Tensor:
-        """Normalise the `top_k` largest RBF weights and average, as in the paper."""
-        sigma = self.bandwidth(query)
-        return rbf_attention(
-            query,
-            key.to(query.dtype),
-            value.to(query.dtype),
-            graph.to(query.device),
-            sigma,
-            top_k=self.top_k,
-            valid=valid,
-            dropout=dropout,
-        )
-
-    def _attend_newest(
-        self, query: Tensor, key: Tensor, value: Tensor, call: ShortcutCall
-    ) -> Tensor:
-        """Attend with one token per text that sees its whole window; four times faster than a
-        graph."""
-        start, stop = call.start, call.stop
-        return decode_attention(
-            query,
-            key[:, start:stop].to(query.dtype),
-            value[:, start:stop].to(query.dtype),
-            stop - start,
-            sigma=self.bandwidth(query),
-            top_k=self.top_k,
-        )
-
-    def _attend_row(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        call: ShortcutCall,
-        dropout: float,
-    ) -> Tensor:
-        """Attend with one token per text by its row of the mask, without reading its values."""
-        start, stop = call.start, call.stop
-        graph = causal_window_graph(1, self.window, past=call.past - start)
-        seen = dense(mask, call)[:, 0, start:stop]
-        found = Reach(graph, (None, seen), start, stop)
-        return self._attend_over(found, query, key, value, dropout)
-
-    @torch.compiler.disable
-    def _attend_masked(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        call: ShortcutCall,
-        dropout: float,
-    ) -> Tensor:
-        """Attend with many tokens and a mask whose values are read, so it cannot be traced."""
-        return self._attend_over(reach(mask, call), query, key, value, dropout)
-
-    def _attend_over(
-        self, found: Reach, query: Tensor, key: Tensor, value: Tensor, dropout: float
-    ) -> Tensor:
-        key, value = key[:, found.start : found.stop], value[:, found.start : found.stop]
-        if not found.packed:
-            return self._average(query, key, value, found.graph, found.valid, dropout)
-        out = self._average(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            found.graph,
-            found.valid,
-            dropout,
-        )
-        return out.unflatten(0, query.shape[:2])
-
-    def _attend_in_place(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, past: Tensor, dropout: float
-    ) -> Tensor:
-        """Attend with one token per text whose slot is not read: a static cache in compiled
-        code."""
-        B, K, W = len(query), key.shape[1], self.window
+    def _read_slots(
+        self, key: Tensor, value: Tensor, mask: Any, past: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the last W keys and values up to a slot that is not read, and which are seen."""
+        B, K, W = len(key), key.shape[1], self.window
         slots = past + torch.arange(1 - W, 1, device=key.device)
         seen = (slots >= 0).expand(B, W)
         slots = slots.clamp(min=0)
         if mask is not None:
             row = dense(mask, ShortcutCall(B, 1, K, 0, W))[:, 0]
             seen = seen & row.index_select(1, slots)
-        key, value = key.index_select(1, slots), value.index_select(1, slots)
-        graph = causal_window_graph(1, W, past=W - 1)
-        return self._average(query, key, value, graph, (None, seen), dropout)
+        return key.index_select(1, slots), value.index_select(1, slots), seen
+
+    def _average(
+        self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, dropout: float
+    ) -> Tensor:
+        """Normalise the `top_k` largest RBF weights and average, as in the paper."""
+        q, k, v = query, key.to(query.dtype), value.to(query.dtype)
+        if reach.packed:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        graph, sigma = reach.graph.to(query.device), self.bandwidth(query)
+        out = rbf_attention(
+            q, k, v, graph, sigma, top_k=self.top_k, valid=reach.valid, dropout=dropout
+        )
+        return out.reshape(*query.shape[:2], -1)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, window={self.window}, top_k={self.top_k}"
@@ -272,8 +188,8 @@ class CacheBeside:
         queries, heads = key.shape[2], key.shape[1]
         self.check_room(layer_idx, 2 * heads)
         both = (
-            torch.cat([own, new.transpose(1, 2).to(own.dtype)], dim=1)
-            for own, new in ((key, self.key), (value, self.value))
+            torch.cat([of_layer, of_shortcut.transpose(1, 2).to(of_layer.dtype)], dim=1)
+            for of_layer, of_shortcut in ((key, self.key), (value, self.value))
         )
         keys, values = self.cache.update(*both, layer_idx, *args, **kwargs)
         self.key, self.value = keys[:, heads:].transpose(1, 2), values[:, heads:].transpose(1, 2)

@@ -24,16 +24,14 @@ from graphattn.integrations.transformers.masks.once import once
 
 
 class Reach(NamedTuple):
-    """Slots of the cache that the queries see.
+    """Slots of the cache that the queries see, among the slots of a :class:`ShortcutCall`.
 
-    `graph` and `valid` describe the slots `start` .. `stop` - 1. If `packed`, the graph contains
-    all texts of a batch one after the other, and `valid` is a pair [B * N], [B * M].
+    If `packed`, the graph contains all texts of a batch one after the other, and `valid` is a pair
+    [B * N], [B * M].
     """
 
     graph: TokenGraph
     valid: tuple[Tensor | None, Tensor | None] | None
-    start: int
-    stop: int
     packed: bool = False
 
 
@@ -57,7 +55,7 @@ class ShortcutCall(NamedTuple):
         return self.past + self.queries
 
 
-def reach(mask: Any, call: ShortcutCall) -> Reach:
+def reach_of(mask: Any, call: ShortcutCall) -> Reach:
     """Return the graph of one call for any kind of mask.
 
     Args:
@@ -75,9 +73,27 @@ def reach(mask: Any, call: ShortcutCall) -> Reach:
         return _plain(call, None)
     if is_sketch(mask):
         return _of_sketch(mask, call)
+    if call.queries == 1:  # the row of the mask, without reading its values
+        return _plain(call, dense(mask, call)[:, 0, call.start : call.stop])
+    return _read(mask, call)
+
+
+# A mask whose values are read cannot be traced.
+@torch.compiler.disable
+def _read(mask: Any, call: ShortcutCall) -> Reach:
+    """Return the graph of a mask by its values, computed once for all layers."""
     if isinstance(mask, Tensor):
         return once(mask, ("shortcut", call), lambda: _recognized(dense(mask, call), call))
-    return _of_blocks(mask, call)
+    with _LOCK:
+        known: dict[ShortcutCall, Reach] = _KNOWN_BLOCKS.setdefault(mask, {})
+    if call not in known:
+        known[call] = _recognized(dense(mask, call), call)
+    return known[call]
+
+
+# A BlockMask of FlexAttention is not a tensor, so it has its own cache, while it is in memory.
+_LOCK = threading.Lock()
+_KNOWN_BLOCKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def is_sketch(mask: Any) -> bool:
@@ -158,27 +174,11 @@ def _dense_blocks(mask: Any, B: int, Q: int, K: int) -> Tensor:
     return create_mask(mask.mask_mod, B, 1, Q, K, device=place)
 
 
-# A BlockMask of FlexAttention is not a tensor, so it has its own cache, while it is in memory.
-_LOCK = threading.Lock()
-_KNOWN_BLOCKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _of_blocks(mask: Any, call: ShortcutCall) -> Reach:
-    """Return the graph of a `BlockMask`, computed once for all layers."""
-    with _LOCK:
-        known: dict[ShortcutCall, Reach] = _KNOWN_BLOCKS.setdefault(mask, {})
-    found = known.get(call)
-    if found is None:
-        found = known[call] = _recognized(dense(mask, call), call)
-    return found
-
-
 def _plain(call: ShortcutCall, valid: Tensor | None, window: int | None = None) -> Reach:
     graph = causal_window_graph(
         call.queries, call.window if window is None else window, past=call.past - call.start
     )
-    pair = None if valid is None else (None, valid)
-    return Reach(graph, pair, call.start, call.stop)
+    return Reach(graph, None if valid is None else (None, valid))
 
 
 def _recognized(keep: Tensor, call: ShortcutCall) -> Reach:
@@ -187,8 +187,8 @@ def _recognized(keep: Tensor, call: ShortcutCall) -> Reach:
     before = call.past - call.start
     # sub[b, q, c]: whether q sees the slot c - (W - 1) places after that of query 0.
     sub = functional.pad(keep[..., call.start : call.stop], (W - 1 - before, 0))
-    own = torch.arange(Q, device=keep.device)[:, None]
-    place = own + torch.arange(W, device=keep.device)
+    query = torch.arange(Q, device=keep.device)[:, None]
+    place = query + torch.arange(W, device=keep.device)
     band = sub.gather(2, place.expand(B, Q, W))  # the last of the W slots is the query's own
     used = band.any(dim=(0, 1)).nonzero()
     if len(used) == 0:  # no query sees a slot
@@ -198,8 +198,8 @@ def _recognized(keep: Tensor, call: ShortcutCall) -> Reach:
     if torch.equal(band[..., first:], valid[:, place[:, first:]]):
         seen = valid[:, W - 1 - before :]
         return _plain(call, None if bool(seen.all()) else seen, W - first)
-    found = _side_by_side(band, call) if before == 0 else None
-    return _listed(band, call) if found is None else found
+    packed = _side_by_side(band, call) if before == 0 else None
+    return _listed(band, call) if packed is None else packed
 
 
 def _side_by_side(band: Tensor, call: ShortcutCall) -> Reach | None:
@@ -222,8 +222,7 @@ def _side_by_side(band: Tensor, call: ShortcutCall) -> Reach | None:
     first = starts.flatten().nonzero()[:, 0]
     lengths = torch.diff(first, append=first.new_tensor([B * Q])).tolist()
     graph = batch_of([causal_window_graph(n, W) for n in lengths]).to(band.device)
-    pair = None if bool(valid.all()) else (None, valid.flatten())
-    return Reach(graph, pair, call.start, call.stop, packed=True)
+    return Reach(graph, None if bool(valid.all()) else (None, valid.flatten()), packed=True)
 
 
 def _listed(band: Tensor, call: ShortcutCall) -> Reach:
@@ -234,4 +233,4 @@ def _listed(band: Tensor, call: ShortcutCall) -> Reach:
     source = query + place - (W - 1) + (call.past - call.start)
     edges = torch.stack([text * M + source, text * Q + query])
     graph = from_edge_index(edges, num_targets=B * Q, num_sources=B * M)
-    return Reach(graph, None, call.start, call.stop, packed=True)
+    return Reach(graph, None, packed=True)
