@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from graphattn.graphs.structures.composites import Parts, RandomSources, Union
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.grid_windows import GridWindows
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
@@ -15,7 +15,6 @@ from graphattn.graphs.structures.structure import (
     Cycle,
     GlobalTokens,
     GraphStructure,
-    Grid,
 )
 from graphattn.graphs.token_graph import TokenGraph
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.edges.storage import G, StoredGraph
 from graphattn.graphs.structures.composites import Parts, Union, union_of
-from graphattn.graphs.structures.sections import Section, edges_of_rows
+from graphattn.graphs.structures.grid_windows import Grid
+from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
@@ -19,7 +20,6 @@ from graphattn.graphs.structures.structure import (
     Cycle,
     GlobalTokens,
     GraphStructure,
-    Grid,
 )
 
 Run = tuple[int, int]  # the first token, and the one after the last
@@ -207,7 +207,7 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
                     structure.parts, structure.target_ptr, structure.source_ptr, strict=False
                 )
             )
-    seen = edges_of_rows(structure, start, stop)[0]
+    seen = structure.edges_of_rows(start, stop)[0]
     return _hull(seen) if len(seen) else None
 
 
@@ -288,10 +288,10 @@ def _seen_on_grid(grid: Grid, start: int, stop: int) -> Run | None:
 
     Only the first and the last few targets are evaluated, because others do not see farther.
     """
-    first, *others = [abs(dy) * grid.width + abs(dx) for dy, dx in grid._moves()]
-    reach = max(first, *others, 0) + 1
+    down, right = min(grid.radius, grid.height - 1), min(grid.radius, grid.width - 1)
+    reach = down * grid.width + right + 1
     runs: list[Run | None] = []
     for a, b in ((start, min(start + reach, stop)), (max(stop - reach, start), stop)):
-        seen = edges_of_rows(grid, a, b)[0]
+        seen = grid.edges_of_rows(a, b)[0]
         runs.append(_hull(seen) if len(seen) else None)
     return _joined(runs)

@@ -42,8 +42,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rows of a union are numbered from the first of a piece",
-        "graphattn/graphs/edges/listing.py",
-        "    edges[1] += start\n",
+        "graphattn/graphs/structures/composites.py",
+        "        edges[1] += start\n",
         "",
         (
             f"{WIDTH}::test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains"

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.grid_windows import GridWindows
-from graphattn.graphs.structures.structure import Band, Grid
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
+from graphattn.graphs.structures.structure import Band
 from graphattn.graphs.token_graph import TokenGraph
 
 PerAxis = int | Sequence[int]

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from graphattn.graphs.edges.index_width import are_narrow
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
@@ -21,6 +22,7 @@ from graphattn.graphs.structures.structure import (
     masked_rows,
     sort_edges,
 )
+from graphattn.kernels.cpu.edge_order import Wrong, has_edge_order, sorted_edges
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,27 @@ class Union(GraphStructure):
             inside = inside | part.contains(target, source)
         return inside
 
+    @property
+    def lists_rows(self) -> bool:
+        return all(part.lists_rows for part in self.parts)
+
     def edges(self, device: Device = None) -> Tensor:
-        lists = [self._not_earlier(k, part.edges(device)) for k, part in enumerate(self.parts)]
-        return sort_edges(torch.cat(lists, dim=1), self.num_sources)
+        return self.edges_of_rows(0, self.num_targets, device)
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        lists = [
+            self._not_earlier(k, part.edges_of_rows(start, stop, device))
+            for k, part in enumerate(self.parts)
+        ]
+        edges = torch.cat(lists, dim=1)
+        if not has_edge_order(edges) or not are_narrow(edges.device, stop, self.num_sources):
+            return sort_edges(edges, self.num_sources)
+        edges[1] -= start
+        in_order = sorted_edges(edges, stop - start, self.num_sources, permutation=False)
+        assert not isinstance(in_order, Wrong), in_order
+        edges = in_order[0].long()
+        edges[1] += start
+        return edges
 
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
         for k, part in enumerate(self.parts):
@@ -248,6 +268,10 @@ class Parts(GraphStructure):
             own &= (source >= s0) & (source < s0 + part.num_sources)
             inside[own] = part.contains(target[own] - t0, source[own] - s0)
         return inside
+
+    @property
+    def lists_rows(self) -> bool:
+        return all(part.lists_rows for part in self.parts)
 
     def edges(self, device: Device = None) -> Tensor:
         return torch.cat([part.edges(device) + o for part, o in self._shifted(device)], dim=1)

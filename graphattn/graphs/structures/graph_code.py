@@ -18,7 +18,7 @@ KINDS: tuple[type[GraphStructure], ...] = (
     structure.Cycle,
     structure.Complete,
     structure.Blocks,
-    structure.Grid,
+    grid_windows.Grid,
     structure.GlobalTokens,
     composites.RandomSources,
     composites.Union,

@@ -7,7 +7,6 @@ blocks of the two axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,14 +17,14 @@ from graphattn.graphs.structures.structure import (
     Blocks,
     Device,
     GridOffsets,
-    RowsOfCells,
+    StructureByRows,
     masked_rows,
 )
 from graphattn.kernels.shared.stored import stores_results
 
 
 @dataclass(frozen=True)
-class GridBlocks(RowsOfCells):
+class GridBlocks(StructureByRows):
     """Tokens of a grid in row-major order; each sees its block of `block` (down, right) tokens.
 
     If `shift` is not 0, the first block along that axis ends at `shift`. The first and the last
@@ -76,15 +75,6 @@ class GridBlocks(RowsOfCells):
         (y, tall), (x, wide) = self._sources(cell)
         source = (y[:, :, None] * self.width + x[:, None]).flatten(1)
         return masked_rows(source, cell, (tall[:, :, None] & wide[:, None]).flatten(1))
-
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        cell = torch.arange(self.num_targets, device=device)
-        (y, tall), (x, wide) = self._sources(cell)
-        for row in range(y.shape[1]):
-            for column in range(x.shape[1]):
-                inside = tall[:, row] & wide[:, column]
-                source = y[:, row] * self.width + x[:, column]
-                yield torch.stack([source[inside], cell[inside]])
 
     def _sources(self, cell: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the rows and the columns that cells may see, [n, most], each with a mask."""
