@@ -16,7 +16,15 @@ from graphattn.nn import (
     SelfConsensus,
 )
 from graphattn.ops.consensus.calls import check_energy_graph
-from graphattn.spectral.certificates.facts import SLACK, Certificate, Fact
+from graphattn.spectral.certificates.facts import (
+    CONSENSUS_PAPER,
+    SLACK,
+    Certificate,
+    Fact,
+    constants_stay,
+    energy_falls,
+    not_applicable,
+)
 from graphattn.spectral.certificates.frozen_steps import FrozenStep
 from graphattn.spectral.classes import eigenvalue_one_multiplicity
 from graphattn.spectral.eigenvalues import fiedler_value
@@ -31,7 +39,6 @@ from graphattn.spectral.matrix_weighted.spectrum_ends import (
     smallest_eigenvalue,
 )
 
-PAPER = "Stabilizing Transformer Training Through Consensus"
 THEOREMS = "low-pass filter", "energy falls", "constants stay"
 NO_BOUND = (
     "the bounds of Appendix A need a fixed step that is at most 1 / (2 lambda_max), and here the "
@@ -94,7 +101,7 @@ def _consensus_facts(
                 "no gradient step. The theorem holds for rope='isometric'"
             )
     if reason and not measure:
-        return [Fact(name, "not applicable", reason) for name in THEOREMS]
+        return not_applicable(THEOREMS, reason)
     step = FrozenStep(layer, x, graph, positions, edge_features)
     ours = step.is_of_layer()
     if not ours:
@@ -104,7 +111,7 @@ def _consensus_facts(
         )
     if not reason:
         return _energy_facts(layer, step, measure)
-    facts = [Fact(name, "not applicable", reason) for name in THEOREMS]
+    facts = not_applicable(THEOREMS, reason)
     if not measure:
         return facts
     T = step.operator() if ours else operator_of(step.of_layer, step.shape)
@@ -155,22 +162,14 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep, measure: bool) -> list
             else "a mode changes sign in every step, because the step is larger than "
             "1 / (2 lambda_max)",
             {"1 - 2 eta lambda_max": lowest, **_accuracy(top)},
-            f"{PAPER}, Section 2.2 and Appendix A",
+            f"{CONSENSUS_PAPER}, Section 2.2 and Appendix A",
         ),
-        Fact(
-            "energy falls",
-            "holds" if after <= before * (1 + SLACK) else "violated",
+        energy_falls(
+            before,
+            after,
             "in this step, on these tokens; on all tokens if 1 - 2 eta lambda_max > -1",
-            {"before": before, "after": after},
-            f"{PAPER}, Eq. 5-7, with R",
         ),
-        Fact(
-            "constants stay",
-            "holds" if drift <= SLACK else "violated",
-            what,
-            {"largest relative change": drift},
-            f"{PAPER}, Appendix A",
-        ),
+        constants_stay(drift, what),
     ]
     if layer.isometric:
         return facts
@@ -181,7 +180,7 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep, measure: bool) -> list
             "holds" if mean <= SLACK * float(1 + u.abs().max()) else "violated",
             "every edge changes both ends by opposite amounts",
             {"drift": mean},
-            f"{PAPER}, Algorithm 1",
+            f"{CONSENSUS_PAPER}, Algorithm 1",
         )
     )
     eta = layer.step_tensor()
@@ -212,7 +211,7 @@ def _rate_fact(step: FrozenStep, top: End, low: End, eta: float | None) -> Fact:
         "holds" if slowest <= bound + SLACK else "violated",
         "the slowest mode shrinks at least as fast as the bounds of Appendix A say",
         {**numbers, "bound": bound},
-        f"{PAPER}, Appendix A",
+        f"{CONSENSUS_PAPER}, Appendix A",
     )
 
 
