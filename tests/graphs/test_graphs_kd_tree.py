@@ -34,18 +34,6 @@ def test_neighbours_are_those_of_float64(name, width):
         assert torch.equal(nearest_index(x, k, self_loops=self_loops), expected)
 
 
-@pytest.mark.parametrize("width", [2, 6])
-@pytest.mark.parametrize("name", POINTS)
-def test_neighbours_are_those_of_all_pairs_bit_for_bit(name, width):
-    x = wide(POINTS[name](width))
-    for self_loops in (False, True):
-        expected = nearest_by_pairs(x, x, 7, True, self_loops)
-        assert torch.equal(nearest_index(x, 7, self_loops=self_loops), expected)
-    targets = torch.cat([x[::3], wide(cloud(width, 9)).to(x)])
-    expected = nearest_by_pairs(targets, x, 7, False, False)
-    assert torch.equal(nearest_index(targets, 7, x), expected)
-
-
 @pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
@@ -108,15 +96,6 @@ def test_a_row_with_hundreds_of_equal_distances_looks_at_all_pairs(monkeypatch):
     assert index[0].tolist() == index[-1].tolist() == [0, 1, 2]
 
 
-@pytest.mark.long
-def test_oneself_amid_a_sphere_looks_at_all_pairs_too():
-    x = torch.cat([cloud(3) + 100, on_a_sphere(), torch.zeros(1, 3)])
-    assert len(nearest_by_tree(x, x, 3, True, False)[1])
-    for self_loops in (False, True):
-        expected = nearest_by_numpy(x, 3, self_loops=self_loops)
-        assert torch.equal(nearest_index(x, 3, self_loops=self_loops), expected)
-
-
 def test_where_most_rows_have_hundreds_of_equal_distances_a_tree_gives_up():
     x = torch.zeros(1500, 3)
     assert nearest_by_tree(x, on_a_sphere(), 3, False, False) is None
@@ -141,14 +120,6 @@ def test_thousands_of_equal_points_among_others_see_those_of_smallest_index():
     loops = nearest_index(x, 4, self_loops=True)[first]
     assert torch.equal(loops[:, 0], first)
     assert torch.equal(loops[5:, 1:], first[:3].expand(len(first) - 5, 3))
-
-
-def test_items_of_a_batch_are_searched_each_by_itself():
-    x = torch.stack([cloud(3), lattice(3)[:N], cloud(3) + 1e6])
-    graph = ga.knn_graph(x, 5)
-    own = [ga.knn_graph(item, 5) for item in x]
-    assert graph == ga.batch(own)
-    assert ga.radius_graph(x, 1.0) == ga.batch([ga.radius_graph(item, 1.0) for item in x])
 
 
 # Radius graphs.

@@ -7,7 +7,6 @@ import torch
 
 import graphattn as ga
 from graphattn.graphs.search import nearest_neighbors
-from graphattn.graphs.search.nearest_neighbors import nearest_index
 from graphattn.kernels.shared import launch
 
 
@@ -23,12 +22,6 @@ def test_reference_and_auto_are_the_same_on_a_cpu(x, monkeypatch):
         assert torch.equal(found, expected)
     monkeypatch.setattr(nearest_neighbors, "_nearest_by_kernels", None)
     ga.knn(x, 4, backend="auto")
-
-
-def test_the_index_alone_is_that_of_knn(x):
-    within = ga.causal_window_graph(300, 20)
-    for options in ({}, {"self_loops": True}, {"within": within}, {"source": x[:100]}):
-        assert torch.equal(nearest_index(x, 4, **options), ga.knn(x, 4, **options)[0])
 
 
 def test_kernels_asked_for_on_a_cpu_are_refused(x, monkeypatch):

@@ -88,16 +88,6 @@ def test_groups_out_of_reach_give_at_least_as_many_ones_and_top_k_can_give_more(
     assert (more == 0) if top_k is None else (more > 0)
 
 
-def test_tokens_that_share_no_group_settle_apart():
-    """A^n u is constant on a closed class of aperiodic weights, and differs between classes."""
-    graph, weight = krause_weights(3, 5, 0, None)
-    limit = np.linalg.matrix_power(dense(graph, weight), 10_000) @ np.arange(graph.num_targets)
-    levels = [limit[tokens.numpy()] for tokens in closed_classes(graph, weight)]
-    assert len(levels) == 3
-    assert all(np.ptp(level) < 1e-9 for level in levels)
-    assert np.ptp([level[0] for level in levels]) > 1
-
-
 def test_every_causal_graph_has_one_closed_class_the_first_token():
     for graph in (ga.causal_graph(7), ga.causal_window_graph(7, 3)):
         assert [tokens.tolist() for tokens in closed_classes(graph)] == [[0]]

@@ -126,13 +126,6 @@ def test_rate_of_a_disconnected_graph_is_that_of_its_slowest_part():
     assert steps_until_consensus(whole, eta) == math.inf
 
 
-def test_rate_at_the_largest_safe_step_is_omega_one():
-    graph = ga.window_path_graph(300, 4)
-    eta = max_step_size(graph)
-    omega_1 = 1 - 2 * eta * ga.spectral.fiedler_value(graph)
-    assert smoothing_rate(graph, eta) == pytest.approx(omega_1, rel=1e-12)
-
-
 def test_without_edges_there_is_nothing_to_smooth():
     for N in (0, 1, 3):
         graph = ga.from_edge_index(torch.empty((2, 0), dtype=torch.int64), N)
