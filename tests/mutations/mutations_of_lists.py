@@ -29,8 +29,8 @@ MUTATIONS = [
     Mutation(
         "a graph hands out what somebody wrote into",
         "graphattn/graphs/edges/storage.py",
-        "if found is not None and found[0] == (stored._version, found[1]._version):",
-        "if found is not None:",
+        "if kept is not None and kept[0] == (stored._version, kept[1]._version):",
+        "if kept is not None:",
         (f"{WIDTH}::test_writing_into_what_was_asked_for_does_not_change_the_graph",),
     ),
     Mutation(

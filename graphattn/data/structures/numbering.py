@@ -28,7 +28,7 @@ def places_along_chains(
         return torch.zeros_like(chain_index)
     step = residue_numbers.diff()
     code = {code: number for number, code in enumerate(dict.fromkeys(insertion_codes))}
-    codes = torch.tensor([code[own] for own in insertion_codes], device=step.device)
+    codes = torch.tensor([code[letter] for letter in insertion_codes], device=step.device)
     restarts = (step < 0) | (step == 0) & (codes.diff() == 0)
     distance = ca_positions.diff(dim=0).norm(dim=1)
     fewest = ((distance - SLACK) / CA_DISTANCE).ceil().nan_to_num(1.0, posinf=1.0).long()

@@ -102,13 +102,13 @@ def read_structure(
         if file_format == "mmcif":
             block = mmcif_block(path, text)
     if block is not None:
-        found = mmcif_atoms(path, block, model)
-        structure, chain_keys = structure_of_atoms(path, found, wanted)
+        atom_array = mmcif_atoms(path, block, model)
+        structure, chain_keys = structure_of_atoms(path, atom_array, wanted)
         if assembly_name is not None:
             assemblies = mmcif_assemblies(path, block)
     elif file_format == "pdb":
-        found = pdb_atoms(path, text, model)
-        structure, chain_keys = structure_of_atoms(path, found, wanted)
+        atom_array = pdb_atoms(path, text, model)
+        structure, chain_keys = structure_of_atoms(path, atom_array, wanted)
         if assembly_name is not None:
             assemblies = pdb_assemblies(path, text, model)
     else:

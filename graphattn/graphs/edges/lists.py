@@ -40,14 +40,14 @@ def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False)
     """
     if not is_sorted:
         index = index.sort(dim=1).values
-    found = index >= 0
+    is_source = index >= 0
     last = first_row + len(index)
     row = torch.arange(first_row, last, dtype=index.dtype, device=index.device)
-    if found.all():  # This is the usual case, and several times faster than selecting entries.
+    if is_source.all():  # This is the usual case, and several times faster than selecting entries.
         edges = index.new_empty((2, *index.shape))
         edges[0], edges[1] = index, row[:, None]
         return edges.flatten(1)
-    return masked_rows(index, row, found)
+    return masked_rows(index, row, is_source)
 
 
 @overload
@@ -76,23 +76,24 @@ def sorted_edge_list(
     num_sources = as_int("num_sources", num_sources, 0)
     sizes = num_targets, num_sources, edge_index.shape[1]
     if has_edge_order(edge_index) and are_narrow(edge_index.device, *sizes):
-        found = sorted_edges(edge_index, *sizes[:2], permutation=return_permutation)
+        in_order = sorted_edges(edge_index, *sizes[:2], permutation=return_permutation)
     else:
-        found = _sorted_by_key(edge_index, *sizes[:2])
-    if not isinstance(found, Wrong):
-        return found
-    if found.kind == REPEATED:
-        assert isinstance(found.place, tuple)
-        j, i = found.place
+        in_order = _sorted_by_key(edge_index, *sizes[:2])
+    if not isinstance(in_order, Wrong):
+        return in_order
+    if in_order.kind == REPEATED:
+        assert isinstance(in_order.place, tuple)
+        j, i = in_order.place
         raise ValueError(
             f"edge_index must have every edge once, but it has the edge (source {j}, target {i}) "
             "more than once: torch_geometric.utils.coalesce merges duplicates"
         )
-    assert isinstance(found.place, int)
-    row = int(found.kind == BAD_TARGET)
+    assert isinstance(in_order.place, int)
+    row = int(in_order.kind == BAD_TARGET)
     name, count = ("source", "target")[row], (num_sources, num_targets)[row]
+    place = in_order.place
     raise ValueError(
-        f"edge_index[{row}, {found.place}] = {int(edge_index[row, found.place])} is not a {name}: "
+        f"edge_index[{row}, {place}] = {int(edge_index[row, place])} is not a {name}: "
         f"the {name}s are 0 .. {count - 1}"
         if count
         else f"edge_index has edges, but there are no {name}s: it must be empty"

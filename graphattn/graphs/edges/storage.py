@@ -136,10 +136,10 @@ class StoredGraph:
             return stored
         if torch.compiler.is_dynamo_compiling():  # storing the result would cause a recompilation
             return stored.long()
-        found = self._wide.get(name)
+        kept = self._wide.get(name)
         # Equal versions mean that nobody has written into the lists since the conversion.
-        if found is not None and found[0] == (stored._version, found[1]._version):
-            return found[1]
+        if kept is not None and kept[0] == (stored._version, kept[1]._version):
+            return kept[1]
         with self.storing():
             wide = stored.long()
             if is_stored_wide(stored) and may_store(self._device):
@@ -484,18 +484,18 @@ class StoredGraph:
         If the list or table of edges was changed in place, the result is computed again. Copies and
         files do not contain stored results. If there are too many results, all are deleted.
         """
-        listed, found = self.listed, self._derived
+        listed, results = self.listed, self._derived
         key = key, None if listed is None else listed._version
         # One lookup only, because another thread may clear the dict between two lookups.
-        result: T = found.get(key, NOT_STORED)
+        result: T = results.get(key, NOT_STORED)
         if result is NOT_STORED:
             with self.storing():
                 result = make()
                 if not may_store(self._device):
                     return result
-                if len(found) >= MOST_DERIVED:
-                    found.clear()
-                found[key] = as_entry(result, self._device)
+                if len(results) >= MOST_DERIVED:
+                    results.clear()
+                results[key] = as_entry(result, self._device)
         elif isinstance(result, OnStream):
             result = result.read()
         return result

@@ -37,16 +37,16 @@ def nearest_by_pairs(
     if rows is None:
         rows = torch.arange(len(points), device=points.device)
     index = torch.empty((len(rows), k), dtype=torch.int64, device=points.device)
-    own = None if not to_self else -torch.inf if self_loops else torch.inf
+    to_itself = None if not to_self else -torch.inf if self_loops else torch.inf
     step = max(1, TILE // max(len(candidates), 1))
     for start in range(0, len(rows), step):
         places = rows[start : start + step]
         tile = points[places]
-        pairs = None if products is None else products.nearest(start, len(tile), k, own)
+        pairs = None if products is None else products.nearest(start, len(tile), k, to_itself)
         if pairs is None:
             distance = rounded_distances(tile, candidates)
-            if own is not None:
-                distance.scatter_(1, places[:, None], max(own, 0))
+            if to_itself is not None:
+                distance.scatter_(1, places[:, None], max(to_itself, 0))
             pairs = _near_by_differences(distance, tile, k, (finite[0][places], finite[1]))
         row, source = pairs
         squared = exact_squared_distances(tile, candidates, row, source)

@@ -85,7 +85,7 @@ class DistanceProducts:
         )
 
     def nearest(
-        self, start: int, count: int, k: int, own: float | None
+        self, start: int, count: int, k: int, to_itself: float | None
     ) -> tuple[Tensor, Tensor] | None:
         """Select the pairs that may be among the k nearest, sorted; None if they are too many.
 
@@ -104,8 +104,8 @@ class DistanceProducts:
         for j in range(0, M, self.COLUMNS):
             part, columns = s[:, j : j + self.COLUMNS], self.columns[j : j + self.COLUMNS]
             torch.mm(self.rows[start : start + count], columns.T, out=part[:, : len(columns)])
-            if own is not None:
-                part.diagonal(start - j).fill_(own)
+            if to_itself is not None:
+                part.diagonal(start - j).fill_(to_itself)
             some = slice(j // self.BLOCK, j // self.BLOCK + part.shape[1] // self.BLOCK)
             least[:, some] = part.unflatten(1, (-1, self.BLOCK)).amin(dim=2)
         # The k-th smallest of the minima of blocks. At least k sources are no farther, and few more
@@ -185,11 +185,11 @@ def exact_squared_distances(
     return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
-def place_self(squared: Tensor, own: Tensor, self_loops: bool) -> None:
+def place_self(squared: Tensor, is_itself: Tensor, self_loops: bool) -> None:
     """Set the squared distance of a token to itself, in place.
 
     With `self_loops` it is -1, so that the token comes first, even before an equal point with a
     smaller index. Without, or if the token has a NaN, it is infinite, so that it is not selected.
     """
-    first = own & squared.isfinite() & self_loops
-    squared.masked_fill_(own, torch.inf).masked_fill_(first, -1)
+    first = is_itself & squared.isfinite() & self_loops
+    squared.masked_fill_(is_itself, torch.inf).masked_fill_(first, -1)

@@ -250,8 +250,8 @@ class Parts(GraphStructure):
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
         index = torch.empty_like(target)
         for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
-            own = (target >= t0) & (target < t0 + part.num_targets)
-            index[own] = part.offset_index(target[own] - t0, source[own] - s0)
+            in_part = (target >= t0) & (target < t0 + part.num_targets)
+            index[in_part] = part.offset_index(target[in_part] - t0, source[in_part] - s0)
         return index
 
     def num_edges(self) -> int:
@@ -264,9 +264,9 @@ class Parts(GraphStructure):
         target, source = torch.broadcast_tensors(target, source)
         inside = torch.zeros_like(target, dtype=torch.bool)
         for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
-            own = (target >= t0) & (target < t0 + part.num_targets)
-            own &= (source >= s0) & (source < s0 + part.num_sources)
-            inside[own] = part.contains(target[own] - t0, source[own] - s0)
+            in_part = (target >= t0) & (target < t0 + part.num_targets)
+            in_part &= (source >= s0) & (source < s0 + part.num_sources)
+            inside[in_part] = part.contains(target[in_part] - t0, source[in_part] - s0)
         return inside
 
     @property

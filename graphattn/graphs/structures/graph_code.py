@@ -112,7 +112,7 @@ def _numbers(graph_structure: GraphStructure) -> tuple[int, ...]:
             "Build the graph with from_edge_index(structure.edges(), ...), or add the class to "
             "graphattn.graphs.structures.graph_code.KINDS"
         )
-    values = [getattr(graph_structure, field.name) for field in fields(cast(Any, kind))]
+    values = [getattr(graph_structure, field.name) for field in fields(cast(Any, graph_structure))]
     return KINDS.index(kind), *(number for value in values for number in _encoded(value))
 
 

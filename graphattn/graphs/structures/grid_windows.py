@@ -213,9 +213,9 @@ class GridWindows(StructureByRows):
         else:
             by_distance = [1] + [0] * self._reach
             for axis in self.axes:
-                own = axis.by_distance(self._reach)
+                of_axis = axis.by_distance(self._reach)
                 by_distance = [
-                    sum(by_distance[m] * own[k - m] for m in range(k + 1))
+                    sum(by_distance[m] * of_axis[k - m] for m in range(k + 1))
                     for k in range(self._reach + 1)
                 ]
             pairs = sum(by_distance)
@@ -225,8 +225,8 @@ class GridWindows(StructureByRows):
         if self.metric == "chebyshev":
             degree = torch.ones(1, dtype=torch.int64, device=device)
             for axis in self.axes:
-                own = axis.degree(device, transposed=self.transposed)
-                degree = (degree[:, None] * own).view(-1)
+                of_axis = axis.degree(device, transposed=self.transposed)
+                degree = (degree[:, None] * of_axis).view(-1)
         else:
             degree = self._degree_of_diamonds(device)
         if self.class_token:
@@ -245,11 +245,12 @@ class GridWindows(StructureByRows):
             place = torch.arange(axis.size, device=device)
             left, right = place // axis.step, (axis.size - 1 - place) // axis.step
             hops = torch.arange(reach + 1, device=device)[:, None]
-            own = ((hops <= left) & (hops <= axis.before)).long()
-            own += (hops <= right) & (hops <= axis.after)
-            own[0] = 1
+            of_axis = ((hops <= left) & (hops <= axis.before)).long()
+            of_axis += (hops <= right) & (hops <= axis.after)
+            of_axis[0] = 1
             both = [
-                sum(degree[m][:, None] * own[k - m] for m in range(k + 1)) for k in range(reach + 1)
+                sum(degree[m][:, None] * of_axis[k - m] for m in range(k + 1))
+                for k in range(reach + 1)
             ]
             degree = torch.stack(both).flatten(1)  # type: ignore[arg-type]
         return degree.sum(0)
@@ -308,11 +309,11 @@ class GridWindows(StructureByRows):
         hops, present = torch.zeros_like(source), torch.ones_like(source, dtype=torch.bool)
         places = self._places(cell + int(self.class_token))
         for axis, place, (table, inside) in zip(self.axes, places, tables, strict=True):
-            own = table[place]
-            source = (source[:, :, None] * axis.size + own[:, None]).flatten(1)
+            seen = table[place]
+            source = (source[:, :, None] * axis.size + seen[:, None]).flatten(1)
             present = (present[:, :, None] & inside[place][:, None]).flatten(1)
             if self.metric == "manhattan":
-                away = (own - place[:, None]).abs() // axis.step
+                away = (seen - place[:, None]).abs() // axis.step
                 hops = (hops[:, :, None] + away[:, None]).flatten(1)
         if self.metric == "manhattan":
             present = present & (hops <= self._reach)

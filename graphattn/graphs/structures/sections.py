@@ -98,8 +98,8 @@ class Section(GraphStructure):
             case GlobalTokens(tokens=tokens):
                 seen = [j for j in tokens if self.source_start <= j < self.source_stop]
                 degree = torch.full((self.num_targets,), len(seen), device=device)
-                own = [i - self.start for i in tokens if self.start <= i < self.stop]
-                degree[torch.tensor(own, dtype=torch.int64, device=device)] = self.num_sources
+                rows = [i - self.start for i in tokens if self.start <= i < self.stop]
+                degree[torch.tensor(rows, dtype=torch.int64, device=device)] = self.num_sources
                 return degree
         return torch.bincount(self.edges(device)[1], minlength=self.num_targets)
 

@@ -304,7 +304,7 @@ def _as_dict(certificate: Certificate) -> dict[str, Any]:
         }
         for fact in certificate.facts
     ]
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "subject": certificate.subject,
         "sound": certificate.sound,
         "num_checked": certificate.num_checked,
@@ -312,5 +312,5 @@ def _as_dict(certificate: Certificate) -> dict[str, Any]:
         "facts": facts,
     }
     if certificate.parts:
-        found["parts"] = {name: _as_dict(part) for name, part in certificate.parts.items()}
-    return found
+        entries["parts"] = {name: _as_dict(part) for name, part in certificate.parts.items()}
+    return entries

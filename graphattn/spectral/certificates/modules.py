@@ -242,7 +242,7 @@ def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certifica
         per_edge=features is not None,
     )
     batch, (source, target) = x.shape[:-2], graph.edge_index
-    found = layer.checked_features(features, x, graph)
+    checked = layer.checked_features(features, x, graph)
     if layer.rotary is not None:
         positions = layer.resolve_positions(graph, positions)
 
@@ -252,13 +252,15 @@ def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certifica
 
     parts = {}
     for b in range(max(1, batch.numel())):
-        own, of_edges = graph, entry(found.get("edge_features"), b, 2)
+        real_edges, of_edges = graph, entry(checked.get("edge_features"), b, 2)
         masks = [entry(mask, b, 1) for mask in valid]
         if any(mask is not None for mask in masks):
             keep = valid_edges((masks[0], masks[1]), source, target)
             assert keep is not None
             keep = keep.reshape(-1)
-            own = from_edge_index(graph.edge_index[:, keep], graph.num_targets, graph.num_sources)
+            real_edges = from_edge_index(
+                graph.edge_index[:, keep], graph.num_targets, graph.num_sources
+            )
             of_edges = None if of_edges is None else of_edges[keep]
         pair = None
         if positions is not None:
@@ -268,8 +270,8 @@ def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certifica
             context.flatten(0, -3)[b] if batch else context,
         )
         with torch.no_grad():
-            facts = cross_facts(layer, *tokens, own, pair, of_edges)
-        parts[f"x[{b}]"] = Certificate(f"{layer!r} over {own!r}", tuple(facts))
+            facts = cross_facts(layer, *tokens, real_edges, pair, of_edges)
+        parts[f"x[{b}]"] = Certificate(f"{layer!r} over {real_edges!r}", tuple(facts))
     if len(parts) == 1:
         return next(iter(parts.values()))
     return worst_of(f"{layer!r} on {len(parts)} sequences over {graph!r}", parts)
@@ -286,8 +288,8 @@ def _checked_features(layer: nn.Module, features: Any, x: Tensor, graph: TokenGr
             "edge_features must be None unless the layer is a consensus layer, got "
             f"edge_features for a {type(layer).__name__}"
         )
-    found = layer.checked_features(features, x, graph)
-    return found["edge_features"]
+    checked = layer.checked_features(features, x, graph)
+    return checked["edge_features"]
 
 
 def sequences_of(
@@ -303,8 +305,8 @@ def sequences_of(
         own_valid, own_positions = (
             None if t is None else t.expand(*batch, N).reshape(-1, N)[b] for t in (valid, positions)
         )
-        for p, (start, own) in enumerate(whole):
-            here = slice(start, start + own.num_targets)
+        for p, (start, graph_of_sequence) in enumerate(whole):
+            here = slice(start, start + graph_of_sequence.num_targets)
             names = [f"x[{b}]"] if batch else []
             names += [f"sequence {p}"] if len(whole) > 1 else []
             place = None if own_positions is None else own_positions[here]
@@ -313,7 +315,7 @@ def sequences_of(
                 first, last = (int(graph.rowptr[t]) for t in (here.start, here.stop))
                 of_sequence = of_edges if of_edges.dim() == 2 else of_edges.flatten(0, -3)[b]
                 of_edges = of_sequence[first:last]
-            sequence: Sequence = tokens[here], own, place, of_edges
+            sequence: Sequence = tokens[here], graph_of_sequence, place, of_edges
             if own_valid is not None and not bool(own_valid[here].all()):
                 sequence = _without_padding(*sequence, own_valid[here])
             yield ", ".join(names), sequence

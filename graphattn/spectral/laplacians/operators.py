@@ -147,9 +147,9 @@ def by_structure(structure: GraphStructure) -> Apply | None:
         case Grid():
             return _by_image(structure)
         case Parts() if structure.target_ptr == structure.source_ptr:
-            found = [by_structure(part) for part in structure.parts]
-            parts = [part for part in found if part is not None]
-            if len(parts) < len(found):
+            of_parts = [by_structure(part) for part in structure.parts]
+            parts = [part for part in of_parts if part is not None]
+            if len(parts) < len(of_parts):
                 return None
             inner = structure.target_ptr[1:-1]
 

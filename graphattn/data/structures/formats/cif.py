@@ -41,8 +41,8 @@ def cif_blocks(path: str | os.PathLike[str], text: str) -> list[Tables]:
         """Give the values to the items that were named before them."""
         width = len(columns)
         if len(values) % width if in_loop and width else len(values) != width:
-            found = f"{len(values)} values for {width} items"
-            raise FileFormatError(path, f"is malformed: {found} before this line", line=line)
+            counts = f"{len(values)} values for {width} items"
+            raise FileFormatError(path, f"is malformed: {counts} before this line", line=line)
         for place, column in enumerate(columns):
             column += values[place::width]
         columns.clear()
@@ -92,12 +92,12 @@ def _words_of_lines(path: str | os.PathLike[str], text: str) -> Iterator[tuple[i
             yield number, rest.split()
             continue
         words: list[str] = []
-        for found in _WORD.finditer(rest):
-            quoted = found[1] if found[1] is not None else found[2]
+        for match in _WORD.finditer(rest):
+            quoted = match[1] if match[1] is not None else match[2]
             if quoted is not None:
                 words.append(_Quoted(quoted))
-            elif found[3] is not None:
-                words.append(found[3])
+            elif match[3] is not None:
+                words.append(match[3])
         yield number, words
     if text_field is not None:
         raise FileFormatError(path, "is malformed: the text that begins here has no end", first)

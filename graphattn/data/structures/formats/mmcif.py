@@ -52,13 +52,13 @@ def _first_with_atoms(path: str | os.PathLike[str], blocks: list[Any]) -> Any:
     tables = next((tables for tables in blocks if "atom_site" in tables), None)
     if tables is None:
         raise FileFormatError(path, "is not an mmCIF structure: it has no _atom_site")
-    found = {}
+    categories = {}
     with biotite_at_work(path):
         for name in _CATEGORIES:
             if name in tables:
-                columns = {_CAPITALS.get(own, own): x for own, x in tables[name].items()}
-                found[name] = CIFCategory(columns, name)
-        return CIFBlock(found)
+                columns = {_CAPITALS.get(item, item): x for item, x in tables[name].items()}
+                categories[name] = CIFCategory(columns, name)
+        return CIFBlock(categories)
 
 
 def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
