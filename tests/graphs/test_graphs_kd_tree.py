@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import graphattn as ga
 from graphattn.graphs.builders import neighbors
 from graphattn.graphs.search import kd_tree, nearest_neighbors
-from graphattn.graphs.search.all_pairs import nearest_by_pairs
-from graphattn.graphs.search.distances import squared_reach
+from graphattn.graphs.search.distances import nearest_by_pairs, squared_reach
 from graphattn.graphs.search.kd_tree import FEWEST, PointTree, is_for_trees, nearest_by_tree
 from graphattn.graphs.search.nearest_neighbors import nearest_index
 from graphattn.kernels.cpu import library

@@ -52,7 +52,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sources of a batch for PyG begin where its targets do",
-        "graphattn/graphs/conversions/to_pyg_batch.py",
+        "graphattn/graphs/conversions/to_libraries.py",
         "shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]",
         "shift = torch.stack([first_target[:-1], shift], dim=1)[:, :, None]",
         (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[two sides-edge_type16]",),

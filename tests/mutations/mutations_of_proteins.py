@@ -27,7 +27,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a quoted value of a CIF file is a keyword",
-        "graphattn/data/structures/formats/cif.py",
+        "graphattn/data/structures/formats/mmcif.py",
         "words.append(_Quoted(quoted))",
         "words.append(quoted)",
         (f"{STRUCTURES}::test_every_spelling_of_cif_is_read[a name in quotes]",),

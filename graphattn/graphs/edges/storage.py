@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.edges.index_width import are_narrow, as_stored, is_stored_wide
-from graphattn.graphs.edges.listing import edges_of_structure
-from graphattn.graphs.edges.lists import edges_of_rows, order_by_source, sorted_edge_list
+from graphattn.graphs.edges.lists import (
+    edges_of_rows,
+    edges_of_structure,
+    order_by_source,
+    sorted_edge_list,
+)
 from graphattn.graphs.edges.stored_values import usable_for_training
 from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.graph_code import encode

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int, as_points, as_sources
-from graphattn.graphs.search.all_pairs import nearest_by_pairs
 from graphattn.graphs.search.distances import (
     IN_ORDER,
     PAIRS,
     exact_squared_distances,
+    nearest_by_pairs,
     nearest_pairs,
     place_self,
 )
