@@ -4,7 +4,17 @@ import multiprocessing
 
 import pytest
 import torch
-from hard_points import POINTS, N, cloud, generator, lattice, nearest_by_numpy, on_a_sphere, wide
+from hard_points import (
+    POINTS,
+    N,
+    check_equal_points,
+    cloud,
+    draw_clusters,
+    lattice,
+    nearest_by_numpy,
+    on_a_sphere,
+    wide,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,17 +47,8 @@ def test_neighbours_are_those_of_float64(name, width):
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_clusters_scales_and_offsets_exchange_nobody(data):
-    width = data.draw(st.integers(1, 6))
-    seed = data.draw(st.integers(0, 10**6))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    centers = cloud(width, seed, count=data.draw(st.sampled_from([1, 3, 50])), dtype=dtype)
-    spread = data.draw(st.sampled_from([0.0, 1e-7, 1e-4, 1.0]))
-    offset = data.draw(st.sampled_from([0.0, 100.0, 1e6]))
-    scale = data.draw(st.sampled_from([1e-30, 1.0, 1e12, 1e30]))
-    own = torch.randint(len(centers), (N,), generator=generator(seed))
-    x = (centers[own] + spread * cloud(width, seed + 1, dtype=dtype) + offset) * scale
-    k = data.draw(st.integers(1, FEWEST // 16))
-    self_loops = data.draw(st.booleans())
+    x = draw_clusters(data, st.integers(1, 6), [1e-30, 1.0, 1e12, 1e30])
+    k, self_loops = data.draw(st.integers(1, FEWEST // 16)), data.draw(st.booleans())
     expected = nearest_by_pairs(x, x, k, True, self_loops)
     assert torch.equal(nearest_index(x, k, self_loops=self_loops), expected)
 
@@ -109,16 +110,7 @@ def test_of_equal_points_a_tree_holds_the_first_few():
 
 
 def test_thousands_of_equal_points_among_others_see_those_of_smallest_index():
-    x = cloud(3, count=30_000)
-    x[7::3] = x[7]
-    first = (x == x[7]).all(1).nonzero()[:, 0]
-    assert len(first) > 9_000
-    index = nearest_index(x, 4)[first]
-    assert torch.equal(index[5:], first[:4].expand(len(first) - 5, 4))
-    assert index[0].tolist() == first[1:5].tolist()
-    loops = nearest_index(x, 4, self_loops=True)[first]
-    assert torch.equal(loops[:, 0], first)
-    assert torch.equal(loops[5:, 1:], first[:3].expand(len(first) - 5, 3))
+    check_equal_points(3, 30_000)
 
 
 # Radius graphs.

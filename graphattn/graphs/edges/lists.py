@@ -25,6 +25,8 @@ from graphattn.kernels.cpu.edge_order import (
     sorted_edges,
 )
 
+AT_ONCE = 1 << 18  # edges of a piece, roughly: a few megabytes including the tables
+
 
 def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False) -> Tensor:
     """Make the sorted edge list [2, E] of a table of neighbours [N, k], in its dtype.
@@ -136,9 +138,6 @@ def _sorted_by_key(
         j, i = edge_index[:, permutation[int(repeated.nonzero()[0])]].tolist()
         return Wrong(REPEATED, (j, i))
     return as_stored(edge_index[:, permutation], num_targets, num_sources), permutation
-
-
-AT_ONCE = 1 << 18  # edges of a piece, roughly: a few megabytes including the tables
 
 
 def edges_of_structure(structure: GraphStructure, device: torch.device) -> Tensor:

@@ -150,6 +150,17 @@ class StructureByRows(GraphStructure):
         yield from pieces_of_rows(self, self.num_edges(), AT_ONCE, device)
 
 
+@dataclass(frozen=True)
+class SequenceStructure(StructureByRows):
+    """Base class of structures of one sequence, whose tokens are targets and sources."""
+
+    num_tokens: int
+
+    @property
+    def num_targets(self) -> int:
+        return self.num_tokens
+
+
 def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """Make the edge list of rows of candidate sources.
 
@@ -164,21 +175,16 @@ def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Band(StructureByRows):
+class Band(SequenceStructure):
     """A band: target i sees sources i + dilation * o for all offsets o in [-before, after].
 
     A causal graph has after = 0. Without `self_loops`, the offset 0 is left out.
     """
 
-    num_tokens: int
     before: int
     after: int
     dilation: int = 1
     self_loops: bool = True
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     @property
     def is_causal(self) -> bool:
@@ -276,18 +282,13 @@ def is_padding(structure: GraphStructure) -> bool:
 
 
 @dataclass(frozen=True)
-class Cycle(StructureByRows):
+class Cycle(SequenceStructure):
     """A ring: target i sees i +- 1, ..., i +- window modulo num_tokens (Remark 4.1).
 
     It requires 2 * window < num_tokens.
     """
 
-    num_tokens: int
     window: int
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     def in_degree(self, device: Device = None) -> Tensor:
         return torch.full((self.num_tokens,), 2 * self.window, device=device)
@@ -350,16 +351,11 @@ class Complete(StructureByRows):
 
 
 @dataclass(frozen=True)
-class Blocks(StructureByRows):
+class Blocks(SequenceStructure):
     """Complete blocks of consecutive tokens; if `shift` is not 0, the first block ends there."""
 
-    num_tokens: int
     block_size: int
     shift: int = 0
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     @property
     def is_causal(self) -> bool:
@@ -401,15 +397,10 @@ class Blocks(StructureByRows):
 
 
 @dataclass(frozen=True)
-class GlobalTokens(StructureByRows):
+class GlobalTokens(SequenceStructure):
     """Global tokens: they see all tokens and are seen by all tokens, including themselves."""
 
-    num_tokens: int
     tokens: tuple[int, ...]
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     def _tokens(self, device: Device) -> Tensor:
         return torch.tensor(self.tokens, dtype=torch.int64, device=device)
