@@ -141,9 +141,9 @@ class Corpus:
         return len(self._sizes)
 
     def __repr__(self) -> str:
-        what = "images" if self.image_shape else f"tokens={self.num_tokens}"
+        what = f"tokens={self.num_tokens}"
         if self.image_shape:
-            return f"Corpus(kind='images', records={len(self)}, shape={self.image_shape})"
+            what = f"shape={self.image_shape}"
         return f"Corpus(kind={self.kind!r}, records={len(self)}, {what})"
 
     def __getitem__(self, i: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from graphattn.data.structures.edges import (
     distance_features,
     offset_features,
+    places_along_chains,
     window_graph_of_chains,
 )
-from graphattn.data.structures.numbering import places_along_chains
 from graphattn.data.structures.tracks import secondary_structure, solvent_accessibility
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.builders.neighbors import knn_graph, radius_graph

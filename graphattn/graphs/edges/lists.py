@@ -37,13 +37,6 @@ def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False)
         index: the sources of every row in any order (unless `is_sorted`); -1 stands for no source.
         first_row: the target of row 0.
         is_sorted: whether every row is in ascending order already.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.graphs.edges.lists import edges_of_rows
-        >>> edges_of_rows(torch.tensor([[2, 1], [-1, -1], [0, -1]]))
-        tensor([[1, 2, 0],
-                [0, 0, 2]])
     """
     if not is_sorted:
         index = index.sort(dim=1).values
@@ -108,14 +101,7 @@ def sorted_edge_list(
 
 
 def order_by_source(rowptr: Tensor, source: Tensor, num_sources: int) -> Tensor:
-    """Return the order [E] by source, then target, of edges that are sorted by target.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.graphs.edges.lists import order_by_source
-        >>> order_by_source(torch.tensor([0, 2, 3]), torch.tensor([1, 2, 1]), num_sources=3)
-        tensor([0, 2, 1])
-    """
+    """Return the order [E] by source, then target, of edges that are sorted by target."""
     # A stable sort by source keeps the order of targets within each source.
     if has_edge_order(source) and rowptr.dtype == source.dtype:
         return edges_by_source(rowptr.contiguous(), source.contiguous(), num_sources)[2]
@@ -141,16 +127,7 @@ def _sorted_by_key(
 
 
 def edges_of_structure(structure: GraphStructure, device: torch.device) -> Tensor:
-    """List all edges [2, E] in order; int32 for large structures on a CPU, int64 for others.
-
-    Example:
-        >>> import torch, graphattn as ga
-        >>> from graphattn.graphs.edges.lists import edges_of_structure
-        >>> windows = ga.window_path_graph(100_000, 8).structure
-        >>> edges_of_structure(windows, torch.device("cpu"))[:, :3]
-        tensor([[1, 2, 3],
-                [0, 0, 0]], dtype=torch.int32)
-    """
+    """List all edges [2, E] in order; int32 for large structures on a CPU, int64 for others."""
     if torch.compiler.is_compiling() or device.type != "cpu" or not structure.lists_rows:
         return structure.edges(device)
     with device:

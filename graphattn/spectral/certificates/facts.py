@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
@@ -42,26 +42,21 @@ class Fact:
     source: str = ""  # paper and equation
 
 
-CONSENSUS_PAPER = "Stabilizing Transformer Training Through Consensus"
-
-
-def not_applicable(names: Iterable[str], reason: str) -> list[Fact]:
-    """Say of every theorem that it does not apply, and why."""
-    return [Fact(name, "not applicable", reason) for name in names]
+PAPER = "Stabilizing Transformer Training Through Consensus"
 
 
 def energy_falls(before: float, after: float, where: str) -> Fact:
     """State that a step does not raise the energy."""
     status: Status = "holds" if after <= before * (1 + SLACK) else "violated"
     numbers = {"before": before, "after": after}
-    return Fact("energy falls", status, where, numbers, f"{CONSENSUS_PAPER}, Eq. 5-7, with R")
+    return Fact("energy falls", status, where, numbers, f"{PAPER}, Eq. 5-7, with R")
 
 
 def constants_stay(drift: float, statement: str) -> Fact:
     """State that a step does not change equal tokens; `drift` is the largest relative change."""
     status: Status = "holds" if drift <= SLACK else "violated"
     numbers = {"largest relative change": drift}
-    return Fact("constants stay", status, statement, numbers, f"{CONSENSUS_PAPER}, Appendix A")
+    return Fact("constants stay", status, statement, numbers, f"{PAPER}, Appendix A")
 
 
 @dataclass(frozen=True, repr=False)

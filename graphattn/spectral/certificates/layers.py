@@ -17,13 +17,12 @@ from graphattn.nn import (
 )
 from graphattn.ops.consensus.calls import check_energy_graph
 from graphattn.spectral.certificates.facts import (
-    CONSENSUS_PAPER,
+    PAPER,
     SLACK,
     Certificate,
     Fact,
     constants_stay,
     energy_falls,
-    not_applicable,
 )
 from graphattn.spectral.certificates.frozen_steps import FrozenStep
 from graphattn.spectral.classes import eigenvalue_one_multiplicity
@@ -101,7 +100,7 @@ def _consensus_facts(
                 "no gradient step. The theorem holds for rope='isometric'"
             )
     if reason and not measure:
-        return not_applicable(THEOREMS, reason)
+        return [Fact(name, "not applicable", reason) for name in THEOREMS]
     step = FrozenStep(layer, x, graph, positions, edge_features)
     ours = step.is_of_layer()
     if not ours:
@@ -111,7 +110,7 @@ def _consensus_facts(
         )
     if not reason:
         return _energy_facts(layer, step, measure)
-    facts = not_applicable(THEOREMS, reason)
+    facts = [Fact(name, "not applicable", reason) for name in THEOREMS]
     if not measure:
         return facts
     T = step.operator() if ours else operator_of(step.of_layer, step.shape)
@@ -162,7 +161,7 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep, measure: bool) -> list
             else "a mode changes sign in every step, because the step is larger than "
             "1 / (2 lambda_max)",
             {"1 - 2 eta lambda_max": lowest, **_accuracy(top)},
-            f"{CONSENSUS_PAPER}, Section 2.2 and Appendix A",
+            f"{PAPER}, Section 2.2 and Appendix A",
         ),
         energy_falls(
             before,
@@ -180,7 +179,7 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep, measure: bool) -> list
             "holds" if mean <= SLACK * float(1 + u.abs().max()) else "violated",
             "every edge changes both ends by opposite amounts",
             {"drift": mean},
-            f"{CONSENSUS_PAPER}, Algorithm 1",
+            f"{PAPER}, Algorithm 1",
         )
     )
     eta = layer.step_tensor()
@@ -211,7 +210,7 @@ def _rate_fact(step: FrozenStep, top: End, low: End, eta: float | None) -> Fact:
         "holds" if slowest <= bound + SLACK else "violated",
         "the slowest mode shrinks at least as fast as the bounds of Appendix A say",
         {**numbers, "bound": bound},
-        f"{CONSENSUS_PAPER}, Appendix A",
+        f"{PAPER}, Appendix A",
     )
 
 

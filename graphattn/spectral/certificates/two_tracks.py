@@ -9,14 +9,7 @@ from graphattn.graphs import TokenGraph
 from graphattn.nn import CrossConsensus
 from graphattn.nn.base.graph_layer import Positions
 from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
-from graphattn.spectral.certificates.facts import (
-    CONSENSUS_PAPER,
-    SLACK,
-    Fact,
-    constants_stay,
-    energy_falls,
-    not_applicable,
-)
+from graphattn.spectral.certificates.facts import PAPER, SLACK, Fact, constants_stay, energy_falls
 from graphattn.spectral.certificates.frozen_steps import AGREE, edge_hidden_of, step_sizes
 
 THEOREMS = "no overshoot", "energy falls", "constants stay"
@@ -69,7 +62,7 @@ def cross_facts(
             "gradient step. The theorem holds for rope='isometric'"
         )
     if reason:
-        return not_applicable(THEOREMS, reason)
+        return [Fact(name, "not applicable", reason) for name in THEOREMS]
 
     def energy(of_targets: Tensor) -> float:
         d = of_targets[target] - compared[1][source]
@@ -90,7 +83,7 @@ def cross_facts(
             else "some target moves beyond its sources, because the step is larger than 1 over the "
             "largest eigenvalue of the sum of its matrices",
             {"1 - eta lambda_max": least},
-            f"{CONSENSUS_PAPER}, Section 2.2, for one target",
+            f"{PAPER}, Section 2.2, for one target",
         ),
         energy_falls(
             before,
