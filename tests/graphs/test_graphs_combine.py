@@ -8,7 +8,6 @@ from torch_geometric.data import Batch, Data
 
 import graphattn as ga
 from graphattn.graphs.structures.composites import Parts
-from graphattn.graphs.structures.structure import GraphStructure
 
 N = 7
 
@@ -30,22 +29,6 @@ BUILDERS = {
     "no edges": lambda: ga.from_mask(torch.zeros((N, N), dtype=torch.bool)),
 }
 STRUCTURED = [name for name in BUILDERS if BUILDERS[name]().structure is not None]
-
-
-@pytest.fixture
-def nobody_lists_edges(monkeypatch):
-    """Makes every structure refuse to list its edges."""
-
-    def refuse(self, device=None):
-        raise AssertionError(f"{type(self).__name__} listed its edges")
-
-    def every_subclass(kind):
-        for sub in kind.__subclasses__():
-            yield sub
-            yield from every_subclass(sub)
-
-    for kind in every_subclass(GraphStructure):
-        monkeypatch.setattr(kind, "edges", refuse)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

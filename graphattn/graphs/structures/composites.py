@@ -87,10 +87,23 @@ class RandomSources(GraphStructure):
 
 
 @dataclass(frozen=True)
-class Union(GraphStructure):
-    """The union of structures of one size; an edge of several counts for the first of them."""
+class Composite(GraphStructure):
+    """Base class of structures that are made of parts."""
 
     parts: tuple[GraphStructure, ...]
+
+    @property
+    def lists_rows(self) -> bool:
+        return all(part.lists_rows for part in self.parts)
+
+    def transpose(self) -> GraphStructure | None:
+        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
+        return type(self)(tuple(parts)) if len(parts) == len(self.parts) else None
+
+
+@dataclass(frozen=True)
+class Union(Composite):
+    """The union of structures of one size; an edge of several counts for the first of them."""
 
     @property
     def num_targets(self) -> int:
@@ -130,10 +143,6 @@ class Union(GraphStructure):
             inside = inside | part.contains(target, source)
         return inside
 
-    @property
-    def lists_rows(self) -> bool:
-        return all(part.lists_rows for part in self.parts)
-
     def edges(self, device: Device = None) -> Tensor:
         return self.edges_of_rows(0, self.num_targets, device)
 
@@ -164,10 +173,6 @@ class Union(GraphStructure):
         for earlier in self.parts[:k]:
             new &= ~earlier.contains(target, source)
         return edge_index[:, new]
-
-    def transpose(self) -> GraphStructure | None:
-        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
-        return union_of(parts) if len(parts) == len(self.parts) else None
 
 
 def union_of(parts: list[GraphStructure] | tuple[GraphStructure, ...]) -> GraphStructure:
@@ -206,10 +211,8 @@ def _shared_in_degree(a: GraphStructure, b: GraphStructure, device: Device) -> T
 
 
 @dataclass(frozen=True)
-class Parts(GraphStructure):
+class Parts(Composite):
     """A batch of packed sequences: structures without edges between them."""
-
-    parts: tuple[GraphStructure, ...]
 
     @cached_property
     def target_ptr(self) -> list[int]:
@@ -269,10 +272,6 @@ class Parts(GraphStructure):
             inside[in_part] = part.contains(target[in_part] - t0, source[in_part] - s0)
         return inside
 
-    @property
-    def lists_rows(self) -> bool:
-        return all(part.lists_rows for part in self.parts)
-
     def edges(self, device: Device = None) -> Tensor:
         return torch.cat([part.edges(device) + o for part, o in self._shifted(device)], dim=1)
 
@@ -285,10 +284,6 @@ class Parts(GraphStructure):
         """Yield every part with the first source and target, to be added to its edges [2, E]."""
         for part, s0, t0 in zip(self.parts, self.source_ptr, self.target_ptr, strict=False):
             yield part, torch.tensor([[s0], [t0]], device=device)
-
-    def transpose(self) -> GraphStructure | None:
-        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
-        return Parts(tuple(parts)) if len(parts) == len(self.parts) else None
 
 
 def _running_sum(sizes: list[int]) -> list[int]:
