@@ -421,8 +421,8 @@ MUTATIONS = [
     Mutation(
         "certificates of layers with rope=True claim the theorems",
         "graphattn/spectral/certificates/layers.py",
-        "    elif layer.rotary is not None and not layer.isometric:\n",
-        "    elif False:\n",
+        "        if layer.rotary is not None and not layer.isometric:\n",
+        "        if False:\n",
         (
             "tests/spectral/test_spectral_certificates.py"
             "::test_what_no_theorem_speaks_of_is_not_applicable_and_measured",
@@ -969,8 +969,8 @@ MUTATIONS = [
     Mutation(
         "a plan is made anew in every call",
         "graphattn/graphs/edges/storage.py",
-        "            found[key] = as_entry(result, self._device)",
-        "            found = {key: result}",
+        "            results[key] = as_entry(result, self._device)",
+        "            results = {key: result}",
         (f"{FIXED_COSTS}::test_the_second_call_on_a_graph_makes_no_plan[None-window]",),
     ),
     Mutation(
@@ -1090,14 +1090,14 @@ MUTATIONS = [
     Mutation(
         "certificates take the best head for the worst",
         "graphattn/spectral/matrix_weighted/spectrum_ends.py",
-        "    value, residual = max(found)\n",
-        "    value, residual = min(found)\n",
+        "    value, residual = max(pairs)\n",
+        "    value, residual = min(pairs)\n",
         (f"{ENDS}::test_both_ends_are_those_of_a_dense_solver",),
     ),
     Mutation(
         "a count of eigenvalues is not looked at",
         "graphattn/spectral/matrix_weighted/spectrum_ends.py",
-        "            return answer\n",
+        "            return holds\n",
         "            return True\n",
         (f"{ENDS}::test_what_iterations_miss_the_counts_find",),
     ),
@@ -1412,7 +1412,7 @@ MUTATIONS = [
     Mutation(
         "rows count their positions from 0 again",
         "graphattn/graphs/targets.py",
-        "starts.append((target + own[0] - t0, source + seen[0] - s0))",
+        "starts.append((target + cut[0] - t0, source + seen[0] - s0))",
         "starts.append((target, source))",
         (f"{TARGETS}::test_positions_are_those_of_the_whole",),
     ),
@@ -1637,8 +1637,8 @@ MUTATIONS = [
     Mutation(
         "neighbours in an item are counted from its first target",
         "graphattn/graphs/search/nearest_neighbors.py",
-        "found.where(found < 0, found + s)",
-        "found.where(found < 0, found + t)",
+        "here.where(here < 0, here + s)",
+        "here.where(here < 0, here + t)",
         ("tests/graphs/test_graphs_batch_vectors.py::test_targets_and_sources_have_a_vector_each",),
     ),
     Mutation(
@@ -1757,8 +1757,8 @@ MUTATIONS = [
     Mutation(
         "full blocks of a BlockMask ask its mask_mod",
         "graphattn/graphs/builders/mask_mods.py",
-        "full[place] | (partial[place] & own(b, h, q_idx, kv_idx))",
-        "(full[place] | partial[place]) & own(b, h, q_idx, kv_idx)",
+        "full[place] | (partial[place] & within_partial(b, h, q_idx, kv_idx))",
+        "(full[place] | partial[place]) & within_partial(b, h, q_idx, kv_idx)",
         (
             "tests/graphs/test_graphs_mask_mods.py::test_full_blocks_do_not_ask_the_mask_mod_and_blocks_left_out_do_not_either",
         ),

@@ -55,7 +55,7 @@ def families(sequences: Sequence[Tensor], vocab_size: int) -> list[list[int]]:
         (tokens.unfold(0, k, 1) * powers).sum(1).unique() if len(tokens) >= k else tokens[:0]
         for tokens in sequences
     ]
-    num_words = torch.tensor([len(own) for own in words])
+    num_words = torch.tensor([len(word_list) for word_list in words])
     owners = torch.arange(count).repeat_interleave(num_words)
     key = (torch.cat(words) * count + owners).sort().values
     word, owner = key // count, key % count
@@ -71,7 +71,7 @@ def families(sequences: Sequence[Tensor], vocab_size: int) -> list[list[int]]:
         least = (SHARED_WORDS * torch.minimum(num_words[a], num_words[b])).clamp(min=2)
         for close in (shared >= least).nonzero()[:, 0].tolist():
             join(int(a[close]), int(b[close]))
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for n in range(count):
-        found.setdefault(root(n), []).append(n)
-    return list(found.values())
+        members.setdefault(root(n), []).append(n)
+    return list(members.values())

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from graphattn.data.files import MAX_BYTES, FileFormatError, read_text
+from graphattn.data.structures.parsing import require_biotite
 from graphattn.data.text import CharacterTokenizer
 
 _NOT_SEQUENCE = re.compile(r"[^A-Za-z*\-]")
@@ -62,12 +63,8 @@ def read_fasta(
         FastaRecord(header='first', sequence='MKVLTA')
         FastaRecord(header='second', sequence='ACGT')
     """
-    try:
-        from biotite.sequence.io.fasta import FastaFile
-    except ImportError as error:
-        raise ImportError(
-            "reading FASTA needs biotite: install it with pip install 'graphattn[bio]'"
-        ) from error
+    require_biotite("reading FASTA")
+    from biotite.sequence.io.fasta import FastaFile
 
     text = read_text(path, max_bytes=max_bytes)
     _check_fasta(path, text)

@@ -155,9 +155,9 @@ def _check_letters(path: str | os.PathLike[str], lines: list[str], begin: int) -
             wrong = next((c for c in letters if not (c.isascii() and c.isalpha())), None)
             if wrong is not None:
                 raise FileFormatError(path, f"{wrong!a} in a sequence is not a letter", line=number)
-    told = _LOCUS_LENGTH.search(lines[0])
-    if told is not None and size and int(told[1]) != size:
-        reason = f"LOCUS says {told[1]} {told[2]}, but this entry has {size}"
+    stated = _LOCUS_LENGTH.search(lines[0])
+    if stated is not None and size and int(stated[1]) != size:
+        reason = f"LOCUS says {stated[1]} {stated[2]}, but this entry has {size}"
         raise FileFormatError(path, reason, line=begin)
 
 
@@ -192,8 +192,8 @@ def _labels(path: str | os.PathLike[str], file: Any, N: int, feature: str) -> Te
         if "unsupported location" in str(warning.message):
             place = str(warning.message).partition(" is an unsupported")[0]
             raise FileFormatError(path, f"a {feature} is at {place}, a location that is not known")
-    for found in annotation:
-        for place in found.locs:
+    for annotated in annotation:
+        for place in annotated.locs:
             if place.defect & place.Defect.BETWEEN:  # A location between two bases has no base.
                 continue
             if place.first < 1 or place.last > N:

@@ -121,8 +121,8 @@ def labels_beside(path: Path) -> Path | None:
     beside = name.replace("images", "labels").replace("idx3", "idx1").replace("idx4", "idx1")
     if beside == name:
         return None
-    found = (path.with_name(beside), path.with_name(beside + ".gz"))
-    return next((own for own in found if own.is_file()), None)
+    candidates = (path.with_name(beside), path.with_name(beside + ".gz"))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 # The Pillow mode to which an image of every supported mode is converted.

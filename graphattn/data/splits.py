@@ -213,9 +213,9 @@ def _equal_records(corpus: Corpus) -> Tensor:
     _, place, count = corpus.lengths.unique(return_inverse=True, return_counts=True)
     known: dict[bytes, int] = {}
     for n in (count[place] > 1).nonzero()[:, 0].tolist():
-        found = corpus[n] if corpus.kind == "images" else {}  # an image, or its pixels
-        own = found["image"] if "image" in found else corpus.tokens(n, 0, None)
-        digest = hashlib.blake2b(own.numpy().tobytes(), digest_size=16).digest()
+        example = corpus[n] if corpus.kind == "images" else {}  # an image, or its pixels
+        values = example["image"] if "image" in example else corpus.tokens(n, 0, None)
+        digest = hashlib.blake2b(values.numpy().tobytes(), digest_size=16).digest()
         first[n] = known.setdefault(digest, n)
     return first
 
@@ -233,11 +233,13 @@ def _groups(corpus: Corpus, pattern: str) -> Tensor:
             raise ValueError(
                 f"group must be a regular expression, got {pattern!r}: {error}"
             ) from None
-        found = [search(name) for name in corpus.names]
-        own = [match and next(filter(None, match.groups() or (match[0],)), "") for match in found]
+        matches = [search(name) for name in corpus.names]
+        groups = [
+            match and next(filter(None, match.groups() or (match[0],)), "") for match in matches
+        ]
     else:
-        own = list(corpus.groups)
-    missing = [n for n, name in enumerate(own) if not name]
+        groups = list(corpus.groups)
+    missing = [n for n, name in enumerate(groups) if not name]
     if missing:
         where = f"group={pattern!r} finds none in" if pattern else "the corpus has none for"
         advice = (
@@ -251,15 +253,17 @@ def _groups(corpus: Corpus, pattern: str) -> Tensor:
             f"every record must have a group: {where} {corpus.names[missing[0]]!r}{more}; " + advice
         )
     numbers: dict[str | None, int] = {}
-    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in own])
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in groups])
 
 
 def _by_sets(
     corpus: Corpus, sets: Tensor, shares: tuple[float, float], seed: int, what: str
 ) -> dict[str, Part]:
-    _, own = sets.unique(return_inverse=True)
-    sizes = torch.zeros(int(own.max()) + 1, dtype=torch.int64).index_add_(0, own, corpus.lengths)
-    part = _draw(sizes, shares, seed, what)[own]
+    _, numbers = sets.unique(return_inverse=True)
+    sizes = torch.zeros(int(numbers.max()) + 1, dtype=torch.int64).index_add_(
+        0, numbers, corpus.lengths
+    )
+    part = _draw(sizes, shares, seed, what)[numbers]
     parts = {}
     for number, name in enumerate(_NAMES):
         records = ((part == number) & (corpus.lengths > 0)).nonzero()[:, 0]
@@ -278,7 +282,7 @@ def _draw(sizes: Tensor, shares: tuple[float, float], seed: int, what: str) -> T
     generator = torch.Generator().manual_seed(seed)
     draws, at_once = max(10, min(_MOST_DRAWS, 10**7 // count)), max(1, 10**5 // count)
     best: tuple[Tensor, int, int] | None = None
-    best_miss = float("inf")
+    best_error = float("inf")
     for start in range(0, draws, at_once):
         shape = (min(at_once, draws - start), count)
         order = torch.rand(shape, generator=generator, dtype=torch.float64).argsort(dim=1)
@@ -290,14 +294,16 @@ def _draw(sizes: Tensor, shares: tuple[float, float], seed: int, what: str) -> T
         chosen = missing.masked_fill(is_tested, torch.inf).argmin(dim=1, keepdim=True)
         got = torch.cat([from_there.gather(1, chosen), ends.gather(1, tested)], dim=1) / total
         asked = torch.tensor(shares, dtype=torch.float64)
-        miss = ((got - asked).abs() / asked)[:, asked > 0].amax(dim=1) if any(shares) else got[:, 0]
+        error = (
+            ((got - asked).abs() / asked)[:, asked > 0].amax(dim=1) if any(shares) else got[:, 0]
+        )
         is_empty = ((asked > 0) & (got == 0)).any(dim=1) | (got.sum(dim=1) >= 1 - 0.5 / total)
-        miss = miss.masked_fill(is_empty, torch.inf)
-        nearest = int(miss.argmin())
-        if miss[nearest] < best_miss:
-            best_miss = float(miss[nearest])
+        error = error.masked_fill(is_empty, torch.inf)
+        nearest = int(error.argmin())
+        if error[nearest] < best_error:
+            best_error = float(error[nearest])
             best = order[nearest], int(tested[nearest]), int(chosen[nearest])
-        if best_miss <= _NEAR:
+        if best_error <= _NEAR:
             break
     if best is None:
         largest = sizes.sort(descending=True).values[:3]

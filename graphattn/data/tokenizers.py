@@ -159,14 +159,14 @@ class FileTokenizer:
                 vocabulary has no unknown token.
         """
         with self._explained(CANNOT_ENCODE):
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-        return torch.tensor(found.ids, dtype=torch.long)
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return torch.tensor(encoding.ids, dtype=torch.long)
 
     def _encode_fast(self, text: str) -> list[int]:
         """Return the tokens of `text` without computing their places in it."""
         with self._explained(CANNOT_ENCODE):
-            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return list(found[0].ids)
+            encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(encodings[0].ids)
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
         """Return the text of `tokens`, which are integers [N] in ``0..vocab_size - 1``.
@@ -175,9 +175,9 @@ class FileTokenizer:
             ValueError: if `tokens` is not one-dimensional, or has other values.
             FileFormatError: if the library cannot decode them.
         """
-        own = _as_tokens(tokens, self.vocab_size)
+        numbers = _as_tokens(tokens, self.vocab_size)
         with self._explained("the tokenizers library cannot decode tokens with this file"):
-            return self._tokenizer.decode(own, skip_special_tokens=False)
+            return self._tokenizer.decode(numbers, skip_special_tokens=False)
 
     @contextmanager
     def _explained(self, problem: str) -> Iterator[None]:
@@ -210,11 +210,11 @@ def _as_tokens(tokens: Tensor | Sequence[int], vocab_size: int) -> list[int]:
         if tokens.dim() != 1:
             raise ValueError(f"tokens must have shape [N], got {list(tokens.shape)}")
         tokens = tokens.tolist()
-    own: list[int] = list(tokens)
-    for token in own:
+    numbers: list[int] = list(tokens)
+    for token in numbers:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(f"tokens must be integers from 0 to {vocab_size - 1}, got {token!r}")
-    return own
+    return numbers
 
 
 _WITHOUT_OPTIONS: dict[str, Callable[[], Tokenizer]] = {
@@ -237,20 +237,20 @@ def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
     raise ValueError(f"tokenizer must be one of {known}, got {tokenizer!r}")
 
 
-def tokenizer_from_dict(found: Any, path: str | os.PathLike[str]) -> Tokenizer:
+def tokenizer_from_dict(saved: Any, path: str | os.PathLike[str]) -> Tokenizer:
     """Restore a tokenizer from :func:`tokenizer_as_dict`; `path` is the file in error messages."""
-    name = found.get("type") if isinstance(found, dict) else None
+    name = saved.get("type") if isinstance(saved, dict) else None
     if name in _WITHOUT_OPTIONS:
         return _WITHOUT_OPTIONS[name]()
-    if name == "CharacterTokenizer" and isinstance(found.get("vocabulary"), str):
+    if name == "CharacterTokenizer" and isinstance(saved.get("vocabulary"), str):
         try:
-            return CharacterTokenizer(found["vocabulary"])
+            return CharacterTokenizer(saved["vocabulary"])
         except ValueError as error:
             raise FileFormatError(path, str(error)) from None
-    if name == "FileTokenizer" and "file" in found:
-        return FileTokenizer._of_json(path, json.dumps(found["file"]))
+    if name == "FileTokenizer" and "file" in saved:
+        return FileTokenizer._of_json(path, json.dumps(saved["file"]))
     hint = ""
-    if isinstance(found, dict) and "model" in found:
+    if isinstance(saved, dict) and "model" in saved:
         hint = "; use FileTokenizer(path) to read a file of the tokenizers library"
     raise FileFormatError(path, f"is not a tokenizer that save_tokenizer wrote{hint}")
 
@@ -305,7 +305,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     text = read_text(path)
     try:
-        found = json.loads(text)
+        saved = json.loads(text)
     except json.JSONDecodeError as error:
         raise FileFormatError(path, f"is not JSON: {error.msg}", line=error.lineno) from None
-    return tokenizer_from_dict(found, path)
+    return tokenizer_from_dict(saved, path)

@@ -99,10 +99,10 @@ class Windows(Dataset[dict[str, Any]]):
             )
         index = index % max(self._size, 1)
         place = numpy.searchsorted(self._firsts, index, side="right") - 1
-        found = self.part.spans.numpy()[place]  # Indexing copies, so the part does not change.
-        found[:, 1] += (index - self._firsts[place]) * self.stride
-        found[:, 2] = numpy.minimum(found[:, 2], found[:, 1] + self.length)
-        return torch.from_numpy(found)
+        spans = self.part.spans.numpy()[place]  # Indexing copies, so the part does not change.
+        spans[:, 1] += (index - self._firsts[place]) * self.stride
+        spans[:, 2] = numpy.minimum(spans[:, 2], spans[:, 1] + self.length)
+        return torch.from_numpy(spans)
 
     @property
     def lengths(self) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.structures.composites import Parts, Union
-from graphattn.graphs.structures.sections import Section, edges_of_rows
+from graphattn.graphs.structures.grid_windows import Grid
+from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
@@ -21,7 +22,6 @@ from graphattn.graphs.structures.structure import (
     Cycle,
     GlobalTokens,
     GraphStructure,
-    Grid,
 )
 from graphattn.graphs.targets import Run
 from graphattn.graphs.token_graph import TokenGraph
@@ -179,7 +179,7 @@ def _of_structure(structure: GraphStructure, start: int, stop: int) -> Iterator[
                     yield begin + s0, end + s0
                 number += 1
         case _:
-            yield from runs_of(edges_of_rows(structure, start, stop)[0])
+            yield from runs_of(structure.edges_of_rows(start, stop)[0])
 
 
 def _of_band(band: Band, start: int, stop: int) -> Iterator[Run]:

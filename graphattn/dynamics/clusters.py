@@ -166,8 +166,8 @@ def _kmeans(
     sample = np.random.default_rng(0).permutation(len(points))[:SILHOUETTE_SAMPLE]
     for k in range(2, min(max_clusters, distinct) + 1):
         labels = KMeans(k, n_init=10, random_state=0).fit_predict(points)
-        found = len(np.unique(labels[sample]))
-        if 2 <= found < len(sample):
+        num_distinct = len(np.unique(labels[sample]))
+        if 2 <= num_distinct < len(sample):
             score = silhouette_score(points[sample], labels[sample])
         else:
             score = -1.0  # There is no silhouette for one cluster, or for one point per cluster.

@@ -137,23 +137,23 @@ def preview(
         name: simulate(x, g, steps=steps, scaling=scaling, progress=progress)
         for name, g in graphs.items()
     }
-    found = {name: cluster(run.updates[-1], tolerance=tolerance) for name, run in runs.items()}
+    labels_of = {name: cluster(run.updates[-1], tolerance=tolerance) for name, run in runs.items()}
     scores = {}
     for name, run in runs.items():
-        pieces = fragmentation(found[name], found["baseline"] if truth is None else truth)
+        pieces = fragmentation(labels_of[name], labels_of["baseline"] if truth is None else truth)
         scores[name] = PatternScores(
             num_edges=graphs[name].num_edges,
-            num_clusters=int(found[name].max()) + 1,
-            silhouette=silhouette(run.updates[-1], found[name]),
+            num_clusters=int(labels_of[name].max()) + 1,
+            silhouette=silhouette(run.updates[-1], labels_of[name]),
             clusters_per_label=pieces.mean_clusters,
             largest_share=pieces.mean_largest_share,
             leading_share=float(run.leading_share[-1]),
-            accuracy=None if truth is None else label_accuracy(found[name], truth),
+            accuracy=None if truth is None else label_accuracy(labels_of[name], truth),
         )
     return Preview(
         pattern=scores["pattern"],
         baseline=scores["baseline"],
-        agreement=adjusted_rand_index(found["pattern"], found["baseline"]),
+        agreement=adjusted_rand_index(labels_of["pattern"], labels_of["baseline"]),
         steps=steps,
         from_labels=truth is not None,
     )

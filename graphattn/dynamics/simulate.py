@@ -14,8 +14,8 @@ from graphattn.dynamics.arguments import as_tokens
 from graphattn.dynamics.scores import participation_ratio
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.structures.composites import Parts, Union
-from graphattn.graphs.structures.grid_windows import GridWindows
-from graphattn.graphs.structures.structure import GlobalTokens, GraphStructure, Grid
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
+from graphattn.graphs.structures.structure import GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops import dot_product_attention, rbf_attention
 

@@ -52,5 +52,7 @@ def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> Tok
 def _structured(code: tuple[int, ...], device: torch.device) -> TokenGraph:
     """Make a structured graph; the cache avoids listing its edges more than once."""
     facts = facts_of(list(code))
-    own = structure_of(iter(code[SIZES + PER_SEQUENCE * code[SIZES - 1] :]))
-    return TokenGraph(structure=own, sizes=facts["sizes"], starts=facts["starts"], device=device)
+    structure = structure_of(iter(code[SIZES + PER_SEQUENCE * code[SIZES - 1] :]))
+    return TokenGraph(
+        structure=structure, sizes=facts["sizes"], starts=facts["starts"], device=device
+    )

@@ -52,9 +52,11 @@ def order_of_small_bandwidth(graph: StoredGraph) -> Tensor:
         if size:
             rows = both.indptr[first : first + size + 1]
             seen = both.indices[rows[0] : rows[-1]] - first
-            own = sparse.csr_array((ones[: len(seen)], seen, rows - rows[0]), shape=(size, size))
-            found = sparse.csgraph.reverse_cuthill_mckee(own, symmetric_mode=True)
-            order.append(found.astype(numpy.int64) + first)
+            adjacency = sparse.csr_array(
+                (ones[: len(seen)], seen, rows - rows[0]), shape=(size, size)
+            )
+            new_order = sparse.csgraph.reverse_cuthill_mckee(adjacency, symmetric_mode=True)
+            order.append(new_order.astype(numpy.int64) + first)
         first += size
     return torch.from_numpy(numpy.concatenate(order)).to(graph.device)
 
@@ -80,9 +82,9 @@ def places_on_curve(points: Tensor, item: Tensor, num_items: int) -> Tensor:
     same factor, so that distances along all axes count equally.
     """
     C = points.shape[1]
-    found = points.isfinite().all(dim=1)
-    halves = points[found].double() / 2  # differences of half coordinates do not overflow
-    item = item[found]
+    finite = points.isfinite().all(dim=1)
+    halves = points[finite].double() / 2  # differences of half coordinates do not overflow
+    item = item[finite]
     column = item[:, None].expand_as(halves)
     lowest = halves.new_zeros(num_items, C).scatter_reduce(
         0, column, halves, "amin", include_self=False
@@ -93,7 +95,7 @@ def places_on_curve(points: Tensor, item: Tensor, num_items: int) -> Tensor:
     unit = widest.clamp(min=torch.finfo(torch.float64).tiny)[item, None]
     cell = (inside / unit * 2**bits).long().clamp(max=2**bits - 1)
     place = torch.full((len(points),), torch.iinfo(torch.int64).max, device=points.device)
-    place[found] = hilbert_index(cell, bits)
+    place[finite] = hilbert_index(cell, bits)
     return place
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from graphattn.graphs.structures.composites import Parts, RandomSources, Union
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.grid_windows import GridWindows
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
@@ -15,7 +15,6 @@ from graphattn.graphs.structures.structure import (
     Cycle,
     GlobalTokens,
     GraphStructure,
-    Grid,
 )
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -58,8 +57,8 @@ def _of_structure(structure: GraphStructure) -> str:
         case Blocks(block_size=size, shift=shift):
             return f"blocks of {size:,}" + (f", shifted by {shift:,}" if shift else "")
         case Grid():
-            found = f"radius {structure.radius} on {structure.height} × {structure.width}"
-            return found + ", class token" * structure.class_token
+            words = f"radius {structure.radius} on {structure.height} × {structure.width}"
+            return words + ", class token" * structure.class_token
         case GridBlocks(height=height, width=width, block=block, shift=shift):
             shifted = f", shifted by {_product(shift)}" if any(shift) else ""
             return f"blocks of {_product(block)} on {height} × {width}{shifted}"
@@ -103,12 +102,12 @@ def _of_band(band: Band) -> str:
 
 def _of_windows(grid: GridWindows) -> str:
     wide = [before + after + 1 for before, after in zip(grid.before, grid.after, strict=True)]
-    found = f"{_product(wide)} on {_product(grid.shape)}"
+    words = f"{_product(wide)} on {_product(grid.shape)}"
     if any(dilation > 1 for dilation in grid.dilation):
-        found += f", dilated by {_product(grid.dilation)}"
+        words += f", dilated by {_product(grid.dilation)}"
     if any(stride > 1 for stride in grid.stride):
-        found += f", stride {_product(grid.stride)}"
-    return found + ", class token" * grid.class_token
+        words += f", stride {_product(grid.stride)}"
+    return words + ", class token" * grid.class_token
 
 
 def _product(sizes: Sequence[int]) -> str:

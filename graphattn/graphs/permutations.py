@@ -85,8 +85,8 @@ def checked_pair(graph: StoredGraph, permutation: Any) -> tuple[Tensor, Tensor]:
                 f"{len(permutation)} entries"
             )
         of_targets, of_sources = (
-            _checked(f"permutation[{side}]", own, graph, side)
-            for side, own in enumerate(permutation)
+            _checked(f"permutation[{side}]", of_side, graph, side)
+            for side, of_side in enumerate(permutation)
         )
         return of_targets, of_sources
     if isinstance(permutation, Tensor) and not graph.has_same_tokens:

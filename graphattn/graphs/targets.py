@@ -11,7 +11,8 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.edges.storage import G, StoredGraph
 from graphattn.graphs.structures.composites import Parts, Union, union_of
-from graphattn.graphs.structures.sections import Section, edges_of_rows
+from graphattn.graphs.structures.grid_windows import Grid
+from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
@@ -19,7 +20,6 @@ from graphattn.graphs.structures.structure import (
     Cycle,
     GlobalTokens,
     GraphStructure,
-    Grid,
 )
 
 Run = tuple[int, int]  # the first token, and the one after the last
@@ -36,8 +36,8 @@ def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
             return graph, range(first, last)
     elif graph.compact_neighbors is not None:
         rows = graph.compact_neighbors[start:stop]
-        found = rows[rows >= 0]
-        first, last = _hull(found)
+        seen = rows[rows >= 0]
+        first, last = _hull(seen)
         neighbors = torch.where(rows < 0, rows, rows - first)
     else:
         begin, end = graph.compact_rowptr[[start, stop]].tolist()
@@ -101,10 +101,10 @@ def _cut_positions(graph: StoredGraph, targets: Run, sources: Run) -> tuple[Tens
     if graph.own_positions is None:
         return None
     of_targets, of_sources = graph.own_positions
-    own = of_targets[slice(*targets)]
+    cut = of_targets[slice(*targets)]
     if of_sources is of_targets and sources == targets:
-        return own, own
-    return own, of_sources[slice(*sources)]
+        return cut, cut
+    return cut, of_sources[slice(*sources)]
 
 
 def _cut_sequences(
@@ -113,10 +113,10 @@ def _cut_sequences(
     """Return sizes and first positions of the sequences of a batch within the two runs."""
     sizes, starts, t0, s0 = [], [], 0, 0
     for (n, m), (target, source) in zip(graph.sizes, graph.starts, strict=True):
-        own, seen = _overlap(targets, (t0, t0 + n)), _overlap(sources, (s0, s0 + m))
-        if own[0] < own[1] or seen[0] < seen[1]:
-            sizes.append((own[1] - own[0], seen[1] - seen[0]))
-            starts.append((target + own[0] - t0, source + seen[0] - s0))
+        cut, seen = _overlap(targets, (t0, t0 + n)), _overlap(sources, (s0, s0 + m))
+        if cut[0] < cut[1] or seen[0] < seen[1]:
+            sizes.append((cut[1] - cut[0], seen[1] - seen[0]))
+            starts.append((target + cut[0] - t0, source + seen[0] - s0))
         t0, s0 = t0 + n, s0 + m
     return tuple(sizes or [(0, 0)]), tuple(starts or [(0, 0)])
 
@@ -196,8 +196,8 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
             return (tokens[0], tokens[-1] + 1) if tokens else None
         case Grid():
             return _seen_on_grid(structure, start, stop)
-        case Section() if (found := _seen_in_section(structure, start, stop)) is not None:
-            return found[0]
+        case Section() if (seen_in_section := _seen_in_section(structure, start, stop)) is not None:
+            return seen_in_section[0]
         case Union(parts):
             return _joined(sources_seen(part, start, stop) for part in parts)
         case Parts():
@@ -207,13 +207,13 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
                     structure.parts, structure.target_ptr, structure.source_ptr, strict=False
                 )
             )
-    seen = edges_of_rows(structure, start, stop)[0]
+    seen = structure.edges_of_rows(start, stop)[0]
     return _hull(seen) if len(seen) else None
 
 
 def _joined(runs: Iterable[Run | None]) -> Run | None:
-    found = [run for run in runs if run is not None]
-    return (min(a for a, _ in found), max(b for _, b in found)) if found else None
+    nonempty = [run for run in runs if run is not None]
+    return (min(a for a, _ in nonempty), max(b for _, b in nonempty)) if nonempty else None
 
 
 def _shifted(run: Run | None, by: int) -> Run | None:
@@ -237,16 +237,16 @@ def _lowest(band: Band, start: int, stop: int) -> int | None:
     """
     step = band._stride
     before, after = band._reach(band.before), band._reach(band.after)
-    found = []
+    lowest = []
     for i in (start, (start // step + 1) * step):
         if i >= stop:
             continue
         hops = min(before, i // step)
         if hops or band.self_loops:
-            found.append(i - hops * step)
+            lowest.append(i - hops * step)
         elif after and i + step < band.num_tokens:
-            found.append(i + step)
-    return min(found) if found else None  # torch.compile does not support min(default=)
+            lowest.append(i + step)
+    return min(lowest) if lowest else None  # torch.compile does not support min(default=)
 
 
 def _highest(band: Band, start: int, stop: int) -> int | None:
@@ -269,14 +269,14 @@ def _seen_in_section(section: Section, start: int, stop: int) -> tuple[Run | Non
     source that no target sees, and the result is None. This cannot happen in a complete graph, or
     in an undilated band with self-loops, because their runs have no holes.
     """
-    found = sources_seen(section.whole, start + section.start, stop + section.start)
-    if found is None:
+    run = sources_seen(section.whole, start + section.start, stop + section.start)
+    if run is None:
         return (None,)
-    first, last = max(found[0], section.source_start), min(found[1], section.source_stop)
+    first, last = max(run[0], section.source_start), min(run[1], section.source_stop)
     match section.whole:
         case Complete() | Band(dilation=1, self_loops=True):
             pass
-        case _ if found != (first, last):
+        case _ if run != (first, last):
             return None
     if first >= last:
         return (None,)
@@ -288,10 +288,10 @@ def _seen_on_grid(grid: Grid, start: int, stop: int) -> Run | None:
 
     Only the first and the last few targets are evaluated, because others do not see farther.
     """
-    first, *others = [abs(dy) * grid.width + abs(dx) for dy, dx in grid._moves()]
-    reach = max(first, *others, 0) + 1
+    down, right = min(grid.radius, grid.height - 1), min(grid.radius, grid.width - 1)
+    reach = down * grid.width + right + 1
     runs: list[Run | None] = []
     for a, b in ((start, min(start + reach, stop)), (max(stop - reach, start), stop)):
-        seen = edges_of_rows(grid, a, b)[0]
+        seen = grid.edges_of_rows(a, b)[0]
         runs.append(_hull(seen) if len(seen) else None)
     return _joined(runs)

@@ -11,8 +11,7 @@ from torch import Tensor
 from graphattn.graphs import TokenGraph, from_edge_index
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.grid_windows import GridWindows
-from graphattn.graphs.structures.structure import Grid
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
 from graphattn.plot.drawing.style import (
     COLOURS,
     INK,

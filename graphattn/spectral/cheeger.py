@@ -92,10 +92,10 @@ def conductance(graph: TokenGraph, members: Tensor, edge_weight: Tensor | None =
     # The weights are scaled so that sums of tiny or huge weights do not underflow or overflow.
     half = half / half.max(initial=0.0) if half.any() else half
     cut = half[inside[source] != inside[target]].sum()
-    own, others = (
+    inner, others = (
         half[side[source]].sum() + half[side[target]].sum() for side in (inside, ~inside)
     )
-    return float(cut / min(own, others)) if cut > 0 else 0.0
+    return float(cut / min(inner, others)) if cut > 0 else 0.0
 
 
 def cheeger_bounds(graph: TokenGraph, edge_weight: Tensor | None = None) -> CheegerBounds:
@@ -150,8 +150,8 @@ def cheeger_bounds(graph: TokenGraph, edge_weight: Tensor | None = None) -> Chee
     # sides are equal.
     height *= -np.sign(height[np.argmax(np.abs(height) > 1e-6 * np.abs(height).max())])
     cut = torch.from_numpy(_sweep(height, degree, adjacency)).to(graph.device)
-    found = conductance(graph, cut, edge_weight)
-    return CheegerBounds(value / 2, math.sqrt(2 * value), cut, found)
+    sweep_conductance = conductance(graph, cut, edge_weight)
+    return CheegerBounds(value / 2, math.sqrt(2 * value), cut, sweep_conductance)
 
 
 def _as_members(members: Any, num_tokens: int) -> NDArray[np.bool_]:
@@ -183,12 +183,12 @@ def _slowest_normalised_pair(
     order = elimination_order(adjacency)
     if order.cost > WIDE:
         L = laplacian_of(adjacency, "symmetric")
-        found = lanczos_pair(
+        pair = lanczos_pair(
             lambda u: L @ u + 2 * kernel * (kernel @ u), num_tokens, "SA", (BRIEFLY,)
         )
-        if found is not None and found[0] > 1e-6:  # It has an absolute error.
-            height = found[1] / root
-            return found[0], height - (degree @ height) / degree.sum()
+        if pair is not None and pair[0] > 1e-6:  # It has an absolute error.
+            height = pair[1] / root
+            return pair[0], height - (degree @ height) / degree.sum()
 
     def centred(u: Array) -> Array:
         return u - np.multiply.outer(kernel, kernel @ u)
@@ -204,15 +204,15 @@ def _slowest_normalised_pair(
         size = float(np.abs(pseudo_inverse(start_vector(num_tokens))).max())
         if num_tokens <= DENSE:
             values, vectors = np.linalg.eigh(pseudo_inverse(np.eye(num_tokens)))
-            found = float(values[-1]), vectors[:, -1]
+            pair = float(values[-1]), vectors[:, -1]
         else:
-            found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
-    if found is None:
+            pair = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
+    if pair is None:
         raise RuntimeError(
             "the Lanczos iteration for the second eigenvalue of the normalised Laplacian has not "
             "converged: use a graph whose weights are more even"
         )
-    return 1 / (found[0] * size), polished(pseudo_inverse, found[1]) / root
+    return 1 / (pair[0] * size), polished(pseudo_inverse, pair[1]) / root
 
 
 def _sweep(height: Array, degree: Array, adjacency: scipy.sparse.csr_array) -> NDArray[np.bool_]:

@@ -354,11 +354,11 @@ def _needed(exponent: Tensor, target: Tensor, mass: float) -> Tensor:
     weight = (exponent[start][row] - exponent).exp()  # relative to the weight of the nearest
     wanted = mass * (1 - 1e-12) * weight.new_zeros(len(count)).index_add(0, row, weight)
     needed, total = count.clone(), torch.zeros_like(wanted)
-    waiting, k = torch.arange(len(count), device=count.device), 0
-    while len(waiting):
-        total[waiting] += weight[start[waiting] + k]
+    rows_left, k = torch.arange(len(count), device=count.device), 0
+    while len(rows_left):
+        total[rows_left] += weight[start[rows_left] + k]
         k += 1
-        done = (total[waiting] >= wanted[waiting]) | (count[waiting] == k)
-        needed[waiting[done]] = k
-        waiting = waiting[~done]
+        done = (total[rows_left] >= wanted[rows_left]) | (count[rows_left] == k)
+        needed[rows_left[done]] = k
+        rows_left = rows_left[~done]
     return needed

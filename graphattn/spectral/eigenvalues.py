@@ -146,8 +146,8 @@ def fiedler_pair(graph: TokenGraph, edge_weight: Tensor | None = None) -> Fiedle
         return FiedlerPair(0.0, none, 0.0)
     num_components, component = connected_components(adjacency, directed=False)
     if num_components > 1:
-        own = component == component[0]
-        u = np.where(own, (~own).sum(), -float(own.sum()))
+        with_first = component == component[0]
+        u = np.where(with_first, (~with_first).sum(), -float(with_first.sum()))
         vector = torch.from_numpy(u / np.linalg.norm(u)).to(graph.device)
         return FiedlerPair(0.0, vector, 0.0)
     value, u = slowest_pair(adjacency, refinements=REFINEMENTS)
@@ -189,10 +189,10 @@ def max_eigenvalue(graph: TokenGraph, edge_weight: Tensor | None = None) -> floa
     num_tokens = adjacency.shape[0]
     if num_tokens <= DENSE:
         return float(np.linalg.eigvalsh(L.toarray())[-1]) * scale
-    found = lanczos_pair(lambda u: L @ u, num_tokens, "LA", (THOROUGHLY[0],))
-    if found is None and elimination_order(adjacency).cost > WIDE:
-        found = lanczos_pair(lambda u: L @ u, num_tokens, "LA", (BRIEFLY,))
-    return float(_max_eigenvalue_from_above(L) if found is None else found[0]) * scale
+    pair = lanczos_pair(lambda u: L @ u, num_tokens, "LA", (THOROUGHLY[0],))
+    if pair is None and elimination_order(adjacency).cost > WIDE:
+        pair = lanczos_pair(lambda u: L @ u, num_tokens, "LA", (BRIEFLY,))
+    return float(_max_eigenvalue_from_above(L) if pair is None else pair[0]) * scale
 
 
 def max_step_size(graph: TokenGraph, edge_weight: Tensor | None = None) -> float:
@@ -299,13 +299,13 @@ def _slowest_pair_by_elimination(
         # The result is scaled to the order of 1, because Lanczos squares it.
         return _centred(grounded.solve(_centred(u)) / size)
 
-    found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
-    if found is None:
+    pair = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
+    if pair is None:
         raise RuntimeError(
             "the Lanczos iteration for the Fiedler value has not converged: use a graph whose "
             "weights are more even"
         )
-    largest, u = found
+    largest, u = pair
     return float(1 / (largest * size)), polished(pseudo_inverse, u)
 
 
@@ -321,8 +321,8 @@ def _slowest_pair_of_wide_graph(
         # The eigenvalue 0 of constants becomes `bound`, so that the Fiedler value is the smallest.
         return L @ u + bound * u.mean()
 
-    found = lanczos_pair(with_shifted_constants, num_tokens, "SA", (BRIEFLY,))
-    if found is None:
+    pair = lanczos_pair(with_shifted_constants, num_tokens, "SA", (BRIEFLY,))
+    if pair is None:
         # The graph is no expander. A fill-reducing factorisation may be fast, as for large grids.
         ground = int(L.diagonal().argmax())
         others = np.delete(np.arange(num_tokens), ground)
@@ -338,9 +338,9 @@ def _slowest_pair_of_wide_graph(
         inverse = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
         if inverse is None:
             return None
-        found = 1 / inverse[0], polished(pseudo_inverse, inverse[1])
+        pair = 1 / inverse[0], polished(pseudo_inverse, inverse[1])
     # Both methods have absolute errors of about one rounding of `bound`.
-    return (float(found[0]), found[1]) if found[0] > 1e-6 * bound else None
+    return (float(pair[0]), pair[1]) if pair[0] > 1e-6 * bound else None
 
 
 def polished(pseudo_inverse: Callable[[Array], Array], u: Array) -> Array:

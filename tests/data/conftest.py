@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structure_files import ReadText
+
+from graphattn.data import Structure, read_structure
 
 SHARED_DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -32,3 +36,15 @@ def real_files() -> Callable[[str], list[Path]]:
         return paths
 
     return find
+
+
+@pytest.fixture
+def structure_of(tmp_path: Path) -> ReadText:
+    """A function that writes a structure file and reads it."""
+
+    def read(content: str | bytes, name: str = "test.pdb", **arguments: Any) -> Structure:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return read_structure(path, **arguments)
+
+    return read

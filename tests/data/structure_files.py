@@ -1,5 +1,11 @@
 """PDB and mmCIF files that tests write, an atom at a time."""
 
+from collections.abc import Callable
+
+from graphattn.data import Structure
+
+ReadText = Callable[..., Structure]  # the fixture `structure_of`
+
 
 def pdb_line(
     name="CA", residue="ALA", chain="A", number=1, position=(0.0, 0.0, 0.0), *, hetero=False,

@@ -259,30 +259,6 @@ def test_the_line_of_a_wrong_byte_is_right_however_the_file_is_cut(small_pieces,
     assert caught.value.line == 1 + good.count(b"\n")
 
 
-def is_known(tokenizer, letter):
-    try:
-        tokenizer.encode(letter)
-    except ValueError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [ProteinTokenizer(), NucleotideTokenizer(), CharacterTokenizer("ab\n-é☃\U0001f600")],
-    ids=repr,
-)
-@given(text=st.text("ACGTNRYUacgtx-*EFab\né☃😀", max_size=20))
-def test_the_table_of_letters_does_what_the_tokenizer_does(tokenizer, text):
-    table = encoding.LetterTable(tokenizer)
-    known = [is_known(tokenizer, letter) for letter in text]
-    if all(known):
-        assert table.encode(text).tolist() == tokenizer.encode(text).tolist()
-    else:
-        assert table.encode(text) is None
-        assert table.first_unknown(text) == known.index(False)
-
-
 @pytest.mark.parametrize(
     ("size", "dtype"), [(2, "u1"), (256, "u1"), (257, "u2"), (65_536, "u2"), (65_537, "u4")]
 )

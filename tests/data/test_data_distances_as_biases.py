@@ -44,20 +44,3 @@ def test_distances_change_every_attention_layer_and_learn(
     assert (of_map.abs().sum(1) > 0).all()  # every head
     assert of_places.isfinite().all()
     assert of_places.abs().sum() > 0
-
-
-def test_a_structure_among_others_of_its_length_has_biases_of_its_own(
-    real_file: Callable[[str], Path],
-) -> None:
-    """Two conformations of one chain, as samples of a batch that share the graph."""
-    torch.manual_seed(0)
-    chain = ga.data.read_structure(real_file("structure/pdb/1l2y.pdb"))
-    stretched = chain.ca_positions * torch.tensor([1.3, 1.0, 0.8])
-    graph, x = ga.complete_graph(20), torch.randn(20, 16)
-    layer, bias = ga.nn.DotProductAttention(16, 4), ga.nn.DistanceBias(4)
-    both = torch.stack([chain.ca_positions, stretched])
-    out = layer(torch.stack([x, x]), graph, edge_bias=bias(both, graph))
-    for b in range(2):
-        alone = layer(x, graph, edge_bias=bias(both[b], graph))
-        torch.testing.assert_close(out[b], alone, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(out[0], out[1], atol=1e-3)

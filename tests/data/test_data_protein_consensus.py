@@ -121,20 +121,3 @@ def test_distances_change_the_result_and_gradients_reach_their_projection(
             projection += slope * of_projection
             risen = layer(x, graph, edge_features=e).square().mean() - loss
         assert float(risen / slope) == pytest.approx(float(of_projection.square().sum()), rel=1e-3)
-
-
-def test_a_protein_turned_in_space_gives_the_same(residues: Tensor) -> None:
-    graph = ga.knn_graph(residues, k=8)
-    layer, x = layer_and_tokens(residues, step_size="auto")
-    turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
-    turned = residues @ turn.T + 30.0
-    a, b = (layer(x, graph, edge_features=bumps(p, graph)) for p in (residues, turned))
-    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-def test_the_automatic_step_is_certified_on_a_protein(residues: Tensor) -> None:
-    graph = ga.window_path_graph(len(residues), 3)
-    layer, x = layer_and_tokens(residues, step_size="auto")
-    certificate = ga.spectral.certify(layer, x, graph=graph, edge_features=bumps(residues, graph))
-    assert certificate["low-pass filter"].status == "holds"
-    assert certificate["energy falls"].status == "holds"

@@ -16,10 +16,6 @@ from graphattn.data.families import families
 NAMES = ["train", "validation", "test"]
 
 
-def tokens_of(part):
-    return [t for r, start, stop in part.spans.tolist() for t in part.corpus.tokens(r, start, stop)]
-
-
 def places(corpus, parts):
     """The part of every token, found token by token."""
     begins = [0, *itertools.accumulate(corpus.lengths.tolist())]

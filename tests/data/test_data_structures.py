@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -35,29 +34,6 @@ def by_hand(path: Path) -> dict[str, tuple[str, list[list[float]]]]:
     return chains
 
 
-def seqres(path: Path, chain: str) -> str:
-    lines = path.read_text().splitlines()
-    names = [
-        name
-        for line in lines
-        if line.startswith("SEQRES") and line[11] == chain
-        for name in line[19:].split()
-    ]
-    return "".join(ONE_LETTER.get(name, "X") for name in names)
-
-
-@pytest.fixture
-def structure_of(tmp_path):
-    """A function that writes a structure file and reads it."""
-
-    def read(content: str | bytes, name: str = "test.pdb", **arguments):
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return read_structure(path, **arguments)
-
-    return read
-
-
 @pytest.mark.parametrize("folder", ["pdb", "globins", "homstrad"])
 def test_every_chain_agrees_with_the_columns_of_the_file(real_files, folder):
     for path in real_files(f"structure/{folder}/*.pdb"):
@@ -72,60 +48,6 @@ def test_every_chain_agrees_with_the_columns_of_the_file(real_files, folder):
         whole = read_structure(path)
         assert whole.chain_ids == tuple(chains)
         assert whole.sequence == "".join(sequence for sequence, _ in chains.values())
-
-
-def test_pdb_and_mmcif_of_one_entry_agree(real_file):
-    pdb = read_structure(real_file("structure/pdb/1a8o.pdb"))
-    mmcif = read_structure(real_file("structure/pdb/1a8o.cif"))
-    assert pdb.chain_ids == mmcif.chain_ids == ("A",)
-    assert pdb.sequence == mmcif.sequence
-    assert torch.equal(pdb.ca_positions, mmcif.ca_positions)
-
-
-def test_selenomethionine_inside_a_chain_is_kept_as_methionine(real_file):
-    path = real_file("structure/pdb/1a8o.pdb")
-    sequence = read_structure(path).sequence
-    assert sequence == seqres(path, "A")
-    assert path.read_text().count(" CA  MSE ") == 4
-    assert sequence.count("M") == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "sequence"),
-    [
-        # The Trp-cage and hen egg-white lysozyme, as published.
-        ("1l2y.pdb", "NLYIQWLKDGGPSSGRPPPS"),
-        (
-            "1aki.pdb",
-            "KVFGRCELAAAMKRHGLDNYRGYSLGNWVCAAKFESNFNTQATNRNTDGSTDYGILQINSRWWCNDGRTPGSRNLCNIPC"
-            "SALLSSDITASVNCAKKIVSDGNGMNAWVAWRNRCKGTDVQAWIRGCRL",
-        ),
-    ],
-)
-def test_known_proteins_have_their_published_sequence(real_file, name, sequence):
-    assert read_structure(real_file(f"structure/pdb/{name}")).sequence == sequence
-
-
-def test_only_the_first_of_38_models_is_read(real_file):
-    path = real_file("structure/pdb/1l2y.pdb")
-    models = path.read_text().split("\nMODEL ")[1:]
-    assert len(models) == 38
-    first_residue = [
-        [float(line[i : i + 8]) for i in (30, 38, 46)]
-        for model in models
-        for line in model.splitlines()
-        if line[12:26] == " CA  ASN A   1"
-    ]
-    structure = read_structure(path)
-    assert structure.ca_positions.shape == (20, 3)
-    assert structure.ca_positions[0].tolist() == pytest.approx(first_residue[0])
-    assert structure.ca_positions[0].tolist() != pytest.approx(first_residue[1])
-
-
-def test_neighbouring_residues_are_one_peptide_bond_apart(real_file):
-    positions = read_structure(real_file("structure/pdb/1aki.pdb")).ca_positions
-    distances = (positions[1:] - positions[:-1]).norm(dim=1)
-    assert ((distances > 3.7) & (distances < 3.9)).all()
 
 
 def test_mmcif_chains_agree_with_its_rows(real_file):
@@ -202,22 +124,6 @@ def test_first_alternative_location_is_taken(structure_of, names):
     structure = structure_of("\n".join(lines))
     assert structure.sequence == "GSV"
     assert structure.ca_positions[:, 0].tolist() == [0, 1, 3]
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_two_residues_at_one_place_are_one_token(structure_of, interleaved):
-    # Microheterogeneity, as residue 22 of crambin (3NIR): proline and serine.
-    atoms = [
-        pdb_line(name, residue, number=22, position=(i, 0, 0), altloc=altloc)
-        for i, (residue, altloc) in enumerate([("PRO", "A"), ("SER", "B")])
-        for name in ("N", "CA", "C")
-    ]
-    if interleaved:
-        atoms = [atoms[i] for i in (0, 3, 1, 4, 2, 5)]
-    lines = [pdb_line("CA", "GLY", number=21), *atoms, pdb_line("CA", "VAL", number=23)]
-    structure = structure_of("\n".join(lines))
-    assert structure.sequence == "GPV"
-    assert structure.ca_positions[1, 0] == 0
 
 
 @pytest.mark.parametrize("format", ["pdb", "cif"])
@@ -441,24 +347,6 @@ def test_binary_cif_is_what_its_text_is(tmp_path, real_file, pack):
             assert torch.equal(found.ca_positions, expected.ca_positions)
 
 
-def test_assemblies_are_those_of_the_first_of_joined_files(structure_of):
-    remark = """\
-REMARK 350 BIOMOLECULE: 1
-REMARK 350 APPLY THE FOLLOWING TO CHAINS: A
-REMARK 350   BIOMT1   1  1.000000  0.000000  0.000000        {}
-REMARK 350   BIOMT2   1  0.000000  1.000000  0.000000        0.00000
-REMARK 350   BIOMT3   1  0.000000  0.000000  1.000000        0.00000
-"""
-    files = [remark.format(x) + pdb_line("CA", "GLY") + "\nEND\n" for x in ("5.00000", "7.00000")]
-    structure = structure_of("".join(files), assembly=True)
-    assert structure.ca_positions.tolist() == [[5, 0, 0]]
-
-
-def test_occupancy_and_b_factor_may_be_missing_or_overflown(structure_of):
-    for tail in ("", "  1.00", "      ******", "            "):
-        assert structure_of(pdb_line()[:54] + tail).sequence == "A"
-
-
 @pytest.mark.parametrize(
     ("columns", "value", "reason"),
     [
@@ -524,20 +412,6 @@ def test_a_file_that_holds_no_protein_is_one_clear_line(structure_of, name, cont
         structure_of(content, name=name)
     assert reason in caught.value.reason
     assert str(caught.value).isprintable()
-
-
-def test_a_missing_structure_file_is_one_clear_line(tmp_path):
-    with pytest.raises(FileFormatError) as caught:
-        read_structure(tmp_path / "no.pdb")
-    assert str(caught.value) == f"{tmp_path / 'no.pdb'}: no such file"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="file names of POSIX")
-def test_a_newline_in_the_name_keeps_the_error_on_one_line(structure_of):
-    with pytest.raises(FileFormatError) as caught:
-        structure_of(pdb_line()[:20], name="two\nlines.pdb")
-    assert "\n" not in str(caught.value)
-    assert "two\\nlines.pdb: line 1: ATOM record" in str(caught.value)
 
 
 def test_mmcif_optional_columns_may_be_missing(structure_of):

@@ -8,25 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from structure_files import mmcif, pdb_line, residue
+from structure_files import ReadText, mmcif, pdb_line, residue
 
-from graphattn.data import FileFormatError, Structure, read_structure
+from graphattn.data import FileFormatError, read_structure
 
 pytest.importorskip("biotite", reason="structures are read with biotite")
-
-ReadText = Callable[..., Structure]
-
-
-@pytest.fixture
-def structure_of(tmp_path: Path) -> ReadText:
-    """A function that writes a structure file and reads it."""
-
-    def read(content: str, name: str = "test.pdb", **arguments: Any) -> Structure:
-        path = tmp_path / name
-        path.write_text(content)
-        return read_structure(path, **arguments)
-
-    return read
 
 
 @pytest.mark.parametrize("entry", ["1a8o.pdb", "1a8o.cif", "5zng.pdb", "1tim.cif"])

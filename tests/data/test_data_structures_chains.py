@@ -11,27 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from structure_files import mmcif, pdb_line, residue
+from structure_files import ReadText, mmcif, pdb_line, residue
 
 import graphattn as ga
 from graphattn.data import Structure, read_structure
 
 pytest.importorskip("biotite", reason="structures are read with biotite")
-
-ReadText = Callable[..., Structure]
-
-
-@pytest.fixture
-def structure_of(tmp_path: Path) -> ReadText:
-    """A function that writes a structure file and reads it."""
-
-    def read(content: str, name: str = "test.pdb", **arguments: Any) -> Structure:
-        path = tmp_path / name
-        path.write_text(content)
-        return read_structure(path, **arguments)
-
-    return read
-
 
 THREE_CHAINS = "\n".join(
     [
@@ -255,8 +240,8 @@ def test_an_atom_is_never_that_of_a_residue_with_the_same_number(structure_of: R
     assert structure.atoms["OG"][[0, 2], 0].tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("model", [2, 38])
-def test_a_later_model_is_that_of_the_file(real_file: Callable[[str], Path], model: int) -> None:
+@pytest.mark.parametrize("model", [1, 2, 38])
+def test_a_model_is_that_of_the_file(real_file: Callable[[str], Path], model: int) -> None:
     path = real_file("structure/pdb/1l2y.pdb")
     text = path.read_text().split("\nMODEL ")[model].split("ENDMDL")[0]
     expected = [

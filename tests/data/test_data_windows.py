@@ -50,25 +50,6 @@ def test_no_window_crosses_a_border_and_every_token_is_in_one(part, length, data
     )
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
-    by=st.sampled_from(["position", "record"]),
-    length=st.integers(1, 25),
-)
-def test_no_token_of_a_window_is_in_another_part(lengths, by, length):
-    corpus = numbered([60, *lengths, 60, 60], kind="nucleotide")
-    try:
-        split = ga.data.split_corpus(corpus, validation=0.2, test=0.2, by=by)
-    except ValueError:
-        return
-    tokens = [
-        {t for own in Windows(part, length) for t in own["tokens"].tolist()}
-        for part in split.values()
-    ]
-    assert sum(map(len, tokens)) == len(set.union(*tokens)) == corpus.num_tokens
-
-
 def test_an_image_is_one_window():
     images = torch.rand(5, 1, 4, 4)
     corpus = PlainCorpus(list(images), "images")

@@ -93,14 +93,6 @@ def test_the_clusters_of_the_update_are_the_default():
     assert torch.equal(ours.tokens, given.tokens)
 
 
-def test_in_the_end_few_leaders_hold_nearly_all_attention():
-    """Geshkovski et al. (2023): the attention matrix tends to a Boolean one."""
-    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    trajectory = simulate(x, ga.complete_graph(60), steps=40)
-    first, last = leader_tokens(trajectory, step=0), leader_tokens(trajectory, step=-1)
-    assert last.share[0] > 0.9 > first.share[0]
-
-
 def test_bad_input_is_named():
     x, graph = torch.randn(5, 2), ga.complete_graph(5)
     trajectory = simulate(x, graph, steps=2)

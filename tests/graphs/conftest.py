@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import graphattn as ga
+from graphattn.graphs.structures.structure import GraphStructure
 
 Mask = Sequence[Sequence[bool]]
 
@@ -132,3 +133,19 @@ def check_graph() -> Callable[..., None]:
             assert hash(plain) == hash(graph)
 
     return check
+
+
+@pytest.fixture
+def nobody_lists_edges(monkeypatch):
+    """Makes every structure refuse to list its edges."""
+
+    def refuse(self, device=None):
+        raise AssertionError(f"{type(self).__name__} listed its edges")
+
+    def every_subclass(kind):
+        for sub in kind.__subclasses__():
+            yield sub
+            yield from every_subclass(sub)
+
+    for kind in every_subclass(GraphStructure):
+        monkeypatch.setattr(kind, "edges", refuse)

@@ -6,6 +6,9 @@ import math
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
+
+from graphattn.graphs.search.nearest_neighbors import nearest_index
 
 N = 400
 
@@ -103,3 +106,29 @@ def on_a_sphere():
     sphere = whole[whole.square().sum(1) == 1001]
     assert len(sphere) > 300
     return sphere[torch.randperm(len(sphere), generator=generator(2))]
+
+
+def draw_clusters(data, widths, scales):
+    """Points in tight clusters, far from the origin or at any scale."""
+    width, seed = data.draw(widths), data.draw(st.integers(0, 10**6))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    centers = cloud(width, seed, count=data.draw(st.sampled_from([1, 3, 50])), dtype=dtype)
+    spread = data.draw(st.sampled_from([0.0, 1e-7, 1e-4, 1.0]))
+    offset = data.draw(st.sampled_from([0.0, 100.0, 1e6]))
+    own = torch.randint(len(centers), (N,), generator=generator(seed))
+    points = centers[own] + spread * cloud(width, seed + 1, dtype=dtype) + offset
+    return points * data.draw(st.sampled_from(scales))
+
+
+def check_equal_points(width, count):
+    """Of thousands of equal points among others, all see those of smallest index."""
+    x = cloud(width, count=count)
+    x[7::3] = x[7]
+    first = (x == x[7]).all(1).nonzero()[:, 0]
+    assert len(first) > count // 4
+    index = nearest_index(x, 4)[first]
+    assert torch.equal(index[5:], first[:4].expand(len(first) - 5, 4))
+    assert index[0].tolist() == first[1:5].tolist()
+    loops = nearest_index(x, 4, self_loops=True)[first]
+    assert torch.equal(loops[:, 0], first)
+    assert torch.equal(loops[5:, 1:], first[:3].expand(len(first) - 5, 3))

@@ -175,27 +175,6 @@ def test_other_graphs_have_no_table(name: str) -> None:
     assert not has_bands(structure)
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_tiles_cover_every_token_exactly_once(graph: ga.TokenGraph, rows: int) -> None:
-    bands = bands_of(graph.structure)
-    tables = BandSchedule(bands.sequences, "cpu", origin=bands.origin)
-    for side, start, length, count in (
-        ("targets", 0, 1, graph.num_targets),
-        ("sources", 2, 3, graph.num_sources),
-    ):
-        tiles = tables.tiles(side, rows)
-        assert tiles.dtype == torch.int32
-        seen: Counter[int] = Counter()
-        for sequence, first in tiles.tolist():
-            row = bands.sequences[sequence].tolist()
-            assert first % rows == 0
-            assert first < row[length]
-            seen.update(
-                row[start] + k * row[4] for k in range(first, min(first + rows, row[length]))
-            )
-        assert seen == Counter(range(count))
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 32), (4, 2)])
 def test_pairs_of_tiles_are_those_a_program_goes_over(
     graph: ga.TokenGraph, rows: int, columns: int
@@ -218,41 +197,6 @@ def test_pairs_of_tiles_are_those_a_program_goes_over(
                 between = max(reached) - min(reached) + 1 if reached else 0
                 total += -(-between // columns)
         assert tables.tile_pairs(rows, columns, side) == total
-
-
-@pytest.mark.parametrize("rows", [16, 4])
-def test_nearby_sources_lie_in_their_sequence_and_in_nobodys_future(
-    graph: ga.TokenGraph, rows: int
-) -> None:
-    bands = bands_of(graph.structure)
-    tables = BandSchedule(bands.sequences, "cpu")
-    nearby, starts = (x.tolist() for x in tables.nearby_sources("targets", rows))
-    tiles = tables.tiles("targets", rows).tolist()
-    for near, start, (sequence, first) in zip(nearby, starts, tiles, strict=True):
-        _, _, source, sources, step, before, after, _ = bands.sequences[sequence].tolist()
-        assert start == source
-        if not sources:
-            continue
-        assert near in range(source, source + sources * step, step)
-        place = (near - source) // step
-        assert place <= max(first + after, 0)  # the first row of the tile has it in reach
-        if first + rows - 1 - before <= first + after and first < sources:
-            assert place >= min(first, sources - 1) - before
-    nearby, starts = (x.tolist() for x in tables.nearby_sources("sources", rows))
-    tiles = tables.tiles("sources", rows).tolist()
-    for near, start, (sequence, first) in zip(nearby, starts, tiles, strict=True):
-        _, _, source, _, step, *_ = bands.sequences[sequence].tolist()
-        assert (near, start) == (source + first * step, source)
-
-
-def test_tiles_with_most_to_do_come_first(graph: ga.TokenGraph) -> None:
-    tables = BandSchedule(bands_of(graph.structure).sequences, "cpu")
-    work = []
-    for sequence, first in tables.tiles("targets", 4).tolist():
-        _, targets, _, sources, _, before, after, _ = tables.on_cpu[sequence].tolist()
-        last = min(first + 4, targets) - 1
-        work.append(max(min(last + after + 1, sources) - max(first - before, 0), 0))
-    assert work == sorted(work, reverse=True)
 
 
 def test_a_million_tokens_cost_no_list_of_edges() -> None:

@@ -62,18 +62,6 @@ def test_what_is_within_reach_is_of_the_item(self_loops, max_neighbors):
     assert graph.sizes == tuple((n, n) for n in SIZES)
 
 
-def test_each_item_is_what_it_is_alone():
-    x, sizes = torch.randn(30, 4), [11, 7, 12]
-    which = torch.arange(3).repeat_interleave(torch.tensor(sizes))
-    assert ga.knn_graph(x, 3, batch=which) == ga.batch(
-        [ga.knn_graph(own, 3) for own in x.split(sizes)]
-    )
-    assert ga.radius_graph(x, 1.5, batch=which) == ga.batch(
-        [ga.radius_graph(own, 1.5) for own in x.split(sizes)]
-    )
-    assert ga.knn_graph(x, 3, batch=which.int()) == ga.knn_graph(x, 3, batch=which)
-
-
 def test_items_of_one_length_need_no_vector():
     x, context = torch.randn(4, 10, 3), torch.randn(4, 6, 3)
     assert ga.knn_graph(x, 3) == ga.batch([ga.knn_graph(own, 3) for own in x])

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import graphattn as ga
-from graphattn.graphs.structures.structure import GraphStructure
 
 GRAPHS = {
     "structured": lambda n, seed: [
@@ -131,18 +130,6 @@ def test_masks_of_the_items_take_part_in_valid(padding):
         assert batch.valid.dtype == torch.bool
         for a, b in zip(batch.unpack(batch.valid), own, strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.fixture
-def nobody_lists_edges(monkeypatch):
-    def refuse(self, device=None):
-        raise AssertionError(f"{type(self).__name__} listed its edges")
-
-    kinds = [GraphStructure]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        if kind is not GraphStructure:
-            monkeypatch.setattr(kind, "edges", refuse)
 
 
 @pytest.mark.parametrize("padding", [False, True])

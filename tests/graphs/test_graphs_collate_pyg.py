@@ -3,8 +3,6 @@
 import pytest
 import torch
 from torch_geometric.data import Batch, Data, HeteroData
-from torch_geometric.loader import DataLoader as PygLoader
-from torch_geometric.nn import GATConv
 
 import graphattn as ga
 
@@ -75,14 +73,6 @@ def test_the_graph_of_a_pyg_batch_is_the_collated_one():
     assert torch.equal(edge_attr, batch.edge_attr)
     assert torch.equal(graph.batch, batch.batch)
     assert torch.equal(graph.positions, batch.positions)
-
-
-def test_a_layer_of_pyg_reads_the_batch_as_it_reads_the_molecules():
-    layer = GATConv(4, 6, heads=2, add_self_loops=False)
-    batch = ga.collate(MOLECULES)
-    y = layer(batch.x, batch.graph.edge_index)
-    for own, data in zip(batch.unpack(y), MOLECULES, strict=True):
-        torch.testing.assert_close(own, layer(data.x, data.edge_index))
 
 
 def test_dicts_reach_pyg_with_their_graphs():
@@ -165,35 +155,3 @@ def test_indices_stay_those_of_each_item_where_they_are_named():
     ]
     batch = ga.collate(items, item_fields=("ring_index",))
     assert [own.tolist() for own in batch.ring_index] == [[0, 1], [0, 1, 2, 3]]
-
-
-def test_values_of_a_packed_graph_reach_a_batch_that_can_be_taken_apart():
-    graph = ga.batch([ga.causal_graph(3), ga.window_cycle_graph(5, 1), ga.complete_graph(0)])
-    weight = torch.rand(graph.num_edges)
-    data = graph.to_pyg(edge_weight=weight)
-    assert isinstance(data, Batch)
-    parts = data.to_data_list()
-    assert [part.num_nodes for part in parts] == [3, 5, 0]
-    assert ga.from_pyg(parts[0], return_edge_weight=True)[0] == ga.from_mask(
-        ga.causal_graph(3).to_mask()
-    )
-    assert torch.equal(torch.cat([part.edge_weight for part in parts]), weight)
-    again, same = ga.from_pyg(data, return_edge_weight=True)
-    assert again == graph
-    assert torch.equal(same, weight)
-
-
-def test_two_kinds_of_nodes_are_taken_apart_too():
-    graph = ga.batch([ga.bipartite_complete_graph(2, 3), ga.bipartite_complete_graph(1, 4)])
-    data = graph.to_pyg(("dna", "to", "protein"), edge_weight=torch.arange(10.0))
-    first, second = data.to_data_list()
-    assert second["dna", "to", "protein"].edge_index.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
-    assert second["dna", "to", "protein"].edge_weight.tolist() == [6.0, 7.0, 8.0, 9.0]
-    assert (first["dna"].num_nodes, first["protein"].num_nodes) == (3, 2)
-    assert ga.from_pyg(data, return_edge_weight=True)[0] == graph
-
-
-def test_a_loader_of_pyg_gives_what_from_pyg_reads():
-    for data in PygLoader(MOLECULES, batch_size=3):
-        graph, _ = ga.from_pyg(data, return_edge_attr=True)
-        assert torch.equal(graph.batch, data.batch)

@@ -2,14 +2,12 @@
 
 import itertools
 
-import networkx
 import pytest
 import torch
 from torch_geometric.data import Batch, Data
 
 import graphattn as ga
 from graphattn.graphs.structures.composites import Parts
-from graphattn.graphs.structures.structure import GraphStructure
 
 N = 7
 
@@ -31,22 +29,6 @@ BUILDERS = {
     "no edges": lambda: ga.from_mask(torch.zeros((N, N), dtype=torch.bool)),
 }
 STRUCTURED = [name for name in BUILDERS if BUILDERS[name]().structure is not None]
-
-
-@pytest.fixture
-def nobody_lists_edges(monkeypatch):
-    """Makes every structure refuse to list its edges."""
-
-    def refuse(self, device=None):
-        raise AssertionError(f"{type(self).__name__} listed its edges")
-
-    def every_subclass(kind):
-        for sub in kind.__subclasses__():
-            yield sub
-            yield from every_subclass(sub)
-
-    for kind in every_subclass(GraphStructure):
-        monkeypatch.setattr(kind, "edges", refuse)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -92,12 +74,6 @@ def test_union_of_edge_lists_remembers_that_both_hold_a_causal_sequence():
     assert ga.union(mixed, mixed).has_causal_part
     assert not ga.union(mixed, mixed).is_causal
     assert not ga.union(mixed, ga.batch([ga.complete_graph(4), plain])).has_causal_part
-
-
-def test_union_is_what_networkx_composes():
-    for a, b in itertools.combinations([build() for build in BUILDERS.values()], 2):
-        composed = networkx.compose(a.to_networkx(), b.to_networkx())
-        assert ga.union(a, b) == ga.from_networkx(composed)
 
 
 def test_union_of_bipartite_graphs(check_graph):
@@ -153,13 +129,6 @@ def test_counting_the_edges_of_a_union_lists_none(name, nobody_lists_edges, monk
     assert repr(num_edges) in repr(WINDOWS_TO_COUNT[name](20))
     monkeypatch.undo()
     assert num_edges == int(WINDOWS_TO_COUNT[name](20).to_mask().sum())
-
-
-@pytest.mark.parametrize("name", [name for name in STRUCTURED if "bigbird" not in name])
-def test_counting_the_edges_of_a_builder_lists_none(name, nobody_lists_edges, monkeypatch):
-    num_edges = BUILDERS[name]().num_edges
-    monkeypatch.undo()
-    assert num_edges == int(BUILDERS[name]().to_mask().sum())
 
 
 def test_batch_puts_graphs_side_by_side_with_no_edge_between(check_graph):
@@ -242,12 +211,6 @@ def test_batch_has_the_edges_of_a_torch_geometric_batch():
     packed = ga.batch(graphs)
     assert torch.equal(packed.edge_index, data.edge_index)
     assert packed.num_targets == data.num_nodes
-
-
-def test_batch_is_the_disjoint_union_of_networkx():
-    graphs = [ga.causal_graph(3), ga.window_cycle_graph(5, 1), ga.longformer_graph(4, 1, [0])]
-    disjoint = networkx.disjoint_union_all([graph.to_networkx() for graph in graphs])
-    assert torch.equal(ga.batch(graphs).edge_index, ga.from_networkx(disjoint).edge_index)
 
 
 def test_a_batch_differs_from_one_sequence_with_the_same_edges():

@@ -10,7 +10,9 @@ import torch
 from hard_points import (
     POINTS,
     N,
+    check_equal_points,
     cloud,
+    draw_clusters,
     generator,
     nearest_by_numpy,
     on_a_sphere,
@@ -85,17 +87,9 @@ def test_any_number_of_points_and_neighbours(dtype, width, search):
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_clusters_scales_and_offsets_exchange_nobody(data):
-    width = data.draw(st.sampled_from([1, 2, 4, 6, 8, 12, 40]))
-    seed = data.draw(st.integers(0, 10**6))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    centers = cloud(width, seed, count=data.draw(st.sampled_from([1, 3, 50])), dtype=dtype)
-    spread = data.draw(st.sampled_from([0.0, 1e-7, 1e-4, 1.0]))
-    offset = data.draw(st.sampled_from([0.0, 100.0, 1e6]))
-    scale = data.draw(st.sampled_from([1e-38, 1e-30, 1.0, 1e12, 1e30]))
-    own = torch.randint(len(centers), (N,), generator=generator(seed))
-    x = (centers[own] + spread * cloud(width, seed + 1, dtype=dtype) + offset) * scale
-    k = data.draw(st.integers(1, 60))
-    self_loops = data.draw(st.booleans())
+    widths, scales = st.sampled_from([1, 2, 4, 6, 8, 12, 40]), [1e-38, 1e-30, 1.0, 1e12, 1e30]
+    x = draw_clusters(data, widths, scales)
+    k, self_loops = data.draw(st.integers(1, 60)), data.draw(st.booleans())
     expected = nearest_by_numpy(x, k, self_loops=self_loops)
     assert torch.equal(nearest_index(x, k, self_loops=self_loops), expected)
 
@@ -112,16 +106,7 @@ def test_hundreds_of_equal_distances_stand_in_order_of_index(width):
 
 @pytest.mark.parametrize("width", [2, 10])
 def test_thousands_of_equal_points_see_those_of_smallest_index(width):
-    x = cloud(width, count=12_000)
-    x[7::3] = x[7]
-    first = (x == x[7]).all(1).nonzero()[:, 0]
-    assert len(first) > 3_000
-    index = nearest_index(x, 4)[first]
-    assert torch.equal(index[5:], first[:4].expand(len(first) - 5, 4))
-    assert index[0].tolist() == first[1:5].tolist()
-    loops = nearest_index(x, 4, self_loops=True)[first]
-    assert torch.equal(loops[:, 0], first)
-    assert torch.equal(loops[5:, 1:], first[:3].expand(len(first) - 5, 3))
+    check_equal_points(width, 12_000)
 
 
 def test_an_outlier_does_not_make_others_look_at_more(monkeypatch):

@@ -9,7 +9,6 @@ import scipy.sparse
 import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
-from torch_geometric.nn import SimpleConv
 
 import graphattn as ga
 
@@ -248,17 +247,6 @@ def test_values_reach_pyg_and_come_back_with_the_borders_of_a_batch(edge_type):
     assert again.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert torch.equal(same[0], attr)
     assert torch.equal(same[1], weight)
-
-
-def test_a_torch_geometric_layer_weighs_the_edges_as_the_graph_does():
-    graph = ga.from_mask(torch.rand(7, 7, generator=torch.manual_seed(0)) < 0.5)
-    weight = torch.rand(graph.num_edges, dtype=torch.float64)
-    data = graph.to_pyg(edge_weight=weight)
-    x = torch.randn(7, 3, dtype=torch.float64)
-    dense = torch.zeros(7, 7, dtype=torch.float64)
-    dense[graph.edge_index[1], graph.edge_index[0]] = weight
-    out = SimpleConv(aggr="sum")(x, data.edge_index, data.edge_weight)
-    torch.testing.assert_close(out, dense @ x)
 
 
 def test_values_that_do_not_fit_the_edges_are_refused():

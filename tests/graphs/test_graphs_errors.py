@@ -118,17 +118,11 @@ BAD_CALLS = {
         lambda: ga.block_window_graph(9, 3, shift=3),
         ["shift", "3", "< block"],
     ),
-    "shift beyond": (
-        lambda: ga.block_window_graph(9, 3, shift=8),
-        ["shift", "8", "block_size = 3"],
-    ),
     # grids
     "metric": (
         lambda: ga.grid_window_graph(2, 2, 1, metric="euclidean"),
         ["metric", "'euclidean'", "'chebyshev'", "'manhattan'"],
     ),
-    "metric None": (lambda: ga.grid_window_graph(2, 2, 1, metric=None), ["metric", "None"]),
-    "metric list": (lambda: ga.grid_window_graph(2, 2, 1, metric=["chebyshev"]), ["metric"]),
     # global tokens
     "global token too large": (
         lambda: ga.longformer_graph(5, 1, [0, 5]),
@@ -136,23 +130,11 @@ BAD_CALLS = {
     ),
     "global token negative": (lambda: ga.longformer_graph(5, 1, [-1]), ["global_tokens", "-1"]),
     "global token float": (lambda: ga.longformer_graph(5, 1, [1.0]), ["global_tokens", "1.0"]),
-    "global token bool": (lambda: ga.longformer_graph(5, 1, [True]), ["global_tokens", "True"]),
-    "global token None": (lambda: ga.longformer_graph(5, 1, [None]), ["global_tokens", "None"]),
     "global tokens a number": (lambda: ga.longformer_graph(5, 1, 2), ["global_tokens", "2"]),
-    "global tokens None": (lambda: ga.longformer_graph(5, 1, None), ["global_tokens", "None"]),
     "global tokens a word": (lambda: ga.longformer_graph(5, 1, "0"), ["global_tokens", "'0'"]),
-    "global tokens nested": (lambda: ga.longformer_graph(5, 1, [[0]]), ["global_tokens", "[0]"]),
     "global tokens a numpy mask": (
         lambda: ga.longformer_graph(3, 1, np.array([True, False, False])),
         ["global_tokens", "True"],
-    ),
-    "global tokens a torch mask": (
-        lambda: ga.longformer_graph(3, 1, torch.tensor([True, False, False])),
-        ["global_tokens", "True"],
-    ),
-    "bigbird global token": (
-        lambda: ga.bigbird_graph(5, 1, 1, [9], 0),
-        ["global_tokens", "0 .. 4", "9"],
     ),
     "seed beyond torch": (lambda: ga.bigbird_graph(9, 1, 1, [], 2**64), ["seed", str(2**64)]),
     # edge lists
@@ -160,55 +142,13 @@ BAD_CALLS = {
         lambda: ga.from_edge_index([[0], [1]], 2),
         ["edge_index", "list", "[2, E]"],
     ),
-    "edge_index of numpy": (
-        lambda: ga.from_edge_index(np.array([[0], [1]]), 2),
-        ["edge_index", "ndarray", "tensor"],
-    ),
-    "edge_index None": (lambda: ga.from_edge_index(None, 2), ["edge_index", "NoneType"]),
     "edge_index of rows": (
         lambda: ga.from_edge_index(torch.zeros(5, 2).long(), 2),
         ["edge_index", "[5, 2]", "[2, E]"],
     ),
-    "edge_index 1-d": (lambda: ga.from_edge_index(torch.zeros(2).long(), 2), ["edge_index", "[2]"]),
     "edge_index of floats": (
         lambda: ga.from_edge_index(torch.zeros(2, 1), 2),
         ["edge_index", "integers", "float32"],
-    ),
-    "edge_index of bools": (
-        lambda: ga.from_edge_index(torch.zeros(2, 1, dtype=torch.bool), 2),
-        ["edge_index", "integers", "bool"],
-    ),
-    "source out of range": (
-        lambda: ga.from_edge_index(edges((0, 0), (1, 0), (3, 1)), 3),
-        ["edge_index[0, 2]", "= 3", "source", "0 .. 2"],
-    ),
-    "target out of range": (
-        lambda: ga.from_edge_index(edges((0, 0), (1, 5)), 3, 9),
-        ["edge_index[1, 1]", "= 5", "target", "0 .. 2"],
-    ),
-    "negative source": (
-        lambda: ga.from_edge_index(edges((-1, 0)), 3),
-        ["edge_index[0, 0]", "= -1", "source", "0 .. 2"],
-    ),
-    "negative target": (
-        lambda: ga.from_edge_index(edges((0, -2), dtype=torch.int32), 3),
-        ["edge_index[1, 0]", "= -2", "target", "0 .. 2"],
-    ),
-    "rows swapped": (
-        lambda: ga.from_edge_index(edges((0, 3)), num_targets=2, num_sources=4),
-        ["edge_index[1, 0]", "= 3", "target", "0 .. 1"],
-    ),
-    "edges without tokens": (
-        lambda: ga.from_edge_index(edges((0, 0)), 0),
-        ["edge_index", "no source"],
-    ),
-    "edges without targets": (
-        lambda: ga.from_edge_index(edges((0, 0)), 0, 3),
-        ["edge_index", "no target"],
-    ),
-    "duplicate": (
-        lambda: ga.from_edge_index(edges((4, 1), (0, 2), (4, 1)), 5),
-        ["edge_index", "source 4", "target 1", "more than once"],
     ),
     "duplicate in an EdgeIndex": (
         lambda: ga.from_edge_index(EdgeIndex([[1, 1], [0, 0]]), 2),
@@ -224,7 +164,6 @@ BAD_CALLS = {
         ["mask", "[1, 2, 2]", "[N, M]"],
     ),
     "mask None": (lambda: ga.from_mask(None), ["mask", "None", "bool"]),
-    "mask of lists": (lambda: ga.from_mask([[True]]), ["mask", "bool tensor"]),
     "mask of logits": (lambda: ga.from_mask(torch.zeros(2, 2)), ["float32", "mask > -inf"]),
     "mask of a batch": (
         lambda: ga.from_mask(torch.ones(1, 1, 2, 2, dtype=torch.bool)),
@@ -232,16 +171,9 @@ BAD_CALLS = {
     ),
     # the ecosystem's types
     "scipy dense": (lambda: ga.from_scipy(np.eye(2)), ["matrix", "ndarray", "scipy.sparse"]),
-    "scipy tensor": (lambda: ga.from_scipy(torch.eye(2)), ["matrix", "Tensor", "scipy.sparse"]),
     "scipy 1-d": (lambda: ga.from_scipy(scipy.sparse.coo_array(np.ones(3))), ["matrix", "3"]),
     "networkx None": (lambda: ga.from_networkx(None), ["graph", "networkx", "None"]),
-    "networkx tensor": (lambda: ga.from_networkx(edges((0, 1))), ["graph", "networkx", "Tensor"]),
-    "networkx TokenGraph": (
-        lambda: ga.from_networkx(ga.causal_graph(3)),
-        ["graph", "networkx", "TokenGraph"],
-    ),
     "pyg None": (lambda: ga.from_pyg(None), ["data", "NoneType", "edge_index"]),
-    "pyg tensor": (lambda: ga.from_pyg(edges((0, 1))), ["data", "Tensor", "edge_index"]),
     "pyg without edges": (lambda: ga.from_pyg(Data(num_nodes=3)), ["data", "edge_index"]),
     "pyg without nodes": (
         lambda: ga.from_pyg(Data(edge_index=edges((0, 1)))),
@@ -250,22 +182,6 @@ BAD_CALLS = {
     "pyg EdgeIndex without size": (
         lambda: ga.from_pyg(EdgeIndex([[0], [1]])),
         ["data", "sparse_size"],
-    ),
-    "pyg EdgeIndex with half a size": (
-        lambda: ga.from_pyg(EdgeIndex([[0], [1]], sparse_size=(2, None))),
-        ["data", "sparse_size"],
-    ),
-    "to_scipy weight": (
-        lambda: ga.causal_graph(2).to_scipy(torch.ones(4)),
-        ["edge_weight", "[3]", "[4]"],
-    ),
-    "to_scipy weight 2-d": (
-        lambda: ga.causal_graph(2).to_scipy(torch.ones(3, 1)),
-        ["edge_weight", "[3]", "[3, 1]"],
-    ),
-    "to_scipy weight list": (
-        lambda: ga.causal_graph(2).to_scipy([1.0] * 3),
-        ["edge_weight", "list"],
     ),
     # unions and batches
     "union sizes": (
@@ -281,25 +197,17 @@ BAD_CALLS = {
         ["a and b", "3", "4", "7"],
     ),
     "union a": (lambda: ga.union(edges((0, 1)), ga.causal_graph(2)), ["a must be", "Tensor"]),
-    "union b": (lambda: ga.union(ga.causal_graph(2), None), ["b must be", "NoneType"]),
     "batch of none": (lambda: ga.batch([]), ["graphs", "at least one"]),
-    "batch of a tensor": (lambda: ga.batch([edges((0, 1))]), ["graphs", "Tensor"]),
     "batch None": (lambda: ga.batch(None), ["graphs", "NoneType"]),
     "batch of a graph": (lambda: ga.batch(ga.causal_graph(2)), ["graphs", "TokenGraph"]),
     # nearest neighbours
     "k without self": (lambda: ga.knn(X, 4), ["k must be <= 3", "got 4"]),
     "k with self": (lambda: ga.knn(X, 5, self_loops=True), ["k must be <= 4", "got 5"]),
     "k of sources": (lambda: ga.knn(X, 3, source=X[:2]), ["k must be <= 2", "got 3"]),
-    "k of one token": (lambda: ga.knn(X[:1], 1), ["k must be <= 0", "got 1"]),
-    "k of no tokens": (lambda: ga.knn(X[:0], 1), ["k must be <= 0", "got 1"]),
     "k of no sources": (lambda: ga.knn(X, 1, source=X[:0]), ["k must be <= 0", "got 1"]),
     "k within": (lambda: ga.knn(X, 4, within=ga.complete_graph(4)), ["k must be <= 3", "got 4"]),
-    "k in a graph": (lambda: ga.knn_graph(X, 4), ["k must be <= 3", "got 4"]),
     "x a list": (lambda: ga.knn([[0.0]], 1), ["x must be", "list", "[N, C]"]),
-    "x a list in a graph": (lambda: ga.knn_graph([[0.0]], 1), ["x must be", "list", "[N, C]"]),
-    "x None": (lambda: ga.knn(None, 1), ["x must be", "NoneType"]),
     "x of integers": (lambda: ga.knn(X.long(), 1), ["x must be", "int64", "floating"]),
-    "x complex": (lambda: ga.knn(X.cfloat(), 1), ["x must be", "complex64", "floating"]),
     "x 1-d": (lambda: ga.knn(X[:, 0], 1), ["x must be", "[4]", "[N, C]"]),
     "x batched": (lambda: ga.knn(X[None], 1), ["x must be", "[1, 4, 2]", "[N, C]"]),
     "source a list": (lambda: ga.knn(X, 1, source=[[0.0, 1.0]]), ["source must be", "list"]),
@@ -309,16 +217,8 @@ BAD_CALLS = {
         ["source", "float32", "float64"],
     ),
     "self with source": (lambda: ga.knn(X, 1, source=X, self_loops=True), ["self_loops", "source"]),
-    "self with source in a graph": (
-        lambda: ga.knn_graph(X, 1, source=X, self_loops=True),
-        ["self_loops", "source"],
-    ),
     "within of another size": (
         lambda: ga.knn(X, 1, within=ga.causal_graph(5)),
-        ["within", "5", "4"],
-    ),
-    "within of another size in a graph": (
-        lambda: ga.knn_graph(X, 1, within=ga.causal_graph(5)),
         ["within", "5", "4"],
     ),
     "within and sources": (
@@ -331,16 +231,11 @@ BAD_CALLS = {
     "radius negative": (lambda: ga.radius_graph(X, -1), ["radius must be", ">= 0", "-1"]),
     "radius nan": (lambda: ga.radius_graph(X, math.nan), ["radius must be", "finite", "nan"]),
     "radius infinite": (lambda: ga.radius_graph(X, math.inf), ["radius must be", "finite", "inf"]),
-    "radius None": (lambda: ga.radius_graph(X, None), ["radius must be", "None"]),
     "radius a word": (lambda: ga.radius_graph(X, "near"), ["radius must be", "'near'"]),
-    "radius a number in quotes": (lambda: ga.radius_graph(X, "1.5"), ["radius must be", "'1.5'"]),
     "radius bool": (lambda: ga.radius_graph(X, True), ["radius must be", "True"]),
     "radius complex": (lambda: ga.radius_graph(X, 1j), ["radius must be", "1j"]),
-    "radius beyond float": (lambda: ga.radius_graph(X, 10**400), ["radius must be", "finite"]),
     "radius per token": (lambda: ga.radius_graph(X, torch.ones(4)), ["radius must be", "tensor"]),
     "positions a list": (lambda: ga.radius_graph([[0.0]], 1), ["positions must be", "list"]),
-    "positions of integers": (lambda: ga.radius_graph(X.long(), 1), ["positions must be", "int64"]),
-    "positions 1-d": (lambda: ga.radius_graph(X[:, 0], 1), ["positions must be", "[4]"]),
     # by hand
     "TokenGraph by hand": (lambda: ga.TokenGraph(), ["TokenGraph", "builder"]),
 }

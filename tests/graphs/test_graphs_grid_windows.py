@@ -3,12 +3,10 @@
 import itertools
 import math
 
-import networkx
 import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.structures.grid_windows import GridWindows
 
 
 def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -177,24 +175,6 @@ def test_a_neighborhood_is_nattens(shape, options, check_graph, mask_of):
     assert graph.structure.num_offsets == math.prod(rows), "NATTEN's rpb"
 
 
-@pytest.mark.parametrize(
-    ("size", "dilation", "radius"),
-    [
-        (size, dilation, radius)
-        for size, dilation, radius in itertools.product((5, 8, 13), (1, 2, 3), (0, 1, 2))
-        if (2 * radius + 1) * dilation <= size
-    ],
-)
-def test_an_odd_neighborhood_is_the_nearest_tokens_of_the_line(size, dilation, radius):
-    """Eq. 1 of the first paper: the k nearest; ties only arise where both are among them."""
-    kernel_size = 2 * radius + 1
-    graph = ga.neighborhood_graph(size, kernel_size, dilation=dilation)
-    rowptr, source = graph.csr()
-    for i in range(size):
-        nearest = sorted(line_of(i, size, dilation), key=lambda j: abs(i - j))[:kernel_size]
-        assert source[rowptr[i] : rowptr[i + 1]].tolist() == sorted(nearest)
-
-
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("causal", [False, (True, False), True])
 def test_a_shifted_border_is_a_neighborhood_of_an_odd_kernel(dilation, causal):
@@ -210,24 +190,6 @@ def test_a_shifted_border_is_a_neighborhood_of_an_odd_kernel(dilation, causal):
     )
     assert bool(token.to_mask()[0].all())
     assert bool(token.to_mask()[:, 0].all())
-
-
-def test_away_from_the_border_both_borders_are_one():
-    cut, shift = (ga.grid_window_graph(9, 9, 2, border=border) for border in ("cut", "shift"))
-    inner = [y * 9 + x for y in range(2, 7) for x in range(2, 7)]
-    assert torch.equal(cut.to_mask()[inner], shift.to_mask()[inner])
-    assert cut != shift
-    assert shift.in_degree().unique().tolist() == [25]
-
-
-@pytest.mark.parametrize("radius", [1, 2])
-def test_diamonds_of_volumes_are_powers_of_networkx_grids(radius):
-    grid = networkx.power(networkx.grid_graph((4, 3, 5)), radius)
-    volume = networkx.Graph()
-    volume.add_nodes_from(cells((5, 3, 4)))  # networkx counts the axes from the last one
-    volume.add_edges_from(grid.edges)
-    volume.add_edges_from((cell, cell) for cell in list(volume))
-    assert ga.volume_window_graph(5, 3, 4, radius, metric="manhattan") == ga.from_networkx(volume)
 
 
 def test_one_radius_is_the_same_for_every_axis():
@@ -324,14 +286,6 @@ def test_windows_of_one_reach_share_a_table_of_offsets_in_a_batch():
     assert ga.batch([small, ga.grid_window_graph(5, 5, 1)]).structure.num_offsets is None
 
 
-def test_grids_join_unions_and_stay_structured():
-    near = ga.volume_window_graph(3, 4, 4, 1, dilation=(1, 2, 2))
-    both = ga.union(near, ga.longformer_graph(48, 1, [0]))
-    assert both.structure is not None
-    assert torch.equal(both.to_mask(), near.to_mask() | ga.longformer_graph(48, 1, [0]).to_mask())
-    assert both.num_edges == int(both.to_mask().sum())
-
-
 @pytest.mark.parametrize("reach", [10**6, 2**62])
 def test_a_reach_beyond_the_grid_sees_everything(reach):
     assert ga.volume_window_graph(2, 3, 2, reach) == ga.complete_graph(12)
@@ -393,13 +347,3 @@ def test_what_no_grid_can_have_is_refused_by_name(name):
     call, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_the_encoding_keeps_every_field():
-    from graphattn.graphs.encoding import decode, encode
-
-    own = GridWindows(
-        (4, 6), (3, 1), (0, 1), (1, 2), (2, 1), (False, True), "chebyshev", False, True
-    )
-    graph = ga.TokenGraph(structure=own)
-    assert decode(encode(graph), None, graph.device).structure == own

@@ -1,6 +1,5 @@
 """Windows on an image: squares and diamonds cut at the border, with and without a class token."""
 
-import networkx
 import pytest
 import torch_geometric.utils
 
@@ -44,30 +43,6 @@ def test_class_token_is_token_0_and_sees_and_is_seen_by_all(
         ga.grid_window_graph(height, width, radius, metric=metric, class_token=True),
         mask_of(sees, len(cells)),
     )
-
-
-def test_chebyshev_is_the_default_metric():
-    assert ga.grid_window_graph(4, 5, 2) == ga.grid_window_graph(4, 5, 2, metric="chebyshev")
-    assert ga.grid_window_graph(4, 5, 2) != ga.grid_window_graph(4, 5, 2, metric="manhattan")
-
-
-@pytest.mark.parametrize(("height", "width"), [(2, 3), (6, 6), (7, 3)])
-@pytest.mark.parametrize("radius", [1, 2, 4])
-def test_diamonds_are_powers_of_networkx_grids(height, width, radius):
-    grid = networkx.power(networkx.grid_2d_graph(height, width), radius)
-    grid.add_edges_from((cell, cell) for cell in list(grid))
-    assert ga.grid_window_graph(height, width, radius, metric="manhattan") == ga.from_networkx(grid)
-
-
-@pytest.mark.parametrize(("height", "width"), [(2, 3), (6, 6), (7, 3)])
-@pytest.mark.parametrize("radius", [1, 2, 4])
-def test_squares_are_strong_products_of_networkx_paths(height, width, radius):
-    column, row = (networkx.power(networkx.path_graph(n), radius) for n in (height, width))
-    grid = networkx.Graph()
-    grid.add_nodes_from((y, x) for y in range(height) for x in range(width))
-    grid.add_edges_from(networkx.strong_product(column, row).edges)
-    grid.add_edges_from((cell, cell) for cell in list(grid))
-    assert ga.grid_window_graph(height, width, radius) == ga.from_networkx(grid)
 
 
 @pytest.mark.parametrize(("height", "width"), [(2, 3), (5, 5), (4, 9)])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.edges import index_width, listing
+from graphattn.graphs.edges import index_width
 from graphattn.graphs.edges import lists as edge_lists
-from graphattn.graphs.edges.listing import edges_of_structure
+from graphattn.graphs.edges.lists import edges_of_structure
 from graphattn.graphs.encoding import decode
 
 N = 40
@@ -366,7 +366,7 @@ def test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains(
     name, at_once, monkeypatch
 ):
     structure = STRUCTURES[name]().structure
-    monkeypatch.setattr(listing, "AT_ONCE", at_once)
+    monkeypatch.setattr(edge_lists, "AT_ONCE", at_once)
     found = edges_of_structure(structure, torch.device("cpu"))
     target = torch.arange(structure.num_targets)[:, None]
     source = torch.arange(structure.num_sources)

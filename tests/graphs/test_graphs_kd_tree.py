@@ -4,15 +4,24 @@ import multiprocessing
 
 import pytest
 import torch
-from hard_points import POINTS, N, cloud, generator, lattice, nearest_by_numpy, on_a_sphere, wide
+from hard_points import (
+    POINTS,
+    N,
+    check_equal_points,
+    cloud,
+    draw_clusters,
+    lattice,
+    nearest_by_numpy,
+    on_a_sphere,
+    wide,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
 from graphattn.graphs.builders import neighbors
 from graphattn.graphs.search import kd_tree, nearest_neighbors
-from graphattn.graphs.search.all_pairs import nearest_by_pairs
-from graphattn.graphs.search.distances import squared_reach
+from graphattn.graphs.search.distances import nearest_by_pairs, squared_reach
 from graphattn.graphs.search.kd_tree import FEWEST, PointTree, is_for_trees, nearest_by_tree
 from graphattn.graphs.search.nearest_neighbors import nearest_index
 from graphattn.kernels.cpu import library
@@ -34,33 +43,12 @@ def test_neighbours_are_those_of_float64(name, width):
         assert torch.equal(nearest_index(x, k, self_loops=self_loops), expected)
 
 
-@pytest.mark.parametrize("width", [2, 6])
-@pytest.mark.parametrize("name", POINTS)
-def test_neighbours_are_those_of_all_pairs_bit_for_bit(name, width):
-    x = wide(POINTS[name](width))
-    for self_loops in (False, True):
-        expected = nearest_by_pairs(x, x, 7, True, self_loops)
-        assert torch.equal(nearest_index(x, 7, self_loops=self_loops), expected)
-    targets = torch.cat([x[::3], wide(cloud(width, 9)).to(x)])
-    expected = nearest_by_pairs(targets, x, 7, False, False)
-    assert torch.equal(nearest_index(targets, 7, x), expected)
-
-
 @pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_clusters_scales_and_offsets_exchange_nobody(data):
-    width = data.draw(st.integers(1, 6))
-    seed = data.draw(st.integers(0, 10**6))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    centers = cloud(width, seed, count=data.draw(st.sampled_from([1, 3, 50])), dtype=dtype)
-    spread = data.draw(st.sampled_from([0.0, 1e-7, 1e-4, 1.0]))
-    offset = data.draw(st.sampled_from([0.0, 100.0, 1e6]))
-    scale = data.draw(st.sampled_from([1e-30, 1.0, 1e12, 1e30]))
-    own = torch.randint(len(centers), (N,), generator=generator(seed))
-    x = (centers[own] + spread * cloud(width, seed + 1, dtype=dtype) + offset) * scale
-    k = data.draw(st.integers(1, FEWEST // 16))
-    self_loops = data.draw(st.booleans())
+    x = draw_clusters(data, st.integers(1, 6), [1e-30, 1.0, 1e12, 1e30])
+    k, self_loops = data.draw(st.integers(1, FEWEST // 16)), data.draw(st.booleans())
     expected = nearest_by_pairs(x, x, k, True, self_loops)
     assert torch.equal(nearest_index(x, k, self_loops=self_loops), expected)
 
@@ -108,15 +96,6 @@ def test_a_row_with_hundreds_of_equal_distances_looks_at_all_pairs(monkeypatch):
     assert index[0].tolist() == index[-1].tolist() == [0, 1, 2]
 
 
-@pytest.mark.long
-def test_oneself_amid_a_sphere_looks_at_all_pairs_too():
-    x = torch.cat([cloud(3) + 100, on_a_sphere(), torch.zeros(1, 3)])
-    assert len(nearest_by_tree(x, x, 3, True, False)[1])
-    for self_loops in (False, True):
-        expected = nearest_by_numpy(x, 3, self_loops=self_loops)
-        assert torch.equal(nearest_index(x, 3, self_loops=self_loops), expected)
-
-
 def test_where_most_rows_have_hundreds_of_equal_distances_a_tree_gives_up():
     x = torch.zeros(1500, 3)
     assert nearest_by_tree(x, on_a_sphere(), 3, False, False) is None
@@ -131,24 +110,7 @@ def test_of_equal_points_a_tree_holds_the_first_few():
 
 
 def test_thousands_of_equal_points_among_others_see_those_of_smallest_index():
-    x = cloud(3, count=30_000)
-    x[7::3] = x[7]
-    first = (x == x[7]).all(1).nonzero()[:, 0]
-    assert len(first) > 9_000
-    index = nearest_index(x, 4)[first]
-    assert torch.equal(index[5:], first[:4].expand(len(first) - 5, 4))
-    assert index[0].tolist() == first[1:5].tolist()
-    loops = nearest_index(x, 4, self_loops=True)[first]
-    assert torch.equal(loops[:, 0], first)
-    assert torch.equal(loops[5:, 1:], first[:3].expand(len(first) - 5, 3))
-
-
-def test_items_of_a_batch_are_searched_each_by_itself():
-    x = torch.stack([cloud(3), lattice(3)[:N], cloud(3) + 1e6])
-    graph = ga.knn_graph(x, 5)
-    own = [ga.knn_graph(item, 5) for item in x]
-    assert graph == ga.batch(own)
-    assert ga.radius_graph(x, 1.0) == ga.batch([ga.radius_graph(item, 1.0) for item in x])
+    check_equal_points(3, 30_000)
 
 
 # Radius graphs.

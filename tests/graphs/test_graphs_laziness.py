@@ -127,17 +127,6 @@ def test_pickles_hold_the_structure_not_the_edges():
     assert torch.equal(pickle.loads(data).edge_index, graph.edge_index)
 
 
-def test_counting_a_union_of_windows_is_exact():
-    n = 300_000
-
-    def build():
-        return ga.union(ga.window_path_graph(n, 8), ga.dilated_window_graph(n, 4, 100))
-
-    # Token 0 + 4 hops of 100 on each side, none of which the near window has.
-    near = 16 * n - 2 * sum(range(1, 9))
-    assert build().num_edges == near + n + sum(2 * (n - 100 * h) for h in range(1, 5))
-
-
 def test_printing_a_union_of_dense_graphs_does_not_go_through_their_edges():
     n = 15_000
 

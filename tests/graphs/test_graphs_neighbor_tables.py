@@ -179,15 +179,6 @@ def test_a_table_is_not_read_until_its_edges_are_wanted():
         _ = graph.num_edges
 
 
-def test_a_table_moves_with_its_graph():
-    graph = table_graph(torch.tensor([[-1, 1], [0, 1]]))
-    assert graph.edge_index.shape == (2, 3)
-    moved = graph.to("meta")
-    assert {moved.device, moved.neighbors.device, moved.edge_index.device} == {torch.device("meta")}
-    assert graph.neighbors.device.type == "cpu"
-    assert graph.to("cpu") is graph
-
-
 @pytest.mark.long
 def test_a_layer_reads_a_table_and_a_list_alike_also_when_compiled():
     def attend(x, graph):

@@ -98,11 +98,6 @@ def test_the_inverse_permutation_leads_back(name):
     assert graph.permute(torch.arange(len(p))) == graph
 
 
-def test_permutations_one_after_the_other_are_one():
-    graph, p, q = ga.knn_graph(points(20), 3), shuffle(20), shuffle(20, seed=5)
-    assert graph.permute(p).permute(q) == graph.permute(p[q])
-
-
 def test_graphs_that_differ_in_positions_alone_differ():
     graph = ga.complete_graph(5)
     assert torch.equal(graph.permute(shuffle(5)).edge_index, graph.edge_index)
@@ -275,8 +270,3 @@ def test_a_token_cannot_leave_its_part_of_a_batch():
     message = "permutation must leave every token in its own part of the batch, got permutation[1]"
     with pytest.raises(ValueError, match=re.escape(message)):
         packed.permute(torch.tensor([0, 2, 1, 3, 4]))
-
-
-def test_integers_of_any_width_are_a_permutation():
-    graph = ga.knn_graph(points(9), 2)
-    assert graph.permute(shuffle(9).to(torch.int16)) == graph.permute(shuffle(9))

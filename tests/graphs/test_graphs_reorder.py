@@ -218,12 +218,6 @@ def test_points_of_every_dtype_and_scale_give_the_same_order(dtype):
     assert torch.equal(graph.reorder((where - 4) * (largest / 8))[1], expected)
 
 
-def test_the_order_of_points_on_a_line_is_their_order():
-    where = points(200, 1)
-    order = ga.complete_graph(200).reorder(where)[1]
-    assert torch.equal(order, where[:, 0].argsort())
-
-
 def test_only_the_first_eight_coordinates_place_a_point():
     where, graph = points(50, 12), ga.complete_graph(50)
     assert torch.equal(graph.reorder(where)[1], graph.reorder(where[:, :8])[1])

@@ -66,39 +66,6 @@ def test_one_edge_more_or_less_is_another_graph(case, data):
     assert graph != ga.from_edge_index(as_tensor(edges), num_targets, num_sources + 1)
 
 
-@PROFILE
-@given(case=edge_sets())
-def test_a_graph_of_edges_goes_through_union_and_batch_as_sets_do(case, check_graph):
-    num_targets, num_sources, edges = case
-    graph = ga.from_edge_index(as_tensor(edges), num_targets, num_sources)
-    half = ga.from_edge_index(as_tensor(edges[::2]), num_targets, num_sources)
-    assert ga.union(half, graph) == graph
-    everything = ga.bipartite_complete_graph(num_targets, num_sources)
-    assert ga.union(graph, everything) == everything
-    twice = ga.batch([graph, half])
-    assert twice.num_edges == len(edges) + len(edges[::2])
-    assert twice.sizes == ((num_targets, num_sources),) * 2
-    if num_targets and num_sources:
-        expected = torch.block_diag(graph.to_mask().int(), half.to_mask().int()).bool()
-        assert torch.equal(twice.to_mask(), expected)
-
-
-@PROFILE
-@given(num_tokens=st.integers(0, 12), window=st.integers(1, 14), dilation=st.integers(1, 5))
-def test_a_structured_graph_equals_the_plain_list_of_its_edges(num_tokens, window, dilation):
-    graph = ga.dilated_window_graph(num_tokens, window, dilation, self_loops=False)
-    edges = [
-        (j, i)
-        for j in range(num_tokens)
-        for i in range(num_tokens)
-        if abs(i - j) in {dilation * hop for hop in range(1, window + 1)}
-    ]
-    plain = ga.from_edge_index(as_tensor(edges), num_tokens)
-    assert graph == plain
-    assert plain == graph
-    assert len({graph, plain}) == 1
-
-
 def test_a_graph_is_no_other_thing():
     graph = ga.causal_graph(3)
     assert graph != "graph"
@@ -168,16 +135,6 @@ def test_graphs_that_look_ahead_are_not_causal(graph):
     assert not graph.is_causal
 
 
-def test_a_graph_does_not_follow_later_changes_of_the_callers_tensors():
-    edge_index = torch.tensor([[0, 1], [1, 2]])  # sorted already: nothing needs to move
-    mask = torch.eye(3).bool()
-    listed, masked = ga.from_edge_index(edge_index, 3), ga.from_mask(mask)
-    edge_index.zero_()
-    mask.zero_()
-    assert listed.edge_index.tolist() == [[0, 1], [1, 2]]
-    assert masked.edge_index.tolist() == [[0, 1, 2], [0, 1, 2]]
-
-
 @pytest.mark.parametrize(
     "graph", [ga.bigbird_graph(15, 1, 2, [0], seed=3), ga.causal_window_graph(15, 4)], ids=repr
 )
@@ -189,12 +146,6 @@ def test_values_follow_their_edges_through_the_transpose(graph):
     other = torch.zeros(15, 15)
     other[flipped.edge_index[1], flipped.edge_index[0]] = weight[graph.transpose_permutation()]
     assert torch.equal(other, dense.T)
-
-
-def test_moving_a_graph_to_where_it_is_gives_the_graph():
-    for graph in (ga.causal_graph(3), ga.from_mask(torch.eye(3).bool())):
-        assert graph.to("cpu") is graph
-        assert graph.to(torch.device("cpu")) is graph
 
 
 def test_graphs_move_as_tensors_do(monkeypatch):

@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "a window reaches across the border of its part",
         "graphattn/data/windows.py",
-        "numpy.minimum(found[:, 2], found[:, 1] + self.length)",
-        "found[:, 1] + self.length",
+        "numpy.minimum(spans[:, 2], spans[:, 1] + self.length)",
+        "spans[:, 1] + self.length",
         (f"{WINDOWS}::test_no_window_crosses_a_border_and_every_token_is_in_one",),
     ),
     Mutation(

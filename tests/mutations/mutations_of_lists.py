@@ -28,8 +28,8 @@ MUTATIONS = [
     Mutation(
         "a graph hands out what somebody wrote into",
         "graphattn/graphs/edges/storage.py",
-        "if found is not None and found[0] == (stored._version, found[1]._version):",
-        "if found is not None:",
+        "if kept is not None and kept[0] == (stored._version, kept[1]._version):",
+        "if kept is not None:",
         (f"{WIDTH}::test_writing_into_what_was_asked_for_does_not_change_the_graph",),
     ),
     Mutation(
@@ -41,8 +41,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rows of a union are numbered from the first of a piece",
-        "graphattn/graphs/edges/listing.py",
-        "    edges[1] += start\n",
+        "graphattn/graphs/structures/composites.py",
+        "        edges[1] += start\n",
         "",
         (
             f"{WIDTH}::test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains"
@@ -51,7 +51,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sources of a batch for PyG begin where its targets do",
-        "graphattn/graphs/conversions/to_pyg_batch.py",
+        "graphattn/graphs/conversions/to_libraries.py",
         "shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]",
         "shift = torch.stack([first_target[:-1], shift], dim=1)[:, :, None]",
         (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[two sides-edge_type16]",),

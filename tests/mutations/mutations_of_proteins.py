@@ -27,7 +27,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a quoted value of a CIF file is a keyword",
-        "graphattn/data/structures/formats/cif.py",
+        "graphattn/data/structures/formats/mmcif.py",
         "words.append(_Quoted(quoted))",
         "words.append(quoted)",
         (f"{STRUCTURES}::test_every_spelling_of_cif_is_read[a name in quotes]",),
@@ -118,21 +118,21 @@ MUTATIONS = [
     ),
     Mutation(
         "the next chain begins one place behind the last",
-        "graphattn/data/structures/numbering.py",
+        "graphattn/data/structures/edges.py",
         "is_chain_break = (chain_index.diff() != 0) | restarts",
         "is_chain_break = restarts",
         (f"{CHAINS_IN_SPACE}::test_no_window_is_long_enough_for_another_chain",),
     ),
     Mutation(
         "an inserted residue far away is another chain",
-        "graphattn/data/structures/numbering.py",
+        "graphattn/data/structures/edges.py",
         "(step < 0) | (step == 0) & (codes.diff() == 0)",
         "step <= 0",
         (f"{CHAINS_IN_SPACE}::test_an_inserted_residue_behind_a_hole_is_of_the_same_chain",),
     ),
     Mutation(
         "holes that numbers do not tell are not seen",
-        "graphattn/data/structures/numbering.py",
+        "graphattn/data/structures/edges.py",
         "torch.maximum(step.clamp(min=1), fewest)",
         "step.clamp(min=1)",
         (f"{CHAINS_IN_SPACE}::test_an_inserted_residue_behind_a_hole_is_of_the_same_chain",),

@@ -80,22 +80,6 @@ def test_a_million_tokens_take_as_long_per_token_as_fewer():
     assert mode.value == pytest.approx(4 * np.sin(np.pi / 2e6) ** 2, rel=1e-10)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_both_ways_agree_to_eleven_digits(name):
-    graph = GRAPHS[name]
-    L, adjacency, _ = parts(graph, weighted(graph, seed=2))
-    order = elimination_order(adjacency)
-    by_elimination, _ = eigenvalues._slowest_pair_by_elimination(adjacency, order)
-    assert banded.slowest_mode(L, adjacency).value == pytest.approx(by_elimination, rel=1e-11)
-
-
-@pytest.mark.long
-def test_two_hundred_thousand_tokens_have_the_value_of_the_cosine_transform():
-    N = 200_000
-    value = ga.spectral.fiedler_value(ga.window_path_graph(N, 1))
-    assert value == pytest.approx(4 * np.sin(np.pi / (2 * N)) ** 2, rel=1e-9)
-
-
 def test_uneven_weights_and_wide_graphs_are_left_to_others():
     path = ga.window_path_graph(500, 2)
     edge_weight = weighted(path)

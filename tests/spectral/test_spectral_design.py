@@ -41,11 +41,6 @@ def test_window_for_fiedler_is_the_first_of_all_windows(num_tokens, share):
     assert window_for_fiedler(num_tokens, target) == expected
 
 
-def test_a_fiedler_value_asked_for_is_met_by_its_own_window():
-    for N, w in ((50, 1), (50, 7), (50, 24), (50, 25), (50, 49), (400, 13), (5000, 3)):
-        assert window_for_fiedler(N, fiedler_value(ga.window_path_graph(N, w))) == w
-
-
 def test_the_bounds_leave_few_windows_to_try(monkeypatch):
     """Remark 4.2: lambda_1 within a factor of 2, so the window within its cube root."""
     tried = []
@@ -118,17 +113,6 @@ def test_the_ratio_of_the_ends_grows_with_the_window():
         assert all(b > a * (1 - 1e-12) for a, b in pairwise(ratios))
         ratios = [s[1] / min(2 * w, N - 1) for w, s in enumerate(spectra, start=1)]
         assert all(b > a * (1 - 1e-12) for a, b in pairwise(ratios))
-
-
-def test_steps_on_the_window_found_mix_and_on_the_one_before_do_not():
-    N, depth, tolerance = 200, 12, 0.1
-    window = window_for_mixing(N, depth, tolerance, step_size="largest")
-    for w, mixes in ((window, True), (window - 1, False)):
-        graph = ga.window_path_graph(N, w)
-        steps = ga.spectral.steps_until_consensus(
-            graph, ga.spectral.max_step_size(graph), tolerance=tolerance
-        )
-        assert (steps <= depth) == mixes
 
 
 def with_even_matrices(num_features):
@@ -235,44 +219,6 @@ def test_suggested_top_k_is_the_first_that_meets_the_criterion(seed, sigma, mass
     expected = top_k_by_trying(query, key, graph, bandwidth, mass, quantile)
     ours = suggest_top_k(query, key, graph, bandwidth, mass=mass, quantile=quantile)
     assert ours == expected
-
-
-def test_the_suggested_top_k_keeps_its_mass_in_attention_itself():
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 64, 4, 8, generator=generator, dtype=torch.float64)
-    graph = ga.causal_window_graph(64, 16)
-    k = suggest_top_k(query, key, graph, 1.5, mass=0.8, quantile=0.9)
-    assert 1 < k < 16
-
-    def share_of_rows(top_k):
-        full = ga.attention_weights(query, key, graph, sigma=1.5)
-        stay = ga.attention_weights(query, key, graph, sigma=1.5, top_k=top_k) > 0
-        kept = torch.zeros(64, 4, dtype=torch.float64).index_add(
-            0, graph.edge_index[1], full * stay
-        )
-        return (kept >= 0.8).double().mean()
-
-    assert share_of_rows(k) >= 0.9
-    assert share_of_rows(k - 1) < 0.9
-
-
-def test_equal_tokens_need_their_share_of_all_neighbours():
-    x = torch.ones(20, 1)
-    for mass, k in ((0.5, 10), (0.9, 18), (0.91, 19), (0.99, 20)):
-        assert suggest_top_k(x, x, ga.complete_graph(20), 1.0, mass=mass) == k
-
-
-def test_a_quantile_leaves_out_so_many_rows():
-    """A quantile of 0.95 leaves out the one row of 20 that needs a larger k.
-
-    19 of 20 tokens stand alone, and one sees 5 others as near as itself.
-    """
-    x = 100 * torch.arange(20.0)[:, None]
-    key = torch.cat([x, torch.zeros(5, 1)])
-    mask = torch.ones(20, 25, dtype=torch.bool)
-    graph = ga.from_mask(mask)
-    assert suggest_top_k(x, key, graph, 1.0, mass=0.9, quantile=0.95) == 1
-    assert suggest_top_k(x, key, graph, 1.0, mass=0.9, quantile=0.96) == 6
 
 
 def test_batches_grouped_heads_and_offsets_count_as_they_should():

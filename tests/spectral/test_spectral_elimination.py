@@ -1,7 +1,6 @@
 """Subtraction-free elimination against exact rational arithmetic."""
 
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -80,24 +79,6 @@ def test_solutions_solve_the_grounded_system(graph):
     np.testing.assert_allclose(solution[kept], expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
     np.testing.assert_array_equal(solution[ground], 0)
     np.testing.assert_array_equal(right, before)
-
-
-def test_blocks_reach_no_further_than_the_next_one():
-    rng = np.random.default_rng(0)
-    for graph in (
-        ga.window_path_graph(500, 9),
-        ga.window_cycle_graph(500, 3),
-        ga.grid_window_graph(20, 25, 2),
-        ga.longformer_graph(500, 3, (0, 250)),
-    ):
-        adjacency = symmetrised_adjacency(graph, rng.random(graph.num_edges))
-        order = elimination_order(adjacency)
-        ends = order.block_ends
-        assert all(a < b for a, b in pairwise(ends))
-        block = np.searchsorted(ends, np.argsort(order.tokens), side="right")
-        i, j = adjacency.nonzero()
-        inner = (block[i] < len(ends)) & (block[j] < len(ends))
-        assert np.abs(block[i] - block[j])[inner].max() <= 1
 
 
 def test_global_tokens_are_eliminated_last():

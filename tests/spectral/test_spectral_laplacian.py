@@ -1,6 +1,5 @@
 """The Laplacian of the symmetrised weights against networkx and matrices built by hand."""
 
-import networkx
 import numpy as np
 import pytest
 import torch
@@ -41,22 +40,6 @@ def test_every_layout_is_degrees_minus_symmetrised_weights(layout):
         L = as_dense(laplacian(graph, edge_weight, layout=layout), layout)
         np.testing.assert_allclose(L, by_hand(W), rtol=1e-14, atol=1e-14)
         np.testing.assert_array_equal(L, L.T)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_undirected_graphs_have_networkx_laplacians(layout):
-    for seed in range(3):
-        undirected = networkx.gnp_random_graph(12, 0.3, seed=seed)
-        L = laplacian(ga.from_networkx(undirected), layout=layout)
-        expected = networkx.laplacian_matrix(undirected).toarray()
-        np.testing.assert_array_equal(as_dense(L, layout), expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_self_loops_drop_out(layout):
-    with_loops = laplacian(ga.window_path_graph(6, 2, self_loops=True), layout=layout)
-    without = laplacian(ga.window_path_graph(6, 2), layout=layout)
-    np.testing.assert_array_equal(as_dense(with_loops, layout), as_dense(without, layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -94,8 +94,8 @@ class Corpus:
         self._values = Dataset.from_file(str(folder / VALUES)).data
         self._records = Dataset.from_file(str(folder / RECORDS)).data
         self.kind, self.fingerprint = facts["kind"], facts["fingerprint"]
-        found = facts["tokenizer"]
-        self.tokenizer = None if found is None else tokenizer_from_dict(found, folder / FACTS)
+        saved = facts["tokenizer"]
+        self.tokenizer = None if saved is None else tokenizer_from_dict(saved, folder / FACTS)
         self._starts = self._column("start").astype(numpy.int64)
         self._sizes = self._column("size").astype(numpy.int64)
         self.image_shape = tuple(facts["image_shape"]) if facts["image_shape"] else None
@@ -123,10 +123,10 @@ class Corpus:
         """
         if self.image_shape is None:
             raise ValueError(f"pixels() needs a corpus of images, got one of kind {self.kind!r}")
-        found = copy.copy(self)
-        found._source = self  # its files may be removed with it
-        found._show_pixels()
-        return found
+        corpus = copy.copy(self)
+        corpus._source = self  # its files may be removed with it
+        corpus._show_pixels()
+        return corpus
 
     def _show_pixels(self) -> None:
         self.image_shape = None
@@ -141,9 +141,9 @@ class Corpus:
         return len(self._sizes)
 
     def __repr__(self) -> str:
-        what = "images" if self.image_shape else f"tokens={self.num_tokens}"
+        what = f"tokens={self.num_tokens}"
         if self.image_shape:
-            return f"Corpus(kind='images', records={len(self)}, shape={self.image_shape})"
+            what = f"shape={self.image_shape}"
         return f"Corpus(kind={self.kind!r}, records={len(self)}, {what})"
 
     def __getitem__(self, i: int) -> dict[str, Any]:
@@ -175,25 +175,25 @@ class Corpus:
         """
         i, start, stop = self._part(i, start, stop)
         row = self._records.fast_slice(i, 1).to_pylist()[0]
-        found: dict[str, Any] = {}
+        example: dict[str, Any] = {}
         if self.image_shape is not None:
             pixels = self._read("value", self._starts[i], self._starts[i] + self._sizes[i])
-            found["image"] = torch.from_numpy(
+            example["image"] = torch.from_numpy(
                 pixels.astype(numpy.float32).reshape(self.image_shape) / numpy.float32(255)
             )
         else:
-            found["tokens"] = self._long("value", i, start, stop)
-        found["name"] = row["name"]
+            example["tokens"] = self._long("value", i, start, stop)
+        example["name"] = row["name"]
         if row["group"]:
-            found["group"] = row["group"]
+            example["group"] = row["group"]
         if row["has_labels"]:
-            found["labels"] = self._long("label", i, start, stop)
+            example["labels"] = self._long("label", i, start, stop)
         if row["label"] is not None:
-            found["label"] = row["label"]
+            example["label"] = row["label"]
         if row.get("structure") is not None:
             whole = structure_from_bytes(row["structure"])
-            found["structure"] = part_of_structure(whole, start, stop)
-        return found
+            example["structure"] = part_of_structure(whole, start, stop)
+        return example
 
     def tokens(self, i: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Read the tokens of a record from `start` to `stop - 1`, as a LongTensor.

@@ -33,8 +33,8 @@ _ORGANISMS = (
 
 def organism(header: str) -> str:
     """Find the organism in a FASTA header; "" if there is none."""
-    found = (pattern.search(header) for pattern in _ORGANISMS)
-    return next((match[1].strip() for match in found if match), "")
+    matches = (pattern.search(header) for pattern in _ORGANISMS)
+    return next((match[1].strip() for match in matches if match), "")
 
 
 # Text.
@@ -103,18 +103,18 @@ def _read_fasta(
     path: Path, writer: CorpusWriter, table: LetterTable, tokenizer: Any, group: str
 ) -> int:
     header, header_line, letters = "", 0, 0
-    waiting: list[tuple[int, str]] = []  # lines that are not encoded yet, with their numbers
+    unwritten: list[tuple[int, str]] = []  # lines that are not encoded yet, with their numbers
     num_waiting = 0
 
     def write() -> None:
         nonlocal num_waiting
-        tokens = table.encode("".join(line for _, line in waiting))
+        tokens = table.encode("".join(line for _, line in unwritten))
         if tokens is None:
-            number, line = next(own for own in waiting if table.encode(own[1]) is None)
+            number, line = next(item for item in unwritten if table.encode(item[1]) is None)
             letter = line[table.first_unknown(line)]
             raise FileFormatError(path, unknown_letter(letter, tokenizer), line=number)
         writer.extend(tokens)
-        waiting.clear()
+        unwritten.clear()
         num_waiting = 0
 
     def end() -> None:
@@ -139,7 +139,7 @@ def _read_fasta(
         elif not header_line:
             raise FileFormatError(path, "not FASTA: text before the first '>'", line=number)
         else:
-            waiting.append((number, line))
+            unwritten.append((number, line))
             num_waiting += len(line)
             letters += len(line)
             if num_waiting >= PIECE:

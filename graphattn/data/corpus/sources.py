@@ -53,14 +53,14 @@ class Source:
 
     def state(self) -> list[Any]:
         """Return the paths, sizes and modification times of the files."""
-        found = []
+        states = []
         for path in [*(path for path, _ in self.files), *self.beside]:
             try:
                 status = path.stat()
             except OSError as error:
                 raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
-            found.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-        return found
+            states.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+        return states
 
 
 def find_source(path: str | os.PathLike[str], kind: str) -> Source:
@@ -75,28 +75,34 @@ def find_source(path: str | os.PathLike[str], kind: str) -> Source:
     except OSError as error:  # for example, the name is too long, or links form a loop
         raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
     if root.is_dir():
-        found = [own for own in sorted(root.rglob("*")) if own.is_file() and not _hidden(own, root)]
-        files = [(own, own.relative_to(root).as_posix()) for own in found]
+        paths = [
+            file for file in sorted(root.rglob("*")) if file.is_file() and not _hidden(file, root)
+        ]
+        files = [(file, file.relative_to(root).as_posix()) for file in paths]
     elif root.exists():
         files = [(root, root.name)]
     else:
-        matches = (Path(own) for own in sorted(glob.glob(os.fspath(path), recursive=True)))
-        files = [(own, own.name) for own in matches if own.is_file()]
+        matches = (Path(file) for file in sorted(glob.glob(os.fspath(path), recursive=True)))
+        files = [(file, file.name) for file in matches if file.is_file()]
         if not files:
             raise FileFormatError(path, "no such file")
     if not files:
         raise FileFormatError(path, "is an empty folder")
 
-    files = [(own, _as_utf8(name)) for own, name in files]
-    formats = {own: format_of(own) for own, _ in files}
-    idx_files = [own for own, _ in files if formats[own] == "idx"]
-    labels = {labels_beside(own) for own in idx_files}
-    files = [(own, name) for own, name in files if own not in labels]
-    wanted = _wanted(path, kind, [formats[own] for own, _ in files], single=len(files) == 1)
-    chosen = tuple((own, name) for own, name in files if len(files) == 1 or formats[own] == wanted)
-    beside = [labels_beside(own) for own, _ in chosen if wanted == "idx"]
-    left_out = tuple(name for own, name in files if len(files) > 1 and formats[own] != wanted)
-    return Source(chosen, wanted, root, tuple(own for own in beside if own is not None), left_out)
+    files = [(file, _as_utf8(name)) for file, name in files]
+    formats = {file: format_of(file) for file, _ in files}
+    idx_files = [file for file, _ in files if formats[file] == "idx"]
+    labels = {labels_beside(file) for file in idx_files}
+    files = [(file, name) for file, name in files if file not in labels]
+    wanted = _wanted(path, kind, [formats[file] for file, _ in files], single=len(files) == 1)
+    chosen = tuple(
+        (file, name) for file, name in files if len(files) == 1 or formats[file] == wanted
+    )
+    beside = [labels_beside(file) for file, _ in chosen if wanted == "idx"]
+    left_out = tuple(name for file, name in files if len(files) > 1 and formats[file] != wanted)
+    return Source(
+        chosen, wanted, root, tuple(file for file in beside if file is not None), left_out
+    )
 
 
 def _as_utf8(name: str) -> str:
@@ -117,7 +123,7 @@ def _wanted(path: str | os.PathLike[str], kind: str, formats: Iterable[str], sin
             return allowed[0]  # Its reader will raise an error with the line that is wrong.
         if single and kind == "text":
             return "text"
-        there = [own for own in there if own in allowed]
+        there = [file for file in there if file in allowed]
         if not there:
             raise FileFormatError(
                 path, f"holds no {' or '.join(allowed)} files, which kind={kind!r} needs"
@@ -145,5 +151,5 @@ def format_of(path: Path) -> str:
     text = head.decode("utf-8", errors="replace")
     if text.startswith("LOCUS  "):
         return "genbank"
-    found = sniff_format(path, text)
-    return "structure" if found in STRUCTURE_FORMATS else found
+    sniffed = sniff_format(path, text)
+    return "structure" if sniffed in STRUCTURE_FORMATS else sniffed

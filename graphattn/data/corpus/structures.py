@@ -31,13 +31,13 @@ def structure_from_bytes(data: bytes) -> Structure:
     from safetensors.torch import load
 
     tensors = load(data)
-    own: dict[str, Any] = json.loads(tensors.pop("strings").numpy().tobytes())
+    strings: dict[str, Any] = json.loads(tensors.pop("strings").numpy().tobytes())
     atoms = {
         name.removeprefix("atoms."): tensors.pop(name)
         for name in list(tensors)
         if name.startswith("atoms.")
     }
-    return Structure(**own, **dict[str, Any](tensors), ca_positions=atoms["CA"], atoms=atoms)
+    return Structure(**strings, **dict[str, Any](tensors), ca_positions=atoms["CA"], atoms=atoms)
 
 
 def part_of_structure(structure: Structure, start: int, stop: int) -> Structure:
@@ -45,6 +45,6 @@ def part_of_structure(structure: Structure, start: int, stop: int) -> Structure:
     if start == 0 and stop == len(structure):
         return structure
     rows = torch.arange(start, stop)
-    own, index = structure.chain_index[rows].unique(return_inverse=True)
-    names = tuple(structure.chain_ids[chain] for chain in own.tolist())
+    chains, index = structure.chain_index[rows].unique(return_inverse=True)
+    names = tuple(structure.chain_ids[chain] for chain in chains.tolist())
     return residues_of(structure, rows, index, names)

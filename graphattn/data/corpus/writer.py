@@ -120,14 +120,14 @@ class CorpusWriter:
         self._values.finalize()
         self._records.finalize()
         self._hash.update(json.dumps(facts, sort_keys=True).encode())
-        own = {
+        written = {
             "format": FORMAT,
             "fingerprint": self._hash.hexdigest(),
             "num_records": self.num_records,
             "num_values": self.num_values,
             "bytes": {name: (self._folder / name).stat().st_size for name in (VALUES, RECORDS)},
         }
-        text = json.dumps(own | facts)
+        text = json.dumps(written | facts)
         (self._folder / FACTS).write_text(text, encoding="utf-8")
         for name in (VALUES, RECORDS, FACTS, "."):
             _sync(self._folder / name)
@@ -142,8 +142,8 @@ class CorpusWriter:
         columns = {"value": numpy.concatenate([values for values, _ in self._pieces])}
         if "label" in self._value_schema.names:
             labels = [
-                numpy.zeros(len(values), numpy.uint8) if own is None else own
-                for values, own in self._pieces
+                numpy.zeros(len(values), numpy.uint8) if given is None else given
+                for values, given in self._pieces
             ]
             columns["label"] = numpy.concatenate(labels)
         self._values.write_table(self._arrow.table(columns, schema=self._value_schema))

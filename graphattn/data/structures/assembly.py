@@ -75,14 +75,16 @@ def assembled(
 
     chains = list(dict.fromkeys((copy, chain) for copy, chain, _, _ in pieces))
     number = {chain: index for index, chain in enumerate(chains)}
-    index = [number[copy, chain] for copy, chain, own, _ in pieces for _ in own]
+    index = [number[copy, chain] for copy, chain, residue_rows, _ in pieces for _ in residue_rows]
     chain_ids = tuple(
         structure.chain_ids[chain] + (f"-{copy}" if copy > 1 else "") for copy, chain in chains
     )
-    rows = torch.tensor([row for _, _, own, _ in pieces for row in own])
+    rows = torch.tensor([row for _, _, residue_rows, _ in pieces for row in residue_rows])
     copied = residues_of(structure, rows, torch.tensor(index), chain_ids)
     matrix = torch.tensor(moves, dtype=torch.float64)
-    matrix = matrix[[operation for _, _, own, operation in pieces for _ in own]]  # [N, 3, 4]
+    matrix = matrix[
+        [operation for _, _, residue_rows, operation in pieces for _ in residue_rows]
+    ]  # [N, 3, 4]
     atoms = {atom: _transformed(places, matrix) for atom, places in copied.atoms.items()}
     return replace(copied, ca_positions=atoms["CA"], atoms=atoms)
 

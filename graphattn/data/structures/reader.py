@@ -93,26 +93,20 @@ def read_structure(
     model = as_int("model", model, 1)
     require_biotite("reading structures")
 
-    block = None
-    if sniff_format(path, "") == "bcif":  # judging by the name alone
+    block, file_format, text = None, sniff_format(path, ""), ""  # judging by the name alone
+    if file_format == "bcif":
         block = binary_cif_block(path, read_bytes(path, max_bytes=max_bytes))
     else:
         text = read_text(path, max_bytes=max_bytes)
         file_format = sniff_format(path, text)
         if file_format == "mmcif":
             block = mmcif_block(path, text)
-    if block is not None:
-        found = mmcif_atoms(path, block, model)
-        structure, chain_keys = structure_of_atoms(path, found, wanted)
-        if assembly_name is not None:
-            assemblies = mmcif_assemblies(path, block)
-    elif file_format == "pdb":
-        found = pdb_atoms(path, text, model)
-        structure, chain_keys = structure_of_atoms(path, found, wanted)
-        if assembly_name is not None:
-            assemblies = pdb_assemblies(path, text, model)
-    else:
-        raise FileFormatError(path, "is neither PDB nor mmCIF, judging by its name and content")
+        elif file_format != "pdb":
+            raise FileFormatError(path, "is neither PDB nor mmCIF, judging by its name and content")
+    is_pdb = block is None
+    atoms_of_model = pdb_atoms(path, text, model) if is_pdb else mmcif_atoms(path, block, model)
+    structure, chain_keys = structure_of_atoms(path, atoms_of_model, wanted)
     if assembly_name is not None:
+        assemblies = pdb_assemblies(path, text, model) if is_pdb else mmcif_assemblies(path, block)
         structure = assembled(path, structure, chain_keys, assemblies, assembly_name)
     return structure.select(chains=chains)

@@ -99,10 +99,12 @@ def _is_another_location(atoms: Any, run: Any) -> Any:
     seen: dict[tuple[str, int, str], set[str]] = {}
     for first, end in itertools.pairwise(begins.tolist()):
         key = str(atoms.chain_id[first]), int(atoms.res_id[first]), str(atoms.ins_code[first])
-        own, before = set(location[first:end].tolist()), seen.setdefault(key, set())
+        locations, before = set(location[first:end].tolist()), seen.setdefault(key, set())
         # If the same location occurred before, this is another residue with the same number.
-        repeats[first:end] = bool(before) and "" not in own | before and not own & before
-        before |= own
+        repeats[first:end] = (
+            bool(before) and "" not in locations | before and not locations & before
+        )
+        before |= locations
     return repeats
 
 
@@ -127,12 +129,12 @@ def _places_of_atoms(atoms: Any, alpha: Any, wanted: tuple[str, ...] | None) -> 
     residue_of_run[run[alpha]] = numpy.arange(len(alpha))
     residue = residue_of_run[run]
     location = _annotation(atoms, "altloc_id", numpy.full(len(run), ""))
-    own = alpha[residue]  # the C-alpha atom of every atom; meaningless where residue is -1
-    selected = (residue >= 0) & (atoms.res_name == atoms.res_name[own])
+    alpha_of = alpha[residue]  # the C-alpha atom of every atom; meaningless where residue is -1
+    selected = (residue >= 0) & (atoms.res_name == atoms.res_name[alpha_of])
     selected &= ~numpy.isin(atoms.element, ("H", "D")) & (atoms.atom_name != "CA")
     if wanted is not None:
         selected &= numpy.isin(atoms.atom_name, wanted)
-    elsewhere = location != location[own]
+    elsewhere = location != location[alpha_of]
     places = {"CA": atoms.coord[alpha]}
     names = dict.fromkeys(atoms.atom_name[selected].tolist()) if wanted is None else wanted
     for name in names:

@@ -13,9 +13,9 @@ from torch import Tensor
 from graphattn.data.structures.edges import (
     distance_features,
     offset_features,
+    places_along_chains,
     window_graph_of_chains,
 )
-from graphattn.data.structures.numbering import places_along_chains
 from graphattn.data.structures.tracks import secondary_structure, solvent_accessibility
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.builders.neighbors import knn_graph, radius_graph
@@ -447,14 +447,14 @@ def residues_of(
     structure: Structure, rows: Tensor, chain_index: Tensor, chain_ids: tuple[str, ...]
 ) -> Structure:
     """Make a structure of the residues `rows` [n], which may be in any order and may repeat."""
-    own = rows.tolist()
+    indices = rows.tolist()
     return replace(
         structure,
-        sequence="".join(structure.sequence[row] for row in own),
+        sequence="".join(structure.sequence[row] for row in indices),
         chain_index=chain_index,
         chain_ids=chain_ids,
-        insertion_codes=tuple(structure.insertion_codes[row] for row in own),
-        residue_names=tuple(structure.residue_names[row] for row in own),
+        insertion_codes=tuple(structure.insertion_codes[row] for row in indices),
+        residue_names=tuple(structure.residue_names[row] for row in indices),
         ca_positions=structure.ca_positions[rows],
         residue_numbers=structure.residue_numbers[rows],
         b_factors=structure.b_factors[rows],

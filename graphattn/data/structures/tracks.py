@@ -56,13 +56,13 @@ def solvent_accessibility(
         names += [name] * len(there)
         places.append(coordinates[there])
     residue = torch.cat(rows).cpu()
-    found = AtomArray(len(names))
-    found.coord = torch.cat(places).detach().cpu().float().numpy()
+    atom_array = AtomArray(len(names))
+    atom_array.coord = torch.cat(places).detach().cpu().float().numpy()
     radii = [
         _radius(residue_names[row], name) for row, name in zip(residue.tolist(), names, strict=True)
     ]
     area = sasa(
-        found,
+        atom_array,
         probe_radius=probe_radius,
         ignore_ions=False,
         vdw_radii=numpy.array(radii, dtype=numpy.float32),

@@ -20,12 +20,6 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
 
     Items are numbered from 0 in ascending order. A number that does not occur is an item without
     tokens.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.graphs.batches.batch_vectors import part_sizes
-        >>> part_sizes("batch", torch.tensor([0, 0, 2, 2, 2]), 5)
-        [2, 0, 3]
     """
     if not isinstance(batch, Tensor) or batch.dim() != 1 or not _holds_integers(batch):
         got = (

@@ -86,11 +86,11 @@ def collate(
                 [5, 6, 0]]), tensor([[ True,  True,  True],
                 [ True,  True, False]]))
     """
-    found = read_items(items)
+    checked_items = read_items(items)
     declared = declared_kinds(
-        found, token=token_fields, source=source_fields, edge=edge_fields, item=item_fields
+        checked_items, token=token_fields, source=source_fields, edge=edge_fields, item=item_fields
     )
-    columns = Columns(found, declared)
+    columns = Columns(checked_items, declared)
     graphs, orders = columns.graphs(graph)
     sizes = [(own.num_targets, own.num_sources) for own in graphs]
     kinds = columns.kinds(graphs, sizes)
@@ -210,10 +210,10 @@ def _positions_of_rows(
     sides: list[list[Tensor]] = [[], []]
     for graph in graphs:
         for side, rows in enumerate((num_targets, num_sources)):
-            own = graph.source_positions if side else graph.positions
-            first = graph.starts[0][side] + len(own) if len(graph.sizes) == 1 else 0
-            padding = torch.arange(first, first + rows - len(own), device=own.device)
-            sides[side] += [own, padding]
+            positions = graph.source_positions if side else graph.positions
+            first = graph.starts[0][side] + len(positions) if len(graph.sizes) == 1 else 0
+            padding = torch.arange(first, first + rows - len(positions), device=positions.device)
+            sides[side] += [positions, padding]
     of_targets, of_sources = map(torch.cat, sides)
     return of_targets, of_targets if torch.equal(of_targets, of_sources) else of_sources
 

@@ -99,11 +99,11 @@ def read_items(items: Iterable[Any]) -> list[Item]:
         raise ValueError(f"items must be a list of items, got a {type(items).__name__}{more}")
     if not isinstance(items, Iterable):
         raise ValueError(f"items must be a list of dicts or Data, got {type(items).__name__}")
-    found = [Item(place, given) for place, given in enumerate(items)]
-    if not found:
+    read = [Item(place, given) for place, given in enumerate(items)]
+    if not read:
         raise ValueError("items must hold at least one item, got none")
-    first = found[0]
-    for item in found[1:]:
+    first = read[0]
+    for item in read[1:]:
         if (item.data is None) != (first.data is None):
             kinds = ["a dict" if each.data is None else "a Data" for each in (first, item)]
             raise ValueError(
@@ -117,10 +117,10 @@ def read_items(items: Iterable[Any]) -> list[Item]:
                 f"items must all have the same fields, but items[{has}] has {name!r} and "
                 f"items[{lacks}] does not"
             )
-    return found
+    return read
 
 
-def declared_kinds(found: list[Item], **names: Iterable[str]) -> dict[str, Kind]:
+def declared_kinds(items: list[Item], **names: Iterable[str]) -> dict[str, Kind]:
     """Return the kind of every field that the caller names, after checking the names."""
     declared: dict[str, Kind] = {}
     for kind, given in names.items():
@@ -130,8 +130,8 @@ def declared_kinds(found: list[Item], **names: Iterable[str]) -> dict[str, Kind]
                 f"got {given!r}"
             )
         for name in given:
-            if name not in found[0].fields:
-                known = ", ".join(map(repr, found[0].fields)) or "none"
+            if name not in items[0].fields:
+                known = ", ".join(map(repr, items[0].fields)) or "none"
                 raise ValueError(
                     f"{kind}_fields must be names of fields of the items ({known}), got {name!r}"
                 )
@@ -146,10 +146,10 @@ def declared_kinds(found: list[Item], **names: Iterable[str]) -> dict[str, Kind]
 class Columns:
     """The fields of all items, one list of values for each name."""
 
-    def __init__(self, found: list[Item], declared: dict[str, Kind]) -> None:
-        self.found, self.declared = found, declared
+    def __init__(self, items: list[Item], declared: dict[str, Kind]) -> None:
+        self.items, self.declared = items, declared
         self.values = {
-            name: _as_tensors([item.fields[name] for item in found]) for name in found[0].fields
+            name: _as_tensors([item.fields[name] for item in items]) for name in items[0].fields
         }
 
     def kind_by_name(self, name: str) -> Kind | None:
@@ -176,7 +176,7 @@ class Columns:
             )
         graphs: list[TokenGraph] = []
         orders: list[Tensor | None] = []
-        for item in self.found:
+        for item in self.items:
             if item.graph is None and build is None:
                 raise ValueError(
                     f"items[{item.place}] has no graph under 'graph' or 'edge_index': give "
@@ -187,22 +187,22 @@ class Columns:
                     f"graph must be None if items have graphs, but items[{item.place}] has a graph "
                     "and graph= is given: remove one of the two"
                 )
-            own, order = item.graph, None
+            graph, order = item.graph, None
             if build is not None:
-                own = build(self.num_tokens(item))
-                if not isinstance(own, TokenGraph) or own.num_targets != self.num_tokens(item):
+                graph = build(self.num_tokens(item))
+                if not isinstance(graph, TokenGraph) or graph.num_targets != self.num_tokens(item):
                     raise ValueError(
                         f"graph must make a TokenGraph of {self.num_tokens(item)} tokens for "
-                        f"items[{item.place}], got {own!r}"
+                        f"items[{item.place}], got {graph!r}"
                     )
-            elif not isinstance(own, TokenGraph):
+            elif not isinstance(graph, TokenGraph):
                 try:
-                    own, order = from_edge_index(
-                        own, self.num_tokens(item), return_permutation=True
+                    graph, order = from_edge_index(
+                        graph, self.num_tokens(item), return_permutation=True
                     )
                 except ValueError as error:
                     raise ValueError(f"{item.says('edge_index')}: {error}") from None
-            graphs.append(own)
+            graphs.append(graph)
             orders.append(order)
         return graphs, orders
 
@@ -236,7 +236,7 @@ class Columns:
         PyG adds the number of nodes before an item to such fields. Here they are not changed, so
         joining them would give wrong indices.
         """
-        for item in self.found:
+        for item in self.items:
             value = item.fields[name]
             if item.data is None or not isinstance(value, Tensor):
                 continue
@@ -274,7 +274,7 @@ class Columns:
             )
         fitting = [place for place, kinds in enumerate(fits) if kinds]
         if not fitting or all(
-            len(values[place]) == 1 and self.found[place].data is not None for place in fitting
+            len(values[place]) == 1 and self.items[place].data is not None for place in fitting
         ):  # In PyG, [1, ...] is one value per item, even if the item has a single node.
             return "item"
         meant = min(fits[fitting[0]])
@@ -295,7 +295,7 @@ class Columns:
         """
         first = self.values[name][0]
         for item, value, graph, (n, m) in zip(
-            self.found, self.values[name], graphs, sizes, strict=True
+            self.items, self.values[name], graphs, sizes, strict=True
         ):
             rows = {"token": n, "source": m}.get(kind)
             rows = graph.num_edges if rows is None else rows
@@ -325,7 +325,7 @@ class Columns:
             return values
         for place, value in enumerate(values):
             _check_alike(name, first, value, place, 0)
-        data = self.found[0].data
+        data = self.items[0].data
         if data is None or first.shape[:1] != (1,) or data.__cat_dim__(name, first) != 0:
             return torch.stack(values)
         joined.add(name)

@@ -106,9 +106,9 @@ class TokenBatch:
 
     def _valid_tokens(self) -> Tensor | tuple[Tensor | None, Tensor | None] | None:
         names = [n for n in ("valid", "attention_mask") if self._kinds.get(n) == "token"]
-        own = self._as_mask(names[0]) if names else None
+        given = self._as_mask(names[0]) if names else None
         if self._shape is None:
-            of_targets, of_sources = own, None
+            of_targets, of_sources = given, None
         else:
             of_targets, of_sources = (
                 torch.arange(most, device=lengths.device) < lengths[:, None]
@@ -116,8 +116,8 @@ class TokenBatch:
                     self._shape, (self.lengths, self.source_lengths), strict=True
                 )
             )
-            if own is not None:
-                of_targets = of_targets & own
+            if given is not None:
+                of_targets = of_targets & given
         if all(targets == sources for targets, sources in self.sizes):
             return of_targets
         return None if of_targets is None and of_sources is None else (of_targets, of_sources)
@@ -167,8 +167,8 @@ class TokenBatch:
         """
         for name in ("positions", "position_ids"):
             if name in self._fields:
-                own: Tensor = self._fields[name]
-                return own
+                given: Tensor = self._fields[name]
+                return given
         positions = self.graph.positions
         return positions if self._shape is None else positions.view(len(self), -1)
 
@@ -212,8 +212,8 @@ class TokenBatch:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name in TokenBatch.__annotations__ or hasattr(TokenBatch, name)
-        if name in self.__dict__.get("_fields", {}) and not own:
+        is_attribute = name in TokenBatch.__annotations__ or hasattr(TokenBatch, name)
+        if name in self.__dict__.get("_fields", {}) and not is_attribute:
             self._fields[name] = value  # used for augmentation in a training loop, for example
         else:
             object.__setattr__(self, name, value)
@@ -302,7 +302,7 @@ class TokenBatch:
         edges = self.unpack(self.graph.edge_index.T, per="edge")
         return pyg_batch_of_items(
             self.sizes,
-            [(own - first).T.contiguous() for own, first in zip(edges, rows, strict=True)],
+            [(pairs - first).T.contiguous() for pairs, first in zip(edges, rows, strict=True)],
             [{name: values[b] for name, values in columns.items()} for b in range(len(self))],
         )
 

@@ -59,8 +59,8 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
         )
     if a.structure is not None and b.structure is not None:
         parts: list[GraphStructure] = []
-        for own in (a.structure, b.structure):
-            inner = own.parts if isinstance(own, Union) else (own,)
+        for part_structure in (a.structure, b.structure):
+            inner = part_structure.parts if isinstance(part_structure, Union) else (part_structure,)
             parts.extend(part for part in inner if part not in parts)
         structure = union_of(parts)
         edge_index = None
@@ -158,7 +158,7 @@ def _joined_lists(graphs: list[TokenGraph]) -> Tensor:
 
 def _joined_tables(graphs: list[TokenGraph]) -> Tensor:
     """Join the neighbour tables of all graphs to one table, as wide as the widest of them."""
-    tables = [own for graph in graphs if (own := graph.compact_neighbors) is not None]
+    tables = [neighbors for graph in graphs if (neighbors := graph.compact_neighbors) is not None]
     most, start, shifted = max(table.shape[1] for table in tables), 0, []
     places = most * sum(len(table) for table in tables)
     num_sources = sum(graph.num_sources for graph in graphs)

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.grid_windows import GridWindows
-from graphattn.graphs.structures.structure import Band, Grid
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
+from graphattn.graphs.structures.structure import Band
 from graphattn.graphs.token_graph import TokenGraph
 
 PerAxis = int | Sequence[int]
@@ -79,12 +79,12 @@ def grid_window_graph(
                 [4, 6, 4]])
     """
     shape = as_int("height", height, 1), as_int("width", width, 1)
-    found = _windows(shape, radius, metric, class_token, dilation, causal, border)
-    same = found.before == found.after and len({*found.before, *found.after}) == 1
-    if same and set(found.dilation) == {1} and not any(found.shift):
-        reach = found.before[0]
-        return TokenGraph(structure=Grid(*shape, reach, found.metric, found.class_token))
-    return TokenGraph(structure=found)
+    windows = _windows(shape, radius, metric, class_token, dilation, causal, border)
+    same = windows.before == windows.after and len({*windows.before, *windows.after}) == 1
+    if same and set(windows.dilation) == {1} and not any(windows.shift):
+        reach = windows.before[0]
+        return TokenGraph(structure=Grid(*shape, reach, windows.metric, windows.class_token))
+    return TokenGraph(structure=windows)
 
 
 def grid_block_graph(
@@ -135,9 +135,9 @@ def grid_block_graph(
     height, width = as_int("height", height, 1), as_int("width", width, 1)
     block = _per_axis("block_size", block_size, 2, 1, 1)
     shifts = _per_axis("shift", shift, 2, 0, 0)
-    for axis, (own, size) in enumerate(zip(shifts, block, strict=True)):
-        if own >= size:
-            raise ValueError(f"shift must be < block_size = {size} along axis {axis}, got {own}")
+    for axis, (move, size) in enumerate(zip(shifts, block, strict=True)):
+        if move >= size:
+            raise ValueError(f"shift must be < block_size = {size} along axis {axis}, got {move}")
     return TokenGraph(structure=GridBlocks(height, width, block, shifts))
 
 
@@ -329,17 +329,17 @@ def _per_axis(name: str, value: Any, axes: int, least: int, least_of_one: int) -
             f"{name} must be an integer >= {least}, or {axes} integers >= {least_of_one}, one for "
             f"each axis, got {value!r}"
         )
-    found = tuple(as_int(f"{name}[{a}]", own, least_of_one) for a, own in enumerate(value))
-    if max(found) < least:
+    per_axis = tuple(as_int(f"{name}[{a}]", entry, least_of_one) for a, entry in enumerate(value))
+    if max(per_axis) < least:
         raise ValueError(f"{name} must be >= {least} along at least one axis, got {value!r}")
-    return found
+    return per_axis
 
 
 def _switches(name: str, value: Any, axes: int) -> tuple[bool, ...]:
     """Return one bool per axis, from one for all axes or one for each."""
     each = value if isinstance(value, Sequence) and not isinstance(value, str) else [value] * axes
-    if len(each) != axes or any(own not in (False, True) for own in each):
+    if len(each) != axes or any(switch not in (False, True) for switch in each):
         raise ValueError(
             f"{name} must be a bool, or {axes} bools, one for each axis, got {value!r}"
         )
-    return tuple(bool(own) for own in each)
+    return tuple(bool(switch) for switch in each)

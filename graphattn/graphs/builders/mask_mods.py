@@ -95,12 +95,12 @@ def from_mask_mod(
     entries = 1 if batch is None else as_int("batch", batch, 1)
     alike = 1 if heads is None else as_int("heads", heads, 1)
     reads_b, reads_h = mask.reads()
-    for name, count, read, own in (
+    for name, count, read, size in (
         ("batch", batch, reads_b, mask.of_blocks[0]),
         ("heads", heads, reads_h, mask.of_blocks[1]),
     ):
-        if count is not None and own > 1 and (read or count > own) and count != own:
-            raise ValueError(f"{name} must be {own}, the number of the BlockMask, got {count}")
+        if count is not None and size > 1 and (read or count > size) and count != size:
+            raise ValueError(f"{name} must be {size}, the number of the BlockMask, got {count}")
     if reads_b and batch is None:
         raise ValueError(
             "batch must be given if mask_mod depends on b, the entry of the batch, got batch=None: "
@@ -137,10 +137,13 @@ class _Mask:
         from torch.nn.attention.flex_attention import BlockMask
 
         if isinstance(mask_mod, BlockMask):
-            own = mask_mod.seq_lengths
+            lengths = mask_mod.seq_lengths
             sizes = []
             for name, given, covered in zip(
-                ("num_targets", "num_sources"), (num_targets, num_sources), own, strict=True
+                ("num_targets", "num_sources"),
+                (num_targets, num_sources),
+                lengths,
+                strict=True,
             ):
                 size = covered if given is None else as_int(name, given, 0)
                 if size > covered:
@@ -220,7 +223,7 @@ class _Mask:
 
     def is_that_of(self, rows: ListedRows, b: int) -> bool:
         """Whether the mask has exactly the edges of these rows."""
-        return all(torch.equal(rows.of(own), values) for own, values in self.chunks(b))
+        return all(torch.equal(rows.of(chunk), values) for chunk, values in self.chunks(b))
 
     def check_equal(self, b: int, h: int, *, every_row: bool) -> None:
         """Raise ValueError unless head h has the same mask as head 0."""
@@ -246,10 +249,10 @@ class _Mask:
     def _evaluated(self, function: MaskMod, rows: int, columns: int) -> Tensor:
         from torch.nn.attention.flex_attention import create_mask
 
-        found = self._called(lambda: create_mask(function, 1, 1, rows, columns, self.device))
-        if found.dtype != torch.bool:
-            raise ValueError(f"mask_mod must return booleans, got {found.dtype}")
-        return found[0, 0]
+        values = self._called(lambda: create_mask(function, 1, 1, rows, columns, self.device))
+        if values.dtype != torch.bool:
+            raise ValueError(f"mask_mod must return booleans, got {values.dtype}")
+        return values[0, 0]
 
     def _called(self, call: Callable[[], Tensor]) -> Tensor:
         try:
@@ -308,13 +311,13 @@ def _within_blocks(blocks: BlockMask) -> MaskMod:
             one[1].expand_as(full), full
         ):
             partial, full = one
-    own, (B, H) = blocks.mask_mod, partial.shape[:2]
+    within_partial, (B, H) = blocks.mask_mod, partial.shape[:2]
 
     def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         entry = b.new_zeros(()) if B == 1 else b
         head = h.new_zeros(()) if H == 1 else h
         place = entry, head, q_idx // height, kv_idx // width
-        return full[place] | (partial[place] & own(b, h, q_idx, kv_idx))
+        return full[place] | (partial[place] & within_partial(b, h, q_idx, kv_idx))
 
     return within
 
@@ -344,11 +347,11 @@ def _graph(mask: _Mask, b: int, verify: bool) -> TokenGraph:
         if isinstance(structure, Parts):
             sizes = tuple((part.num_targets, part.num_sources) for part in structure.parts)
         return TokenGraph(structure=structure, sizes=sizes, device=mask.device)
-    found = []
-    for own, values in mask.chunks(b):
+    edges = []
+    for chunk, values in mask.chunks(b):
         row, source = values.nonzero().T
-        found.append(torch.stack([source, own[row]]))
-    edge_index = torch.cat(found, dim=1)
+        edges.append(torch.stack([source, chunk[row]]))
+    edge_index = torch.cat(edges, dim=1)
     return TokenGraph(edge_index=edge_index, num_targets=N, num_sources=M)
 
 

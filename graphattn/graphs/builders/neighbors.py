@@ -221,9 +221,9 @@ class _Ball(NamedTuple):
         if max_neighbors is not None:
             k = min(max_neighbors, k)
             if is_for_trees(points, candidates, k):
-                found = untraced(nearest_by_tree)(points, candidates, k, *selves, reach)
-                if found is not None and not len(found[1]):
-                    return [edges_of_rows(found[0])]
+                by_tree = untraced(nearest_by_tree)(points, candidates, k, *selves, reach)
+                if by_tree is not None and not len(by_tree[1]):
+                    return [edges_of_rows(by_tree[0])]
         elif self.to_self and is_for_trees(points, points):
             pairs = untraced(pairs_by_tree)(points, reach)
             if pairs is not None:

@@ -110,13 +110,13 @@ def from_pyg(
     else:
         store, name = data, "data"
         graph, permutation = _from_homogeneous(data)
-    found: list[Any] = [graph]
+    results: list[Any] = [graph]
     left = []
     wanted = {"edge_attr": return_edge_attr, "edge_weight": return_edge_weight}
     for key, is_wanted in wanted.items():
         value = getattr(store, key, None)
         if is_wanted:
-            found.append(_in_order(value, permutation, f"return_{key}", f"{name}.{key}"))
+            results.append(_in_order(value, permutation, f"return_{key}", f"{name}.{key}"))
         elif value is not None and not return_permutation:
             left.append(key)
     if left:
@@ -126,8 +126,8 @@ def from_pyg(
             "the graph's edges, with return_permutation=True it returns how the edges were sorted",
         )
     if return_permutation:
-        found.append(permutation)
-    return tuple(found) if len(found) > 1 else graph
+        results.append(permutation)
+    return tuple(results) if len(results) > 1 else graph
 
 
 def _in_order(value: Any, permutation: Tensor, argument: str, name: str) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_type
-from graphattn.graphs.conversions.to_pyg_batch import pyg_batch_of_parts
 from graphattn.graphs.edges.storage import StoredGraph
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def pyg_of(
                 f"(targets, sources) of this graph are {graph.sizes}"
             )
         if len(graph.sizes) > 1:
-            return _pyg_parts(graph, edge_type, edge_attr, edge_weight)
+            return _pyg_batch_of_parts(graph, edge_type, edge_attr, edge_weight)
         data = Data(edge_index=graph.edge_index)
         stores = (data, data, data)
     else:
@@ -63,7 +62,7 @@ def pyg_of(
                 f"got {edge_type} for a graph whose (targets, sources) are {graph.sizes}"
             )
         if len(graph.sizes) > 1:
-            return _pyg_parts(graph, edge_type, edge_attr, edge_weight)
+            return _pyg_batch_of_parts(graph, edge_type, edge_attr, edge_weight)
         data = HeteroData()
         stores = (data[target], data[source], data[edge_type])
         # A plain tensor, because PyG cannot coalesce a HeteroData that has an EdgeIndex.
@@ -75,23 +74,6 @@ def pyg_of(
     if edge_weight is not None:
         stores[2].edge_weight = edge_weight
     return data
-
-
-def _pyg_parts(
-    graph: StoredGraph,
-    edge_type: tuple[str, str, str] | None,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-) -> Any:
-    """Make a PyG Batch of the graphs in a batch."""
-    given = {"edge_attr": edge_attr, "edge_weight": edge_weight}
-    values = {name: value for name, value in given.items() if value is not None}
-
-    def of_part(part: StoredGraph, values: dict[str, Tensor]) -> Any:
-        own = values.get("edge_attr"), values.get("edge_weight")
-        return pyg_of(part, edge_type, *own, as_data=True)
-
-    return pyg_batch_of_parts(graph, edge_type, values, of_part)
 
 
 def pyg_batch_of_items(
@@ -165,3 +147,66 @@ def _check_per_edge(graph: StoredGraph, name: str, value: Any, dims: int | None 
         raise ValueError(
             f"{name} must be a tensor of shape [{graph.num_edges}{more}] (one per edge), got {got}"
         )
+
+
+def _pyg_batch_of_parts(
+    graph: StoredGraph,
+    edge_type: tuple[str, str, str] | None,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+) -> Any:
+    """Make a PyG Batch of the two graphs or more in a batch, without a loop over them.
+
+    PyG joins two empty graphs to a Batch, which has all its attributes. Then the values of edges
+    and nodes are replaced by those of `graph`, which are in the same order already.
+    """
+    from torch_geometric.data import Batch
+
+    device = graph.device
+    none = type(graph)(
+        edge_index=torch.empty((2, 0), dtype=torch.int64, device=device),
+        num_targets=0,
+        num_sources=0,
+    )
+    given = {"edge_attr": edge_attr, "edge_weight": edge_weight}
+    values = {name: value for name, value in given.items() if value is not None}
+    of_no_edges = (None if value is None else value[:0] for value in given.values())
+    empty = pyg_of(none, edge_type, *of_no_edges, as_data=True)
+    batch = Batch.from_data_list([empty, empty])
+    targets, sources = (torch.tensor([size[side] for size in graph.sizes]) for side in (0, 1))
+    first_target, first_source = (_starts(sizes) for sizes in (targets, sources))
+    count = len(graph.sizes)
+    item = torch.arange(count)
+    nodes = [(batch, targets, first_target)]
+    edges, of_edges, increments = batch, batch._slice_dict, batch._inc_dict
+    shift = first_source[:-1]
+    if edge_type is not None:
+        source, _, target = edge_type
+        nodes = [
+            (batch[target], targets, first_target),
+            (batch[source], sources, first_source),
+        ]
+        edges = batch[edge_type]
+        of_edges, increments = batch._slice_dict[edge_type], batch._inc_dict[edge_type]
+        shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]
+        # PyG has no entry for node types without features, and could not separate them then.
+        for node_type in (source, target):
+            batch._slice_dict.setdefault(node_type, {})
+            batch._inc_dict.setdefault(node_type, {})
+    for store, sizes, first in nodes:
+        store.num_nodes = int(first[-1])
+        store._num_nodes = sizes.tolist()
+        store.batch = item.repeat_interleave(sizes).to(device)
+        store.ptr = first.to(device)
+    borders = graph.compact_rowptr[first_target.to(device)].long().cpu()
+    for name, value in {"edge_index": graph.edge_index, **values}.items():
+        edges[name] = value
+        of_edges[name] = borders
+        increments[name] = shift if name == "edge_index" else torch.zeros_like(item)
+    batch._num_graphs = count
+    return batch
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """Return the first index of every graph, and the end of the last one."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

@@ -31,12 +31,6 @@ def as_stored(index: Tensor, *sizes: int) -> Tensor:
     Args:
         index: numbers of tokens, of edges, or of places in a list of edges.
         sizes: how many tokens, edges or places there are.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.graphs.edges.index_width import as_stored
-        >>> as_stored(torch.tensor([2, 0]), 3).dtype, as_stored(torch.tensor([2, 0]), 2**40).dtype
-        (torch.int32, torch.int64)
     """
     traced = torch.compiler.is_dynamo_compiling() or (
         torch.compiler.is_compiling() and makes_fakes()  # torch.export, without strict=True

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.edges.index_width import are_narrow, as_stored, is_stored_wide
-from graphattn.graphs.edges.listing import edges_of_structure
-from graphattn.graphs.edges.lists import edges_of_rows, order_by_source, sorted_edge_list
+from graphattn.graphs.edges.lists import (
+    edges_of_rows,
+    edges_of_structure,
+    order_by_source,
+    sorted_edge_list,
+)
 from graphattn.graphs.edges.stored_values import usable_for_training
 from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.graph_code import encode
@@ -136,10 +140,10 @@ class StoredGraph:
             return stored
         if torch.compiler.is_dynamo_compiling():  # storing the result would cause a recompilation
             return stored.long()
-        found = self._wide.get(name)
+        kept = self._wide.get(name)
         # Equal versions mean that nobody has written into the lists since the conversion.
-        if found is not None and found[0] == (stored._version, found[1]._version):
-            return found[1]
+        if kept is not None and kept[0] == (stored._version, kept[1]._version):
+            return kept[1]
         with self.storing():
             wide = stored.long()
             if is_stored_wide(stored) and may_store(self._device):
@@ -155,6 +159,16 @@ class StoredGraph:
             if self._on_streams is not None:
                 self._on_streams[name] = OnStream(made, self._device)
         return made
+
+    def _stored(self, name: str, make: Callable[[], T]) -> T:
+        """Return an attribute; if it is None, make it and store it."""
+        value: T | None = getattr(self, name)
+        if value is None:
+            with self.storing():
+                return self._store(name, make())
+        if self._on_streams is not None:
+            self._await(name)
+        return value
 
     def _await(self, name: str) -> None:
         """Let the current stream of a GPU wait for the one that made or copied an attribute."""
@@ -393,31 +407,27 @@ class StoredGraph:
             tensor([[0, 0, 1],
                     [0, 1, 1]], dtype=torch.int32)
         """
-        if self._edge_index is None:
-            with self.storing():
-                neighbors = self.compact_neighbors
-                if neighbors is not None:
-                    edges = edges_of_rows(neighbors, is_sorted=True)
-                else:
-                    edges = edges_of_structure(cast(GraphStructure, self._structure), self._device)
-                return self._store("_edge_index", self._as_stored(edges, edges.shape[1]))
-        if self._on_streams is not None:
-            self._await("_edge_index")
-        return self._edge_index
+        return self._stored("_edge_index", self._list_edges)
+
+    def _list_edges(self) -> Tensor:
+        neighbors = self.compact_neighbors
+        if neighbors is not None:
+            edges = edges_of_rows(neighbors, is_sorted=True)
+        else:
+            edges = edges_of_structure(cast(GraphStructure, self._structure), self._device)
+        return self._as_stored(edges, edges.shape[1])
 
     @property
     def compact_rowptr(self) -> Tensor:
         """:attr:`rowptr`, with the dtype of :attr:`compact_edges`."""
-        if self._rowptr is None:
-            with self.storing():
-                degree = self.in_degree()
-                rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-                if self._device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
-                    rowptr = self._as_stored(rowptr, int(rowptr[-1]))
-                return self._store("_rowptr", rowptr)
-        if self._on_streams is not None:
-            self._await("_rowptr")
-        return self._rowptr
+        return self._stored("_rowptr", self._count_edges)
+
+    def _count_edges(self) -> Tensor:
+        degree = self.in_degree()
+        rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+        if self._device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
+            rowptr = self._as_stored(rowptr, int(rowptr[-1]))
+        return rowptr
 
     @property
     def compact_neighbors(self) -> Tensor | None:
@@ -447,27 +457,25 @@ class StoredGraph:
 
         :meth:`transpose_permutation` says which edge is which.
         """
-        if self._transposed is None:
-            flipped = None if self._structure is None else self._structure.transpose()
-            with self.storing():
-                edge_index = None
-                if flipped is None:
-                    edge_index = self.compact_edges.flip(0)[:, self._order_by_source()]
-                transposed = type(self)(
-                    structure=flipped,
-                    edge_index=edge_index,
-                    num_targets=self._num_sources,
-                    num_sources=self._num_targets,
-                    sizes=tuple((sources, targets) for targets, sources in self._sizes),
-                    starts=tuple((source, target) for target, source in self._starts),
-                    positions=self.own_positions and self.own_positions[::-1],
-                    device=self._device,
-                )
-                transposed._transposed = self
-                return self._store("_transposed", transposed)
-        if self._on_streams is not None:
-            self._await("_transposed")
-        return self._transposed
+        return self._stored("_transposed", self._make_transposed)
+
+    def _make_transposed(self) -> Self:
+        flipped = None if self._structure is None else self._structure.transpose()
+        edge_index = None
+        if flipped is None:
+            edge_index = self.compact_edges.flip(0)[:, self._order_by_source()]
+        transposed = type(self)(
+            structure=flipped,
+            edge_index=edge_index,
+            num_targets=self._num_sources,
+            num_sources=self._num_targets,
+            sizes=tuple((sources, targets) for targets, sources in self._sizes),
+            starts=tuple((source, target) for target, source in self._starts),
+            positions=self.own_positions and self.own_positions[::-1],
+            device=self._device,
+        )
+        transposed._transposed = self
+        return transposed
 
     def transpose_permutation(self) -> Tensor:
         """Return a LongTensor [E]: edge e of ``transpose()`` is edge ``permutation[e]`` here.
@@ -478,13 +486,11 @@ class StoredGraph:
         return self._widened("transpose_permutation", self._order_by_source())
 
     def _order_by_source(self) -> Tensor:
-        if self._transpose_permutation is None:
-            with self.storing():
-                order = order_by_source(*self.compact_csr(), self._num_sources)
-                return self._store("_transpose_permutation", self._as_stored(order, len(order)))
-        if self._on_streams is not None:
-            self._await("_transpose_permutation")
-        return self._transpose_permutation
+        def make() -> Tensor:
+            order = order_by_source(*self.compact_csr(), self._num_sources)
+            return self._as_stored(order, len(order))
+
+        return self._stored("_transpose_permutation", make)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, and store the result under `key`, for example a plan of an operation.
@@ -492,18 +498,18 @@ class StoredGraph:
         If the list or table of edges was changed in place, the result is computed again. Copies and
         files do not contain stored results. If there are too many results, all are deleted.
         """
-        listed, found = self.listed, self._derived
+        listed, results = self.listed, self._derived
         key = key, None if listed is None else listed._version
         # One lookup only, because another thread may clear the dict between two lookups.
-        result: T = found.get(key, NOT_STORED)
+        result: T = results.get(key, NOT_STORED)
         if result is NOT_STORED:
             with self.storing():
                 result = make()
                 if not may_store(self._device):
                     return result
-                if len(found) >= MOST_DERIVED:
-                    found.clear()
-                found[key] = as_entry(result, self._device)
+                if len(results) >= MOST_DERIVED:
+                    results.clear()
+                results[key] = as_entry(result, self._device)
         elif isinstance(result, OnStream):
             result = result.read()
         return result
@@ -516,24 +522,16 @@ class StoredGraph:
 
         After :meth:`permute` it is the position that the token had before.
         """
-        if self._positions is None:
-            with self.storing():
-                return self._store("_positions", self._counted(0))
-        if self._on_streams is not None:
-            self._await("_positions")
-        return self._positions
+        return self._stored("_positions", lambda: self._counted(0))
 
     @property
     def source_positions(self) -> Tensor:
         """LongTensor [M], the position of every source; `positions` if they are the targets."""
-        if self._source_positions is None:
-            if self._own_positions is not None or self.has_same_tokens:
-                return self.positions
-            with self.storing():
-                return self._store("_source_positions", self._counted(1))
-        if self._on_streams is not None:
-            self._await("_source_positions")
-        return self._source_positions
+        if self._source_positions is None and (
+            self._own_positions is not None or self.has_same_tokens
+        ):
+            return self.positions
+        return self._stored("_source_positions", lambda: self._counted(1))
 
     @property
     def own_positions(self) -> tuple[Tensor, Tensor] | None:

@@ -1,4 +1,4 @@
-"""Distances between tokens: rounded distances of many pairs, and exact distances of few."""
+"""Distances between tokens, rounded of many pairs and exact of few, and the nearest by them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DistanceProducts:
         )
 
     def nearest(
-        self, start: int, count: int, k: int, own: float | None
+        self, start: int, count: int, k: int, to_itself: float | None
     ) -> tuple[Tensor, Tensor] | None:
         """Select the pairs that may be among the k nearest, sorted; None if they are too many.
 
@@ -104,8 +104,8 @@ class DistanceProducts:
         for j in range(0, M, self.COLUMNS):
             part, columns = s[:, j : j + self.COLUMNS], self.columns[j : j + self.COLUMNS]
             torch.mm(self.rows[start : start + count], columns.T, out=part[:, : len(columns)])
-            if own is not None:
-                part.diagonal(start - j).fill_(own)
+            if to_itself is not None:
+                part.diagonal(start - j).fill_(to_itself)
             some = slice(j // self.BLOCK, j // self.BLOCK + part.shape[1] // self.BLOCK)
             least[:, some] = part.unflatten(1, (-1, self.BLOCK)).amin(dim=2)
         # The k-th smallest of the minima of blocks. At least k sources are no farther, and few more
@@ -185,11 +185,62 @@ def exact_squared_distances(
     return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
-def place_self(squared: Tensor, own: Tensor, self_loops: bool) -> None:
+def place_self(squared: Tensor, is_itself: Tensor, self_loops: bool) -> None:
     """Set the squared distance of a token to itself, in place.
 
     With `self_loops` it is -1, so that the token comes first, even before an equal point with a
     smaller index. Without, or if the token has a NaN, it is infinite, so that it is not selected.
     """
-    first = own & squared.isfinite() & self_loops
-    squared.masked_fill_(own, torch.inf).masked_fill_(first, -1)
+    first = is_itself & squared.isfinite() & self_loops
+    squared.masked_fill_(is_itself, torch.inf).masked_fill_(first, -1)
+
+
+def nearest_by_pairs(
+    points: Tensor,
+    candidates: Tensor,
+    k: int,
+    to_self: bool,
+    self_loops: bool,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Find the k nearest candidates of every point (or of some rows), without storing N x M.
+
+    Rounding may change the order of neighbours that are nearly equally far. So all sources whose
+    distance is within rounding of the k-th are selected, and exact distances decide among them.
+    Distances from matrix products select them fast. Distances from differences of coordinates are
+    used if products select too many (because tokens are closer to each other than the rounding of
+    products) or if the rounding of products is unknown.
+    """
+    finite = points.isfinite().all(dim=1), candidates.isfinite().all(dim=1)
+    products = None if rows is not None else DistanceProducts.of(points, candidates, finite)
+    if rows is None:
+        rows = torch.arange(len(points), device=points.device)
+    index = torch.empty((len(rows), k), dtype=torch.int64, device=points.device)
+    to_itself = None if not to_self else -torch.inf if self_loops else torch.inf
+    step = max(1, TILE // max(len(candidates), 1))
+    for start in range(0, len(rows), step):
+        places = rows[start : start + step]
+        tile = points[places]
+        pairs = None if products is None else products.nearest(start, len(tile), k, to_itself)
+        if pairs is None:
+            distance = rounded_distances(tile, candidates)
+            if to_itself is not None:
+                distance.scatter_(1, places[:, None], max(to_itself, 0))
+            pairs = _near_by_differences(distance, tile, k, (finite[0][places], finite[1]))
+        row, source = pairs
+        squared = exact_squared_distances(tile, candidates, row, source)
+        if to_self:
+            place_self(squared, places[row] == source, self_loops)
+        index[start : start + len(tile)] = nearest_pairs(row, source, squared, len(tile), k)
+    return index
+
+
+def _near_by_differences(
+    distance: Tensor, tile: Tensor, k: int, finite: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Select all pairs that may be among the k nearest; rows and sources, sorted by both."""
+    kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
+    near = distance <= with_rounding(kth, tile)
+    near &= finite[0][:, None] & finite[1]
+    row, source = near.nonzero().T
+    return row, source

@@ -75,13 +75,13 @@ class PointTree:
         more than :data:`ROUNDING`. If fewer sources are within `reach`, the rest of a row is -1 and
         infinity.
         """
-        found = self.tree.query(
+        index = self.tree.query(
             points,
             many,
             distance_upper_bound=_widened(np.sqrt(reach), self.coordinates),
             workers=max(1, min(torch.get_num_threads(), len(points) // FIRST_ROWS)),
         )[1].reshape(len(points), many)
-        return self.source.take(found), _squared(points, self.places, found)
+        return self.source.take(index), _squared(points, self.places, index)
 
 
 def nearest_by_tree(
@@ -187,12 +187,12 @@ def _with_oneself_first(
     """Put every point before its candidates, even if equal points displaced it from them."""
     if (source[:, 0] == rows).all():
         return source, squared
-    own = source == rows[:, None]
-    if (absent := ~own.any(axis=1)).any():
+    is_itself = source == rows[:, None]
+    if (absent := ~is_itself.any(axis=1)).any():
         source = np.column_stack([source, np.where(absent, rows, -1)])
         squared = np.column_stack([squared, np.where(absent, 0, np.inf)])
-        own = np.column_stack([own, absent])
-    return _in_order(source, np.where(own, -1, squared))
+        is_itself = np.column_stack([is_itself, absent])
+    return _in_order(source, np.where(is_itself, -1, squared))
 
 
 def pairs_by_tree(points: Tensor, squared: float) -> Tensor | None:
@@ -229,19 +229,19 @@ def _widened(distance: Any, coordinates: int) -> Any:
     return distance * (1 + 2 * ROUNDING) + 2 * (coordinates * tiny) ** 0.5
 
 
-def _squared(points: Floats, places: Floats, found: Integers) -> Floats:
+def _squared(points: Floats, places: Floats, index: Integers) -> Floats:
     """Compute squared distances of candidates, with the same bits as `exact_squared_distances`."""
     if points.shape[1] > IN_ORDER:
         tensors = torch.from_numpy(points), torch.from_numpy(places)
         if has_neighbors(tensors[0]):
-            row = torch.arange(len(points)).repeat_interleave(found.shape[1])
-            exact = squared_distances(*tensors, row, torch.from_numpy(found).flatten())
-            return exact.view(found.shape).numpy()
-        gap = points[:, None] - places[found]
+            row = torch.arange(len(points)).repeat_interleave(index.shape[1])
+            exact = squared_distances(*tensors, row, torch.from_numpy(index).flatten())
+            return exact.view(index.shape).numpy()
+        gap = points[:, None] - places[index]
         return torch.from_numpy(np.square(gap, out=gap)).sum(dim=-1).numpy()
-    squared = np.square(points[:, :1] - places[:, 0].take(found))
+    squared = np.square(points[:, :1] - places[:, 0].take(index))
     for c in range(1, points.shape[1]):
-        squared += np.square(points[:, c, None] - places[:, c].take(found))
+        squared += np.square(points[:, c, None] - places[:, c].take(index))
     return squared
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int, as_points, as_sources
-from graphattn.graphs.search.all_pairs import nearest_by_pairs
 from graphattn.graphs.search.distances import (
     IN_ORDER,
     PAIRS,
     exact_squared_distances,
+    nearest_by_pairs,
     nearest_pairs,
     place_self,
 )
@@ -25,7 +25,7 @@ from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest, squared_distances
 from graphattn.kernels.shared.launch import is_transformed, on_its_device, untraced, why_not_on
 
-BACKENDS = ("auto", "reference", "triton")
+NAMES = ("auto", "reference", "triton")  # what an argument `backend` may be
 MOST = 256  # the most neighbours per token that the kernels find
 
 
@@ -94,18 +94,7 @@ def nearest_index(
 ) -> Tensor:
     """Return only the indices of :func:`knn`: sources in order of distance, int64 [N, k]."""
     search = _checked(x, k, source, within, bool(self_loops))
-    as_choice("backend", backend, BACKENDS)
-    if backend == "triton" or (backend == "auto" and x.device.type == "cuda"):
-        reason = _why_no_kernels(search)
-        if reason is None:
-            return untraced(_nearest_by_kernels)(search)
-        if backend == "triton":
-            raise ValueError(f"backend 'triton' cannot run this case: {reason}")
-    if search.within is None:
-        return nearest_of_all(*search.points, search.k, search.to_self, search.self_loops)
-    return _nearest_in_graph(
-        *search.points, search.k, search.within, search.to_self, search.self_loops
-    )
+    return _choose(search, backend).run(search)
 
 
 def nearest_in_items(
@@ -122,7 +111,7 @@ def nearest_in_items(
     its tokens get all of them, and -1 for the rest.
     """
     k, sources = as_int("k", k, 1), x if source is None else source
-    as_choice("backend", backend, BACKENDS)
+    as_choice("backend", backend, NAMES)
     to_self = source is None
     if self_loops and not to_self:
         raise ValueError(
@@ -131,27 +120,26 @@ def nearest_in_items(
         )
     possible = [max(count - int(to_self and not self_loops), 0) for _, count in sizes]
     k = max(min(k, max(possible, default=0)), 1)
-    if max(possible, default=0) > 0 and (
-        backend == "triton" or (backend == "auto" and x.device.type == "cuda")
-    ):  # The kernels search all items in one call.
+    if max(possible, default=0) > 0 and backend != "reference":
         parts = tuple(Complete(*pair) for pair in sizes)
         within = TokenGraph(structure=Parts(parts), device=x.device)
         search = _checked(x, k, source, within, bool(self_loops))
-        if backend == "triton" or _why_no_kernels(search) is None:
-            return nearest_index(x, k, source, within, self_loops, backend)
+        chosen = _choose(search, backend)
+        if chosen.name == "triton":  # The kernels search all items in one call.
+            return chosen.run(search)
     index = torch.full((len(x), k), -1, dtype=torch.int64, device=x.device)
     t = s = 0
     for (num_targets, num_sources), most in zip(sizes, possible, strict=True):
         if num_targets and most:
-            own = sources[s : s + num_sources]
-            found = nearest_index(
+            candidates = sources[s : s + num_sources]
+            here = nearest_index(
                 x[t : t + num_targets],
                 min(k, most),
-                None if to_self else own,
+                None if to_self else candidates,
                 self_loops=self_loops,
                 backend=backend,
             )
-            index[t : t + num_targets, : found.shape[1]] = found.where(found < 0, found + s)
+            index[t : t + num_targets, : here.shape[1]] = here.where(here < 0, here + s)
         t, s = t + num_targets, s + num_sources
     return index
 
@@ -208,14 +196,14 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     that its gradient is exactly 0.
     """
     N, k = index.shape
-    found, place = index >= 0, index.clamp(min=0)
+    is_neighbor, place = index >= 0, index.clamp(min=0)
     differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
     if not differentiated and has_neighbors(x):
         row = torch.arange(N, device=index.device).repeat_interleave(k)
         return untraced(squared_distances)(x, sources, row, index.flatten()).view(N, k)
     if not differentiated and not is_transformed() and x.shape[1] <= IN_ORDER:
         squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)
-        row, slot = found.nonzero().unbind(1)
+        row, slot = is_neighbor.nonzero().unbind(1)
         squared[row, slot] = exact_squared_distances(x, sources, row, place[row, slot])
         return squared
     step = max(1, PAIRS // max(k * x.shape[1], 1))
@@ -223,8 +211,8 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     for i in range(0, N, step):
         rows = slice(i, i + step)
         gap = x[rows, None].double() - sources[place[rows]].double()
-        pieces.append(gap.where(found[rows, :, None], 0.0).square().sum(-1))
-    return torch.cat(pieces).where(found, torch.inf)
+        pieces.append(gap.where(is_neighbor[rows, :, None], 0.0).square().sum(-1))
+    return torch.cat(pieces).where(is_neighbor, torch.inf)
 
 
 def _why_no_kernels(search: _Search) -> str | None:
@@ -274,38 +262,69 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
     )
 
 
-def nearest_of_all(
-    points: Tensor, candidates: Tensor, k: int, to_self: bool, self_loops: bool
-) -> Tensor:
-    """Find the nearest among all candidates.
+def _nearest_by_torch(search: _Search) -> Tensor:
+    """Find the nearest among the edges of a graph, or among all candidates.
 
-    Compiled code is used if it is available. Otherwise it is a k-d tree for few coordinates, and
-    matrix products for many. Rows for which the tree gives no proof are searched in all pairs.
+    Among all candidates, compiled code is used if it is available. Otherwise it is a k-d tree for
+    few coordinates, and matrix products for many. Rows for which the tree gives no proof are
+    searched in all pairs.
     """
+    (points, candidates), k = search.points, search.k
+    selves = search.to_self, search.self_loops
+    if search.within is not None:
+        source, target = search.within.edge_index
+        squared = exact_squared_distances(points, candidates, target, source)
+        if search.to_self:
+            place_self(squared, target == source, search.self_loops)
+        return nearest_pairs(target, source, squared, len(points), k)
     if has_nearest(points, candidates):
-        return untraced(nearest)(points, candidates, k, to_self, self_loops)
-    found = None
+        return untraced(nearest)(points, candidates, k, *selves)
+    by_tree = None
     if is_for_trees(points, candidates, k):
-        found = untraced(nearest_by_tree)(points, candidates, k, to_self, self_loops)
-    if found is None:
-        return nearest_by_pairs(points, candidates, k, to_self, self_loops)
-    index, left = found
+        by_tree = untraced(nearest_by_tree)(points, candidates, k, *selves)
+    if by_tree is None:
+        return nearest_by_pairs(points, candidates, k, *selves)
+    index, left = by_tree
     if len(left):
-        index[left] = nearest_by_pairs(points, candidates, k, to_self, self_loops, rows=left)
+        index[left] = nearest_by_pairs(points, candidates, k, *selves, rows=left)
     return index
 
 
-def _nearest_in_graph(
-    points: Tensor,
-    candidates: Tensor,
-    k: int,
-    graph: TokenGraph,
-    to_self: bool,
-    self_loops: bool,
-) -> Tensor:
-    """Find the nearest among the edges of a graph."""
-    source, target = graph.edge_index
-    squared = exact_squared_distances(points, candidates, target, source)
-    if to_self:
-        place_self(squared, target == source, self_loops)
-    return nearest_pairs(target, source, squared, len(points), k)
+class SearchBackend(NamedTuple):
+    """A row of the table of backends.
+
+    Attributes:
+        name: one of :data:`NAMES`.
+        run: runs a search.
+        why_not: returns the reason why the backend cannot run a search, or None if it can.
+        is_default: whether "auto" may take the backend for a search.
+    """
+
+    name: str
+    run: Callable[[_Search], Tensor]
+    why_not: Callable[[_Search], str | None] = lambda search: None
+    is_default: Callable[[_Search], bool] = lambda search: True
+
+
+BACKENDS = (  # fastest first
+    SearchBackend(
+        "triton",
+        lambda search: untraced(_nearest_by_kernels)(search),
+        why_not=_why_no_kernels,
+        is_default=lambda search: search.tokens[0].device.type == "cuda",
+    ),
+    SearchBackend("reference", _nearest_by_torch),
+)
+
+
+def _choose(search: _Search, backend: str) -> SearchBackend:
+    """Return the backend of this name, or for "auto" the first that can run the search."""
+    as_choice("backend", backend, NAMES)
+    for row in BACKENDS:
+        if backend == row.name or (backend == "auto" and row.is_default(search)):
+            reason = row.why_not(search)
+            if reason is None:
+                return row
+            if backend != "auto":
+                raise ValueError(f"backend {backend!r} cannot run this case: {reason}")
+    raise AssertionError(backend)  # "reference" can run every search

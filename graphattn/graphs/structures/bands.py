@@ -90,16 +90,16 @@ def bands_of(structure: GraphStructure) -> Bands | None:
         True
     """
     with torch.device("cpu"):  # The cached result must not depend on torch's default device.
-        found = _sequences(structure)
-    if found is None:
+        table = _sequences(structure)
+    if table is None:
         return None
-    sequences, origin = found[:, :8].contiguous(), None
+    sequences, origin = table[:, :8].contiguous(), None
     with_edges = (sequences[:, 1] > 0) & (sequences[:, 3] > 0)
-    shifts = set(found[with_edges, 8].tolist()) or {0}
+    shifts = set(table[with_edges, 8].tolist()) or {0}
     match structure.offset_table:
         case ("sequence", first, _, _) if len(shifts) == 1:
             origin = -first - shifts.pop()
-    return Bands(sequences, found[:, 8], origin)
+    return Bands(sequences, table[:, 8], origin)
 
 
 @stores_results(64)
@@ -137,15 +137,17 @@ def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor]
             new = ~band.contains(target, source)
             others = torch.stack([source[new], target[new]])
         case Parts():
-            found = [own for part in structure.parts if (own := bands_and_others(part)) is not None]
-            if not found or len(found) < len(structure.parts):
+            splits = [
+                split for part in structure.parts if (split := bands_and_others(part)) is not None
+            ]
+            if not splits or len(splits) < len(structure.parts):
                 return None
-            band = Parts(tuple(own for own, _ in found))
+            band = Parts(tuple(split for split, _ in splits))
             starts = zip(structure.source_ptr, structure.target_ptr, strict=True)
             others = torch.cat(
                 [
-                    own + torch.tensor(start)[:, None]
-                    for (_, own), start in zip(found, starts, strict=False)
+                    split + torch.tensor(start)[:, None]
+                    for (_, split), start in zip(splits, starts, strict=False)
                 ],
                 dim=1,
             )
@@ -166,26 +168,26 @@ def _sequences(structure: GraphStructure) -> Tensor | None:
         case Band():
             return _of_band(structure, (0, structure.num_tokens), (0, structure.num_tokens))
         case Section(whole):
-            own = structure.start, structure.stop
+            target_run = structure.start, structure.stop
             seen = structure.source_start, structure.source_stop
             match whole:
                 case Complete():
                     full = _full(structure.num_targets, structure.num_sources)
                     return torch.tensor([[*full[:-1], structure.shift]])
                 case Blocks():
-                    return _of_blocks(whole, own, seen)
+                    return _of_blocks(whole, target_run, seen)
                 case Band():
-                    return _of_band(whole, own, seen)
+                    return _of_band(whole, target_run, seen)
         case Parts():
-            found = []
+            tables = []
             for part, t, s in zip(
                 structure.parts, structure.target_ptr, structure.source_ptr, strict=False
             ):
                 own_sequences = _sequences(part)
                 if own_sequences is None:
                     return None
-                found.append(own_sequences + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
-            return torch.cat(found) if found else torch.zeros(0, 9, dtype=torch.int64)
+                tables.append(own_sequences + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
+            return torch.cat(tables) if tables else torch.zeros(0, 9, dtype=torch.int64)
     return None
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from graphattn.graphs.edges.index_width import are_narrow
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
@@ -21,6 +22,7 @@ from graphattn.graphs.structures.structure import (
     masked_rows,
     sort_edges,
 )
+from graphattn.kernels.cpu.edge_order import Wrong, has_edge_order, sorted_edges
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,23 @@ class RandomSources(GraphStructure):
 
 
 @dataclass(frozen=True)
-class Union(GraphStructure):
-    """The union of structures of one size; an edge of several counts for the first of them."""
+class Composite(GraphStructure):
+    """Base class of structures that are made of parts."""
 
     parts: tuple[GraphStructure, ...]
+
+    @property
+    def lists_rows(self) -> bool:
+        return all(part.lists_rows for part in self.parts)
+
+    def transpose(self) -> GraphStructure | None:
+        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
+        return type(self)(tuple(parts)) if len(parts) == len(self.parts) else None
+
+
+@dataclass(frozen=True)
+class Union(Composite):
+    """The union of structures of one size; an edge of several counts for the first of them."""
 
     @property
     def num_targets(self) -> int:
@@ -129,8 +144,22 @@ class Union(GraphStructure):
         return inside
 
     def edges(self, device: Device = None) -> Tensor:
-        lists = [self._not_earlier(k, part.edges(device)) for k, part in enumerate(self.parts)]
-        return sort_edges(torch.cat(lists, dim=1), self.num_sources)
+        return self.edges_of_rows(0, self.num_targets, device)
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        lists = [
+            self._not_earlier(k, part.edges_of_rows(start, stop, device))
+            for k, part in enumerate(self.parts)
+        ]
+        edges = torch.cat(lists, dim=1)
+        if not has_edge_order(edges) or not are_narrow(edges.device, stop, self.num_sources):
+            return sort_edges(edges, self.num_sources)
+        edges[1] -= start
+        in_order = sorted_edges(edges, stop - start, self.num_sources, permutation=False)
+        assert not isinstance(in_order, Wrong), in_order
+        edges = in_order[0].long()
+        edges[1] += start
+        return edges
 
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
         for k, part in enumerate(self.parts):
@@ -144,10 +173,6 @@ class Union(GraphStructure):
         for earlier in self.parts[:k]:
             new &= ~earlier.contains(target, source)
         return edge_index[:, new]
-
-    def transpose(self) -> GraphStructure | None:
-        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
-        return union_of(parts) if len(parts) == len(self.parts) else None
 
 
 def union_of(parts: list[GraphStructure] | tuple[GraphStructure, ...]) -> GraphStructure:
@@ -186,10 +211,8 @@ def _shared_in_degree(a: GraphStructure, b: GraphStructure, device: Device) -> T
 
 
 @dataclass(frozen=True)
-class Parts(GraphStructure):
+class Parts(Composite):
     """A batch of packed sequences: structures without edges between them."""
-
-    parts: tuple[GraphStructure, ...]
 
     @cached_property
     def target_ptr(self) -> list[int]:
@@ -230,8 +253,8 @@ class Parts(GraphStructure):
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
         index = torch.empty_like(target)
         for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
-            own = (target >= t0) & (target < t0 + part.num_targets)
-            index[own] = part.offset_index(target[own] - t0, source[own] - s0)
+            in_part = (target >= t0) & (target < t0 + part.num_targets)
+            index[in_part] = part.offset_index(target[in_part] - t0, source[in_part] - s0)
         return index
 
     def num_edges(self) -> int:
@@ -244,9 +267,9 @@ class Parts(GraphStructure):
         target, source = torch.broadcast_tensors(target, source)
         inside = torch.zeros_like(target, dtype=torch.bool)
         for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
-            own = (target >= t0) & (target < t0 + part.num_targets)
-            own &= (source >= s0) & (source < s0 + part.num_sources)
-            inside[own] = part.contains(target[own] - t0, source[own] - s0)
+            in_part = (target >= t0) & (target < t0 + part.num_targets)
+            in_part &= (source >= s0) & (source < s0 + part.num_sources)
+            inside[in_part] = part.contains(target[in_part] - t0, source[in_part] - s0)
         return inside
 
     def edges(self, device: Device = None) -> Tensor:
@@ -261,10 +284,6 @@ class Parts(GraphStructure):
         """Yield every part with the first source and target, to be added to its edges [2, E]."""
         for part, s0, t0 in zip(self.parts, self.source_ptr, self.target_ptr, strict=False):
             yield part, torch.tensor([[s0], [t0]], device=device)
-
-    def transpose(self) -> GraphStructure | None:
-        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
-        return Parts(tuple(parts)) if len(parts) == len(self.parts) else None
 
 
 def _running_sum(sizes: list[int]) -> list[int]:

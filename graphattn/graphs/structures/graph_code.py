@@ -18,7 +18,7 @@ KINDS: tuple[type[GraphStructure], ...] = (
     structure.Cycle,
     structure.Complete,
     structure.Blocks,
-    structure.Grid,
+    grid_windows.Grid,
     structure.GlobalTokens,
     composites.RandomSources,
     composites.Union,
@@ -77,8 +77,8 @@ def encode(graph: Facts) -> Tensor:
     ]
     traced = torch.compiler.is_compiling()  # Sizes may be symbolic then, which is no cache key.
     of_structure = _numbers if traced else _cached_numbers
-    own = [] if graph.structure is None else of_structure(graph.structure)
-    return _as_tensor([*facts, len(graph.sizes), *sizes, *own])
+    structure = () if graph.structure is None else of_structure(graph.structure)
+    return _as_tensor([*facts, len(graph.sizes), *sizes, *structure])
 
 
 def _as_tensor(numbers: list[int]) -> Tensor:
@@ -102,32 +102,29 @@ def facts_of(code: list[int]) -> dict[str, Any]:
     }
 
 
-def _numbers(own: GraphStructure) -> tuple[int, ...]:
+def _numbers(graph_structure: GraphStructure) -> tuple[int, ...]:
     """Encode a structure: the number of its class, then its fields; tuples begin with a length."""
-    if type(own) not in KINDS:
+    kind = type(graph_structure)
+    if kind not in KINDS:
         raise TypeError(
             f"structure must be one of ({', '.join(k.__name__ for k in KINDS)}), got "
-            f"{type(own).__name__}: operators take a graph as numbers, and do not know this class. "
+            f"{kind.__name__}: operators take a graph as numbers, and do not know this class. "
             "Build the graph with from_edge_index(structure.edges(), ...), or add the class to "
             "graphattn.graphs.structures.graph_code.KINDS"
         )
-    found = [KINDS.index(type(own))]
-    for field in fields(cast(Any, own)):
-        value = getattr(own, field.name)
-        if isinstance(value, tuple):
-            found.append(len(value))
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, GraphStructure):
-                found.extend(_numbers(item))
-            else:
-                found.append(_number(item))
-    return tuple(found)
+    values = [getattr(graph_structure, field.name) for field in fields(cast(Any, graph_structure))]
+    return KINDS.index(kind), *(number for value in values for number in _encoded(value))
 
 
-def _number(item: Any) -> Any:
-    if isinstance(item, torch.SymInt):
-        return item
-    return WORDS.index(item) if isinstance(item, str) else int(item)
+def _encoded(value: Any) -> tuple[Any, ...]:
+    """Encode the value of a field; :func:`_field` reads it."""
+    if isinstance(value, tuple):
+        return len(value), *(number for item in value for number in _encoded(item))
+    if isinstance(value, GraphStructure):
+        return _numbers(value)
+    if isinstance(value, str):
+        return (WORDS.index(value),)
+    return (value if isinstance(value, torch.SymInt) else int(value),)
 
 
 _cached_numbers = lru_cache(maxsize=1024)(_numbers)
@@ -140,7 +137,12 @@ def structure_of(numbers: Iterator[int]) -> GraphStructure:
 
 
 def _field(annotation: Any, numbers: Iterator[int]) -> Any:
-    """Decode the next field, whose annotation (a string) says what it is."""
+    """Decode the next field, as its annotation says.
+
+    The code has plain numbers, which do not say whether 1 is an integer, True or a word. The class
+    says this by the annotations of its fields, and these are strings in every module with
+    ``from __future__ import annotations``. A field of another type needs another case here.
+    """
     match annotation:
         case "GraphStructure":
             return structure_of(numbers)

@@ -7,7 +7,6 @@ blocks of the two axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,14 +17,14 @@ from graphattn.graphs.structures.structure import (
     Blocks,
     Device,
     GridOffsets,
-    RowsOfCells,
+    StructureByRows,
     masked_rows,
 )
 from graphattn.kernels.shared.stored import stores_results
 
 
 @dataclass(frozen=True)
-class GridBlocks(RowsOfCells):
+class GridBlocks(StructureByRows):
     """Tokens of a grid in row-major order; each sees its block of `block` (down, right) tokens.
 
     If `shift` is not 0, the first block along that axis ends at `shift`. The first and the last
@@ -77,24 +76,15 @@ class GridBlocks(RowsOfCells):
         source = (y[:, :, None] * self.width + x[:, None]).flatten(1)
         return masked_rows(source, cell, (tall[:, :, None] & wide[:, None]).flatten(1))
 
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        cell = torch.arange(self.num_targets, device=device)
-        (y, tall), (x, wide) = self._sources(cell)
-        for row in range(y.shape[1]):
-            for column in range(x.shape[1]):
-                inside = tall[:, row] & wide[:, column]
-                source = y[:, row] * self.width + x[:, column]
-                yield torch.stack([source[inside], cell[inside]])
-
     def _sources(self, cell: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the rows and the columns that cells may see, [n, most], each with a mask."""
-        found = []
+        per_axis = []
         for axis, place in zip(self.axes, (cell // self.width, cell % self.width), strict=True):
             first, stop = axis._bounds(place)
             size = min(axis._size, axis.num_tokens)
             seen = first[:, None] + torch.arange(size, device=cell.device)
-            found.append((seen, seen < stop[:, None]))
-        return found
+            per_axis.append((seen, seen < stop[:, None]))
+        return per_axis
 
     def transpose(self) -> GridBlocks:
         return self
@@ -151,7 +141,7 @@ def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
     down, across = (_runs(axis) for axis in grid.axes)
-    blocks, found, start = [], [], 0
+    blocks, tokens_of_blocks, start = [], [], 0
     for height, tops in down.items():
         for width, lefts in across.items():
             y = torch.tensor(tops, device=device)[:, None, None, None]
@@ -160,16 +150,16 @@ def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
             x = x + torch.arange(width, device=device)
             tokens = (y * grid.width + x).flatten()  # [down, across, height, width]
             blocks.append(EqualBlocks(height, width, start, len(tops) * len(lefts)))
-            found.append(tokens)
+            tokens_of_blocks.append(tokens)
             start += len(tokens)
-    tokens = torch.cat(found)
+    tokens = torch.cat(tokens_of_blocks)
     return BlockOrder(tuple(blocks), tokens, tokens.argsort())
 
 
 def _runs(axis: Blocks) -> dict[int, list[int]]:
     """List the first places of the blocks of one axis, by the length of the blocks."""
     borders = [0, *range(axis.shift or axis.block_size, axis.num_tokens, axis.block_size)]
-    found: dict[int, list[int]] = {}
+    first_places: dict[int, list[int]] = {}
     for first, stop in zip(borders, [*borders[1:], axis.num_tokens], strict=True):
-        found.setdefault(stop - first, []).append(first)
-    return found
+        first_places.setdefault(stop - first, []).append(first)
+    return first_places

@@ -14,9 +14,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structures.structure import Device, GridOffsets, RowsOfCells, masked_rows
+from graphattn.graphs.structures.structure import (
+    AT_ONCE,
+    Device,
+    GridOffsets,
+    OffsetTable,
+    StructureByRows,
+    masked_rows,
+    pieces_of_rows,
+)
 
-AT_ONCE = 1 << 20  # candidate edges of a piece
+SMALL_TABLES = 1 << 18  # entries of tables that may be computed again for every piece
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class AxisWindow:
 
 
 @dataclass(frozen=True)
-class GridWindows(RowsOfCells):
+class GridWindows(StructureByRows):
     """Tokens of a grid in row-major order; each sees the product of its windows along all axes.
 
     `before`, `after`, `dilation`, `stride` and `shift` have an entry per axis, the fields of
@@ -205,9 +213,9 @@ class GridWindows(RowsOfCells):
         else:
             by_distance = [1] + [0] * self._reach
             for axis in self.axes:
-                own = axis.by_distance(self._reach)
+                of_axis = axis.by_distance(self._reach)
                 by_distance = [
-                    sum(by_distance[m] * own[k - m] for m in range(k + 1))
+                    sum(by_distance[m] * of_axis[k - m] for m in range(k + 1))
                     for k in range(self._reach + 1)
                 ]
             pairs = sum(by_distance)
@@ -217,8 +225,8 @@ class GridWindows(RowsOfCells):
         if self.metric == "chebyshev":
             degree = torch.ones(1, dtype=torch.int64, device=device)
             for axis in self.axes:
-                own = axis.degree(device, transposed=self.transposed)
-                degree = (degree[:, None] * own).view(-1)
+                of_axis = axis.degree(device, transposed=self.transposed)
+                degree = (degree[:, None] * of_axis).view(-1)
         else:
             degree = self._degree_of_diamonds(device)
         if self.class_token:
@@ -237,11 +245,12 @@ class GridWindows(RowsOfCells):
             place = torch.arange(axis.size, device=device)
             left, right = place // axis.step, (axis.size - 1 - place) // axis.step
             hops = torch.arange(reach + 1, device=device)[:, None]
-            own = ((hops <= left) & (hops <= axis.before)).long()
-            own += (hops <= right) & (hops <= axis.after)
-            own[0] = 1
+            of_axis = ((hops <= left) & (hops <= axis.before)).long()
+            of_axis += (hops <= right) & (hops <= axis.after)
+            of_axis[0] = 1
             both = [
-                sum(degree[m][:, None] * own[k - m] for m in range(k + 1)) for k in range(reach + 1)
+                sum(degree[m][:, None] * of_axis[k - m] for m in range(k + 1))
+                for k in range(reach + 1)
             ]
             degree = torch.stack(both).flatten(1)  # type: ignore[arg-type]
         return degree.sum(0)
@@ -256,6 +265,16 @@ class GridWindows(RowsOfCells):
         if self.metric == "manhattan":
             inside &= hops <= self._reach
         return inside | (target == 0) | (source == 0) if self.class_token else inside
+
+    @property
+    def lists_rows(self) -> bool:
+        return self._table_size <= SMALL_TABLES
+
+    @property
+    def _table_size(self) -> int:
+        """At least the number of entries of the tables of all axes."""
+        windows = zip(self.shape, self.before, self.after, strict=True)
+        return sum(size * (before + after + 1) for size, before, after in windows)
 
     def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
         lead = int(self.class_token)
@@ -274,16 +293,9 @@ class GridWindows(RowsOfCells):
         return torch.cat([torch.stack([everyone, torch.zeros_like(everyone)]), grid], dim=1)
 
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        lead, tables = int(self.class_token), self._tables(device)
-        width = math.prod(source.shape[1] for source, _ in tables)
-        cells = torch.arange(math.prod(self.shape), device=device)
-        for cell in cells.split(max(AT_ONCE // width, 1)):
-            source, present = self._rows(cell, tables)
-            yield masked_rows(source, cell, present) + lead
-        if lead:
-            everyone = torch.arange(self.num_targets, device=device)
-            yield torch.stack([torch.zeros_like(everyone), everyone])
-            yield torch.stack([everyone[1:], torch.zeros_like(everyone[1:])])
+        # Every piece computes the tables again, so it should not be smaller than these.
+        at_once = max(AT_ONCE, self._table_size)
+        yield from pieces_of_rows(self, self.num_edges(), at_once, device)
 
     def _tables(self, device: Device) -> list[tuple[Tensor, Tensor]]:
         return [axis.table(device, transposed=self.transposed) for axis in self.axes]
@@ -297,11 +309,11 @@ class GridWindows(RowsOfCells):
         hops, present = torch.zeros_like(source), torch.ones_like(source, dtype=torch.bool)
         places = self._places(cell + int(self.class_token))
         for axis, place, (table, inside) in zip(self.axes, places, tables, strict=True):
-            own = table[place]
-            source = (source[:, :, None] * axis.size + own[:, None]).flatten(1)
+            seen = table[place]
+            source = (source[:, :, None] * axis.size + seen[:, None]).flatten(1)
             present = (present[:, :, None] & inside[place][:, None]).flatten(1)
             if self.metric == "manhattan":
-                away = (own - place[:, None]).abs() // axis.step
+                away = (seen - place[:, None]).abs() // axis.step
                 hops = (hops[:, :, None] + away[:, None]).flatten(1)
         if self.metric == "manhattan":
             present = present & (hops <= self._reach)
@@ -311,3 +323,58 @@ class GridWindows(RowsOfCells):
         if any(self.shift) or any(stride > 1 for stride in self.stride):
             return replace(self, transposed=not self.transposed)
         return replace(self, before=self.after, after=self.before)
+
+
+@dataclass(frozen=True)
+class Grid(StructureByRows):
+    """Tokens of an image in row-major order; each sees the tokens within `radius` of it.
+
+    With `class_token`, token 0 sees and is seen by all, and the image starts at token 1. It is a
+    :class:`GridWindows`, but its table of offsets is that of an image.
+    """
+
+    height: int
+    width: int
+    radius: int
+    metric: Literal["chebyshev", "manhattan"] = "chebyshev"
+    class_token: bool = False
+
+    @property
+    def windows(self) -> GridWindows:
+        """The windows of the image, with the same edges."""
+        reach, one = (self.radius, self.radius), (1, 1)
+        shape, shift = (self.height, self.width), (False, False)
+        return GridWindows(shape, reach, reach, one, one, shift, self.metric, self.class_token)
+
+    @property
+    def num_targets(self) -> int:
+        return self.height * self.width + int(self.class_token)
+
+    @property
+    def lists_rows(self) -> bool:
+        return self.windows.lists_rows
+
+    @property
+    def offset_table(self) -> OffsetTable | None:
+        return None if self.class_token else ("image", -self.radius, self.radius, 1)
+
+    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
+        return self.windows.offset_index(target, source)
+
+    def num_edges(self) -> int:
+        return self.windows.num_edges()
+
+    def in_degree(self, device: Device = None) -> Tensor:
+        return self.windows.in_degree(device)
+
+    def contains(self, target: Tensor, source: Tensor) -> Tensor:
+        return self.windows.contains(target, source)
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        return self.windows.edges_of_rows(start, stop, device)
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        return self.windows.pieces(device)
+
+    def transpose(self) -> Grid:
+        return self

@@ -59,10 +59,10 @@ def structure_of_rows(rows: ListedRows) -> GraphStructure | None:
         return Complete(N, M)
     if N != M:
         return None
-    found = _one_sequence(rows.first, rows.last, rows)
-    if found is None and rows.step == 1 and rows.loops:
-        found = _blocks(rows.first, rows.last)
-    return _side_by_side(rows) if found is None else found
+    structure = _one_sequence(rows.first, rows.last, rows)
+    if structure is None and rows.step == 1 and rows.loops:
+        structure = _blocks(rows.first, rows.last)
+    return _side_by_side(rows) if structure is None else structure
 
 
 def _one_sequence(first: Tensor, last: Tensor, rows: ListedRows) -> GraphStructure | None:
@@ -117,8 +117,8 @@ def _side_by_side(rows: ListedRows) -> GraphStructure | None:
         return None
     parts: list[GraphStructure] = []
     for start, stop in pairwise(starts):
-        own = _one_sequence(rows.first[start:stop] - start, rows.last[start:stop] - start, rows)
-        if own is None:
+        part = _one_sequence(rows.first[start:stop] - start, rows.last[start:stop] - start, rows)
+        if part is None:
             return None
-        parts.append(own)
+        parts.append(part)
     return Parts(tuple(parts))

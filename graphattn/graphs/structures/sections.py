@@ -14,21 +14,15 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.structures.structure import (
+    AT_ONCE,
     Band,
-    Blocks,
     Complete,
-    Cycle,
     Device,
     GlobalTokens,
     GraphStructure,
-    Grid,
     OffsetTable,
-    RowsOfCells,
-    masked_rows,
-    sort_edges,
+    pieces_of_rows,
 )
-
-AT_ONCE = 1 << 20  # edges of a piece
 
 
 @dataclass(frozen=True)
@@ -104,8 +98,8 @@ class Section(GraphStructure):
             case GlobalTokens(tokens=tokens):
                 seen = [j for j in tokens if self.source_start <= j < self.source_stop]
                 degree = torch.full((self.num_targets,), len(seen), device=device)
-                own = [i - self.start for i in tokens if self.start <= i < self.stop]
-                degree[torch.tensor(own, dtype=torch.int64, device=device)] = self.num_sources
+                rows = [i - self.start for i in tokens if self.start <= i < self.stop]
+                degree[torch.tensor(rows, dtype=torch.int64, device=device)] = self.num_sources
                 return degree
         return torch.bincount(self.edges(device)[1], minlength=self.num_targets)
 
@@ -121,39 +115,27 @@ class Section(GraphStructure):
     def contains(self, target: Tensor, source: Tensor) -> Tensor:
         return self.whole.contains(target + self.start, source + self.source_start)
 
+    @property
+    def lists_rows(self) -> bool:
+        return self.whole.lists_rows
+
     def edges(self, device: Device = None) -> Tensor:
+        return self.edges_of_rows(0, self.num_targets, device)
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
         if isinstance(self.whole, Complete):
-            return Complete(self.num_targets, self.num_sources).edges(device)
-        return self._inside(edges_of_rows(self.whole, self.start, self.stop, device))
-
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        match self.whole:
-            case Complete():
-                yield from Complete(self.num_targets, self.num_sources).pieces(device)
-            case Band() as band:
-                for hop in range(-band._reach(band.before), band._reach(band.after) + 1):
-                    move = hop * band._stride
-                    low = max(self.start, self.source_start - move)
-                    high = min(self.stop, self.source_stop - move)
-                    if low < high and (hop or band.self_loops):
-                        target = torch.arange(low, high, device=device)
-                        yield torch.stack(
-                            [target + (move - self.source_start), target - self.start]
-                        )
-            case whole:
-                rows = max(1, AT_ONCE * self.num_targets // max(whole.num_edges(), 1))
-                for start in range(self.start, self.stop, rows):
-                    stop = min(start + rows, self.stop)
-                    yield self._inside(edges_of_rows(whole, start, stop, device))
-
-    def _inside(self, edge_index: Tensor) -> Tensor:
-        """Select the edges of the whole that are in the section, and renumber them."""
-        source, target = edge_index
-        inside = (target >= self.start) & (target < self.stop)
-        inside &= (source >= self.source_start) & (source < self.source_stop)
+            everything = Complete(self.num_targets, self.num_sources)
+            return everything.edges_of_rows(start, stop, device)
+        rows = self.whole.edges_of_rows(self.start + start, self.start + stop, device)
+        source, target = rows - rows.new_tensor([[self.source_start], [self.start]])
+        inside = (source >= 0) & (source < self.num_sources)
         if not inside.all():
             source, target = source[inside], target[inside]
-        return torch.stack([source - self.source_start, target - self.start])
+        return torch.stack([source, target])
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        # Counting the edges of the whole is cheap; those of a section may have to be listed.
+        yield from pieces_of_rows(self, self.whole.num_edges(), AT_ONCE, device)
 
     def transpose(self) -> Section | None:
         flipped = self.whole.transpose()
@@ -167,70 +149,6 @@ def section_of_band(section: Any) -> Band | None:
     return (
         section.whole if isinstance(section, Section) and isinstance(section.whole, Band) else None
     )
-
-
-def edges_of_rows(whole: GraphStructure, start: int, stop: int, device: Device = None) -> Tensor:
-    """List the edges of targets start .. stop - 1, with the numbers and in the order of the whole.
-
-    Other edges are not listed, if the class of the structure can list single rows.
-    """
-    i = torch.arange(start, stop, device=device)
-    match whole:
-        case Band():
-            step = whole._stride
-            before = min(whole._reach(whole.before), max(stop - 1, 0) // step)
-            after = min(whole._reach(whole.after), max(whole.num_tokens - 1 - start, 0) // step)
-            offsets = torch.arange(-before, after + 1, device=device) * step
-            offsets = offsets if whole.self_loops else offsets[offsets != 0]
-            return whole._border_edges(start, stop, offsets)
-        case Blocks():
-            first, last = whole._bounds(i)
-            size = min(whole._size, whole.num_tokens)
-            source = first[:, None] + torch.arange(size, device=device)
-            return masked_rows(source, i, source < last[:, None])
-        case Cycle(N, w):
-            hops = torch.arange(1, w + 1, device=device)
-            source = ((i[:, None] + torch.cat([-hops, hops])) % N).sort(dim=1).values
-            return torch.stack([source.flatten(), i.repeat_interleave(2 * w)])
-        case Complete(_, sources):
-            source = torch.arange(sources, device=device).repeat(len(i))
-            return torch.stack([source, i.repeat_interleave(sources)])
-        case GlobalTokens(N):
-            tokens = whole._tokens(device)
-            is_global = torch.isin(i, tokens)
-            lists = [
-                torch.stack([seen.repeat(len(own)), own.repeat_interleave(len(seen))])
-                for seen, own in (
-                    (tokens, i[~is_global]),
-                    (torch.arange(N, device=device), i[is_global]),
-                )
-            ]
-            return sort_edges(torch.cat(lists, dim=1), N) if is_global.any() else lists[0]
-        case Grid():
-            return _edges_of_cells(whole, start, stop, device)
-    if isinstance(whole, RowsOfCells):
-        return whole.edges_of_rows(start, stop, device)
-    source, target = whole.edges(device)
-    inside = (target >= start) & (target < stop)
-    return torch.stack([source[inside], target[inside]])
-
-
-def _edges_of_cells(grid: Grid, start: int, stop: int, device: Device) -> Tensor:
-    lead = int(grid.class_token)
-    first = max(start - lead, 0)
-    cell = torch.arange(first, max(stop - lead, first), device=device)
-    dy, dx = torch.tensor(grid._moves(), dtype=torch.int64, device=device).view(-1, 2).T
-    y, x = cell[:, None] // grid.width + dy, cell[:, None] % grid.width + dx
-    inside = (y >= 0) & (y < grid.height) & (x >= 0) & (x < grid.width)
-    source = y * grid.width + x + lead
-    if lead:  # Token 0 is first in every row,
-        source = torch.cat([torch.zeros_like(source[:, :1]), source], dim=1)
-        inside = torch.cat([torch.ones_like(inside[:, :1]), inside], dim=1)
-    found = masked_rows(source, cell + lead, inside)
-    if start < lead and start < stop:  # and its own row has all tokens.
-        everyone = torch.arange(grid.num_targets, device=device)
-        found = torch.cat([torch.stack([everyone, torch.zeros_like(everyone)]), found], dim=1)
-    return found
 
 
 def pairs_up_to(n: int, m: int, k: int) -> int:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 Device = torch.device | str | None
+AT_ONCE = 1 << 20  # edges of a piece
 
 
 class GridOffsets(NamedTuple):
@@ -98,9 +99,20 @@ class GraphStructure:
         """Say elementwise whether a pair is an edge (bool)."""
         raise NotImplementedError
 
+    @property
+    def lists_rows(self) -> bool:
+        """Whether :meth:`edges_of_rows` lists no other edges on the way."""
+        return False
+
     def edges(self, device: Device = None) -> Tensor:
         """List all edges [2, E]; row 0 = source, row 1 = target, sorted by target, then source."""
         raise NotImplementedError
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        """List the edges of targets start .. stop - 1, in the order of :meth:`edges`."""
+        source, target = self.edges(device)
+        inside = (target >= start) & (target < stop)
+        return torch.stack([source[inside], target[inside]])
 
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
         """Yield all edges in any order, in pieces [2, n] of bounded size, for counting."""
@@ -111,15 +123,42 @@ class GraphStructure:
         raise NotImplementedError
 
 
-class RowsOfCells(GraphStructure):
-    """Base class of structures of a grid that can list single rows."""
+def pieces_of_rows(
+    structure: GraphStructure, num_edges: int, at_once: int, device: Device = None
+) -> Iterator[Tensor]:
+    """Yield all edges in order, in pieces of whole rows with about `at_once` edges each."""
+    N = structure.num_targets
+    rows = max(at_once * N // max(num_edges, 1), 1)
+    for start in range(0, N, rows):
+        yield structure.edges_of_rows(start, min(start + rows, N), device)
+
+
+class StructureByRows(GraphStructure):
+    """Base class of structures that can list the edges of a few targets alone."""
+
+    @property
+    def lists_rows(self) -> bool:
+        return True
 
     def edges(self, device: Device = None) -> Tensor:
         return self.edges_of_rows(0, self.num_targets, device)
 
     def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
-        """List the edges of targets start .. stop - 1, sorted."""
         raise NotImplementedError
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        yield from pieces_of_rows(self, self.num_edges(), AT_ONCE, device)
+
+
+@dataclass(frozen=True)
+class SequenceStructure(StructureByRows):
+    """Base class of structures of one sequence, whose tokens are targets and sources."""
+
+    num_tokens: int
+
+    @property
+    def num_targets(self) -> int:
+        return self.num_tokens
 
 
 def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
@@ -130,26 +169,22 @@ def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
         target: the target of every row, [n].
         mask: which candidates are edges, bool [n, k].
     """
-    found = source.masked_select(mask)  # takes half the time of source[mask]
-    return torch.stack([found, target.repeat_interleave(mask.sum(1), output_size=len(found))])
+    selected = source.masked_select(mask)  # takes half the time of source[mask]
+    degree = mask.sum(1)
+    return torch.stack([selected, target.repeat_interleave(degree, output_size=len(selected))])
 
 
 @dataclass(frozen=True)
-class Band(GraphStructure):
+class Band(SequenceStructure):
     """A band: target i sees sources i + dilation * o for all offsets o in [-before, after].
 
     A causal graph has after = 0. Without `self_loops`, the offset 0 is left out.
     """
 
-    num_tokens: int
     before: int
     after: int
     dilation: int = 1
     self_loops: bool = True
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     @property
     def is_causal(self) -> bool:
@@ -189,44 +224,42 @@ class Band(GraphStructure):
         return inside if self.self_loops else inside & (distance != 0)
 
     def edges(self, device: Device = None) -> Tensor:
-        # Targets in the interior have all neighbours, so their edges are one broadcast sum. Only
-        # targets near the two ends need a mask. 16 million edges take a fraction of a second.
+        edges = torch.empty((2, self.num_edges()), dtype=torch.int64, device=device)
+        self.write_edges(edges)
+        return edges
+
+    def write_edges(self, edges: Tensor) -> None:
+        """Write all edges into a tensor [2, E] of any integer dtype.
+
+        Targets in the interior have all neighbours, so their edges are one broadcast sum. Only
+        targets near the two ends need a mask. 16 million edges take a fraction of a second.
+        """
         before, after = self._reach(self.before), self._reach(self.after)
-        offsets = torch.arange(-before, after + 1, device=device) * self.dilation
-        if not self.self_loops:
-            offsets = offsets[offsets != 0]
-        first = before * self.dilation
-        last = self.num_tokens - after * self.dilation
+        offsets = torch.arange(-before, after + 1, dtype=edges.dtype, device=edges.device)
+        offsets = self._stride * (offsets if self.self_loops else offsets[offsets != 0])
+        N = self.num_tokens
+        first, last = before * self._stride, N - after * self._stride
         if first >= last:  # every target is near an end
-            return self._border_edges(0, self.num_tokens, offsets)
-        head = self._border_edges(0, first, offsets)
-        tail = self._border_edges(last, self.num_tokens, offsets)
-        num_head, num_inside = head.shape[1], (last - first) * len(offsets)
-        edge_index = torch.empty(
-            (2, num_head + num_inside + tail.shape[1]), dtype=torch.int64, device=device
-        )
-        edge_index[:, :num_head] = head
-        edge_index[:, num_head + num_inside :] = tail
-        source, target = (
-            row[num_head : num_head + num_inside].view(last - first, len(offsets))
-            for row in edge_index
-        )
-        i = torch.arange(first, last, device=device)[:, None]
+            first = last = N
+        head = self.edges_of_rows(0, first, edges.device)
+        tail = self.edges_of_rows(last, N, edges.device)
+        a, b = head.shape[1], edges.shape[1] - tail.shape[1]
+        edges[:, :a], edges[:, b:] = head, tail
+        i = torch.arange(first, last, dtype=edges.dtype, device=edges.device)[:, None]
+        source, target = (row.view(last - first, len(offsets)) for row in edges[:, a:b])
         torch.add(i, offsets, out=source)
         target.copy_(i.expand_as(target))
-        return edge_index
 
-    def _border_edges(self, start: int, stop: int, offsets: Tensor) -> Tensor:
-        i = torch.arange(start, stop, device=offsets.device)
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        N, step = self.num_tokens, self._stride
+        before = min(self._reach(self.before), max(stop - 1, 0) // step)
+        after = min(self._reach(self.after), max(N - 1 - start, 0) // step)
+        offsets = torch.arange(-before, after + 1, device=device) * step
+        if not self.self_loops:
+            offsets = offsets[offsets != 0]
+        i = torch.arange(start, stop, device=device)
         source = i[:, None] + offsets
-        return masked_rows(source, i, (source >= 0) & (source < self.num_tokens))
-
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        for hop in range(-self._reach(self.before), self._reach(self.after) + 1):
-            if hop or self.self_loops:
-                move = hop * self.dilation
-                target = torch.arange(max(0, -move), self.num_tokens - max(0, move), device=device)
-                yield torch.stack([target + move, target])
+        return masked_rows(source, i, (source >= 0) & (source < N))
 
     def transpose(self) -> Band:
         return Band(self.num_tokens, self.after, self.before, self.dilation, self.self_loops)
@@ -249,18 +282,13 @@ def is_padding(structure: GraphStructure) -> bool:
 
 
 @dataclass(frozen=True)
-class Cycle(GraphStructure):
+class Cycle(SequenceStructure):
     """A ring: target i sees i +- 1, ..., i +- window modulo num_tokens (Remark 4.1).
 
     It requires 2 * window < num_tokens.
     """
 
-    num_tokens: int
     window: int
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     def in_degree(self, device: Device = None) -> Tensor:
         return torch.full((self.num_tokens,), 2 * self.window, device=device)
@@ -273,24 +301,19 @@ class Cycle(GraphStructure):
         hops = torch.minimum(hops, self.num_tokens - hops)
         return (hops >= 1) & (hops <= self.window)
 
-    def edges(self, device: Device = None) -> Tensor:
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
         hops = torch.arange(1, self.window + 1, device=device)
-        i = torch.arange(self.num_tokens, device=device)[:, None]
-        source = ((i + torch.cat([-hops, hops])) % self.num_tokens).sort(dim=1).values
-        return torch.stack([source.reshape(-1), i.expand_as(source).reshape(-1)])
-
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        target = torch.arange(self.num_tokens, device=device)
-        for move in range(1, self.window + 1):
-            yield torch.stack([(target + move) % self.num_tokens, target])
-            yield torch.stack([(target - move) % self.num_tokens, target])
+        i = torch.arange(start, stop, device=device)
+        source = (i[:, None] + torch.cat([-hops, hops])) % self.num_tokens
+        source = source.sort(dim=1).values
+        return torch.stack([source.flatten(), i.repeat_interleave(2 * self.window)])
 
     def transpose(self) -> Cycle:
         return self
 
 
 @dataclass(frozen=True)
-class Complete(GraphStructure):
+class Complete(StructureByRows):
     """A complete graph: every target sees every source."""
 
     targets: int
@@ -318,31 +341,21 @@ class Complete(GraphStructure):
     def contains(self, target: Tensor, source: Tensor) -> Tensor:
         return torch.ones_like(target - source, dtype=torch.bool)
 
-    def edges(self, device: Device = None) -> Tensor:
-        source = torch.arange(self.sources, device=device).repeat(self.targets)
-        target = torch.arange(self.targets, device=device).repeat_interleave(self.sources)
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        source = torch.arange(self.sources, device=device).repeat(stop - start)
+        target = torch.arange(start, stop, device=device).repeat_interleave(self.sources)
         return torch.stack([source, target])
-
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        target = torch.arange(self.targets, device=device)
-        for source in range(self.sources):
-            yield torch.stack([torch.full_like(target, source), target])
 
     def transpose(self) -> Complete:
         return Complete(self.sources, self.targets)
 
 
 @dataclass(frozen=True)
-class Blocks(GraphStructure):
+class Blocks(SequenceStructure):
     """Complete blocks of consecutive tokens; if `shift` is not 0, the first block ends there."""
 
-    num_tokens: int
     block_size: int
     shift: int = 0
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     @property
     def is_causal(self) -> bool:
@@ -372,135 +385,22 @@ class Blocks(GraphStructure):
     def contains(self, target: Tensor, source: Tensor) -> Tensor:
         return self.block_of(target) == self.block_of(source)
 
-    def edges(self, device: Device = None) -> Tensor:
-        i = torch.arange(self.num_tokens, device=device)
-        start, stop = self._bounds(i)
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        i = torch.arange(start, stop, device=device)
+        first, last = self._bounds(i)
         size = min(self._size, self.num_tokens)
-        source = start[:, None] + torch.arange(size, device=device)
-        return masked_rows(source, i, source < stop[:, None])
-
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        i = torch.arange(self.num_tokens, device=device)
-        start, stop = self._bounds(i)
-        for place in range(min(self._size, self.num_tokens)):
-            inside = start + place < stop
-            yield torch.stack([(start + place)[inside], i[inside]])
+        source = first[:, None] + torch.arange(size, device=device)
+        return masked_rows(source, i, source < last[:, None])
 
     def transpose(self) -> Blocks:
         return self
 
 
 @dataclass(frozen=True)
-class Grid(GraphStructure):
-    """Tokens of an image in row-major order; each sees the tokens within `radius` of it.
-
-    With `class_token`, token 0 sees and is seen by all, and the image starts at token 1.
-    """
-
-    height: int
-    width: int
-    radius: int
-    metric: Literal["chebyshev", "manhattan"] = "chebyshev"
-    class_token: bool = False
-
-    @property
-    def num_targets(self) -> int:
-        return self.height * self.width + int(self.class_token)
-
-    @property
-    def offset_table(self) -> OffsetTable | None:
-        return None if self.class_token else ("image", -self.radius, self.radius, 1)
-
-    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
-        dy, dx = self._displacement(target, source)
-        return (dy + self.radius) * (2 * self.radius + 1) + dx + self.radius
-
-    def _displacement(self, target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-        lead = int(self.class_token)
-        target, source = target - lead, source - lead
-        dy = torch.div(source, self.width, rounding_mode="floor") - torch.div(
-            target, self.width, rounding_mode="floor"
-        )
-        return dy, source % self.width - target % self.width
-
-    def _half_width(self, dy: int) -> int:
-        """How many tokens a window reaches to each side in a row that is `dy` rows away."""
-        return self.radius if self.metric == "chebyshev" else self.radius - abs(dy)
-
-    def in_degree(self, device: Device = None) -> Tensor:
-        y = torch.arange(self.height, device=device)[:, None]
-        x = torch.arange(self.width, device=device)
-        degree = torch.zeros((self.height, self.width), dtype=torch.int64, device=device)
-        reach = min(self.radius, self.height - 1)
-        for dy in range(-reach, reach + 1):
-            half = self._half_width(dy)
-            across = x.clamp(max=half) + (self.width - 1 - x).clamp(max=half) + 1
-            degree += ((y + dy >= 0) & (y + dy < self.height)) * across
-        degree = degree.reshape(-1)
-        if self.class_token:
-            degree = torch.cat([degree.new_tensor([self.num_targets]), degree + 1])
-        return degree
-
-    def contains(self, target: Tensor, source: Tensor) -> Tensor:
-        dy, dx = self._displacement(target, source)
-        if self.metric == "chebyshev":
-            inside = torch.maximum(dy.abs(), dx.abs()) <= self.radius
-        else:
-            inside = dy.abs() + dx.abs() <= self.radius
-        return inside | (target == 0) | (source == 0) if self.class_token else inside
-
-    def _moves(self) -> list[tuple[int, int]]:
-        """List the displacements (down, right) of a window, in the order of sources."""
-        down, right = min(self.radius, self.height - 1), min(self.radius, self.width - 1)
-        return [
-            (dy, dx)
-            for dy in range(-down, down + 1)
-            for dx in range(-right, right + 1)
-            if abs(dx) <= self._half_width(dy)
-        ]
-
-    def edges(self, device: Device = None) -> Tensor:
-        dy, dx = torch.tensor(self._moves(), device=device).T
-        cell = torch.arange(self.height * self.width, device=device)
-        y, x = cell[:, None] // self.width + dy, cell[:, None] % self.width + dx
-        inside = (y >= 0) & (y < self.height) & (x >= 0) & (x < self.width)
-        if not self.class_token:
-            return masked_rows(y * self.width + x, cell, inside)
-        # Token 0 is first in every row, and its own row has all tokens.
-        always = torch.ones_like(inside[:, :1])
-        source = torch.cat([torch.zeros_like(cell)[:, None], y * self.width + x + 1], dim=1)
-        grid = masked_rows(source, cell + 1, torch.cat([always, inside], dim=1))
-        everyone = torch.arange(self.num_targets, device=device)
-        return torch.cat([torch.stack([everyone, torch.zeros_like(everyone)]), grid], dim=1)
-
-    def pieces(self, device: Device = None) -> Iterator[Tensor]:
-        cell = torch.arange(self.height * self.width, device=device)
-        y, x = cell // self.width, cell % self.width
-        lead = int(self.class_token)
-        for dy, dx in self._moves():
-            inside = (y + dy >= 0) & (y + dy < self.height)
-            inside &= (x + dx >= 0) & (x + dx < self.width)
-            target = cell[inside]
-            yield torch.stack([target + dy * self.width + dx, target]) + lead
-        if self.class_token:
-            everyone = torch.arange(self.num_targets, device=device)
-            yield torch.stack([torch.zeros_like(everyone), everyone])
-            yield torch.stack([everyone[1:], torch.zeros_like(everyone[1:])])
-
-    def transpose(self) -> Grid:
-        return self
-
-
-@dataclass(frozen=True)
-class GlobalTokens(GraphStructure):
+class GlobalTokens(SequenceStructure):
     """Global tokens: they see all tokens and are seen by all tokens, including themselves."""
 
-    num_tokens: int
     tokens: tuple[int, ...]
-
-    @property
-    def num_targets(self) -> int:
-        return self.num_tokens
 
     def _tokens(self, device: Device) -> Tensor:
         return torch.tensor(self.tokens, dtype=torch.int64, device=device)
@@ -517,12 +417,12 @@ class GlobalTokens(GraphStructure):
         tokens = self._tokens(target.device)
         return torch.isin(target, tokens) | torch.isin(source, tokens)
 
-    def edges(self, device: Device = None) -> Tensor:
-        tokens, i = self._tokens(device), torch.arange(self.num_tokens, device=device)
-        others = i[~torch.isin(i, tokens)]
-        columns = torch.stack([tokens.repeat(len(others)), others.repeat_interleave(len(tokens))])
-        rows = torch.stack([i.repeat(len(tokens)), tokens.repeat_interleave(self.num_tokens)])
-        return sort_edges(torch.cat([columns, rows], dim=1), self.num_tokens)
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        tokens, i = self._tokens(device), torch.arange(start, stop, device=device)
+        is_global = torch.isin(i, tokens)
+        everyone = torch.arange(self.num_tokens, device=device)
+        edges = _all_pairs(tokens, i[~is_global]), _all_pairs(everyone, i[is_global])
+        return sort_edges(torch.cat(edges, dim=1), self.num_tokens)
 
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
         everyone = torch.arange(self.num_tokens, device=device)
@@ -533,6 +433,11 @@ class GlobalTokens(GraphStructure):
 
     def transpose(self) -> GlobalTokens:
         return self
+
+
+def _all_pairs(sources: Tensor, targets: Tensor) -> Tensor:
+    """List the edges from all of some sources to all of some targets, by target."""
+    return torch.stack([sources.repeat(len(targets)), targets.repeat_interleave(len(sources))])
 
 
 def sort_edges(edge_index: Tensor, num_sources: int) -> Tensor:

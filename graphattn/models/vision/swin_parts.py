@@ -12,8 +12,7 @@ from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph, grid_block_graph
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.grid_windows import GridWindows
-from graphattn.graphs.structures.structure import Grid
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
 from graphattn.nn import OffsetBias, PreNormBlock
 from graphattn.nn.files.config import Configured
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.grid_windows import GridWindows
-from graphattn.graphs.structures.structure import GraphStructure, Grid, GridOffsets
+from graphattn.graphs.structures.grid_windows import Grid, GridWindows
+from graphattn.graphs.structures.structure import GraphStructure, GridOffsets
 from graphattn.graphs.token_graph import TokenGraph
 
 AXES = {

@@ -15,6 +15,7 @@ from graphattn.graphs.structures.composites import (
     intersection_of,
     union_of,
 )
+from graphattn.graphs.structures.grid_windows import Grid
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
@@ -23,7 +24,6 @@ from graphattn.graphs.structures.structure import (
     Cycle,
     GlobalTokens,
     GraphStructure,
-    Grid,
 )
 
 # Edges, or entries of a tile of rows, that are processed in one step: some tens of megabytes.

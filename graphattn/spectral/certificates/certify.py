@@ -13,7 +13,7 @@ from graphattn.graphs import TokenGraph
 from graphattn.graphs.structures.structure import Band
 from graphattn.spectral.arguments import as_edge_weight, as_square_graph, check_finite
 from graphattn.spectral.bounds import path_fiedler_bounds
-from graphattn.spectral.certificates.facts import SLACK, Certificate, Fact
+from graphattn.spectral.certificates.facts import PAPER, SLACK, Certificate, Fact
 from graphattn.spectral.classes import closed_classes
 from graphattn.spectral.eigenvalues import fiedler_pair, max_eigenvalue
 from graphattn.spectral.energy import energy
@@ -198,7 +198,7 @@ def _fiedler_fact(
         "holds" if inside else "violated",
         "between 2 S and 4 S, S = sum_j sin^2(pi j / 2N)",
         {"2 S": lower, **numbers, "4 S": upper},
-        "Stabilizing Transformer Training Through Consensus, Remark 4.2",
+        f"{PAPER}, Remark 4.2",
     )
 
 
@@ -214,7 +214,7 @@ def _step_fact(largest: float) -> Fact:
             "1 / (2 lambda_max)": 1 / (2 * largest),
             "1 / lambda_max": 1 / largest,
         },
-        "Stabilizing Transformer Training Through Consensus, Section 2.2",
+        f"{PAPER}, Section 2.2",
     )
 
 
@@ -228,7 +228,7 @@ def _rate_fact(fiedler: float, largest: float) -> Fact:
         "with step size eta = 1 / (2 lambda_max), every step multiplies the slowest mode by "
         "omega_1 = 1 - 2 eta lambda_1",
         {"omega_1": 1 - fiedler / largest, "steps until a thousandth is left": float(steps)},
-        "Stabilizing Transformer Training Through Consensus, Eq. 13",
+        f"{PAPER}, Eq. 13",
     )
 
 
@@ -295,20 +295,20 @@ def _facts_of_signal(
                 "last step": last,
                 "steps": float(len(distances) - 1),
             },
-            "Stabilizing Transformer Training Through Consensus, Eq. 13",
+            f"{PAPER}, Eq. 13",
         ),
         Fact(
             "energy falls",
             "holds" if falls else "violated",
             "in every step",
             {"before": before, "after": energies[-1]},
-            "Stabilizing Transformer Training Through Consensus, Eq. 5-7",
+            f"{PAPER}, Eq. 5-7",
         ),
         Fact(
             "mean stays",
             "holds" if drift <= SLACK * (1 + float(mean.abs().max())) else "violated",
             "the limit is the mean of the signal",
             {"drift": drift},
-            "Stabilizing Transformer Training Through Consensus, Eq. 12",
+            f"{PAPER}, Eq. 12",
         ),
     )

@@ -42,6 +42,23 @@ class Fact:
     source: str = ""  # paper and equation
 
 
+PAPER = "Stabilizing Transformer Training Through Consensus"
+
+
+def energy_falls(before: float, after: float, where: str) -> Fact:
+    """State that a step does not raise the energy."""
+    status: Status = "holds" if after <= before * (1 + SLACK) else "violated"
+    numbers = {"before": before, "after": after}
+    return Fact("energy falls", status, where, numbers, f"{PAPER}, Eq. 5-7, with R")
+
+
+def constants_stay(drift: float, statement: str) -> Fact:
+    """State that a step does not change equal tokens; `drift` is the largest relative change."""
+    status: Status = "holds" if drift <= SLACK else "violated"
+    numbers = {"largest relative change": drift}
+    return Fact("constants stay", status, statement, numbers, f"{PAPER}, Appendix A")
+
+
 @dataclass(frozen=True, repr=False)
 class Certificate:
     """Facts about a graph, a layer or a model, from :func:`certify`.
@@ -282,7 +299,7 @@ def _as_dict(certificate: Certificate) -> dict[str, Any]:
         }
         for fact in certificate.facts
     ]
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "subject": certificate.subject,
         "sound": certificate.sound,
         "num_checked": certificate.num_checked,
@@ -290,5 +307,5 @@ def _as_dict(certificate: Certificate) -> dict[str, Any]:
         "facts": facts,
     }
     if certificate.parts:
-        found["parts"] = {name: _as_dict(part) for name, part in certificate.parts.items()}
-    return found
+        entries["parts"] = {name: _as_dict(part) for name, part in certificate.parts.items()}
+    return entries

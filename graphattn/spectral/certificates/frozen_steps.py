@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from graphattn.graphs import TokenGraph
-from graphattn.nn import SelfConsensus
+from graphattn.nn import CrossConsensus, SelfConsensus
 from graphattn.ops.consensus.edge_network.edge_hidden import form
 from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
 from graphattn.ops.consensus.step_size import automatic_bounds, automatic_step
@@ -20,6 +20,26 @@ from graphattn.spectral.matrix_weighted.block_laplacian import Array, BlockLapla
 
 AGREE = 1e-9  # the largest relative difference between the layer's own step and this one
 EDGES = 2**22  # numbers in hidden vectors that are formed at a time
+
+
+def edge_hidden_of(
+    layer: SelfConsensus | CrossConsensus, edge_features: Tensor | None, graph: TokenGraph
+) -> dict[str, Tensor]:
+    """Compute F e_ij, the keyword argument of a layer's step for features of edges, if given."""
+    if edge_features is None:
+        return {}
+    hidden = layer.edge_net.edge_hidden(edge_features, graph, (None, None))
+    return {"edge_hidden": form(hidden, None)}
+
+
+def step_sizes(
+    layer: SelfConsensus | CrossConsensus, R: EdgeMatrix, graph: TokenGraph, update: str
+) -> Tensor:
+    """Compute the step size of every target and head, float64 [N, H]."""
+    eta = layer.step_tensor()
+    if isinstance(eta, str):
+        eta = automatic_step(automatic_bounds(R.alpha + R.beta, graph, update))
+    return torch.as_tensor(eta, dtype=torch.float64).expand(graph.num_targets, layer.heads)
 
 
 class FrozenStep:
@@ -45,16 +65,10 @@ class FrozenStep:
         self.rotations = layer.rotations(self.x, self.x, self.graph, positions)
         net = layer.edge_net
         self.hidden = net.target_hidden(self.x), net.source_hidden(self.x)
-        self.edge_hidden: dict[str, Tensor] = {}  # F e_ij, a keyword argument of the layer's step
-        if given := layer.checked_features(edge_features, self.x, self.graph):
-            part = net.edge_hidden(given["edge_features"], self.graph, (None, None))
-            self.edge_hidden["edge_hidden"] = form(part, None)
+        features = layer.checked_features(edge_features, self.x, self.graph)
+        self.edge_hidden = edge_hidden_of(layer, features.get("edge_features"), self.graph)
         R = self._matrices()
-        eta = layer.step_tensor()
-        if isinstance(eta, str):
-            bound = automatic_bounds(R.alpha + R.beta, self.graph, layer.update_rule)
-            eta = automatic_step(bound)
-        eta = torch.as_tensor(eta, dtype=torch.float64).expand(len(x), layer.heads)
+        eta = step_sizes(layer, R, self.graph, layer.update_rule)
         source, target = self.graph.edge_index
         edge = source != target  # a self-loop exerts no force
         self.source, self.target = source[edge].numpy(), target[edge].numpy()

@@ -16,7 +16,14 @@ from graphattn.nn import (
     SelfConsensus,
 )
 from graphattn.ops.consensus.calls import check_energy_graph
-from graphattn.spectral.certificates.facts import SLACK, Certificate, Fact
+from graphattn.spectral.certificates.facts import (
+    PAPER,
+    SLACK,
+    Certificate,
+    Fact,
+    constants_stay,
+    energy_falls,
+)
 from graphattn.spectral.certificates.frozen_steps import FrozenStep
 from graphattn.spectral.classes import eigenvalue_one_multiplicity
 from graphattn.spectral.eigenvalues import fiedler_value
@@ -31,7 +38,6 @@ from graphattn.spectral.matrix_weighted.spectrum_ends import (
     smallest_eigenvalue,
 )
 
-PAPER = "Stabilizing Transformer Training Through Consensus"
 THEOREMS = "low-pass filter", "energy falls", "constants stay"
 NO_BOUND = (
     "the bounds of Appendix A need a fixed step that is at most 1 / (2 lambda_max), and here the "
@@ -157,20 +163,12 @@ def _energy_facts(layer: SelfConsensus, step: FrozenStep, measure: bool) -> list
             {"1 - 2 eta lambda_max": lowest, **_accuracy(top)},
             f"{PAPER}, Section 2.2 and Appendix A",
         ),
-        Fact(
-            "energy falls",
-            "holds" if after <= before * (1 + SLACK) else "violated",
+        energy_falls(
+            before,
+            after,
             "in this step, on these tokens; on all tokens if 1 - 2 eta lambda_max > -1",
-            {"before": before, "after": after},
-            f"{PAPER}, Eq. 5-7, with R",
         ),
-        Fact(
-            "constants stay",
-            "holds" if drift <= SLACK else "violated",
-            what,
-            {"largest relative change": drift},
-            f"{PAPER}, Appendix A",
-        ),
+        constants_stay(drift, what),
     ]
     if layer.isometric:
         return facts

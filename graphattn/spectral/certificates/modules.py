@@ -33,23 +33,6 @@ from graphattn.spectral.laplacians.linear_maps import (
 )
 
 
-def certify_module(
-    module: nn.Module,
-    x: Any,
-    graph: Any,
-    valid: Tensor | None,
-    positions: Tensor | None,
-    edge_features: Tensor | None = None,
-    given: Mapping[str, Any] | None = None,
-    progress: bool | None = None,
-    measure: bool = False,
-) -> Certificate:
-    """Implement :func:`graphattn.spectral.certify` for modules."""
-    with _one_thread():
-        arguments = x, graph, valid, positions, edge_features, given or {}
-        return _certify_module(module, *arguments, progress, measure)
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Limit torch and BLAS to one thread.
@@ -66,7 +49,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _certify_module(
+@_one_thread()
+def certify_module(
     module: nn.Module,
     x: Any,
     graph: Any,
@@ -77,6 +61,7 @@ def _certify_module(
     progress: bool | None,
     measure: bool,
 ) -> Certificate:
+    """Implement :func:`graphattn.spectral.certify` for modules."""
     takes = inspect.signature(module.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     if unknown := [name for name in given if name not in takes and not takes_any]:
@@ -242,7 +227,7 @@ def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certifica
         per_edge=features is not None,
     )
     batch, (source, target) = x.shape[:-2], graph.edge_index
-    found = layer.checked_features(features, x, graph)
+    checked = layer.checked_features(features, x, graph)
     if layer.rotary is not None:
         positions = layer.resolve_positions(graph, positions)
 
@@ -252,13 +237,13 @@ def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certifica
 
     parts = {}
     for b in range(max(1, batch.numel())):
-        own, of_edges = graph, entry(found.get("edge_features"), b, 2)
+        real, of_edges = graph, entry(checked.get("edge_features"), b, 2)
         masks = [entry(mask, b, 1) for mask in valid]
         if any(mask is not None for mask in masks):
             keep = valid_edges((masks[0], masks[1]), source, target)
             assert keep is not None
             keep = keep.reshape(-1)
-            own = from_edge_index(graph.edge_index[:, keep], graph.num_targets, graph.num_sources)
+            real = from_edge_index(graph.edge_index[:, keep], graph.num_targets, graph.num_sources)
             of_edges = None if of_edges is None else of_edges[keep]
         pair = None
         if positions is not None:
@@ -268,8 +253,8 @@ def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certifica
             context.flatten(0, -3)[b] if batch else context,
         )
         with torch.no_grad():
-            facts = cross_facts(layer, *tokens, own, pair, of_edges)
-        parts[f"x[{b}]"] = Certificate(f"{layer!r} over {own!r}", tuple(facts))
+            facts = cross_facts(layer, *tokens, real, pair, of_edges)
+        parts[f"x[{b}]"] = Certificate(f"{layer!r} over {real!r}", tuple(facts))
     if len(parts) == 1:
         return next(iter(parts.values()))
     return worst_of(f"{layer!r} on {len(parts)} sequences over {graph!r}", parts)
@@ -286,8 +271,8 @@ def _checked_features(layer: nn.Module, features: Any, x: Tensor, graph: TokenGr
             "edge_features must be None unless the layer is a consensus layer, got "
             f"edge_features for a {type(layer).__name__}"
         )
-    found = layer.checked_features(features, x, graph)
-    return found["edge_features"]
+    checked = layer.checked_features(features, x, graph)
+    return checked["edge_features"]
 
 
 def sequences_of(
@@ -303,8 +288,8 @@ def sequences_of(
         own_valid, own_positions = (
             None if t is None else t.expand(*batch, N).reshape(-1, N)[b] for t in (valid, positions)
         )
-        for p, (start, own) in enumerate(whole):
-            here = slice(start, start + own.num_targets)
+        for p, (start, part) in enumerate(whole):
+            here = slice(start, start + part.num_targets)
             names = [f"x[{b}]"] if batch else []
             names += [f"sequence {p}"] if len(whole) > 1 else []
             place = None if own_positions is None else own_positions[here]
@@ -313,7 +298,7 @@ def sequences_of(
                 first, last = (int(graph.rowptr[t]) for t in (here.start, here.stop))
                 of_sequence = of_edges if of_edges.dim() == 2 else of_edges.flatten(0, -3)[b]
                 of_edges = of_sequence[first:last]
-            sequence: Sequence = tokens[here], own, place, of_edges
+            sequence: Sequence = tokens[here], part, place, of_edges
             if own_valid is not None and not bool(own_valid[here].all()):
                 sequence = _without_padding(*sequence, own_valid[here])
             yield ", ".join(names), sequence

@@ -8,14 +8,11 @@ from torch import Tensor
 from graphattn.graphs import TokenGraph
 from graphattn.nn import CrossConsensus
 from graphattn.nn.base.graph_layer import Positions
-from graphattn.ops.consensus.edge_network.edge_hidden import form
 from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
-from graphattn.ops.consensus.step_size import automatic_bounds, automatic_step
-from graphattn.spectral.certificates.facts import SLACK, Fact
+from graphattn.spectral.certificates.facts import PAPER, SLACK, Fact, constants_stay, energy_falls
+from graphattn.spectral.certificates.frozen_steps import AGREE, edge_hidden_of, step_sizes
 
-PAPER = "Stabilizing Transformer Training Through Consensus"
 THEOREMS = "no overshoot", "energy falls", "constants stay"
-AGREE = 1e-9  # relative difference between two computations of the same step
 NUMBERS = 1 << 22  # entries of matrices in memory at a time
 
 
@@ -39,15 +36,10 @@ def cross_facts(
     compared = layer.rotate(u, v, rotations)
     net = layer.edge_net
     hidden = net.target_hidden(x), net.source_hidden(context)
-    of_edges: dict[str, Tensor] = {}
-    if edge_features is not None:
-        of_edges["edge_hidden"] = form(net.edge_hidden(edge_features, graph, (None, None)), None)
+    of_edges = edge_hidden_of(layer, edge_features, graph)
     source, target = graph.edge_index
     R = net.edge_matrix(hidden[0][target] + hidden[1][source], of_edges.get("edge_hidden"))
-    eta = layer.step_tensor()
-    if isinstance(eta, str):
-        eta = automatic_step(automatic_bounds(R.alpha + R.beta, graph, "target"))
-    eta = torch.as_tensor(eta, dtype=torch.float64).expand(len(x), layer.heads)
+    eta = step_sizes(layer, R, graph, "target")
 
     def moved(states: tuple[Tensor, Tensor]) -> Tensor:
         """Make the layer's own step of the first of two tracks, in the rotated frame."""
@@ -93,21 +85,13 @@ def cross_facts(
             {"1 - eta lambda_max": least},
             f"{PAPER}, Section 2.2, for one target",
         ),
-        Fact(
-            "energy falls",
-            "holds" if after <= before * (1 + SLACK) else "violated",
+        energy_falls(
+            before,
+            after,
             "in this step, on these tokens, with the sources held fixed; on all tokens if "
             "1 - eta lambda_max > -1",
-            {"before": before, "after": after},
-            f"{PAPER}, Eq. 5-7, with R",
         ),
-        Fact(
-            "constants stay",
-            "holds" if drift <= SLACK else "violated",
-            "targets that are equal to their sources do not change",
-            {"largest relative change": drift},
-            f"{PAPER}, Appendix A",
-        ),
+        constants_stay(drift, "targets that are equal to their sources do not change"),
     ]
 
 

@@ -42,8 +42,8 @@ def derivative_of(function: Map, x: Tensor) -> LinearOperator:
     def back(v: Tensor) -> Tensor:
         with torch.enable_grad():
             given = x.detach().clone().requires_grad_()
-            (found,) = torch.autograd.grad(function(given), given, v, materialize_grads=True)
-        return found
+            (product,) = torch.autograd.grad(function(given), given, v, materialize_grads=True)
+        return product
 
     def forward(u: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -52,8 +52,8 @@ def derivative_of(function: Map, x: Tensor) -> LinearOperator:
             (of_weight,) = torch.autograd.grad(
                 function(given), given, weight, create_graph=True, materialize_grads=True
             )
-            (found,) = torch.autograd.grad(of_weight, weight, u, materialize_grads=True)
-        return found
+            (product,) = torch.autograd.grad(of_weight, weight, u, materialize_grads=True)
+        return product
 
     def flat(apply: Map) -> Callable[[Array], Array]:
         return lambda u: apply(torch.from_numpy(np.array(u)).view(shape)).flatten().numpy()
@@ -67,10 +67,10 @@ def spectral_radius(T: LinearOperator) -> float:
     if T.shape[0] <= DENSE:
         return float(np.abs(np.linalg.eigvals(_dense(T))).max(initial=0.0))
     try:
-        found = eigs(T, k=1, which="LM", tol=1e-6, v0=_start(T), return_eigenvectors=False)
+        eigenvalues = eigs(T, k=1, which="LM", tol=1e-6, v0=_start(T), return_eigenvectors=False)
     except ArpackNoConvergence as error:
-        found = error.eigenvalues if len(error.eigenvalues) else np.array([np.nan])
-    return float(np.abs(found).max())
+        eigenvalues = error.eigenvalues if len(error.eigenvalues) else np.array([np.nan])
+    return float(np.abs(eigenvalues).max())
 
 
 def largest_singular_value(T: LinearOperator) -> float:
@@ -78,8 +78,8 @@ def largest_singular_value(T: LinearOperator) -> float:
     if T.shape[0] <= DENSE:
         return float(np.linalg.norm(_dense(T), 2)) if T.shape[0] else 0.0
     square = LinearOperator(T.shape, matvec=lambda u: T.rmatvec(T.matvec(u)), dtype=np.float64)
-    found = eigsh(square, k=1, which="LA", tol=1e-9, v0=_start(T), return_eigenvectors=False)
-    return float(np.sqrt(found[0]))
+    squares = eigsh(square, k=1, which="LA", tol=1e-9, v0=_start(T), return_eigenvectors=False)
+    return float(np.sqrt(squares[0]))
 
 
 def _dense(T: LinearOperator) -> Array:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.structures.composites import Parts
+from graphattn.graphs.structures.grid_windows import Grid
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
     Complete,
     Cycle,
     GraphStructure,
-    Grid,
 )
 
 Array = NDArray[np.float64]
@@ -147,9 +147,9 @@ def by_structure(structure: GraphStructure) -> Apply | None:
         case Grid():
             return _by_image(structure)
         case Parts() if structure.target_ptr == structure.source_ptr:
-            found = [by_structure(part) for part in structure.parts]
-            parts = [part for part in found if part is not None]
-            if len(parts) < len(found):
+            of_parts = [by_structure(part) for part in structure.parts]
+            parts = [part for part in of_parts if part is not None]
+            if len(parts) < len(of_parts):
                 return None
             inner = structure.target_ptr[1:-1]
 
@@ -199,7 +199,14 @@ def _by_blocks_of_tokens(starts: list[int], num_tokens: int) -> Apply:
 
 def _by_image(grid: Grid) -> Apply:
     lead = int(grid.class_token)
-    moves = [(dy, dx) for dy, dx in grid._moves() if (dy, dx) > (0, 0)]  # counts each pair once
+    down, across = min(grid.radius, grid.height - 1), min(grid.radius, grid.width - 1)
+    moves = [
+        (dy, dx)
+        for dy in range(down + 1)
+        for dx in range(-across, across + 1)
+        if (dy, dx) > (0, 0)  # counts each pair once
+        and (grid.metric == "chebyshev" or dy + abs(dx) <= grid.radius)
+    ]
 
     def apply(u: Array) -> Array:
         out = np.zeros_like(u)

@@ -195,10 +195,10 @@ def _slowest_vector(L: scipy.sparse.csr_array, num_tokens: int, channels: int) -
 
 
 def _extreme_vector(apply: Callable[[Array], Array], size: int, which: str) -> Array:
-    found = lanczos_pair(apply, size, which, ATTEMPTS, tolerance=PRECISION)
-    if found is None:
+    pair = lanczos_pair(apply, size, which, ATTEMPTS, tolerance=PRECISION)
+    if pair is None:
         raise RuntimeError(
             "the Lanczos iteration for the Fiedler value of matrix weights has not converged: use "
             "matrices that are not singular"
         )
-    return found[1]
+    return pair[1]

@@ -41,8 +41,8 @@ def largest_eigenvalue(heads: Sequence[BlockLaplacian]) -> End:
     if heads[0].size <= DENSE:
         value = max(float(head.dense_eigenvalues()[-1]) for head in heads)
         return End(max(value, 0.0), _rounding(heads), True)
-    found = [_by_lanczos(head) for head in heads]
-    value, residual = max(found)
+    pairs = [_by_lanczos(head) for head in heads]
+    value, residual = max(pairs)
     if not all(head.countable for head in heads):
         return End(value, residual, False)
     width = upper = WITHIN * max(1.0, value)
@@ -71,11 +71,11 @@ def smallest_eigenvalue(heads: Sequence[BlockLaplacian]) -> End:
         return End(max(value, 0.0), _rounding(heads), True)
     starts = [_smooth(head) for head in heads]
     if not all(head.countable for head in heads):
-        found = [
+        pairs = [
             _by_lobpcg(head, u, *ATTEMPTS[0]) for head, (_, u) in zip(heads, starts, strict=True)
         ]
-        h = found.index(min(found))
-        value, residual = min(found[h], _by_lobpcg(heads[h], starts[h][1], *ATTEMPTS[1]))
+        h = pairs.index(min(pairs))
+        value, residual = min(pairs[h], _by_lobpcg(heads[h], starts[h][1], *ATTEMPTS[1]))
         return End(value, residual, False)
     value, width = np.inf, WITHIN
     for h in np.argsort([guess for guess, _ in starts]):
@@ -88,22 +88,22 @@ def smallest_eigenvalue(heads: Sequence[BlockLaplacian]) -> End:
         if value < np.inf and _certain(none_below, value, -width):
             continue
         for attempt in ATTEMPTS:
-            own, _ = _by_lobpcg(head, starts[h][1], *attempt)
-            if certain := _certain(none_below, own, -WITHIN):
+            estimate, _ = _by_lobpcg(head, starts[h][1], *attempt)
+            if certain := _certain(none_below, estimate, -WITHIN):
                 break
         if not certain:
-            low, own = _bisect(none_below, False, 0.0, own, WITHIN)
-            width = max(width, own - low)
-        value = min(value, own)
+            low, estimate = _bisect(none_below, False, 0.0, estimate, WITHIN)
+            width = max(width, estimate - low)
+        value = min(value, estimate)
     return End(value, min(width, value), True)
 
 
 def _certain(claim: Callable[[float], bool | None], value: float, width: float) -> bool:
     """Whether the claim holds at a distance of at most `width` from the value."""
     for share in NUDGES:
-        answer = claim(value + share * width)
-        if answer is not None:  # It is None if an eigenvalue is too near the shift.
-            return answer
+        holds = claim(value + share * width)
+        if holds is not None:  # It is None if an eigenvalue is too near the shift.
+            return holds
     return False
 
 

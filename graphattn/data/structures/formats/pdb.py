@@ -125,11 +125,11 @@ def pdb_assemblies(path: str | os.PathLike[str], text: str, model: int) -> Assem
         if content.startswith("BIOMOLECULE:"):
             name = content.partition(":")[2].strip()
             assemblies.setdefault(name, [])
-        elif found := _CHAINS.fullmatch(content):
+        elif match := _CHAINS.fullmatch(content):
             steps = assemblies.setdefault(name, [])
             if not of_chains or content.startswith("APPLY"):
                 steps.append(([], []))
-            chains = [chain.strip() for chain in found[1].split(",")]
+            chains = [chain.strip() for chain in match[1].split(",")]
             steps[-1][0].extend("" if chain == "NULL" else chain for chain in chains if chain)
             of_chains = True
             continue
