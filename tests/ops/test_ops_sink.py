@@ -1,7 +1,5 @@
 """Attention sinks: a logit per head that joins the denominator and brings no value."""
 
-import math
-
 import pytest
 import torch
 from cases_ops import BACKENDS, FEW, GRAPHS, qkv, random, valid_tokens
@@ -50,38 +48,6 @@ def test_padding_and_bias_beside_a_sink(name, backend):
     dense[graph.to_mask()] = bias
     expected = attention(q, k, v, graph.to_mask(), bias=dense, valid=(valid, valid), sink=sink).out
     torch.testing.assert_close(found[valid], expected[valid], **TIGHT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sink_is_one_more_column_of_the_softmax(backend):
-    """A sink is a column that is appended before the softmax and taken away after it.
-
-    The library transformers writes GPT-OSS in this way.
-    """
-    graph = ga.causal_graph(9)
-    q, k, v = (x.transpose(0, 1) for x in qkv(graph))
-    sink = torch.tensor([0.7, -0.4], dtype=torch.float64)
-    logits = (q @ k.mT / math.sqrt(3)).masked_fill(~graph.to_mask(), -torch.inf)
-    column = sink[:, None, None].expand(-1, 9, 1)
-    probabilities = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
-    found = ga.dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, k, v)), graph, sink=sink, backend=backend
-    )
-    torch.testing.assert_close(found.transpose(0, 1), probabilities @ v, **TIGHT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sink_is_the_logarithm_of_eps(backend):
-    graph = ga.window_path_graph(9, 2)
-    q, k, v = qkv(graph)
-    by_eps, lse = ga.rbf_attention(q, k, v, graph, 1.0, eps=0.3, return_lse=True, backend=backend)
-    by_sink = ga.rbf_attention(q, k, v, graph, 1.0, sink=math.log(0.3), backend=backend)
-    torch.testing.assert_close(by_sink, by_eps, **TIGHT)
-    both, same = ga.rbf_attention(
-        q, k, v, graph, 1.0, eps=0.1, sink=math.log(0.2), return_lse=True, backend=backend
-    )
-    torch.testing.assert_close(both, by_eps, **TIGHT)
-    assert torch.equal(same, lse)
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.2])
