@@ -15,7 +15,7 @@ from cases_consensus import (
     move,
     solve,
 )
-from cases_edges import some
+from cases_edges import hubs, some
 from cases_kernels import Tensors, guarded
 from torch import Tensor
 
@@ -158,6 +158,22 @@ def test_a_token_without_edges_keeps_its_state_to_the_last_bit(
             bad = {**tensors, "target_hidden": spoiled(tensors, still, torch.nan)["target_hidden"]}
             found = solve(case, bad, case.upstream(dtype), device=device)
             assert all(torch.equal(found[n], clean[n]) for n in found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", [0.7, "auto"])
+@pytest.mark.parametrize(
+    "graph", [ga.window_path_graph(16, 2), some(16, 16), hubs()], ids=["path", "list", "hubs"]
+)
+def test_a_constant_is_a_fixed_point_to_the_last_bit(
+    graph: ga.TokenGraph, step: float | str, dtype: torch.dtype, device: str
+) -> None:
+    for update in ("energy", "target"):
+        case = Case(graph, update, step=step, xi=3)
+        tensors = {n: x.to(device) for n, x in case.tensors(dtype).items()}
+        constant = tensors["state"][:, :1].expand_as(tensors["state"])
+        assert torch.equal(move(case, {**tensors, "state": constant}, device=device), constant)
 
 
 # Rows of Lambda.

@@ -114,8 +114,9 @@ def test_both_backends_drop_the_same_forward_and_backward(name, options):
         d_out = random(*out.shape, seed=8) if d_out is None else d_out
         loss = (out * d_out).sum() + lse.sin().sum()
         found[backend] = out, lse, *torch.autograd.grad(loss, tensors)
-    for ours, theirs in zip(found["structured"], found["reference"], strict=True):
-        torch.testing.assert_close(ours, theirs, **TIGHT)
+    for backend in BACKENDS[1:]:
+        for ours, theirs in zip(found[backend], found["reference"], strict=True):
+            torch.testing.assert_close(ours, theirs, **TIGHT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -290,16 +291,6 @@ def _gradients(loss, leaves):
         leaf.grad = None
     loss.backward()
     return [leaf.grad for leaf in leaves]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_graphs_without_edges_or_tokens(backend):
-    for n in (0, 3):
-        graph = ga.from_edge_index(torch.empty(2, 0, dtype=torch.long), n)
-        out = ga.rbf_attention(*qkv(graph), graph, 1.0, dropout=0.5, backend=backend)
-        assert (out == 0).all()
-    graph = ga.complete_graph(4)
-    assert ga.rbf_attention(*qkv(graph, batch=(0,)), graph, 1.0, dropout=0.5).shape[0] == 0
 
 
 # What is refused.

@@ -90,17 +90,6 @@ def test_gradients_of_all_inputs(name, backend, top_k):
     assert torch.autograd.gradcheck(run, (q, k, v, scale, bias))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_second_derivatives(backend):
-    graph = ga.causal_window_graph(5, 3)
-    inputs = [x.requires_grad_() for x in qkv(graph, heads=1)]
-
-    def run(q, k, v):
-        return ga.dot_product_attention(q, k, v, graph, softcap=CAP, backend=backend)
-
-    assert torch.autograd.gradgradcheck(run, inputs)
-
-
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e6, 1e30])

@@ -7,13 +7,11 @@ cases each statement gets (`pytest -m slow` takes 1,000).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cases_ops import FAST, consensus_inputs
-from random_ops import draws, random_graph
+from random_ops import LAYOUTS, Problem, draws, random_graph
 from torch import Tensor
 
 import graphattn as ga
@@ -35,83 +33,8 @@ how_many = pytest.mark.parametrize(
 )
 
 
-def numbers(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "heads first": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
-    "part of a wider tensor": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
-    "not aligned": lambda x: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape),
-    "every other token": lambda x: torch.stack([x, x], dim=-3).flatten(-4, -3)[..., ::2, :, :],
-}
-
-
-class Case(NamedTuple):
-    graph: ga.TokenGraph
-    tensors: tuple[Tensor, Tensor, Tensor]
-    options: dict[str, Any]  # sigma or scale; edge_bias, valid, top_k, eps
-    layout: str
-    draw: Any
-    generator: torch.Generator
-
-    def run(
-        self,
-        *tensors: Tensor,
-        rows: Tensor | None = None,
-        backend: str = "auto",
-    ) -> list[Tensor]:
-        """Output and log-sums of `rows` [B, N], and all gradients if only those rows count."""
-        options = dict(self.options)
-        strength = "sigma" if "sigma" in options else "scale"
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        names = [name for name in (strength, "edge_bias") if name in options]
-        for name in names:
-            options[name] = options[name].detach().clone().requires_grad_()
-        operation = ga.rbf_attention if strength == "sigma" else ga.dot_product_attention
-        placed = [LAYOUTS[self.layout](x) for x in leaves]
-        out, lse = operation(*placed, self.graph, return_lse=True, backend=backend, **options)
-        if rows is not None:
-            out, lse = out[rows], lse[rows]
-        seeded = torch.Generator().manual_seed(0)
-        heard = lse.isfinite()
-        loss = (out * numbers(out.shape, seeded, out.dtype)).sum().to(lse.dtype)
-        loss = loss + (lse[heard] * numbers(lse.shape, seeded, lse.dtype)[heard]).sum()
-        found = torch.autograd.grad(loss, [*leaves, *(options[name] for name in names)])
-        return [out, lse, *found]
-
-
-def attention_case(seed: int) -> Case:
-    """A graph, tensors in some layout, and options, all drawn from one seed."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = draws(generator)
-    graph, dtype = random_graph(draw, generator), draw(*DTYPES)
-    batch, kv_heads = draw((), (2,), (2, 1)), draw(1, 2)
-    heads, features = kv_heads * draw(1, 3), draw(1, 5, 8, 16)
-    N, M = graph.num_targets, graph.num_sources
-    options: dict[str, Any] = {"top_k": draw(None, None, 1, 3)}
-    if draw(False, True):
-        options["valid"] = tuple(
-            torch.rand((*batch, n), generator=generator) < draw(0.5, 0.8) for n in (N, M)
-        )
-    table = None if graph.structure is None else graph.structure.num_offsets
-    length = draw(None, None, graph.num_edges, table)
-    if length is not None and graph.num_edges != table:
-        options["edge_bias"] = numbers((length, heads), generator, dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    strength = (0.5 + torch.rand(heads, generator=generator, dtype=torch.float64)).to(wide)
-    if draw(True, False):
-        options["sigma"], options["eps"] = strength * draw(0.3, 1.0) * features**0.5, draw(0, 0.1)
-    else:
-        options["scale"] = strength
-    offset = draw(0, 0, 100)
-    tensors = (
-        numbers((*batch, N, heads, features), generator, dtype) + offset,
-        numbers((*batch, M, kv_heads, features), generator, dtype) + offset,
-        numbers((*batch, M, kv_heads, draw(1, 5, 10)), generator, dtype),
-    )
-    return Case(graph, tensors, options, draw(*LAYOUTS), draw, generator)
+def attention_case(seed: int) -> Problem:
+    return Problem(seed, *DTYPES)
 
 
 @pytest.fixture(params=FAST)
@@ -127,7 +50,7 @@ def backend(request):
         yield request.param
 
 
-def spoilt(case: Case, marked: Tensor) -> tuple[list[Tensor], bool]:
+def spoilt(case: Problem, marked: Tensor) -> tuple[list[Tensor], bool]:
     """The tensors with something else in the sources of bool [*, M], and whether queries too."""
     query, key, value = case.tensors
     which = case.draw("all", "all", "key", "value")
@@ -159,8 +82,8 @@ def test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients(seeds):
             blind &= ~marked
         blind = blind.expand(*case.tensors[0].shape[:-2])
         for backend in ("auto", "reference"):
-            clean = case.run(*case.tensors, rows=blind, backend=backend)
-            dirty = case.run(*tensors, rows=blind, backend=backend)
+            clean = case.run(backend, rows=blind)
+            dirty = case.run(backend, tensors, rows=blind)
             keep = slice(None) if backend == "auto" else slice(2)  # 0 * NaN, in plain autograd
             for k, (before, after) in enumerate(list(zip(clean, dirty, strict=True))[keep]):
                 assert torch.equal(before, after), (seed, backend, k)
@@ -183,8 +106,8 @@ def test_what_valid_marks_as_padding_reaches_no_bit_and_no_gradient(seeds):
             )
         ]
         for backend in ("auto", "reference"):
-            clean = case.run(*case.tensors, backend=backend)
-            dirty = case.run(*tensors, backend=backend)
+            clean = case.run(backend)
+            dirty = case.run(backend, tensors)
             for k, (before, after) in enumerate(zip(clean, dirty, strict=True)):
                 assert torch.equal(before, after), (seed, backend, k)
             assert all(gradient.isfinite().all() for gradient in dirty[2:]), seed
@@ -197,12 +120,8 @@ def test_what_valid_marks_as_padding_reaches_no_bit_and_no_gradient(seeds):
 def test_without_edges_the_weighted_sum_is_exactly_zero(seeds):
     for seed in seeds:
         case = attention_case(seed)
-        mask = case.graph.to_mask().expand(*case.tensors[0].shape[:-3], -1, -1)
-        if "valid" in case.options:
-            of_target, of_source = case.options["valid"]
-            mask = mask & of_target[..., None] & of_source[..., None, :]
-        empty = ~mask.any(-1)
-        out, lse, d_query, *_ = case.run(*case.tensors)
+        empty = ~case.edges.any(-1)
+        out, lse, d_query, *_ = case.run()
         assert (out[empty] == 0).all(), seed
         assert (lse[empty] == -torch.inf).all(), seed
         assert (d_query[empty] == 0).all(), seed
@@ -235,10 +154,7 @@ def test_top_k_keeps_exactly_k_and_of_equal_ones_the_smaller_index(seeds):
             affinity = -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
         else:
             affinity = (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
-        mask = graph.to_mask().expand(*batch, N, M)
-        if valid is not None:
-            mask = mask & valid[0][..., None] & valid[1][..., None, :]
-        mask = mask[..., None, :, :].expand_as(affinity)
+        mask = case.edges[..., None, :, :].expand_as(affinity)
         lowest = torch.iinfo(affinity.dtype).min
         order = affinity.masked_fill(~mask, lowest).argsort(dim=-1, descending=True, stable=True)
         kept = torch.zeros_like(mask).scatter_(-1, order[..., :top_k], True) & mask
