@@ -803,7 +803,7 @@ MUTATIONS = [
         "kernels/consensus/forward.py",
         "(1, 1 if x.energy else 0)",
         "(1, 0)",
-        (f"{FUSED}::test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth[leaves]",),
+        (f"{FUSED}::test_values_and_gradients_are_those_of_float64[windows side by side]",),
     ),
     Mutation(
         "fused rows of Lambda lose the part of their gradient along themselves",

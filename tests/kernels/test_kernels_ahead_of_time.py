@@ -209,30 +209,10 @@ def test_every_fault_is_found_and_fails_the_command(faulty: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_loop_without_matrix_instructions_is_found_by_its_multiply_adds(faulty: Any) -> None:
-    compiled = faulty[1]["ieee", "sm_90"]["compiled"]
-    assert compiled["matrix"] == {}
-    # [64, 32] @ [32, 64] in 128 threads.
-    assert 1024 < compiled["loop_instructions"] < 2048
-
-
-@pytest.mark.long
 def test_the_command_refuses_interpreted_kernels(folder: Path) -> None:
     run = python(folder, "-m", "graphattn.kernels.check", TRITON_INTERPRET="1")
     assert run.returncode == 2
     assert "TRITON_INTERPRET is set" in run.stderr
-
-
-@pytest.mark.long
-def test_an_interpreted_kernel_is_not_compiled(folder: Path) -> None:
-    code = """
-from small_kernels import sound
-from graphattn.kernels.check.compile import compile_launch
-compile_launch(sound()[0].launch, "sm_90")
-"""
-    run = python(folder, "-c", code, TRITON_INTERPRET="1")
-    assert "RuntimeError" in run.stderr
-    assert "TRITON_INTERPRET" in run.stderr
 
 
 SPECIALISE = """
@@ -284,26 +264,6 @@ for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
 def test_arguments_are_specialised_as_tritons_own_launcher_does(folder: Path) -> None:
     run = python(folder, "-c", SPECIALISE)
     assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.long
-def test_wrong_arguments_are_refused_by_name(folder: Path) -> None:
-    code = """
-from small_kernels import arguments, product
-from graphattn.kernels.check.compile import specialize
-from graphattn.kernels.shared.launch import Launch
-missing = arguments()
-del missing["size"]
-for given in (arguments(width=3), missing, arguments(scale="half")):
-    try:
-        specialize(Launch(product, (1,), given, 4, 3), "cuda")
-    except ValueError as error:
-        print(error)
-"""
-    lines = python(folder, "-c", code).stdout.splitlines()
-    assert lines[0] == "arguments must be parameters of product, got ['width']"
-    assert lines[1].startswith("arguments must hold 'size', got ['K', 'M'")
-    assert lines[2] == "scale must be a tensor, a number, a bool or None, got 'half'"
 
 
 def test_an_unknown_architecture_is_refused() -> None:

@@ -4,8 +4,6 @@ Random gradients come in through outputs and log-sums. Everything the kernels al
 before they write it (see `device`), so an element left out fails.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cases_kernels import (
@@ -23,8 +21,6 @@ from cases_kernels import (
 )
 
 import graphattn as ga
-from graphattn.graphs.structures.bands import bands_of
-from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -119,59 +115,12 @@ def test_half_precision_costs_at_most_twice_what_it_must(
     check_half(CASES[name], dtype, device)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(ga.causal_window_graph(70, 40), kv_heads=1),
-        Case(ga.complete_graph(70), score="dot"),
-        Case(ga.causal_window_graph(70, 40), table=True),
-        Case(ga.complete_graph(70), shared=True),
-    ],
-    ids=["window", "complete, dot", "table", "one tensor"],
-)
-def test_half_precision_in_tiles_without_a_mask(
-    case: Case, dtype: torch.dtype, device: str
-) -> None:
-    """Run tiles so small that in most of them all pairs are edges."""
-    with tuning.override(**tiles(16, 16)):
-        check_half(case, dtype, device)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("T", [1, 63, 111])
-@pytest.mark.parametrize(
-    "build",
-    [ga.complete_graph, lambda n: ga.causal_window_graph(n, 20)],
-    ids=["complete", "window"],
-)
-def test_any_number_of_tokens(build, T: int, device: str) -> None:
-    # A single token's gradients of query and key are 0: their rounding is measured beside 1.
-    case = Case(build(T), heads=1, kv_heads=1, features=8, value_features=8)
-    check(kernels(case, device), exact(case), SINGLE, floor=1.0 if T == 1 else 1e-3)
-
-
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 @pytest.mark.parametrize(
     ("D", "Dv"), [(1, 1), (7, 48), (48, 7), (64, 64), (80, 128), (128, 80), (256, 256), (1, 256)]
 )
 def test_any_width_of_a_head(D: int, Dv: int, score: str, device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), score=score, features=D, value_features=Dv)
-    check(kernels(case, device), exact(case), SINGLE)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("D", [1, 48, 80, 256])
-def test_any_width_of_a_head_in_half_precision(D: int, device: str) -> None:
-    case = Case(ga.causal_window_graph(21, 6), features=D, value_features=D)
-    check_half(case, torch.bfloat16, device)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("batch", [(), (3,), (2, 1), (2, 2)], ids=str)
-def test_any_leading_dimensions(batch: tuple[int, ...], device: str) -> None:
-    case = Case(ga.causal_window_graph(20, 4), batch=batch, valid="both")
     check(kernels(case, device), exact(case), SINGLE)
 
 
@@ -293,36 +242,6 @@ def test_a_loss_on_one_result_alone(name: str, only: str, device: str) -> None:
     check(*gradients, SINGLE)
 
 
-@pytest.mark.long
-def test_the_backward_without_a_gradient_of_the_log_sums(device: str) -> None:
-    """The backward pass can be called by hand without `d_lse` and without a gradient of the scale.
-
-    No `d_lse` counts as zeros. The gradient of the scale is None, since nobody asks for it.
-    """
-    from graphattn.kernels.bands.backward import backward
-    from graphattn.kernels.bands.forward import forward
-    from graphattn.kernels.bands.inputs import BandInputs
-
-    case = Case(ga.causal_window_graph(21, 6), score="dot", batch=(2,))
-    tensors, (d_out, d_lse) = case.tensors(), case.upstream()
-    bands = bands_of(case.graph.structure)
-    x = BandInputs(
-        *(tensors[name].to(device) for name in ("query", "key", "value", "strength")),
-        BandSchedule(bands.sequences, device, origin=bands.origin),
-        rbf=False,
-    )
-    out, _, saved = forward(x)
-    *found, d_scale, _ = backward(x, out, saved, d_out.to(device), None, scale_gradient=False)
-    assert d_scale is None
-    expected = in_float64(case, tensors, (d_out, torch.zeros_like(d_lse)))
-    names = ("query", "key", "value")
-    check(
-        {name: g.cpu() for name, g in zip(names, found, strict=True)},
-        {name: expected[name] for name in names},
-        SINGLE,
-    )
-
-
 def test_gradients_are_given_to_those_who_ask(device: str) -> None:
     case = Case(ga.causal_window_graph(21, 6), table=True)
     expected = exact(case)
@@ -341,35 +260,3 @@ def test_log_sums_of_half_precision_are_float32_and_outputs_what_came_in(device:
         x = random(5, 1, 4, seed=0).to(device, dtype)
         out, lse = ga.dot_product_attention(x, x, x, graph, backend="triton", return_lse=True)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_runs_agree_bit_for_bit(dtype: torch.dtype, device: str) -> None:
-    """Trivial where one program runs after another; on a GPU, what having no atomics buys."""
-    size, batch = (1000, 8) if device == "cuda" else (25, 1)
-    case = Case(
-        ga.causal_window_graph(size, size // 3), batch=(batch,), heads=4, table=True, valid="both"
-    )
-    one, other = (kernels(case, device, dtype) for _ in range(2))
-    assert all(torch.equal(one[n], other[n]) for n in one)
-
-
-@pytest.mark.long
-def test_a_batch_is_its_sequences_one_by_one(device: str) -> None:
-    """Side by side, each gives what it gives alone: nothing crosses the border."""
-    parts = [ga.causal_graph(19), ga.window_path_graph(22, 3), ga.complete_graph(5)]
-    whole = Case(ga.batch(parts), score="dot")
-    tensors, upstream = whole.tensors(), whole.upstream()
-    found = solve(whole, tensors, upstream, backend="triton", device=device)
-    start, total = 0, torch.zeros(2)
-    for graph in parts:
-        stop = start + graph.num_targets
-        own = {n: x if x.dim() == 1 else x[:, start:stop] for n, x in tensors.items()}
-        d = tuple(x[:, start:stop] for x in upstream)
-        alone = in_float64(replace(whole, graph=graph), own, d)
-        for name in ("out", "lse", "query", "key", "value"):
-            check({name: found[name][:, start:stop]}, {name: alone[name]}, SINGLE)
-        total += alone["strength"]
-        start = stop
-    check({"": found["strength"]}, {"": total}, SINGLE)

@@ -77,40 +77,6 @@ def test_what_all_entries_of_a_batch_share_may_be_expanded(device: str) -> None:
         check(found, expected, case, SINGLE)
 
 
-@pytest.mark.long
-def test_a_gradient_that_comes_in_may_be_expanded(device: str) -> None:
-    """A gradient that comes in may be one number with strides of zero, like that of a sum."""
-    for name in ("path", "list, target"):
-        case = CASES[name]
-        leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
-        new = move(case, leaves, device=device)
-        found = torch.autograd.grad(new.sum(), list(leaves.values()))
-        other = move(case, leaves, device=device)
-        given = torch.ones_like(other)
-        expected = torch.autograd.grad(other, list(leaves.values()), given)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.long
-def test_inputs_are_not_written_to(device: str) -> None:
-    for name in ("path", "list, target", "padding"):
-        case = CASES[name]
-        leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
-        before = {n: x.detach().clone() for n, x in leaves.items()}
-        differentiated(move(case, leaves, device=device), leaves, case.upstream())
-        assert all(torch.equal(x, before[n]) for n, x in leaves.items())
-
-
-@pytest.mark.long
-def test_an_undirected_list_in_any_order_is_the_same_graph(device: str) -> None:
-    case = CASES["list"]
-    edges = case.graph.edge_index
-    order = torch.randperm(edges.shape[1], generator=torch.Generator().manual_seed(0))
-    shuffled = replace(case, graph=ga.from_edge_index(edges[:, order], 20))
-    one, other = kernels(case, device), kernels(shuffled, device)
-    assert all(torch.equal(one[n], other[n]) for n in one)
-
-
 # Nothing.
 
 EMPTY = {
@@ -149,20 +115,6 @@ def test_an_empty_batch_is_no_work(name: str, device: str) -> None:
     found = kernels(case, device)
     assert found["new"].shape == case.tensors()["state"].shape
     assert all((x == 0).all() for x in found.values())
-
-
-@pytest.mark.long
-def test_nothing_valid_is_no_edge(device: str) -> None:
-    for name in ("path", "list"):
-        for step in (0.1, "auto"):
-            case = replace(CASES[name], step=step)
-            leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
-            valid = torch.zeros(20, dtype=torch.bool, device=device)
-            new = move(case, leaves, device=device, valid=valid)
-            found = differentiated(new, leaves, case.upstream())
-            assert torch.equal(found.pop("new"), case.tensors()["state"])
-            assert torch.equal(found.pop("state"), case.upstream())
-            assert all((x == 0).all() for x in found.values())
 
 
 # Autocast.
@@ -289,23 +241,3 @@ def test_offsets_do_not_wrap_at_two_to_the_31(dtype: str, device: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("all equal")
-
-
-@pytest.mark.parametrize("step", [0.1, "auto"])
-@pytest.mark.parametrize("masked", ["both", "targets"])
-def test_an_invalid_target_that_is_a_valid_source_keeps_its_state(
-    masked: str, step: float | str, device: str
-) -> None:
-    graph = ga.window_path_graph(7, 2).to(device)
-    case = Case(graph)
-    x = {name: tensor.to(device) for name, tensor in case.tensors().items()}
-    network = ga.EdgeNetworkParameters(*(x[n] for n in ga.EdgeNetworkParameters._fields))
-    of_targets = torch.tensor([1, 1, 0, 1, 0, 1, 1], device=device).bool()
-    of_sources = torch.tensor([1, 0, 1, 1, 1, 1, 0], device=device).bool()
-    state, hidden = x["state"], (x["target_hidden"], x["source_hidden"])
-    valid = of_targets, of_sources if masked == "both" else None
-    new = ga.consensus_update(
-        state, state, *hidden, network, graph, step, valid=valid, backend=BACKEND
-    )
-    assert torch.equal(new[:, ~of_targets], state[:, ~of_targets])
-    assert (new[:, of_targets] != state[:, of_targets]).any()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,91 +19,11 @@ from graphattn.bench.contenders import peers as contenders
 from graphattn.bench.measuring.memory import cuda_peak
 from graphattn.bench.measuring.passes import one_pass
 from graphattn.bench.reporting.record import OURS
-from graphattn.kernels.shared.launch import launch
 
-N = 1000  # numbers of a tensor; in float32 4 kB
 CASES = {case.name: case for case in cases.CASES}
 
 
-def numbers(**options: Any) -> torch.Tensor:
-    return torch.empty(N, device="meta", **options)
-
-
 # The tool, on what can be counted by hand.
-
-
-def test_a_tensor_that_is_gone_is_not_counted() -> None:
-    def work() -> torch.Tensor:
-        a = x + 1
-        b = a + 1  # a and b
-        del a
-        c = b + 1  # b and c
-        return c.exp()  # b, c and the result
-
-    x = numbers()
-    found = peak_of(work)
-    assert found.bytes == 3 * 4 * N
-    assert found.inputs == 4 * N
-
-
-def test_views_and_what_is_done_in_place_take_nothing() -> None:
-    def work() -> torch.Tensor:
-        x.view(10, -1)[2:].add_(1)
-        return (x + 1).mul_(2).view(10, -1).mT
-
-    x = numbers()
-    found = peak_of(work)
-    assert found.bytes == 4 * N
-    assert [block.made_by for block in found.blocks] == ["aten::add"]
-
-
-def test_half_precision_takes_half() -> None:
-    x = numbers()
-    assert peak_of(lambda: x.bfloat16()).bytes == 2 * N
-
-
-def test_what_the_backward_needs_is_held_until_then() -> None:
-    """exp keeps its result: 3 of them, a sum, and then 2 gradients in turn while they go."""
-
-    def forward() -> torch.Tensor:
-        return x.exp().exp().exp().sum()
-
-    x = numbers(requires_grad=True)
-    assert peak_of(forward).bytes == 3 * 4 * N + 4
-    with torch.no_grad():
-        assert peak_of(forward).bytes == 2 * 4 * N  # one from the other
-    # The sum, the 1 that a backward starts with, which stands for all of the sum's gradient; with
-    # all three results one gradient; the others come while results go.
-    assert peak_of(lambda: torch.autograd.grad(forward(), x)).bytes == 4 * 4 * N + 2 * 4
-
-
-def test_every_input_is_counted_once() -> None:
-    x, y = numbers(), numbers()
-    found = peak_of(lambda: x[:500] + x[500:] + y[:500] * y[0])
-    assert found.inputs == 2 * 4 * N
-
-
-def test_the_blocks_of_the_peak_make_up_the_peak() -> None:
-    x = numbers()
-    found = peak_of(lambda: (x + 1, x.double(), x[:10] * 2))
-    assert [block.bytes for block in found.blocks] == [8 * N, 4 * N, 40]
-    assert sum(block.bytes for block in found.blocks) == found.bytes
-    assert "aten::_to_copy [1000] float64" in str(found)
-    assert "in 1 smaller ones" in str(found)
-
-
-def test_a_kernel_that_was_noted_holds_no_workspace() -> None:
-    def work() -> torch.Tensor:
-        for _ in range(3):
-            workspace = x + 1
-            launch(kernel, (1,), num_warps=4, num_stages=1, p_workspace=workspace)
-            del workspace
-        return x + 1
-
-    x, kernel = numbers(), SimpleNamespace(fn=peak_of)
-    found = peak_of(work)
-    assert found.kernels == ["peak_of"] * 3
-    assert found.bytes == 4 * N
 
 
 def test_inside_of_an_operator_of_our_own_is_counted(device: str) -> None:

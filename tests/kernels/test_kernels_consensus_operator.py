@@ -1,6 +1,5 @@
 """The operator behind fused consensus: torch.library, torch.compile, derivatives, refusals."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -9,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases_consensus import BACKEND, CASES, Case, kernels, move, solve
+from cases_consensus import BACKEND, CASES, Case, kernels, move
 from cases_edges import nearest, some
 from functorch.compile import make_boxed_func
 from test_kernels_no_waiting import NoCopiesFromTheCPU
@@ -165,15 +164,6 @@ def test_kernels_run_where_they_are_asked_for(device: str) -> None:
             assert bool(launches) == runs, (name, backend)
 
 
-@pytest.mark.long
-def test_a_block_with_kernels_as_the_default_takes_them(device: str) -> None:
-    case = CASES["path"]
-    with ga.use_backend(BACKEND):
-        found = solve(case, case.tensors(), case.upstream(), backend="auto", device=device)
-    expected = kernels(case, device)
-    assert all(torch.equal(found[n], expected[n]) for n in found)
-
-
 # Derivatives.
 
 
@@ -248,28 +238,6 @@ def test_only_the_gradients_that_are_wanted_are_there(device: str) -> None:
                     assert torch.equal(leaf.grad.cpu(), everything[n]), (name, wanted, n)
                 else:
                     assert leaf.grad is None
-
-
-@pytest.mark.long
-def test_without_gradients_nothing_is_kept(device: str) -> None:
-    case = CASES["path"]
-    tensors = {n: x.to(device) for n, x in case.tensors().items()}
-    assert not move(case, tensors, device=device).requires_grad
-    tensors["state"].requires_grad_()
-    with torch.no_grad():
-        assert not move(case, tensors, device=device).requires_grad
-
-
-@pytest.mark.long
-def test_a_second_backward_needs_the_graph_to_be_kept(device: str) -> None:
-    case = CASES["list, target"]
-    leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
-    new = move(case, leaves, device=device)
-    d_new = case.upstream().to(device)
-    one, other = (
-        torch.autograd.grad(new, list(leaves.values()), d_new, retain_graph=True) for _ in range(2)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # Waiting.
@@ -361,44 +329,3 @@ def test_what_kernels_cannot_do_they_refuse_with_the_reason(device: str) -> None
         new = move(of, tensors, backend="auto", device=device).cpu()
         expected = {n: x.cpu() for n, x in tensors.items()}
         torch.testing.assert_close(new, move(of, expected, backend="reference"))
-
-
-def test_what_can_run_is_what_backends_says(device: str) -> None:
-    graph = ga.window_path_graph(7, 2).to(device)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        state = torch.randn(7, 2, 4, device=device, dtype=dtype)
-        assert ga.backends("consensus_update", graph, state)["triton"] is None
-    wide = torch.randn(7, 2, 257, device=device)
-    assert "not of 257" in ga.backends("consensus_update", graph, wide)["triton"]
-    assert "not float64" in ga.backends("consensus_update", graph, state.double())["triton"]
-
-
-def test_on_a_cpu_kernels_are_only_interpreted_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    case, why_not = CASES["path"], "its kernels run on CUDA and HIP devices, not on cpu"
-    state = case.tensors()["state"]
-    assert ga.backends("consensus_update", case.graph, state)["triton"] == why_not
-    with pytest.raises(ValueError, match=re.escape(why_not)):
-        move(case, case.tensors())
-    with pytest.raises(ValueError, match=re.escape(why_not)):
-        consensus_layer()(torch.randn(7, 8), ga.window_path_graph(7, 2))
-
-
-def test_a_separate_trunk_of_a_layer_falls_back_but_not_in_silence(device: str) -> None:
-    graph, x = ga.window_path_graph(7, 2).to(device), torch.randn(7, 8, device=device)
-    with pytest.raises(ValueError, match=r"backend 'triton' cannot run .*one trunk"):
-        consensus_layer(trunk="separate").to(device)(x, graph)
-    by_auto, by_reference = (
-        consensus_layer(backend, trunk="separate").to(device)(x, graph)
-        for backend in ("auto", "reference")
-    )
-    torch.testing.assert_close(by_auto, by_reference, rtol=1e-5, atol=1e-6)
-
-
-def test_energy_on_a_causal_graph_is_refused_here_too(device: str) -> None:
-    case = Case(ga.causal_window_graph(9, 3))
-    tensors = {n: x.to(device) for n, x in case.tensors().items()}
-    with pytest.raises(ValueError, match=r"(?s)causal.*future.*update='target'"):
-        move(case, tensors, device=device)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_consensus import CASES, NETWORK, Case, check, exact, in_float64, kernels, solve
+from cases_consensus import CASES, NETWORK, Case, check, exact, kernels
 from cases_edges import cut_at, hubs, nearest
 from cases_kernels import random
 from torch import Tensor
@@ -18,7 +18,6 @@ from watched_memory import watched_memory
 import graphattn as ga
 from graphattn.kernels.consensus import inputs
 from graphattn.kernels.shared import launch, tuning
-from graphattn.ops.consensus import triton
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -194,28 +193,6 @@ def test_a_first_layer_keeps_no_hidden_vectors_for_the_backward(device: str) -> 
     assert {3} < set(kept) <= {1, 3, case.features}  # tokens, states, a step
 
 
-def test_second_derivatives_go_through_a_first_layer(device: str) -> None:
-    case = Case(ga.window_path_graph(6, 1), heads=1, features=2, xi=3, rank=1)
-    tensors = layered(case, 1)
-
-    def twice(backend: str, dtype: torch.dtype, device: str) -> list[Tensor]:
-        leaves = {n: x.to(device, dtype).requires_grad_() for n, x in tensors.items()}
-        new = move_layered(case, leaves, backend, device)
-        (first,) = torch.autograd.grad(
-            new.square().sum(), leaves["target_weight"], create_graph=True
-        )
-        names = ("target_tokens", "source_weight", "shear", "state")
-        found = torch.autograd.grad(first.square().sum(), [leaves[name] for name in names])
-        return [x.double().cpu() for x in found]
-
-    for ours, theirs in zip(
-        twice("triton", torch.float32, device),
-        twice("reference", torch.float64, "cpu"),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
-
-
 def test_a_hook_on_the_first_layer_is_called(device: str) -> None:
     layer = ga.nn.SelfConsensus(8, heads=2, rank=1, edge_hidden=4, backend="triton").to(device)
     graph, x = ga.window_path_graph(5, 1).to(device), random(5, 8, seed=1).float().to(device)
@@ -238,15 +215,6 @@ def test_what_padding_of_a_first_layer_holds_is_not_read(backend: str, device: s
     new = move_layered(case, leaves, backend, device, valid=valid.to(device))
     found = torch.autograd.grad(new[:, :20].sum(), list(leaves.values()))
     assert all(x.isfinite().all() for x in found)
-
-
-def test_what_is_put_upon_a_first_layer_counts(device: str) -> None:
-    layer = ga.nn.SelfConsensus(8, heads=2, rank=1, edge_hidden=4, backend="triton").to(device)
-    graph, x = ga.window_path_graph(5, 1).to(device), random(5, 8, seed=1).float().to(device)
-    before, first = layer(x, graph), layer.edge_net.source
-    plain = first.forward
-    first.forward = lambda y: plain(y) + 3  # as adapters do
-    assert (layer(x, graph) - before).abs().max() > 1e-4
 
 
 @pytest.mark.long
@@ -281,24 +249,6 @@ def test_many_groups_add_up_in_float32(device: str) -> None:
     for name in ("target_weight", "target_bias", "source_weight", "shear"):
         error = (results[0][name] - results[1][name]).abs().max()
         assert error <= 0.01 * results[1][name].abs().max(), name
-
-
-def test_batches_and_dtypes_of_all_sizes_share_one_cut() -> None:
-    edges = triton.edges_of(ga.window_path_graph(50, 2), loops=False)
-    before = len(edges._pieces)
-    for places in range(200, 5000, 17):
-        edges.pieces(places)
-    assert len(edges._pieces) <= before + 1
-    assert [piece.places for piece in edges.pieces(10**6)] == [200]
-
-
-@pytest.mark.long
-def test_the_measure_would_see_a_missing_piece(device: str) -> None:
-    case = FORMS["window"]
-    without = replace(case, graph=ga.window_path_graph(23, 1))
-    found = solve(without, case.tensors(), case.upstream(), device=device)
-    with pytest.raises(AssertionError):
-        check(found, in_float64(case, case.tensors(), case.upstream()), case, ALLOWED)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -150,33 +149,3 @@ def test_two_runs_agree_bit_for_bit(seed: int, device: str) -> None:
     case = replace(case, batch=(2,), step="auto")
     one, other = (kernels(case, device, dtype) for _ in range(2))
     assert all(torch.equal(one[n], other[n]) for n in one)
-
-
-def test_the_sweep_draws_every_option() -> None:
-    """Otherwise problems could be missing from it unseen."""
-    seen: Counter[object] = Counter()
-    for seed in range(200):
-        case, dtype = random_case(seed)
-        step = case.step if isinstance(case.step, str) else type(case.step).__name__
-        kind = "list" if case.graph.structure is None else type(case.graph.structure).__name__
-        masks = case.valid or "all valid"
-        seen.update(
-            [
-                (case.update, step),
-                (case.update, dtype),
-                (case.update, kind),
-                ("one network", case.one_network),
-                (case.rotated or "not rotated", case.update),
-                (masks, case.update),
-                ("self loops", bool((case.graph.edge_index[0] == case.graph.edge_index[1]).any())),
-            ]
-        )
-    for update, of_grids in (("energy", ("Grid", "Union")), ("target", ())):
-        kinds = ("list", "Band", "Parts", "Complete", *of_grids)
-        for option in (
-            *((update, x) for x in ("auto", "float", "tuple", torch.float32, *HALF, *kinds)),
-            *((x, update) for x in ("not rotated", "one tensor", "two tensors")),
-            *((x, update) for x in ("all valid", "both", "targets", "sources")),
-        ):
-            assert seen[option] >= 2, (option, seen)
-    assert all(seen[option] >= 3 for option in (("one network", True), ("self loops", True)))

@@ -22,7 +22,7 @@ from torch import Tensor
 import graphattn as ga
 from graphattn.kernels.shared import launch as launches
 from graphattn.kernels.shared import tuning
-from graphattn.kernels.shared.launch import Heads, launch, recording, tensors_in, why_not_on
+from graphattn.kernels.shared.launch import Heads, launch, recording, why_not_on
 from graphattn.ops.attention import backends
 from graphattn.ops.attention.calls import AttentionCall
 from graphattn.ops.attention.step.kernels import step_kernel
@@ -242,12 +242,6 @@ def test_more_programs_than_a_device_can_start_are_refused(grid: tuple[int, ...]
 # Tuples as arguments.
 
 
-def test_the_tensors_of_a_launch_are_found_in_tuples_too() -> None:
-    x, y, z = (torch.ones(1, 2, 3, 4) for _ in range(3))
-    arguments = [3, Heads.of(x), None, (1, (y, 2)), "ieee", z]
-    assert [id(t) for t in tensors_in(arguments)] == [id(t) for t in (x, y, z)]
-
-
 def test_a_launch_runs_on_the_device_of_a_tensor_in_a_tuple(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -278,13 +272,3 @@ def test_few_features_never_meet_many_tokens_at_a_time_on_hopper() -> None:
         assert tuning.choose("forward", torch.bfloat16, 64, 4096, 40).columns == 128
     with tuning.compiling_for("sm_80"):
         assert tuning.choose("d_source", torch.bfloat16, 24, 4096).columns == 64
-
-
-def test_rows_of_few_edges_are_taken_together() -> None:
-    for kernel, table in tuning.EDGE_TILES.items():
-        for width in (1, 16, 60, 128, 256, 1000):
-            rows, slots = table[min((w for w in table if width <= w), default=max(table))]
-            found = tuning.choose_for_edges(kernel, width, 1.0)
-            if kernel != "edges_select":
-                assert (found.rows, found.columns) == (rows * slots, 1)
-            assert tuning.choose_for_edges(kernel, width, 1000.0).rows <= rows

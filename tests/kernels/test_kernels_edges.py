@@ -113,18 +113,6 @@ def test_hubs_of_more_than_one_real_segment(option: str, device: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [(16, 16), (32, 4)], ids=str)
-@pytest.mark.parametrize(
-    "name", ["list", "fewer neighbours than k", "hubs", "longformer", "top 3 of a list"]
-)
-def test_sizes_of_tiles_change_no_result(name: str, size: tuple[int, int], device: str) -> None:
-    case = replace(CASES[name], batch=(1,))
-    with tuning.override(**gathering(*size)), watched_memory(device):
-        found = kernels(case, device)
-    check(found, exact(case), SINGLE, floor=0.1)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("size", [(1, 1), (1, 16), (4, 2)], ids=str)
 def test_tiles_may_be_as_small_as_one_edge(size: tuple[int, int], device: str) -> None:
     one_head = {"heads": 1, "kv_heads": 1}
@@ -147,29 +135,6 @@ def test_tiles_may_be_as_small_as_one_edge(size: tuple[int, int], device: str) -
 def test_any_width_of_a_head(D: int, Dv: int, score: str, device: str) -> None:
     case = Case(some(15, 15), score=score, features=D, value_features=Dv)
     check(kernels(case, device), exact(case), 1e-5, floor=0.1)  # the wider, the longer the sums
-
-
-@pytest.mark.parametrize("D", [1, 48, 80, 256])
-def test_any_width_of_a_head_in_half_precision(D: int, device: str) -> None:
-    check_half(Case(nearest(15, 4), features=D, value_features=D), torch.bfloat16, device)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("batch", [(), (3,), (2, 1), (2, 2)], ids=str)
-def test_any_leading_dimensions(batch: tuple[int, ...], device: str) -> None:
-    for graph in (some(12, 12), ga.longformer_graph(12, 1, [3])):
-        case = Case(graph, batch=batch, valid="both", per_edge=graph.structure is None)
-        check(kernels(case, device), exact(case), SINGLE, floor=0.1)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("heads", [(4, 1), (6, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("name", ["list", "top 3 of a list", "bias of hubs"])
-def test_query_heads_share_key_heads_in_order(
-    name: str, heads: tuple[int, int], device: str
-) -> None:
-    case = replace(CASES[name], heads=heads[0], kv_heads=heads[1], batch=(1,))
-    check(kernels(case, device), exact(case), SINGLE, floor=0.1)
 
 
 EMPTY = {
@@ -207,17 +172,3 @@ def test_without_edges_everything_is_zero(
 def test_an_empty_batch_is_no_work(name: str, device: str) -> None:
     case = replace(CASES[name], batch=(0,))
     check(kernels(case, device), exact(case), 0.0)
-
-
-def test_a_single_edge_gives_the_value_and_no_gradient_to_the_weights(device: str) -> None:
-    """A softmax of one is 1 whatever its logit; log-sums still are that logit."""
-    case = Case(only(9, 9, (4, 7)), score="dot", value_features=3)
-    found, tensors = kernels(case, device), case.tensors()
-    assert torch.equal(found["out"][:, 4], tensors["value"][:, 7])
-    assert (found["out"][:, [0, 1, 2, 3, 5, 6, 7, 8]] == 0).all()
-    logit = (tensors["query"][:, 4] * tensors["key"][:, 7]).sum(-1) * tensors["strength"]
-    torch.testing.assert_close(found["lse"][:, 4], logit)
-    d_out, d_lse = case.upstream()
-    assert torch.equal(found["value"][:, 7], d_out[:, 4])
-    expected = d_lse[:, 4, :, None] * tensors["strength"][:, None] * tensors["key"][:, 7]
-    torch.testing.assert_close(found["query"][:, 4], expected, rtol=1e-5, atol=1e-6)

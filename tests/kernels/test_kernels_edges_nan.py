@@ -119,29 +119,6 @@ def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, de
         assert torch.equal(found[n][:, ~moved[n]], clean[n][:, ~moved[n]]), n
 
 
-@pytest.mark.long
-def test_tokens_without_edges_are_neither_read_nor_moved(device: str) -> None:
-    """A token without edges is never read; its output and its gradients are 0.
-
-    In the graph of hubs this is token 11. NaN in all that it holds, and in the gradients that come
-    in for it, changes no bit of any result. Its log-sum is -inf.
-    """
-    for case in (CASES["hubs"], CASES["bias of hubs"], CASES["top 6 of hubs"]):
-        case = replace(case, kv_heads=2)
-        hit = torch.arange(40) == 11
-        clean, (d_out, d_lse) = kernels(case, device), case.upstream()
-        upstream = (
-            d_out.masked_fill(hit[:, None, None], torch.nan),
-            d_lse.masked_fill(hit[:, None], torch.nan),
-        )
-        bad = spoiled(case.tensors(), hit, torch.nan)
-        found = solve(case, bad, upstream, backend="triton", device=device)
-        for n in found:
-            assert torch.equal(found[n], clean[n]), n
-        assert all((found[n][:, hit] == 0).all() for n in ("out", "query", "key", "value"))
-        assert (found["lse"][:, hit] == -torch.inf).all()
-
-
 # Digits.
 
 FAR = {"features": 16, "value_features": 8, "strength": (4.0, 4.0), "offset": 100.0}

@@ -188,25 +188,6 @@ def test_random_rows_are_proved_and_not_searched_again(
         assert not unsure(monkeypatch, case, device).any()
 
 
-@pytest.mark.long
-def test_rows_that_products_cannot_tell_apart_are_searched_again(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of the tokens lie closer to each other than rounding in the scale of the others."""
-    far = 1000 * random(35, 3)
-    near = 1e-3 * random(35, 3, seed=1)
-    again = unsure(monkeypatch, Case(torch.cat([far, near])), device)
-    assert again[35:].all()
-    assert not again.all()
-    assert unsure(monkeypatch, CASES["squares overflow"], device).all()
-
-
-def test_rows_with_few_sources_leave_nobody_out(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not unsure(monkeypatch, CASES["within path"], device).any()
-
-
 def cut(x: Tensor, bits: int, *, rounded: bool) -> Tensor:
     """float64 numbers cut off, or rounded, to so many bits behind the first."""
     mantissa, exponent = torch.frexp(x)
@@ -261,18 +242,6 @@ def test_nothing_is_read_out_of_bounds(device: str) -> None:
             x.copy_(tokens)
             index, _ = ga.knn(x, 5, backend="triton")
             assert torch.equal(index.cpu(), ga.knn(tokens, 5)[0])
-
-
-@pytest.mark.long
-def test_the_future_reaches_nobody(device: str) -> None:
-    x = random(60, 3)
-    changed = x.clone()
-    changed[41:] = holed(100 + random(19, 3, seed=1))
-    found = [
-        ga.knn(t.to(device), 4, within=ga.causal_graph(60).to(device), backend="triton")[0]
-        for t in (x, changed)
-    ]
-    assert torch.equal(found[0][:41], found[1][:41])
 
 
 def test_gradients_are_those_of_torch_and_zero_where_nobody_is_near(device: str) -> None:

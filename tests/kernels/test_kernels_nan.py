@@ -7,7 +7,6 @@ from cases_kernels import (
     Tensors,
     attend,
     check,
-    coins,
     exact,
     guarded,
     in_float64,
@@ -264,17 +263,3 @@ def test_a_bad_gradient_reaches_only_what_its_row_sees(name: str, device: str) -
         assert found[n][:, case.graph.to_mask()[3]].isnan().all(), n
     if not case.shared:
         assert torch.equal(found["query"][:, ~hit], clean["query"][:, ~hit])
-
-
-@pytest.mark.long
-def test_masks_of_other_tensors_change_nothing(device: str) -> None:
-    """A mask in which all are valid is as none, bit for bit, where tiles are masked anyway."""
-    case = Case(ga.window_path_graph(35, 3), score="dot")
-    leaves = _on(case.tensors(), device)
-    everyone = torch.ones(35, dtype=torch.bool, device=device)
-    without = attend(case, leaves, backend="triton", device=device)
-    within = attend(case, leaves, backend="triton", device=device, valid=(everyone, everyone))
-    assert all(torch.equal(a, b) for a, b in zip(without, within, strict=True))
-    some = coins(35, seed=1).to(device)
-    masked, _ = attend(case, leaves, backend="triton", device=device, valid=(some, some))
-    assert not torch.equal(masked, without[0])

@@ -170,26 +170,3 @@ def test_what_counts_or_lists_edges_is_seen_to_wait(name: str, watched: str) -> 
 def _graph_on_meta() -> ga.TokenGraph:
     with recording():
         return ga.knn_graph(points().to("meta"), K, backend="triton")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MIXERS)
-def test_it_gives_the_numbers_and_gradients_of_the_reference(name: str, device: str) -> None:
-    results = []
-    for backend, place in (("triton", device), ("reference", "cpu")):
-        x = points().to(place).requires_grad_()
-        results.append(step(layer_on(place, name, backend), x, clouds_on(place)))
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_point_sees_the_nearest_of_its_own_cloud_only(device: str) -> None:
-    x, clouds = points(), clouds_on("cpu")
-    graph = ga.knn_graph(
-        x.to(device), K, within=clouds.to(device), self_loops=True, backend="triton"
-    )
-    distance = torch.cdist(x.double(), x.double()).masked_fill(~clouds.to_mask(), torch.inf)
-    for i, row in enumerate(graph.neighbors.tolist()):
-        within = int(distance[i].isfinite().sum())
-        nearest = distance[i].topk(min(K, within), largest=False).indices.tolist()
-        assert row == [-1] * (K - len(nearest)) + sorted(nearest)

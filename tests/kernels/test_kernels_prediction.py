@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.check.__main__ import main
 from graphattn.kernels.check.compile import Compiled
 from graphattn.kernels.check.machine_code import counts, read_sass
@@ -71,12 +69,6 @@ def test_a_multiprocessor_takes_two_clocks_for_a_warps_special_function() -> Non
     assert prediction.special_s == pytest.approx(4e-6)
 
 
-def test_the_work_is_all_that_counts_not_how_it_is_divided() -> None:
-    few = predict(configuration(iterations=100), compiled(BF16, instructions=600, special=60))
-    many = predict(configuration(iterations=600), compiled(BF16, instructions=100, special=10))
-    assert few == pytest.approx(many)
-
-
 def test_loops_one_after_the_other_and_what_is_around_them_are_counted_each() -> None:
     twice = compiled(BF16, instructions=999)._replace(loops=((100, 4), (50, 0)), outside=(30, 1))
     # 2 passes of the first, 4 of the second, and 3 programs, of four warps each.
@@ -85,15 +77,6 @@ def test_loops_one_after_the_other_and_what_is_around_them_are_counted_each() ->
     assert (found.issue_s, found.special_s) == pytest.approx((once.issue_s, once.special_s))
     with pytest.raises(ValueError, match=r"passes must be at most one number for each of 2 loops"):
         predict(configuration(passes=(2.0, 4.0, 1.0), programs=3.0), twice)
-
-
-def test_loops_beyond_those_with_passes_are_not_run() -> None:
-    careful = compiled(BF16)._replace(loops=((100, 4), (50, 0), (900, 9)), outside=(30, 1))
-    found = predict(configuration(passes=(2.0, 4.0), programs=3.0), careful)
-    usual = predict(
-        configuration(passes=(2.0, 4.0), programs=3.0), careful._replace(loops=careful.loops[:2])
-    )
-    assert found == usual
 
 
 def test_code_outside_of_loops_is_run_once_by_every_program() -> None:
@@ -117,11 +100,6 @@ def test_matrix_time_follows_the_type_the_machine_code_multiplies() -> None:
     assert ieee == pytest.approx(1e12 / 67e12, rel=0.01)  # data sheet: 67 TFLOPS in float32
     before = predict(configuration(**work), compiled({"HMMA.16816.F32.BF16": 8})).matrix_s
     assert before == pytest.approx(half / 0.62)
-
-
-def test_half_precision_beside_a_tf32x3_constant_stays_half_precision() -> None:
-    work = {"flops": 1e12, "precision": "tf32x3"}
-    assert predict(configuration(**work), compiled(BF16)).matrix_s == pytest.approx(1e12 / 790e12)
 
 
 def test_moved_bytes_take_the_time_of_a_copy() -> None:
@@ -154,20 +132,6 @@ def test_programs_wait_for_memory_when_they_start_and_when_they_look_rows_up() -
     assert found.in_turn_s == pytest.approx(LATENCY * (10 * WAITS + 20))
 
 
-def test_no_launch_takes_less_than_an_empty_one() -> None:
-    found = predict(configuration(iterations=132), compiled(BF16, instructions=99))
-    assert found.limit == "start"
-    assert START < found.seconds < 2 * START
-
-
-def test_few_programs_leave_multiprocessors_idle() -> None:
-    work = compiled(BF16, instructions=198)
-    all_busy = predict(configuration(iterations=1320), work)
-    quarter = predict(configuration(iterations=1320, programs_in_all=33), work)
-    assert quarter.issue_s == all_busy.issue_s
-    assert quarter.in_turn_s - STARTED == pytest.approx(4 * (all_busy.in_turn_s - STARTED))
-
-
 def test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees() -> None:
     pytest.importorskip("triton")
     from graphattn.kernels.bands.configurations import BandCase, complete, configurations_of
@@ -185,48 +149,6 @@ def test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees() -> None:
     tensors = 2.0 * 4 * 16 * 4096 * 64 * 2
     tiles = {"band forward": 32, "row dots": 0, "d query": 32, "d source": 64}
     assert found == {part: number * tensors for part, number in tiles.items()}
-
-
-def parts_by_hand(band: list[int], rows: int, columns: int, side: str) -> list[int]:
-    """Go over every pair of tokens of every pair of tiles."""
-    _, targets, _, sources, _, before, after, _ = band
-    if side == "sources":
-        targets, sources, before, after = sources, targets, after, before
-    found = [0, 0, 0]
-    for first in range(0, targets, rows):
-        own = range(first, min(first + rows, targets))
-        seen = [{j for j in range(i - before, i + after + 1) if 0 <= j < sources} for i in own]
-        begin, end = max(first - before, 0), min(own[-1] + after + 1, sources)
-        tiles = [range(j, min(j + columns, end)) for j in range(begin, end, columns)]
-        whole = [len(tile) == columns and all(set(tile) <= row for row in seen) for tile in tiles]
-        among = sum(whole)
-        at = sum(tile[0] < own[-1] - before for tile in tiles)  # the last row does not see it yet
-        assert whole[at : at + among] == [True] * among
-        found[0] += at
-        found[1] += among
-        found[2] += len(tiles) - at - among
-    return found
-
-
-@pytest.mark.parametrize("side", ["targets", "sources"])
-@pytest.mark.parametrize(
-    "band",
-    [
-        [0, 64, 0, 64, 1, 63, 63, 1],
-        [0, 100, 0, 100, 1, 99, 0, 1],
-        [0, 200, 0, 200, 1, 63, 0, 1],
-        [0, 150, 0, 170, 1, 40, 57, 1],
-        [0, 90, 0, 90, 1, 4, 4, 1],
-    ],
-)
-def test_pairs_of_tiles_without_a_mask_are_those_in_which_all_see_all(
-    band: list[int], side: Any
-) -> None:
-    schedule = BandSchedule(torch.tensor([band]), "cpu")
-    for rows, columns in ((16, 16), (32, 16), (16, 32), (64, 16)):
-        found = schedule.part_pairs(rows, columns, side)
-        assert list(found) == parts_by_hand(band, rows, columns, side)
-        assert sum(found) == schedule.tile_pairs(rows, columns, side)
 
 
 def test_kernels_of_windows_go_over_masked_tiles_before_and_after_the_others() -> None:
@@ -251,16 +173,6 @@ def test_kernels_of_windows_go_over_masked_tiles_before_and_after_the_others() -
     assert found["row dots"].passes == ()
     for one in found.values():
         assert sum(one.passes) == one.iterations
-
-
-@pytest.mark.parametrize("i", range(5))
-def test_the_largest_bound_is_the_prediction(i: int) -> None:
-    seconds = [1.0, 1.0, 1.0, 1.0, 1.0]
-    seconds[i] = 2.0
-    prediction = Prediction(*seconds)
-    assert prediction.seconds == 2.0
-    limits = ("bytes", "gathers", "matrix", "issue slots", "special functions")
-    assert prediction.limit == limits[i]
 
 
 # What does not overlap: 132 programs of four warps, one on each multiprocessor. A hundred passes of
@@ -299,14 +211,6 @@ def test_memory_adds_to_the_sum_unless_copies_are_in_flight() -> None:
     assert found.in_turn_s == pytest.approx(100e-6 + STARTED)
 
 
-def test_products_of_multiply_adds_are_instructions_and_count_once() -> None:
-    # 67 TFLOPS in float32: 1 us of multiply-adds in 10 us of instructions.
-    work = {"iterations": 13200, "flops": 66.9e6}
-    prediction = predict(configuration(**work), compiled({}, instructions=198))
-    assert prediction.matrix_s == pytest.approx(1e-6, rel=0.01)
-    assert prediction.in_turn_s == pytest.approx(ISSUED + STARTED)
-
-
 def test_programs_that_share_a_multiprocessor_fill_each_others_waits() -> None:
     prediction = predict(configuration(**BUSY, programs_in_all=2 * 132), busy())
     assert prediction.programs == 2
@@ -316,13 +220,6 @@ def test_programs_that_share_a_multiprocessor_fill_each_others_waits() -> None:
     special = predict(configuration(**BUSY, programs_in_all=2 * 132), busy(loop_special=99))
     assert special.special_s == pytest.approx(40e-6)
     assert (special.seconds, special.limit) == (START + special.special_s, "special functions")
-
-
-def test_a_single_warp_leaves_three_schedulers_idle() -> None:
-    # The same work by one warp in place of four, alone on its multiprocessor.
-    prediction = predict(configuration(**BUSY | {"iterations": 52800}, warps=1), busy())
-    assert prediction.issue_s == pytest.approx(10e-6)
-    assert prediction.in_turn_s == pytest.approx(4 * (10e-6 + ISSUED) + STARTED)
 
 
 @pytest.mark.every_case

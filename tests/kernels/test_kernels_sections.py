@@ -11,9 +11,7 @@ from cases_consensus import kernels as kernels_of_consensus
 from cases_kernels import Case, check, check_half, exact, kernels, tiles
 
 import graphattn as ga
-from graphattn.graphs.structures.bands import bands_of, has_bands
 from graphattn.kernels.shared import tuning
-from graphattn.ops.attention import triton
 from graphattn.ops.consensus.triton import edges_of
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -90,30 +88,6 @@ def test_half_precision_costs_at_most_twice_what_it_must(name: str, device: str)
     check_half(CASES[name], torch.bfloat16, device)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "longformer" not in name])
-def test_rows_of_bands_go_to_the_band_kernels(name: str, device: str) -> None:
-    """Band kernels take some rows of a band, unless sequences read a table at different places.
-
-    Edge kernels take those, with one row of the table per edge.
-    """
-    case = CASES[name]
-    assert has_bands(case.graph.structure)
-    several = case.table and bands_of(case.graph.structure).origin is None
-    assert several == (name in ("rows of a batch", "table of blocks")), name
-    tensors = {k: x.to(device) for k, x in case.tensors().items()}
-    query = tensors["query"]
-    call = triton.KernelCall(
-        (query, tensors["key"], tensors["value"], tensors["strength"], tensors.get("table")),
-        case.graph.to(device),
-        case.score,
-        (None, None),
-        per_offset=case.table,
-        top_k=case.options.get("top_k"),
-        shared=False,
-    )
-    assert (call.bands is None) == several
-
-
 @pytest.mark.long
 def test_one_tensor_over_rows_that_are_as_many_as_their_sources(device: str) -> None:
     """Gaussian kernel attention reads one tensor: target i is source i, wherever both stand."""
@@ -164,18 +138,3 @@ def test_nearest_neighbours_within_rows_without_self_loops_are_for_the_reference
     found, _ = ga.knn(x[9:21], 2, backend="triton", **own)
     expected, _ = ga.knn(x[9:21], 2, backend="reference", **own)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.long
-def test_second_derivatives_go_through_rows_too(device: str) -> None:
-    case = CASES["past"]
-    leaves = {k: x.to(device).requires_grad_() for k, x in case.tensors().items()}
-    found = {}
-    for backend in ("triton", "reference"):
-        out = ga.rbf_attention(
-            leaves["query"], leaves["key"], leaves["value"], case.graph.to(device),
-            leaves["strength"], backend=backend,
-        )  # fmt: skip
-        (first,) = torch.autograd.grad(out.square().sum(), leaves["key"], create_graph=True)
-        (found[backend],) = torch.autograd.grad(first.square().sum(), leaves["query"])
-    torch.testing.assert_close(found["triton"], found["reference"], rtol=1e-3, atol=1e-4)

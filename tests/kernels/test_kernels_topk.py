@@ -14,7 +14,6 @@ from cases_kernels import (
     check,
     check_half,
     exact,
-    in_float64,
     kernels,
     solve,
 )
@@ -166,23 +165,6 @@ def test_of_equal_sources_the_smaller_index_is_kept(
         check_choice(case, with_ties(case), device)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("score", ["rbf", "dot"])
-def test_gradients_with_ties_are_those_of_float64(score: str, device: str) -> None:
-    case = top(7, ga.causal_window_graph(50, 20), score=score)
-    tensors, upstream = with_ties(case), case.upstream()
-    found = solve(case, tensors, upstream, backend="triton", device=device)
-    check(found, in_float64(case, tensors, upstream), SINGLE, floor=0.1)
-
-
-def test_where_all_tokens_are_equal_the_first_of_every_window_are_kept(device: str) -> None:
-    case = top(5, ga.window_path_graph(60, 12, self_loops=True))
-    tensors = case.tensors()
-    for name in ("query", "key"):
-        tensors[name] = torch.full_like(tensors[name], 1.25)
-    check_choice(case, tensors, device)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_negative_zero_ties_with_zero(dtype: torch.dtype, device: str) -> None:
     """Logits are -0.0 for even sources and 0.0 for odd: the first two must win."""
@@ -204,32 +186,6 @@ def test_an_offset_of_all_tokens_changes_no_choice(offset: float, device: str) -
     for name in ("query", "key"):
         tensors[name] = (tensors[name] * 64).round() / 64 + offset
     check_choice(case, tensors, device)
-
-
-def test_every_row_keeps_k_or_all_it_has(device: str) -> None:
-    """Every row keeps k sources, or all it has where padding leaves fewer than k."""
-    case = CASES["padding"]
-    x, k = inputs_of(case, case.tensors(), device), case.options["top_k"]
-    kept = pairs_of(selection.select(x, k), case, x.bands).sum(-1)
-    there = case.edges[:, None].sum(-1)
-    assert torch.equal(kept, there.clamp(max=k))
-    assert ((there > 0) & (there < k)).any()
-    assert (there > k).any()
-
-
-@pytest.mark.long
-def test_a_k_of_at_least_the_window_keeps_all(device: str) -> None:
-    """A k of at least the window keeps all sources, and changes no bit of the results.
-
-    The kernels that know nothing of a choice compute them.
-    """
-    case = Case(ga.causal_window_graph(40, 9), shared=True)
-    every = kernels(case, device)
-    for k in (9, 10, 10**6):
-        found = kernels(replace(case, options={"top_k": k}), device)
-        assert all(torch.equal(found[name], every[name]) for name in every)
-    fewer = kernels(replace(case, options={"top_k": 8}), device)
-    assert not torch.equal(fewer["out"], every["out"])
 
 
 def test_top_1_is_the_nearest_source(device: str) -> None:
@@ -302,16 +258,6 @@ def test_a_key_that_is_not_a_number_is_the_first_to_be_kept(device: str) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_runs_agree_bit_for_bit(dtype: torch.dtype, device: str) -> None:
-    size, batch = (1000, 8) if device == "cuda" else (25, 1)
-    graph = ga.causal_window_graph(size, size // 3)
-    case = top(size // 5, graph, batch=(batch,), table=True, valid="both")
-    one, other = (kernels(case, device, dtype) for _ in range(2))
-    assert all(torch.equal(one[n], other[n]) for n in one)
-
-
-@pytest.mark.long
 def test_the_operator_keeps_the_promises_of_torch_library(device: str) -> None:
     case = top(3, ga.causal_window_graph(18, 7), heads=2, valid="both")
     leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
@@ -323,25 +269,6 @@ def test_the_operator_keeps_the_promises_of_torch_library(device: str) -> None:
             case.graph.code, None, None, case.score, 3, False, None, 0.0, 1, "triton", False,
         ),
     )  # fmt: skip
-
-
-@pytest.mark.long
-def test_a_compiled_layer_gives_what_an_eager_one_gives(device: str) -> None:
-    torch._dynamo.reset()
-    layer = ga.nn.KrauseAttention(12, 2, top_k=3, backend="triton").to(device)
-    graph = ga.causal_window_graph(20, 8).to(device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(1, 20, 12, device=device, requires_grad=True)
-    mine, theirs = compiled(x, graph), layer(x, graph)
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    leaves = [x, *layer.parameters()]
-    for a, b in zip(
-        torch.autograd.grad(mine.square().sum(), leaves),
-        torch.autograd.grad(theirs.square().sum(), leaves),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -277,39 +276,6 @@ def test_zeros_of_either_sign_are_equal(device: str) -> None:
 
 @pytest.mark.long
 @TOP_K
-def test_repeated_tokens_are_chosen_as_by_a_stable_sort(kind: str, device: str) -> None:
-    """Steps choose among equal sources as the reference does, by a stable sort.
-
-    The text is made of three tokens that return again and again.
-    """
-    torch.manual_seed(3)
-    layer = getattr(ga.nn, kind)(DIM, 2, top_k=4, backend="triton").to(device)
-    x = tokens(3)[torch.tensor([0, 1, 0, 2, 2, 1, 0, 0, 1, 2, 1, 1, 0, 2, 0])]  # bits are equal
-    distinct = 0.01 * torch.arange(15.0)[:, None] ** 2 * torch.ones(DIM)
-    with torch.no_grad():  # values tell apart what keys do not
-        layer.value_proj.weight.copy_(torch.zeros(DIM, DIM))
-    cache, found = layer.init_cache((), 7), []
-    for t in range(15):
-        with torch.no_grad():
-            layer.value_proj.bias.copy_(distinct[t])
-        found.append(layer.step(x[t].to(device), cache).cpu())
-    query, key = (
-        p.cpu().double()(x.double()) for p in copy.deepcopy((layer.query_proj, layer.key_proj))
-    )
-    query, key = (z.unflatten(-1, (2, -1)) for z in (query, key))
-    strength: dict[str, Any] = {"sigma": math.sqrt(DIM / 2)} if kind == "KrauseAttention" else {}
-    graph = ga.causal_window_graph(15, 7)
-    weights = ga.attention_weights(query, key, graph, top_k=4, **strength)
-    source, target = graph.edge_index
-    dense = torch.zeros(15, 15, 2, dtype=torch.float64)
-    dense[target, source] = weights
-    mixed = torch.einsum("ijh,jhd->ihd", dense, distinct.double().unflatten(-1, (2, -1)))
-    expected = copy.deepcopy(layer.output_proj).cpu().double()(mixed.flatten(-2))
-    close(torch.stack(found), expected.detach(), 1e-4)
-
-
-@pytest.mark.long
-@TOP_K
 def test_a_value_that_top_k_leaves_out_is_not_read(kind: str, device: str) -> None:
     torch.manual_seed(0)
     layer = getattr(ga.nn, kind)(DIM, 2, top_k=2, backend="triton").to(device)
@@ -348,16 +314,6 @@ def test_distances_do_not_cancel_at_a_common_offset(device: str) -> None:
     y, exact = stream(layer, x, layer.init_cache((), WINDOW)), forward(layer, x)
     around = exact - exact.mean(0, keepdim=True)
     assert (y - exact).norm() / around.norm() < 1e-3
-
-
-@pytest.mark.long
-def test_two_runs_and_a_text_alone_give_the_same_bits(device: str) -> None:
-    layer, x = layer_of("Krause, top 3", device), tokens(2, 7)
-    y = stream(layer, x, layer.init_cache(2, WINDOW))
-    assert torch.equal(stream(layer, x, layer.init_cache(2, WINDOW)), y)
-    if device == "cpu":  # on a GPU projections of one row and of two may differ
-        alone = stream(layer, x[1:2], layer.init_cache(1, WINDOW))
-        torch.testing.assert_close(alone, y[1:2], rtol=0, atol=1e-6)
 
 
 # Precision.
@@ -403,22 +359,6 @@ def test_what_is_kept_may_have_another_dtype(device: str) -> None:
 
 
 @pytest.mark.long
-def test_the_ring_has_a_place_per_token_of_the_window_and_stays(device: str) -> None:
-    layer, x = layer_of("Krause, one sigma, all kept", device), tokens(2, 25)
-    cache = layer.init_cache(2, WINDOW)
-    storages = {b.data_ptr() for b in cache.buffers.values()}
-    assert cache.num_bytes == WINDOW * 2 * 2 * DIM * 4  # for two texts, keys and values
-    stream(layer, x, cache, [1, 1, 7, 13, 2, 1])
-    assert cache.num_bytes == WINDOW * 2 * 2 * DIM * 4
-    assert {b.data_ptr() for b in cache.buffers.values()} == storages
-    # The token of position p stands at place p modulo the window.
-    with torch.no_grad():
-        value = layer.value_proj(x.to(device)).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
-    for p in range(20, 25):
-        close(cache.buffers["value"][:, p % WINDOW], value[:, p])
-
-
-@pytest.mark.long
 @SOME
 def test_a_ring_with_places_for_a_guess_takes_it_back(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(2, 12)
@@ -450,24 +390,6 @@ def test_a_ring_of_the_window_alone_cannot_go_back(device: str) -> None:
     stream(layer, tokens(WINDOW - 1), cache)
     with pytest.raises(ValueError, match=r"length must be 6 to 6 .*rollback = 0"):
         cache.truncate(WINDOW)
-
-
-@pytest.mark.long
-def test_rows_come_in_order_of_age(device: str) -> None:
-    layer, x = layer_of("dot product, shared heads", device), tokens(2, 12)
-    sliding = copy.copy(layer)
-    sliding.backend = "structured"
-    ring, plain = layer.init_cache(2, WINDOW), sliding.init_cache(2, WINDOW)
-    assert ring.is_ring
-    assert not plain.is_ring
-    for t in range(12):
-        valid = torch.tensor([t != 7, True])
-        stream(layer, x[:, t : t + 1], ring, valid=valid[:, None])
-        stream(sliding, x[:, t : t + 1], plain, valid=valid[:, None])
-        for count in range(1, min(t + 1, WINDOW) + 1):
-            for field in plain.buffers:
-                close(ring.rows(field, count).float(), plain.rows(field, count).float())
-            assert torch.equal(ring.valid(count), plain.valid(count))
 
 
 @pytest.mark.long

@@ -208,22 +208,6 @@ def test_float32_is_as_exact_as_products_of_torch() -> None:
         assert mine <= 1.3 * theirs + 1e-6, name
 
 
-@pytest.mark.parametrize("update", ["energy", "target"])
-@pytest.mark.parametrize("step_size", [0.1, "auto"])
-def test_gradients_are_those_of_finite_differences(update: str, step_size: Any) -> None:
-    graph = ga.window_path_graph(5, 2, self_loops=True)
-    x = tensors_of(graph, batch=1, dtype=torch.float64, width=3)
-    names, valid = list(x), torch.arange(5) != 1
-
-    def function(*values: Tensor) -> Tensor:
-        given = dict(zip(names, values, strict=True))
-        return step("native", graph, given, update=update, step_size=step_size, valid=valid)
-
-    inputs = [t.requires_grad_() for t in x.values()]
-    torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
-
-
 # The same bits.
 
 
@@ -316,15 +300,6 @@ def test_halves_are_read_as_the_floats_that_they_are(dtype: torch.dtype) -> None
     assert torch.equal(found, expected.to(dtype))
 
 
-def test_a_token_without_edges_and_an_empty_batch_are_left_as_they_are() -> None:
-    graph = ga.from_mask(torch.zeros(5, 5, dtype=torch.bool))
-    for batch in (0, 2):
-        x = tensors_of(graph, batch=batch)
-        found = both_passes(graph, x, step_size="auto")
-        assert torch.equal(found["new"], x["u"])
-        assert not any(found[name].any() for name in NETWORK)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_padding_is_never_read(bad: float) -> None:
     graph = GRAPHS["loops"]()
@@ -381,39 +356,3 @@ def test_a_trace_holds_the_operator_and_not_its_result(gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
         traced = torch.jit.trace(layer, (x,), check_trace=False)
         torch.testing.assert_close(traced(other), layer(other))
-
-
-def test_layers_read_what_somebody_put_into_them() -> None:
-    """Layers do what somebody put into them, as layers on the reference backend do.
-
-    That is a parametrized projection, a hook on a first layer, or another first layer.
-    """
-    graph, x = ga.window_path_graph(9, 2), torch.randn(9, 8)
-    layer = ga.nn.SelfConsensus(8, 2, edge_hidden=4)
-    before = layer(x, graph)
-    twin = ga.nn.SelfConsensus(8, 2, edge_hidden=4, backend="reference")
-    changes = (
-        lambda own: torch.nn.utils.parametrizations.spectral_norm(own.source_proj),
-        lambda own: own.edge_net.target.register_forward_hook(lambda *found: found[2] * 2),
-        lambda own: setattr(own.edge_net, "source", Tripled(own.edge_net.source)),
-    )
-    for change in changes:
-        for own in (layer, twin):
-            torch.manual_seed(0)
-            change(own)
-        twin.load_state_dict(layer.state_dict())
-        layer.eval(), twin.eval()
-        after = layer(x, graph)
-        assert not torch.allclose(after, before)
-        torch.testing.assert_close(after, twin(x, graph), rtol=1e-4, atol=1e-5)
-        before = after
-
-
-class Tripled(torch.nn.Module):
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = 3 * self.inner(x)
-        return found

@@ -177,16 +177,6 @@ def test_a_cache_of_half_precision_is_read_as_it_is(
     torch.testing.assert_close(found, expected, rtol=rounding, atol=max(rounding, 1e-3))
 
 
-@each_layer
-def test_the_short_way_and_the_general_one_have_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    layer, x = layer_of(name, torch.float32), text(30, dtype=torch.float32)
-    found = stream(layer, x, layer.init_cache((), 9))
-    monkeypatch.setattr(type(layer), "compiled_step", lambda *_: None)
-    assert torch.equal(stream(layer, x, layer.init_cache((), 9)), found)
-
-
 CHANGES: dict[str, tuple[Callable[[Any], object], bool]] = {
     "another projection": (lambda own: setattr(own, "source_proj", Doubled(own.source_proj)), True),
     "another first layer": (

@@ -208,29 +208,6 @@ def test_the_order_of_visits_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(of_sigma, again, rtol=1e-5, atol=0)
 
 
-def test_visits_go_to_all_and_to_neighbours_together() -> None:
-    points = torch.randn(3000, 2, generator=torch.Generator().manual_seed(0))
-    graph = ga.knn_graph(points, 8)
-    edges = rows.edges_of(graph)
-    assert edges.visits is not None
-    for (order, before), ends in zip(edges.visits, (edges.rowptr, edges.by_source[0]), strict=True):
-        assert torch.equal(order.sort().values, torch.arange(3000))
-        assert torch.equal(before.diff(), ends.diff()[order])
-    near = points[edges.visits[0][0]]
-    assert near.diff(dim=0).norm(dim=1).median() < points.diff(dim=0).norm(dim=1).median() / 4
-    in_order = ga.knn_graph(points[points[:, 0].argsort()].mul(torch.tensor([9.0, 0.01])), 8)
-    assert rows.edges_of(in_order).visits is None  # nothing is gained
-
-
-def test_edges_by_source_are_the_stable_sort() -> None:
-    for seed in range(20):
-        edges = rows.edges_of(Case(seed).graph)
-        colptr, target, edge = edges.by_source
-        assert torch.equal(edge, edges.source.argsort(stable=True))
-        assert torch.equal(target, Case(seed).graph.edge_index[1][edge])
-        assert torch.equal(colptr.diff(), torch.bincount(edges.source, minlength=edges.num_sources))
-
-
 def test_a_sample_has_the_bits_that_it_has_alone() -> None:
     graph = rows_of([5, 300, 0, 17, 64], 400)
     torch.manual_seed(0)
@@ -275,11 +252,17 @@ def test_it_is_differentiated_twice_by_operations_of_torch() -> None:
     assert torch.autograd.gradgradcheck(attend, (*leaves, bias))
 
 
-def test_compiled_functions_hold_it_whole() -> None:
-    layer = ga.nn.DotProductAttention(16, heads=2, backend="native")
+@pytest.mark.parametrize("Layer", [ga.nn.DotProductAttention, ga.nn.KrauseAttention])
+@pytest.mark.parametrize(
+    "build",
+    [lambda n: ga.knn_graph(torch.randn(n, 3), 5), lambda n: ga.causal_window_graph(n, 9)],
+    ids=["neighbours", "window"],
+)
+def test_compiled_functions_hold_it_whole(build: Any, Layer: Any) -> None:
+    layer = Layer(16, heads=2, backend="native")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for tokens in (20, 31, 47):
-        graph = ga.knn_graph(torch.randn(tokens, 3), 5)
+        graph = build(tokens)
         x = torch.randn(2, tokens, 16, requires_grad=True)
         mine, theirs = compiled(x, graph), layer(x, graph)
         torch.testing.assert_close(mine, theirs)
@@ -287,16 +270,6 @@ def test_compiled_functions_hold_it_whole() -> None:
             *(torch.autograd.grad(y.square().sum(), x) for y in (mine, theirs)), strict=True
         ):
             torch.testing.assert_close(a, b)
-
-
-def test_half_precision_is_computed_in_float32() -> None:
-    graph = rows_of([9, 3, 1], 12)
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(n, 2, 16).bfloat16() for n in (3, 12, 12))
-    out = ga.rbf_attention(query, key, value, graph, 3.0, backend="native")
-    exact = ga.rbf_attention(query.float(), key.float(), value.float(), graph, 3.0)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, exact.bfloat16())
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
@@ -390,28 +363,6 @@ def test_lists_of_64_bits_give_what_lists_of_32_bits_give(monkeypatch: pytest.Mo
             assert rows.edges_of(narrow.graph).is_narrow
             for mine, other in zip(narrow.run("native"), theirs, strict=True):
                 torch.testing.assert_close(mine, other, msg=f"seed {seed}, {dtype}")
-
-
-def test_an_order_of_visits_is_found_in_64_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = torch.rand(3000, 2, generator=torch.Generator().manual_seed(0))
-    narrow = rows.edges_of(ga.knn_graph(points, 8))
-    with monkeypatch.context() as patch:
-        patch.setattr(index_width, "MOST", -1)
-        wide = rows.edges_of(ga.knn_graph(points, 8))
-        assert wide.visits is not None
-        assert narrow.visits is not None
-        lists = [[*of.by_source, *of.visits[0], *of.visits[1]] for of in (narrow, wide)]
-    for mine, other in zip(*lists, strict=True):
-        assert (mine.dtype, other.dtype) == (torch.int32, torch.int64)
-        assert torch.equal(mine.long(), other)
-    order, before = narrow.visits[0]
-    degree = narrow.rowptr.diff()
-    assert order.sort().values.tolist() == list(range(3000))
-    assert before.tolist() == [0, *degree[order].cumsum(0).tolist()]
-    colptr, target, edge = narrow.by_source
-    assert torch.equal(edge.long(), narrow.source.argsort(stable=True))
-    assert torch.equal(target, torch.arange(3000).repeat_interleave(degree)[edge].int())
-    assert torch.equal(colptr.diff(), torch.bincount(narrow.source, minlength=3000))
 
 
 @pytest.mark.parametrize("most", [index_width.MOST, -1])

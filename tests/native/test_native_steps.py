@@ -149,15 +149,6 @@ def test_decoding_is_a_plain_loop(score: str, dtype: torch.dtype, tokens: int) -
                 torch.testing.assert_close(lse[b].double(), sums, rtol=1e-4, atol=1e-4)
 
 
-def test_decoding_is_scaled_dot_product_attention() -> None:
-    query, key, value = caches(2, 1, 300, 8, 8, 64)
-    out = ga.decode_attention(query, key, value, 300)
-    expected = functional.scaled_dot_product_attention(
-        *(x.double().transpose(1, 2) for x in (query, key, value))
-    )
-    torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=0, atol=1e-6)
-
-
 def test_views_of_caches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads before tokens, some tokens of more, keys and values in one tensor: the same bits."""
     query, key, value = caches(2, 2, 90, 4, 2, 16)

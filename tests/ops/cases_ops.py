@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
@@ -187,3 +188,24 @@ def consensus_inputs(
         random(*batch, M, groups, width, seed=seed + 3, dtype=dtype),
         edge_network(heads, features, hidden, rank, dtype=dtype, seed=seed),
     )
+
+
+def as_matrix(inputs: ConsensusInputs, graph: ga.TokenGraph, step: str | float, **kw) -> Tensor:
+    """The step as matrices [H, ND, ND], from the op itself on the basis vectors."""
+    N, H, D = inputs.state.shape
+    basis = torch.eye(N * D, dtype=torch.float64).view(N * D, N, 1, D).expand(-1, -1, H, -1)
+    hidden = (x.expand(N * D, *x.shape) for x in inputs[2:4])
+    columns = ga.consensus_update(basis, basis, *hidden, inputs.network, graph, step, **kw)
+    return columns.permute(2, 1, 3, 0).reshape(H, N * D, N * D)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers in the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **(options or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.untyped_storage().nbytes() // result.itemsize)
+        return result

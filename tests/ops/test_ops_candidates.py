@@ -64,22 +64,6 @@ def test_shards_of_the_sources_give_what_one_pass_gives(strength, top_k, numbers
     assert torch.equal(kept, dense.transpose(-1, -2))
 
 
-def test_keeping_the_best_of_every_part_and_merging_those_is_wrong():
-    """The reason why candidates are needed."""
-    mask = torch.ones(7, 13, dtype=torch.bool)
-    q, k, v = random(7, 2, 2, seed=1), random(13, 2, 2, seed=2), random(13, 2, 3, seed=3)
-    parts = [
-        ga.rbf_attention(
-            q, k[a:b], v[a:b], ga.bipartite_complete_graph(7, b - a), 1.3, top_k=3, return_lse=True
-        )
-        for a, b in CUTS
-        if b > a
-    ]
-    wrong, _ = ga.merge_attention(parts)
-    right, _ = in_one_pass(q, k, v, mask, 3, sigma=1.3)
-    assert (wrong - right).norm() > 0.1 * right.norm()
-
-
 def test_parts_may_share_sources_if_they_share_no_edge():
     mask, owner = random_mask(7, 13, 0.6, seed=4), random_mask(7, 13, 0.5, seed=5)
     q, k, v = random(7, 4, 2, seed=1), random(13, 2, 2, seed=2), random(13, 2, 3, seed=3)

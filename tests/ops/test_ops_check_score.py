@@ -71,44 +71,22 @@ def test_a_right_score_passes_and_stays_as_it_is(name: str) -> None:
         assert not isinstance(value, Tensor) or value.grad is None
 
 
-class NoSum(ga.Score):
+def product(query: Tensor, key: Tensor) -> Tensor:
+    return (query * key).sum(-1)
+
+
+class Learned(ga.Score):
+    def __init__(self):
+        self.scale = torch.full((3,), 2.0, requires_grad=True)
+
+
+class ChangesItself(ga.Score):
+    def __init__(self):
+        self.scale = torch.ones(3)
+
     def edges(self, query, key):
-        return query * key
-
-
-class OneNumber(ga.Score):
-    def edges(self, query, key):
-        return 1.0
-
-
-class Booleans(ga.Score):
-    def edges(self, query, key):
-        return (query * key).sum(-1) > 0
-
-
-class OutOfRange(ga.Score):
-    def edges(self, query, key):
-        return query[..., 9] * key[..., 9]
-
-
-class OtherHeads(ga.Score):
-    def edges(self, query, key):
-        return torch.ones(5) * (query * key).sum(-1)
-
-
-class OneArgument(ga.Score):
-    def edges(self, query):
-        return query.sum(-1)
-
-
-class WrongPairs(Laplacian):
-    def pairs(self, query, key):
-        return (query @ key.mT).mT
-
-
-class OtherPairs(Laplacian):
-    def pairs(self, query, key):
-        return query @ key.mT
+        self.scale += 1
+        return self.scale * product(query, key)
 
 
 class MixedPairs(Laplacian):
@@ -118,122 +96,108 @@ class MixedPairs(Laplacian):
         return ga.Score.pairs(self, query, key) + 0 * key.sum((-2, -1))[:, None, None]
 
 
-class InPlace(ga.Score):
-    def edges(self, query, key):
-        return query.mul_(2).mul(key).sum(-1)
-
-
-class ChangesItself(ga.Score):
-    def __init__(self):
-        self.scale = torch.ones(3)
-
-    def edges(self, query, key):
-        self.scale += 1
-        return self.scale * (query * key).sum(-1)
-
-
-class Random(ga.Score):
-    def edges(self, query, key):
-        return functional.dropout((query * key).sum(-1), 0.5)
-
-
-class Centred(ga.Score):
-    """The logits of an edge depend on the other edges of the call."""
-
-    def edges(self, query, key):
-        logits = (query * key).sum(-1)
-        return logits - logits.mean(-2, keepdim=True)
-
-
 class OverTheBatch(ga.Score):
     def edges(self, query, key):
-        logits = (query * key).sum(-1)
+        logits = product(query, key)
         return logits - logits.mean(0, keepdim=True) if logits.dim() == 3 else logits
 
 
-class Learned(ga.Score):
-    def __init__(self):
-        self.scale = torch.full((3,), 2.0, requires_grad=True)
+def score_of(name, edges=None, pairs=None, base: type[ga.Score] = ga.Score) -> type[ga.Score]:
+    """A class of scores with these methods."""
+    methods = {"edges": edges, "pairs": pairs}
+    return type(name, (base,), {name: x for name, x in methods.items() if x is not None})
 
 
-class Detached(Learned):
-    def edges(self, query, key):
-        return self.scale.detach() * (query * key).sum(-1)
-
-
-class ByItem(Learned):
-    def edges(self, query, key):
-        return self.scale[0].item() * (query * key).sum(-1)
-
-
-class KeyDetached(ga.Score):
-    def edges(self, query, key):
-        return (query * key.detach()).sum(-1)
-
-
-class Rounded(ga.Score):
-    def edges(self, query, key):
-        return (query.round() * key).sum(-1)
-
-
-class HalfDetached(ga.Score):
-    def edges(self, query, key):
-        return (query * key).sum(-1) * (query * key).sum(-1).detach()
-
-
-class RootOfZero(ga.Score):
-    def edges(self, query, key):
-        return -(query - key).square().sum(-1).sqrt()
-
-
-class BothZero(ga.Score):
-    def edges(self, query, key):
-        return (query * key).sum(-1) / (query.square() + key.square()).sum(-1)
-
-
-class DividedByZero(ga.Score):
-    def edges(self, query, key):
-        return (query * key).sum(-1) / query.norm(dim=-1)
-
-
-class PairsDetached(Laplacian):
-    def pairs(self, query, key):
-        return ga.Score.pairs(self, query, key.detach())
-
-
-class PairsAgainDetached(Learned):
-    def edges(self, query, key):
-        return self.scale * (query * key).sum(-1)
-
-    def pairs(self, query, key):
-        return self.scale.detach()[:, None, None] * (query @ key.mT)
-
+OutOfRange = score_of("OutOfRange", lambda _, q, k: q[..., 9] * k[..., 9])
+OtherHeads = score_of("OtherHeads", lambda _, q, k: torch.ones(5) * product(q, k))
+OneArgument = score_of("OneArgument", lambda _, q: q.sum(-1))
 
 WRONG = [
-    (NoSum, r"NoSum\.edges\(\) must give .*logits of shape \[5, 3\].* got .*\[5, 3, 4\]"),
-    (OneNumber, r"OneNumber\.edges\(\) must give .*\[5, 3\].*got float"),
-    (Booleans, r"Booleans\.edges\(\) must give floating-point .*got torch\.bool"),
+    (
+        score_of("NoSum", lambda _, q, k: q * k),
+        r"NoSum\.edges\(\) must give .*logits of shape \[5, 3\].* got .*\[5, 3, 4\]",
+    ),
+    (
+        score_of("OneNumber", lambda *_: 1.0),
+        r"OneNumber\.edges\(\) must give .*\[5, 3\].*got float",
+    ),
+    (
+        score_of("Booleans", lambda _, q, k: product(q, k) > 0),
+        r"Booleans\.edges\(\) must give floating-point .*got torch\.bool",
+    ),
     (OutOfRange, r"OutOfRange\.edges\(\) must give .*\[5, 3\].*IndexError"),
     (OtherHeads, r"OtherHeads\.edges\(\) must give .*\[5, 3\].*RuntimeError"),
     (OneArgument, r"OneArgument\.edges\(\) must give .*TypeError"),
-    (WrongPairs, r"WrongPairs\.pairs\(\) must give .*\[3, 3, 4\].*got .*\[3, 4, 3\]"),
-    (OtherPairs, r"OtherPairs\.pairs\(\) must give the logits of edges\(\)"),
+    (
+        score_of("WrongPairs", pairs=lambda _, q, k: (q @ k.mT).mT, base=Laplacian),
+        r"WrongPairs\.pairs\(\) must give .*\[3, 3, 4\].*got .*\[3, 4, 3\]",
+    ),
+    (
+        score_of("OtherPairs", pairs=lambda _, q, k: q @ k.mT, base=Laplacian),
+        r"OtherPairs\.pairs\(\) must give the logits of edges\(\)",
+    ),
     (MixedPairs, r"MixedPairs\.pairs\(\) must give logits that depend on their own"),
-    (InPlace, r"InPlace\.edges\(\) must not change query in place"),
+    (
+        score_of("InPlace", lambda _, q, k: product(q.mul_(2), k)),
+        r"InPlace\.edges\(\) must not change query in place",
+    ),
     (ChangesItself, r"ChangesItself\.edges\(\) must not change scale in place"),
-    (Random, r"Random\.edges\(\) must give the same logits in every call"),
-    (Centred, r"Centred\.edges\(\) must give logits that depend on their own"),
+    (
+        score_of("Random", lambda _, q, k: functional.dropout(product(q, k), 0.5)),
+        r"Random\.edges\(\) must give the same logits in every call",
+    ),
+    (  # the logits of an edge depend on the other edges of the call
+        score_of("Centred", lambda _, q, k: product(q, k) - product(q, k).mean(-2, keepdim=True)),
+        r"Centred\.edges\(\) must give logits that depend on their own",
+    ),
     (OverTheBatch, r"OverTheBatch\.edges\(\) must give logits that depend on their own"),
-    (Detached, r"Detached\.edges\(\) must give gradients to scale"),
-    (ByItem, r"ByItem\.edges\(\) must give gradients to scale"),
-    (KeyDetached, r"KeyDetached\.edges\(\) must give gradients to key"),
-    (Rounded, r"Rounded\.edges\(\) must give gradients to query"),
-    (HalfDetached, r"HalfDetached\.edges\(\) gives wrong gradients to query"),
-    (RootOfZero, r"RootOfZero\.edges\(\) must give finite gradients .*key is equal to query"),
-    (BothZero, r"BothZero\.edges\(\) must give finite gradients .*query and key are 0"),
-    (DividedByZero, r"DividedByZero\.edges\(\) must give finite gradients .*query is 0"),
-    (PairsDetached, r"PairsDetached\.pairs\(\) must give gradients to key"),
-    (PairsAgainDetached, r"PairsAgainDetached\.pairs\(\) must give gradients to scale"),
+    (
+        score_of("Detached", lambda s, q, k: s.scale.detach() * product(q, k), base=Learned),
+        r"Detached\.edges\(\) must give gradients to scale",
+    ),
+    (
+        score_of("ByItem", lambda s, q, k: s.scale[0].item() * product(q, k), base=Learned),
+        r"ByItem\.edges\(\) must give gradients to scale",
+    ),
+    (
+        score_of("KeyDetached", lambda _, q, k: product(q, k.detach())),
+        r"KeyDetached\.edges\(\) must give gradients to key",
+    ),
+    (
+        score_of("Rounded", lambda _, q, k: product(q.round(), k)),
+        r"Rounded\.edges\(\) must give gradients to query",
+    ),
+    (
+        score_of("HalfDetached", lambda _, q, k: product(q, k) * product(q, k).detach()),
+        r"HalfDetached\.edges\(\) gives wrong gradients to query",
+    ),
+    (
+        score_of("RootOfZero", lambda _, q, k: -(q - k).square().sum(-1).sqrt()),
+        r"RootOfZero\.edges\(\) must give finite gradients .*key is equal to query",
+    ),
+    (
+        score_of("BothZero", lambda _, q, k: product(q, k) / (q.square() + k.square()).sum(-1)),
+        r"BothZero\.edges\(\) must give finite gradients .*query and key are 0",
+    ),
+    (
+        score_of("DividedByZero", lambda _, q, k: product(q, k) / q.norm(dim=-1)),
+        r"DividedByZero\.edges\(\) must give finite gradients .*query is 0",
+    ),
+    (
+        score_of(
+            "PairsDetached", pairs=lambda s, q, k: ga.Score.pairs(s, q, k.detach()), base=Laplacian
+        ),
+        r"PairsDetached\.pairs\(\) must give gradients to key",
+    ),
+    (
+        score_of(
+            "PairsAgainDetached",
+            lambda s, q, k: s.scale * product(q, k),
+            lambda s, q, k: s.scale.detach()[:, None, None] * (q @ k.mT),
+            base=Learned,
+        ),
+        r"PairsAgainDetached\.pairs\(\) must give gradients to scale",
+    ),
     (lambda: Laplacian, r"score must be an instance, got the class Laplacian"),
     (lambda: "rbf", r"score must be a graphattn\.Score"),
 ]

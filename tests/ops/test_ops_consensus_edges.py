@@ -10,9 +10,9 @@ import torch
 from cases_ops import (
     ENERGY,
     FAST,
-    FEW,
     GRAPHS,
     ConsensusInputs,
+    Largest,
     consensus_inputs,
     random,
     random_mask,
@@ -21,7 +21,6 @@ from cases_ops import (
 )
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.ops.backends import support
@@ -170,103 +169,6 @@ def test_edge_matrices_are_their_equation(name: str, form: str) -> None:
 
 
 # What must hold.
-
-
-@BACKENDS
-def test_edges_both_ways_between_two_tokens_have_each_their_own_features(backend: str) -> None:
-    """Each of two opposite edges between the same tokens pulls by a matrix of its own features."""
-    graph = ga.complete_graph(2, self_loops=False)
-    inputs = consensus_inputs(graph)
-    layer = of_edges(graph, inputs)
-    R, _, _ = oracle.edge_matrices(*inputs[2:], graph.to_mask(), by_loops(layer))
-    assert not torch.allclose(R[0], R[1])
-    u = inputs.state
-    pull = torch.einsum("ehcd,hd->hc", R, u[0] - u[1])
-    new = ga.consensus_update(*inputs, graph, 0.1, edge_hidden=layer, backend=backend)
-    torch.testing.assert_close(new, u - 0.1 * torch.stack([pull, -pull]), **EXACT)
-
-
-@BACKENDS
-@pytest.mark.parametrize("update", ["energy", "target"])
-def test_renumbering_tokens_renumbers_the_result(update: str, backend: str) -> None:
-    mask = random_mask(8, 8, 0.4, seed=3)
-    graph = ga.from_mask(mask)
-    inputs = consensus_inputs(graph)
-    layer = of_edges(graph, inputs)
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-    dense = torch.zeros(8, 8, F, dtype=torch.float64)
-    dense[graph.edge_index[1], graph.edge_index[0]] = layer.tokens[:, 0]
-    renumbered = ga.from_mask(mask[order][:, order])
-    source, target = renumbered.edge_index
-    moved = layer._replace(tokens=dense[order[target], order[source]][:, None])
-    tokens = (x[order] for x in inputs[:4])
-    options: Any = {"update": update, "backend": backend}
-    mine = ga.consensus_update(
-        *tokens, inputs.network, renumbered, "auto", edge_hidden=moved, **options
-    )
-    theirs = ga.consensus_update(*inputs, graph, "auto", edge_hidden=layer, **options)
-    torch.testing.assert_close(mine, theirs[order], **EXACT)
-
-
-@pytest.mark.parametrize("name", ENERGY)
-def test_energy_is_a_gradient_step_of_the_energy_and_the_automatic_one_never_oscillates(
-    name: str,
-) -> None:
-    graph = GRAPHS[name]()
-    inputs = consensus_inputs(graph, features=2)
-    layer = of_edges(graph, inputs)
-    R, _, _ = oracle.edge_matrices(*inputs[2:], graph.to_mask(), by_loops(layer))
-    u = inputs.state.clone().requires_grad_()
-    before = oracle.energy(u, R, graph.to_mask())
-    (slope,) = torch.autograd.grad(before, u, allow_unused=True)
-    slope = torch.zeros_like(u) if slope is None else slope
-    torch.testing.assert_close(
-        ga.consensus_update(*inputs, graph, 0.05, edge_hidden=layer), u - 0.05 * slope, **EXACT
-    )
-    new = ga.consensus_update(*inputs, graph, "auto", edge_hidden=layer)
-    after = oracle.energy(new, R, graph.to_mask())
-    assert after < before or before == 0
-    N, H, D = inputs.state.shape
-    basis = torch.eye(N * D, dtype=torch.float64).view(N * D, N, 1, D).expand(-1, -1, H, -1)
-    hidden = (x.expand(N * D, *x.shape) for x in inputs[2:4])
-    columns = ga.consensus_update(
-        basis, basis, *hidden, inputs.network, graph, "auto", edge_hidden=layer
-    )
-    step = columns.permute(2, 1, 3, 0).reshape(H, N * D, N * D)
-    torch.testing.assert_close(step, step.mT, **EXACT)
-    values = torch.linalg.eigvalsh(step)
-    assert values.min() >= -1e-12
-    assert values.max() <= 1 + 1e-12
-
-
-@BACKENDS
-@pytest.mark.parametrize("step", [0.7, "auto"])
-@pytest.mark.parametrize("name", FEW)
-def test_a_constant_is_a_fixed_point(name: str, step: Any, backend: str) -> None:
-    graph = GRAPHS[name]()
-    inputs = consensus_inputs(graph, batch=(2,))
-    constant = random(2, 1, 2, 3, seed=5).expand_as(inputs.state)
-    inputs = inputs._replace(state=constant, neighbor_state=constant)
-    layer = of_edges(graph, inputs, 2)
-    new = ga.consensus_update(*inputs, graph, step, edge_hidden=layer, backend=backend)
-    assert torch.equal(new, constant)
-
-
-@BACKENDS
-@pytest.mark.parametrize("name", ["path with self loops", "batch of windows", "longformer"])
-def test_features_of_self_loops_do_nothing_under_energy(name: str, backend: str) -> None:
-    graph = GRAPHS[name]()
-    inputs = consensus_inputs(graph)
-    layer = of_edges(graph, inputs)
-    source, target = graph.edge_index
-    other = layer._replace(
-        tokens=torch.where((source == target)[:, None, None], layer.tokens + 5, layer.tokens)
-    )
-    a, b = (
-        ga.consensus_update(*inputs, graph, "auto", edge_hidden=x, backend=backend)
-        for x in (layer, other)
-    )
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # Gradients.
@@ -453,18 +355,6 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype, backend: str)
         new = ga.consensus_update(*inputs, graph, 0.1, edge_hidden=given, backend=backend)
         assert new.dtype == dtype
         torch.testing.assert_close(new.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
-
-
-class Largest(TorchDispatchMode):
-    """The numbers in the largest tensor that any operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        result = operation(*arguments, **(options or {}))
-        if isinstance(result, Tensor):
-            self.numel = max(self.numel, result.untyped_storage().nbytes() // result.itemsize)
-        return result
 
 
 @pytest.mark.parametrize("listed", [False, True])

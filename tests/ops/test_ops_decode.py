@@ -107,17 +107,6 @@ def test_over_long_caches_it_is_attention_on_the_causal_graph(
         torch.testing.assert_close(lse[b, new - real :], expected[1], rtol=1e-9, atol=1e-11)
 
 
-@STRENGTHS
-def test_it_gives_the_last_rows_of_the_whole_text(strength):
-    """The dense graph over all tokens, of which decoding computes the newest three."""
-    query, key, value = caches(2, 20, 4, 4, 3, new=20)
-    operation = ga.rbf_attention if "sigma" in strength else ga.dot_product_attention
-    for graph, window in ((ga.causal_graph(20), None), (ga.causal_window_graph(20, 6), 6)):
-        expected = operation(query, key, value, graph, **strength)[:, -3:]
-        out = ga.decode_attention(query[:, -3:], key, value, 20, window=window, **strength)
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("tokens", [9, LONG])
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("sigma", [None, 1.5])

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cases_ops import BACKENDS, FEW, GRAPHS, qkv, random, valid_tokens
-from oracle_ops import attention, dense_bias
+from oracle_ops import attention
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
@@ -114,41 +114,9 @@ def test_both_backends_drop_the_same_forward_and_backward(name, options):
         d_out = random(*out.shape, seed=8) if d_out is None else d_out
         loss = (out * d_out).sum() + lse.sin().sum()
         found[backend] = out, lse, *torch.autograd.grad(loss, tensors)
-    for ours, theirs in zip(found["structured"], found["reference"], strict=True):
-        torch.testing.assert_close(ours, theirs, **TIGHT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_table_of_offsets_beside_dropout(backend):
-    graph = ga.window_path_graph(9, 2, self_loops=True)
-    q, k, v = qkv(graph)
-    table = random(5, 2, seed=4)
-    source, target = graph.edge_index
-    dense = dense_bias(table[source - target + 2], graph.to_mask())
-    dropped = drawn(graph, 1, 2, 0.4, seeded())[0]
-    found = ga.rbf_attention(
-        q, k, v, graph, 1.0, edge_bias=table, dropout=0.4, generator=seeded(), backend=backend
-    )
-    expected = attention(
-        q, k, v, graph.to_mask(), sigma=1.0, bias=dense, dropped=dropped, dropout=0.4
-    )
-    torch.testing.assert_close(found, expected.out, **TIGHT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("name", FEW)
-def test_gradients_are_those_of_what_was_drawn(name, score, backend):
-    graph = GRAPHS[name]()
-    inputs = [x.requires_grad_() for x in qkv(graph)]
-
-    def run(q, k, v):
-        out, lse = SCORES[score](
-            q, k, v, graph, dropout=0.4, generator=seeded(), return_lse=True, backend=backend
-        )
-        return out, lse.masked_fill(lse == -torch.inf, 0)
-
-    assert torch.autograd.gradcheck(run, inputs)
+    for backend in BACKENDS[1:]:
+        for ours, theirs in zip(found[backend], found["reference"], strict=True):
+            torch.testing.assert_close(ours, theirs, **TIGHT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -267,20 +235,6 @@ def test_two_rows_whose_words_agree_in_part_still_differ():
         assert abs(correlation(one, two)) < 5
 
 
-def test_the_mean_over_draws_is_attention_without_dropout():
-    graph = ga.window_path_graph(12, 3)
-    q, k, v = qkv(graph)
-    generator = seeded()
-    draws = torch.stack(
-        [
-            ga.rbf_attention(q, k, v, graph, 1.0, dropout=0.3, generator=generator)
-            for _ in range(400)
-        ]
-    )
-    error = (draws.mean(0) - ga.rbf_attention(q, k, v, graph, 1.0)) / (draws.std(0) / 400**0.5)
-    assert error.abs().max() < 5
-
-
 # Seeds.
 
 
@@ -337,16 +291,6 @@ def _gradients(loss, leaves):
         leaf.grad = None
     loss.backward()
     return [leaf.grad for leaf in leaves]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_graphs_without_edges_or_tokens(backend):
-    for n in (0, 3):
-        graph = ga.from_edge_index(torch.empty(2, 0, dtype=torch.long), n)
-        out = ga.rbf_attention(*qkv(graph), graph, 1.0, dropout=0.5, backend=backend)
-        assert (out == 0).all()
-    graph = ga.complete_graph(4)
-    assert ga.rbf_attention(*qkv(graph, batch=(0,)), graph, 1.0, dropout=0.5).shape[0] == 0
 
 
 # What is refused.

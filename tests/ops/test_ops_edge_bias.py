@@ -112,16 +112,6 @@ def test_a_table_holds_one_bias_per_relative_offset(name: str, top_k: int | None
     torch.testing.assert_close(weights, oracle.per_edge(expected.weights, mask), **EXACT)
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_table_and_its_bias_per_edge_are_the_same(name: str) -> None:
-    graph, table, dense = table_bias(name, heads=2)
-    q, k, v = qkv(graph)
-    per_edge = oracle.per_edge(dense, graph.to_mask())
-    a = ga.dot_product_attention(q, k, v, graph, edge_bias=table)
-    b = ga.dot_product_attention(q, k, v, graph, edge_bias=per_edge)
-    torch.testing.assert_close(a, b, **EXACT)
-
-
 def test_a_table_row_gathers_the_gradient_of_all_its_edges() -> None:
     graph, table, dense = table_bias("path", heads=2)
     q, k, v = qkv(graph)

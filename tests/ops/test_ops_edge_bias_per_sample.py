@@ -322,20 +322,6 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ga.rbf_attention(q, k, v, unsorted, 1.0, edge_bias=random(2, 6, 2, seed=0))
 
 
-def test_a_graph_without_edges_and_a_batch_without_samples() -> None:
-    empty = ga.from_edge_index(torch.empty(2, 0, dtype=torch.long), 4)
-    for backend in BACKENDS:
-        q, k, v = qkv(empty, batch=(2,))
-        bias = torch.zeros(2, 0, 2, dtype=torch.float64)
-        out = ga.rbf_attention(q, k, v, empty, 1.0, edge_bias=bias, backend=backend)
-        assert (out == 0).all()
-        for graph in (ga.window_path_graph(4, 1), ga.complete_graph(4)):
-            q, k, v = qkv(graph, batch=(0,))
-            bias = torch.zeros(0, graph.num_edges, 2, dtype=torch.float64)
-            out = ga.rbf_attention(q, k, v, graph, 1.0, edge_bias=bias, backend=backend)
-            assert out.shape == (0, 4, 2, 3)
-
-
 @pytest.mark.long
 def test_the_operator_keeps_the_promises_of_torch_library() -> None:
     graph = GRAPHS["isolated targets"]()

@@ -172,7 +172,6 @@ VALUE = [
     ),
 ]
 
-RECTANGLE = ga.bipartite_complete_graph(4, N)
 HIDDEN_3 = random(N, H, 3, seed=1)
 
 CONSENSUS = [
@@ -276,13 +275,6 @@ def test_one_mask_of_tokens_is_refused_on_a_bipartite_graph(call: Callable[..., 
         call(graph=graph, valid=torch.ones(N, dtype=torch.bool), **short, **more)
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_the_backends_that_exist_agree(backend: str) -> None:
-    torch.testing.assert_close(rbf(backend=backend), rbf())
-    torch.testing.assert_close(dot(backend=backend), dot())
-    torch.testing.assert_close(step(backend=backend), step())
-
-
 def test_use_backend_lasts_for_its_block_only() -> None:
     with ga.use_backend("reference"):
         assert torch.equal(rbf(), rbf(backend="reference"))
@@ -317,11 +309,3 @@ def test_numbers_from_numpy_are_numbers(number: float) -> None:
     assert torch.equal(step(step_size=number), step(step_size=2.0))
     if not isinstance(number, np.floating):
         assert torch.equal(rbf(top_k=number), rbf(top_k=2))
-
-
-def test_heads_before_tokens_are_named_with_the_remedy():
-    x = random(1, H, N, D, seed=1)  # the order of torch's scaled_dot_product_attention
-    with pytest.raises(ValueError, match=r"6 targets.*\[\*, tokens, heads, .*transpose\(1, 2\)"):
-        dot(x, x, x)
-    x = x.transpose(1, 2)
-    assert dot(x, x, x).shape == (1, N, H, D)

@@ -33,56 +33,41 @@ def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.where(lse.isfinite(), lse, 0)
 
 
+def dropped() -> dict:
+    return {"dropout": 0.4, "generator": torch.Generator().manual_seed(5)}
+
+
+# Options of one call, for which score; sigma or scale, biases and sinks are differentiated too.
 ATTENTION = {
-    "plain": {},
-    "top-k": {"top_k": 2},
-    "eps": {"eps": 0.3},
-    "eps and top-k": {"eps": 0.3, "top_k": 1},
-    "valid": {"valid": torch.tensor([True, True, True, False, True])},
+    "plain": ("rbf dot", dict),
+    "top-k": ("rbf dot", lambda: {"top_k": 2}),
+    "eps": ("rbf", lambda: {"eps": 0.3}),
+    "eps and top-k": ("rbf", lambda: {"eps": 0.3, "top_k": 1}),
+    "valid": ("rbf dot", lambda: {"valid": torch.tensor([True, True, True, False, True])}),
+    "softcap": ("dot", lambda: {"softcap": 0.6}),
+    "dropout": ("rbf dot", dropped),
 }
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("score", ["rbf", "dot"])
 @pytest.mark.parametrize("option", ATTENTION)
-def test_rbf_attention_in_query_key_value_sigma_and_edge_bias(option: str, kv_heads: int) -> None:
+def test_attention_in_all_its_inputs(option: str, score: str, kv_heads: int) -> None:
+    scores, options = ATTENTION[option]
+    if score not in scores:
+        pytest.skip(f"{option} is no option of this score")
     graph = small_graph()
     q, k, v = qkv(graph, kv_heads=kv_heads, features=2, value_features=1)
-    bias = random(graph.num_edges, 2, seed=8)
-    sigma = torch.tensor([0.8, 1.7], dtype=torch.float64)
-    check(
-        lambda q, k, v, sigma, bias: finite(
-            *ga.rbf_attention(
-                q, k, v, graph, sigma, edge_bias=bias, return_lse=True, **ATTENTION[option]
-            )
-        ),
-        [q, k, v, sigma, bias],
-    )
+    bias, sink = random(graph.num_edges, 2, seed=8), random(2, seed=9)
+    strength = torch.tensor([0.8, 1.7], dtype=torch.float64)
+    operation = ga.rbf_attention if score == "rbf" else ga.dot_product_attention
+    name = "sigma" if score == "rbf" else "scale"
 
+    def attend(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, bias: Tensor, sink: Tensor):
+        more = {name: strength, "edge_bias": bias, "sink": sink, **options()}
+        return finite(*operation(q, k, v, graph, return_lse=True, **more))
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("option", ["plain", "top-k", "valid"])
-def test_dot_product_attention_in_query_key_value_scale_and_edge_bias(
-    option: str, kv_heads: int
-) -> None:
-    graph = small_graph()
-    q, k, v = qkv(graph, kv_heads=kv_heads, features=2, value_features=1)
-    bias = random(graph.num_edges, 2, seed=8)
-    scale = torch.tensor([0.8, -1.7], dtype=torch.float64)
-    check(
-        lambda q, k, v, scale, bias: finite(
-            *ga.dot_product_attention(
-                q,
-                k,
-                v,
-                graph,
-                scale=scale,
-                edge_bias=bias,
-                return_lse=True,
-                **ATTENTION[option],
-            )
-        ),
-        [q, k, v, scale, bias],
-    )
+    check(attend, [q, k, v, strength, bias, sink])
 
 
 def test_rbf_attention_of_tokens_with_themselves() -> None:

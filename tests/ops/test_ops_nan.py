@@ -18,60 +18,6 @@ def spoil(x: Tensor, valid: Tensor, bad: float) -> Tensor:
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("which", ["query", "key", "value", "all"])
-@pytest.mark.parametrize("arguments", [{}, {"top_k": 2}, {"eps": 1e-6}], ids=str)
-@pytest.mark.parametrize("op", ["rbf", "dot"])
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_padded_token_holds_is_never_read_by_attention(
-    name: str, op: str, arguments: dict, which: str, bad: float
-) -> None:
-    graph = GRAPHS[name]()
-    valid = valid_tokens(2, graph.num_targets, seed=1)
-    bias = random(graph.num_edges, 2, seed=5)
-    sigma = torch.tensor([0.8, 1.3], dtype=torch.float64)
-
-    def run(tensors: list[Tensor]) -> list[Tensor]:
-        strength = sigma.clone().requires_grad_()
-        if op == "rbf":
-            out, lse = ga.rbf_attention(
-                *tensors,
-                graph,
-                strength,
-                edge_bias=bias,
-                valid=valid,
-                return_lse=True,
-                **arguments,
-            )
-        else:
-            out, lse = ga.dot_product_attention(
-                *tensors,
-                graph,
-                scale=strength,
-                edge_bias=bias,
-                valid=valid,
-                return_lse=True,
-                **{name: x for name, x in arguments.items() if name != "eps"},
-            )
-        loss = out.square().sum() + lse[lse.isfinite()].sum()
-        return [out, lse, *torch.autograd.grad(loss, [*tensors, strength])]
-
-    names = ("query", "key", "value")
-    tensors = dict(zip(names, qkv(graph, batch=(2,)), strict=True))
-    clean = run([x.requires_grad_() for x in tensors.values()])
-    spoiled = run(
-        [
-            spoil(x, valid, bad) if which in (name, "all") else x.detach().requires_grad_()
-            for name, x in tensors.items()
-        ]
-    )
-    for a, b in zip(clean, spoiled, strict=True):
-        assert torch.equal(a, b)
-    assert all(gradient.isfinite().all() for gradient in spoiled[2:])
-    assert all((gradient[~valid] == 0).all() for gradient in spoiled[2:5])
-    assert (spoiled[0][~valid] == 0).all()
-
-
-@pytest.mark.parametrize("bad", BAD)
 def test_what_a_padded_token_holds_is_never_read_by_attention_weights(bad: float) -> None:
     graph = ga.window_path_graph(9, 2, self_loops=True)
     valid = valid_tokens(9)
@@ -129,68 +75,6 @@ def test_what_a_padded_token_holds_is_never_read_by_consensus(
         assert torch.equal(clean, spoiled)
 
 
-def test_an_invalid_token_keeps_its_state() -> None:
-    graph = ga.window_path_graph(6, 2)
-    inputs = consensus_inputs(graph)
-    valid = torch.tensor([True, True, False, True, True, False])
-    for update in ("energy", "target"):
-        new = ga.consensus_update(*inputs, graph, 0.2, update=update, valid=valid)
-        assert torch.equal(new[~valid], inputs.state[~valid])
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("arguments", [{}, {"top_k": 2}, {"eps": 1e-6}], ids=str)
-@pytest.mark.parametrize("name", [*NAMES, "causal", "longformer", "grid"])
-def test_no_row_of_attention_changes_when_a_token_it_never_sees_turns_bad(
-    name: str, arguments: dict, bad: float
-) -> None:
-    graph = GRAPHS[name]()
-    mask = graph.to_mask()
-    q, k, v = qkv(graph)
-    before = ga.rbf_attention(q, k, v, graph, 1.0, **arguments)
-    top_k = {"top_k": 2} if "top_k" in arguments else {}
-    dot = ga.dot_product_attention(q, k, v, graph, **top_k)
-    for t in range(graph.num_sources):
-        spoiled = [x.clone().index_fill_(0, torch.tensor([t]), bad) for x in (q, k, v)]
-        blind = ~mask[:, t]
-        blind[t] = False  # its own query is bad
-        after = ga.rbf_attention(*spoiled, graph, 1.0, **arguments)
-        assert torch.equal(after[blind], before[blind])
-        after = ga.dot_product_attention(*spoiled, graph, **top_k)
-        assert torch.equal(after[blind], dot[blind])
-
-
-@pytest.mark.parametrize("update", ["energy", "target"])
-@pytest.mark.parametrize("name", [*NAMES, "longformer", "grid"])
-def test_no_row_of_consensus_changes_when_a_token_it_never_meets_turns_nan(
-    name: str, update: str
-) -> None:
-    graph = GRAPHS[name]()
-    mask = graph.to_mask()
-    inputs = consensus_inputs(graph)
-    before = ga.consensus_update(*inputs, graph, 0.2, update=update)
-    for t in range(graph.num_targets):
-        u, _, a, b, network = inputs
-        u, a, b = (x.clone().index_fill_(0, torch.tensor([t]), torch.nan) for x in (u, a, b))
-        after = ga.consensus_update(u, u, a, b, network, graph, 0.2, update=update)
-        apart = ~mask[:, t]
-        if update == "energy":
-            apart &= ~mask[t]
-        apart[t] = False
-        assert torch.equal(after[apart], before[apart])
-
-
-def test_nan_in_one_packed_sequence_stays_there_with_the_automatic_step() -> None:
-    graph = ga.batch([ga.window_path_graph(5, 1), ga.complete_graph(4)])
-    inputs = consensus_inputs(graph)
-    before = ga.consensus_update(*inputs, graph, "auto")
-    for x in inputs[:4]:
-        x[6] = torch.nan
-    after = ga.consensus_update(*inputs, graph, "auto")
-    assert torch.equal(after[:5], before[:5])
-    assert after[5:].isnan().all()
-
-
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("op", ["rbf", "dot"])
 def test_the_value_of_a_source_that_is_not_chosen_is_never_read(op: str, bad: float) -> None:
@@ -223,20 +107,6 @@ def test_a_nan_that_is_seen_shows() -> None:
     ):
         assert out[[1, 3]].isnan().all()
         assert out[[0, 2, 4]].isfinite().all()
-
-
-@pytest.mark.parametrize("graph", [ga.causal_graph(8), ga.causal_window_graph(8, 3)])
-@pytest.mark.parametrize("arguments", [{}, {"top_k": 2}, {"eps": 0.1}], ids=str)
-def test_attention_on_a_causal_graph_never_sees_the_future(
-    graph: ga.TokenGraph, arguments: dict
-) -> None:
-    leaves = [x.requires_grad_() for x in qkv(graph, batch=(2,))]
-    old = ga.rbf_attention(*leaves, graph, 1.0, **arguments)
-    for t in range(1, 8):
-        later = [torch.cat([x[:, :t], torch.full_like(x[:, t:], torch.nan)], 1) for x in leaves]
-        assert torch.equal(ga.rbf_attention(*later, graph, 1.0, **arguments)[:, :t], old[:, :t])
-        for gradient in torch.autograd.grad(old[:, :t].sum(), leaves, retain_graph=True):
-            assert (gradient[:, t:] == 0).all()
 
 
 def test_a_bad_step_of_an_invalid_token_moves_nothing() -> None:

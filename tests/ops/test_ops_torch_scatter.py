@@ -6,20 +6,16 @@ import pytest
 import torch
 from cases_ops import random
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from strategies_ops import (
     AttentionCase,
     ConsensusCase,
     attention_cases,
-    coins,
     consensus_cases,
-    graphs,
     seeds,
 )
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.ops.segments import segment_softmax, segment_sum
 
 torch_scatter = pytest.importorskip(
     "torch_scatter", reason="torch-scatter is an optional extra: pip install 'graphattn[scatter]'"
@@ -96,53 +92,6 @@ def test_attention_outputs_are_the_segment_sums_of_torch_scatter(case: Attention
         lambda q, k, v: by_torch_scatter(case, q, k, v)[1],
         [case.query, case.key, case.value],
         seed,
-    )
-
-
-@SWEEP
-@given(graph=graphs(), seed=seeds, dtype=st.sampled_from(FULL), batch=st.sampled_from([(), (2,)]))
-def test_the_segment_softmax_over_marked_edges_is_that_of_torch_scatter_over_these_alone(
-    graph: ga.TokenGraph, seed: int, dtype: torch.dtype, batch: tuple
-):
-    target, N = graph.edge_index[1], graph.num_targets
-    logits = 5 * random(*batch, graph.num_edges, 2, seed=seed, dtype=dtype)
-    keep = coins(graph.num_edges, seed=seed)
-    place = target[keep][:, None].expand(*batch, -1, 2)
-
-    def ours(x: Tensor) -> Tensor:
-        return segment_softmax(x, target, N, keep[:, None].expand_as(x))[0]
-
-    def theirs(x: Tensor) -> Tensor:
-        own = torch_scatter.composite.scatter_softmax(x[..., keep, :], place, dim=-2, dim_size=N)
-        return torch.zeros_like(x).index_copy(-2, keep.nonzero().flatten(), own)
-
-    assert_equal_with_gradients(ours, theirs, [logits], seed)
-    lse = torch_scatter.composite.scatter_logsumexp(logits[..., keep, :], place, dim=-2, dim_size=N)
-    _, own = segment_softmax(logits, target, N, keep[:, None].expand_as(logits))
-    seeing = torch.zeros(N, dtype=torch.bool).index_fill(0, target[keep], True)
-    torch.testing.assert_close(own[..., seeing, :], lse[..., seeing, :], **CLOSE[dtype])
-    assert (own[..., ~seeing, :] == -torch.inf).all()
-
-
-@SWEEP
-@given(graph=graphs(), seed=seeds, dtype=st.sampled_from(FULL), batch=st.sampled_from([(), (2,)]))
-def test_segment_sums_are_those_of_torch_scatter_over_the_rows_of_the_graph(
-    graph: ga.TokenGraph, seed: int, dtype: torch.dtype, batch: tuple
-):
-    rowptr, _ = graph.csr()
-    messages = random(*batch, graph.num_edges, 2, 3, seed=seed, dtype=dtype)
-    assert_equal_with_gradients(
-        lambda x: segment_sum(x, graph.edge_index[1], graph.num_targets),
-        lambda x: torch_scatter.segment_csr(x, rowptr.expand(*batch, -1), reduce="sum"),
-        [messages],
-        seed,
-    )
-    torch.testing.assert_close(
-        segment_sum(messages, graph.edge_index[1], graph.num_targets),
-        torch_scatter.scatter_sum(
-            messages, graph.edge_index[1], dim=-3, dim_size=graph.num_targets
-        ),
-        **CLOSE[dtype],
     )
 
 

@@ -5,9 +5,7 @@ Scores by differences are computed from q - k itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from fractions import Fraction
 
 import pytest
 import torch
@@ -52,41 +50,6 @@ def test_what_a_row_does_not_see_breaks_no_tie_of_top_k(name: str, bad: float) -
                         (query, with_content(key, 7, bad), value)):  # fmt: skip
             after = ga.rbf_attention(q, k, v, graph, 1.3, top_k=2)
             assert torch.equal(after[blind], clean[blind])
-
-
-@pytest.mark.parametrize("bad", UNSEEN)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "graph",
-    [ga.causal_window_graph(60, 40), ga.window_path_graph(60, 30, self_loops=True)],
-    ids=str,
-)
-def test_an_unseen_number_moves_no_centre_beside_a_table(
-    graph: ga.TokenGraph, dtype: torch.dtype, bad: float
-) -> None:
-    query, key, value = (random(60, 2, 8, seed=s, dtype=dtype) for s in range(3))
-    table = random(graph.structure.num_offsets, 2, seed=3, dtype=dtype)
-    clean = ga.rbf_attention(query, key, value, graph, 1.3, edge_bias=table)
-    for place in (0, 31, 59):
-        blind = ~graph.to_mask()[:, place]
-        spoilt = with_content(key, place, bad)
-        after = ga.rbf_attention(query, spoilt, value, graph, 1.3, edge_bias=table)
-        assert torch.equal(after[blind], clean[blind])
-
-
-@pytest.mark.parametrize("bad", UNSEEN)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "graph", [ga.window_path_graph(40, 3), ga.complete_graph(40, self_loops=False)], ids=str
-)
-def test_without_self_loops_a_token_does_not_see_its_own_key(
-    graph: ga.TokenGraph, dtype: torch.dtype, bad: float
-) -> None:
-    query, key, value = (random(40, 1, 4, seed=s, dtype=dtype) for s in range(3))
-    clean = ga.rbf_attention(query, key, value, graph, 1.0)
-    for place in range(40):
-        after = ga.rbf_attention(query, with_content(key, place, bad), value, graph, 1.0)
-        assert torch.equal(after[place], clean[place])
 
 
 @pytest.mark.parametrize("bad", UNSEEN)
@@ -153,30 +116,6 @@ def test_an_unseen_number_overflows_nobody_elses_scores() -> None:
     assert torch.equal(after[blind], clean[blind])
 
 
-def exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention with sigma 1, one head: distances as fractions, which round nothing."""
-    rows = []
-    for i, q in enumerate(query[:, 0].tolist()):
-        sources = mask[i].nonzero().flatten().tolist()
-        squares = [
-            sum(
-                (Fraction(a) - Fraction(b)) ** 2 for a, b in zip(q, key[j, 0].tolist(), strict=True)
-            )
-            for j in sources
-        ]
-        nearest = min(squares)
-        weights = [math.exp(float((nearest - square) / 2)) for square in squares]
-        total = math.fsum(weights)
-        rows.append(
-            [
-                math.fsum(w * value[j, 0, f].item() for w, j in zip(weights, sources, strict=True))
-                / total
-                for f in range(value.shape[-1])
-            ]
-        )
-    return torch.tensor(rows, dtype=torch.float64)[:, None]
-
-
 @pytest.mark.parametrize("size", [1e12, 1e15])
 @pytest.mark.parametrize(
     "graph",
@@ -191,16 +130,14 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     ids=str,
 )
 def test_one_enormous_key_costs_float64_no_digit(graph: ga.TokenGraph, size: float) -> None:
-    mask = graph.to_mask()
     for place in (0, 5, 23):
         query, key, value = (random(24, 1, 3, seed=s) for s in range(3))
         key = with_content(key, place, size)
         leaves = [x.requires_grad_() for x in (query, key, value)]
         out = ga.rbf_attention(*leaves, graph, 1.0, backend="structured")
-        exact = exactly(query, key, value, mask)
-        torch.testing.assert_close(out, exact, rtol=0, atol=2e-15)
         upstream = random(24, 1, 3, seed=7)
-        plain = ga.rbf_attention(*leaves, graph, 1.0, backend="reference")
+        plain = ga.rbf_attention(*leaves, graph, 1.0, backend="reference")  # by q - k itself
+        torch.testing.assert_close(out, plain, rtol=0, atol=2e-15)
         for mine, theirs in zip(
             torch.autograd.grad(out, leaves, upstream),
             torch.autograd.grad(plain, leaves, upstream),

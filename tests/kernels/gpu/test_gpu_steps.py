@@ -15,7 +15,7 @@ from problems import problems
 
 from gpu import benchmark, jobs, parity, report, sanitizer, times, tune
 from gpu.__main__ import CANNOT, LEFT, WRONG, main
-from gpu.session import Machine, Progress, Rows, Session, Started, facts, why_not_here
+from gpu.session import Machine, Rows, Session, Started, facts, why_not_here
 from graphattn.kernels.check.measured import read_measured
 from graphattn.kernels.shared import launch
 
@@ -80,13 +80,6 @@ def test_a_step_that_was_cut_off_goes_on_with_what_is_left(imagined, tmp_path) -
     assert len(imagined.asked) == 4
 
 
-def test_a_line_after_one_that_was_cut_is_read(tmp_path) -> None:
-    rows = Rows(tmp_path / "rows.jsonl")
-    rows.path.write_text('{"job": "cut')
-    rows.add({"job": "whole", "end": True})
-    assert [row["job"] for row in rows.all()] == ["whole"]
-
-
 def test_no_job_begins_when_the_time_is_over(imagined, tmp_path) -> None:
     parity.run(session_in(tmp_path, deadline=time.monotonic() + jobs.GRACE - 1))
     assert imagined.asked == []
@@ -101,12 +94,6 @@ def test_what_is_wrong_is_counted_and_named(imagined, tmp_path) -> None:
     assert "done: 5 of 5, 5 WRONG" in text
     assert f"WRONG: {parity.TINY[0]}" in text
     assert "agree with float64 on the emulator: none." in text
-
-
-def test_a_problem_without_a_launch_or_with_a_finding_is_not_right() -> None:
-    assert parity.is_right(RIGHT)
-    assert not parity.is_right(RIGHT | {"launches": 0})
-    assert not parity.is_right(RIGHT | {"findings": ["shared memory: race"]})
 
 
 def test_failed_jobs_run_again_only_when_asked_to(imagined, tmp_path) -> None:
@@ -182,11 +169,6 @@ def test_rows_of_another_machine_are_not_continued(tmp_path, capsys, imagined) -
     assert why_not_here(tmp_path / "new", facts(EMULATOR, "tiny")) is None
 
 
-def test_there_is_no_report_of_nothing(tmp_path, capsys) -> None:
-    assert main(["--step", "report", "--out", str(tmp_path)]) == CANNOT
-    assert "nothing to report" in capsys.readouterr().err
-
-
 def test_a_tool_that_is_not_there_is_never_said_to_have_found_nothing(
     tmp_path, monkeypatch
 ) -> None:
@@ -221,14 +203,6 @@ def test_a_verdict_is_read_from_what_the_tool_says(tmp_path, printed, code, foun
             sanitizer.checked([str(fake), "--tool", "memcheck"], "any")
     else:
         assert sanitizer.checked([str(fake), "--tool", "memcheck"], "any")["found"] == found
-
-
-def test_states_say_how_far_a_step_has_come() -> None:
-    assert str(Progress(0, 4)) == "not run"
-    assert str(Progress(2, 4, 1)) == "partly: 2 of 4, 1 WRONG"
-    assert str(Progress(4, 4)) == "done: 4 of 4"
-    assert Progress(2, 4).is_left
-    assert not Progress(4, 4).is_left
 
 
 def test_problems_of_the_sanitizer_and_of_rehearsals_exist() -> None:
@@ -375,15 +349,6 @@ def test_the_best_choice_is_proposed_as_source() -> None:
     assert "# 2.00, 1.00" in text
 
 
-def test_peaks_are_those_of_the_device() -> None:
-    assert report.peak_of("NVIDIA H200, CUDA 12.8").bytes == 4.8e12
-    assert report.peak_of("NVIDIA H100 80GB HBM3, CUDA 12.8").bytes == 3.35e12
-    assert report.peak_of("NVIDIA H100 PCIe, CUDA 12.8").flops == 756e12
-    assert report.peak_of("NVIDIA A100-SXM4-40GB, CUDA 12.8").bytes == 1.555e12
-    assert report.peak_of("NVIDIA A100-SXM4-80GB, CUDA 12.8").bytes == 2.039e12
-    assert report.peak_of("NVIDIA GeForce RTX 4090, CUDA 12.8") is None
-
-
 def test_places_that_say_that_no_gpu_has_run_the_kernels_are_found() -> None:
     found = [place.partition(":")[0] for place in report.claims()]
     if report.NEVER.search((report.ROOT / "README.md").read_text()):
@@ -409,13 +374,6 @@ def test_times_of_launches_become_a_file_that_stands_beside_predictions(tmp_path
     assert found.launches == [("dots", 1e-6), ("forward", 2e-6), ("dots", 3e-6)]
     assert found.facts["hardware"] == "NVIDIA H200"
     assert {name: now[name] for name in found.facts} == found.facts
-
-
-def test_there_is_no_file_of_no_times(tmp_path) -> None:
-    session = session_in(tmp_path, machine=Machine("cuda"), size="full")
-    session.rows("times").add({"job": "bands 0", "end": True, "error": "x", "seconds": 0.5})
-    assert "Not run." in list(report.times_lines(session, {}))
-    assert not (tmp_path / "kernels.json").exists()
 
 
 def test_a_case_that_was_cut_off_goes_on_behind_the_launches_that_are_timed(monkeypatch) -> None:
@@ -454,10 +412,3 @@ def test_what_was_compiled_ahead_is_found_again(tmp_path) -> None:
     assert len(found[0]) > 20
     assert all(path.stat().st_size == 0 for path in folder.rglob("*.ptx"))
     assert all(path.stat().st_size > 0 for path in folder.rglob("*.cubin"))
-
-
-def test_compiling_ahead_asks_for_the_folder_in_the_environment(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("GRAPHATTN_AHEAD", raising=False)
-    from gpu import ahead
-
-    assert ahead.main(["sm_90", str(tmp_path)]) == 2
