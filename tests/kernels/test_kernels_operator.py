@@ -157,7 +157,7 @@ def test_results_have_shapes_dtypes_and_devices_before_they_exist(dtype: torch.d
         assert (out.shape, lse.shape, saved.shape) == ((B, N, H, Dv), (B, H, N), (B, H, N))
         assert (out.dtype, lse.dtype, saved.dtype) == (dtype, torch.float32, torch.float32)
         gradients = torch.ops.graphattn.attention_backward(
-            *inputs, *options, out, lse, saved, out, lse, True, False
+            *inputs, *options, [out, lse, saved], [out, lse], [True] * 4 + [False]
         )
         for x, gradient in zip((q, k, v, scale), gradients, strict=False):
             assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
