@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.cpu.memory import keep_freed_memory
+from graphattn.kernels.memory import keep_freed_memory
 from graphattn.nn.base.graph_layer import FEW_ANGLES, GraphLayer
 from graphattn.nn.base.overrides import HOOKS
 from graphattn.nn.edges.network import EdgeNetwork

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.kernels.cpu.memory import keep_freed_memory
+from graphattn.kernels.memory import keep_freed_memory
 from graphattn.ops import compiled_code
 from graphattn.ops.backends import Backend
 from graphattn.ops.consensus import native, operators, reference, triton

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.cpu.memory import keep_freed_memory
+from graphattn.kernels.memory import keep_freed_memory
 from graphattn.kernels.shared.stored import stores_results
 from graphattn.ops.backends import has_values
 from graphattn.ops.edge_cache import cached_by_edges

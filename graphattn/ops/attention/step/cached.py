@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.kernels.cpu.memory import keep_freed_memory
+from graphattn.kernels.memory import keep_freed_memory
 from graphattn.ops.attention.logits.score import Kernel
 
 SMALL = 1 << 15  # with at most so many numbers in the keys, the fewest calls of torch are fastest

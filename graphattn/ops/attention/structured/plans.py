@@ -15,7 +15,7 @@ from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.cpu.memory import keep_freed_memory
+from graphattn.kernels.memory import keep_freed_memory
 from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.ops.attention.logits.score import Kernel, Score
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
