@@ -230,10 +230,6 @@ def _formulas() -> dict[Any, Formula]:
         library.attention_backward: _of_attention(library.attention_backward, backward=True),
         library.consensus: _of_consensus(library.consensus, backward=False),
         library.consensus_backward: _of_consensus(library.consensus_backward, backward=True),
-        library.consensus_sums: _of_consensus(library.consensus_sums, backward=False),
-        library.consensus_sums_backward: _of_consensus(
-            library.consensus_sums_backward, backward=True
-        ),
         library.linear_sums: _of_linear_sums,
     }
 

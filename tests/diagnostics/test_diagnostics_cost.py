@@ -114,8 +114,8 @@ def test_a_backward_pass_of_consensus_counts_three_times_its_network(update):
         layer(x, graph).sum().backward()
     of = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     E = graph.num_edges
-    assert of["graphattn.consensus_sums"] == 2 * E * (xi * (r * D + 2) + 2 * r * D)
-    assert of["graphattn.consensus_sums_backward"] == 2 * E * (3 * xi * (r * D + 2) + 5 * r * D)
+    assert of["graphattn.consensus"] == 2 * E * (xi * (r * D + 2) + 2 * r * D)
+    assert of["graphattn.consensus_backward"] == 2 * E * (3 * xi * (r * D + 2) + 5 * r * D)
 
 
 LAYERS = {
@@ -195,7 +195,7 @@ def test_modules_are_told_apart():
         model(torch.randint(11, (2, 9)))
     of = counter.get_flop_counts()
     assert torch.ops.graphattn.attention in of["SequenceEncoder.blocks.0.mixer"]
-    assert torch.ops.graphattn.consensus_sums in of["SequenceEncoder.blocks.1.mixer"]
+    assert torch.ops.graphattn.consensus in of["SequenceEncoder.blocks.1.mixer"]
 
 
 META = """

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.kernels.shared.launch import recording
-from graphattn.ops.consensus import compiled, operators
+from graphattn.ops.consensus import operators
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -129,16 +129,13 @@ class Taken(Exception):
     """The implementation that was chosen is reached."""
 
 
-@pytest.mark.parametrize(
-    ("trunk", "module"),
-    [("shared", operators), ("separate", compiled)],
-    ids=["shared", "separate"],
-)
+@pytest.mark.parametrize(("trunk", "backend"), [("shared", "triton"), ("separate", "structured")])
 def test_on_a_gpu_auto_takes_kernels_where_there_are_some(
-    trunk: str, module: Any, monkeypatch: pytest.MonkeyPatch
+    trunk: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake tensors say what happens on a device that is not there."""
-    monkeypatch.setattr(module, "consensus_update", mock.Mock(side_effect=Taken))
+    sums = mock.Mock(side_effect=Taken)
+    monkeypatch.setattr(operators, "sums_over_edges", sums)
     layer = consensus_layer("auto", trunk=trunk)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         parameters = {
@@ -147,6 +144,7 @@ def test_on_a_gpu_auto_takes_kernels_where_there_are_some(
         graph, x = ga.window_path_graph(20, 2).to("cuda"), torch.empty(2, 20, 8, device="cuda")
         with pytest.raises(Taken):
             torch.func.functional_call(layer, parameters, (x, graph))
+    assert sums.call_args.kwargs["backend"] == backend
 
 
 def test_kernels_run_where_they_are_asked_for(device: str) -> None:

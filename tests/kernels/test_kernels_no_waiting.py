@@ -74,8 +74,8 @@ class ImplementationsOnMeta(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = {
-            torch.ops.graphattn.attention.default: operators._attention,
-            torch.ops.graphattn.attention_backward.default: operators._attention_backward,
+            torch.ops.graphattn.attention.default: operators.OPERATORS[0],
+            torch.ops.graphattn.attention_backward.default: operators.OPERATORS[1],
         }
         run = own[func]._init_fn if func in own else func
         return run(*args, **(kwargs or {}))

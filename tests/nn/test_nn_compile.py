@@ -125,7 +125,7 @@ def test_the_operator_saves_as_many_numbers_as_its_argument_says(backend: str) -
         assert results[2].shape == (2, 9, 2 * room)
         upstream = [torch.ones_like(x) for x in results[:2]]
         found[room] = torch.ops.graphattn.attention_backward(
-            *inputs, *options, *results, *upstream, True, False
+            *inputs, *options, list(results), upstream, [True] * 4 + [False]
         )
     assert all(torch.equal(a, b) for a, b in zip(found[4], found[7], strict=True))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -147,8 +147,11 @@ def test_the_sums_of_consensus_do_too(backend: str, graph: str, degrees: bool) -
     tensors = [torch.randn(s, requires_grad=True) for s in (*hidden, *state, *network)]
     valid = torch.rand(2, 7) < 0.8
     torch.library.opcheck(
-        torch.ops.graphattn.consensus_sums,
-        (*tensors, valid, valid, tokens.code, edges, True, degrees, backend, None, None),
+        torch.ops.graphattn.consensus,
+        (
+            *(tensors[0], None, None, tensors[1], None, None, *tensors[2:], None, None),
+            *(valid, valid, tokens.code, edges, True, degrees, backend, False),
+        ),
     )
 
 

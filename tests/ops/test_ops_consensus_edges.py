@@ -398,8 +398,11 @@ def test_the_operator_keeps_the_promises_of_torch_library(
     )
     valid = torch.rand(2, 7) < 0.8
     torch.library.opcheck(
-        torch.ops.graphattn.consensus_sums,
-        (*tensors, valid, valid, graph.code, None, True, degrees, backend, *pair),
+        torch.ops.graphattn.consensus,
+        (
+            *(tensors[0], None, None, tensors[1], None, None, *tensors[2:], *pair),
+            *(valid, valid, graph.code, None, True, degrees, backend, False),
+        ),
     )
 
 

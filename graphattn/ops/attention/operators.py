@@ -1,12 +1,7 @@
 """Attention as one operator of torch.library, which torch.compile does not trace into.
 
-The graph is passed as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
-windows and lengths. Torch stores compiled functions on disk, with the shapes that fake kernels
-returned, and may load them under another version of this library. So shapes must depend on the
-arguments only.
-
-Second derivatives of eager calls are computed by structured attention, in operations that can be
-differentiated again. Compiled functions have no second derivatives.
+Second derivatives of eager calls are computed by structured attention. See
+:mod:`graphattn.ops.operators`.
 """
 
 from __future__ import annotations
@@ -19,16 +14,15 @@ from torch.nn.functional import pad
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.shared.launch import on_its_device
 from graphattn.ops.attention import native, structured, triton
 from graphattn.ops.attention.structured.recompute import saved_per_head
-from graphattn.ops.inputs import ValidPair, compute_dtype, gradients_by_autograd
+from graphattn.ops.inputs import ValidPair, compute_dtype
+from graphattn.ops.operators import GRAPH, Gradients, Results, Tensors, register
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (
-    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, Tensor? seed, "
-    "str score, int? top_k, bool per_offset, float? softcap, float dropout, "
-    "int saved_per_head, str backend, bool shared"
+    f"{GRAPH}, Tensor? seed, str score, int? top_k, bool per_offset, float? softcap, "
+    "float dropout, int saved_per_head, str backend, bool shared"
 )
 
 
@@ -59,51 +53,41 @@ def attend(
     return out, lse.transpose(-1, -2) if backend == "triton" else lse
 
 
-def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+def _plan(inputs: Tensors, options: Any) -> tuple[Any, Any]:
     """The inputs with one batch dimension, and the plan of "native" or "structured"."""
-    of_target, of_source, code, listed, seed, score, top_k, per_offset, *more = options
-    plan_call = native.plan_call if more[-2] == "native" else structured.plan_call
-    return plan_call(
-        inputs,
-        decode(code, listed, inputs[0].device),
-        score=score,
-        per_offset=per_offset,
-        top_k=top_k,
-        valid=(of_target, of_source),
-        softcap=more[0],
-        dropout=more[1],
-        seed=seed,
-    )
+    plan_call = native.plan_call if options.backend == "native" else structured.plan_call
+    graph = decode(options.code, options.listed, inputs[0].device)
+    return plan_call(inputs, graph, **_of_structured(options))
 
 
-def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.KernelCall:
+def _of_structured(options: Any) -> dict[str, Any]:
+    """The options of a call of "structured"."""
+    same = ("score", "per_offset", "top_k", "softcap", "dropout", "seed")
+    valid = options.valid_targets, options.valid_sources
+    return {"valid": valid, **{name: getattr(options, name) for name in same}}
+
+
+def _triton(inputs: Tensors, options: Any) -> triton.KernelCall:
     """The call of the kernels of "triton"."""
-    of_target, of_source, code, listed, _, score, top_k, per_offset, *_, shared = options
     return triton.KernelCall(
         inputs,
-        decode(code, listed, inputs[0].device),
-        score,
-        (of_target, of_source),
-        per_offset=per_offset,
-        top_k=top_k,
-        shared=shared,
+        decode(options.code, options.listed, inputs[0].device),
+        options.score,
+        (options.valid_targets, options.valid_sources),
+        per_offset=options.per_offset,
+        top_k=options.top_k,
+        shared=options.shared,
     )
 
 
-@torch.library.custom_op(
-    "graphattn::attention",
-    mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
-@on_its_device
-def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(inputs: Tensors, options: Any) -> Results:
     """The output, the log-sums, and the numbers to save for the backward pass."""
-    of_out, of_lse, of_saved = _shapes(*arguments)
-    if arguments[-2] == "triton":
-        out, lse, saved = _triton(arguments[:5], arguments[5:]).forward()
+    of_out, of_lse, of_saved = _sizes(inputs, options)
+    if options.backend == "triton":
+        out, lse, saved = _triton(inputs, options).forward()
     else:
-        inputs, plan = _structured(arguments[:5], arguments[5:])
-        out, lse, saved = plan.forward(inputs)
+        flat_inputs, plan = _plan(inputs, options)
+        out, lse, saved = plan.forward(flat_inputs)
         saved = (
             saved.clone() if saved is lse else saved
         )  # results of an operator must not share memory
@@ -114,128 +98,71 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out.resize_(of_out), lse.resize_(of_lse), saved.resize_(of_saved)
 
 
-@_attention.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query = arguments[0]
-    of_out, of_lse, of_saved = _shapes(*arguments)
+def _shapes(inputs: Tensors, options: Any) -> Results:
+    """Empty tensors like the results of :func:`_forward`."""
+    query = inputs[0]
+    of_out, of_lse, of_saved = _sizes(inputs, options)
     dtype = compute_dtype(query.dtype)
     lse, saved = (query.new_empty(shape, dtype=dtype) for shape in (of_lse, of_saved))
     return query.new_empty(of_out), lse, saved
 
 
-def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _sizes(inputs: Tensors, options: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of the output, of the log-sums, and of the saved numbers.
 
     Kernels write log-sums head by head. Plans save different amounts of numbers; `saved_per_head`
     is the largest, to which others are padded.
     """
-    query, _, value = arguments[:3]
+    query, _, value = inputs[:3]
     *batch, tokens, heads, _ = query.shape
-    of_out, (per_head, backend) = (*query.shape[:-1], value.shape[-1]), arguments[-3:-1]
-    if backend == "triton":
+    of_out = (*query.shape[:-1], value.shape[-1])
+    if options.backend == "triton":
         return of_out, (*batch, heads, tokens), (*batch, heads, tokens)
-    return of_out, (*batch, tokens, heads), (*batch, tokens, heads * per_head)
+    return of_out, (*batch, tokens, heads), (*batch, tokens, heads * options.saved_per_head)
 
 
-@torch.library.custom_op(
-    "graphattn::attention_backward",
-    mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS}, Tensor out, Tensor lse, Tensor saved, Tensor d_out, "
-    "Tensor d_lse, bool needs_scale, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-@on_its_device
-def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of the inputs; an empty tensor for one that is missing or not needed."""
-    given, (*results, needs_scale, needs_bias) = arguments[:5], arguments[-7:]
-    gradients: tuple[Tensor | None, ...]
-    if arguments[-9] == "triton":
-        call = _triton(given, arguments[5:-7])
-        gradients = call.backward(*results, needs_scale=needs_scale, needs_bias=needs_bias)
-    else:
-        inputs, plan = _structured(given, arguments[5:-7])
-        out, _, saved, d_out, d_lse = (
-            x.reshape(len(inputs[0]), *x.shape[-d:])
-            for x, d in zip(results, (3, 2, 2, 3, 2), strict=True)
-        )
-        saved = saved[..., : out.shape[-2] * saved_per_head(plan)]
-        gradients = plan.backward(inputs, out, saved, d_out, d_lse)
-    return tuple(
-        given[0].new_empty(0) if x is None or gradient is None else gradient.reshape(x.shape)
-        for x, gradient in zip(given, gradients, strict=True)
+def _backward(
+    inputs: Tensors,
+    options: Any,
+    results: list[Tensor],
+    upstream: list[Tensor],
+    needed: list[bool],
+) -> Gradients:
+    """The gradients of the inputs."""
+    if options.backend == "triton":
+        needs_scale, needs_bias = needed[3:]
+        call = _triton(inputs, options)
+        return call.backward(*results, *upstream, needs_scale=needs_scale, needs_bias=needs_bias)
+    flat_inputs, plan = _plan(inputs, options)
+    out, _, saved, d_out, d_lse = (
+        x.reshape(len(flat_inputs[0]), *x.shape[-d:])
+        for x, d in zip((*results, *upstream), (3, 2, 2, 3, 2), strict=True)
     )
+    saved = saved[..., : out.shape[-2] * saved_per_head(plan)]
+    found: Gradients = plan.backward(flat_inputs, out, saved, d_out, d_lse)
+    return found
 
 
-@_attention_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    (query, key, value, scale, bias), (needs_scale, needs_bias) = arguments[:5], arguments[-2:]
-    shared, all_there = arguments[-8], arguments[-9] != "triton"
-
-    def like(x: Tensor | None, there: bool) -> Tensor:
-        if x is None or not there:
-            return query.new_empty(0)
-        return x.new_empty(x.shape)
-
-    return (
-        like(query, True),
-        like(key, not shared),
-        like(value, not shared),
-        like(scale, needs_scale or shared or all_there),
-        like(bias, needs_bias or all_there),
-    )
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, ctx.options = inputs[:-8], inputs[-8:]
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse, saved = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:5]
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # create_graph=True: this is differentiated again.
-        return *_gradients_by_autograd(ctx, tensors, (d_out, d_lse), needed), *[None] * 13
-    found = torch.ops.graphattn.attention_backward(
-        *tensors, *ctx.options, out, lse, saved, d_out, d_lse, *needed[3:]
-    )
-    there = list(needed)
-    if ctx.options[-1]:  # one tensor, one gradient
-        there[1] = there[2] = False
-    return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 13
-
-
-def _gradients_by_autograd(
-    ctx: Any,
-    tensors: list[Any],
-    upstream: tuple[Tensor, Tensor],
-    needed: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """The gradients by structured attention, in operations that can be differentiated again."""
-    *inputs, of_target, of_source, code, listed, seed = tensors
-    score, top_k, per_offset, softcap, dropout, _, backend, _ = ctx.options
+def _again(inputs: Tensors, options: Any) -> tuple[Tensor, Tensor]:
+    """The output and the log-sums by structured attention, in the compute dtype."""
     dtype = compute_dtype(inputs[0].dtype)
-
-    def attend_again(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
-        query, key, value, scale, bias = wide
-        out, lse = structured.attend(
-            query,
-            key,
-            value,
-            decode(code, listed, query.device),
-            scale=scale,
-            bias=bias,
-            score=score,
-            per_offset=per_offset,
-            top_k=top_k,
-            valid=(of_target, of_source),
-            softcap=softcap,
-            dropout=dropout,
-            seed=seed,
-        )
-        return out, lse.transpose(-1, -2) if backend == "triton" else lse
-
-    return gradients_by_autograd(attend_again, inputs, needed, upstream)
+    wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
+    query, key, value, scale, bias = wide
+    graph = decode(options.code, options.listed, query.device)
+    own = {"scale": scale, "bias": bias, **_of_structured(options)}
+    out, lse = structured.attend(query, key, value, graph, **own)
+    return out, lse.transpose(-1, -2) if options.backend == "triton" else lse
 
 
-_attention.register_autograd(_backward, setup_context=_remember)
+OPERATORS = register(
+    "attention",
+    INPUTS,
+    OPTIONS,
+    forward=_forward,
+    shapes=_shapes,
+    backward=_backward,
+    again=_again,
+    results=3,
+    saved=1,
+    copies=(1, 2),
+)

@@ -6,17 +6,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from graphattn.kernels.memory import keep_freed_memory
 from graphattn.ops import compiled_code
 from graphattn.ops.backends import Backend
-from graphattn.ops.consensus import compiled, native, operators, reference, triton
+from graphattn.ops.consensus import native, operators, reference, triton
 from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
+from graphattn.ops.consensus.edge_network.edge_hidden import as_pair, in_dtype
 from graphattn.ops.consensus.edge_network.parameters import FirstLayer, as_dtype
+from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.counting import is_watched, note_uncounted
-from graphattn.ops.inputs import compute_dtype, full_precision, may_be_differentiated
+from graphattn.ops.inputs import (
+    compute_dtype,
+    flat_masks,
+    full_precision,
+    may_be_differentiated,
+)
 
+Sums = Callable[..., tuple[Tensor, Tensor | None]]
 Case = ConsensusCall | ConsensusKind
 
 
@@ -37,69 +47,104 @@ def _is_on_gpu(call: Case) -> bool:
 
 def _run_triton(call: ConsensusCall) -> Tensor:
     """Run the kernels, which apply first layers themselves and read half precision as it is."""
+    dtype = call.state.dtype
+    layers: list[Any] = [in_dtype(x, dtype) for x in (call.target_hidden, call.source_hidden)]
+    u, v = call.disagreement
+    call = call._replace(valid=flat_masks(call.valid, call.state.shape[:-3]))
     with full_precision(call.state.device):
-        return operators.consensus_update(
-            call.state,
-            call.target_hidden,
-            call.source_hidden,
-            call.network,
-            call.graph,
-            call.step_size,
-            update=call.update,
-            disagreement=call.disagreement,
-            valid=call.valid,
-        )
+        sums = partial(operators.sums_over_edges, backend="triton", shared=u is v)
+        return _step(call, call.state, (*layers, u, v), sums)
 
 
 def _run_native(call: ConsensusCall) -> Tensor:
     """Run the C++ code, or one operator that calls it where torch must see an operator."""
     if is_watched(call.state):
-        return _run(call, partial(compiled.consensus_update, backend="native"))
-    update = partial(structured.consensus_update, sums=native.sums_over_edges)
-    return _run(call, update, reads_halves=True)
+        return _run(call, partial(operators.sums_over_edges, backend="native"))
+    return _run(call, native.sums_over_edges, reads_halves=True)
 
 
 def _run_structured(call: ConsensusCall) -> Tensor:
     """Run operations of torch over chunks of edges, or one operator that does."""
     if is_watched(call.state):
-        return _run(call, partial(compiled.consensus_update, backend="structured"))
-    return _run(call, structured.consensus_update)
+        return _run(call, partial(operators.sums_over_edges, backend="structured"))
+    return _run(call, structured.sums_over_edges)
 
 
 def _run_reference(call: ConsensusCall) -> Tensor:
     """Run the readable form, one message per edge."""
     note_uncounted("consensus_update with backend='reference'")
-    return _run(call, reference.consensus_update)
-
-
-def _run(
-    call: ConsensusCall, update: Callable[..., Tensor], *, reads_halves: bool = False
-) -> Tensor:
-    """Compute a step by `update`, from hidden vectors, in the compute dtype.
-
-    If the code `reads_halves` and no gradients are needed, tensors of half precision are not
-    converted. Autocast holds for the first layers, as for any linear layer, and not for the rest.
-    """
     dtype = compute_dtype(call.state.dtype)
-    state = as_dtype(call.state, dtype)  # first: gradients are added in the order of operations
-    layers = call.target_hidden, call.source_hidden
-    hidden = (x.hidden() if isinstance(x, FirstLayer) else x for x in layers)
-    tensors: list[Any] = [*hidden, *call.disagreement]
-    if not reads_halves or may_be_differentiated([*tensors, *call.network]):
-        tensors = [as_dtype(x, dtype) for x in tensors]
+    state = as_dtype(call.state, dtype)
+    target_hidden, source_hidden, u, v = (as_dtype(x, dtype) for x in _of_tokens(call))
     with full_precision(state.device):
-        return update(
+        return reference.consensus_update(
             state,
-            tensors[0],
-            tensors[1],
+            target_hidden,
+            source_hidden,
             call.network,
             call.graph,
             call.step_size,
             update=call.update,
-            disagreement=(tensors[2], tensors[3]),
+            disagreement=(u, v),
             valid=call.valid,
-            **({} if call.edge_hidden is None else {"edge_hidden": call.edge_hidden}),
+            edge_hidden=call.edge_hidden,
         )
+
+
+def _of_tokens(call: ConsensusCall) -> tuple[Tensor, ...]:
+    """Hidden vectors of targets and sources, and u and v.
+
+    Autocast holds for the first layers, as for any linear layer, and not for the rest of a step.
+    """
+    layers = call.target_hidden, call.source_hidden
+    hidden = (x.hidden() if isinstance(x, FirstLayer) else x for x in layers)
+    return *hidden, *call.disagreement
+
+
+def _run(call: ConsensusCall, sums: Sums, *, reads_halves: bool = False) -> Tensor:
+    """Compute a step from hidden vectors, in the compute dtype.
+
+    If the code `reads_halves` and no gradients are needed, tensors of half precision are not
+    converted.
+    """
+    dtype = compute_dtype(call.state.dtype)
+    state = as_dtype(call.state, dtype)  # first: gradients are added in the order of operations
+    tensors = _of_tokens(call)
+    if not reads_halves or may_be_differentiated([*tensors, *call.network]):
+        tensors = tuple(as_dtype(x, dtype) for x in tensors)
+    keep_freed_memory()
+    with full_precision(state.device):
+        return _step(call, state, tensors, sums)
+
+
+def _step(
+    call: ConsensusCall, state: Tensor, of_tokens: tuple[Tensor | FirstLayer, ...], sums: Sums
+) -> Tensor:
+    """Compute u' = u - step * g, from the sums g."""
+    batch = state.shape[:-3]
+    entries = batch.numel()
+    tensors = [x if len(batch) == 1 else _flat(x, entries) for x in of_tokens]
+    of_edges = () if call.edge_hidden is None else as_pair(call.edge_hidden, entries)
+    gradient, degree = sums(
+        call.graph,
+        (*tensors, *call.network, *of_edges),
+        call.valid,
+        energy=call.update == "energy",
+        degrees=call.step_size is None,
+    )
+    gradient = gradient if len(batch) == 1 else gradient.view(state.shape)
+    if call.step_size is None:
+        assert degree is not None
+        bound = bounds_of_degrees(degree.view(state.shape[:-1]), call.graph, call.update)
+        return automatic_move(state, gradient, bound)
+    return torch.addcmul(state, call.step_size[..., None], gradient, value=-1)
+
+
+def _flat(x: Tensor | FirstLayer, entries: int) -> Tensor | FirstLayer:
+    """x [*, tokens, heads, features], or the tokens of a layer, with one batch dimension."""
+    if isinstance(x, FirstLayer):
+        return x._replace(tokens=x.tokens.reshape(entries, *x.tokens.shape[-3:]))
+    return x.reshape(entries, *x.shape[-3:])
 
 
 BACKENDS = (  # fastest first

@@ -7,6 +7,7 @@ backward pass calls the operator itself, it can be differentiated any number of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,13 +54,26 @@ class _LinearSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, c = ctx.saved_tensors
-        of_a, of_b, of_c = ctx.needs_input_grad[2:]
-        graph, there = ctx.graph, ctx.transposed
-        d_a = _eager_sums(d_out, c, b, graph, there) if of_a else None
-        d_b = _eager_sums(c, d_out, a, graph, not there) if of_b else None
-        d_c = _eager_sums(b, a, d_out, graph, not there) if of_c else None
-        return None, None, d_a, d_b, d_c
+        def sums(a: Tensor, b: Tensor, c: Tensor, transposed: bool) -> Tensor:
+            return _eager_sums(a, b, c, ctx.graph, transposed)
+
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *_gradients(sums, d_out, ctx.saved_tensors, needed, ctx.transposed)
+
+
+def _gradients(
+    sums: Callable[..., Tensor],
+    d_out: Tensor,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    transposed: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a, b and c, each a sum over the graph or its transpose."""
+    (a, b, c), (of_a, of_b, of_c) = tensors, needed
+    d_a = sums(d_out, c, b, transposed) if of_a else None
+    d_b = sums(c, d_out, a, not transposed) if of_b else None
+    d_c = sums(b, a, d_out, not transposed) if of_c else None
+    return d_a, d_b, d_c
 
 
 def _over(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
@@ -96,14 +110,14 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, c, code, listed = ctx.saved_tensors
-    of_a, of_b, of_c, *_ = ctx.needs_input_grad
-    graph = code, listed
-    sums = torch.ops.graphattn.linear_sums
-    d_a = sums(d_out, c, b, *graph, ctx.transposed) if of_a else None
-    d_b = sums(c, d_out, a, *graph, not ctx.transposed) if of_b else None
-    d_c = sums(b, a, d_out, *graph, not ctx.transposed) if of_c else None
-    return d_a, d_b, d_c, None, None, None
+    *tensors, code, listed = ctx.saved_tensors
+
+    def sums(a: Tensor, b: Tensor, c: Tensor, transposed: bool) -> Tensor:
+        found: Tensor = torch.ops.graphattn.linear_sums(a, b, c, code, listed, transposed)
+        return found
+
+    needed = ctx.needs_input_grad[:3]
+    return *_gradients(sums, d_out, tensors, needed, ctx.transposed), None, None, None
 
 
 _linear_sums.register_autograd(_backward, setup_context=_remember)

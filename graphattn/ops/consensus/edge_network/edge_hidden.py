@@ -62,9 +62,12 @@ def _check_tensor(
 
 
 def in_dtype(edge_hidden: EdgeHidden, dtype: torch.dtype) -> EdgeHidden:
-    """The features of edges, converted to a dtype."""
+    """Hidden vectors, or the layer that makes them, converted to a dtype."""
     if isinstance(edge_hidden, FirstLayer):
-        return FirstLayer(edge_hidden.tokens.to(dtype), edge_hidden.weight.to(dtype))
+        tokens, weight, bias = edge_hidden
+        return FirstLayer(
+            tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        )
     return None if edge_hidden is None else edge_hidden.to(dtype)
 
 

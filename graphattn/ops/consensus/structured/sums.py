@@ -7,19 +7,16 @@ chunk. The results are those of reference.py, against which it is tested.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, as_pair
 from graphattn.ops.consensus.edge_network.edge_matrix import edge_matrix
 from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import EdgePiece, Pieces, add_at, at
-from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.consensus.structured.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.inputs import (
     ValidPair,
@@ -27,7 +24,6 @@ from graphattn.ops.inputs import (
     gradients_by_autograd,
     may_be_differentiated,
 )
-from graphattn.ops.memory import keep_freed_memory
 
 CHUNK = 1 << 20  # the most numbers of a tensor of a chunk on a CPU: 4 megabytes of float32
 CHUNK_ELSEWHERE = 1 << 24  # the same on a GPU, where few and large launches are faster
@@ -269,8 +265,9 @@ def gradients_of_sums(
     return tuple(x if need else None for x, need in zip(totals, needed, strict=True))
 
 
-def _sums_by_autograd(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
+def sums_by_autograd(tensors: Sequence[Any], plan: _Plan) -> tuple[Tensor, Tensor | None]:
     """The sums in operations for autograd, which stores the tensors of all edges."""
+    inputs = _Inputs.of(tensors)
     gradient, degree = _no_sums(inputs, plan)
     run = _Pass(inputs, plan)
 
@@ -296,7 +293,7 @@ def gradients_of_sums_by_autograd(
     """The gradients of the sums, in operations that can be differentiated again."""
 
     def sums_again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return _sums_by_autograd(_Inputs.of(tensors), plan)
+        return sums_by_autograd(tensors, plan)
 
     return gradients_by_autograd(sums_again, tensors, needed, d_sums, zeros=True)
 
@@ -330,36 +327,3 @@ def sums_over_edges(
         return gradient, degree
     gradient, degree = _Sums.apply(plan._replace(backward=True), *tensors)
     return gradient, degree
-
-
-def consensus_update(
-    state: Tensor,
-    target_hidden: Tensor,
-    source_hidden: Tensor,
-    network: EdgeNetworkParameters,
-    graph: TokenGraph,
-    step_size: Tensor | None,
-    *,
-    update: str,
-    disagreement: tuple[Tensor, Tensor],
-    valid: ValidPair,
-    edge_hidden: EdgeHidden = None,
-    sums: Callable[..., tuple[Tensor, Tensor | None]] = sums_over_edges,
-) -> Tensor:
-    """Compute u' = u - step * g; `step_size` is broadcastable to [*, N, H], None if automatic."""
-    keep_freed_memory()
-    entries = math.prod(state.shape[:-3])
-    of_tokens: tuple[Tensor, ...] = target_hidden, source_hidden, *disagreement
-    if state.dim() != 4:
-        of_tokens = tuple(x.reshape(entries, *x.shape[-3:]) for x in of_tokens)
-    tensors = (*of_tokens, *network, *as_pair(edge_hidden, entries))
-    gradient, degree = sums(
-        graph, tensors, valid, energy=update == "energy", degrees=step_size is None
-    )
-    if state.dim() != 4:
-        gradient = gradient.view(state.shape)
-    if step_size is None:
-        assert degree is not None
-        bound = bounds_of_degrees(degree.view(state.shape[:-1]), graph, update)
-        return automatic_move(state, gradient, bound)
-    return torch.addcmul(state, step_size[..., None], gradient, value=-1)
