@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.memory import keep_freed_memory
 from graphattn.nn.base.graph_layer import FEW_ANGLES, GraphLayer
 from graphattn.nn.base.overrides import HOOKS
 from graphattn.nn.edges.network import EdgeNetwork
@@ -30,6 +29,7 @@ from graphattn.ops.consensus.calls import ConsensusKind, as_step, check_energy_g
 from graphattn.ops.consensus.native.flat import FlatConsensus, flat_consensus
 from graphattn.ops.linear_attention.flat import FlatLinear, flat_linear_attention
 from graphattn.ops.linear_attention.sums import pairs_outside
+from graphattn.ops.memory import keep_freed_memory
 
 PLAIN = (Tensor, nn.Parameter)
 DTYPES = (torch.float32, torch.float64)
