@@ -112,7 +112,7 @@ def _graphs(
         )
     takes = inspect.signature(model.graphs).parameters
     if not sizes and not named_sizes and "num_tokens" in takes:
-        windows = getattr(model, "windows", [getattr(model, "window", None)])
+        windows = getattr(model, "windows", None) or [getattr(model, "window", None)]
         named_sizes = {"num_tokens": max([FEWEST, *(4 * window for window in windows if window)])}
     block_graphs = list(model.graphs(*sizes, **named_sizes) if graphs is None else graphs)
     if len(block_graphs) != len(model.blocks):

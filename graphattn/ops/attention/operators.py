@@ -1,7 +1,7 @@
 """Attention as one operator of torch.library, which torch.compile does not trace into.
 
 Second derivatives of eager calls are computed by structured attention. See
-:mod:`graphattn.ops.operators`.
+:mod:`graphattn.ops.library.operators`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import native, structured, triton
 from graphattn.ops.attention.structured.recompute import saved_per_head
 from graphattn.ops.inputs import ValidPair, compute_dtype
-from graphattn.ops.operators import GRAPH, Gradients, Results, Tensors, register
+from graphattn.ops.library.operators import GRAPH, Gradients, Results, Tensors, register
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (

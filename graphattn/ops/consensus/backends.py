@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.kernels.memory import keep_freed_memory
 from graphattn.ops import compiled_code
 from graphattn.ops.backends import Backend
 from graphattn.ops.consensus import native, operators, reference, triton
@@ -25,6 +24,7 @@ from graphattn.ops.inputs import (
     full_precision,
     may_be_differentiated,
 )
+from graphattn.ops.memory import keep_freed_memory
 
 Sums = Callable[..., tuple[Tensor, Tensor | None]]
 Case = ConsensusCall | ConsensusKind

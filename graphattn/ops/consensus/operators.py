@@ -1,7 +1,7 @@
 """The sums of a consensus step as one operator, which torch.compile does not trace into.
 
 Second derivatives of eager calls are computed by structured consensus. See
-:mod:`graphattn.ops.operators`.
+:mod:`graphattn.ops.library.operators`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameter
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.consensus.triton import Groups, add_layer_gradients
 from graphattn.ops.inputs import ValidPair, compute_dtype
-from graphattn.ops.operators import GRAPH, Gradients, Results, Tensors, register
+from graphattn.ops.library.operators import GRAPH, Gradients, Results, Tensors, register
 
 LAYER = ("tokens", "weight", "bias")
 NAMES = (

@@ -15,7 +15,6 @@ from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.memory import keep_freed_memory
 from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.ops.attention.logits.score import Kernel, Score
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
@@ -32,6 +31,7 @@ from graphattn.ops.attention.structured.recompute import (
 )
 from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid, flat_masks
+from graphattn.ops.memory import keep_freed_memory
 
 SHORT = 128  # tokens: in shorter sequences, global tokens are not computed apart
 

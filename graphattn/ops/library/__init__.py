@@ -1,0 +1,1 @@
+"""Engines as operators of torch.library."""
