@@ -38,10 +38,9 @@ REPEATED_CALLS = "tests/nn/test_nn_repeated_calls.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
-BAND_OFFSETS = "tests/kernels/test_kernels_offsets.py"
+FAR_OFFSETS = "tests/kernels/test_kernels_offsets.py"
 EDGES = "tests/kernels/test_kernels_edges.py"
 EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
-EDGES_OFFSETS = "tests/kernels/test_kernels_edges_offsets.py"
 EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
 NEIGHBORS = "tests/kernels/test_kernels_knn.py"
 COMPILED = "tests/graphs/test_graphs_compiled_neighbors.py"
@@ -55,7 +54,6 @@ DEVICES = "tests/kernels/test_kernels_devices.py"
 STREAMED = "tests/kernels/test_kernels_streamed_top_k.py"
 PREDICTION = "tests/kernels/test_kernels_prediction.py"
 STORED = "tests/kernels/test_kernels_stored.py"
-STEP_OFFSETS = "tests/kernels/test_kernels_window_step_offsets.py"
 UNSEEN = "tests/ops/test_ops_unseen.py"
 HOLDS = "tests/ops/test_ops_what_holds.py"
 LAYERS_UNSEEN = "tests/nn/test_nn_unseen.py"
@@ -517,7 +515,7 @@ MUTATIONS = [
         "kernels/bands/math.py",
         "STRIDED or x.FAR",
         "STRIDED",
-        (f"{BAND_OFFSETS}::test_offsets_do_not_wrap_at_two_to_the_31[strides within a tile]",),
+        (f"{FAR_OFFSETS}::test_offsets_do_not_wrap_at_two_to_the_31[bands: within a tile]",),
     ),
     Mutation(
         "kernels sum the gradient of a key over one of its query heads",
@@ -838,14 +836,14 @@ MUTATIONS = [
         "kernels/edges/math.py",
         "4 * o_segment.to(tl.int64)",
         "4 * o_segment",
-        (f"{EDGES_OFFSETS}::test_offsets_do_not_wrap_at_two_to_the_31[segments]",),
+        (f"{FAR_OFFSETS}::test_offsets_do_not_wrap_at_two_to_the_31[edges: segments]",),
     ),
     Mutation(
         "heads of a new token are at most 2^31 numbers apart",
         "kernels/shared/layout.py",
         "i_h.to(tl.int64) * x.stride_h",
         "i_h * x.stride_h",
-        (f"{STEP_OFFSETS}::test_heads_of_a_new_token_may_be_far_apart",),
+        (f"{FAR_OFFSETS}::test_offsets_do_not_wrap_at_two_to_the_31[generation: heads]",),
     ),
     Mutation(
         "the step kernel keeps the newer of two equally near tokens",
