@@ -161,8 +161,8 @@ TRIPS: dict[str, tuple[tuple[int, int], tuple[int, int], Callable[[], Callable[.
         lambda: functools.partial(krause(), valid=VALID),
     ),
     "Krause with dropout": ((31, 90), (27, 70), lambda: krause(attention_dropout=0.1)),
-    "linear": ((18, 56), (17, 50), lambda: ga.nn.LinearAttention(128, 8)),
-    "consensus with rope": ((31, 104), (27, 90), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
+    "linear": ((18, 56), (17, 51), lambda: ga.nn.LinearAttention(128, 8)),
+    "consensus with rope": ((30, 111), (26, 97), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
     "rbf_attention": (
         (23, 32),
         (12, 13),

@@ -295,9 +295,9 @@ MUTATIONS = [
     Mutation(
         "the log-sum-exp includes eps",
         "graphattn/ops/attention/api.py",
-        "out = _with_extra_mass(out, lse, eps, sink_logits)",
-        "out = _with_extra_mass(out, lse, eps, sink_logits)\n"
-        "        lse = torch.logaddexp(lse, torch.full_like(lse, eps).log())",
+        "out = _with_extra_mass(out, lse, checked.eps, sink_logits)",
+        "out = _with_extra_mass(out, lse, checked.eps, sink_logits)\n"
+        "        lse = torch.logaddexp(lse, torch.full_like(lse, checked.eps).log())",
         (f"{ATTENTION}::test_eps_adds_to_the_normaliser",),
     ),
     Mutation(
@@ -911,8 +911,8 @@ MUTATIONS = [
     Mutation(
         "compiled consensus reads padding of its sources",
         "graphattn/ops/consensus/native/sums.py",
-        "valid_sources=address(masks[1]),",
-        "valid_sources=None,",
+        "*map(address, network), *map(address, masks)",
+        "*map(address, network), address(masks[0]), 0",
         (f"{NATIVE_CONSENSUS}::test_padding_is_never_read",),
     ),
     Mutation(
@@ -2051,8 +2051,8 @@ MUTATIONS = [
     Mutation(
         "gradients are turned the same way as features",
         "graphattn/ops/rotary.py",
-        "back=not ctx.back",
-        "back=ctx.back",
+        "_rotated(gradients, cosines, sines, not ctx.back)",
+        "_rotated(gradients, cosines, sines, ctx.back)",
         ("tests/native/test_native_rotary.py::test_it_has_the_bits_of_torch",),
     ),
     Mutation(

@@ -18,7 +18,7 @@ import graphattn as ga
 from graphattn.cli import verify
 from graphattn.cli.app import app
 from graphattn.cli.verify import claims, errata, matrix_weights, windows
-from graphattn.cli.verify.claims import Claim, Erratum, Exhibit, Measured, Size
+from graphattn.cli.verify.claims import Claim, Erratum, Exhibit, MeasuredCase, Size
 from graphattn.cli.verify.graphs import random_digraph
 
 TINY = Size(every=9, paths=((300, 1), (250, 40)), draws=3)
@@ -203,7 +203,7 @@ def claim_of(cases, kind="inequality"):
 
 def test_a_check_that_cannot_finish_has_not_passed(monkeypatch):
     def fails():
-        yield Measured("first", 1.0)
+        yield MeasuredCase("first", 1.0)
         raise ValueError("no such graph")
 
     monkeypatch.setattr(verify, "CLAIMS", [claim_of(fails())])
@@ -216,11 +216,15 @@ def test_a_check_that_cannot_finish_has_not_passed(monkeypatch):
 
 @pytest.mark.parametrize(
     "cases",
-    [[], [Measured("a", math.nan, 1.0)], [Measured("a", 1.0), Measured("b", -1e-9, 1e-10)]],
+    [
+        [],
+        [MeasuredCase("a", math.nan, 1.0)],
+        [MeasuredCase("a", 1.0), MeasuredCase("b", -1e-9, 1e-10)],
+    ],
 )
 def test_no_case_and_nan_and_what_exceeds_its_slack_fail(cases):
     assert not claim_of(cases).run(TINY).holds
-    assert claim_of([Measured("a", -1e-9, 1e-8)]).run(TINY).holds
+    assert claim_of([MeasuredCase("a", -1e-9, 1e-8)]).run(TINY).holds
 
 
 @pytest.mark.parametrize(
@@ -235,7 +239,7 @@ def test_no_case_and_nan_and_what_exceeds_its_slack_fail(cases):
 def test_the_tightest_case_is_a_failure_where_there_is_one_and_else_the_nearest(
     kind, cases, tightest
 ):
-    outcome = claim_of([Measured(*case) for case in cases], kind).run(TINY)
+    outcome = claim_of([MeasuredCase(*case) for case in cases], kind).run(TINY)
     assert outcome.tightest.name == tightest
 
 

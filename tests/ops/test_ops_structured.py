@@ -228,16 +228,16 @@ def test_auto_takes_it_for_every_graph(monkeypatch):
     """
     used = []
 
-    def watch(module):
-        original = module.attend
+    def watch(module, name):
+        original = getattr(module, name)
 
         def spy(*arguments, **options):
             used.append(True)
             return original(*arguments, **options)
 
-        monkeypatch.setattr(module, "attend", spy)
+        monkeypatch.setattr(module, name, spy)
 
-    watch(native if compiled_code.is_here() else structured)
+    watch(*((native, "plan_call") if compiled_code.is_here() else (structured, "attend")))
     x = torch.randn(90, 1, 2)
     for graph in (
         ga.window_path_graph(90, 3),

@@ -43,7 +43,7 @@ SIZES = {
 }
 
 
-class Measured(NamedTuple):
+class MeasuredCase(NamedTuple):
     """One case of a claim as measured: the claim holds where margin >= -slack."""
 
     name: str
@@ -79,7 +79,7 @@ class Claim:
         started = time.perf_counter()
         try:
             for case in self.cases(size):
-                outcome.cases.append(Measured(case.name, *self.measure(case)))
+                outcome.cases.append(MeasuredCase(case.name, *self.measure(case)))
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.seconds = time.perf_counter() - started
@@ -102,12 +102,12 @@ class Outcome:
     """The results of all cases of a claim."""
 
     claim: Claim
-    cases: list[Measured] = field(default_factory=list)
+    cases: list[MeasuredCase] = field(default_factory=list)
     error: str = ""
     seconds: float = 0.0
 
     @property
-    def failures(self) -> list[Measured]:
+    def failures(self) -> list[MeasuredCase]:
         """Return the cases that violate the claim."""
         return [case for case in self.cases if not case.holds]
 
@@ -117,7 +117,7 @@ class Outcome:
         return bool(self.cases) and not self.failures and not self.error
 
     @property
-    def tightest(self) -> Measured | None:
+    def tightest(self) -> MeasuredCase | None:
         """Return the worst violation, or the case nearest to one."""
         if self.claim.kind == "equation":
             return min(self.failures or self.cases, key=lambda c: c.margin + c.slack, default=None)

@@ -60,9 +60,9 @@ def part_gradients(
         of the gradient is not exact for.
     """
     heads, (N, M) = check_qkv(query, key, value), (query.shape[-3], key.shape[-3])
-    masks = check_valid(options["valid"], query.shape[:-3], query.device, N, M)
-    bias, per_offset = as_bias(options["edge_bias"], graph, query)
+    masks = check_valid(options.get("valid"), query.shape[:-3], query.device, N, M)
+    bias, per_offset = as_bias(options.get("edge_bias"), graph, query)
     ready = score.ready(heads, query)
     call = AttentionCall(query, key, value, graph, ready, None, bias, per_offset, masks)
-    call = with_options(call, None, options["softcap"], 0.0)
+    call = with_options(call, None, options.get("softcap"), 0.0)
     return gradients_of_part(call, choose(BACKENDS, call, backend).name, whole, d_whole)
