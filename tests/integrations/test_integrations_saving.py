@@ -526,3 +526,34 @@ def test_code_beside_the_weights(tmp_path):
     for more in ({}, {"model_class": transformers.AutoModel}):
         again = gat.from_pretrained(tmp_path / "changed", **taken, **more)
         assert torch.equal(out(again), out(model))
+
+
+@pytest.mark.long
+def test_two_processes_of_ddp_learn_as_one(tmp_path):
+    code = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[4])
+import test_integrations_saving as t
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]),
+                        world_size=2)
+model = t.configured().train()
+wrapped = torch.nn.parallel.DistributedDataParallel(model)
+tokens = torch.arange(24).reshape(2, 12) % 19
+wrapped(tokens[int(sys.argv[2])][None], labels=tokens[int(sys.argv[2])][None]).loss.backward()
+if int(sys.argv[2]) == 0:
+    model.save_pretrained(sys.argv[3])
+    torch.save({n: p.grad for n, p in model.named_parameters()}, sys.argv[3] + "/grads.pt")
+dist.destroy_process_group()
+"""
+    folder = tmp_path / "saved"
+    here = str(Path(__file__).parent)
+    arguments = [sys.executable, "-c", code, str(tmp_path / "store")]
+    running = [subprocess.Popen([*arguments, str(rank), str(folder), here]) for rank in range(2)]
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    model = configured().train()
+    assert_same(model.eval(), gat.from_pretrained(folder))
+    tokens = torch.arange(24).reshape(2, 12) % 19
+    model(tokens, labels=tokens).loss.backward()
+    found = torch.load(folder / "grads.pt")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)

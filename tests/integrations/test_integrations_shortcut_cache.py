@@ -163,3 +163,10 @@ def test_continuous_batching_is_refused(name):
     model = with_shortcut("Llama")
     with pytest.raises(ValueError, match=rf"{name} must be None .* continuous batching"):
         model(tokens_of(1, 8), **{name: [torch.zeros(8, dtype=torch.int64)]})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{}, {"cache_implementation": "static"}])
+def test_beams_with_a_cache_are_those_without(given):
+    model, tokens, mask, plain = without_a_cache("Llama", num_beams=3)
+    assert torch.equal(generated(model, tokens, attention_mask=mask, num_beams=3, **given), plain)

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
@@ -288,3 +288,59 @@ def test_merged_adapters_are_not_saved_beside_the_weights_that_hold_them(tmp_pat
     model.save_pretrained(tmp_path)
     again = gat.from_pretrained(tmp_path)
     torch.testing.assert_close(logits_of(again, tokens), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "bf16": True}])
+def test_the_trainer_moves_adapters_bandwidths_and_gates_and_nothing_else(tmp_path, options):
+    model = tiny_model()
+    gat.add_krause_shortcut(model, window=8, top_k=3, lora_rank=4)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    settings = {"max_steps": 3, "learning_rate": 1e-2, "report_to": [], "use_cpu": True}
+    quiet = {"disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "run"), **settings, **quiet, **options
+    )
+    texts = [{"input_ids": text, "labels": text} for text in tokens_of(8)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=texts)
+    trainer.train()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == trainable(model)
+    trainer.save_model(str(tmp_path / "saved"))
+    again = gat.from_pretrained(tmp_path / "saved")
+    kept = dict(again.named_parameters())
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("form", ["none", "window", "edges"])
+def test_gradients_are_those_of_finite_differences(form):
+    model = with_shortcut(dtype=torch.float64, window=5)
+    attention = model.model.layers[0].self_attn
+    torch.manual_seed(3)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    keep = torch.ones(2, 9, 9, dtype=torch.bool).tril()
+    if form == "window":
+        keep = keep & left_padded([9, 6], 9).bool()[:, None]
+    if form == "edges":
+        keep = keep & ((torch.rand(2, 9, 9) < 0.6) | torch.eye(9, dtype=torch.bool))
+    given = {
+        "position_embeddings": model.model.rotary_emb(x, torch.arange(9)[None]),
+        "attention_mask": None if form == "none" else keep[:, None],
+    }
+    real = keep.any(-1)[..., None]
+    target = torch.randn(2, 9, 32, dtype=torch.float64)
+
+    def loss():
+        return (attention(x, **given)[0].where(real, 0) * target).sum()
+
+    loss().backward()
+    for name, parameter in attention.krause.named_parameters():
+        direction, losses = torch.randn_like(parameter), []
+        for step in (1e-6, -2e-6):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=step)
+                losses.append(loss())
+        with torch.no_grad():
+            parameter.add_(direction, alpha=1e-6)
+        slope, found = (losses[0] - losses[1]) / 2e-6, (parameter.grad * direction).sum()
+        torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-6, msg=name)

@@ -148,3 +148,36 @@ def test_copies_and_pickles_compute_the_same(mixer):
     gat.configure(clone, mixer="dot")  # and a copy goes its own way
     assert torch.equal(logits(model, **given), expected)
     assert torch.equal(logits(clone, **given), logits(configured("llama"), **given))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_trainer_learns_the_same_as_with_eager_attention(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    texts = inputs(name, batch=16, length=12, dtype=torch.float32)["input_ids"]
+    items = [{"input_ids": text, "labels": text} for text in texts]
+
+    def losses(model, folder):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / folder),
+            max_steps=6,
+            per_device_train_batch_size=8,
+            logging_steps=1,
+            learning_rate=3e-3,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = transformers.Trainer(without_dropout(model), arguments, train_dataset=items)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    eager, ours = twins(name, dtype=torch.float32)
+    expected = losses(eager, "eager")
+    assert losses(ours, "ours") == pytest.approx(expected, rel=1e-3)
+    krause = configured(name, KRAUSE, dtype=torch.float32)
+    learned = losses(krause, "krause")
+    assert learned[-1] < learned[0]

@@ -491,3 +491,33 @@ def test_a_call_names_what_is_wrong():
         model.init_cache(1)
     with pytest.raises(ValueError, match="at least one residue"):
         model.embed("--")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mixer", ["dot", "mix"])
+def test_it_learns_letters_that_only_space_tells(mixer):
+    """Letters are those of the other strand's residue beside it, which is masked."""
+    torch.manual_seed(0)
+    line = torch.arange(8.0)[:, None] * torch.tensor([4.0, 0.0, 0.0])
+    places = torch.cat([line, line + torch.tensor([0.0, 3.0, 0.0])])
+    index = torch.arange(2).repeat_interleave(8)
+    model = ga.models.ProteinModel(
+        32, 2, 4, mixer=mixer, neighbors=1, window=1, max_offset=2,
+        mixer_options={"edge_hidden": 16} if mixer == "mix" else None,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(ga.train.parameter_groups(model), lr=5e-3)
+    losses = []
+    for _ in range(60):
+        strand = torch.randint(20, (16, 8))
+        tokens = torch.cat([strand, strand], 1)
+        masked = torch.zeros(16, 16, dtype=torch.bool)
+        masked[:, 8:] = True
+        inputs = tokens.masked_fill(masked, model.mask_token)
+        structure = Structure("A" * 16, places, index, ("A", "B"))
+        loss = ga.train.masked_token_loss(model(inputs, structure=structure), tokens, masked)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 2.8  # log 21 = 3.04
+    assert sum(losses[-5:]) / 5 < 0.5

@@ -485,15 +485,17 @@ def attend(
     checked = check() if kind is None else graph.derived(kind, check)
     sink_logits = check_sink(sink, heads, query)
     has_extra_mass = checked.eps > 0 or sink_logits is not None  # in the denominator
-    call = AttentionCall(
-        query, key, value, graph, score.ready(heads, query), checked.top_k, bias, per_offset,
-        valid, checked.softcap, checked.dropout, None, not has_extra_mass,
-    )  # fmt: skip
+    ready = score.ready(heads, query)
     if checked.plan is not None:
-        out, lse = run(checked.plan, (query, key, value, call.scale, None))
+        scale = ready.strength
+        assert scale is not None
+        out, lse = run(checked.plan, (query, key, value, scale, None))
     else:
-        if checked.dropout > 0:
-            call = call._replace(seed=draw_seed(generator, query.device, graph))
+        seed = draw_seed(generator, query.device, graph) if checked.dropout > 0 else None
+        call = AttentionCall(
+            query, key, value, graph, ready, checked.top_k, bias, per_offset, valid,
+            checked.softcap, checked.dropout, seed, not has_extra_mass,
+        )  # fmt: skip
         with full_precision(query.device):
             out, lse = checked.backend(call)
     if has_extra_mass:

@@ -109,8 +109,8 @@ class Checked(NamedTuple):
     plan: Any
 
 
-PLAIN = Tensor, nn.Parameter
-NUMBERS = int, float, NoneType
+PLAIN = frozenset({Tensor, nn.Parameter})
+NUMBERS = frozenset({int, float, NoneType})
 
 
 def kind_of_call(
@@ -119,16 +119,14 @@ def kind_of_call(
     """Everything that the checks of a call depend on; None if they must be made in every call."""
     if torch.compiler.is_compiling() or is_followed():
         return None
-    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
-        return None
     types = tuple(map(type, options))  # in Python 1, 1.0 and True are equal
-    if any(kind not in NUMBERS for kind in types):
+    if not (PLAIN.issuperset(map(type, (query, key, value))) and NUMBERS.issuperset(types)):
         return None
     return (
-        *(kind_of_call, score.kernel, wanted_backend(backend), options, types),
-        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, query.layout, key.layout, value.layout),
-    )
+        kind_of_call, score.kernel, wanted_backend(backend), options, types,
+        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device, query.layout, key.layout, value.layout,
+    )  # fmt: skip
 
 
 def with_options(call: AttentionCall, top_k: Any, softcap: Any, dropout: Any) -> AttentionCall:

@@ -145,6 +145,8 @@ def _gradients(
 def _by_head(x: Tensor) -> Tensor:
     """x [*, N, H, D] as [G, N, D], one group for every sample and head."""
     *batch, tokens, heads, features = x.shape
+    if math.prod(batch) == 1:  # a view, where one of several samples is a copy
+        return x.reshape(tokens, heads, features).transpose(0, 1)
     return x.transpose(-3, -2).reshape(math.prod(batch) * heads, tokens, features)
 
 

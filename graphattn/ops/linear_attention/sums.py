@@ -63,6 +63,8 @@ def _sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) 
     if runs is None:
         source, target = _edges(graph)
         return over_edges(a, b, c, *((target, source) if transposed else (source, target)))
+    if len(runs) == 1:
+        return _over_run(a, b, c, runs[0].transpose() if transposed else runs[0])
     out, t, s = [], 0, 0
     for run in runs:
         if transposed:
@@ -71,8 +73,6 @@ def _sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) 
         here, there = slice(t, t + targets), slice(s, s + sources)
         out.append(_over_run(a[:, here], b[:, there], c[:, there], run))
         t, s = t + targets, s + sources
-    if len(out) == 1:
-        return out[0]
     return torch.cat(out, dim=1) if out else c.new_zeros(len(a), 0, c.shape[-1])
 
 
@@ -107,8 +107,8 @@ def over_interval(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
         out = running_sums(a, _rows(b, first, N), _rows(c, first, N), backward=True)
         return _add_all(out, a, b[:, max(first + N, 0) :], c[:, max(first + N, 0) :])
     if N <= CHUNK and M <= CHUNK:  # few tokens: all pairs at once
-        pairs = (a @ b.transpose(1, 2)).masked_fill_(_outside(interval, a.device), 0)
-        return pairs @ c
+        pairs = torch.bmm(a, b.transpose(1, 2)).masked_fill_(_outside(interval, a.device), 0)
+        return torch.bmm(pairs, c)
     if last - first + 1 > 4 * a.shape[-1]:
         return _long_windows(a, b, c, interval)
     return _windows(a, b, c, interval)
