@@ -8,10 +8,11 @@ import pickle
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
+import transformers
 from shortcut_oracle import FAMILIES, disturb, left_padded, tiny_model, with_shortcut
 
 from graphattn.integrations import transformers as gat
