@@ -390,7 +390,8 @@ def test_only_the_table_of_backends_chooses_among_the_implementations_of_an_engi
 def test_engines_do_not_import_each_other():
     for name in filter(engine_of, MODULES):
         engines = {engine_of(other) for other in imported_modules(name)} - {None}
-        assert engines <= {engine_of(name)}, name
+        # `ops/library/` is no engine: it makes operators of torch.library for all of them.
+        assert engines - {"graphattn.ops.library"} <= {engine_of(name)}, name
 
 
 OPTIONAL = ("transformers", "matplotlib", "triton", "biotite", "sklearn", "torch_scatter")

@@ -52,7 +52,7 @@ def last_of(near: Tensor, tokens: int, dim: int = 0) -> Tensor:
 
 
 def apart(*near: Tensor) -> list[Tensor]:
-    """The same tokens [1, T, 1, D] in one memory, far from each other."""
+    """Return tokens [1, T, 1, D] in one memory, far from each other."""
     tokens = near[0].shape[1]
     whole = mapped(tokens * STRIDE, dtype=near[0].dtype)
     found = []
@@ -63,7 +63,7 @@ def apart(*near: Tensor) -> list[Tensor]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, bias: Tensor | None = None):
-    """In float64, 1 head: output and gradients of attention over everything before, scale 0.5."""
+    """Compute causal attention of 1 head and scale 0.5 in float64, and its gradients."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     logit = 0.5 * leaves[0] @ leaves[1].T
     if bias is not None:
@@ -82,7 +82,7 @@ def close(found: Any, expected: Any) -> None:
 
 
 def row_dots_of_last(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Any = None) -> Tensor:
-    """Of the few tokens: a program for all would go over 2^26."""
+    """Compute the products of the few tokens; a program for all would go over 2^26."""
     found = torch.empty(1, 1, a.shape[1])
     found[0, 0, -T:] = (a[0, -T:, 0].float() * b[0, -T:, 0].float()).sum(-1)
     return found

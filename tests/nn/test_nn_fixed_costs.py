@@ -37,7 +37,7 @@ LAYERS = {
     "gka": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS), 40, 115),
     "gka, eps": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, eps=1e-3), 80, 170),
     "krause": (lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=4), 75, 205),
-    "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 171, 442),
+    "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 171, 451),
     "target": (lambda: consensus("auto"), *((85, 210) if IS_HERE else (260, 720))),
     "automatic": (
         lambda: consensus("auto", step_size="auto"),

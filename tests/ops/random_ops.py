@@ -123,7 +123,7 @@ class Problem:
         rows: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """What `differentiated` gives, of other tensors or in another dtype if these are given."""
+        """Return what `differentiated` gives, if need be of other tensors or in another dtype."""
         tensors, options = tensors or self.tensors, dict(self.options)
         if dtype is not None:
             tensors = [x.to(dtype) for x in tensors]

@@ -122,7 +122,7 @@ def test_what_is_kept_does_not_grow_with_the_text():
         ([], [torch.tensor([0, 1])], "train must contain"),
         ([torch.tensor([0, 1])], [], "held_out must contain"),
         ([torch.zeros(2)], [torch.tensor([0, 1])], r"integer tensors \[N\], got torch.float32"),
-        ([{"image": 1}], [torch.tensor([0, 1])], r"integer tensors \[N\], got NoneType"),
+        ([{"image": 1}], [torch.tensor([0, 1])], r"integer tensors \[N\], got none"),
     ],
 )
 def test_bad_texts_are_named(train, held_out, says):

@@ -90,7 +90,7 @@ class AttentionCall(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What the checks of a call say, beside its tensors.
+    """The result of the checks of a call, beside its tensors.
 
     It depends on sizes, dtypes and options, and not on numbers in tensors. So a graph keeps it, and
     later calls of the same kind are not checked again.

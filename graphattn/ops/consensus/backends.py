@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -122,7 +123,7 @@ def _step(
 ) -> Tensor:
     """Compute u' = u - step * g, from the sums g."""
     batch = state.shape[:-3]
-    entries = batch.numel()
+    entries = math.prod(batch)  # not batch.numel(), which makes a constant of a traced size
     tensors = [x if len(batch) == 1 else _flat(x, entries) for x in of_tokens]
     of_edges = () if call.edge_hidden is None else as_pair(call.edge_hidden, entries)
     gradient, degree = sums(
