@@ -293,18 +293,12 @@ BANDS: dict[str, Callable[[int], ga.TokenGraph]] = {
 
 
 def turn(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
-    """Queries alone where features lie apart, and both sides with the sizes kept."""
+    """Queries alone where features lie apart, and queries and keys in one call."""
     torch.set_num_threads(threads)
     x = torch.randn(2, 3, tokens, width, dtype=torch.float64).to(dtype).transpose(1, 2)
     angle = torch.rand(2, tokens, 1, width // 2, dtype=torch.promote_types(dtype, F32))
     rotary.rotate(x, angle.cos(), angle.sin(), back=True)
-    if dtype in DTYPES:
-        query, key = x.contiguous(), x[:, :, :1].contiguous()
-        one = rotary.KnownRotation(
-            tuple(query.shape), tuple(key.shape), (angle[0].cos(), angle[0].sin())
-        )
-        one.back(*one(query, key))
-        one.back(*one(query, None))
+    rotary.rotate_both(x, x[:, :, :1], angle[0].cos(), angle[0].sin())
 
 
 EDGES: dict[str, Callable[[], ga.TokenGraph]] = {
