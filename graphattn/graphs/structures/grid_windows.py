@@ -272,7 +272,7 @@ class GridWindows(StructureByRows):
 
     @property
     def _table_size(self) -> int:
-        """At least the number of entries of the tables of all axes."""
+        """Number of entries of the tables of all axes, or more."""
         windows = zip(self.shape, self.before, self.after, strict=True)
         return sum(size * (before + after + 1) for size, before, after in windows)
 
