@@ -121,7 +121,7 @@ def draw_clusters(data, widths, scales):
 
 
 def check_equal_points(width, count):
-    """Check that thousands of equal points among others all see those of smallest index."""
+    """Thousands of equal points among others all see those of smallest index."""
     x = cloud(width, count=count)
     x[7::3] = x[7]
     first = (x == x[7]).all(1).nonzero()[:, 0]

@@ -272,7 +272,7 @@ class GridWindows(StructureByRows):
 
     @property
     def _table_size(self) -> int:
-        """A number that the entries of the tables of all axes do not exceed."""
+        """Number of entries of the tables of all axes, or more."""
         windows = zip(self.shape, self.before, self.after, strict=True)
         return sum(size * (before + after + 1) for size, before, after in windows)
 
