@@ -193,7 +193,8 @@ def test_a_call_enters_the_ten_files_of_the_page_in_its_order() -> None:
     trip = files_of(lambda: krause()(TOKENS, copy.deepcopy(GRAPH)))
     entered = dict.fromkeys(path for path in trip if path in files)
     assert set(entered) == set(files)
-    # Three are entered through one that the page explains after them.
+    # In between, the order is that of the explanation: a score is entered before the operation that
+    # takes it, and checks before the table of backends that they ask.
     assert list(entered)[:2] == files[:2]
     assert list(entered)[-2:] == files[-2:]
     for path in re.findall(r"`((?:graphattn|kernels)/[\w./]*)`", page):

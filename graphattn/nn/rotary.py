@@ -81,7 +81,7 @@ class RotaryEmbedding(Configured, nn.Module):
     def turn_both(self, x: Tensor, other: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """:meth:`turn` of two tensors of the same tokens, in one call where that is faster."""
         cos, sin = rotation
-        if self.is_plain():
+        if self.is_plain() and x.shape[:-2] == other.shape[:-2]:
             if can_rotate(x, cos, sin) and can_rotate(other, cos, sin):
                 return rotate_both(x, other, cos, sin)
             if x.shape[-3] == 1:  # calls of torch take longer than arithmetic

@@ -78,7 +78,10 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> 
 
 
 def rotate_both(x: Tensor, other: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`rotate` of two tensors that differ at most in the number of heads, in one call."""
+    """:func:`rotate` of two tensors that differ at most in the number of heads, in one call.
+
+    The caller has asked :func:`can_rotate` for both, and compared their samples and tokens.
+    """
     return _rotated((x, other), cosines, sines, False)
 
 

@@ -57,6 +57,13 @@ MUTATIONS = [
         (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[two sides-edge_type16]",),
     ),
     Mutation(
+        "two tensors of other numbers of samples are rotated in one call",
+        "graphattn/nn/rotary.py",
+        "if self.is_plain() and x.shape[:-2] == other.shape[:-2]:",
+        "if self.is_plain():",
+        (f"{NATIVE_ROTARY}::test_two_tensors_of_other_samples_are_not_read_as_of_one_number",),
+    ),
+    Mutation(
         "angles per head are read as those of all heads",
         "graphattn/ops/rotary.py",
         "cosines.shape[-3:] == (*x.shape[-3:-2], 1, x.shape[-1] / 2)",

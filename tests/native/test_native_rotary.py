@@ -136,3 +136,14 @@ def test_every_build_has_the_bits_of_torch(build: str) -> None:
         "        with pytest.MonkeyPatch.context() as patch:\n"
         "            native.test_it_has_the_bits_of_torch(dtype, shape, True, patch)",
     )
+
+
+@pytest.mark.parametrize("shapes", [((3, 5, 2, 4), (5, 1, 4)), ((5, 2, 4), (3, 5, 2, 4))], ids=str)
+def test_two_tensors_of_other_samples_are_not_read_as_of_one_number(
+    shapes: tuple[tuple[int, ...], ...],
+) -> None:
+    turn = ga.nn.RotaryEmbedding(4)
+    rotation = turn.rotation(torch.arange(5), torch.float32)
+    both = [features(shape, torch.float32) for shape in shapes]
+    for x, rotated in zip(both, turn.turn_both(both[0], both[1], rotation), strict=True):
+        assert torch.equal(rotated, turn(x))

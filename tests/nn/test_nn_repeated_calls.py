@@ -33,6 +33,7 @@ LAYERS = {
     "krause": lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=3, rope=True),
     "one sigma": lambda: ga.nn.KrauseAttention(DIM, HEADS, sigma_per_head=False, kv_heads=1),
     "linear": lambda: ga.nn.LinearAttention(DIM, HEADS),
+    "linear, turned": lambda: ga.nn.LinearAttention(DIM, HEADS, rope=True),
     "linear, eps": lambda: ga.nn.LinearAttention(DIM, HEADS, eps=0.3, bias=False),
     "consensus": lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target", **FEW),
     "consensus, learned": lambda: ga.nn.SelfConsensus(

@@ -7,7 +7,7 @@ operations in place of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,10 @@ class _Averages(torch.autograd.Function):
                 return None, *gradients_by_autograd(
                     lambda *tensors: (ctx.differentiable(tensors),), inputs, needed, (d_out,)
                 )
-            gradients = _gradients(plain_sums, ctx.graph, d_out, *tensors[5:])
+            gradients = _gradients(plain_sums, ctx.graph, needed, d_out, *tensors[5:])
             if not all(d is None or math.isfinite(d.sum()) for d in gradients):
                 # NaN may have spread to tokens that the rows of d_out do not see.
-                gradients = _gradients(sums_over_graph, ctx.graph, d_out, *tensors[5:])
+                gradients = _gradients(sums_over_graph, ctx.graph, needed, d_out, *tensors[5:])
         return None, *(
             None if d is None else _by_token(d, x) for d, x in zip(gradients, inputs, strict=True)
         )
@@ -71,9 +71,9 @@ class _Averages(torch.autograd.Function):
 def _averages(inputs: Inputs, graph: TokenGraph, eps: float) -> tuple[Any, ...]:
     """Averages [G, N, Dv], and what the backward pass needs of them.
 
-    This is: rows that are not finite, bool [G, N, 1] or None; denominators [G, N, 1], and where
-    these are 0; and the inputs as [G, tokens, features]. Values have a column
-    of ones if nothing is rotated.
+    It needs the rows that are not finite, bool [G, N, 1] or None; the denominators [G, N, 1], and
+    where these are 0; and the inputs as [G, tokens, features]. Values have a column of ones if
+    nothing is rotated.
     """
     rows = [_by_head(x) for x in inputs[: 3 if inputs[3] is inputs[0] else 5]]
     if len(rows) == 3:  # one pass for numerators and denominators
@@ -110,6 +110,7 @@ def _sums(
 def _gradients(
     sums: Callable[..., Tensor],
     graph: TokenGraph,
+    needed: Sequence[bool],
     d_out: Tensor,
     bad: Tensor | None,
     out: Tensor,
@@ -120,13 +121,19 @@ def _gradients(
     value: Tensor,
     *rotated: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the five inputs, head by head; None for the last two if none is rotated."""
+    """The needed gradients of the five inputs, head by head.
 
-    def of_factors(d: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    The last two are None if nothing is rotated, because they are those of the first two.
+    """
+    needs_query, needs_key, needs_value, needs_turned_query, needs_turned_key = needed
+
+    def of_factors(
+        d: Tensor, a: Tensor, b: Tensor, c: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (
-            sums(d, c, b, graph, transposed=False),
-            sums(c, d, a, graph, transposed=True),
-            sums(b, a, d, graph, transposed=True),
+            sums(d, c, b, graph, transposed=False) if needs[0] else None,
+            sums(c, d, a, graph, transposed=True) if needs[1] else None,
+            sums(b, a, d, graph, transposed=True) if needs[2] else None,
         )
 
     d = _by_head(d_out)
@@ -134,11 +141,15 @@ def _gradients(
     d_total = (out * d_above).sum(-1, keepdim=True).neg_().masked_fill_(empty, 0)
     if not rotated:
         d_both = torch.cat([d_above, d_total], dim=-1)
-        d_query, d_key, d_value = of_factors(d_both, query, key, value)
-        return d_query, d_key, d_value[..., :-1], None, None
-    d_turned_query, d_turned_key, d_value = of_factors(d_above, rotated[0], rotated[1], value)
+        needs = needs_query, needs_key, needs_value
+        d_query, d_key, d_value = of_factors(d_both, query, key, value, needs)
+        return d_query, d_key, None if d_value is None else d_value[..., :-1], None, None
+    needs = needs_turned_query, needs_turned_key, needs_value
+    d_turned_query, d_turned_key, d_value = of_factors(
+        d_above, rotated[0], rotated[1], value, needs
+    )
     ones = torch.ones_like(value[..., :1])
-    d_query, d_key, _ = of_factors(d_total, query, key, ones)
+    d_query, d_key, _ = of_factors(d_total, query, key, ones, (needs_query, needs_key, False))
     return d_query, d_key, d_value, d_turned_query, d_turned_key
 
 

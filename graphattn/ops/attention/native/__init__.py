@@ -53,7 +53,8 @@ def plan_of_kind(call: AttentionCall) -> Plan | None:
     by_numbers = call.bias is not None or call.valid != (None, None) or call.dropout > 0
     if by_numbers or call.query.dtype not in (torch.float32, torch.float64):
         return None
-    inputs = *call.tensors(), torch.empty(0), None
+    unread = call.query.new_empty(0)  # in the place of the scale
+    inputs = *call.tensors(), unread, None
     return plan_call(
         inputs,
         call.graph,

@@ -1,7 +1,7 @@
 """Consensus by C++ code on a CPU, which computes a block of edges at a time, one per vector lane.
 
 `sums.py` is a step and its gradients, `steps.py` a step of generation. `calls.py` has the arguments
-that both pass to C++, and `flat.py` the fast path of plain calls.
+that both pass to C++.
 """
 
 from __future__ import annotations
