@@ -256,14 +256,14 @@ MUTATIONS = [
     ),
     Mutation(
         "R d without the 1 / sqrt(r) of Lambda's rows",
-        "graphattn/ops/consensus/edge_network/edge_matrix.py",
+        "graphattn/ops/consensus/edge_network.py",
         "(self.beta / rank)[..., None] * low_rank",
         "self.beta[..., None] * low_rank",
         (f"{CHUNKED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
         "R itself without the 1 / sqrt(r) of Lambda's rows",
-        "graphattn/ops/consensus/edge_network/edge_matrix.py",
+        "graphattn/ops/consensus/edge_network.py",
         "(self.beta / rank)[..., None, None] * gram",
         "self.beta[..., None, None] * gram",
         (f"{CONSENSUS}::test_edge_matrices_are_their_equation_and_positive_definite",),
@@ -924,7 +924,7 @@ MUTATIONS = [
     ),
     Mutation(
         "batches of windows are one sequence for compiled consensus",
-        "graphattn/ops/consensus/native/calls.py",
+        "graphattn/ops/consensus/native/sums.py",
         "borders=ends[:-1].contiguous()",
         "borders=ends[:0].contiguous()",
         (f"{CHUNKED}::test_a_batch_gives_what_each_sequence_gives_alone",),

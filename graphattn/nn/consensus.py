@@ -27,11 +27,15 @@ from graphattn.nn.consensus_steps import CompiledSteps
 from graphattn.nn.edges.network import EdgeNetwork, check_edge_features
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.backends import choose, wanted_backend
-from graphattn.ops.consensus.api import consensus_update
+from graphattn.ops.consensus.api import run
 from graphattn.ops.consensus.backends import BACKENDS
-from graphattn.ops.consensus.calls import ConsensusKind, check_energy_graph
-from graphattn.ops.consensus.edge_network.edge_hidden import form, in_dtype
-from graphattn.ops.consensus.edge_network.parameters import FirstLayer
+from graphattn.ops.consensus.calls import (
+    ConsensusCall,
+    ConsensusKind,
+    check_arguments,
+    check_energy_graph,
+)
+from graphattn.ops.consensus.edge_network import FirstLayer, form, in_dtype
 from graphattn.ops.consensus.step_size import automatic_bounds, automatic_move, automatic_step
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, valid_edges
 
@@ -296,21 +300,13 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
-        """Call `consensus_update`; `compared`, (targets, sources), gives the disagreement."""
-        return consensus_update(
-            u,
-            compared[1],
-            hidden[0],
-            hidden[1],
-            self.edge_net.second_layer(),
-            graph,
-            self.step_tensor(),
-            update=self.update_rule,
-            disagreement=compared,
-            valid=valid,
-            backend=self.backend,
-            edge_hidden=edge_hidden,
-        )
+        """Compute one step; `compared`, (targets, sources), gives the disagreement."""
+        network = check_arguments(u, compared[1], *hidden, self.edge_net.second_layer())
+        call = ConsensusCall(
+            u, *hidden, network, graph, self.step_tensor(), self.update_rule, compared, valid,
+            edge_hidden,
+        )  # fmt: skip
+        return run(call, self.backend)
 
     def unfused(
         self,

@@ -17,7 +17,7 @@ from graphattn.ops.attention.merge import merge_attention
 from graphattn.ops.attention.step.decode import decode_attention
 from graphattn.ops.backends import use_backend
 from graphattn.ops.consensus.api import consensus_edge_matrices, consensus_update
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.edge_network import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.linear_attention.api import (
     elu_features,
     linear_attention,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
-from graphattn.ops.consensus.native import calls, sums
+from graphattn.ops.consensus.native import sums
 
 if library.why_not() is not None:
     pytest.skip(str(library.why_not()), allow_module_level=True)
@@ -247,7 +247,7 @@ def test_rounds_of_edges_change_no_bit_of_tokens(
     x = tensors_of(own)
     whole = both_passes(own, x, step_size="auto")
     for edges in (1, 31, 160):
-        monkeypatch.setattr(calls, "EDGES_OF_ROUND", edges)
+        monkeypatch.setattr(sums, "EDGES_OF_ROUND", edges)
         found = both_passes(own, x, step_size="auto")
         for name in ("new", *TOKENS):
             assert torch.equal(whole[name], found[name]), name
@@ -265,7 +265,7 @@ def test_what_is_kept_of_few_edges_gives_what_they_give_computed_again(
     call = sums.SumsCall(own, [x[name] for name in TOKENS] + network, (None, None), energy=True)
     assert call.new_storage() is not None
     kept = both_passes(own, x)
-    monkeypatch.setattr(calls, "MOST_STORED", 0)
+    monkeypatch.setattr(sums, "MOST_STORED", 0)
     assert call.new_storage() is None
     again = both_passes(own, x)
     assert all(torch.equal(value, again[name]) for name, value in kept.items())

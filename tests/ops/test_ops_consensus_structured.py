@@ -9,8 +9,8 @@ from cases_ops import FAST, GRAPHS, Largest
 import graphattn as ga
 from graphattn.graphs.structures.structure import Band
 from graphattn.kernels.cpu import library
-from graphattn.ops.consensus import native, pieces
-from graphattn.ops.consensus.native import calls
+from graphattn.ops.consensus import pieces
+from graphattn.ops.consensus.native import sums as native
 from graphattn.ops.consensus.structured import sums as structured
 
 CASES = min(int(os.environ.get("GRAPHATTN_SWEEP", "200")), 2000)
@@ -129,7 +129,7 @@ def backend(request):
 def short_chunks(monkeypatch):
     """A few edges a chunk: most cases then have several, in every direction."""
     monkeypatch.setattr(structured, "CHUNK", 200)
-    monkeypatch.setattr(calls, "EDGES_OF_ROUND", 70)
+    monkeypatch.setattr(native, "EDGES_OF_ROUND", 70)
     monkeypatch.setattr(pieces, "SHORTEST", 0)
 
 
@@ -148,7 +148,7 @@ def assert_same(mine, theirs, seed, **tolerances):
 def test_values_and_gradients_are_those_of_the_reference(backend, monkeypatch, chunk, shortest):
     monkeypatch.setattr(structured, "CHUNK", chunk)
     monkeypatch.setattr(pieces, "SHORTEST", shortest)
-    monkeypatch.setattr(calls, "EDGES_OF_ROUND", 33 if chunk == 200 else 0)
+    monkeypatch.setattr(native, "EDGES_OF_ROUND", 33 if chunk == 200 else 0)
     for seed in range(CASES):
         case = random_case(seed)
         mine, theirs = run(backend, *case), run("reference", *case)

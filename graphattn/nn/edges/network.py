@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix, edge_matrix
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.edge_network import (
+    EdgeMatrix,
+    EdgeNetworkParameters,
+    FirstLayer,
+    edge_matrix,
+)
 from graphattn.ops.inputs import ValidPair, clear_invalid_edges, valid_edges
 
 

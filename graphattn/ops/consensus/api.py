@@ -24,16 +24,19 @@ from graphattn.ops.consensus.calls import (
     check_energy_graph,
     check_network,
 )
-from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, check_edge_hidden, in_dtype
-from graphattn.ops.consensus.edge_network.parameters import (
+from graphattn.ops.consensus.edge_network import (
+    EdgeHidden,
     EdgeNetworkParameters,
     FirstLayer,
     as_dtype,
+    check_edge_hidden,
+    in_dtype,
 )
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
     check_tensors,
+    check_valid,
     clear_invalid,
     compute_dtype,
     full_precision,
@@ -130,31 +133,45 @@ def consensus_update(
         >>> ga.consensus_update(u, u, hidden, hidden, network, graph, 0.1).flatten()
         tensor([0.0000, 0.1386, 0.8614])
     """
-    graph, network, pair, edge_hidden = check_arguments(
-        state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid, edge_hidden
-    )
+    network = check_arguments(state, neighbor_state, target_hidden, source_hidden, edge_network)
+    N, M = state.shape[-3], neighbor_state.shape[-3]
+    of_edges = edge_hidden is not None
+    graph = check_graph(graph, state, N, M, per_edge=of_edges, source=neighbor_state)
     if as_choice("update", update, ("energy", "target")) == "energy":
         check_energy_graph(graph)
-    dtype = compute_dtype(state.dtype)
-    compared = as_disagreement(disagreement, state, neighbor_state)
-    step = as_step(step_size, state, dtype)
-    moving = state
-    if pair[0] is not None:  # an invalid token keeps its state, but must not spread a NaN
-        moving = torch.where(pair[0][..., None, None], state, state.nan_to_num(0.0, 0.0, 0.0))
-        if step is not None:
-            step = torch.where(pair[0][..., None], step, 0)
-    hidden: tuple[Tensor | FirstLayer, ...] = tuple(
-        x._replace(tokens=clear_invalid(x.tokens, of)) if isinstance(x, FirstLayer) else x
-        for x, of in zip((target_hidden, source_hidden), pair, strict=True)
-    )
-    of_edges = None if edge_hidden is None else in_dtype(edge_hidden, dtype)
+    pair = check_valid(valid, state.shape[:-3], state.device, N, M)
     call = ConsensusCall(
-        moving, hidden[0], hidden[1], network, graph, step, update, compared, pair, of_edges
+        state, target_hidden, source_hidden, network, graph, step_size, update,
+        as_disagreement(disagreement, state, neighbor_state), pair,
+        check_edge_hidden(edge_hidden, state, target_hidden.shape, graph),
+    )  # fmt: skip
+    return run(call, backend)
+
+
+def run(call: ConsensusCall, backend: str) -> Tensor:
+    """Run a checked step, u', [*, N, H, D], by the backend that is asked for."""
+    state, (of_target, _) = call.state, call.valid
+    dtype = compute_dtype(state.dtype)
+    step = as_step(call.step_size, state, dtype)
+    moving = state
+    if of_target is not None:  # an invalid token keeps its state, but must not spread a NaN
+        moving = torch.where(of_target[..., None, None], state, state.nan_to_num(0.0, 0.0, 0.0))
+        if step is not None:
+            step = torch.where(of_target[..., None], step, 0)
+    target_hidden, source_hidden = [
+        x._replace(tokens=clear_invalid(x.tokens, of)) if isinstance(x, FirstLayer) else x
+        for x, of in zip((call.target_hidden, call.source_hidden), call.valid, strict=True)
+    ]
+    call = call._replace(
+        state=moving,
+        target_hidden=target_hidden,
+        source_hidden=source_hidden,
+        step_size=step,
+        edge_hidden=None if call.edge_hidden is None else in_dtype(call.edge_hidden, dtype),
     )
-    chosen = choose(BACKENDS, call, backend)
-    new: Tensor = chosen(call)
-    if pair[0] is not None and step is None:  # the automatic step may have moved it
-        new = torch.where(pair[0][..., None, None], new, moving)
+    new: Tensor = choose(BACKENDS, call, backend)(call)
+    if of_target is not None and step is None:  # the automatic step may have moved it
+        new = torch.where(of_target[..., None, None], new, moving)
     return as_dtype(new, state.dtype)
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from graphattn.ops import compiled_code
 from graphattn.ops.backends import Backend
-from graphattn.ops.consensus import native, operators, reference, triton
+from graphattn.ops.consensus import operators, reference, triton
 from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
-from graphattn.ops.consensus.edge_network.edge_hidden import as_pair, in_dtype
-from graphattn.ops.consensus.edge_network.parameters import FirstLayer, as_dtype
+from graphattn.ops.consensus.edge_network import FirstLayer, as_dtype, as_pair, in_dtype
+from graphattn.ops.consensus.native import sums as native
 from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.counting import is_watched, note_uncounted
@@ -76,7 +76,7 @@ def _run_reference(call: ConsensusCall) -> Tensor:
     note_uncounted("consensus_update with backend='reference'")
     dtype = compute_dtype(call.state.dtype)
     state = as_dtype(call.state, dtype)
-    target_hidden, source_hidden, u, v = (as_dtype(x, dtype) for x in _of_tokens(call))
+    target_hidden, source_hidden, u, v = [as_dtype(x, dtype) for x in _of_tokens(call)]
     with full_precision(state.device):
         return reference.consensus_update(
             state,
@@ -98,7 +98,7 @@ def _of_tokens(call: ConsensusCall) -> tuple[Tensor, ...]:
     Autocast holds for the first layers, as for any linear layer, and not for the rest of a step.
     """
     layers = call.target_hidden, call.source_hidden
-    hidden = (x.hidden() if isinstance(x, FirstLayer) else x for x in layers)
+    hidden = [x.hidden() if isinstance(x, FirstLayer) else x for x in layers]
     return *hidden, *call.disagreement
 
 
@@ -112,7 +112,7 @@ def _run(call: ConsensusCall, sums: Sums, *, reads_halves: bool = False) -> Tens
     state = as_dtype(call.state, dtype)  # first: gradients are added in the order of operations
     tensors = _of_tokens(call)
     if not reads_halves or may_be_differentiated([*tensors, *call.network]):
-        tensors = tuple(as_dtype(x, dtype) for x in tensors)
+        tensors = tuple([as_dtype(x, dtype) for x in tensors])
     keep_freed_memory()
     with full_precision(state.device):
         return _step(call, state, tensors, sums)

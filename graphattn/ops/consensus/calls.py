@@ -11,17 +11,15 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, check_edge_hidden
-from graphattn.ops.consensus.edge_network.parameters import (
+from graphattn.ops.consensus.edge_network import (
+    EdgeHidden,
     EdgeNetworkParameters,
     FirstLayer,
     as_dtype,
 )
 from graphattn.ops.inputs import (
     ValidPair,
-    check_graph,
     check_tensors,
-    check_valid,
     compute_dtype,
 )
 from graphattn.warn import warn_caller
@@ -45,17 +43,19 @@ class ConsensusCall(NamedTuple):
     """The arguments of a consensus step after their checks.
 
     Attributes:
-        state: [*, N, H, D]; those of invalid tokens are finite.
+        state: [*, N, H, D]; a backend gets finite ones for invalid tokens.
         target_hidden: hidden vectors [*, N, G, xi or 3 xi], or the first layer that computes them.
         source_hidden: [*, M, G, xi or 3 xi], likewise.
         network: the second layer, in the compute dtype.
         graph: N targets, M sources, E edges.
-        step_size: broadcastable to [*, N, H]; None for the automatic one.
+        step_size: as the user gave it; a backend gets a tensor that is broadcastable to [*, N, H],
+            or None for the automatic one.
         update: "energy" or "target".
         disagreement: u [*, N, H, D] and v [*, M, H, D], of which the differences are taken.
         valid: bool [N] or [*, N] for targets, and [M] or [*, M] for sources; None for either if all
             are valid.
-        edge_hidden: [E, G, xi] or [*, E, G, xi], or a first layer, in the compute dtype; or None.
+        edge_hidden: [E, G, xi] or [*, E, G, xi], or a first layer; or None. A backend gets it in
+            the compute dtype.
     """
 
     state: Tensor
@@ -63,7 +63,7 @@ class ConsensusCall(NamedTuple):
     source_hidden: Tensor | FirstLayer
     network: EdgeNetworkParameters
     graph: TokenGraph
-    step_size: Tensor | None
+    step_size: Any
     update: str
     disagreement: tuple[Tensor, Tensor]
     valid: ValidPair
@@ -72,9 +72,7 @@ class ConsensusCall(NamedTuple):
     @property
     def trunks(self) -> int:
         """How many trunks of the edge network the hidden vectors hold, 1 or 3."""
-        hidden = self.target_hidden
-        width = hidden.weight.shape[1] if isinstance(hidden, FirstLayer) else hidden.shape[-1]
-        return width // self.network.alpha.shape[-1]
+        return self.target_hidden.shape[-1] // self.network.alpha.shape[-1]
 
 
 def check_energy_graph(graph: TokenGraph) -> None:
@@ -109,47 +107,34 @@ def check_energy_graph(graph: TokenGraph) -> None:
 
 
 def check_arguments(
-    state: Any,
-    neighbor_state: Any,
-    target_hidden: Any,
-    source_hidden: Any,
-    edge_network: Any,
-    graph: Any,
-    valid: Any,
-    edge_hidden: Any,
-) -> tuple[TokenGraph, EdgeNetworkParameters, ValidPair, EdgeHidden]:
-    """The graph, the edge network in the compute dtype, masks and edge features of a call."""
+    state: Any, neighbor_state: Any, target_hidden: Any, source_hidden: Any, edge_network: Any
+) -> EdgeNetworkParameters:
+    """Check that the tensors of a call fit each other; the edge network in the compute dtype."""
     tensors = {"state": state, "neighbor_state": neighbor_state}
-    hidden = {"target_hidden": target_hidden, "source_hidden": source_hidden}
-    layers = {name: x for name, x in hidden.items() if isinstance(x, FirstLayer)}
-    check_tensors(**tensors, **{name: x for name, x in hidden.items() if name not in layers})
-    shapes = {
-        name: _check_layer(name, x, state) if name in layers else x.shape
-        for name, x in hidden.items()
-    }
-    N, M = state.shape[-3], neighbor_state.shape[-3]
+    for name, hidden in (("target_hidden", target_hidden), ("source_hidden", source_hidden)):
+        if not isinstance(hidden, FirstLayer):
+            tensors[name] = hidden
+    check_tensors(**tensors)
     if neighbor_state.shape[-2:] != state.shape[-2:]:
         raise ValueError(
             f"neighbor_state must have the heads and features of state ({list(state.shape[-2:])}), "
             f"got {list(neighbor_state.shape[-2:])}"
         )
-    for name, tokens in zip(shapes, (N, M), strict=True):
-        if shapes[name][-3] != tokens:
-            raise ValueError(f"{name} must have {tokens} tokens, got {shapes[name][-3]}")
-    network = check_network(edge_network, state, *shapes.values())
+    for name, hidden, of in (
+        ("target_hidden", target_hidden, state),
+        ("source_hidden", source_hidden, neighbor_state),
+    ):
+        if isinstance(hidden, FirstLayer):
+            _check_layer(name, hidden, state)
+        if hidden.shape[-3] != of.shape[-3]:
+            raise ValueError(f"{name} must have {of.shape[-3]} tokens, got {hidden.shape[-3]}")
+    network = check_network(edge_network, state, target_hidden.shape, source_hidden.shape)
     if network.shear.shape[0] != state.shape[-2] or network.shear.shape[2] != state.shape[-1]:
         raise ValueError(
             f"edge_network must have {state.shape[-2]} heads and {state.shape[-1]} features like "
             f"state, got shear {list(network.shear.shape)} (heads, rank, features, hidden)"
         )
-    graph = check_graph(graph, state, N, M, per_edge=edge_hidden is not None, source=neighbor_state)
-    pair = check_valid(valid, state.shape[:-3], state.device, N, M)
-    return (
-        graph,
-        network,
-        pair,
-        check_edge_hidden(edge_hidden, state, shapes["target_hidden"], graph),
-    )
+    return network
 
 
 def as_disagreement(
@@ -170,8 +155,8 @@ def as_disagreement(
     return disagreement[0], disagreement[1]
 
 
-def _check_layer(name: str, layer: FirstLayer, state: Tensor) -> torch.Size:
-    """The shape of the hidden vectors that a first layer makes."""
+def _check_layer(name: str, layer: FirstLayer, state: Tensor) -> None:
+    """Check the tokens, weight and bias of a first layer."""
     for part, tensor in zip(layer._fields, layer, strict=True):
         if part == "bias" and tensor is None:
             continue
@@ -196,7 +181,6 @@ def _check_layer(name: str, layer: FirstLayer, state: Tensor) -> torch.Size:
         raise ValueError(
             f"{name}.bias must have shape {list(weight.shape[:2])}, got {list(bias.shape)}"
         )
-    return torch.Size((*tokens.shape[:-1], weight.shape[1]))
 
 
 def check_network(

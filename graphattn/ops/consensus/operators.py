@@ -14,8 +14,8 @@ from torch import Tensor
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus import native
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.edge_network import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.native import sums as native
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.consensus.triton import Groups, add_layer_gradients
 from graphattn.ops.inputs import ValidPair, compute_dtype

@@ -19,7 +19,7 @@ from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.sections import Section, section_of_band
 from graphattn.graphs.structures.structure import Band, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.edge_network import EdgeNetworkParameters
 from graphattn.ops.inputs import ValidPair
 
 MANY_HOPS = 16

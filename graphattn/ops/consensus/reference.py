@@ -10,9 +10,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, form
-from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix, edge_matrix
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.edge_network import (
+    EdgeHidden,
+    EdgeMatrix,
+    EdgeNetworkParameters,
+    edge_matrix,
+    form,
+)
 from graphattn.ops.consensus.step_size import automatic_bounds, automatic_move
 from graphattn.ops.inputs import ValidPair, clear_invalid, valid_edges
 from graphattn.ops.segments import segment_sum

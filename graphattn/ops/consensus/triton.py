@@ -18,7 +18,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared.launch import why_not_heads
 from graphattn.kernels.shared.stored import copied, stores_results
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.edge_network import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
 from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.inputs import ValidPair

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.nn import CrossConsensus, SelfConsensus
-from graphattn.ops.consensus.edge_network.edge_hidden import form
-from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
+from graphattn.ops.consensus.edge_network import EdgeMatrix, form
 from graphattn.ops.consensus.step_size import automatic_bounds, automatic_step
 from graphattn.spectral.matrix_weighted.block_laplacian import Array, BlockLaplacian
 

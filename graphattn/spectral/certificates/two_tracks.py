@@ -8,7 +8,7 @@ from torch import Tensor
 from graphattn.graphs import TokenGraph
 from graphattn.nn import CrossConsensus
 from graphattn.nn.base.graph_layer import Positions
-from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
+from graphattn.ops.consensus.edge_network import EdgeMatrix
 from graphattn.spectral.certificates.facts import PAPER, SLACK, Fact, constants_stay, energy_falls
 from graphattn.spectral.certificates.frozen_steps import AGREE, edge_hidden_of, step_sizes
 

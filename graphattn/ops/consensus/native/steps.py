@@ -15,8 +15,8 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
-from graphattn.ops.consensus.native.calls import ConsensusNetwork
+from graphattn.ops.consensus.edge_network import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.native.sums import ConsensusNetwork
 
 
 class ConsensusStepsCall(ctypes.Structure):

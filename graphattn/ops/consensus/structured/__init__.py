@@ -1,3 +1,1 @@
-"""Consensus by what is known of a graph: `sums.py` goes over a chunk of edges at a time, in which
-`edge_rows.py` applies the edge network to rows of numbers.
-"""
+"""Consensus in chunks of edges: `sums.py` goes over them, `edge_rows.py` has their matrices."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.edge_network import EdgeNetworkParameters
 
 LARGEST_SQUARE = 2.0**40  # of a row; up to it, the square and its reciprocal do not overflow
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.edge_network.edge_matrix import edge_matrix
-from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.edge_network import EdgeNetworkParameters, edge_matrix
 from graphattn.ops.consensus.pieces import EdgePiece, Pieces, add_at, at
 from graphattn.ops.consensus.structured.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.inputs import (

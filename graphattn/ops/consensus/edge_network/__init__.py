@@ -1,1 +1,0 @@
-"""The network that makes the matrix of an edge, as tensors."""
