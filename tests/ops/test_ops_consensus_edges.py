@@ -95,7 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @BACKENDS
 @pytest.mark.parametrize(
-    ("form", "own"),
+    ("form", "per_sequence"),
     [("factored", False), ("factored", True), ("formed", True)],
     ids=["factored, shared", "factored, per sequence", "formed, per sequence"],
 )
@@ -111,11 +111,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_every_network_and_step_is_its_equation(
-    name: str, update: str, option: str, step: Any, own: bool, form: str, backend: str
+    name: str, update: str, option: str, step: Any, per_sequence: bool, form: str, backend: str
 ) -> None:
     graph = GRAPHS[name]()
     inputs = consensus_inputs(graph, **OPTIONS[option])
-    layer = of_edges(graph, inputs, *(OPTIONS[option].get("batch", ()) if own else ()))
+    layer = of_edges(graph, inputs, *(OPTIONS[option].get("batch", ()) if per_sequence else ()))
     lengths = tuple(targets for targets, _ in graph.sizes)
     expected = oracle.consensus(
         *inputs, graph.to_mask(), step, update=update, lengths=lengths, of_edges=by_loops(layer)
@@ -159,9 +159,9 @@ def test_with_padding_and_disagreement_it_is_its_equation(
 @pytest.mark.parametrize("name", ["path", "grid with class token", "random rectangle"])
 def test_edge_matrices_are_their_equation(name: str, form: str) -> None:
     graph = GRAPHS[name]()
-    for own in ((), (2,)):
+    for batch in ((), (2,)):
         inputs = consensus_inputs(graph, batch=(2,))
-        layer = of_edges(graph, inputs, *own)
+        layer = of_edges(graph, inputs, *batch)
         expected, _, _ = oracle.edge_matrices(*inputs[2:], graph.to_mask(), by_loops(layer))
         R = ga.consensus_edge_matrices(*inputs[2:], graph, edge_hidden=FORMS[form](layer))
         torch.testing.assert_close(R, expected, **EXACT)
@@ -177,18 +177,24 @@ def test_edge_matrices_are_their_equation(name: str, form: str) -> None:
 @BACKENDS
 @pytest.mark.parametrize("form", ["factored", "formed"])
 @pytest.mark.parametrize("step", [0.3, "auto"])
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("per_sequence", [False, True], ids=["shared", "per sequence"])
 @pytest.mark.parametrize("update", ["energy", "target"])
 @pytest.mark.parametrize("banded", [True, False])
 def test_gradients_of_both_orders_are_those_of_finite_differences(
-    banded: bool, update: str, own: bool, step: Any, form: str, backend: str
+    banded: bool, update: str, per_sequence: bool, step: Any, form: str, backend: str
 ) -> None:
     window = ga.window_path_graph(3, 1, self_loops=True)
     graph = ga.batch([window, window if banded else ga.complete_graph(2)])
     inputs = consensus_inputs(
-        graph, batch=(2,), heads=2, features=2, hidden=2, separate_trunks=own, shared_network=own
+        graph,
+        batch=(2,),
+        heads=2,
+        features=2,
+        hidden=2,
+        separate_trunks=per_sequence,
+        shared_network=per_sequence,
     )
-    layer = of_edges(graph, inputs, *([2] if own else []), features=2)
+    layer = of_edges(graph, inputs, *([2] if per_sequence else []), features=2)
     given = list(layer[:2]) if form == "factored" else [by_loops(layer)]
     valid = torch.arange(graph.num_targets) != 1
 
@@ -217,15 +223,15 @@ def test_gradients_of_both_orders_are_those_of_finite_differences(
 
 @pytest.mark.parametrize("fast", FAST)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("per_sequence", [False, True], ids=["shared", "per sequence"])
 @pytest.mark.parametrize(("name", "update"), CASES)
 def test_every_gradient_is_that_of_the_reference(
-    name: str, update: str, own: bool, form: str, fast: str
+    name: str, update: str, per_sequence: bool, form: str, fast: str
 ) -> None:
     graph = GRAPHS[name]()
     inputs = consensus_inputs(graph, batch=(2,))
-    layer = of_edges(graph, inputs, *([2] if own else []))
-    found = []
+    layer = of_edges(graph, inputs, *([2] if per_sequence else []))
+    gradients = []
     for backend in ("reference", fast):
         given = list(layer[:2]) if form == "factored" else [by_loops(layer)]
         leaves = [x.detach().clone().requires_grad_() for x in (*inputs[:4], *inputs[4], *given)]
@@ -239,8 +245,8 @@ def test_every_gradient_is_that_of_the_reference(
             backend=backend,
         )
         weight = random(*new.shape, seed=9)
-        found.append(torch.autograd.grad((new * weight).sum(), leaves, allow_unused=True))
-    for mine, theirs in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad((new * weight).sum(), leaves, allow_unused=True))
+    for mine, theirs in zip(*gradients, strict=True):
         if mine is None or theirs is None:
             assert all(x is None or not x.any() for x in (mine, theirs))
         else:
@@ -270,21 +276,21 @@ def test_gradients_that_nobody_wants_are_not_computed(wanted: tuple[int, ...]) -
 @BACKENDS
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("per_sequence", [False, True], ids=["shared", "per sequence"])
 @pytest.mark.parametrize("name", ["path with self loops", "batch of windows", "longformer"])
 def test_features_of_edges_that_touch_padding_reach_nothing(
-    name: str, own: bool, bad: float, form: str, backend: str
+    name: str, per_sequence: bool, bad: float, form: str, backend: str
 ) -> None:
     """No value, no gradient (that of F included), no second derivative."""
     graph = GRAPHS[name]()
     N = graph.num_targets
     valid = torch.stack([torch.arange(N) % 4 != 1] * 2)
-    if own:
+    if per_sequence:
         valid[1] = torch.arange(N) % 3 != 2
     inputs = consensus_inputs(graph, batch=(2,))
-    layer = of_edges(graph, inputs, *([2] if own else []))
+    layer = of_edges(graph, inputs, *([2] if per_sequence else []))
     source, target = graph.edge_index
-    keep = (valid[:, source] & valid[:, target])[(...,) if own else 0][..., None, None]
+    keep = (valid[:, source] & valid[:, target])[(...,) if per_sequence else 0][..., None, None]
     results = []
     for dirty in (False, True):
         tokens = torch.where(keep, layer.tokens, bad) if dirty else layer.tokens
@@ -393,8 +399,8 @@ def test_the_operator_keeps_the_promises_of_torch_library(
     pair = layer[:2] if form == "factored" else (by_loops(layer), None)
     tensors = (*inputs[2:4], inputs.state, inputs.neighbor_state.clone(), *inputs.network)
     tensors, pair = (
-        tuple(None if x is None else x.clone().requires_grad_() for x in own)
-        for own in (tensors, pair)
+        tuple(None if x is None else x.clone().requires_grad_() for x in inputs)
+        for inputs in (tensors, pair)
     )
     valid = torch.rand(2, 7) < 0.8
     torch.library.opcheck(

@@ -102,9 +102,9 @@ def test_layers_read_a_token_in_the_role_in_which_it_is_real(make: Any, backend:
     of_sources = OF_SOURCES & (torch.arange(7) != 2)  # token 2 is padding altogether
     bad = x.clone()
     bad[:, 2] = torch.nan
-    found = layer(bad, graph, valid=(of_targets, of_sources))
+    moved = layer(bad, graph, valid=(of_targets, of_sources))
     left = ga.from_mask(graph.to_mask() & of_targets[:, None] & of_sources)
     expected = layer(x, left)
     torch.testing.assert_close(
-        found[:, of_targets], expected[:, of_targets], rtol=1e-11, atol=1e-11
+        moved[:, of_targets], expected[:, of_targets], rtol=1e-11, atol=1e-11
     )

@@ -31,8 +31,8 @@ def moved(given, graph, update, backend):
     )
 
 
-def close(found, expected, tolerance):
-    for x, y in zip(found, expected, strict=True):
+def close(results, expected, tolerance):
+    for x, y in zip(results, expected, strict=True):
         assert (x.double() - y).abs().max() <= tolerance * y.abs().max().clamp(min=1e-3)
 
 

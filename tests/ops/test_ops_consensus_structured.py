@@ -63,13 +63,13 @@ def random_case(seed: int, dtype: torch.dtype = torch.float64, offset: float = 0
         if draw(True, False):
             options["valid"] = draw((None, options["valid"][1]), (options["valid"][0], None))
     if draw(False, True):  # features of edges, with what applies them or applied
-        own, E = draw((), batch), graph.num_edges
+        of_features, E = draw((), batch), graph.num_edges
         if draw(True, False):
             count = draw(1, 4)
-            tensors["features"] = random(*own, E, 1, count)
+            tensors["features"] = random(*of_features, E, 1, count)
             tensors["feature_weight"] = random(networks, trunks * xi, count)
         else:
-            tensors["features"] = random(*own, E, networks, trunks * xi)
+            tensors["features"] = random(*of_features, E, networks, trunks * xi)
     return graph, tensors, options
 
 
@@ -257,11 +257,11 @@ def test_a_batch_gives_what_each_sequence_gives_alone(backend, graph):
     _, tensors, options = case_of(graph, step_size="auto")
     together = run(backend, graph, tensors, options)
     for part, start in zip(graph.structure.parts, (0, 20, 23), strict=True):
-        own = slice(start, start + part.num_targets)
+        here = slice(start, start + part.num_targets)
         alone_graph = ga.from_edge_index(part.edges(), part.num_targets)
-        pieces = {name: x[own] if name in TOKENS else x for name, x in tensors.items()}
+        pieces = {name: x[here] if name in TOKENS else x for name, x in tensors.items()}
         alone = step(backend, alone_graph, pieces, options)
-        torch.testing.assert_close(together["new"][own], alone)
+        torch.testing.assert_close(together["new"][here], alone)
 
 
 @pytest.mark.usefixtures("short_chunks")
@@ -320,8 +320,8 @@ def test_what_an_invalid_token_holds_reaches_nothing(backend, graph, bad, which)
     tensors[which] = tensors[which].masked_fill(~valid[:, None, None], bad)
     dirty, dirty_twice = (f(backend, graph, tensors, options) for f in (run, twice))
     for name, value in clean.items():
-        own = valid if name in ("new", "state") else slice(None)  # an invalid token keeps its own
-        assert torch.equal(value[own], dirty[name][own]), name
+        kept = valid if name in ("new", "state") else slice(None)  # an invalid token keeps its own
+        assert torch.equal(value[kept], dirty[name][kept]), name
     for value, same in zip(clean_twice, dirty_twice, strict=True):
         assert torch.equal(value, same)
 

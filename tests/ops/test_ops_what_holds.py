@@ -236,12 +236,12 @@ def test_padding_reaches_no_bit_and_no_gradient_of_consensus(seeds):
             )
             u, a, b = (layout(x) for x in leaves)
             new = ga.consensus_update(u, u, a, b, network, graph, step, update=update, valid=valid)
-            own = leaves[0].detach()[~valid]  # kept, but NaN and infinity are not handed on
-            assert torch.equal(new[~valid], torch.where(own.isfinite(), own, 0)), seed
+            states = leaves[0].detach()[~valid]  # kept, but NaN and infinity are not handed on
+            assert torch.equal(new[~valid], torch.where(states.isfinite(), states, 0)), seed
             loss = (new[valid].double() ** 2).sum()
-            found = torch.autograd.grad(loss, [*leaves, *network], materialize_grads=True)
-            assert all(x.isfinite().all() for x in found), seed
-            assert all((x[~valid] == 0).all() for x in found[:3]), seed
-            results.append((new[valid], *found))
+            gradients = torch.autograd.grad(loss, [*leaves, *network], materialize_grads=True)
+            assert all(x.isfinite().all() for x in gradients), seed
+            assert all((x[~valid] == 0).all() for x in gradients[:3]), seed
+            results.append((new[valid], *gradients))
         for k, (before, after) in enumerate(zip(*results, strict=True)):
             assert torch.equal(before, after), (seed, k)

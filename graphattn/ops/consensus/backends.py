@@ -111,7 +111,8 @@ def _run(call: ConsensusCall, sums: Sums, *, reads_halves: bool = False) -> Tens
     dtype = compute_dtype(call.state.dtype)
     state = as_dtype(call.state, dtype)  # first: gradients are added in the order of operations
     tensors = _of_tokens(call)
-    if not reads_halves or may_be_differentiated([*tensors, *call.network]):
+    keeps_halves = reads_halves and dtype is not call.state.dtype
+    if not keeps_halves or may_be_differentiated([*tensors, *call.network]):
         tensors = tuple([as_dtype(x, dtype) for x in tensors])
     keep_freed_memory()
     with full_precision(state.device):

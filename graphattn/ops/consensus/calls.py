@@ -146,9 +146,9 @@ def as_disagreement(
     if not isinstance(disagreement, tuple | list) or len(disagreement) != 2:
         got = len(disagreement) if hasattr(disagreement, "__len__") else disagreement
         raise ValueError(f"disagreement must be a pair (u, v) or None, got {got!r}")
-    for name, own, like in zip("uv", disagreement, (state, neighbor_state), strict=True):
-        if not isinstance(own, Tensor) or own.shape != like.shape or own.dtype != like.dtype:
-            got = f"{own.dtype} of shape {list(own.shape)}" if isinstance(own, Tensor) else own
+    for name, x, like in zip("uv", disagreement, (state, neighbor_state), strict=True):
+        if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != like.dtype:
+            got = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else x
             raise ValueError(
                 f"disagreement {name} must be {like.dtype} of shape {list(like.shape)}, got {got}"
             )

@@ -122,15 +122,17 @@ def _backward(
         return _backward_of_triton(inputs, options, upstream, needed)
     d_sums = upstream[0].contiguous(), upstream[1] if options.degrees else None
     graph, tensors, valid = _of_structured(inputs, options)
-    own = (needed[0], needed[3], *needed[U:])
-    found: Gradients
+    of_tensors = (needed[0], needed[3], *needed[U:])
+    gradients: Gradients
     if options.backend == "native":
-        found = native.gradients_of_sums(graph, tensors, own, valid, d_sums, options.energy)
+        gradients = native.gradients_of_sums(
+            graph, tensors, of_tensors, valid, d_sums, options.energy
+        )
     else:
         kind = {"energy": options.energy, "degrees": options.degrees}
         plan = structured.plan_of(graph, tensors, valid, **kind)
-        found = structured.gradients_of_sums(tensors, own, plan, d_sums)
-    return found[0], None, None, found[1], None, None, *found[2:]
+        gradients = structured.gradients_of_sums(tensors, of_tensors, plan, d_sums)
+    return gradients[0], None, None, gradients[1], None, None, *gradients[2:]
 
 
 def _backward_of_triton(
@@ -149,21 +151,21 @@ def _backward_of_triton(
     of_layers, (d_u, d_v, *of_network) = (totals[:3], totals[3:6]), totals[U:EDGE]
     for batch, heads in groups.cut(backward=True):
         of_degree = d_degree[batch, :, heads].contiguous() if groups.degrees else None
-        found = backward(
+        of_group = backward(
             groups.inputs_of(batch, heads),
             d_gradient[batch, :, heads],
             of_degree,
             network=network,
         )
-        d_u[batch, :, heads] = found.u
-        if found.v is not None:
-            d_v[batch, :, heads] = found.v
+        d_u[batch, :, heads] = of_group.u
+        if of_group.v is not None:
+            d_v[batch, :, heads] = of_group.v
         if not network:
             continue
-        for total, gradient in zip(of_network, found.network or (), strict=True):
+        for total, gradient in zip(of_network, of_group.network or (), strict=True):
             total[heads] += gradient
         for layer, totals_of, d_hidden in zip(
-            groups.layers, of_layers, (found.target_hidden, found.source_hidden), strict=True
+            groups.layers, of_layers, (of_group.target_hidden, of_group.source_hidden), strict=True
         ):
             assert d_hidden is not None
             add_layer_gradients(totals_of, layer, d_hidden, batch, heads)

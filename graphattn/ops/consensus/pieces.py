@@ -73,12 +73,11 @@ class EdgePiece(NamedTuple):
 
     def of_edges(self, x: Tensor) -> Tensor:
         """Values [b or 1, n, 1 or G, features] of its edges, from those of all [B or 1, E, ...]."""
-        assert self.places is not None
+        places = self.places
+        assert places is not None
         x = x if len(x) == 1 else x[self.batch]
-        found = (
-            x[:, self.places] if isinstance(self.places, slice) else x.index_select(1, self.places)
-        )
-        return found if self.counts is None else found.masked_fill(~self.counts[..., None, None], 0)
+        x = x[:, places] if isinstance(places, slice) else x.index_select(1, places)
+        return x if self.counts is None else x.masked_fill(~self.counts[..., None, None], 0)
 
     def add_to_edges(self, total: Tensor, values: Tensor) -> None:
         """Add values [b, n, 1 or G, features] to those of all edges; they are 0 for other pairs."""

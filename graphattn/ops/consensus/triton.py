@@ -74,8 +74,8 @@ class Groups:
         (B, N, H, D), M, xi = self.u.shape, self.v.shape[1], self.network.alpha.shape[-1]
         size = self.u.element_size()
         numbers = D + backward * (self.network.shear[0].numel() // max(xi, 1) + 2 * xi)
-        own = self.edges.places * numbers + (1 + backward) * (N + M) * xi
-        fitting = max(1, inputs.WORKSPACE // max(own * size, 1))
+        of_head = self.edges.places * numbers + (1 + backward) * (N + M) * xi
+        fitting = max(1, inputs.WORKSPACE // max(of_head * size, 1))
         heads = min(H, fitting)
         entries = max(1, min(B, fitting // H))
         for b in range(0, B, entries):
@@ -108,7 +108,7 @@ class Groups:
 def form(layer: tuple[Any, ...], batch: slice, heads: slice) -> Tensor:
     """The hidden vectors of a group, [entries, tokens, heads or 1, xi]."""
     tokens, weight, bias = layer
-    tokens = own_part(tokens, batch, heads)
+    tokens = part_of(tokens, batch, heads)
     if weight is None:
         return tokens
     if len(weight) > 1:
@@ -121,7 +121,7 @@ def form(layer: tuple[Any, ...], batch: slice, heads: slice) -> Tensor:
     return hidden.unflatten(1, tokens.shape[:2]).permute(1, 2, 0, 3)
 
 
-def own_part(x: Tensor, batch: slice, heads: slice) -> Tensor:
+def part_of(x: Tensor, batch: slice, heads: slice) -> Tensor:
     """The part of x [B, tokens, H or 1, features] that a group reads."""
     return x[batch] if x.shape[2] == 1 else x[batch, :, heads]
 
@@ -138,16 +138,16 @@ def add_layer_gradients(
     tokens, weight, bias = layer
     if tokens.shape[2] == 1:
         d_hidden = d_hidden.sum(2, keepdim=True)
-    d_tokens = own_part(total[0], batch, heads)
+    d_tokens = part_of(total[0], batch, heads)
     if weight is None:
         d_tokens += d_hidden
         return
-    own, shared = own_part(tokens, batch, heads), len(weight) == 1
+    tokens, shared = part_of(tokens, batch, heads), len(weight) == 1
     weight = weight if shared else weight[heads]
     d_weight, d_bias = (x if shared else x[heads] for x in total[1:])
     by_head = by_group(d_hidden)
-    d_tokens += torch.bmm(by_head, weight).unflatten(1, own.shape[:2]).permute(1, 2, 0, 3)
-    d_weight += torch.bmm(by_head.mT, by_group(own))
+    d_tokens += torch.bmm(by_head, weight).unflatten(1, tokens.shape[:2]).permute(1, 2, 0, 3)
+    d_weight += torch.bmm(by_head.mT, by_group(tokens))
     if bias is not None:
         d_bias += by_head.sum(1, dtype=torch.float32)
 
@@ -158,9 +158,9 @@ def add_layer_gradients(
 def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusSchedule:
     """The edges of a graph, with or without self-loops."""
     if graph.structure is not None:
-        found = _of_structure(graph.structure, graph.device, loops)
-        if found is not None:
-            return found
+        schedule = _of_structure(graph.structure, graph.device, loops)
+        if schedule is not None:
+            return schedule
     return cached_by_edges(graph, _listed_with_loops if loops else _listed_without_loops)
 
 

@@ -277,11 +277,11 @@ def _check(
             "the numerator"
         )
     check_tensors(query=query, **{"rotated (query)": rotated[0], "rotated (key)": rotated[1]})
-    for name, own, like in zip(("query", "key"), rotated, (query, key), strict=True):
-        if own.shape != like.shape:
+    for name, x, like in zip(("query", "key"), rotated, (query, key), strict=True):
+        if x.shape != like.shape:
             raise ValueError(
                 f"rotated ({name}) must have the shape of {name}, {list(like.shape)}, "
-                f"got {list(own.shape)}"
+                f"got {list(x.shape)}"
             )
 
 

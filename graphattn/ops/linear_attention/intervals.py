@@ -51,13 +51,13 @@ class IntervalRun(NamedTuple):
 
 def runs_of(structure: GraphStructure | None) -> tuple[IntervalRun, ...] | None:
     """The runs of which a graph consists, in order; None if it does not consist of intervals."""
-    found: list[tuple[Interval, ...]] = []
+    parts: list[tuple[Interval, ...]] = []
     for part in _parts(structure):
         intervals = _intervals(part)
         if intervals is None:
             return None
-        found.append(intervals)
-    return tuple(IntervalRun(len([*same]), intervals) for intervals, same in groupby(found))
+        parts.append(intervals)
+    return tuple(IntervalRun(len([*same]), intervals) for intervals, same in groupby(parts))
 
 
 def _parts(structure: GraphStructure | None) -> Iterator[GraphStructure | None]:

@@ -30,14 +30,14 @@ def linear_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
     """
     if not is_watched(a):  # to call an operator takes longer than a few tokens do
         return _eager_sums(a, b, c, graph, False)
-    found: Tensor = torch.ops.graphattn.linear_sums(a, b, c, graph.code, graph.listed, False)
-    return found
+    out: Tensor = torch.ops.graphattn.linear_sums(a, b, c, graph.code, graph.listed, False)
+    return out
 
 
 def _eager_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
     if may_be_differentiated((a, b, c)):
-        found: Tensor = _LinearSums.apply(graph, transposed, a, b, c)
-        return found
+        out: Tensor = _LinearSums.apply(graph, transposed, a, b, c)
+        return out
     return _over(a, b, c, graph, transposed)
 
 
@@ -113,8 +113,8 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, code, listed = ctx.saved_tensors
 
     def sums(a: Tensor, b: Tensor, c: Tensor, transposed: bool) -> Tensor:
-        found: Tensor = torch.ops.graphattn.linear_sums(a, b, c, code, listed, transposed)
-        return found
+        out: Tensor = torch.ops.graphattn.linear_sums(a, b, c, code, listed, transposed)
+        return out
 
     needed = ctx.needs_input_grad[:3]
     return *_gradients(sums, d_out, tensors, needed, ctx.transposed), None, None, None

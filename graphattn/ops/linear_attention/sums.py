@@ -201,11 +201,11 @@ def _long_windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
     size = last - first + 1
     blocks = -(-N // size)
     a = _rows(a, 0, blocks * size).reshape(G * blocks, size, a.shape[-1])
-    own, before = (
+    current, before = (
         [_rows(x, start, blocks * size).reshape(G * blocks, size, x.shape[-1]) for x in (b, c)]
         for start in (last, last - size)
     )
-    total = running_sums(a, *own) + running_sums(a, *before, backward=True, strict=True)
+    total = running_sums(a, *current) + running_sums(a, *before, backward=True, strict=True)
     return total.reshape(G, blocks * size, c.shape[-1])[:, :N]
 
 

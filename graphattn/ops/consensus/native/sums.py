@@ -123,9 +123,9 @@ def edges_of(graph: TokenGraph) -> ConsensusEdges:
     """The edges of a graph; those of bands, and of batches of equal bands, are never listed."""
     structure = graph.structure
     if structure is not None:
-        found = graph.derived(_of_bands, lambda: _of_bands(structure))
-        if found is not None:
-            return found
+        edges = graph.derived(_of_bands, lambda: _of_bands(structure))
+        if edges is not None:
+            return edges
     return cached_by_edges(graph, _listed)
 
 
@@ -165,7 +165,8 @@ class SumsCall:
     ) -> None:
         network = [as_it_lies(x) for x in tensors[OF_TOKENS:OF_EDGES]]
         self.dtype = network[0].dtype
-        target_hidden, source_hidden, u, v = [self._readable(x) for x in tensors[:OF_TOKENS]]
+        readable = [self._readable(x) for x in tensors[:OF_TOKENS]]
+        target_hidden, source_hidden, u, v = [featurewise(x) for x in readable]
         edge, edge_weight = tensors[OF_EDGES:] or (None, None)
         edge = None if edge is None else as_it_lies(edge)
         edge_weight = None if edge_weight is None else edge_weight.mT.contiguous()
@@ -199,8 +200,8 @@ class SumsCall:
     def _readable(self, x: Tensor) -> Tensor:
         """Tokens in the dtype of the network, or in half precision beside float32."""
         if x.dtype is not self.dtype and (x.dtype not in KINDS or self.dtype is torch.float64):
-            x = x.to(self.dtype)
-        return featurewise(x)
+            return x.to(self.dtype)
+        return x
 
     def new_storage(self) -> Tensor | None:
         """Memory to store the matrices of edges for the backward pass; None if too many."""
@@ -237,25 +238,25 @@ class SumsCall:
         d_degree = None if d_degree is None else as_it_lies(d_degree)
         # C++ computes those of two ends, and the six of the network, together or not at all.
         wanted = [any(needed[:2])] * 2 + [any(needed[2:4])] * 2 + [any(needed[4:10])] * 6
-        found = [
+        gradients = [
             torch.empty(x.shape, dtype=self.dtype, device="cpu") if want else None
             for x, want in zip(tensors, [*wanted, *needed[OF_EDGES:]], strict=True)
         ]
-        edge, edge_weight = found[OF_EDGES:] or (None, None)
+        edge, edge_weight = gradients[OF_EDGES:] or (None, None)
         if edge_weight is not None:
             edge_weight = torch.empty(edge_weight.mT.shape, dtype=self.dtype, device="cpu")
-        gradients = GRADIENTS.pack(
+        packed = GRADIENTS.pack(
             *view(d_gradient), address(d_degree),
-            *(number for x in found[:OF_TOKENS] for number in view(x)),
+            *(number for x in gradients[:OF_TOKENS] for number in view(x)),
             address(edge), address(edge_weight), 0 if edge is None else edge.numel(),
-            *map(address, found[OF_TOKENS:OF_EDGES]),
+            *map(address, gradients[OF_TOKENS:OF_EDGES]),
         )  # fmt: skip
         call = self._packed(None, None, stored)
-        status = _LIBRARY.graphattn_consensus_backward(call, gradients, self.dtype == torch.float64)
+        status = _LIBRARY.graphattn_consensus_backward(call, packed, self.dtype == torch.float64)
         library.check(status)
         if edge_weight is not None:
-            found[-1] = edge_weight.mT
-        return tuple(x if need else None for x, need in zip(found, needed, strict=True))
+            gradients[-1] = edge_weight.mT
+        return tuple(x if need else None for x, need in zip(gradients, needed, strict=True))
 
 
 def _mask(mask: Tensor | None, entries: int) -> Tensor | None:
@@ -295,13 +296,14 @@ class NativeSums(torch.autograd.Function):
             if torch.is_grad_enabled():
                 # create_graph=True: this is differentiated again.
                 plan = structured.plan_of(graph, tensors, valid, **options)
-                found = structured.gradients_of_sums_by_autograd(
+                gradients = structured.gradients_of_sums_by_autograd(
                     tensors, needed, plan, _with_zeros(tensors, d_sums)
                 )
             else:
-                own = d_sums, options["energy"], ctx.stored
-                found = gradients_of_sums(graph, tensors, needed, valid, *own)
-            return None, None, None, None, *found
+                gradients = gradients_of_sums(
+                    graph, tensors, needed, valid, d_sums, options["energy"], ctx.stored
+                )
+            return None, None, None, None, *gradients
 
 
 def _with_zeros(tensors: Sequence[Tensor], d_sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
