@@ -52,11 +52,11 @@ def compilations(
         if arguments is not inputs[-1][0]:
             continue  # gradients are compared at the last length
         weight = torch.randn_like(expected)
-        found = (
+        actual = (
             torch.autograd.grad(out, list(model.parameters()), weight, allow_unused=True)
             for out in (mine, expected)
         )
-        for a, b in zip(*found, strict=True):
+        for a, b in zip(*actual, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     return counter.frame_count
 

@@ -92,8 +92,8 @@ def test_a_packed_batch_equals_its_sequences_alone(name):
     tokens = tokens_of(sum(lengths))
     per_layer = [ga.batch(graphs) for graphs in zip(*map(model.graphs, lengths), strict=True)]
     packed = model(tokens, per_layer).split(lengths)
-    for own, out in zip(tokens.split(lengths), packed, strict=True):
-        torch.testing.assert_close(out, model(own), rtol=0, atol=1e-12)
+    for sequence, out in zip(tokens.split(lengths), packed, strict=True):
+        torch.testing.assert_close(out, model(sequence), rtol=0, atol=1e-12)
 
 
 def test_positions_shift_nothing_but_matter_when_they_spread():
@@ -259,12 +259,12 @@ def test_an_encoder_names_features_that_are_missing_or_not_expected():
 
 
 def test_options_of_consensus_are_spelled_as_in_every_model(tmp_path):
-    own = {"rank": 2, "edge_hidden": 6, "step_size": "auto"}
+    of_consensus = {"rank": 2, "edge_hidden": 6, "step_size": "auto"}
     for mixer in ("consensus", "mix"):
         options = {"depth": 2, "heads": H, "mixer": mixer, "rope": False}
         models = [
-            ga.models.SequenceEncoder(V, D, **options, **own),
-            ga.models.SequenceEncoder(V, D, **options, mixer_options=own),
+            ga.models.SequenceEncoder(V, D, **options, **of_consensus),
+            ga.models.SequenceEncoder(V, D, **options, mixer_options=of_consensus),
         ]
         models[1].load_state_dict(models[0].state_dict())
         tokens = torch.randint(V, (2, 7))
