@@ -150,14 +150,14 @@ def dropped(group: Any) -> list[Tensor]:
     layer = ga.nn.DotProductAttention(DIM, HEADS, attention_dropout=0.5)
     for p in layer.parameters():
         nn.init.constant_(p, 0.1)
-    results = []
+    outputs = []
     near, blocks = ga.window_cycle_graph(64, 8), ga.block_window_graph(64, 8)
     # No block is on two ranks: equal seeds would drop the same edges on both.
     for graph, exchange in ((near, "rows"), (near, "ring"), (blocks, "rows")):
         shard = ga.distributed.shard(graph, group, exchange=exchange, order="runs")
         torch.manual_seed(3)
-        results.append(layer(torch.ones(shard.num_targets, DIM), shard).detach())
-    return results
+        outputs.append(layer(torch.ones(shard.num_targets, DIM), shard).detach())
+    return outputs
 
 
 def refusals(group: Any) -> list[str]:
@@ -203,7 +203,7 @@ class _Elsewhere(ga.nn.DotProductAttention):
 
 def a_score_with_a_foreign_parameter(group: Any) -> list[str]:
     """Return what this rank gets by rows, where the gradient is right, and on a ring."""
-    results = []
+    messages = []
     for exchange, shape in (("rows", ()), ("ring", ()), ("ring", (HEADS,))):
         shard = ga.distributed.shard(ga.causal_graph(12), group, exchange=exchange, order="runs")  # type: ignore[arg-type]
         layer = _Elsewhere(DIM, HEADS)
@@ -212,7 +212,7 @@ def a_score_with_a_foreign_parameter(group: Any) -> list[str]:
         try:
             y.sum().backward()
         except ValueError as error:
-            results.append(str(error))
+            messages.append(str(error))
         else:
-            results.append("no error")
-    return results
+            messages.append("no error")
+    return messages

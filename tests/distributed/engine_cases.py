@@ -108,20 +108,20 @@ def steps(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Iterator[dic
     """Take steps of an optimizer, and yield the loss and the parameters after each."""
     optimizer = optimizer_of(model)
     while True:
-        result = loss(model)
-        result.backward()
+        value = loss(model)
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        yield {"loss": result.detach(), **whole_parameters(model)}
+        yield {"loss": value.detach(), **whole_parameters(model)}
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """All parameters on every rank, whatever holds them."""
-    results = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
         whole = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
-        results[name.removeprefix("module.")] = whole.detach().clone()
-    return results
+        parameters[name.removeprefix("module.")] = whole.detach().clone()
+    return parameters
 
 
 def check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -148,8 +148,8 @@ def check_model(ranks: Mesh, model: Any, graphs: Any, tokens: Tensor, **given: A
     shards = [ranks.shard(graph) for graph in graphs] if several else ranks.shard(graphs)
     first = shards[0] if several else shards
     of_rank = {k: first.split(x, dim=-1) if x.shape[-1] == N else x for k, x in given.items()}
-    result = first.gather(model(first.split(tokens), shards, **of_rank))
-    torch.testing.assert_close(result, model(tokens, graphs, **given), **CLOSE)
+    output = first.gather(model(first.split(tokens), shards, **of_rank))
+    torch.testing.assert_close(output, model(tokens, graphs, **given), **CLOSE)
 
 
 def models_compute_over_shards_what_they_compute_over_graphs(ranks: Mesh) -> None:
@@ -393,8 +393,8 @@ def learner() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def state_of(model: nn.Module, optimizer: Any, *, whole: bool = False) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=whole)
-    result = get_state_dict(model, optimizer, options=options)
-    return dict(zip(("model", "optimizer"), result, strict=True))
+    states = get_state_dict(model, optimizer, options=options)
+    return dict(zip(("model", "optimizer"), states, strict=True))
 
 
 def restored(path: Path, model: nn.Module, optimizer: Any) -> dict[str, Any]:

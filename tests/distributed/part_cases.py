@@ -133,8 +133,8 @@ def is_left_to_the_parts(backend: str, size: float, device: str = "cpu") -> bool
     key, value = torch.ones(3, 1, 1, device=device), torch.randn(3, 1, 1, device=device)
     score, backends = ga.DotProduct(1.0), {"backend": backend}
     out, lse = ga.score_attention(query, key, value, graph, score, return_lse=True, **backends)
-    result = part_gradients(
+    pairs = part_gradients(
         query, key, value, graph, score, whole=(out.detach(), lse.detach()),
         d_whole=(torch.ones_like(out), torch.ones_like(lse)), **backends,
     )  # fmt: skip
-    return result is None
+    return pairs is None

@@ -117,13 +117,13 @@ class _Doubled(ga.nn.DotProductAttention):
 
 def layers_over(graph: ga.TokenGraph, exchange: str) -> dict[str, Callable[[], nn.Module]]:
     """The layers that take a graph."""
-    results = {**SOFTMAX, **LINEAR}
+    layers = {**SOFTMAX, **LINEAR}
     if exchange == "rows":
-        results |= BY_MESSAGES | {"own logits": lambda: _Doubled(DIM, HEADS)}
+        layers |= BY_MESSAGES | {"own logits": lambda: _Doubled(DIM, HEADS)}
     if not graph.has_same_tokens:
-        return results | TWO_TRACKS
-    results |= ONE_TRACK | CONSENSUS
-    return results if graph.has_causal_part else results | ENERGY
+        return layers | TWO_TRACKS
+    layers |= ONE_TRACK | CONSENSUS
+    return layers if graph.has_causal_part else layers | ENERGY
 
 
 class Call(NamedTuple):
@@ -417,7 +417,7 @@ def _owners(tokens: int, group: Any) -> Tensor:
 
 def parts_computed_in_backward(group: Any) -> dict[str, int]:
     """How many parts of a ring the backward passes of some layers compute, over two ranks."""
-    graph, result = ga.complete_graph(20), {}
+    graph, counts = ga.complete_graph(20), {}
     edges = ga.knn_graph(torch.arange(20.0)[:, None], 7)
     layers = layers_over(graph, "ring")
     structured = partial(ga.nn.DotProductAttention, DIM, HEADS, backend="structured")
@@ -429,10 +429,10 @@ def parts_computed_in_backward(group: Any) -> dict[str, int]:
     for name, (make, whole) in calls.items():
         shard = ga.distributed.shard(whole, group, exchange="ring")
         y = make().to(WIDE)(torch.randn(shard.num_targets, DIM, dtype=WIDE), shard)
-        result[name], plain = 0, (SoftmaxParts.part, TopKParts.part)
+        counts[name], plain = 0, (SoftmaxParts.part, TopKParts.part)
 
         def counted(self: Any, *given: Any, name: str = name, plain: Any = plain) -> Any:
-            result[name] += 1
+            counts[name] += 1
             return plain[isinstance(self, TopKParts)](self, *given)
 
         SoftmaxParts.part = TopKParts.part = counted  # type: ignore[method-assign]
@@ -440,7 +440,7 @@ def parts_computed_in_backward(group: Any) -> dict[str, int]:
             y.sum().backward()
         finally:
             SoftmaxParts.part, TopKParts.part = plain  # type: ignore[method-assign]
-    return result
+    return counts
 
 
 def trips_of_a_ring(group: Any) -> list[tuple[int, int]]:

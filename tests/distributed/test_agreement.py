@@ -106,9 +106,9 @@ def test_a_rank_that_dies_ends_the_others_within_the_time_out(backward: bool) ->
 @pytest.mark.long
 def test_a_rank_that_hangs_ends_the_others_after_the_time_out() -> None:
     processes = Ranks(TIMEOUT)
-    result = processes.run(cases.one_rank_dies_or_hangs, 3, dies=False, backward=False)
+    by_rank = processes.run(cases.one_rank_dies_or_hangs, 3, dies=False, backward=False)
     processes.stop()
-    for error, seconds in result[:2]:
+    for error, seconds in by_rank[:2]:
         assert re.match(r"RuntimeError: .*(by peer|Timed out)", error, re.DOTALL)
         assert seconds < cases.HANGS
 

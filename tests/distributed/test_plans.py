@@ -120,12 +120,12 @@ def check(plan: CommunicationPlan) -> None:
     assert plan.received_rows.tolist() == received
     assert plan.sent_rows.tolist() == sent
     assert plan.partners.tolist() == partners
-    results = {
+    rows_received = {
         (rank, sender): tokens_of(runs)
         for rank in range(ranks)
         for sender, runs in plan.pairs(rank)
     }
-    assert results == expected
+    assert rows_received == expected
     mirrored = {
         (receiver, rank): tokens_of(runs)
         for rank in range(ranks)
@@ -197,8 +197,10 @@ def test_a_ring_begins_where_a_rank_receives_more_than_twice_what_it_owns():
     owned = torch.tensor([10, 10])
     assert exchange_of(torch.tensor([0, 20]), owned) == "rows"
     assert exchange_of(torch.tensor([0, 21]), owned) == "ring"
-    results = [ga.distributed.plan(ga.complete_graph(60), ranks).exchange for ranks in (1, 2, 3, 4)]
-    assert results == ["rows", "rows", "rows", "ring"]
+    exchanges = [
+        ga.distributed.plan(ga.complete_graph(60), ranks).exchange for ranks in (1, 2, 3, 4)
+    ]
+    assert exchanges == ["rows", "rows", "rows", "ring"]
 
 
 def test_bytes_of_a_ring_are_once_forward_and_twice_backward():
@@ -327,7 +329,7 @@ def test_a_table_of_runs_joins_and_cuts_each_rank_alone():
             for rank in sorted({rank for rank, _ in runs})
         ]
         between = torch.tensor([0, 3, 11, 20])
-        tokens = [token for _, result in table.by_rank() for token in tokens_of(result)]
+        tokens = [token for _, of_rank in table.by_rank() for token in tokens_of(of_rank)]
         assert table.counted_between(between).tolist() == [
             sum(low <= token < high for token in tokens)
             for low, high in ((0, 3), (3, 11), (11, 20))

@@ -46,8 +46,8 @@ def test_nothing_that_nobody_sees_leaves_a_rank_or_changes_a_bit(ranks, graph, e
 
 @pytest.mark.every_case
 def test_a_causal_window_of_256_sends_255_rows_over_every_border(ranks):
-    result = ranks.run(rows_sent_by_a_causal_window, 4, window=256, num_tokens=2048)
-    for rank, sent in enumerate(result):
+    by_rank = ranks.run(rows_sent_by_a_causal_window, 4, window=256, num_tokens=2048)
+    for rank, sent in enumerate(by_rank):
         to_next, to_previous = [0] * 4, [0] * 4
         if rank < 3:
             to_next[rank + 1] = 255

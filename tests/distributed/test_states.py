@@ -34,7 +34,7 @@ def remote_edges(graph, targets, sources):
 
 def edges_of_states(plan):
     """The edges that states stand for, (source, target); each must occur once."""
-    results = []
+    edges = []
     for rank in range(plan.sources.ranks):
         of_rank = plan.of_rank(rank, None, torch.device("cpu"))
         tokens = plan.targets.tokens(rank).tolist()
@@ -51,9 +51,9 @@ def edges_of_states(plan):
         for group in of_rank.groups:
             for piece in (pieces[row] for row in group.rows):
                 run = range(int(plan.pieces.start[piece]), int(plan.pieces.stop[piece]))
-                results += [(j, i) for i in tokens[group.start : group.stop] for j in run]
-    assert len(results) == len(set(results))
-    return set(results)
+                edges += [(j, i) for i in tokens[group.start : group.stop] for j in run]
+    assert len(edges) == len(set(edges))
+    return set(edges)
 
 
 def layouts(chance, graph):
@@ -111,9 +111,9 @@ def test_rows_travel_where_they_are_smaller(ranks):
 @pytest.mark.parametrize("order", ["runs", "zigzag"])
 @pytest.mark.parametrize("name", cases.GRAPHS)
 def test_bytes_that_are_sent_are_those_of_the_plan(ranks, name, order, forced):
-    result = ranks.run(cases.bytes_sent, 3, name=name, order=order, forced=forced)
-    assert len(set(result)) == 1
-    assert result[0] > 0
+    counts = ranks.run(cases.bytes_sent, 3, name=name, order=order, forced=forced)
+    assert len(set(counts)) == 1
+    assert counts[0] > 0
 
 
 @pytest.mark.every_case

@@ -43,11 +43,11 @@ def graph_kept_by_one_rank(group: Any) -> list[bool]:
     kept = [first] if group.rank() == 0 else []
     both = first
     del first
-    results = [ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag]
+    are_zigzag = [ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag]
     del both
-    results.append(ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag)
+    are_zigzag.append(ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag)
     del kept
-    return results
+    return are_zigzag
 
 
 def bias_as_long_as_a_table(group: Any) -> str:
@@ -115,7 +115,7 @@ BY_ROWS = ("dot, by messages", "own logits")
 
 def second_derivatives(group: Any, exchange: Any) -> list[str]:
     """Return what a second derivative by rows or on a ring says."""
-    results = []
+    messages = []
     torch.manual_seed(1)
     causal, window = (
         ga.distributed.shard(graph, group, exchange=exchange, order="runs")
@@ -131,12 +131,12 @@ def second_derivatives(group: Any, exchange: Any) -> list[str]:
         try:
             total = _twice(layer, whole, shard, shard.split)
         except RuntimeError as error:
-            results.append(str(error))
+            messages.append(str(error))
             continue
         torch.distributed.all_reduce(total, group=group)
         assert torch.allclose(total, expected, atol=1e-12), name
-        results.append("right")
-    return results
+        messages.append("right")
+    return messages
 
 
 def _twice(layer: Any, x: Tensor, graph: Any, split: Any) -> Tensor:

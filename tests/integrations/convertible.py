@@ -62,9 +62,9 @@ IMAGES = ("ViT", "DeiT")
 
 def is_there(name: str) -> bool:
     """ESM C is younger than the oldest transformers, whose Olmo 2 refuses its own defaults."""
-    result = getattr(transformers, f"{name}{(DECODERS.get(name) or [''])[0]}Config", None)
+    config = getattr(transformers, f"{name}{(DECODERS.get(name) or [''])[0]}Config", None)
     try:
-        return result is not None and result() is not None
+        return config is not None and config() is not None
     except Exception:
         if name != "Olmo2":
             raise

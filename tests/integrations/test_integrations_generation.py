@@ -69,9 +69,9 @@ def test_every_mixer_generates_the_same_with_a_cache_and_without(name, mixer, ca
     given = inputs(name, length=11, padding="left")
     more = {"tokens": 24, "output_logits": True, "return_dict_in_generate": True}
     without = generate(ours, given, use_cache=False, **more)
-    result = generate(ours, given, **CACHES[cache], **more)
-    assert torch.equal(result.sequences, without.sequences)
-    for a, b in zip(result.logits, without.logits, strict=True):
+    text = generate(ours, given, **CACHES[cache], **more)
+    assert torch.equal(text.sequences, without.sequences)
+    for a, b in zip(text.logits, without.logits, strict=True):
         assert relative_difference(a, b) < 1e-6  # norms and rotary tables are float32
 
 

@@ -129,14 +129,14 @@ def test_half_precision_and_autocast_stay_near():
     gat.add_krause_shortcut(model, window=8, top_k=None, init_sigma=2.0)
     exact = logits_of(model, tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        result = logits_of(model, tokens)
+        logits = logits_of(model, tokens)
         gradients(model, tokens)
-    assert (result - exact).abs().max() < 0.05 * exact.abs().max()
+    assert (logits - exact).abs().max() < 0.05 * exact.abs().max()
     half = tiny_model(scale=2.0, dtype=torch.bfloat16)
     gat.add_krause_shortcut(half, window=8, top_k=None, init_sigma=2.0)
-    result = logits_of(half, tokens)
-    assert result.dtype == torch.bfloat16
-    assert (result - exact).abs().max() < 0.05 * exact.abs().max()
+    logits = logits_of(half, tokens)
+    assert logits.dtype == torch.bfloat16
+    assert (logits - exact).abs().max() < 0.05 * exact.abs().max()
     # What is trained is kept in float32, or small steps would be rounded away.
     kinds = {name: p.dtype for name, p in half.named_parameters()}
     assert {kinds[name] for name in trainable(half)} == {torch.float32}
@@ -343,5 +343,5 @@ def test_gradients_are_those_of_finite_differences(form):
                 losses.append(loss())
         with torch.no_grad():
             parameter.add_(direction, alpha=1e-6)
-        slope, result = (losses[0] - losses[1]) / 2e-6, (parameter.grad * direction).sum()
-        torch.testing.assert_close(result, slope, rtol=1e-5, atol=1e-6, msg=name)
+        slope, gradient = (losses[0] - losses[1]) / 2e-6, (parameter.grad * direction).sum()
+        torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-6, msg=name)

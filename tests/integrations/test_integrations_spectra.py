@@ -43,12 +43,12 @@ def tokens():
 
 
 def eigenvalues(x, real=None):
-    results = []
+    spectra = []
     for b, sequence in enumerate(x):
         tokens = sequence if real is None else sequence[real[b]]
         centred = tokens - tokens.mean(0)
-        results.append(torch.linalg.eigvalsh(centred.T @ centred / len(tokens)).flip(0))
-    return torch.stack(results).mean(0)
+        spectra.append(torch.linalg.eigvalsh(centred.T @ centred / len(tokens)).flip(0))
+    return torch.stack(spectra).mean(0)
 
 
 def hidden_states(model, blocks, **inputs):

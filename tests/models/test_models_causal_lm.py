@@ -183,13 +183,13 @@ def test_padding_on_either_side_changes_nothing(mixer):
     texts = [tokens_of(int(n), seed=int(n)) for n in lengths]
     for valid in (right, left):
         positions = (torch.arange(9) - (valid.int().argmax(-1, keepdim=True))).clamp_min(0)
-        results = []
+        by_filler = []
         for filler in (0, -100, 10**6):
             tokens = torch.full((3, 9), filler)
             tokens[valid] = torch.cat(texts)
-            results.append(model(tokens, valid=valid, positions=positions)[valid])
-        assert all(torch.equal(results[0], other) for other in results[1:])
-        torch.testing.assert_close(results[0], torch.cat([model(t) for t in texts]), **CLOSE)
+            by_filler.append(model(tokens, valid=valid, positions=positions)[valid])
+        assert all(torch.equal(by_filler[0], other) for other in by_filler[1:])
+        torch.testing.assert_close(by_filler[0], torch.cat([model(t) for t in texts]), **CLOSE)
 
 
 # Training.
@@ -222,7 +222,7 @@ def test_tied_weights_stay_tied(tmp_path):
     ga.save(model, tmp_path)
     other = model_of("gka", tie_weights=True)
     other.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    results = [
+    twins = [
         ga.load(tmp_path),
         ga.models.CausalLM.from_pretrained(tmp_path),
         copy.deepcopy(model),
@@ -231,8 +231,8 @@ def test_tied_weights_stay_tied(tmp_path):
         other,
         model_of("gka", tie_weights=True).to("meta").to_empty(device="cpu"),
     ]
-    results[-1].load_state_dict(model.state_dict())
-    for twin in results:
+    twins[-1].load_state_dict(model.state_dict())
+    for twin in twins:
         assert is_tied(twin)
         torch.testing.assert_close(twin(tokens), expected, rtol=1e-5, atol=1e-5)
         with torch.no_grad():
@@ -373,7 +373,7 @@ def test_small_presets_have_a_million_parameters_and_write(name, vocab):
 
 @EVERY_MIXER
 def test_every_preset_takes_every_mixer(mixer):
-    names = [name for name, result in ga.models.presets().items() if result.model == "CausalLM"]
+    names = [name for name, entry in ga.models.presets().items() if entry.model == "CausalLM"]
     assert len(names) >= 6
     for name in names:
         assert preset(name, mixer=mixer, depth=2).config["mixer"] == mixer

@@ -173,7 +173,7 @@ def test_padding_is_never_read_nor_its_level(mixer):
     out = model(tokens, noise_level=sigma, valid=valid)
     torch.testing.assert_close(out[1, :6], model(tokens[1, :6], noise_level=sigma[1]), **CLOSE)
     every = sigma[:, None].expand(3, 9)
-    results = []
+    by_filler = []
     for filler, level in ((0, 0.0), (10**9, float("nan"))):
         model.zero_grad()
         y = model(
@@ -182,9 +182,9 @@ def test_padding_is_never_read_nor_its_level(mixer):
             valid=valid,
         )[valid]
         y.square().sum().backward()
-        results.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    torch.testing.assert_close(results[0][0], out[valid], **CLOSE)
+        by_filler.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*by_filler, strict=True))
+    torch.testing.assert_close(by_filler[0][0], out[valid], **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -175,11 +175,11 @@ def test_the_ends_of_temperature_are_the_likeliest_and_equal_shares(dtype, top_k
     taking_part = torch.ones(2, 4) if top_k is None else torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])
     warm = taking_part.double() / taking_part.sum(-1, keepdim=True)
     for temperature in (5e-324, 1e-320, 1e-45, 1e-40, 1e-30):
-        result = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
-        torch.testing.assert_close(result.double(), cold, rtol=0, atol=0)
+        shares = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
+        torch.testing.assert_close(shares.double(), cold, rtol=0, atol=0)
     for temperature in (1e20, 1e39, 1e300):
-        result = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
-        torch.testing.assert_close(result.double(), warm, rtol=1e-6, atol=0)
+        shares = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
+        torch.testing.assert_close(shares.double(), warm, rtol=1e-6, atol=0)
     text = model_of().generate(tokens_of(2, 5), 9, temperature=1e-40, top_k=top_k, top_p=top_p)
     assert torch.equal(text, model_of().generate(tokens_of(2, 5), 9))
 
@@ -191,10 +191,10 @@ def test_draws_follow_the_probabilities():
     prompt = tokens_of(1, 5).expand(count, -1)
     given = {"temperature": 1.7, "top_k": 8, "top_p": 0.95}
     text = model.generate(prompt, 1, generator=torch.Generator().manual_seed(0), **given)
-    result = text[:, -1].bincount(minlength=V).double()
+    counts = text[:, -1].bincount(minlength=V).double()
     p = Sampling(**given).probabilities(model(prompt[:1])[0, -1]).detach()
     assert 3 <= int((p > 0).sum()) < V
-    assert torch.all((result - count * p).abs() <= 5 * (count * p * (1 - p)).sqrt())
+    assert torch.all((counts - count * p).abs() <= 5 * (count * p * (1 - p)).sqrt())
 
 
 @pytest.mark.long

@@ -162,12 +162,12 @@ def test_spectra_of_every_block_and_without_the_attention_of_one(name: str) -> N
     model.train()
     for handle in handles:
         handle.remove()
-    result = ga.diagnostics.hidden_spectra(model, *batch.inputs, layers=names, **batch.keywords)
+    recorded = ga.diagnostics.hidden_spectra(model, *batch.inputs, layers=names, **batch.keywords)
     assert model.training
-    assert result.names == ("input", *names)
-    assert len(result.spectra) == len(blocks) + 1
+    assert recorded.names == ("input", *names)
+    assert len(recorded.spectra) == len(blocks) + 1
     valid = batch.keywords.get("valid")
-    for state, spectrum in zip(states, result.spectra[1:], strict=True):
+    for state, spectrum in zip(states, recorded.spectra[1:], strict=True):
         spectra = []
         for b, tokens in enumerate(state.double()):
             real = tokens if valid is None else tokens[valid[b]]

@@ -32,8 +32,8 @@ LAYERS = {
 
 def made(mixer, depth=4, **options):
     """(layer's class name, reach) of every block."""
-    result = mixers(mixer, depth, DIM, HEADS, **options)
-    return [(type(layer).__name__, reach) for layer, reach in result]
+    mixings = mixers(mixer, depth, DIM, HEADS, **options)
+    return [(type(layer).__name__, reach) for layer, reach in mixings]
 
 
 def layers_of(mixer, depth=4, **options):

@@ -22,7 +22,7 @@ def features_by_hand(model: Any, structure: Structure, source: int, target: int)
     a, b = structure.ca_positions[source], structure.ca_positions[target]
     d = min(float((a - b).norm()), reach)
     spacing = reach / (K - 1)
-    results = [
+    distances = [
         float(torch.exp(torch.tensor(-((d - k * spacing) ** 2) / 2 / spacing**2))) for k in range(K)
     ]
     along = [0.0] * (2 * most + 2)
@@ -30,7 +30,7 @@ def features_by_hand(model: Any, structure: Structure, source: int, target: int)
         offset = int(structure.positions[source] - structure.positions[target])
         along[min(max(offset, -most), most) + most] = 1.0
         along[-1] = 1.0
-    return results + along
+    return distances + along
 
 
 # What the model is.
@@ -167,21 +167,21 @@ def test_padding_of_sequences_is_never_read(mixer):
 def test_embeddings_of_a_list_are_those_of_its_proteins(structure):
     model = model_of("mix", structure=structure)
     proteins = [complex_of(7, 5), letters(9), complex_of(4, seed=5), "mk-vx", letters(3)]
-    result = model.embed(proteins, batch_size=2)
-    assert [len(features) for features in result] == [12, 9, 4, 4, 3]
-    for features, protein in zip(result, proteins, strict=True):
+    embeddings = model.embed(proteins, batch_size=2)
+    assert [len(features) for features in embeddings] == [12, 9, 4, 4, 3]
+    for features, protein in zip(embeddings, proteins, strict=True):
         torch.testing.assert_close(features, model.embed(protein), rtol=0, atol=1e-12)
     logits = model.logits(proteins)
-    for of_protein, features in zip(logits, result, strict=True):
+    for of_protein, features in zip(logits, embeddings, strict=True):
         torch.testing.assert_close(of_protein, model.head(features), rtol=0, atol=1e-12)
         assert not of_protein.requires_grad
 
 
 def test_chains_are_read_one_by_one_where_structures_are_not():
     model, structure = model_of("dot", structure=False), complex_of(7, 5)
-    result = model.embed(structure)
+    embedding = model.embed(structure)
     first, second = (model.embed(chain.sequence) for chain in structure.split())
-    torch.testing.assert_close(result, torch.cat([first, second]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(embedding, torch.cat([first, second]), rtol=0, atol=1e-12)
 
 
 # Tracks.
@@ -366,8 +366,8 @@ def test_numbers_may_be_those_of_the_structure():
     model, s = model_of("dot"), structure.sequence
     numbered = [f"{s[0]}-1W", f"{s[3]}6AW", f"A/{s[1]}5W", f"B/{s[6]}5W", f"{s[9]}12W:B/{s[7]}6W"]
     plain = [f"{s[0]}1W", f"{s[3]}4W", f"{s[1]}2W", f"{s[6]}7W", f"{s[9]}10W:{s[7]}8W"]
-    result = model.score_mutations(structure, numbered, numbering="structure")
-    assert result.tolist() == pytest.approx(
+    scores = model.score_mutations(structure, numbered, numbering="structure")
+    assert scores.tolist() == pytest.approx(
         model.score_mutations(structure, plain).tolist(), abs=1e-6
     )
     for text, says in [
@@ -390,8 +390,8 @@ def test_insertion_codes_count_in_either_case_unless_a_chain_has_both():
     model, s = model_of("dot"), structure.sequence
     numbered = [f"{s[1]}52AW", f"{s[2]}52aW", f"{s[3]}53BW", f"{s[0].lower()}52w"]
     plain = [f"{s[1]}2W", f"{s[2]}3W", f"{s[3]}4W", f"{s[0]}1W"]
-    result = model.score_mutations(structure, numbered, numbering="structure")
-    assert torch.equal(result, model.score_mutations(structure, plain))
+    scores = model.score_mutations(structure, numbered, numbering="structure")
+    assert torch.equal(scores, model.score_mutations(structure, plain))
     with pytest.raises(ValueError, match="with chain H 'H/A42G'; got 'A' in 'A:W52G'"):
         model.score_mutations(structure, ["A:W52G"], numbering="structure")
 

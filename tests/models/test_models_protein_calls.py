@@ -39,9 +39,9 @@ def test_no_residues_have_no_logits(mixer):
     assert model(tokens, structure=nothing).shape == (0, 21)
     assert model.embed(nothing).shape == (0, 16)
     some = complex_of(5)
-    result = model.embed([nothing, some])
-    assert [len(features) for features in result] == [0, 5]
-    torch.testing.assert_close(result[1], model.embed(some), rtol=0, atol=1e-12)
+    embeddings = model.embed([nothing, some])
+    assert [len(features) for features in embeddings] == [0, 5]
+    torch.testing.assert_close(embeddings[1], model.embed(some), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mixer", ["dot", "mix"])

@@ -57,7 +57,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Train every model for 20 steps, save it, and train 5 more, here and in another process."""
     folder = tmp_path_factory.mktemp("runs")
-    results: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for name in zoo.ZOO:
@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         state = {"name": name, **continued_run.state_of(model, optimizer)}
         torch.save(state, folder / name / "training.pt")
         more = continued_run.train(name, model, optimizer, range(20, 25))
-        results[name] = {
+        by_name[name] = {
             "first": losses,
             "losses": more,
             "weights": dict(model.state_dict()),
@@ -76,9 +76,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         }
     torch.set_num_threads(threads)
     finish(start("continued_run.py", folder))
-    for name, run in results.items():
+    for name, run in by_name.items():
         run["continued"] = torch.load(folder / name / "continued.pt")
-    return results
+    return by_name
 
 
 @pytest.mark.long
@@ -110,8 +110,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("processes") / "found.json"
     for process in [start("two_processes.py", file, rank, *zoo.ZOO) for rank in range(2)]:
         finish(process)
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return result
+    errors: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return errors
 
 
 @pytest.mark.long
@@ -121,9 +121,9 @@ def test_two_processes_with_half_the_examples_each_are_one_with_all(
     name: str, way: str, differences: dict[str, Any]
 ) -> None:
     """Gradients of two steps and the weights after them, in float64."""
-    result = differences[f"{name}, {way}"]
-    assert isinstance(result, float), result
-    assert result < 1e-9
+    error = differences[f"{name}, {way}"]
+    assert isinstance(error, float), error
+    assert error < 1e-9
 
 
 # In one process.

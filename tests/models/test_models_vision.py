@@ -164,9 +164,9 @@ def test_a_schedule_of_neighbours_is_as_long_as_the_model(name, first, last, dep
     model = ga.models.VisionTransformer.from_preset(
         name, mixer="krause", depth=depth, dim=8, heads=2
     )
-    results = [block.mixer.top_k for block in model.blocks]
+    schedule = [block.mixer.top_k for block in model.blocks]
     expected = torch.linspace(first, last, depth, dtype=torch.float64).round().int().tolist()
-    assert results == expected
+    assert schedule == expected
 
 
 @pytest.mark.parametrize("leading", [0, 1, 2])

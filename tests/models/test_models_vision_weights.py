@@ -52,8 +52,8 @@ def images_of(model, *size, batch=3):
 
 @torch.no_grad()
 def output(model, images, **options):
-    result = model(images, **options)
-    return result.logits if hasattr(result, "logits") else result.last_hidden_state[:, 0]
+    outputs = model(images, **options)
+    return outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state[:, 0]
 
 
 @pytest.mark.every_case
@@ -100,10 +100,10 @@ def test_patches_and_images_may_be_rectangles():
 def test_dtypes_stay(dtype):
     model = theirs().to(dtype)
     ours, images = LOAD(model), images_of(model).to(dtype)
-    result = ours(images)
-    assert result.dtype == dtype
+    logits = ours(images)
+    assert logits.dtype == dtype
     tolerance = 1e-12 if dtype == torch.float64 else 0.1
-    torch.testing.assert_close(result, output(model, images), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(logits, output(model, images), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.every_case

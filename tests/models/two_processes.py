@@ -36,18 +36,18 @@ def whole(tensor: Tensor) -> Tensor:
 def steps(model: nn.Module, name: str, rank: int, of: int) -> dict[str, Tensor]:
     """The gradients of every step and the weights after the last, by name."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    results = {}
+    tensors = {}
     for step in range(STEPS):
         optimizer.zero_grad()
         batch = zoo.batch_of(name, 100 + step, EXAMPLES).to(torch.float64).part(rank, of)
         zoo.exact_loss_of(model, batch).backward()
         for key, parameter in model.named_parameters():
             if parameter.grad is not None:
-                results[f"{step} {key.removeprefix('module.')}"] = whole(parameter.grad).clone()
+                tensors[f"{step} {key.removeprefix('module.')}"] = whole(parameter.grad).clone()
         optimizer.step()
     for key, parameter in model.named_parameters():
-        results[key.removeprefix("module.")] = whole(parameter.detach())
-    return results
+        tensors[key.removeprefix("module.")] = whole(parameter.detach())
+    return tensors
 
 
 def shared(model: nn.Module, way: str) -> nn.Module:
@@ -81,16 +81,16 @@ def main(file: Path, rank: int, names: list[str]) -> None:
     distributed.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    results: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name in names:
         for way in WAYS:
             try:
-                results[f"{name}, {way}"] = compared(name, way, rank)
+                differences[f"{name}, {way}"] = compared(name, way, rank)
             except Exception:
-                results[f"{name}, {way}"] = traceback.format_exc()
+                differences[f"{name}, {way}"] = traceback.format_exc()
             distributed.barrier()
     if rank == 0:
-        file.write_text(json.dumps(results), encoding="utf-8")
+        file.write_text(json.dumps(differences), encoding="utf-8")
     distributed.destroy_process_group()
 
 

@@ -32,8 +32,8 @@ class Batch(NamedTuple):
     def part(self, rank: int, of: int) -> Batch:
         """Every `of`-th example, from `rank` on."""
         size = len(self.target)
-        result = self._with(lambda x: x[rank::of] if len(x) == size else x)
-        return result._replace(target=self.target[rank::of])
+        batch = self._with(lambda x: x[rank::of] if len(x) == size else x)
+        return batch._replace(target=self.target[rank::of])
 
     def to(self, dtype: torch.dtype) -> Batch:
         """Return the batch with its floating-point inputs in a dtype."""
