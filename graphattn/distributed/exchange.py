@@ -1,4 +1,4 @@
-"""What travels between ranks: rows of keys and values, or whatever a layer reads of sources.
+"""Exchanges between ranks: of keys and values, or whatever rows a layer reads of sources.
 
 All rows travel in one all-to-all before the layer's operation, and their gradients in one after
 it; on a ring, in one for every round. These and the other collectives at the end of this file are

@@ -140,7 +140,7 @@ class ShardedGraph:
 
     @property
     def share(self) -> Share:
-        """What decides which tokens this rank owns; its text counts them."""
+        """The part of the tokens that this rank owns; its text counts them."""
         return Share(self._targets, self._sources, self.rank)
 
     # What this rank computes.
