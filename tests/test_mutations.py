@@ -1911,7 +1911,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernels' frame does not scale what rotary positions turn",
-        "graphattn/integrations/transformers/conversion/agreement.py",
+        "graphattn/integrations/transformers/conversion/mixers.py",
         "size = cos.square() + sin.square()",
         "size = 1.0",
         (

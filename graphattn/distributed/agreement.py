@@ -40,13 +40,6 @@ def graph_digest(graph: StoredGraph) -> str:
     It takes O(1) for a structured graph, and reads the table or list of another one. It does not
     depend on the device, or on whether edges were listed. Graphs that are stored in another form
     are different, even if their edges are equal, because layers compute them in another way.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.distributed.agreement import graph_digest
-        >>> a, b = ga.causal_graph(1 << 40), ga.causal_graph(1 << 40)
-        >>> graph_digest(a) == graph_digest(b), graph_digest(a) == graph_digest(ga.causal_graph(9))
-        (True, False)
     """
     digest = hashlib.blake2b(digest_size=16)
     tensors = [graph.code]
@@ -64,16 +57,16 @@ def graph_digest(graph: StoredGraph) -> str:
     return digest.hexdigest()
 
 
-def facts_of_call(layer: Any, given: Mapping[str, Any], *, both: bool) -> dict[str, str]:
+def facts_of_call(
+    layer: str, exchanged: Sequence[str], given: Mapping[str, Any], *, both: bool
+) -> dict[str, str]:
     """Return what must be equal on all ranks in a call of a layer.
 
-    Args:
-        layer: the layer; its `exchanged` names the arguments whose rows travel.
-        given: all arguments by name.
-        both: whether masks and positions of targets travel, too, and not only those of sources.
+    `exchanged` names the arguments whose rows travel. Masks and positions are those of sources, and
+    those of targets, too, if `both`.
     """
-    facts = {"layer": repr(layer)}
-    for name in layer.exchanged:
+    facts = {"layer": layer}
+    for name in exchanged:
         x = given.get(name)
         if name not in ("valid", "positions"):
             facts[name] = described(x, -2)
@@ -90,14 +83,7 @@ def facts_of_call(layer: Any, given: Mapping[str, Any], *, both: bool) -> dict[s
 
 
 def described(x: Any, dim: int) -> str:
-    """Return the dtype and the shape of an argument, whose dimension `dim` < 0 counts the tokens.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.distributed.agreement import described
-        >>> described(torch.ones(2, 100, 8), -2)
-        'float32 [2, tokens, 8]'
-    """
+    """Return the dtype and shape of an argument, whose dimension `dim` < 0 counts the tokens."""
     if not isinstance(x, Tensor):
         return "None" if x is None else type(x).__name__
     sizes = [str(size) for size in x.shape]

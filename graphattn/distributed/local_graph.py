@@ -23,7 +23,7 @@ class LocalGraph(TokenGraph):
         rank, ranks: the place of this rank among all of them.
         over_ranks: the maximum of a tensor over all ranks, elementwise; None if ranks share no
             sequence.
-        own: the tokens of this rank among the targets of this graph.
+        owned: the tokens of this rank among the targets of this graph.
         sequence: LongTensor, for every target the number of its sequence in the whole graph.
         sequences: how many sequences the whole graph has.
     """
@@ -31,7 +31,7 @@ class LocalGraph(TokenGraph):
     rank: int = 0
     ranks: int = 1
     over_ranks: Callable[[Tensor], Tensor] | None = None
-    own: slice | Tensor = slice(None)
+    owned: slice | Tensor = slice(None)
     sequence: Tensor | None = None
     sequences: int = 1
 
@@ -43,7 +43,7 @@ class LocalGraph(TokenGraph):
         """Return the maximum over all tokens of every sequence, on whatever rank they are."""
         if self.over_ranks is None or self.sequence is None:
             return super().maximum_per_sequence(degree)
-        owned, sequence = degree[..., self.own, :], self.sequence[self.own]
+        owned, sequence = degree[..., self.owned, :], self.sequence[self.owned]
         shape = *degree.shape[:-2], self.sequences, degree.shape[-1]
         index = sequence[:, None].expand(owned.shape)
         largest = degree.new_zeros(shape).scatter_reduce(-2, index, owned, "amax")
@@ -56,13 +56,13 @@ class LocalPart(NamedTuple):
     Attributes:
         graph: the edges that this rank computes.
         exchange: the rows that travel.
-        own: the tokens of this rank among the targets of the graph, in case there are others.
+        owned: the tokens of this rank among the targets of the graph, in case there are others.
         context: LongTensor, the tokens that are the sources of the graph.
     """
 
     graph: LocalGraph
     exchange: RowExchange
-    own: slice | Tensor
+    owned: slice | Tensor
     context: Tensor
 
 
@@ -96,44 +96,38 @@ def exchange_of(
 ) -> RowExchange:
     """Return the exchange that makes the context of a rank.
 
-    Args:
-        needed: for every rank the tokens that it needs, its own included or not.
-        layout: who owns the tokens.
-        rank: this rank.
-        context: LongTensor, the tokens that this rank needs, in any order; they may repeat.
-        group: the process group.
-        device: the device of the rows.
+    `needed` are for every rank the tokens that it needs, its own included or not. `context` are
+    those of this rank, a LongTensor in any order; they may repeat.
     """
-    own_runs, own = layout.runs(rank), layout.tokens(rank)
-    send, sent, total = [], [], 0
+    owned_runs, owned = layout.runs(rank), layout.tokens(rank)
+    send, total = [], 0
     for other, runs in enumerate(needed):
         total += count(runs) - count(common(runs, layout.runs(other)))
-        rows = [] if other == rank else common(runs, own_runs)
-        send.append(torch.searchsorted(own, tokens_of(rows)))
-        sent.append(count(rows))
+        rows = [] if other == rank else common(runs, owned_runs)
+        send.append(torch.searchsorted(owned, tokens_of(rows)))
     arriving = [
         tokens_of([] if other == rank else common(needed[rank], layout.runs(other)))
         for other in range(layout.ranks)
     ]
-    kept = tokens_of(common(needed[rank], own_runs))
+    kept = tokens_of(common(needed[rank], owned_runs))
     there = torch.cat([*arriving, kept])
     arrived = len(there) - len(kept)
     order = there.argsort()
     place = order[torch.searchsorted(there[order], context)]
     before = int((there[:arrived] < kept[0]).sum()) if len(kept) else arrived
     plain = [torch.arange(before), torch.arange(arrived, len(there)), torch.arange(before, arrived)]
-    places = torch.searchsorted(own, kept)
+    places = torch.searchsorted(owned, kept)
     first = int(places[0]) if len(kept) else 0
     is_run = torch.equal(places, torch.arange(first, first + len(kept)))
-    return RowExchange(
+    return RowExchange.of_lists(
+        send,
+        [len(tokens) for tokens in arriving],
+        total,
         group=group,
-        send=torch.cat(send).to(device),
-        sent=tuple(sent),
-        received=tuple(map(len, arriving)),
-        own=slice(first, first + len(kept)) if is_run else places.to(device),
+        device=device,
+        kept=slice(first, first + len(kept)) if is_run else places.to(device),
         place=None if torch.equal(place, torch.cat(plain)) else place.to(device),
         before=before,
-        total=total,
     )
 
 
@@ -171,7 +165,7 @@ def rows_of_targets(graph: TokenGraph, run: range, context: Tensor) -> TokenGrap
     )
 
 
-def among_context(graph: TokenGraph, own: Tensor, context: Tensor) -> TokenGraph:
+def among_context(graph: TokenGraph, owned: Tensor, context: Tensor) -> TokenGraph:
     """Return the edges that touch a token of a rank, over the tokens `context`.
 
     If the context is one run, the result has a structure, and also the edges between other tokens
@@ -186,7 +180,7 @@ def among_context(graph: TokenGraph, own: Tensor, context: Tensor) -> TokenGraph
             return among
     lists = []
     for side in (graph, graph.transpose()):
-        for low, high in runs_of(own):
+        for low, high in runs_of(owned):
             part, seen = side.targets(low, high)
             ends = part.compact_edges.long() + torch.tensor([[seen.start], [low]], device=device)
             lists.append(ends if side is graph else ends.flip(0))
@@ -208,15 +202,15 @@ def edge_exchange_of(part: LocalPart, layout: Layout, rank: int, group: Any) -> 
     """Return the exchange of values of edges for the graph of both ends of a rank."""
     source, target = part.context[part.graph.edge_index.cpu()]
     from_rank, to_rank = layout.owner(source), layout.owner(target)
-    own = (to_rank == rank).nonzero().flatten()
+    owned = (to_rank == rank).nonzero().flatten()
     arriving = ((from_rank == rank) & (to_rank != rank)).nonzero().flatten()
     arriving = arriving[to_rank[arriving].argsort(stable=True)]
-    leaving = (from_rank[own] != rank).nonzero().flatten()
-    receivers = from_rank[own][leaving]
+    leaving = (from_rank[owned] != rank).nonzero().flatten()
+    receivers = from_rank[owned][leaving]
     order = receivers.argsort(stable=True)
-    place = torch.full_like(source, len(arriving) + len(own))
+    place = torch.full_like(source, len(arriving) + len(owned))
     place[arriving] = torch.arange(len(arriving))
-    place[own] = torch.arange(len(own)) + len(arriving)
+    place[owned] = torch.arange(len(owned)) + len(arriving)
     ranks, device = layout.ranks, part.graph.device
     exchange = RowExchange(
         group=group,

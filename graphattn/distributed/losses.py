@@ -63,14 +63,14 @@ def token_mean(losses: Tensor, mask: Tensor | None = None, group: Any = None) ->
     losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
     if mask is not None:
         losses, count = _counted(losses, mask)
-    own = losses.sum()
-    sums = torch.stack([own.detach().double(), count])
+    of_rank = losses.sum()
+    sums = torch.stack([of_rank.detach().double(), count])
     ranks = 1
     for one in _groups_of(group):
         sums, ranks = _added_up(sums, one), ranks * one.size()
     total, count = sums.unbind()
     count = count.clamp_min(1)
-    mean: Tensor = _ValueAndSlope.apply(own, total / count, ranks / count)
+    mean: Tensor = _ValueAndSlope.apply(of_rank, total / count, ranks / count)
     return mean
 
 
@@ -80,10 +80,6 @@ def same_loss_on_all_ranks(x: Tensor, ranks: int) -> Tensor:
     All ranks compute the same loss, and each takes the gradient of its own rows only. So this
     function multiplies that gradient by the number of ranks. When the ranks then average the
     gradients of all parameters, the average is the gradient of the loss.
-
-    Args:
-        x: the gathered rows, of any shape.
-        ranks: the size of the group that gathered them.
     """
     if ranks == 1:
         return x

@@ -93,13 +93,7 @@ def common(runs: Iterable[Run], within: Iterable[range]) -> Runs:
 
 
 def without(runs: Iterable[range], tokens: Sequence[int]) -> list[range]:
-    """Leave some tokens out of runs, in ascending order.
-
-    Example:
-        >>> from graphattn.distributed.seen import without
-        >>> without([range(0, 5), range(8, 9)], (0, 3, 8))
-        [range(1, 3), range(4, 5)]
-    """
+    """Leave some tokens out of runs, in ascending order."""
     result = []
     for run in runs:
         start = run.start
@@ -111,14 +105,7 @@ def without(runs: Iterable[range], tokens: Sequence[int]) -> list[range]:
 
 
 def global_tokens(structure: GraphStructure | None) -> tuple[int, ...]:
-    """Return the tokens that see all tokens and are seen by all of them, if they are few.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.distributed.seen import global_tokens
-        >>> global_tokens(ga.longformer_graph(1000, window=4, global_tokens=[0, 7]).structure)
-        (0, 7)
-    """
+    """Return the tokens that see all tokens and are seen by all of them, if they are few."""
     match structure:
         case GlobalTokens(_, tokens):
             return tokens if len(tokens) <= MOST_GLOBAL else ()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,9 +19,7 @@ from graphattn.distributed.agreement import (
     graph_digest,
     is_equal_on_all_ranks,
 )
-from graphattn.distributed.collectives import gathered, maximum_over_ranks
-from graphattn.distributed.exchange import RowExchange
-from graphattn.distributed.global_targets import GlobalTargets, global_block, results_exchange
+from graphattn.distributed.exchange import RowExchange, gathered, maximum_over_ranks
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
     EdgeExchange,
@@ -35,9 +32,14 @@ from graphattn.distributed.local_graph import (
     sequences_of,
     unlike_edges,
 )
-from graphattn.distributed.planning.needs import remote_runs
 from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
-from graphattn.distributed.ring.rounds import RingPlan, RingRound
+from graphattn.distributed.ring.rounds import (
+    GlobalTargets,
+    RingPlan,
+    RingRound,
+    global_block,
+    results_exchange,
+)
 from graphattn.distributed.ring.states import StatesOfRank
 from graphattn.distributed.seen import (
     Runs,
@@ -57,12 +59,28 @@ Side = Literal["targets", "sources", "edges"]
 SIDES = ("targets", "sources", "edges")
 
 
+class Share(NamedTuple):
+    """The part of the tokens that a rank owns."""
+
+    targets: Layout
+    sources: Layout
+    rank: int
+
+    def __str__(self) -> str:
+        layout = self.targets
+        return (
+            f"{layout.size(self.rank)} of {layout.num_tokens} tokens on rank {self.rank} of "
+            f"{layout.ranks}{' (zigzag)' * layout.zigzag}"
+        )
+
+
 class ShardedGraph:
     """One rank's part of a graph, and what this rank must exchange with the others.
 
     :func:`shard` makes it. Layers take it in the place of a graph, with the tokens of this rank.
 
     Attributes:
+        plan: the plan of what all ranks exchange; ``print(shard.plan)`` shows it.
         whole: the graph of all tokens.
         rank, ranks: the place of this rank in the group, and the size of the group.
         group: the process group; None if there is only one rank.
@@ -74,33 +92,14 @@ class ShardedGraph:
             fetches all rows, as that of any other target.
     """
 
-    def __init__(
-        self,
-        whole: TokenGraph,
-        rank: int,
-        group: Any,
-        *,
-        targets: Layout,
-        sources: Layout,
-        exchange: Exchange,
-        broadcast: tuple[int, ...] = (),
-    ) -> None:
-        self.whole, self.rank, self.ranks, self.group = whole, rank, targets.ranks, group
-        self.exchange, self.broadcast = exchange, broadcast
-        self._targets, self._sources = targets, sources
-        self.num_targets, self.num_sources = targets.size(rank), sources.size(rank)
+    def __init__(self, plan: CommunicationPlan, rank: int, group: Any) -> None:
+        self.plan, self.rank, self.group = plan, rank, group
+        self.whole, self.ranks = plan.graph, plan.ranks
+        self.exchange, self.broadcast = plan.exchange, plan.broadcast
+        self._targets, self._sources = plan.target_layout, plan.source_layout
+        self.num_targets, self.num_sources = self._targets.size(rank), self._sources.size(rank)
 
     # What this rank owns.
-
-    @cached_property
-    @made_for_training
-    def plan(self) -> CommunicationPlan:
-        """The plan of what all ranks exchange; ``print(shard.plan)`` shows it."""
-        automatic = planned(self.whole, self._targets, self._sources)
-        if (automatic.exchange, automatic.broadcast) == (self.exchange, self.broadcast):
-            return automatic
-        needs = remote_runs(self.whole, self._targets, self._sources, False, self.broadcast)
-        return replace(automatic, exchange=self.exchange, needs=needs, broadcast=self.broadcast)
 
     @property
     def device(self) -> torch.device:
@@ -139,6 +138,11 @@ class ShardedGraph:
         """LongTensor, the positions of the sources of this rank."""
         return self.tokens.source_positions
 
+    @property
+    def share(self) -> Share:
+        """The part of the tokens that this rank owns; its text counts them."""
+        return Share(self._targets, self._sources, self.rank)
+
     # What this rank computes.
 
     @property
@@ -159,11 +163,11 @@ class ShardedGraph:
     def _part(self, runs: list[list[range]]) -> LocalPart:
         """Return the graph of some runs of targets of this rank; `runs` are those of all ranks."""
         needed = [seen_by_runs(self.whole, of_rank) for of_rank in runs]
-        own = runs[self.rank] or [range(0)]  # a rank may own nothing but global tokens
-        contexts = [tokens_of(seen_by(self.whole, run.start, run.stop)) for run in own]
+        owned = runs[self.rank] or [range(0)]  # a rank may own nothing but global tokens
+        contexts = [tokens_of(seen_by(self.whole, run.start, run.stop)) for run in owned]
         parts = [
             rows_of_targets(self.whole, run, context)
-            for run, context in zip(own, contexts, strict=True)
+            for run, context in zip(owned, contexts, strict=True)
         ]
         graph = as_local(parts[0] if len(parts) == 1 else batch(parts), self.rank, self.ranks)
         context = torch.cat(contexts)
@@ -175,8 +179,8 @@ class ShardedGraph:
     def global_targets(self) -> GlobalTargets:
         """The global tokens of all ranks, and the graph of this rank's other targets."""
         tokens, layout, device = self.broadcast, self._targets, self.device
-        own = layout.tokens(self.rank)
-        is_global = torch.isin(own, torch.tensor(tokens))
+        owned = layout.tokens(self.rank)
+        is_global = torch.isin(owned, torch.tensor(tokens))
         rows, of_globals = (~is_global).nonzero().flatten(), is_global.nonzero().flatten()
         others = [without(layout.runs(rank), tokens) for rank in range(self.ranks)]
         everywhere = [[(token, token + 1) for token in tokens]] * self.ranks
@@ -189,7 +193,7 @@ class ShardedGraph:
             ),
             block=global_block(tokens, self.num_sources, self.rank, device),
             results=results,
-            own=place,
+            owned=place,
             place=torch.cat([rows, of_globals]).argsort().to(device),
         )
 
@@ -200,7 +204,7 @@ class ShardedGraph:
 
         Its tokens are those of this rank and all that share an edge with them.
         """
-        layout, own = self._targets, self._targets.tokens(self.rank)
+        layout, owned = self._targets, self._targets.tokens(self.rank)
         needed = []
         sides = self.whole, self.whole.transpose()
         for rank in range(self.ranks):
@@ -209,18 +213,18 @@ class ShardedGraph:
             needed.append(joined([*seen, *((run.start, run.stop) for run in runs)]))
         context = tokens_of(needed[self.rank])
         exchange = self._exchange(needed, context)
-        among = among_context(self.whole, own, context)
+        among = among_context(self.whole, owned, context)
         graph = as_local(among, self.rank, self.ranks)
         graph._points_backward = self.whole.points_backward
-        places = torch.searchsorted(context, own)
+        places = torch.searchsorted(context, owned)
         first = int(places[0])
-        is_run = int(places[-1]) - first + 1 == len(own)
-        graph.own = slice(first, first + len(own)) if is_run else places.to(self.device)
+        is_run = int(places[-1]) - first + 1 == len(owned)
+        graph.owned = slice(first, first + len(owned)) if is_run else places.to(self.device)
         graph.sequence = sequences_of(self.whole, context)
         graph.sequences = len(self.whole.sizes)
         if self.ranks > 1:
             graph.over_ranks = partial(maximum_over_ranks, group=self.group)
-        return LocalPart(graph, exchange, graph.own, context)
+        return LocalPart(graph, exchange, graph.owned, context)
 
     def _exchange(self, needed: list[Runs], context: Tensor) -> RowExchange:
         return exchange_of(
@@ -284,8 +288,8 @@ class ShardedGraph:
                     f"tensors[{number}] must have {count} {of} in dimension {along}, got shape "
                     f"{list(x.shape)}"
                 )
-            own = [x.narrow(along, run.start, len(run)) for run in runs]
-            parts.append(own[0] if len(own) == 1 else torch.cat(own, dim=along))
+            rows = [x.narrow(along, run.start, len(run)) for run in runs]
+            parts.append(rows[0] if len(rows) == 1 else torch.cat(rows, dim=along))
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def gather(self, tensor: Tensor, *, of: Side = "targets", dim: int | None = None) -> Tensor:
@@ -304,11 +308,11 @@ class ShardedGraph:
         """
         layout = self._targets if as_choice("of", of, SIDES[:2]) == "targets" else self._sources
         along = _token_dim(tensor) if dim is None else dim
-        own = layout.size(self.rank)
-        if tensor.shape[along] != own:
+        count = layout.size(self.rank)
+        if tensor.shape[along] != count:
             raise ValueError(
-                f"tensor must have {own} {of} in dimension {along} on rank {self.rank}, got shape "
-                f"{list(tensor.shape)}"
+                f"tensor must have {count} {of} in dimension {along} on rank {self.rank}, got "
+                f"shape {list(tensor.shape)}"
             )
         if self.ranks == 1:
             return tensor
@@ -327,8 +331,8 @@ class ShardedGraph:
         edges = []
         for run in targets:
             first = self.whole.targets(0, run.start)[0].num_edges
-            own = self.whole.targets(run.start, run.stop)[0].num_edges
-            edges.append(range(first, first + own))
+            count = self.whole.targets(run.start, run.stop)[0].num_edges
+            edges.append(range(first, first + count))
         return edges
 
     def _whole_count(self, of: str) -> int:
@@ -471,7 +475,7 @@ class ShardedGraph:
         if self.group is None or torch.compiler.is_compiling() or not self._has_border:
             return nullcontext()
         both = bool(self.broadcast) or "positions" in layer.exchanged
-        facts = facts_of_call(layer, given, both=both)
+        facts = facts_of_call(repr(layer), layer.exchanged, given, both=both)
         if self.broadcast:  # they decide whether queries are sent
             weights = given.get("return_attention_weights", False) is not False
             has_bias = given.get("edge_bias") is not None
@@ -565,27 +569,22 @@ def shard(
     if ranks > 1 and not is_equal_on_all_ranks(process_group, earlier):
         earlier = None, None  # some ranks have deleted the earlier graph
     shares = Layout(graph.num_targets, ranks), Layout(graph.num_sources, ranks)
-    broadcast: tuple[int, ...] = ()
+    chosen: tuple[Exchange, tuple[int, ...]]
     if exchange == "auto":
         automatic = planned(graph, *shares)
-        exchange, broadcast = automatic.exchange, automatic.broadcast
+        chosen = automatic.exchange, automatic.broadcast
+    else:
+        chosen = exchange, ()
     zigzag = order == "zigzag"
     if order == "auto" and earlier[0] is not None:
         zigzag = earlier[0]
-    elif order == "auto" and exchange == "ring" and graph.is_causal:
+    elif order == "auto" and chosen[0] == "ring" and graph.is_causal:
         zigzag = 2 * ranks <= graph.num_targets and plan(graph, ranks).target_layout.zigzag
     targets = sources = _layout(process_group, graph.num_targets, ranks, zigzag)
     if graph.num_sources != graph.num_targets:
         sources = _layout(process_group, graph.num_sources, ranks, bool(earlier[1]))
-    return ShardedGraph(
-        graph,
-        rank,
-        process_group if ranks > 1 else None,
-        targets=targets,
-        sources=sources,
-        exchange=exchange if ranks > 1 else "rows",
-        broadcast=broadcast,
-    )
+    made = planned(graph, targets, sources, "targets", chosen if ranks > 1 else ("rows", ()))
+    return ShardedGraph(made, rank, process_group if ranks > 1 else None)
 
 
 def _check(graph: Any, ranks: int, order: str, exchange: str) -> None:

@@ -17,13 +17,8 @@ from graphattn.graphs.token_graph import TokenGraph
 def from_pairs(values: Tensor, graph: TokenGraph, packed: int) -> Tensor:
     """Return the values [B or 1, H or 1, N, M] of pairs at the edges.
 
-    Args:
-        values: the values of all pairs.
-        graph: N targets and M sources; or B N and B M in a packed batch.
-        packed: B, the number of samples in the graph; 0 if all samples have the same graph.
-
-    Returns:
-        [B or 1, E, H or 1]; [E, H or 1] for a packed batch.
+    The graph has N targets and M sources, and the result is [B or 1, E, H or 1]. A packed graph of
+    B samples has B N and B M, and the result is [E, H or 1]. `packed` is B, or 0.
     """
     source, target = graph.edge_index
     if not packed:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from graphattn.distributed.blocks import check_same_shares
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph
 from graphattn.models.mixers import KINDS, options_taken, over_depth
@@ -20,6 +19,7 @@ from graphattn.nn.base.graph_layer import GraphLayer
 from graphattn.nn.files.config import Configured
 from graphattn.nn.files.known import KNOWN
 
+Key = TypeVar("Key")
 BlockGraph = TokenGraph | ShardedGraph  # of one block
 Graphs = BlockGraph | Sequence[BlockGraph] | None
 
@@ -129,7 +129,7 @@ class BlockStack(Configured, nn.Module):
             raise ValueError(
                 f"graph must be one graph, or one per block ({len(self.blocks)}), got {len(graph)}"
             )
-        check_same_shares(graph)
+        _check_same_shares(graph)
         return graph
 
     def run_blocks(
@@ -204,6 +204,12 @@ class BlockStack(Configured, nn.Module):
         return given
 
 
+def one_each(keys: Sequence[Key], make: Callable[[Key], TokenGraph]) -> list[TokenGraph]:
+    """Return a graph for every key; equal keys share one."""
+    made = {key: make(key) for key in dict.fromkeys(keys)}
+    return [made[key] for key in keys]
+
+
 def _takes_edge_bias(mixer: nn.Module) -> bool:
     """Return whether a mixer takes edge_bias: attention layers, and modules with that keyword."""
     if isinstance(mixer, GraphAttention):
@@ -223,3 +229,27 @@ OF_EDGES = {  # argument: (which layers take it, how messages describe them)
     "edge_bias": (_takes_edge_bias, "attention layers"),
     "edge_features": (_takes_edge_features, "consensus layers made with edge_features > 0"),
 }
+
+
+def _check_same_shares(graphs: Sequence[BlockGraph]) -> None:
+    """Check that all graphs are of the same tokens on this rank.
+
+    The output of a block is the input of the next one. Graphs that are not divided among ranks are
+    not compared.
+    """
+    first = graphs[0] if graphs else None
+    for place, graph in enumerate(graphs):
+        if isinstance(graph, ShardedGraph) != isinstance(first, ShardedGraph):
+            raise ValueError(
+                "graph must be a ShardedGraph for every block or for none, got "
+                f"{type(first).__name__} for block 0 and {type(graph).__name__} for block {place}"
+            )
+        if not isinstance(graph, ShardedGraph) or not isinstance(first, ShardedGraph):
+            continue
+        if graph.share != first.share or graph.group is not first.group:
+            raise ValueError(
+                "graph must divide the same tokens in the same way for every block, got "
+                f"{first.share} for block 0 and {graph.share} for block {place}: call "
+                "graphattn.distributed.shard with the same group for all graphs, which must have "
+                "the same number of tokens"
+            )

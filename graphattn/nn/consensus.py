@@ -202,7 +202,7 @@ class _Consensus(GraphLayer):
             "edge_features": edge_features,
         }
         if both:
-            return step(self, seen, local.graph, **options)[..., local.own, :]
+            return step(self, seen, local.graph, **options)[..., local.owned, :]
         return step(self, x, local.graph, seen, **options)
 
     def checked_features(

@@ -100,8 +100,8 @@ def compiled(group: Any) -> list[int]:
             x = torch.randn(2, shard.num_targets, DIM)
             a = _gradients(lambda x, layer=layer, s=shard: layer(x, s), layer, x)
             b = _gradients(lambda x, layer=fast, s=shard: layer(x, s), layer, x)
-            for found, expected in zip(b, a, strict=True):
-                assert torch.allclose(found, expected, atol=1e-5), name
+            for actual, expected in zip(b, a, strict=True):
+                assert torch.allclose(actual, expected, atol=1e-5), name
         compilations.append(counter.frame_count)
     return compilations
 
@@ -119,8 +119,8 @@ def compiled_by_inductor(group: Any) -> int:
                 _gradients(lambda x, run=run, s=shard: run(x, s), layer, x)
                 for run in (layer, torch.compile(layer, fullgraph=way == "window"))
             )
-            for found, expected in zip(b, a, strict=True):
-                assert torch.allclose(found, expected, atol=1e-5), (name, way, n)
+            for actual, expected in zip(b, a, strict=True):
+                assert torch.allclose(actual, expected, atol=1e-5), (name, way, n)
             count += 1
     return count
 
@@ -134,9 +134,9 @@ def half_precision(group: Any) -> int:
         shard = _sharded(name, graph, group)
         x = torch.randn(2, 24, DIM)
         with torch.autocast("cpu", torch.bfloat16):
-            found, expected = layer(shard.split(x), shard), layer(x, graph)
-        assert found.dtype == expected.dtype
-        error = (found - shard.split(expected)).abs().max()
+            actual, expected = layer(shard.split(x), shard), layer(x, graph)
+        assert actual.dtype == expected.dtype
+        error = (actual - shard.split(expected)).abs().max()
         assert error <= 0.05 * expected.abs().max(), (name, error)
         half, x = layer.bfloat16(), x.bfloat16()
         error = (half(shard.split(x), shard) - shard.split(half(x, graph))).abs().max()
@@ -150,14 +150,14 @@ def dropped(group: Any) -> list[Tensor]:
     layer = ga.nn.DotProductAttention(DIM, HEADS, attention_dropout=0.5)
     for p in layer.parameters():
         nn.init.constant_(p, 0.1)
-    found = []
+    outputs = []
     near, blocks = ga.window_cycle_graph(64, 8), ga.block_window_graph(64, 8)
     # No block is on two ranks: equal seeds would drop the same edges on both.
     for graph, exchange in ((near, "rows"), (near, "ring"), (blocks, "rows")):
         shard = ga.distributed.shard(graph, group, exchange=exchange, order="runs")
         torch.manual_seed(3)
-        found.append(layer(torch.ones(shard.num_targets, DIM), shard).detach())
-    return found
+        outputs.append(layer(torch.ones(shard.num_targets, DIM), shard).detach())
+    return outputs
 
 
 def refusals(group: Any) -> list[str]:
@@ -203,7 +203,7 @@ class _Elsewhere(ga.nn.DotProductAttention):
 
 def a_score_with_a_foreign_parameter(group: Any) -> list[str]:
     """Return what this rank gets by rows, where the gradient is right, and on a ring."""
-    found = []
+    messages = []
     for exchange, shape in (("rows", ()), ("ring", ()), ("ring", (HEADS,))):
         shard = ga.distributed.shard(ga.causal_graph(12), group, exchange=exchange, order="runs")  # type: ignore[arg-type]
         layer = _Elsewhere(DIM, HEADS)
@@ -212,7 +212,7 @@ def a_score_with_a_foreign_parameter(group: Any) -> list[str]:
         try:
             y.sum().backward()
         except ValueError as error:
-            found.append(str(error))
+            messages.append(str(error))
         else:
-            found.append("no error")
-    return found
+            messages.append("no error")
+    return messages

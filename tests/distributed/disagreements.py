@@ -69,17 +69,17 @@ def a_call_differs(group: Any, exchange: Any, of_rank_1: dict[str, Any]) -> str:
     x = torch.randn(made["batch"], shard.num_targets, DIM, dtype=made["dtype"])
     valid = torch.ones(shard.num_targets, dtype=torch.bool) if "valid" in made else None
     with torch.autocast("cpu", enabled="autocast" in made):
-        found = _error(lambda: layer(x, shard, valid=valid))
+        message = _error(lambda: layer(x, shard, valid=valid))
     _check_that_calls_go_on(shard)
-    return found
+    return message
 
 
 def gathered_tensors_differ(group: Any) -> str:
     shard = ga.distributed.shard(ga.causal_window_graph(TOKENS, 3), group)
     width = 4 if shard.rank == 1 else 3
-    found = _error(lambda: shard.gather(torch.ones(2, shard.num_targets, width)))
+    message = _error(lambda: shard.gather(torch.ones(2, shard.num_targets, width)))
     _check_that_calls_go_on(shard)
-    return found
+    return message
 
 
 def calls_over_a_graph_whose_rows_do_not_travel(group: Any) -> str:
@@ -98,13 +98,13 @@ def one_rank_raises(group: Any, exchange: Any) -> list[str]:
     shard = ga.distributed.shard(ga.causal_graph(TOKENS), group, exchange=exchange)
     layer = ga.nn.DotProductAttention(DIM, 2)
     x = torch.randn(shard.num_targets, DIM)
-    found = [_error(lambda: layer(x[1:] if shard.rank == 1 else x, shard))]
+    messages = [_error(lambda: layer(x[1:] if shard.rank == 1 else x, shard))]
     failing = ga.nn.DotProductAttention(DIM, 2)
     if shard.rank == 1:
         failing.key_proj.register_forward_hook(_no_memory)
-    found.append(_error(lambda: failing(x, shard)))
+    messages.append(_error(lambda: failing(x, shard)))
     _check_that_calls_go_on(shard)
-    return found
+    return messages
 
 
 def _no_memory(*_: Any) -> None:
@@ -116,9 +116,9 @@ def all_ranks_raise(group: Any) -> str:
     shard = ga.distributed.shard(ga.causal_graph(TOKENS), group)
     layer = ga.nn.DotProductAttention(DIM, 2)
     time.sleep(0.3 * shard.rank)
-    found = _error(lambda: layer(torch.ones(shard.num_targets, DIM + 1), shard))
+    message = _error(lambda: layer(torch.ones(shard.num_targets, DIM + 1), shard))
     _check_that_calls_go_on(shard)
-    return found
+    return message
 
 
 def one_rank_dies_or_hangs(group: Any, dies: bool, backward: bool) -> tuple[str, float]:

@@ -108,26 +108,28 @@ def steps(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Iterator[dic
     """Take steps of an optimizer, and yield the loss and the parameters after each."""
     optimizer = optimizer_of(model)
     while True:
-        found = loss(model)
-        found.backward()
+        value = loss(model)
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        yield {"loss": found.detach(), **whole_parameters(model)}
+        yield {"loss": value.detach(), **whole_parameters(model)}
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """All parameters on every rank, whatever holds them."""
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
-        whole = getattr(parameter, "full_tensor", lambda own=parameter: own)()
-        found[name.removeprefix("module.")] = whole.detach().clone()
-    return found
+        whole = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
+        parameters[name.removeprefix("module.")] = whole.detach().clone()
+    return parameters
 
 
-def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, **CLOSE, msg=lambda said, n=name: f"{n}: {said}")
+        torch.testing.assert_close(
+            actual[name], x, **CLOSE, msg=lambda said, n=name: f"{n}: {said}"
+        )
 
 
 def with_fsdp(model: Any, mesh: DeviceMesh | None = None) -> Any:
@@ -145,9 +147,9 @@ def check_model(ranks: Mesh, model: Any, graphs: Any, tokens: Tensor, **given: A
     several = isinstance(graphs, list)
     shards = [ranks.shard(graph) for graph in graphs] if several else ranks.shard(graphs)
     first = shards[0] if several else shards
-    own = {k: first.split(x, dim=-1) if x.shape[-1] == N else x for k, x in given.items()}
-    found = first.gather(model(first.split(tokens), shards, **own))
-    torch.testing.assert_close(found, model(tokens, graphs, **given), **CLOSE)
+    of_rank = {k: first.split(x, dim=-1) if x.shape[-1] == N else x for k, x in given.items()}
+    output = first.gather(model(first.split(tokens), shards, **of_rank))
+    torch.testing.assert_close(output, model(tokens, graphs, **given), **CLOSE)
 
 
 def models_compute_over_shards_what_they_compute_over_graphs(ranks: Mesh) -> None:
@@ -182,12 +184,14 @@ def proteins_compute_over_shards_what_they_compute_over_graphs(ranks: Mesh) -> N
     features = structure.edge_features(graph).double()
     shard = ranks.shard(graph)
     model.eval()
-    own, positions = shard.split(tokens, structure.positions)
-    found = model(own, shard, positions=positions, edge_features=shard.split(features, of="edges"))
+    tokens_of_rank, positions = shard.split(tokens, structure.positions)
+    actual = model(
+        tokens_of_rank, shard, positions=positions, edge_features=shard.split(features, of="edges")
+    )
     expected = model(tokens, structure=structure, graph=graph)
-    torch.testing.assert_close(shard.gather(found), expected, rtol=0, atol=1e-6)  # of float32
+    torch.testing.assert_close(shard.gather(actual), expected, rtol=0, atol=1e-6)  # of float32
     with pytest.raises(ValueError, match="structure must be None"):
-        model(own, shard, structure=structure)
+        model(tokens_of_rank, shard, structure=structure)
 
 
 def biases_of_a_shard_are_those_of_its_edges(ranks: Mesh) -> None:
@@ -210,13 +214,13 @@ def biases_of_a_shard_are_those_of_its_edges(ranks: Mesh) -> None:
         of_offset, of_distance = ga.nn.OffsetBias(4, most), ga.nn.DistanceBias(4, cutoff=3.0)
         nn.init.normal_(of_offset.table)
         cells = torch.randint(9, (36, 2) if name == "grid" else (36,), generator=generator)
-        own = shard.split(cells, dim=0)
-        for found, expected in (
+        places_of_rank = shard.split(cells, dim=0)
+        for actual, expected in (
             (of_offset(shard), of_offset(graph)),
-            (of_offset(shard, positions=own), of_offset(graph, positions=cells)),
+            (of_offset(shard, positions=places_of_rank), of_offset(graph, positions=cells)),
             (of_distance(shard.split(places), shard), of_distance(places, graph)),
         ):
-            y = shard.gather(layer(shard.split(x), shard, edge_bias=found))
+            y = shard.gather(layer(shard.split(x), shard, edge_bias=actual))
             torch.testing.assert_close(y, layer(x, graph, edge_bias=expected), **CLOSE)
 
 
@@ -247,8 +251,8 @@ def a_sequence_is_dropped_on_all_ranks_or_on_none(ranks: Mesh) -> None:
         torch.manual_seed(5)
         expected = model(tokens, graph)
         torch.manual_seed(5 if ranks.mesh["cp"].get_local_rank() == 0 else 6)
-        found = shard.gather(model(shard.split(tokens), shard))
-        torch.testing.assert_close(found, expected, **CLOSE)
+        actual = shard.gather(model(shard.split(tokens), shard))
+        torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 # Losses.
@@ -261,19 +265,19 @@ def the_mean_over_tokens_is_that_of_all_ranks(ranks: Mesh) -> None:
     shard = ranks.shard(ga.causal_graph(N))
     expected = losses[counts].mean()
     for group in (None, ranks.mesh, dist.group.WORLD):
-        own = shard.split(*ranks.rows(losses.clone(), counts), dim=-1)
-        given = own[0].masked_fill(~own[1], torch.nan).requires_grad_()
-        found = ga.distributed.token_mean(given, own[1], group)
-        torch.testing.assert_close(found, expected, **CLOSE)
-        (gradient,) = torch.autograd.grad(found, given)
-        torch.testing.assert_close(gradient, own[1] * (RANKS / counts.sum()), **CLOSE)
-    half = ga.distributed.token_mean(own[0].bfloat16())
+        of_rank = shard.split(*ranks.rows(losses.clone(), counts), dim=-1)
+        given = of_rank[0].masked_fill(~of_rank[1], torch.nan).requires_grad_()
+        actual = ga.distributed.token_mean(given, of_rank[1], group)
+        torch.testing.assert_close(actual, expected, **CLOSE)
+        (gradient,) = torch.autograd.grad(actual, given)
+        torch.testing.assert_close(gradient, of_rank[1] * (RANKS / counts.sum()), **CLOSE)
+    half = ga.distributed.token_mean(of_rank[0].bfloat16())
     assert half.dtype == torch.float32
-    assert ga.distributed.token_mean(own[0], own[1] & False) == 0
+    assert ga.distributed.token_mean(of_rank[0], of_rank[1] & False) == 0
     with pytest.raises(ValueError, match=r"got torch\.float64"):
-        ga.distributed.token_mean(own[0], own[0])
+        ga.distributed.token_mean(of_rank[0], of_rank[0])
     with pytest.raises(ValueError, match="group must be a DeviceMesh"):
-        ga.distributed.token_mean(own[0], group=3)
+        ga.distributed.token_mean(of_rank[0], group=3)
 
 
 def masked_tokens_of_all_ranks_have_one_mean(ranks: Mesh) -> None:
@@ -281,10 +285,10 @@ def masked_tokens_of_all_ranks_have_one_mean(ranks: Mesh) -> None:
     logits = torch.randn(BATCH, N, VOCAB, generator=draws())
     _, masked = ga.train.mask_tokens(tokens, 28, mask_ratio=0.4, valid=valid, generator=draws(3))
     shard = ranks.shard(ga.causal_graph(N))
-    own = shard.split(*ranks.rows(logits, tokens, masked))
-    found = ga.train.masked_token_loss(*own, group=ranks.mesh)
+    of_rank = shard.split(*ranks.rows(logits, tokens, masked))
+    actual = ga.train.masked_token_loss(*of_rank, group=ranks.mesh)
     expected = ga.train.masked_token_loss(logits, tokens, masked)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 # Engines.
@@ -300,15 +304,15 @@ def train_as_one_process_does(
     model = encoder()
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    own = shard.split(*ranks.rows(tokens, labels, valid))
+    parts = shard.split(*ranks.rows(tokens, labels, valid))
 
     def of_all(model: nn.Module) -> Tensor:
         losses = token_losses(model, tokens, labels, graph, valid)
         return losses[valid.flatten()].mean()
 
     def of_rank(model: nn.Module) -> Tensor:
-        losses = token_losses(model, own[0], own[1], shard, own[2])
-        return ga.distributed.token_mean(losses, own[2].flatten())
+        losses = token_losses(model, parts[0], parts[1], shard, parts[2])
+        return ga.distributed.token_mean(losses, parts[2].flatten())
 
     together, alone = steps(wrap(model), of_rank), steps(encoder(), of_all)
     for _ in range(taken):
@@ -357,17 +361,17 @@ def images_whose_patches_are_divided(ranks: Mesh) -> None:
             )
 
         shards = [ranks.shard(graph) for graph in model().graphs()]
-        own = ranks.rows(images, classes)
+        parts = ranks.rows(images, classes)
         together = steps(
             DistributedDataParallel(model()),
-            lambda m, s=shards, o=own: functional.cross_entropy(m(o[0], s), o[1]),
+            lambda m, s=shards, o=parts: functional.cross_entropy(m(o[0], s), o[1]),
         )
         alone = steps(model(), lambda m: functional.cross_entropy(m(images), classes))
         for _ in range(3):
-            found, expected = next(together), next(alone)
-            dist.all_reduce(found["loss"])
-            found["loss"] /= RANKS
-            check_equal(found, expected)
+            actual, expected = next(together), next(alone)
+            dist.all_reduce(actual["loss"])
+            actual["loss"] /= RANKS
+            check_equal(actual, expected)
 
 
 def compiled_blocks(ranks: Mesh) -> None:
@@ -389,8 +393,8 @@ def learner() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def state_of(model: nn.Module, optimizer: Any, *, whole: bool = False) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=whole)
-    found = get_state_dict(model, optimizer, options=options)
-    return dict(zip(("model", "optimizer"), found, strict=True))
+    states = get_state_dict(model, optimizer, options=options)
+    return dict(zip(("model", "optimizer"), states, strict=True))
 
 
 def restored(path: Path, model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -416,11 +420,11 @@ def a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Mesh, folder: 
     path, rank = folder / "checkpoint", dist.get_rank()
     tokens, labels, valid = tokens_labels_and_mask()
     shard = ranks.shard(ga.window_path_graph(N, 5, self_loops=True))
-    own = shard.split(*ranks.rows(tokens, labels, valid))
+    parts = shard.split(*ranks.rows(tokens, labels, valid))
     model = with_fsdp(encoder())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = token_losses(model, own[0], own[1], shard, own[2])
-    ga.distributed.token_mean(losses, own[2].flatten()).backward()
+    losses = token_losses(model, parts[0], parts[1], shard, parts[2])
+    ga.distributed.token_mean(losses, parts[2].flatten()).backward()
     optimizer.step()
     dcp.save(state_of(model, optimizer), checkpoint_id=path)
     expected = flat(state_of(model, optimizer, whole=True))
@@ -429,7 +433,7 @@ def a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Mesh, folder: 
         return
     if rank == 2:  # alone, without a process group
         alone, own_optimizer = learner()
-        found = flat(restored(path, alone, own_optimizer))
+        actual = flat(restored(path, alone, own_optimizer))
         plain = dict(encoder().state_dict())
         dcp.load({"model": plain}, checkpoint_id=path)  # into the state of a model, as it is
         check_equal(plain, dict(alone.state_dict()))
@@ -438,12 +442,12 @@ def a_checkpoint_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Mesh, folder: 
             "gloo", init_method=f"file://{folder / 'two'}", rank=rank, world_size=2
         )
         both = with_fsdp(encoder())
-        found = flat(restored(path, both, torch.optim.AdamW(both.parameters(), lr=1e-2)))
+        actual = flat(restored(path, both, torch.optim.AdamW(both.parameters(), lr=1e-2)))
         assert len(get_model_state_dict(both)) == len(get_model_state_dict(encoder()))
         dist.destroy_process_group()
     # Whole states are on every rank.
     moments = [name for name in expected if "exp_avg" in name]
     assert len(moments) == 2 * len(list(encoder().parameters()))
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        assert torch.equal(found[name], x), name
+        assert torch.equal(actual[name], x), name

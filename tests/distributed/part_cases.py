@@ -57,11 +57,11 @@ class Case:
             return ga.GaussianKernel(strength.rsqrt())
         return ga.DotProduct(strength)
 
-    def leaves(self, dtype: torch.dtype, own: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    def leaves(self, dtype: torch.dtype, wide: torch.dtype, device: str = "cpu") -> list[Tensor]:
         """Query, key and value in one dtype, strength and bias in another one, and d_out."""
         *tensors, d_out = (x.to(device, dtype) for x in self.tensors)
-        others = [x.to(device, own) for x in (self.strength, self.bias) if x is not None]
-        return [*(x.detach().requires_grad_() for x in [*tensors, *others]), d_out.to(own)]
+        others = [x.to(device, wide) for x in (self.strength, self.bias) if x is not None]
+        return [*(x.detach().requires_grad_() for x in [*tensors, *others]), d_out.to(wide)]
 
     def whole(self, dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
         """The gradients over all sources, and the output and log-sums, from rounded inputs."""
@@ -80,22 +80,22 @@ class Case:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients that parts add up to, and those over all sources."""
         expected, whole = self.whole(dtype)
-        own = WIDE if dtype == WIDE else torch.float32
-        *leaves, d_out = self.leaves(dtype, own, device)
+        wide = WIDE if dtype == WIDE else torch.float32
+        *leaves, d_out = self.leaves(dtype, wide, device)
         query, key, value, strength, *bias = leaves
-        results = tuple(x.to(device, own) for x in whole)
+        results = tuple(x.to(device, wide) for x in whole)
         of_targets, of_sources = (None if x is None else x.to(device) for x in self.valid)
         pairs = []
         for first, last in itertools.pairwise(BORDERS):
             block = edges_between(self.graph, range(TOKENS), torch.arange(first, last)).to(device)
-            found = part_gradients(
+            actual = part_gradients(
                 query, key[:, first:last], value[:, first:last], block, self.score(strength),
-                whole=results, d_whole=(d_out, self.d_lse.to(device, own)), backend=backend,
+                whole=results, d_whole=(d_out, self.d_lse.to(device, wide)), backend=backend,
                 valid=(of_targets, None if of_sources is None else of_sources[first:last]),
                 edge_bias=self._bias_of(bias, block, first, last),
             )  # fmt: skip
-            assert found is not None
-            pairs += [(x, d) for x, d in found if x.requires_grad]
+            assert actual is not None
+            pairs += [(x, d) for x, d in actual if x.requires_grad]
         inputs, gradients = zip(*pairs, strict=True)
         return list(torch.autograd.grad(inputs, leaves, gradients)), expected
 
@@ -113,11 +113,11 @@ class Case:
 
 def check(case: Case, backend: str, dtype: torch.dtype, atol: float, device: str = "cpu") -> None:
     """Parts add up to the gradient over all sources, and rows without sources get exactly 0."""
-    found, expected = case.in_parts(backend, dtype, device)
-    for a, b in zip(found, expected, strict=True):
+    actual, expected = case.in_parts(backend, dtype, device)
+    for a, b in zip(actual, expected, strict=True):
         assert torch.allclose(a.to("cpu", WIDE), b, rtol=atol, atol=atol), (a - b).abs().max()
     if case.valid[0] is not None:
-        assert (found[0].cpu()[:, ~case.valid[0]] == 0).all()
+        assert (actual[0].cpu()[:, ~case.valid[0]] == 0).all()
 
 
 FEW = [("edges", "dot", True), ("causal window", "rbf", True), ("longformer", "rbf", False)]
@@ -133,8 +133,8 @@ def is_left_to_the_parts(backend: str, size: float, device: str = "cpu") -> bool
     key, value = torch.ones(3, 1, 1, device=device), torch.randn(3, 1, 1, device=device)
     score, backends = ga.DotProduct(1.0), {"backend": backend}
     out, lse = ga.score_attention(query, key, value, graph, score, return_lse=True, **backends)
-    found = part_gradients(
+    pairs = part_gradients(
         query, key, value, graph, score, whole=(out.detach(), lse.detach()),
         d_whole=(torch.ones_like(out), torch.ones_like(lse)), **backends,
     )  # fmt: skip
-    return found is None
+    return pairs is None

@@ -117,13 +117,13 @@ class _Doubled(ga.nn.DotProductAttention):
 
 def layers_over(graph: ga.TokenGraph, exchange: str) -> dict[str, Callable[[], nn.Module]]:
     """The layers that take a graph."""
-    found = {**SOFTMAX, **LINEAR}
+    layers = {**SOFTMAX, **LINEAR}
     if exchange == "rows":
-        found |= BY_MESSAGES | {"own logits": lambda: _Doubled(DIM, HEADS)}
+        layers |= BY_MESSAGES | {"own logits": lambda: _Doubled(DIM, HEADS)}
     if not graph.has_same_tokens:
-        return found | TWO_TRACKS
-    found |= ONE_TRACK | CONSENSUS
-    return found if graph.has_causal_part else found | ENERGY
+        return layers | TWO_TRACKS
+    layers |= ONE_TRACK | CONSENSUS
+    return layers if graph.has_causal_part else layers | ENERGY
 
 
 class Call(NamedTuple):
@@ -217,12 +217,12 @@ def compare(group: Any, rng: random.Random, shard: Any, layer: nn.Module) -> Non
     gradients = torch.autograd.grad(
         (expected * weight).sum(), [*call.leaves(), *layer.parameters()], allow_unused=True
     )
-    own, whole = call.of_rank(shard)
-    found = real_rows(own.run(layer, shard), own.valid)
+    of_rank, whole = call.of_rank(shard)
+    actual = real_rows(of_rank.run(layer, shard), of_rank.valid)
     parts = torch.autograd.grad(
-        (found * shard.split(weight)).sum(), [*whole, *layer.parameters()], allow_unused=True
+        (actual * shard.split(weight)).sum(), [*whole, *layer.parameters()], allow_unused=True
     )
-    close("output", shard.gather(found), expected)
+    close("output", shard.gather(actual), expected)
     # The parts of the gradient of a bandwidth are larger than their sum.
     of_bandwidth = isinstance(layer, ga.nn.KrauseAttention) and shard.exchange == "ring"
     for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
@@ -233,9 +233,9 @@ def compare(group: Any, rng: random.Random, shard: Any, layer: nn.Module) -> Non
         close(f"gradient {i}", total, wanted, 1e-11 if of_bandwidth else 1e-12)
 
 
-def close(what: str, found: Tensor, expected: Tensor, limit: float = 1e-12) -> None:
-    found, expected = found.detach(), expected.detach()
-    error = float((found - expected).abs().max()) if found.numel() else 0.0
+def close(what: str, actual: Tensor, expected: Tensor, limit: float = 1e-12) -> None:
+    actual, expected = actual.detach(), expected.detach()
+    error = float((actual - expected).abs().max()) if actual.numel() else 0.0
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     assert error <= limit * max(1.0, largest), (what, error, largest)
 
@@ -357,8 +357,10 @@ def global_tokens_sent(group: Any, name: str) -> bool:
         layer(x, shard)
     rows = [sum(ranks) for ranks in sent.rows]
     tokens, ranks = len(shard.broadcast), shard.ranks
-    own = sum(owner == shard.rank for owner in shard._targets.owner(torch.tensor(shard.broadcast)))
-    queries, results = int(own) * (ranks - 1), tokens - int(own)
+    owned = sum(
+        owner == shard.rank for owner in shard._targets.owner(torch.tensor(shard.broadcast))
+    )
+    queries, results = int(owned) * (ranks - 1), tokens - int(owned)
     few = int(shard.plan.received_rows.max()) <= 2 * shard.num_targets
     return few and rows == [queries, results, int(shard.plan.sent_rows[shard.rank])]
 
@@ -415,7 +417,7 @@ def _owners(tokens: int, group: Any) -> Tensor:
 
 def parts_computed_in_backward(group: Any) -> dict[str, int]:
     """How many parts of a ring the backward passes of some layers compute, over two ranks."""
-    graph, found = ga.complete_graph(20), {}
+    graph, counts = ga.complete_graph(20), {}
     edges = ga.knn_graph(torch.arange(20.0)[:, None], 7)
     layers = layers_over(graph, "ring")
     structured = partial(ga.nn.DotProductAttention, DIM, HEADS, backend="structured")
@@ -427,10 +429,10 @@ def parts_computed_in_backward(group: Any) -> dict[str, int]:
     for name, (make, whole) in calls.items():
         shard = ga.distributed.shard(whole, group, exchange="ring")
         y = make().to(WIDE)(torch.randn(shard.num_targets, DIM, dtype=WIDE), shard)
-        found[name], plain = 0, (SoftmaxParts.part, TopKParts.part)
+        counts[name], plain = 0, (SoftmaxParts.part, TopKParts.part)
 
         def counted(self: Any, *given: Any, name: str = name, plain: Any = plain) -> Any:
-            found[name] += 1
+            counts[name] += 1
             return plain[isinstance(self, TopKParts)](self, *given)
 
         SoftmaxParts.part = TopKParts.part = counted  # type: ignore[method-assign]
@@ -438,4 +440,17 @@ def parts_computed_in_backward(group: Any) -> dict[str, int]:
             y.sum().backward()
         finally:
             SoftmaxParts.part, TopKParts.part = plain  # type: ignore[method-assign]
-    return found
+    return counts
+
+
+def trips_of_a_ring(group: Any) -> list[tuple[int, int]]:
+    """Count the files that a second call and a backward pass over a ring enter, and the returns."""
+    from test_find_it import files_of  # reads a page of the documentation
+
+    layer = ga.nn.DotProductAttention(128, 8)
+    shard = ga.distributed.shard(ga.causal_graph(64), group, exchange="ring")
+    x = torch.randn(2, shard.num_targets, 128)
+    y = layer(x, shard)
+    layer(x, shard).sum().backward()
+    trips = files_of(lambda: layer(x, shard)), files_of(lambda: y.sum().backward())
+    return [(len(set(trip)), len(trip) - len(set(trip))) for trip in trips]

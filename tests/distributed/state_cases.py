@@ -66,20 +66,20 @@ def states_wherever_they_are_exact(wanted: bool) -> Iterator[None]:
 @contextmanager
 def watched_ways() -> Iterator[list[str]]:
     """List how every call of linear attention on a ring travels."""
-    found: list[str] = []
+    calls: list[str] = []
     plain = across_ranks.linear_with_states, across_ranks.on_ring
 
     def states(*given: Any) -> Any:
-        found.append("states")
+        calls.append("states")
         return plain[0](*given)
 
     def rows(*given: Any) -> Any:
-        found.append("rows")
+        calls.append("rows")
         return plain[1](*given)
 
     across_ranks.linear_with_states, across_ranks.on_ring = states, rows
     try:
-        yield found
+        yield calls
     finally:
         across_ranks.linear_with_states, across_ranks.on_ring = plain
 
@@ -93,7 +93,7 @@ def equal_to_one_process(group: Any, name: str, forced: bool) -> list[str]:
     rng = random.Random(name)
     torch.manual_seed(rng.randint(0, 1 << 40))
     graph, ways = GRAPHS[name](), []
-    with states_wherever_they_are_exact(forced), watched_ways() as found:
+    with states_wherever_they_are_exact(forced), watched_ways() as calls:
         for order in ("runs", "zigzag"):
             shard = ring_over(graph, group, order)
             for layer_name, made in LAYERS.items():
@@ -102,8 +102,8 @@ def equal_to_one_process(group: Any, name: str, forced: bool) -> list[str]:
                 except Exception as error:
                     error.add_note(f"{layer_name} over {graph}, {order}")
                     raise
-            ways += [f"{order}: {way}" for way in dict.fromkeys(found)]
-            found.clear()
+            ways += [f"{order}: {way}" for way in dict.fromkeys(calls)]
+            calls.clear()
     return ways
 
 
@@ -138,9 +138,9 @@ def nan_in_padding(group: Any, name: str) -> bool:
     masks = torch.rand(2, n) < 0.7, torch.rand(2, m) < 0.7
     tokens = torch.randn(2, m, DIM, dtype=WIDE)
     x = torch.randn(2, n, DIM, dtype=WIDE) if two else tokens
-    own = shard.split(masks[0]), shard.split(masks[1 if two else 0], of="sources")
+    of_rank = shard.split(masks[0]), shard.split(masks[1 if two else 0], of="sources")
     for made in LAYERS.values():
-        layer, found = made().to(WIDE), []
+        layer, by_filling = made().to(WIDE), []
         with Sent(group.rank()) as sent, watched_ways() as ways:
             for filled in (0.0, torch.nan):
                 bad = ~(masks[1] if two else masks[0])
@@ -148,13 +148,13 @@ def nan_in_padding(group: Any, name: str) -> bool:
                 given = [shard.split(seen, of="sources").clone().requires_grad_()]
                 if two:
                     given.insert(0, shard.split(x).clone().requires_grad_())
-                y = layer(given[0], shard, *given[1:], valid=own if two else own[0])
-                real = y.masked_fill(~own[0][..., None], 0)
+                y = layer(given[0], shard, *given[1:], valid=of_rank if two else of_rank[0])
+                real = y.masked_fill(~of_rank[0][..., None], 0)
                 gradients = torch.autograd.grad(real.cos().sum(), given)
-                found.append([real, *gradients])
+                by_filling.append([real, *gradients])
         assert ways == ["states"] * 2
         assert not sent.has_nan
-        for a, b in zip(*found, strict=True):
+        for a, b in zip(*by_filling, strict=True):
             assert torch.equal(a, b)
     return True
 
@@ -172,15 +172,15 @@ def nan_that_is_seen(group: Any) -> list[int]:
         layer = made().to(WIDE)
         x = torch.randn(41, DIM, dtype=WIDE)
         x[13] = torch.nan
-        found = []
+        pairs = []
         for given, of, split in ((graph, x, lambda y: y), (shard, shard.split(x), shard.split)):
-            own = of.clone().requires_grad_()
-            y = layer(own, given)
+            given_x = of.clone().requires_grad_()
+            y = layer(given_x, given)
             before = split(torch.arange(41) < 13)
             loss = torch.where(before[:, None], y, 0).cos().sum()
-            (gradient,) = torch.autograd.grad(loss, own)
-            found.append((y.detach(), gradient.detach()))
-        expected, of_rank = ([*map(shard.split, found[0])], found[1])
+            (gradient,) = torch.autograd.grad(loss, given_x)
+            pairs.append((y.detach(), gradient.detach()))
+        expected, of_rank = ([*map(shard.split, pairs[0])], pairs[1])
         others = shard.split(torch.arange(41) != 13)
         for a, b in zip(expected, of_rank, strict=True):
             assert torch.allclose(a[others], b[others], atol=1e-12, equal_nan=True)
@@ -204,8 +204,8 @@ def only_values_are_trained(group: Any, name: str) -> bool:
             x, down = torch.randn(2, graph.num_targets, DIM, dtype=WIDE).unbind()
             (expected,) = torch.autograd.grad((layer(x, graph) * down).sum(), weight)
             y = layer(shard.split(x), shard)
-            (found,) = torch.autograd.grad((y * shard.split(down)).sum(), weight)
-        total = found.clone()
+            (actual,) = torch.autograd.grad((y * shard.split(down)).sum(), weight)
+        total = actual.clone()
         torch.distributed.all_reduce(total, group=group)
         close("weight", total, expected)
     return True
@@ -214,7 +214,7 @@ def only_values_are_trained(group: Any, name: str) -> bool:
 def dtypes_that_travel(group: Any) -> list[str]:
     """Return the dtypes of states of layers in float32, in bfloat16 and under autocast."""
     shard = ring_over(ga.causal_graph(60), group)
-    layer, found = ga.nn.LinearAttention(DIM, HEADS), []
+    layer, result = ga.nn.LinearAttention(DIM, HEADS), []
     x = torch.randn(shard.num_targets, DIM)
     with Sent(group.rank()) as sent, watched_ways() as ways:
         layer(x, shard)
@@ -222,8 +222,8 @@ def dtypes_that_travel(group: Any) -> list[str]:
         with torch.autocast("cpu", torch.bfloat16):
             layer.float()(x, shard)
     assert ways == ["states"] * 3
-    found += [str(dtype) for dtype in sent.dtypes]
-    return found
+    result += [str(dtype) for dtype in sent.dtypes]
+    return result
 
 
 def compiled_at_once(group: Any) -> list[float]:
@@ -234,11 +234,11 @@ def compiled_at_once(group: Any) -> list[float]:
     fast = torch.compile(layer, backend="aot_eager")
     shard = ring_over(ga.causal_graph(50), group)
     whole = torch.randn(2, shard.num_targets, DIM, dtype=WIDE)
-    found: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for call in (fast, layer):
         x = whole.clone().requires_grad_()
         y = call(x, shard)
-        found.append((y.detach(), torch.autograd.grad(y.cos().sum(), x)[0]))
-    errors += [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+        pairs.append((y.detach(), torch.autograd.grad(y.cos().sum(), x)[0]))
+    errors += [float((a - b).abs().max()) for a, b in zip(*pairs, strict=True)]
     assert shard.sends_states(layer.head_dim, rope=True)
     return errors

@@ -28,9 +28,9 @@ def test_a_graph_is_the_same_whether_its_edges_are_listed_or_not(ranks: Ranks) -
 
 
 def test_an_error_of_one_rank_in_shard_is_raised_on_every_rank(ranks: Ranks) -> None:
-    first, own, last = ranks.run(cases.an_argument_of_shard_is_wrong_on_one_rank, 3)
-    assert own.startswith("ValueError: order must be one of")
-    assert first == last == f"RankFailure: rank 1 raised {own}"
+    first, middle, last = ranks.run(cases.an_argument_of_shard_is_wrong_on_one_rank, 3)
+    assert middle.startswith("ValueError: order must be one of")
+    assert first == last == f"RankFailure: rank 1 raised {middle}"
 
 
 X_DIFFERS = "x must be equal on all ranks, got float32 [2, tokens, 8] on ranks 0 and 2, "
@@ -106,9 +106,9 @@ def test_a_rank_that_dies_ends_the_others_within_the_time_out(backward: bool) ->
 @pytest.mark.long
 def test_a_rank_that_hangs_ends_the_others_after_the_time_out() -> None:
     processes = Ranks(TIMEOUT)
-    found = processes.run(cases.one_rank_dies_or_hangs, 3, dies=False, backward=False)
+    by_rank = processes.run(cases.one_rank_dies_or_hangs, 3, dies=False, backward=False)
     processes.stop()
-    for error, seconds in found[:2]:
+    for error, seconds in by_rank[:2]:
         assert re.match(r"RuntimeError: .*(by peer|Timed out)", error, re.DOTALL)
         assert seconds < cases.HANGS
 

@@ -107,5 +107,5 @@ def test_the_example_learns_the_same_if_processes_divide_tokens_or_sequences(los
 def test_the_example_with_a_trainer_learns_as_the_plain_script_does(losses_of_the_script):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    found = losses_in(torchrun("long_sequences_trainer.py", *TINY))
-    assert found == pytest.approx(losses_of_the_script, abs=2e-3)  # other weights decay
+    losses = losses_in(torchrun("long_sequences_trainer.py", *TINY))
+    assert losses == pytest.approx(losses_of_the_script, abs=2e-3)  # other weights decay

@@ -32,7 +32,7 @@ def in_parts(
 ) -> list[Tensor | None]:
     """Gradients of queries, keys, values and the strength of the score, from some parts."""
     query, key, value, d_out, d_lse = tensors
-    found: list[Any] = [0, [], [], 0]
+    gradients: list[Any] = [0, [], [], 0]
     of_targets, of_sources = options.pop("valid", (None, None))
     for first, last in itertools.pairwise(borders):
         mask = None if of_sources is None else of_sources[first:last]
@@ -45,10 +45,10 @@ def in_parts(
         if pairs is None:
             return [None]
         (_, d_query), (_, d_key), (_, d_value), (_, d_scale) = pairs
-        found[0], found[3] = found[0] + d_query, found[3] + d_scale
-        found[1].append(d_key)
-        found[2].append(d_value)
-    return [found[0], torch.cat(found[1], 1), torch.cat(found[2], 1), found[3]]
+        gradients[0], gradients[3] = gradients[0] + d_query, gradients[3] + d_scale
+        gradients[1].append(d_key)
+        gradients[2].append(d_value)
+    return [gradients[0], torch.cat(gradients[1], 1), torch.cat(gradients[2], 1), gradients[3]]
 
 
 @pytest.mark.parametrize("valid", [False, True])
@@ -71,11 +71,11 @@ def test_parts_add_up_to_the_gradient_over_all_sources(score: str, valid: bool) 
     assert live.all() != valid
     total = (out * d_out).sum() + (lse.masked_fill(~live, 0) * d_lse).sum()
     expected = torch.autograd.grad(total, [*inputs, strength])
-    found = in_parts(
+    actual = in_parts(
         [query, key, value, d_out, d_lse], made(), (out.detach(), lse.detach()), (0, 4, 5, M),
         valid=masks, softcap=softcap,
     )  # fmt: skip
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-13), (a - b).abs().max()
 
 
@@ -102,8 +102,8 @@ def test_targets_far_from_all_sources_are_left_to_the_parts() -> None:
     ):  # fmt: skip
         tensors = drawn(dtype)
         tensors[0][0, 3] += far
-        found = in_parts(tensors, score, results(tensors, score), (0, 7, M))
-        assert (found == [None]) == is_left
+        gradients = in_parts(tensors, score, results(tensors, score), (0, 7, M))
+        assert (gradients == [None]) == is_left
 
 
 def test_a_score_of_your_own_is_left_to_the_parts() -> None:
@@ -132,5 +132,5 @@ def test_log_sums_too_large_for_float32_are_left_to_the_parts(backend: str, size
 @compiled
 @pytest.mark.every_case
 def test_the_backward_pass_of_a_ring_computes_no_part_again(ranks: Any) -> None:
-    found = ranks.run(parts_computed_in_backward, 2)
-    assert found == [{"dot": 0, "gka": 0, "krause": 2, "edges": 0, "structured": 0}] * 2
+    counts = ranks.run(parts_computed_in_backward, 2)
+    assert counts == [{"dot": 0, "gka": 0, "krause": 2, "edges": 0, "structured": 0}] * 2

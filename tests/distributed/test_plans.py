@@ -10,8 +10,8 @@ import torch
 
 import graphattn as ga
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.planning.needs import RunTable
 from graphattn.distributed.planning.plans import H100_SXM, CommunicationPlan, exchange_of
-from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.seen import joined
 
 
@@ -109,9 +109,9 @@ def check(plan: CommunicationPlan) -> None:
     expected = expected_rows(graph, *layouts, both, left_out=plan.broadcast)
     if plan.broadcast:  # only if the owner of a global token would need too many rows
         rows = expected_rows(graph, *layouts, both).items()
-        own = plan.own_rows.tolist()
+        owned = plan.own_rows.tolist()
         received = [sum(len(x) for (to, _), x in rows if to == rank) for rank in range(ranks)]
-        assert any(received[rank] > 2 * own[rank] for rank in range(ranks))
+        assert any(received[rank] > 2 * owned[rank] for rank in range(ranks))
     received, sent, partners = ([0] * ranks for _ in range(3))
     for (receiver, sender), rows in expected.items():
         received[receiver] += len(rows)
@@ -120,12 +120,12 @@ def check(plan: CommunicationPlan) -> None:
     assert plan.received_rows.tolist() == received
     assert plan.sent_rows.tolist() == sent
     assert plan.partners.tolist() == partners
-    found = {
+    rows_received = {
         (rank, sender): tokens_of(runs)
         for rank in range(ranks)
         for sender, runs in plan.pairs(rank)
     }
-    assert found == expected
+    assert rows_received == expected
     mirrored = {
         (receiver, rank): tokens_of(runs)
         for rank in range(ranks)
@@ -194,11 +194,13 @@ def test_a_zigzag_that_balances_nothing_is_not_chosen():
 
 
 def test_a_ring_begins_where_a_rank_receives_more_than_twice_what_it_owns():
-    own = torch.tensor([10, 10])
-    assert exchange_of(torch.tensor([0, 20]), own) == "rows"
-    assert exchange_of(torch.tensor([0, 21]), own) == "ring"
-    found = [ga.distributed.plan(ga.complete_graph(60), ranks).exchange for ranks in (1, 2, 3, 4)]
-    assert found == ["rows", "rows", "rows", "ring"]
+    owned = torch.tensor([10, 10])
+    assert exchange_of(torch.tensor([0, 20]), owned) == "rows"
+    assert exchange_of(torch.tensor([0, 21]), owned) == "ring"
+    exchanges = [
+        ga.distributed.plan(ga.complete_graph(60), ranks).exchange for ranks in (1, 2, 3, 4)
+    ]
+    assert exchanges == ["rows", "rows", "rows", "ring"]
 
 
 def test_bytes_of_a_ring_are_once_forward_and_twice_backward():
@@ -327,7 +329,7 @@ def test_a_table_of_runs_joins_and_cuts_each_rank_alone():
             for rank in sorted({rank for rank, _ in runs})
         ]
         between = torch.tensor([0, 3, 11, 20])
-        tokens = [token for _, found in table.by_rank() for token in tokens_of(found)]
+        tokens = [token for _, of_rank in table.by_rank() for token in tokens_of(of_rank)]
         assert table.counted_between(between).tolist() == [
             sum(low <= token < high for token in tokens)
             for low, high in ((0, 3), (3, 11), (11, 20))

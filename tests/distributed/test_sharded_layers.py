@@ -1,6 +1,7 @@
 """Layers over a graph on several ranks compute what one process computes."""
 
 import pytest
+import torch
 from sharded_cases import (
     DIM,
     GRAPHS,
@@ -9,7 +10,12 @@ from sharded_cases import (
     global_tokens_sent,
     poisoned,
     rows_sent_by_a_causal_window,
+    trips_of_a_ring,
 )
+
+from graphattn.ops import compiled_code
+
+NO_CODE = compiled_code.why_not(torch.zeros(1))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -40,8 +46,8 @@ def test_nothing_that_nobody_sees_leaves_a_rank_or_changes_a_bit(ranks, graph, e
 
 @pytest.mark.every_case
 def test_a_causal_window_of_256_sends_255_rows_over_every_border(ranks):
-    found = ranks.run(rows_sent_by_a_causal_window, 4, window=256, num_tokens=2048)
-    for rank, sent in enumerate(found):
+    by_rank = ranks.run(rows_sent_by_a_causal_window, 4, window=256, num_tokens=2048)
+    for rank, sent in enumerate(by_rank):
         to_next, to_previous = [0] * 4, [0] * 4
         if rank < 3:
             to_next[rank + 1] = 255
@@ -54,3 +60,14 @@ def test_a_causal_window_of_256_sends_255_rows_over_every_border(ranks):
 @pytest.mark.long
 def test_bytes_that_are_sent_are_those_of_the_plan(ranks):
     assert ranks.run(bytes_are_those_of_the_plan, 3) == [len(GRAPHS)] * 3
+
+
+@pytest.mark.skipif(NO_CODE is not None, reason=f"there is no compiled code: {NO_CODE}")
+@pytest.mark.every_case
+def test_a_call_on_a_ring_enters_few_files(ranks):
+    """The most files that a second call and its backward pass enter, and the most returns."""
+    most = (23, 46), (26, 76)  # one rank computes two blocks, and merges them
+    for trips in ranks.run(trips_of_a_ring, 2):
+        for (files, returns), (most_files, most_returns) in zip(trips, most, strict=True):
+            assert files <= most_files
+            assert returns <= most_returns

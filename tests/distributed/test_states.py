@@ -34,11 +34,11 @@ def remote_edges(graph, targets, sources):
 
 def edges_of_states(plan):
     """The edges that states stand for, (source, target); each must occur once."""
-    found = []
+    edges = []
     for rank in range(plan.sources.ranks):
-        own = plan.of_rank(rank, None, torch.device("cpu"))
+        of_rank = plan.of_rank(rank, None, torch.device("cpu"))
         tokens = plan.targets.tokens(rank).tolist()
-        assert [t for group in own.groups for t in tokens[group.start : group.stop]] == tokens
+        assert [t for group in of_rank.groups for t in tokens[group.start : group.stop]] == tokens
         needed = dict(plan.needs.by_rank()).get(rank, [])
         pieces = [
             piece
@@ -46,14 +46,14 @@ def edges_of_states(plan):
             for start, stop in common(needed, plan._owned(other))
             for piece in range(start, stop)
         ]
-        assert len(pieces) == sum(own.exchange.received) == int(plan.received[rank])
-        assert len(own.exchange.send) == sum(own.exchange.sent) == int(plan.sent[rank])
-        for group in own.groups:
+        assert len(pieces) == sum(of_rank.exchange.received) == int(plan.received[rank])
+        assert len(of_rank.exchange.send) == sum(of_rank.exchange.sent) == int(plan.sent[rank])
+        for group in of_rank.groups:
             for piece in (pieces[row] for row in group.rows):
                 run = range(int(plan.pieces.start[piece]), int(plan.pieces.stop[piece]))
-                found += [(j, i) for i in tokens[group.start : group.stop] for j in run]
-    assert len(found) == len(set(found))
-    return set(found)
+                edges += [(j, i) for i in tokens[group.start : group.stop] for j in run]
+    assert len(edges) == len(set(edges))
+    return set(edges)
 
 
 def layouts(chance, graph):
@@ -111,9 +111,9 @@ def test_rows_travel_where_they_are_smaller(ranks):
 @pytest.mark.parametrize("order", ["runs", "zigzag"])
 @pytest.mark.parametrize("name", cases.GRAPHS)
 def test_bytes_that_are_sent_are_those_of_the_plan(ranks, name, order, forced):
-    found = ranks.run(cases.bytes_sent, 3, name=name, order=order, forced=forced)
-    assert len(set(found)) == 1
-    assert found[0] > 0
+    counts = ranks.run(cases.bytes_sent, 3, name=name, order=order, forced=forced)
+    assert len(set(counts)) == 1
+    assert counts[0] > 0
 
 
 @pytest.mark.every_case

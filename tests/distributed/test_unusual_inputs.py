@@ -8,8 +8,8 @@ def test_a_token_may_move_and_yet_not_be_seen(ranks: Ranks) -> None:
 
 
 def test_ranks_divide_tokens_alike_if_only_one_of_them_keeps_an_earlier_graph(ranks: Ranks) -> None:
-    found = ranks.run(cases.graph_kept_by_one_rank, 3)
-    assert found == [[True, False]] * 3
+    by_rank = ranks.run(cases.graph_kept_by_one_rank, 3)
+    assert by_rank == [[True, False]] * 3
 
 
 def test_a_bias_is_not_taken_for_a_table(ranks: Ranks) -> None:
@@ -25,12 +25,12 @@ def test_the_first_use_may_be_in_inference_mode(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("exchange", ["rows", "ring"])
 def test_second_derivatives_are_right_or_refused(ranks: Ranks, exchange: str) -> None:
-    for found in ranks.run(cases.second_derivatives, 3, exchange=exchange):
+    for messages in ranks.run(cases.second_derivatives, 3, exchange=exchange):
         if exchange == "rows":
-            assert found == ["right"] * 5
+            assert messages == ["right"] * 5
         else:  # states of linear attention can be differentiated, rows on a ring cannot
-            assert found[0] == "right"
-            assert all("no second derivative" in text for text in found[1:])
+            assert messages[0] == "right"
+            assert all("no second derivative" in text for text in messages[1:])
 
 
 def test_own_mix_and_fused_run_or_are_refused(ranks: Ranks) -> None:

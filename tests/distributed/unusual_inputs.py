@@ -21,18 +21,18 @@ def masks_that_differ(group: Any) -> int:
         for order in ("runs", "zigzag"):
             shard = ga.distributed.shard(graph, group, order=order)  # type: ignore[arg-type]
             layer = made().to(WIDE)
-            features, own = {}, {}
+            features, of_rank = {}, {}
             if layer.edge_features:
                 values = torch.randn(graph.num_edges, 3, dtype=WIDE)
                 features["edge_features"] = values
-                own["edge_features"] = shard.split(values, of="edges")
+                of_rank["edge_features"] = shard.split(values, of="edges")
             x = torch.randn(2, n, DIM, dtype=WIDE)
             for pair in ((None, b), (a, None), (a, b)):
                 y = layer(x, graph, valid=pair, **features)
                 expected = shard.split(y if pair[0] is None else y * pair[0][:, None])
-                y = layer(shard.split(x), shard, valid=shard.split(*pair), **own)
-                found = y if pair[0] is None else y * shard.split(pair[0])[:, None]
-                assert torch.allclose(found, expected, atol=1e-12), (name, order, pair)
+                y = layer(shard.split(x), shard, valid=shard.split(*pair), **of_rank)
+                actual = y if pair[0] is None else y * shard.split(pair[0])[:, None]
+                assert torch.allclose(actual, expected, atol=1e-12), (name, order, pair)
                 count += 1
     return count
 
@@ -43,11 +43,11 @@ def graph_kept_by_one_rank(group: Any) -> list[bool]:
     kept = [first] if group.rank() == 0 else []
     both = first
     del first
-    found = [ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag]
+    are_zigzag = [ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag]
     del both
-    found.append(ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag)
+    are_zigzag.append(ga.distributed.shard(ga.causal_window_graph(24, 3), group)._targets.zigzag)
     del kept
-    return found
+    return are_zigzag
 
 
 def bias_as_long_as_a_table(group: Any) -> str:
@@ -62,8 +62,8 @@ def bias_as_long_as_a_table(group: Any) -> str:
     error = ""
     try:
         shard.edge_bias(of_rank)
-    except ValueError as found:
-        error = str(found)
+    except ValueError as actual:
+        error = str(actual)
     distances = ga.nn.DistanceBias(HEADS).to(WIDE)
     offsets = ga.nn.OffsetBias(HEADS, max_offset=9).to(WIDE)
     for p in offsets.parameters():
@@ -77,9 +77,9 @@ def bias_as_long_as_a_table(group: Any) -> str:
             offsets(shard, positions=shard.split(torch.arange(15))),
         ),
     ]
-    for whole, own in pairs:
+    for whole, of_rank in pairs:
         expected = shard.split(layer(x, graph, edge_bias=whole))
-        assert torch.allclose(layer(shard.split(x), shard, edge_bias=own), expected, atol=1e-12)
+        assert torch.allclose(layer(shard.split(x), shard, edge_bias=of_rank), expected, atol=1e-12)
     return error
 
 
@@ -115,7 +115,7 @@ BY_ROWS = ("dot, by messages", "own logits")
 
 def second_derivatives(group: Any, exchange: Any) -> list[str]:
     """Return what a second derivative by rows or on a ring says."""
-    found = []
+    messages = []
     torch.manual_seed(1)
     causal, window = (
         ga.distributed.shard(graph, group, exchange=exchange, order="runs")
@@ -131,12 +131,12 @@ def second_derivatives(group: Any, exchange: Any) -> list[str]:
         try:
             total = _twice(layer, whole, shard, shard.split)
         except RuntimeError as error:
-            found.append(str(error))
+            messages.append(str(error))
             continue
         torch.distributed.all_reduce(total, group=group)
         assert torch.allclose(total, expected, atol=1e-12), name
-        found.append("right")
-    return found
+        messages.append("right")
+    return messages
 
 
 def _twice(layer: Any, x: Tensor, graph: Any, split: Any) -> Tensor:

@@ -62,9 +62,9 @@ IMAGES = ("ViT", "DeiT")
 
 def is_there(name: str) -> bool:
     """ESM C is younger than the oldest transformers, whose Olmo 2 refuses its own defaults."""
-    found = getattr(transformers, f"{name}{(DECODERS.get(name) or [''])[0]}Config", None)
+    config = getattr(transformers, f"{name}{(DECODERS.get(name) or [''])[0]}Config", None)
     try:
-        return found is not None and found() is not None
+        return config is not None and config() is not None
     except Exception:
         if name != "Olmo2":
             raise
@@ -83,11 +83,11 @@ def model_of(name: str, gain: float = 6.0, seed: int = 0, **changes: Any) -> Any
         model_class = getattr(transformers, f"{name}ForImageClassification")
         options = {**tiny_models.IMAGES, **WITHOUT_DROPOUT, **changes}
     else:
-        infix, own = DECODERS.get(name) or ENCODERS[name]
+        infix, sizes = DECODERS.get(name) or ENCODERS[name]
         config_class = getattr(transformers, f"{name}{infix}Config")
         head = {"GPT2": "LMHeadModel"}.get(name, "ForCausalLM")
         model_class = getattr(transformers, name + (head if name in DECODERS else "ForMaskedLM"))
-        options = {**(own if name == "GPT2" else {**SIZES, **own}), **changes}
+        options = {**(sizes if name == "GPT2" else {**SIZES, **sizes}), **changes}
     if name in GROUPABLE:
         options.setdefault("num_key_value_heads", 4)
     config = config_class(**options)
@@ -129,9 +129,9 @@ def converted(name: str, mixer: str, implementation: str = "sdpa", **options: An
 
 def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Return the logits of real tokens alone."""
-    found = tiny_models.logits(model, **inputs)
+    result = tiny_models.logits(model, **inputs)
     mask = inputs.get("attention_mask")
-    return found if mask is None else found[mask.bool()]
+    return result if mask is None else result[mask.bool()]
 
 
 def attention_of(name: str) -> type[nn.Module]:

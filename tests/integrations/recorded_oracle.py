@@ -12,7 +12,7 @@ def weights_by_loop(q, k, may_look, *, sigma=None, scale=None, top_k=None):
     i may look at key j.
     """
     B, H, Q, D = q.shape
-    found = torch.zeros(B, H, Q, k.shape[2], dtype=torch.float64)
+    weights = torch.zeros(B, H, Q, k.shape[2], dtype=torch.float64)
     for b in range(B):
         for h in range(H):
             keys = k[b, h // (H // k.shape[1])]
@@ -32,5 +32,5 @@ def weights_by_loop(q, k, may_look, *, sigma=None, scale=None, top_k=None):
                     top = kept[0][0]
                     total = sum(math.exp(logit - top) for logit, _ in kept)
                     for logit, j in kept:
-                        found[b, h, i, j] = math.exp(logit - top) / total
-    return found
+                        weights[b, h, i, j] = math.exp(logit - top) / total
+    return weights

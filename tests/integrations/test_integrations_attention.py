@@ -176,21 +176,21 @@ def test_what_is_hidden_changes_no_bit(mixer, path, Q, bad):
     mask[..., 5] = False  # hidden from all
     mask[:, :, 2 % Q, 4] = False  # and another from one row, where there are several
     mask = PATHS[path](mask)
-    for grad, found in itertools.product([False, True], [mask]):
+    for grad, result in itertools.product([False, True], [mask]):
         q, k, v = inputs(Q, 9)
         rows = []
         for value in (0.5, bad):
-            own = [x.clone() for x in (q, k, v)]
-            own[1][:, :, 5], own[2][:, :, 5] = value, value
+            tensors = [x.clone() for x in (q, k, v)]
+            tensors[1][:, :, 5], tensors[2][:, :, 5] = value, value
             if Q > 1:
-                own[0][:, :, 1] = value  # a query that sees nothing
-                own[1][:, :, 4], own[2][:, :, 4] = value, value
-            own = [x.requires_grad_(grad) for x in own]
-            out = graph_attention(layer, *own, found)[0]
+                tensors[0][:, :, 1] = value  # a query that sees nothing
+                tensors[1][:, :, 4], tensors[2][:, :, 4] = value, value
+            tensors = [x.requires_grad_(grad) for x in tensors]
+            out = graph_attention(layer, *tensors, result)[0]
             row = 2 % Q
             grads = []
             if grad:
-                grads = torch.autograd.grad(out[:, row].sum(), own, allow_unused=True)
+                grads = torch.autograd.grad(out[:, row].sum(), tensors, allow_unused=True)
                 grads = [g[:, :, [i for i in range(g.shape[2]) if i != 4]] for g in grads]
             rows.append([out[:, row].detach(), *grads])
             if Q > 1:
@@ -349,8 +349,8 @@ def test_a_mask_that_is_written_to_is_another_mask(inference, options):
         mask = random_mask(7, 9)
         graph_attention(Layer(**options), q, k, v, mask)
         mask[:, :, 2] = True
-        found = graph_attention(Layer(**options), q, k, v, mask)[0]
-        assert torch.equal(found, graph_attention(Layer(**options), q, k, v, mask.clone())[0])
+        result = graph_attention(Layer(**options), q, k, v, mask)[0]
+        assert torch.equal(result, graph_attention(Layer(**options), q, k, v, mask.clone())[0])
 
 
 def test_nothing_is_kept_of_a_mask_that_is_gone():

@@ -20,8 +20,8 @@ REFUSED = "attention_mask must have"
 def pair(name):
     """Two models with the same weights: transformers' own attention, and ours."""
     gat.register()
-    own = "eager" if name == "gpt_oss" else "sdpa"
-    models = tiny(name, implementation=own), tiny(name, implementation="graphattn")
+    theirs = "eager" if name == "gpt_oss" else "sdpa"
+    models = tiny(name, implementation=theirs), tiny(name, implementation="graphattn")
     models[1].load_state_dict(models[0].state_dict())
     return models
 
@@ -44,18 +44,18 @@ def held(model, lengths, cache=None, batch=2):
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoder_reads_cached_keys_and_all_new_ones(name, masked, queries):
     """PEFT's prefix tuning passes a cache to an encoder."""
-    own, ours = pair(name)
+    theirs, ours = pair(name)
     given = {"input_ids": inputs(name, length=queries)["input_ids"]}
     if masked:
         given["attention_mask"] = torch.ones(2, 2 + queries, dtype=torch.long)
     for wrap in (lambda cache: cache, lambda cache: EncoderDecoderCache(cache, DynamicCache())):
-        expected = logits(own, **given, **{CACHE: wrap(held(own, [2, 2]))})
-        found = logits(ours, **given, **{CACHE: wrap(held(own, [2, 2]))})
-        assert relative_difference(found, expected) < 1e-9
+        expected = logits(theirs, **given, **{CACHE: wrap(held(theirs, [2, 2]))})
+        actual = logits(ours, **given, **{CACHE: wrap(held(theirs, [2, 2]))})
+        assert relative_difference(actual, expected) < 1e-9
     given["attention_mask"] = torch.tensor([[1] * queries, [0] + [1] * (queries - 1)])
     if queries > 1:
         with pytest.raises(ValueError, match=f"{REFUSED} {2 + queries} keys"):
-            logits(ours, **given, **{CACHE: held(own, [2, 2])})
+            logits(ours, **given, **{CACHE: held(theirs, [2, 2])})
 
 
 def test_a_window_of_an_encoder_counts_from_the_last_cached_keys():
@@ -64,7 +64,7 @@ def test_a_window_of_an_encoder_counts_from_the_last_cached_keys():
     tokens = inputs("bert", length=5)["input_ids"]
     i = torch.arange(5)
     seen = (i[:, None] + 3 - torch.arange(8)).abs() <= 2
-    found = logits(ours, input_ids=tokens, **{CACHE: held(ours, [3, 3])})
+    actual = logits(ours, input_ids=tokens, **{CACHE: held(ours, [3, 3])})
     gat.configure(ours)
     expected = logits(
         ours,
@@ -72,7 +72,7 @@ def test_a_window_of_an_encoder_counts_from_the_last_cached_keys():
         attention_mask=seen.expand(2, 1, 5, 8),
         **{CACHE: held(ours, [3, 3])},
     )
-    assert relative_difference(found, expected) < 1e-9
+    assert relative_difference(actual, expected) < 1e-9
 
 
 @pytest.mark.parametrize("first", [2, 0])
@@ -114,23 +114,23 @@ def test_converted_layers_refuse_them_too(first, implementation):
 @pytest.mark.parametrize("pieces", [[5, 4], [9], [4, 1, 4]], ids=str)
 @pytest.mark.parametrize("name", DECODERS)
 def test_empty_places_of_a_static_cache_are_left_out(name, pieces, padding):
-    own, ours = pair(name)
+    theirs, ours = pair(name)
     given = inputs(name, length=9, padding=padding)
-    cache, start, found = StaticCache(config=ours.config, max_cache_len=14), 0, []
+    cache, start, actual = StaticCache(config=ours.config, max_cache_len=14), 0, []
     for length in pieces:
         stop = start + length
         part = {"input_ids": given["input_ids"][:, start:stop]}
         if padding is not None:
             part["attention_mask"] = given["attention_mask"][:, :stop]
-        found.append(logits(ours, **part, **{CACHE: cache}))
+        actual.append(logits(ours, **part, **{CACHE: cache}))
         start = stop
     with exact_softmax():
-        expected = logits(own, **given)
+        expected = logits(theirs, **given)
     real = torch.ones(2, 9, dtype=torch.bool)
     if padding is not None:
         real = given["attention_mask"].bool()
     if padding is None or "position_ids" not in given:
-        assert relative_difference(torch.cat(found, 1)[real], expected[real]) < 1e-6
+        assert relative_difference(torch.cat(actual, 1)[real], expected[real]) < 1e-6
 
 
 def test_a_dense_mask_of_a_static_cache_says_which_places_are_filled():
@@ -182,10 +182,12 @@ def test_a_causal_mask_fits_only_its_own_keys():
 def test_a_quantised_cache_in_front_of_an_encoder_is_read():
     from test_integrations_generation import Rounded
 
-    own, ours = pair("bert")
+    theirs, ours = pair("bert")
     tokens = inputs("bert", length=6)["input_ids"]
-    found = [
-        logits(model, input_ids=tokens, **{CACHE: held(own, [2, 2], Cache([Rounded(), Rounded()]))})
-        for model in (own, ours)
+    results = [
+        logits(
+            model, input_ids=tokens, **{CACHE: held(theirs, [2, 2], Cache([Rounded(), Rounded()]))}
+        )
+        for model in (theirs, ours)
     ]
-    assert relative_difference(*found) < 1e-9
+    assert relative_difference(*results) < 1e-9

@@ -23,7 +23,7 @@ MASKS = [  # the implementation decides which kind of mask a layer is given
 
 def in_pieces(model, inputs, pieces, cache):
     tokens, mask = inputs["input_ids"], inputs["attention_mask"]
-    found, start = [], 0
+    result, start = [], 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes_positions = "OPT" not in type(model).__name__
     for length in pieces:
@@ -37,9 +37,9 @@ def in_pieces(model, inputs, pieces, cache):
                 use_cache=True,
                 **given,
             )
-        found.append(out.logits)
+        result.append(out.logits)
         start = stop
-    return torch.cat(found, dim=1)[mask.bool()]
+    return torch.cat(result, dim=1)[mask.bool()]
 
 
 @pytest.mark.parametrize("mixer", OPTIONS)
@@ -52,8 +52,8 @@ def test_pieces_of_a_prompt_and_single_tokens_are_the_whole(name, mixer, impleme
     growing = DynamicCache(config=model.config)
     fixed = StaticCache(config=model.config, max_cache_len=24)
     for cache in (growing, fixed):
-        found = in_pieces(model, inputs, [7, 4, 1, 1, 1, 1], cache)
-        torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-7)
+        result = in_pieces(model, inputs, [7, 4, 1, 1, 1, 1], cache)
+        torch.testing.assert_close(result, whole, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("mixer", OPTIONS)

@@ -247,11 +247,11 @@ def test_the_models_own_window_stays(name):
     gat.convert(model, mixer="gka", layers=[0])
     layer = attention_modules(model)[0][1]
     inputs = inputs_of(name, length=20, padding=None)
-    found = []
-    layer.register_forward_hook(lambda module, args, output: found.append(output[0]))
+    results = []
+    layer.register_forward_hook(lambda module, args, output: results.append(output[0]))
     for token in (7, 9):
         inputs["input_ids"][:, 2] = token
         logits(model, inputs)
-    same = (found[0] == found[1]).all(-1).all(0)
+    same = (results[0] == results[1]).all(-1).all(0)
     assert same[[0, 1, *range(8, 20)]].all()
     assert not same[2:8].any()

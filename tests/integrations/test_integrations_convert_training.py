@@ -66,9 +66,9 @@ def test_gka_has_the_count_of_its_paper():
         model = transformers.DeiTModel(config)
     gat.convert(model, mixer="gka")
     layers = [module for _, module in attention_modules(model)]
-    own = sum(p.numel() for layer in layers for p in layer.parameters())
+    of_layers = sum(p.numel() for layer in layers for p in layer.parameters())
     outside = 0 if hasattr(layers[0], "o_proj") else 12 * (192 * 192 + 192)  # older transformers
-    assert own + outside == 12 * (192 * 192 + 192 + 3)
+    assert of_layers + outside == 12 * (192 * 192 + 192 + 3)
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
@@ -132,8 +132,8 @@ def test_half_precision_and_autocast(name, mixer):
         loss_of(model, inputs).backward()
     half = logits(model.to(torch.bfloat16), inputs)
     assert half.dtype == torch.bfloat16
-    for found in (automatic, half):
-        assert (found.float() - exact).norm() <= 0.05 * exact.norm()
+    for result in (automatic, half):
+        assert (result.float() - exact).norm() <= 0.05 * exact.norm()
 
 
 @pytest.mark.long

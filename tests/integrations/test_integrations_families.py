@@ -42,8 +42,8 @@ def test_logits_equal_those_of_eager_attention(name, padding, dtype):
     given = inputs(name, padding=padding, dtype=dtype)
     with exact_softmax():
         expected = rows(name, logits(eager, **given), given)
-    found = rows(name, logits(ours, **given), given)
-    assert relative_difference(found, expected) < TOLERANCE[dtype]
+    actual = rows(name, logits(ours, **given), given)
+    assert relative_difference(actual, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.long
@@ -54,10 +54,10 @@ def test_gradients_of_the_loss_equal_those_of_eager_attention(name, padding, dty
     given = inputs(name, padding=padding, dtype=dtype)
     with exact_softmax():
         expected = gradients(eager, given)
-    found = gradients(ours, given)
-    assert found.keys() == expected.keys()
+    actual = gradients(ours, given)
+    assert actual.keys() == expected.keys()
     for parameter in expected:
-        difference = relative_difference(found[parameter], expected[parameter])
+        difference = relative_difference(actual[parameter], expected[parameter])
         assert difference < TOLERANCE[dtype], parameter
 
 
@@ -67,14 +67,14 @@ def test_texts_packed_by_position_do_not_see_each_other(name):
     tokens = inputs(name, batch=1, length=24)["input_ids"]
     lengths = (9, 4, 11)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    found = logits(ours, input_ids=tokens, position_ids=positions, use_cache=False)
+    result = logits(ours, input_ids=tokens, position_ids=positions, use_cache=False)
     with exact_softmax():
         packed = logits(eager, input_ids=tokens, position_ids=positions, use_cache=False)
         alone = [
             logits(eager, input_ids=text, use_cache=False) for text in tokens.split(lengths, 1)
         ]
-    assert relative_difference(found, packed) < 1e-10
-    assert relative_difference(found, torch.cat(alone, 1)) < 1e-6  # rotary tables are float32
+    assert relative_difference(result, packed) < 1e-10
+    assert relative_difference(result, torch.cat(alone, 1)) < 1e-6  # rotary tables are float32
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
@@ -89,8 +89,8 @@ def test_masks_of_four_dimensions_are_followed_to_the_letter(name, heads, dtype)
     with exact_softmax():
         expected = logits(eager, input_ids=tokens, attention_mask=added)
     mask = seen if dtype == torch.bool else added
-    found = logits(ours, input_ids=tokens, attention_mask=mask)
-    assert relative_difference(found, expected) < 1e-10
+    actual = logits(ours, input_ids=tokens, attention_mask=mask)
+    assert relative_difference(actual, expected) < 1e-10
 
 
 @pytest.mark.skipif(OLD, reason="ESM C came later")
@@ -99,12 +99,12 @@ def test_chains_of_a_protein_complex_do_not_see_each_other():
     tokens = inputs("esmc")["input_ids"]
     chains = torch.tensor([[0] * 5 + [1] * 11, [0] * 8 + [1] * 4 + [-1] * 4])
     given = {"input_ids": tokens, "sequence_id": chains}
-    found = logits(ours, **given)
-    assert relative_difference(found, logits(eager, **given)) < 1e-10
+    result = logits(ours, **given)
+    assert relative_difference(result, logits(eager, **given)) < 1e-10
     other = torch.where(chains == 1, 4 + (tokens + 3) % 46, tokens)
     changed = logits(ours, input_ids=other, sequence_id=chains)
-    assert torch.equal(found[chains == 0], changed[chains == 0])
-    assert not torch.equal(found[chains == 1], changed[chains == 1])
+    assert torch.equal(result[chains == 0], changed[chains == 0])
+    assert not torch.equal(result[chains == 1], changed[chains == 1])
 
 
 @pytest.mark.parametrize("name", [n for n in ("bart", "t5") if n in families()])
@@ -116,8 +116,8 @@ def test_a_decoder_may_be_padded_beside_its_encoder(name, padding):
     mask[0, slice(None, 4) if padding == "left" else slice(-4, None)] = 0
     given["decoder_attention_mask"] = mask
     kept = mask.bool()
-    found, expected = logits(ours, **given)[kept], logits(eager, **given)[kept]
-    assert relative_difference(found, expected) < 1e-10
+    actual, expected = logits(ours, **given)[kept], logits(eager, **given)[kept]
+    assert relative_difference(actual, expected) < 1e-10
 
 
 def test_a_bidirectional_gemma_sees_both_sides():
@@ -126,8 +126,8 @@ def test_a_bidirectional_gemma_sees_both_sides():
     given = inputs("gemma3", padding="right")
     with exact_softmax():
         expected = real(logits(eager, **given), given)
-    found = real(logits(ours, **given), given)
-    assert relative_difference(found, expected) < 1e-10
+    actual = real(logits(ours, **given), given)
+    assert relative_difference(actual, expected) < 1e-10
     last = {**given, "input_ids": given["input_ids"].clone()}
     last["input_ids"][0, -1] = 7
     assert not torch.equal(logits(ours, **last)[0, 10], logits(ours, **given)[0, 10])

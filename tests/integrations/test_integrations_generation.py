@@ -69,9 +69,9 @@ def test_every_mixer_generates_the_same_with_a_cache_and_without(name, mixer, ca
     given = inputs(name, length=11, padding="left")
     more = {"tokens": 24, "output_logits": True, "return_dict_in_generate": True}
     without = generate(ours, given, use_cache=False, **more)
-    found = generate(ours, given, **CACHES[cache], **more)
-    assert torch.equal(found.sequences, without.sequences)
-    for a, b in zip(found.logits, without.logits, strict=True):
+    text = generate(ours, given, **CACHES[cache], **more)
+    assert torch.equal(text.sequences, without.sequences)
+    for a, b in zip(text.logits, without.logits, strict=True):
         assert relative_difference(a, b) < 1e-6  # norms and rotary tables are float32
 
 
@@ -88,10 +88,10 @@ def test_a_prompt_in_pieces_equals_the_whole_prompt(name, options):
     else:
         with exact_softmax():
             expected = logits(eager, input_ids=given)
-    cache, found = DynamicCache(config=ours.config), []
+    cache, actual = DynamicCache(config=ours.config), []
     for piece in given.split((7, 1, 8, 3), 1):
-        found.append(logits(ours, input_ids=piece, **{CACHE: cache}))
-    assert relative_difference(torch.cat(found, 1), expected) < 1e-6
+        actual.append(logits(ours, input_ids=piece, **{CACHE: cache}))
+    assert relative_difference(torch.cat(actual, 1), expected) < 1e-6
 
 
 @pytest.mark.long
@@ -112,9 +112,9 @@ def test_assisted_generation_finds_the_same_text(name):
     assistant = twins("llama", seed=5)[1]
     with exact_softmax():
         assert torch.equal(generate(ours, given, tokens=32, assistant_model=assistant), expected)
-        own = generate(ours, given, tokens=32, assistant_model=ours)  # everything is accepted
+        assisted = generate(ours, given, tokens=32, assistant_model=ours)  # everything is accepted
         looked_up = generate(ours, given, tokens=32, prompt_lookup_num_tokens=3)
-    assert torch.equal(own, expected)
+    assert torch.equal(assisted, expected)
     assert torch.equal(looked_up, expected)
 
 
@@ -125,16 +125,16 @@ def test_a_window_of_configure_goes_on_beyond_a_sliding_cache(name):
     gat.configure(ours, mixer="dot", window=4)
     given = inputs(name, length=15)["input_ids"]
     cache = DynamicCache(config=ours.config)
-    found = [logits(ours, input_ids=given[:, :9], **{CACHE: cache})]
+    results = [logits(ours, input_ids=given[:, :9], **{CACHE: cache})]
     for t in range(9, 15):
-        found.append(logits(ours, input_ids=given[:, t : t + 1], **{CACHE: cache}))
+        results.append(logits(ours, input_ids=given[:, t : t + 1], **{CACHE: cache}))
     i = torch.arange(15)
     seen = (i <= i[:, None]) & (i > i[:, None] - 4)
     added = torch.zeros(15, 15).double().masked_fill(~seen, -torch.inf).expand(2, 1, 15, 15)
     with exact_softmax():
         mask = added if name == "mistral" else dict.fromkeys(eager.config.layer_types, added)
         expected = logits(eager, input_ids=given, attention_mask=mask)
-    assert relative_difference(torch.cat(found, 1), expected) < 1e-6
+    assert relative_difference(torch.cat(results, 1), expected) < 1e-6
 
 
 class Rounded(QuantizedLayer):
@@ -154,9 +154,9 @@ class Rounded(QuantizedLayer):
 def test_a_quantised_cache_is_read_as_eager_attention_reads_it(padding):
     eager, ours = twins("llama")
     given = inputs("llama", length=8, padding=padding)
-    found = [
+    results = [
         generate(model, given, tokens=20, **{CACHE: Cache(layers=[Rounded(), Rounded()])})
         for model in (eager, ours)
     ]
-    assert torch.equal(*found)
-    assert not torch.equal(found[0], generate(eager, given, tokens=20)) or padding is None
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], generate(eager, given, tokens=20)) or padding is None

@@ -45,9 +45,9 @@ def test_the_future_does_not_change_a_bit(name, mixer):
     for change in (torch.nan, torch.inf, 3.0):
         other = x.clone()
         other[:, 10:] = change
-        found = outputs(model, other)
-        assert torch.equal(found[:, :10], first[:, :10])
-        assert not torch.equal(found[:, 10:], first[:, 10:])
+        result = outputs(model, other)
+        assert torch.equal(result[:, :10], first[:, :10])
+        assert not torch.equal(result[:, 10:], first[:, 10:])
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -61,8 +61,8 @@ def test_padding_does_not_change_a_bit(name, mixer, padding):
     first = outputs(model, x, mask)
     assert torch.isfinite(first[real]).all()
     for change in (torch.nan, torch.inf, 3.0):
-        found = outputs(model, torch.where(real[..., None], x, change), mask)
-        assert torch.equal(found[real], first[real])
+        result = outputs(model, torch.where(real[..., None], x, change), mask)
+        assert torch.equal(result[real], first[real])
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
@@ -128,12 +128,12 @@ def test_weights_asked_for_equal_those_of_eager_attention(name, padding):
     given = inputs(name, padding=padding, dtype=torch.float32)
     with torch.no_grad():
         expected = weights_of(eager(**given, output_attentions=True))
-        found = weights_of(ours(**given, output_attentions=True))
+        actual = weights_of(ours(**given, output_attentions=True))
         plain = ours(**given).logits
         assert torch.equal(ours(**given, output_attentions=True).logits, plain)
-    assert len(found) == len(expected) >= 2
+    assert len(actual) == len(expected) >= 2
     mask = given.get("attention_mask")
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
         if mask is not None and a.shape[2] == mask.shape[1]:  # rows of padding: we give zeros
             real = mask.bool()

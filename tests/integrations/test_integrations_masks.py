@@ -31,9 +31,9 @@ def dense_of(seen, batch, num_keys):
     if seen.packed:
         Q = edges.shape[0] // batch
         blocks = edges.reshape(batch, Q, batch, n)
-        own = blocks[torch.arange(batch), :, torch.arange(batch)]
-        assert int(blocks.sum()) == int(own.sum()), "an edge between samples"
-        edges = own
+        of_samples = blocks[torch.arange(batch), :, torch.arange(batch)]
+        assert int(blocks.sum()) == int(of_samples.sum()), "an edge between samples"
+        edges = of_samples
     edges = edges.expand(batch, -1, -1)
     if seen.valid is not None:
         edges = edges & seen.valid[:, None, :]
@@ -242,10 +242,10 @@ def comparisons(draw):
         )
 
     def function(batch, head, q, k):
-        answer = terms[0](q, k)
+        allowed = terms[0](q, k)
         for term in terms[1:]:
-            answer = answer & term(q, k)
-        return answer
+            allowed = allowed & term(q, k)
+        return allowed
 
     return function
 

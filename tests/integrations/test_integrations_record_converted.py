@@ -128,25 +128,25 @@ def test_a_shortcut_is_recorded_beside_its_layer_with_the_weights_of_plain_loops
         sigma=krause.bandwidth.log_sigma.detach().exp(),
         top_k=3,
     )
-    found = recording.select("krause")[0]
-    torch.testing.assert_close(found.matrix, expected, rtol=1e-5, atol=1e-6)
+    actual = recording.select("krause")[0]
+    torch.testing.assert_close(actual.matrix, expected, rtol=1e-5, atol=1e-6)
     first = real.long().argmax(1)
     for b in range(2):
         rows = [i for i in range(9) if real[b, i] and i != first[b]]
         share = expected[b, :, rows, first[b]].mean(-1)
-        torch.testing.assert_close(found.sinks[b], share, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual.sinks[b], share, rtol=1e-5, atol=1e-6)
 
 
 def test_a_rollout_does_not_take_a_shortcut_for_a_layer_of_its_own():
     recording = recorded(with_shortcuts(), text())
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn\.krause' is parallel to"):
         recording.rollout()
-    own = [call for call in recording if not call.name.endswith(".krause")]
+    of_model = [call for call in recording if not call.name.endswith(".krause")]
     expected = torch.eye(9, dtype=torch.float64)  # of the first text, which has no padding
-    for call in own:
+    for call in of_model:
         expected = (call.matrix[0].mean(0) + torch.eye(9)) / 2 @ expected
-    found = ga.diagnostics.Recording(own).rollout()
-    torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=1e-7)
+    actual = ga.diagnostics.Recording(of_model).rollout()
+    torch.testing.assert_close(actual[0].double(), expected, rtol=1e-6, atol=1e-7)
     assert recording.select(".krause").rollout().shape == (2, 9, 9)
 
 
@@ -210,15 +210,15 @@ def test_a_step_of_generation_has_the_rows_of_the_whole_text(kind):
 @pytest.mark.parametrize("kind", [*OPTIONS, "shortcut"])
 def test_attention_switched_off_brings_nothing_shortcut_included(kind, layers):
     inputs = text(12)
-    found = ga.diagnostics.spectra_without_attention(made(kind), layers=layers, **inputs)
-    for n, name in enumerate(list(found)[1:]):
+    actual = ga.diagnostics.spectra_without_attention(made(kind), layers=layers, **inputs)
+    for n, name in enumerate(list(actual)[1:]):
         other = made(kind)
         other.model.layers[n].self_attn.register_forward_hook(
             lambda _, __, output: (torch.zeros_like(output[0]), *output[1:])
         )
         expected = ga.diagnostics.hidden_spectra(other, layers=layers, **inputs)
-        torch.testing.assert_close(found[name].spectra, expected.spectra, rtol=1e-6, atol=1e-9)
-        assert not torch.allclose(found["none"].spectra[-1], expected.spectra[-1])
+        torch.testing.assert_close(actual[name].spectra, expected.spectra, rtol=1e-6, atol=1e-9)
+        assert not torch.allclose(actual["none"].spectra[-1], expected.spectra[-1])
 
 
 def test_padded_queries_of_a_converted_multihead_attention_do_not_count_whatever_its_name():

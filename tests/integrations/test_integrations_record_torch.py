@@ -123,7 +123,7 @@ def test_consensus_is_named_as_what_has_no_weights():
 @pytest.mark.parametrize("mixer", [*MIXERS, "gka", "vlt"])
 def test_attention_switched_off_is_an_output_projection_of_zeros(mixer):
     x = states()
-    found = ga.diagnostics.spectra_without_attention(encoder(mixer), x)
+    actual = ga.diagnostics.spectra_without_attention(encoder(mixer), x)
     for name in ("layers.0", "layers.1"):
         other = encoder(mixer)
         attention = other.get_submodule(name).self_attn
@@ -132,8 +132,8 @@ def test_attention_switched_off_is_an_output_projection_of_zeros(mixer):
             for parameter in projection.parameters():
                 parameter.zero_()
         expected = ga.diagnostics.hidden_spectra(other, x)
-        torch.testing.assert_close(found[name].spectra, expected.spectra)
-        assert not torch.allclose(found["none"].spectra[-1], expected.spectra[-1])
+        torch.testing.assert_close(actual[name].spectra, expected.spectra)
+        assert not torch.allclose(actual["none"].spectra[-1], expected.spectra[-1])
 
 
 def test_a_name_as_index_points_to_select():

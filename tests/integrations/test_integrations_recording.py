@@ -119,7 +119,7 @@ def test_dropout_is_no_part_of_the_weights():
 
 def dense_rollout(weights, mask):
     """A plain loop over sequences and layers."""
-    found = []
+    results = []
     for b in range(len(mask)):
         flow = torch.eye(N, dtype=torch.float64)
         for layer in weights:
@@ -130,8 +130,8 @@ def dense_rollout(weights, mask):
                 if not mask[b, row]:
                     step[row] = torch.eye(N)[row]
             flow = step @ flow
-        found.append(flow)
-    return torch.stack(found)
+        results.append(flow)
+    return torch.stack(results)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -61,9 +61,9 @@ def test_an_unknown_argument_is_refused_by_name(name):
 @pytest.mark.long
 def test_every_argument_of_the_installed_version_is_supported_harmless_or_refused():
     """A new version may bring an argument; whoever updates decides here what it means."""
-    found = arguments_of_attention()
-    assert {"scaling", "dropout", "s_aux", "softcap", "sliding_window"} <= found.keys()
-    assert found.keys() <= SUPPORTED | TENSORS | HARMLESS | set(REFUSED), found
+    arguments = arguments_of_attention()
+    assert {"scaling", "dropout", "s_aux", "softcap", "sliding_window"} <= arguments.keys()
+    assert arguments.keys() <= SUPPORTED | TENSORS | HARMLESS | set(REFUSED), arguments
 
 
 @pytest.mark.every_case

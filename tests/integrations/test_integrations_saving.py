@@ -554,6 +554,6 @@ dist.destroy_process_group()
     assert_same(model.eval(), gat.from_pretrained(folder))
     tokens = torch.arange(24).reshape(2, 12) % 19
     model(tokens, labels=tokens).loss.backward()
-    found = torch.load(folder / "grads.pt")
+    gradients = torch.load(folder / "grads.pt")
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
+        torch.testing.assert_close(gradients[name], parameter.grad)

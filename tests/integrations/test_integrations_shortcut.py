@@ -53,14 +53,14 @@ def test_a_layer_is_the_equations_of_the_paper(family):
     given = {"position_embeddings": rotations, "attention_mask": keep[:, None]}
     plain = tiny_model(family, torch.float64).model.layers[1].self_attn
     with torch.no_grad():
-        found, _ = attention(x, **given)
+        actual, _ = attention(x, **given)
         standard, _ = plain(x, **given)
         expected = layer_loop(attention, standard, x, rotations, keep.tolist())
     real = keep.any(-1)
-    assert (found - standard)[real].abs().max() > 0.1
+    assert (actual - standard)[real].abs().max() > 0.1
     # The norms of Qwen 3 compute in float32, whatever they are given.
     tolerance = 1e-5 if family == "Qwen3" else 1e-11
-    torch.testing.assert_close(found[real], expected[real], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual[real], expected[real], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,9 +68,9 @@ def test_it_starts_as_copies_with_a_fifth_of_the_say(family):
     model, plain = tiny_model(family), tiny_model(family)
     assert gat.add_krause_shortcut(model, lora_rank=None) == [0, 1]
     for layer in model.model.layers:
-        own, krause = layer.self_attn, layer.self_attn.krause
+        attention, krause = layer.self_attn, layer.self_attn.krause
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            module, copied = getattr(own, name, None), getattr(krause, name, None)
+            module, copied = getattr(attention, name, None), getattr(krause, name, None)
             assert (module is None) == (copied is None)
             if module is not None:
                 for (a, p), (b, q) in zip(
@@ -83,9 +83,9 @@ def test_it_starts_as_copies_with_a_fifth_of_the_say(family):
         shares = krause.gate.shares(x, 3 * x)
         torch.testing.assert_close(shares, torch.tensor([0.8, 0.2]).expand(5, 2))
         torch.testing.assert_close(krause.bandwidth(x), torch.full((4,), 5.5))
-    own = {name: p for name, p in model.named_parameters() if ".krause." not in name}
-    assert own.keys() == dict(plain.named_parameters()).keys()
-    assert all(torch.equal(p, own[name]) for name, p in plain.named_parameters())
+    of_model = {name: p for name, p in model.named_parameters() if ".krause." not in name}
+    assert of_model.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(p, of_model[name]) for name, p in plain.named_parameters())
 
 
 def test_one_neighbour_is_the_token_itself():
@@ -103,9 +103,9 @@ def test_every_implementation_of_attention_gives_the_same(family, implementation
     model, tokens = with_shortcut(family), tokens_of()
     for mask in (None, left_padded([20, 7], 20), left_padded([20, 7], 20).flip(1)):
         expected = logits_of(model, tokens, "eager", attention_mask=mask)
-        found = logits_of(model, tokens, implementation, attention_mask=mask)
+        actual = logits_of(model, tokens, implementation, attention_mask=mask)
         real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
-        torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
 # What it may see.
@@ -181,7 +181,7 @@ def test_a_mask_hides_and_is_not_added(form):
         torch.manual_seed(1)
         odd = causal & (torch.rand(2, 16, 16) < 0.6)  # no known shape
         for keep in (hidden, odd):
-            found = krause.attend(q, k, v, form(keep), 0, 0.0)
+            result = krause.attend(q, k, v, form(keep), 0, 0.0)
             for b, i in ((0, 9), (1, 11), (0, 15)):
                 seen = keep[b, i, i - 4 : i + 1].nonzero()[:, 0] + i - 4
                 row = krause.attend(
@@ -192,7 +192,7 @@ def test_a_mask_hides_and_is_not_added(form):
                     len(seen) - 1,
                     0.0,
                 )
-                torch.testing.assert_close(found[b : b + 1, i : i + 1], row, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(result[b : b + 1, i : i + 1], row, rtol=1e-5, atol=1e-6)
         poisoned = [x.clone() for x in (k, v)]
         for x in poisoned:
             x[:, 6] = torch.nan

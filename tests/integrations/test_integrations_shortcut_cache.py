@@ -49,8 +49,8 @@ def test_pieces_beside_a_cache_give_what_the_whole_gives(family):
             whole = model(tokens, attention_mask=padding, use_cache=False).logits
         real = mask.bool() if padding is not None else torch.ones_like(mask).bool()
         for sizes in ([1] * 30, [12, 7, 1, 10]):
-            found, _ = in_pieces(model, tokens, sizes, mask=padding)
-            torch.testing.assert_close(found[real], whole[real], rtol=1e-5, atol=1e-5)
+            result, _ = in_pieces(model, tokens, sizes, mask=padding)
+            torch.testing.assert_close(result[real], whole[real], rtol=1e-5, atol=1e-5)
     # It would show if the shortcut forgot: its say in these models is large.
     alone, _ = in_pieces(model, tokens[:, 20:], [10])
     assert (alone - whole[:, 20:]).abs().max() > 0.01
@@ -66,8 +66,8 @@ def test_pieces_in_every_implementation_and_cache(implementation, cache):
     with torch.no_grad():
         whole = model(tokens, attention_mask=mask, use_cache=False).logits
     held = StaticCache(model.config, max_cache_len=26) if cache == "static" else None
-    found, _ = in_pieces(model, tokens, [2, 1, 1, 7, 1, 1, 7], held, mask)
-    torch.testing.assert_close(found[mask.bool()], whole[mask.bool()], rtol=1e-5, atol=1e-5)
+    result, _ = in_pieces(model, tokens, [2, 1, 1, 7, 1, 1, 7], held, mask)
+    torch.testing.assert_close(result[mask.bool()], whole[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
 @functools.cache
@@ -112,15 +112,15 @@ def test_a_cache_goes_back_branches_and_follows_beams():
         whole = model(tokens, use_cache=False).logits
     _, cache = in_pieces(model, tokens, [20])
     cache.crop(-13)
-    found, _ = in_pieces(model, tokens[:, 7:], [17], copy.deepcopy(cache))
-    torch.testing.assert_close(found, whole[:, 7:], rtol=1e-5, atol=1e-5)
+    actual, _ = in_pieces(model, tokens[:, 7:], [17], copy.deepcopy(cache))
+    torch.testing.assert_close(actual, whole[:, 7:], rtol=1e-5, atol=1e-5)
     order = torch.tensor([2, 0, 0])
     cache.reorder_cache(order)
     turned = torch.cat([tokens[order, :7], tokens[:, 7:]], 1)
     with torch.no_grad():
         expected = model(turned, use_cache=False).logits[:, 7:]
-    found, _ = in_pieces(model, tokens[:, 7:], [1] * 17, cache)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual, _ = in_pieces(model, tokens[:, 7:], [1] * 17, cache)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_everything_remembered_is_in_the_cache():
@@ -134,8 +134,8 @@ def test_everything_remembered_is_in_the_cache():
         for i, text in enumerate((first, second)):
             part, _ = in_pieces(model, text[:, start : start + 8], [8], caches[i])
             parts[i].append(part)
-    for found, right in zip(parts, expected, strict=True):
-        assert torch.equal(torch.cat(found, 1), right)
+    for actual, right in zip(parts, expected, strict=True):
+        assert torch.equal(torch.cat(actual, 1), right)
     caches[0].reset()
     if caches[0].get_seq_length():  # older versions of transformers leave zeros behind
         return

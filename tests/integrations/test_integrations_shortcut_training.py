@@ -118,9 +118,9 @@ def test_checkpointing_changes_no_gradient(reentrant):
     model.train()
     expected = gradients(model, tokens, attention_mask=mask)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    found = gradients(model, tokens, attention_mask=mask)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    actual = gradients(model, tokens, attention_mask=mask)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_half_precision_and_autocast_stay_near():
@@ -129,14 +129,14 @@ def test_half_precision_and_autocast_stay_near():
     gat.add_krause_shortcut(model, window=8, top_k=None, init_sigma=2.0)
     exact = logits_of(model, tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        found = logits_of(model, tokens)
+        logits = logits_of(model, tokens)
         gradients(model, tokens)
-    assert (found - exact).abs().max() < 0.05 * exact.abs().max()
+    assert (logits - exact).abs().max() < 0.05 * exact.abs().max()
     half = tiny_model(scale=2.0, dtype=torch.bfloat16)
     gat.add_krause_shortcut(half, window=8, top_k=None, init_sigma=2.0)
-    found = logits_of(half, tokens)
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).abs().max() < 0.05 * exact.abs().max()
+    logits = logits_of(half, tokens)
+    assert logits.dtype == torch.bfloat16
+    assert (logits - exact).abs().max() < 0.05 * exact.abs().max()
     # What is trained is kept in float32, or small steps would be rounded away.
     kinds = {name: p.dtype for name, p in half.named_parameters()}
     assert {kinds[name] for name in trainable(half)} == {torch.float32}
@@ -178,9 +178,9 @@ def test_files_hold_all_that_was_added(tmp_path, family, rank, dtype):
     model = with_shortcut(family, dtype=dtype, lora_rank=rank, layers=[1])
     model.save_pretrained(tmp_path)
     again = gat.from_pretrained(tmp_path)
-    own, kept = dict(model.named_parameters()), dict(again.named_parameters())
-    assert own.keys() == kept.keys()
-    for name, parameter in own.items():
+    before, kept = dict(model.named_parameters()), dict(again.named_parameters())
+    assert before.keys() == kept.keys()
+    for name, parameter in before.items():
         assert parameter.dtype == kept[name].dtype, name
         assert torch.equal(parameter, kept[name]), name
     assert trainable(again) == trainable(model)
@@ -343,5 +343,5 @@ def test_gradients_are_those_of_finite_differences(form):
                 losses.append(loss())
         with torch.no_grad():
             parameter.add_(direction, alpha=1e-6)
-        slope, found = (losses[0] - losses[1]) / 2e-6, (parameter.grad * direction).sum()
-        torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-6, msg=name)
+        slope, gradient = (losses[0] - losses[1]) / 2e-6, (parameter.grad * direction).sum()
+        torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-6, msg=name)

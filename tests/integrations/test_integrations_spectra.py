@@ -43,12 +43,12 @@ def tokens():
 
 
 def eigenvalues(x, real=None):
-    found = []
+    spectra = []
     for b, sequence in enumerate(x):
-        own = sequence if real is None else sequence[real[b]]
-        centred = own - own.mean(0)
-        found.append(torch.linalg.eigvalsh(centred.T @ centred / len(own)).flip(0))
-    return torch.stack(found).mean(0)
+        tokens = sequence if real is None else sequence[real[b]]
+        centred = tokens - tokens.mean(0)
+        spectra.append(torch.linalg.eigvalsh(centred.T @ centred / len(tokens)).flip(0))
+    return torch.stack(spectra).mean(0)
 
 
 def hidden_states(model, blocks, **inputs):
@@ -94,8 +94,8 @@ def test_disabled_attention_is_an_output_projection_of_zeros(name, implementatio
     mask = torch.ones(2, N, dtype=torch.int64)
     mask[0, -4:] = 0
     inputs = {"input_ids": tokens(), "attention_mask": mask}
-    found = ga.diagnostics.spectra_without_attention(model, **inputs)
-    assert list(found) == ["none", *(f"{path}.{n}" for n in range(3))]
+    actual = ga.diagnostics.spectra_without_attention(model, **inputs)
+    assert list(actual) == ["none", *(f"{path}.{n}" for n in range(3))]
     for n in (None, 0, 2):
         other = tiny(name, implementation)
         blocks = list(other.get_submodule(path))
@@ -103,8 +103,8 @@ def test_disabled_attention_is_an_output_projection_of_zeros(name, implementatio
             without(blocks[n], projection)
         states = hidden_states(other, blocks, **inputs)
         expected = torch.stack([eigenvalues(x, mask.bool()) for x in states])
-        own = found["none" if n is None else f"{path}.{n}"].spectra
-        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-9)
+        spectra = actual["none" if n is None else f"{path}.{n}"].spectra
+        torch.testing.assert_close(spectra, expected, rtol=1e-6, atol=1e-9)
 
 
 def attend(x, values, root_of_product, allowed=None):
@@ -126,7 +126,7 @@ def test_without_weights_in_place_scaling_shrinks_the_residual_too(name, scaling
         allowed = (place[:, None] - place).abs() <= 2
     model = tiny(name, "eager", **options)
     inputs = {"input_ids": tokens()}
-    found = ga.diagnostics.hidden_spectra(
+    actual = ga.diagnostics.hidden_spectra(
         model, **inputs, weights="disabled", normalization="disabled", scaling=scaling
     )
     x = hidden_states(model, list(model.encoder.layer), **inputs)[0]
@@ -138,7 +138,7 @@ def test_without_weights_in_place_scaling_shrinks_the_residual_too(name, scaling
             x = x / root
             x = x + attend(x, x, 1.0, allowed)
         expected.append(eigenvalues(x))
-    torch.testing.assert_close(found.spectra, torch.stack(expected), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(actual.spectra, torch.stack(expected), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("normalization", ["enabled", "disabled"])
@@ -174,5 +174,5 @@ def test_effective_ranks_know_the_blocks_and_the_padding_of_transformers(name):
     assert names == tuple(f"{path}.{n}" for n in range(3))
     states = hidden_states(model, list(model.get_submodule(path)), **inputs)[1:]
     for value, x in zip(values, states, strict=True):
-        own = [ga.diagnostics.effective_rank(x[b][mask[b].bool()]) for b in range(2)]
-        torch.testing.assert_close(value, torch.stack(own).mean())
+        ranks = [ga.diagnostics.effective_rank(x[b][mask[b].bool()]) for b in range(2)]
+        torch.testing.assert_close(value, torch.stack(ranks).mean())

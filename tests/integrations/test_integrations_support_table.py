@@ -32,14 +32,14 @@ def test_the_table_says_yes_for_every_installed_family_and_names_what_is_refused
         if len(cells := [cell.strip() for cell in line.split("|")]) > 6
     }
     for name, family in FAMILIES.items():
-        found = rows[family.title]
+        row = rows[family.title]
         if name not in families():
-            assert found[0] == "not in this version"
+            assert row[0] == "not in this version"
             continue
-        assert found[0] == "yes"
-        assert found[1] == ("" if family.kind in ("encoder", "vision") else "yes")
-        assert found[2] == "yes"
-        assert found[3] == ("refused: `softcap`" if name == "gemma2" else "yes")
+        assert row[0] == "yes"
+        assert row[1] == ("" if family.kind in ("encoder", "vision") else "yes")
+        assert row[2] == "yes"
+        assert row[3] == ("refused: `softcap`" if name == "gemma2" else "yes")
 
 
 def test_a_family_that_differs_would_not_say_yes(monkeypatch):

@@ -228,9 +228,9 @@ def test_a_window_is_a_mask(causal):
     graph = ga.window_path_graph(L, 2, self_loops=True)
     expected = old(x, x, x, attn_mask=masked_by(graph, hidden))
     for hint in (True, False) if causal else (False,):
-        found = new(x, x, x, attn_mask=hidden, is_causal=hint)
-        assert_same(found[0], expected[0])
-        assert_same(found[1], expected[1])
+        actual = new(x, x, x, attn_mask=hidden, is_causal=hint)
+        assert_same(actual[0], expected[0])
+        assert_same(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("masks", ["nothing", "padding", "both", "per sample", "per head, floats"])
@@ -248,13 +248,13 @@ def test_a_graph_is_intersected_with_the_masks(masks, of):
         mask = mask | hidden
     else:
         mask = mask.masked_fill(hidden, -torch.inf)
-    found = new(q, k, k, **call)
+    actual = new(q, k, k, **call)
     call["attn_mask"] = mask
     expected = old(q, k, k, **call)
     rows = ~expected[0].isnan()  # a target that sees nothing is NaN in PyTorch
     assert rows.any()
-    assert_same(found[0][rows], expected[0][rows])
-    assert found[0].isfinite().all()
+    assert_same(actual[0][rows], expected[0][rows])
+    assert actual[0].isfinite().all()
 
 
 def test_masks_that_are_windows_list_no_edges():

@@ -75,10 +75,10 @@ def test_distances_by_hand(mixer):
     near = (place[:, None] - place).abs() <= 4
     seen = near & ~CAUSAL & ~PAD[:, None]
     mask = bias.masked_fill(CAUSAL, -torch.inf)
-    found = new(x, x, x, attn_mask=mask, key_padding_mask=PAD, average_attn_weights=False)
+    actual = new(x, x, x, attn_mask=mask, key_padding_mask=PAD, average_attn_weights=False)
     expected = by_hand(old, x, sigma, seen, bias.expand(B, -1, -1), top_k=3)
-    assert_same(found[0], expected[0])
-    assert_same(found[1], expected[1])
+    assert_same(actual[0], expected[0])
+    assert_same(actual[1], expected[1])
 
 
 def test_the_default_bandwidth_differs_from_dot_products_by_lengths_alone():
@@ -103,26 +103,26 @@ def test_layers_are_those_of_the_library(mixer, batch_first):
     new = gtorch.convert(copy.deepcopy(old), mixer=mixer, window=3)
     x = torch.randn(B, N, E).double()
     given = x if batch_first else x.transpose(0, 1)
-    found, _ = new(given, given, given, attn_mask=CAUSAL, key_padding_mask=PAD, need_weights=False)
-    found = found if batch_first else found.transpose(0, 1)
+    actual, _ = new(given, given, given, attn_mask=CAUSAL, key_padding_mask=PAD, need_weights=False)
+    actual = actual if batch_first else actual.transpose(0, 1)
     W, b = old.in_proj_weight.chunk(3), old.in_proj_bias.chunk(3)
     if mixer == "gka":
         layer = ga.nn.GaussianKernelAttention(E, H)
-        own = {}
+        parts = {}
     elif mixer == "vlt":
         layer = ga.nn.DotProductAttention(E, H, value_projection=False)
-        own = {"query_proj": 0, "key_proj": 1}
+        parts = {"query_proj": 0, "key_proj": 1}
     else:
         layer = ga.nn.SelfConsensus(E, H, step_size="auto", update="target")
         layer.edge_net.load_state_dict(new.layer.edge_net.state_dict())
-        own = {"source_proj": 2}
+        parts = {"source_proj": 2}
     layer = layer.double()
-    for name, part in own.items():
+    for name, part in parts.items():
         getattr(layer, name).load_state_dict({"weight": W[part], "bias": b[part]})
     layer.output_proj.load_state_dict(old.out_proj.state_dict())
     graph = ga.causal_window_graph(N, 4)
     expected = layer(x, graph, valid=~PAD)
-    assert_same(found[~PAD], expected[~PAD])
+    assert_same(actual[~PAD], expected[~PAD])
 
 
 @pytest.mark.parametrize("mixer", ["gka", "vlt"])
@@ -334,10 +334,10 @@ def test_lora_around_and_inside(targets, first):
     if first == "peft":
         net = gtorch.convert(net)
     x = torch.randn(B, N, E).double()
-    found = net(x)
-    found.square().sum().backward()
+    result = net(x)
+    result.square().sum().backward()
     trained = [p for name, p in net.named_parameters() if "lora" in name]
     assert trained
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
-    assert_same(found, net.merge_and_unload()(x))
-    assert not torch.allclose(found, plain(x), atol=1e-3)
+    assert_same(result, net.merge_and_unload()(x))
+    assert not torch.allclose(result, plain(x), atol=1e-3)

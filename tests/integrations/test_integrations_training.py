@@ -54,10 +54,10 @@ def test_checkpointed_layers_have_the_same_gradients(name, mixer, padding, reent
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
-    found = gradients(model, given, **more)
-    assert found.keys() == expected.keys()
+    actual = gradients(model, given, **more)
+    assert actual.keys() == expected.keys()
     for parameter in expected:
-        assert relative_difference(found[parameter], expected[parameter]) < 1e-12, parameter
+        assert relative_difference(actual[parameter], expected[parameter]) < 1e-12, parameter
 
 
 def without_dropout(model):
@@ -96,8 +96,8 @@ def test_plain_masks_compile_whole_at_three_lengths(name, mixer):
     for length in (16, 24, 9):
         for padding in (None, "right"):
             given = inputs(name, length=length, padding=padding)
-            found = real(logits(compiled, **given), given)
-            assert relative_difference(found, real(logits(model, **given), given)) < 1e-5
+            result = real(logits(compiled, **given), given)
+            assert relative_difference(result, real(logits(model, **given), given)) < 1e-5
 
 
 @pytest.mark.long
@@ -107,9 +107,9 @@ def test_a_compiled_model_trains():
     given = inputs("llama", padding="right")
     expected = gradients(model, given, use_cache=False)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    found = gradients(model, given, use_cache=False)
+    actual = gradients(model, given, use_cache=False)
     for parameter in expected:
-        assert relative_difference(found[parameter], expected[parameter]) < 1e-10, parameter
+        assert relative_difference(actual[parameter], expected[parameter]) < 1e-10, parameter
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt_oss", "vit"])
@@ -118,10 +118,10 @@ def test_autocast_is_no_less_accurate_than_eager_attention_in_autocast(name):
     given = inputs(name, dtype=torch.float32)
     exact = logits(eager, **given)
     with torch.autocast("cpu", torch.bfloat16):
-        narrow, found = logits(eager, **given), logits(ours, **given)
+        narrow, result = logits(eager, **given), logits(ours, **given)
     band = torch.finfo(torch.bfloat16).eps * float(exact.abs().max())
     allowed = 2 * (float((narrow.float() - exact).abs().mean()) + band)
-    assert float((found.float() - exact).abs().mean()) <= allowed  # experts may change: no maximum
+    assert float((result.float() - exact).abs().mean()) <= allowed  # experts may change: no maximum
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -130,10 +130,10 @@ def test_half_precision_stays_half_precision(mixer, dtype):
     exact = configured("llama", MIXERS[mixer], dtype=torch.float32)
     model = configured("llama", MIXERS[mixer], dtype=torch.float32).to(dtype)
     given = inputs("llama", padding="right")
-    found = real(logits(model, **given), given)
-    assert found.dtype == dtype
+    actual = real(logits(model, **given), given)
+    assert actual.dtype == dtype
     expected = real(logits(exact, **given), given)
-    rounding = (found.float() - expected).abs().mean() / expected.abs().mean()
+    rounding = (actual.float() - expected).abs().mean() / expected.abs().mean()
     assert rounding < 40 * torch.finfo(dtype).eps  # top-k may choose another key on the way
 
 

@@ -287,7 +287,7 @@ def uses_the_interface(name: str) -> bool:
 
 def arguments_of_attention() -> dict[str, set[str]]:
     """Names that any family of the installed version hands to its attention, and which families."""
-    found: dict[str, set[str]] = {}
+    families_by_argument: dict[str, set[str]] = {}
     for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
         text = path.read_text(encoding="utf-8")
         if "attention_interface(" not in text:
@@ -300,8 +300,8 @@ def arguments_of_attention() -> dict[str, set[str]]:
             ):
                 for keyword in node.keywords:
                     if keyword.arg is not None:
-                        found.setdefault(keyword.arg, set()).add(path.parent.name)
-    return found
+                        families_by_argument.setdefault(keyword.arg, set()).add(path.parent.name)
+    return families_by_argument
 
 
 def families(*kinds: Kind) -> list[str]:
@@ -362,20 +362,23 @@ def inputs(
         pixels = torch.randn(batch, 3, 16, 16, generator=generator, dtype=torch.float64)
         return {"pixel_values": pixels.to(dtype)}
     tokens = torch.randint(WORDS.start, VOCABULARY, (batch, length), generator=generator)
-    found = {"input_ids": tokens}
+    arguments = {"input_ids": tokens}
     if padding is not None:
         mask = torch.ones_like(tokens)
         mask[1::2, slice(None, 5) if padding == "left" else slice(-5, None)] = 0
         tokens[mask == 0] = PAD
-        found["attention_mask"] = mask
+        arguments["attention_mask"] = mask
     if kind == "encoder-decoder":
-        found["decoder_input_ids"] = torch.randint(
+        arguments["decoder_input_ids"] = torch.randint(
             WORDS.start, VOCABULARY, (batch, length - 3), generator=generator
         )
     if name == "whisper":  # hears 32 frames instead of reading; a mask of frames changes nothing
         sound = torch.randn(batch, 6, 32, generator=generator, dtype=torch.float64)
-        found = {"input_features": sound.to(dtype), "decoder_input_ids": found["decoder_input_ids"]}
-    return found
+        arguments = {
+            "input_features": sound.to(dtype),
+            "decoder_input_ids": arguments["decoder_input_ids"],
+        }
+    return arguments
 
 
 def real(outputs: Tensor, given: dict[str, Tensor]) -> Tensor:
@@ -398,12 +401,12 @@ def labels(given: dict[str, Tensor]) -> Tensor:
         return torch.arange(len(given["pixel_values"])) % 5
     tokens = given.get("decoder_input_ids", given.get("input_ids"))
     assert tokens is not None
-    found = tokens.clone()
+    targets = tokens.clone()
     mask = given.get("attention_mask")
-    if mask is not None and mask.shape == found.shape:
+    if mask is not None and mask.shape == targets.shape:
         before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=0)
-        found[(mask == 0) | (before == 0)] = -100
-    return found
+        targets[(mask == 0) | (before == 0)] = -100
+    return targets
 
 
 def twins(name: str, **options: Any) -> tuple[Any, Any]:
@@ -423,8 +426,8 @@ def twins(name: str, **options: Any) -> tuple[Any, Any]:
 def logits(model: Any, **given: Any) -> Tensor:
     """Logits without a gradient."""
     with torch.no_grad():
-        found: Tensor = model(**given).logits
-    return found
+        result: Tensor = model(**given).logits
+    return result
 
 
 def gradients(model: Any, given: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
@@ -434,11 +437,11 @@ def gradients(model: Any, given: dict[str, Tensor], **more: Any) -> dict[str, Te
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """Largest difference as a share of the largest expected number (of 1, if all are less)."""
-    assert found.shape == expected.shape
+    assert actual.shape == expected.shape
     size = max(1.0, float(expected.abs().max()))
-    return float((found - expected).abs().max()) / size
+    return float((actual - expected).abs().max()) / size
 
 
 @contextmanager

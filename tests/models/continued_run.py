@@ -56,8 +56,8 @@ def main(folder: Path) -> None:
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         losses = train(state["name"], model, optimizer, range(20, 25))
-        found = {"losses": losses, "weights": dict(model.state_dict())}
-        torch.save({**found, **state_of(model, optimizer)}, run / "continued.pt")
+        after = {"losses": losses, "weights": dict(model.state_dict())}
+        torch.save({**after, **state_of(model, optimizer)}, run / "continued.pt")
 
 
 if __name__ == "__main__":

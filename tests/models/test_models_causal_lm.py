@@ -66,8 +66,8 @@ def test_with_dot_products_it_is_gpt_neox_of_transformers():
         modules[f"blocks.{i}.mlp.2"] = layer.mlp.dense_4h_to_h
         for name, tensor in layer.attention.query_key_value.named_parameters():
             parts = tensor.unflatten(0, (H, 3, D // H)).unbind(1)
-            for part, own in zip(("query", "key", "value"), parts, strict=True):
-                state[f"blocks.{i}.mixer.{part}_proj.{name}"] = own.flatten(0, 1)
+            for part, rows in zip(("query", "key", "value"), parts, strict=True):
+                state[f"blocks.{i}.mixer.{part}_proj.{name}"] = rows.flatten(0, 1)
     for place, module in modules.items():
         state.update({f"{place}.{name}": x for name, x in module.named_parameters()})
     ours.load_state_dict(state)
@@ -171,8 +171,8 @@ def test_packed_texts_give_what_they_give_alone(mixer):
     model, lengths = model_of(mixer), (5, 1, 9)
     tokens = tokens_of(2, sum(lengths))
     packed = model(tokens, model.graphs(lengths)).split(lengths, 1)
-    for own, logits in zip(tokens.split(lengths, 1), packed, strict=True):
-        torch.testing.assert_close(logits, model(own), **CLOSE)
+    for text, logits in zip(tokens.split(lengths, 1), packed, strict=True):
+        torch.testing.assert_close(logits, model(text), **CLOSE)
 
 
 @EVERY_MIXER
@@ -183,13 +183,13 @@ def test_padding_on_either_side_changes_nothing(mixer):
     texts = [tokens_of(int(n), seed=int(n)) for n in lengths]
     for valid in (right, left):
         positions = (torch.arange(9) - (valid.int().argmax(-1, keepdim=True))).clamp_min(0)
-        found = []
+        by_filler = []
         for filler in (0, -100, 10**6):
             tokens = torch.full((3, 9), filler)
             tokens[valid] = torch.cat(texts)
-            found.append(model(tokens, valid=valid, positions=positions)[valid])
-        assert all(torch.equal(found[0], other) for other in found[1:])
-        torch.testing.assert_close(found[0], torch.cat([model(t) for t in texts]), **CLOSE)
+            by_filler.append(model(tokens, valid=valid, positions=positions)[valid])
+        assert all(torch.equal(by_filler[0], other) for other in by_filler[1:])
+        torch.testing.assert_close(by_filler[0], torch.cat([model(t) for t in texts]), **CLOSE)
 
 
 # Training.
@@ -222,7 +222,7 @@ def test_tied_weights_stay_tied(tmp_path):
     ga.save(model, tmp_path)
     other = model_of("gka", tie_weights=True)
     other.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    found = [
+    twins = [
         ga.load(tmp_path),
         ga.models.CausalLM.from_pretrained(tmp_path),
         copy.deepcopy(model),
@@ -231,8 +231,8 @@ def test_tied_weights_stay_tied(tmp_path):
         other,
         model_of("gka", tie_weights=True).to("meta").to_empty(device="cpu"),
     ]
-    found[-1].load_state_dict(model.state_dict())
-    for twin in found:
+    twins[-1].load_state_dict(model.state_dict())
+    for twin in twins:
         assert is_tied(twin)
         torch.testing.assert_close(twin(tokens), expected, rtol=1e-5, atol=1e-5)
         with torch.no_grad():
@@ -373,9 +373,9 @@ def test_small_presets_have_a_million_parameters_and_write(name, vocab):
 
 @EVERY_MIXER
 def test_every_preset_takes_every_mixer(mixer):
-    own = [name for name, found in ga.models.presets().items() if found.model == "CausalLM"]
-    assert len(own) >= 6
-    for name in own:
+    names = [name for name, entry in ga.models.presets().items() if entry.model == "CausalLM"]
+    assert len(names) >= 6
+    for name in names:
         assert preset(name, mixer=mixer, depth=2).config["mixer"] == mixer
 
 

@@ -31,20 +31,20 @@ VITS = {  # image, patch, width, heads, classes; standard and Krause as printed,
 def vit_parts(image: int, patch: int, dim: int, heads: int, classes: int) -> dict[str, int]:
     """Multiply-adds by part, and the elements of everything that is no product."""
     N = (image // patch) ** 2 + 1
-    found = dict.fromkeys(("projections", "between", "rest", "small", "projection biases"), 0)
+    counts = dict.fromkeys(("projections", "between", "rest", "small", "projection biases"), 0)
     for _ in range(12):
-        found["small"] += 2 * N * dim + heads * N * N  # norm, softmax
+        counts["small"] += 2 * N * dim + heads * N * N  # norm, softmax
         for out in [dim] * 4:
-            found["projections"] += N * dim * out
-            found["projection biases"] += N * out
-        found["between"] += heads * N * N * (dim // heads) * 2
-        found["small"] += 2 * N * dim + 4 * N * dim  # norm, GELU
-        found["rest"] += 2 * N * dim * 4 * dim
-        found["small"] += N * (4 * dim + dim)  # biases of the perceptron
-    found["rest"] += (N - 1) * 3 * patch**2 * dim + dim * classes
-    found["small"] += (N - 1) * dim + 2 * N * dim + classes
-    found["small"] += found["projection biases"]
-    return found
+            counts["projections"] += N * dim * out
+            counts["projection biases"] += N * out
+        counts["between"] += heads * N * N * (dim // heads) * 2
+        counts["small"] += 2 * N * dim + 4 * N * dim  # norm, GELU
+        counts["rest"] += 2 * N * dim * 4 * dim
+        counts["small"] += N * (4 * dim + dim)  # biases of the perceptron
+    counts["rest"] += (N - 1) * 3 * patch**2 * dim + dim * classes
+    counts["small"] += (N - 1) * dim + 2 * N * dim + classes
+    counts["small"] += counts["projection biases"]
+    return counts
 
 
 @pytest.mark.every_case

@@ -85,17 +85,6 @@ def test_padding_is_never_read_whatever_number_it_holds(name):
     torch.testing.assert_close(out[1, :6], alone, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", MIXERS)
-def test_a_packed_batch_equals_its_sequences_alone(name):
-    model = encoder(MIXERS[name])
-    lengths = (5, 1, 8)
-    tokens = tokens_of(sum(lengths))
-    per_layer = [ga.batch(graphs) for graphs in zip(*map(model.graphs, lengths), strict=True)]
-    packed = model(tokens, per_layer).split(lengths)
-    for own, out in zip(tokens.split(lengths), packed, strict=True):
-        torch.testing.assert_close(out, model(own), rtol=0, atol=1e-12)
-
-
 def test_positions_shift_nothing_but_matter_when_they_spread():
     model = encoder("dot")
     tokens = tokens_of(7)
@@ -119,14 +108,6 @@ def test_per_sequence_gradients_by_vmap():
         alone = torch.func.grad(loss)(parameters, tokens[b])
         for name in parameters:
             torch.testing.assert_close(together[name][b], alone[name], rtol=0, atol=1e-10)
-
-
-def test_dropout_acts_in_training_only():
-    model = encoder("mix", dropout=0.5)
-    tokens = tokens_of(6)
-    assert not torch.equal(model(tokens), model(tokens))
-    model.eval()
-    assert torch.equal(model(tokens), model(tokens))
 
 
 @pytest.mark.parametrize(
@@ -259,12 +240,12 @@ def test_an_encoder_names_features_that_are_missing_or_not_expected():
 
 
 def test_options_of_consensus_are_spelled_as_in_every_model(tmp_path):
-    own = {"rank": 2, "edge_hidden": 6, "step_size": "auto"}
+    of_consensus = {"rank": 2, "edge_hidden": 6, "step_size": "auto"}
     for mixer in ("consensus", "mix"):
         options = {"depth": 2, "heads": H, "mixer": mixer, "rope": False}
         models = [
-            ga.models.SequenceEncoder(V, D, **options, **own),
-            ga.models.SequenceEncoder(V, D, **options, mixer_options=own),
+            ga.models.SequenceEncoder(V, D, **options, **of_consensus),
+            ga.models.SequenceEncoder(V, D, **options, mixer_options=of_consensus),
         ]
         models[1].load_state_dict(models[0].state_dict())
         tokens = torch.randint(V, (2, 7))

@@ -79,16 +79,16 @@ def ddit(model: Any, tokens: Tensor, sigma: Tensor) -> Tensor:
         adaln = c @ block.modulation.weight.T + block.modulation.bias
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = adaln.chunk(6, -1)
         a = layer_norm(x, block.mixer_norm) * (1 + scale_1) + shift_1
-        own = dict(block.mixer.named_parameters())
+        weights_of = dict(block.mixer.named_parameters())
         q, k, v = (
-            (a @ own[f"{name}_proj.weight"].T + own[f"{name}_proj.bias"])
+            (a @ weights_of[f"{name}_proj.weight"].T + weights_of[f"{name}_proj.bias"])
             .view(batch, n, H, D // H)
             .transpose(1, 2)
             for name in ("query", "key", "value")
         )
         weights = (rotated(q) @ rotated(k).transpose(-1, -2) / math.sqrt(D // H)).softmax(-1)
         y = (weights @ v).transpose(1, 2).reshape(batch, n, D)
-        x = x + gate_1 * (y @ own["output_proj.weight"].T + own["output_proj.bias"])
+        x = x + gate_1 * (y @ weights_of["output_proj.weight"].T + weights_of["output_proj.bias"])
         m = layer_norm(x, block.mlp_norm) * (1 + scale_2) + shift_2
         m = block.mlp[0](m)
         m = m * 0.5 * (1 + torch.erf(m / math.sqrt(2)))
@@ -155,11 +155,13 @@ def test_packed_sequences_have_a_level_each(mixer):
     model = encoder(mixer)
     lengths = torch.tensor([5, 1, 8])
     tokens, sigma = tokens_of(14), levels_of(3)
-    graphs = [ga.batch(own) for own in zip(*map(model.graphs, lengths.tolist()), strict=True)]
+    graphs = [
+        ga.batch(of_block) for of_block in zip(*map(model.graphs, lengths.tolist()), strict=True)
+    ]
     out = model(tokens, graphs, noise_level=sigma.repeat_interleave(lengths))
     parts = zip(tokens.split(lengths.tolist()), out.split(lengths.tolist()), sigma, strict=True)
-    for own, packed, level in parts:
-        torch.testing.assert_close(packed, model(own, noise_level=level), **CLOSE)
+    for sequence, packed, level in parts:
+        torch.testing.assert_close(packed, model(sequence, noise_level=level), **CLOSE)
 
 
 @EVERY_MIXER
@@ -171,7 +173,7 @@ def test_padding_is_never_read_nor_its_level(mixer):
     out = model(tokens, noise_level=sigma, valid=valid)
     torch.testing.assert_close(out[1, :6], model(tokens[1, :6], noise_level=sigma[1]), **CLOSE)
     every = sigma[:, None].expand(3, 9)
-    found = []
+    by_filler = []
     for filler, level in ((0, 0.0), (10**9, float("nan"))):
         model.zero_grad()
         y = model(
@@ -180,9 +182,9 @@ def test_padding_is_never_read_nor_its_level(mixer):
             valid=valid,
         )[valid]
         y.square().sum().backward()
-        found.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    torch.testing.assert_close(found[0][0], out[valid], **CLOSE)
+        by_filler.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*by_filler, strict=True))
+    torch.testing.assert_close(by_filler[0][0], out[valid], **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -284,10 +286,10 @@ class OwnForward(ga.models.SequenceEncoder):
 
 def test_subclasses_replace_what_they_replace():
     tokens = tokens_of(2, 5)
-    own = OwnEncode(V, D, 2, H)
-    assert torch.equal(own(tokens), own.head(own.embedding(tokens)))
+    replaced = OwnEncode(V, D, 2, H)
+    assert torch.equal(replaced(tokens), replaced.head(replaced.embedding(tokens)))
     with pytest.raises(ValueError, match=r"step does not run the encode\(\)"):
-        own.init_cache(2)
+        replaced.init_cache(2)
     torch.manual_seed(0)
     negative = OwnForward(V, D, 2, H, noise_dim=C)
     torch.manual_seed(0)

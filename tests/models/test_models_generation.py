@@ -38,7 +38,7 @@ def tokens_of(*shape, seed=1):
 def padded(prompts):
     """Prompts as one tensor, padded on the left with what is no token, and what is real."""
     N = max(map(len, prompts))
-    valid = torch.arange(N) >= N - torch.tensor([len(own) for own in prompts])[:, None]
+    valid = torch.arange(N) >= N - torch.tensor([len(prompt) for prompt in prompts])[:, None]
     tokens = torch.full((len(prompts), N), -100)
     tokens[valid] = torch.cat(prompts)
     return tokens, valid
@@ -68,9 +68,11 @@ def test_512_tokens_with_caches_are_those_without_in_batches_of_unequal_prompts(
     assert torch.equal(text[:, :20], tokens)  # padding stays as it was
     assert len(set(text[:, 20:].flatten().tolist())) == V
     by_steps = torch.stack(seen, 1)
-    for own, row, logits in zip(prompts, text, by_steps, strict=True):
-        written = row[20 - len(own) :]
-        torch.testing.assert_close(logits, model(written)[len(own) - 1 : -1], rtol=1e-9, atol=1e-9)
+    for prompt, row, logits in zip(prompts, text, by_steps, strict=True):
+        written = row[20 - len(prompt) :]
+        torch.testing.assert_close(
+            logits, model(written)[len(prompt) - 1 : -1], rtol=1e-9, atol=1e-9
+        )
 
 
 @EVERY_MIXER
@@ -78,10 +80,10 @@ def test_every_prompt_of_a_batch_goes_on_as_it_does_alone(mixer):
     model, prompts = model_of(mixer), [tokens_of(n, seed=n) for n in (9, 1, 7)]
     tokens, valid = padded(prompts)
     text = model.generate(tokens, 20, valid=valid)
-    for own, row in zip(prompts, text, strict=True):
-        written = row[9 - len(own) :]
-        assert torch.equal(model.generate(own, 20), written)
-        assert_greedy(model, written, len(own))
+    for prompt, row in zip(prompts, text, strict=True):
+        written = row[9 - len(prompt) :]
+        assert torch.equal(model.generate(prompt, 20), written)
+        assert_greedy(model, written, len(prompt))
 
 
 @pytest.mark.parametrize("mixer", ["dot", "gka", "krause-consensus"])
@@ -116,9 +118,9 @@ def test_no_new_tokens_give_the_prompts_back():
 def test_int32_and_prompts_that_are_not_contiguous_in_every_mode():
     model, prompt = model_of("mix", dropout=0.3), tokens_of(5, 3).T
     expected = model.generate(prompt.contiguous(), 12)
-    found = model.train().generate(prompt.int(), 12)  # dropout takes no part
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long(), expected)
+    actual = model.train().generate(prompt.int(), 12)  # dropout takes no part
+    assert actual.dtype == torch.int32
+    assert torch.equal(actual.long(), expected)
     with torch.inference_mode():
         assert torch.equal(model.generate(prompt, 12), expected)
     assert torch.equal(copy.deepcopy(model).generate(prompt, 12), expected)
@@ -159,9 +161,9 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     if top_p is not None and top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
     expected = warpers(torch.zeros(50, 1, dtype=torch.int64), logits.clone()).softmax(-1)
-    found = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
-    assert torch.equal(found == 0, expected == 0)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    actual = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
+    assert torch.equal(actual == 0, expected == 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -173,11 +175,11 @@ def test_the_ends_of_temperature_are_the_likeliest_and_equal_shares(dtype, top_k
     taking_part = torch.ones(2, 4) if top_k is None else torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])
     warm = taking_part.double() / taking_part.sum(-1, keepdim=True)
     for temperature in (5e-324, 1e-320, 1e-45, 1e-40, 1e-30):
-        found = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
-        torch.testing.assert_close(found.double(), cold, rtol=0, atol=0)
+        shares = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
+        torch.testing.assert_close(shares.double(), cold, rtol=0, atol=0)
     for temperature in (1e20, 1e39, 1e300):
-        found = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
-        torch.testing.assert_close(found.double(), warm, rtol=1e-6, atol=0)
+        shares = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
+        torch.testing.assert_close(shares.double(), warm, rtol=1e-6, atol=0)
     text = model_of().generate(tokens_of(2, 5), 9, temperature=1e-40, top_k=top_k, top_p=top_p)
     assert torch.equal(text, model_of().generate(tokens_of(2, 5), 9))
 
@@ -189,10 +191,10 @@ def test_draws_follow_the_probabilities():
     prompt = tokens_of(1, 5).expand(count, -1)
     given = {"temperature": 1.7, "top_k": 8, "top_p": 0.95}
     text = model.generate(prompt, 1, generator=torch.Generator().manual_seed(0), **given)
-    found = text[:, -1].bincount(minlength=V).double()
+    counts = text[:, -1].bincount(minlength=V).double()
     p = Sampling(**given).probabilities(model(prompt[:1])[0, -1]).detach()
     assert 3 <= int((p > 0).sum()) < V
-    assert torch.all((found - count * p).abs() <= 5 * (count * p * (1 - p)).sqrt())
+    assert torch.all((counts - count * p).abs() <= 5 * (count * p * (1 - p)).sqrt())
 
 
 @pytest.mark.long
@@ -224,12 +226,12 @@ def test_texts_end_behind_a_stop_and_are_filled_with_it():
     stop = max(range(V), key=lambda token: sum(counts[6 * token : 6 * token + 6]))
     text = model.generate(prompt, 40, stop=stop)
     ends = []
-    for row, own in zip(text, free, strict=True):
-        places = (own[5:] == stop).nonzero().flatten()  # a prompt does not count
+    for row, longer in zip(text, free, strict=True):
+        places = (longer[5:] == stop).nonzero().flatten()  # a prompt does not count
         end = 5 + int(places[0]) + 1 if len(places) else 45
         ends.append(end)
         shown = text.shape[1]
-        assert torch.equal(row[: min(end, shown)], own[: min(end, shown)])
+        assert torch.equal(row[: min(end, shown)], longer[: min(end, shown)])
         assert (row[end:] == stop).all()
     assert len(set(ends)) > 1
     assert text.shape[1] == max(ends)  # when all have ended, so has the generation

@@ -109,8 +109,8 @@ def test_records_change_no_bit_of_training_and_hold_every_attention_layer(
         return
     with ga.diagnostics.record(model) as recording:
         loss = forward()
-    found = backward(loss)  # after the hooks are gone
-    assert zoo.same(found, expected)
+    actual = backward(loss)  # after the hooks are gone
+    assert zoo.same(actual, expected)
     assert len(recording) == len(layers)
     assert not recording.missed
     for call in recording:
@@ -162,17 +162,17 @@ def test_spectra_of_every_block_and_without_the_attention_of_one(name: str) -> N
     model.train()
     for handle in handles:
         handle.remove()
-    found = ga.diagnostics.hidden_spectra(model, *batch.inputs, layers=names, **batch.keywords)
+    recorded = ga.diagnostics.hidden_spectra(model, *batch.inputs, layers=names, **batch.keywords)
     assert model.training
-    assert found.names == ("input", *names)
-    assert len(found.spectra) == len(blocks) + 1
+    assert recorded.names == ("input", *names)
+    assert len(recorded.spectra) == len(blocks) + 1
     valid = batch.keywords.get("valid")
-    for state, spectrum in zip(states, found.spectra[1:], strict=True):
-        own = []
+    for state, spectrum in zip(states, recorded.spectra[1:], strict=True):
+        spectra = []
         for b, tokens in enumerate(state.double()):
             real = tokens if valid is None else tokens[valid[b]]
-            own.append(torch.linalg.eigvalsh(torch.cov(real.T, correction=0)).flip(0))
-        torch.testing.assert_close(spectrum, torch.stack(own).mean(0), rtol=1e-4, atol=1e-6)
+            spectra.append(torch.linalg.eigvalsh(torch.cov(real.T, correction=0)).flip(0))
+        torch.testing.assert_close(spectrum, torch.stack(spectra).mean(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -187,10 +187,10 @@ def test_attention_can_be_taken_from_one_block_at_a_time(name: str) -> None:
     ]
     if not chosen:
         return
-    found = ga.diagnostics.spectra_without_attention(
+    actual = ga.diagnostics.spectra_without_attention(
         model, *batch.inputs, layers=chosen, **batch.keywords
     )
-    assert list(found) == ["none", *chosen]
+    assert list(actual) == ["none", *chosen]
     for key in chosen:
         off = zoo.made(name).eval()
         mixer = off.get_submodule(key).mixer
@@ -198,8 +198,8 @@ def test_attention_can_be_taken_from_one_block_at_a_time(name: str) -> None:
         expected = ga.diagnostics.hidden_spectra(
             off, *batch.inputs, layers=chosen, **batch.keywords
         )
-        torch.testing.assert_close(found[key].spectra, expected.spectra, rtol=1e-6, atol=1e-9)
-        assert not torch.equal(found[key].spectra, found["none"].spectra)
+        torch.testing.assert_close(actual[key].spectra, expected.spectra, rtol=1e-6, atol=1e-9)
+        assert not torch.equal(actual[key].spectra, actual["none"].spectra)
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -227,7 +227,7 @@ def test_the_largest_stable_step_of_gradient_descent_is_that_of_its_hessian(name
     batches = [zoo.batch_of(name, seed, 2, 9).to(torch.float64) for seed in range(2)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    found = ga.diagnostics.max_stable_lr(
+    actual = ga.diagnostics.max_stable_lr(
         model, zoo.exact_loss_of, optimizer, batches,
         state_batches=0, warmup_steps=0, steps=1, max_norm=None,
     )  # fmt: skip
@@ -250,4 +250,4 @@ def test_the_largest_stable_step_of_gradient_descent_is_that_of_its_hessian(name
                 parameter.sub_(u, alpha=sign * h)
     curvature = (losses[0] - 2 * start.item() + losses[1]) / h**2
     expected = 2 * square / curvature if curvature > 0 else float("inf")
-    assert found.values[0] == pytest.approx(expected, rel=1e-2)
+    assert actual.values[0] == pytest.approx(expected, rel=1e-2)

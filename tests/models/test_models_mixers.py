@@ -32,8 +32,8 @@ LAYERS = {
 
 def made(mixer, depth=4, **options):
     """(layer's class name, reach) of every block."""
-    found = mixers(mixer, depth, DIM, HEADS, **options)
-    return [(type(layer).__name__, reach) for layer, reach in found]
+    mixings = mixers(mixer, depth, DIM, HEADS, **options)
+    return [(type(layer).__name__, reach) for layer, reach in mixings]
 
 
 def layers_of(mixer, depth=4, **options):
@@ -99,8 +99,8 @@ def test_the_value_less_transformer_has_no_values_and_takes_no_heads_for_them():
 
 
 def test_a_list_holds_names_and_layers_of_ones_own_one_per_block():
-    own, plain = ga.nn.LinearAttention(DIM, HEADS), torch.nn.Linear(DIM, DIM)
-    mixer = ["dot-window", own, "consensus", plain]
+    layer, plain = ga.nn.LinearAttention(DIM, HEADS), torch.nn.Linear(DIM, DIM)
+    mixer = ["dot-window", layer, "consensus", plain]
     assert made(mixer) == [
         ("DotProductAttention", "window"),
         ("LinearAttention", "all"),
@@ -108,11 +108,11 @@ def test_a_list_holds_names_and_layers_of_ones_own_one_per_block():
         ("Linear", "all"),
     ]
     layers = layers_of(mixer)
-    assert layers[1] is own
+    assert layers[1] is layer
     assert layers[3] is plain
-    assert layers_of(tuple(mixer))[1] is own
-    assert layers_of(torch.nn.ModuleList([own]), 1) == [own]
-    assert layers_of(own, 1) == [own]
+    assert layers_of(tuple(mixer))[1] is layer
+    assert layers_of(torch.nn.ModuleList([layer]), 1) == [layer]
+    assert layers_of(layer, 1) == [layer]
     assert one_per_block("krause", 2) == ["krause", "krause"]
 
 

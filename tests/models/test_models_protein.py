@@ -22,7 +22,7 @@ def features_by_hand(model: Any, structure: Structure, source: int, target: int)
     a, b = structure.ca_positions[source], structure.ca_positions[target]
     d = min(float((a - b).norm()), reach)
     spacing = reach / (K - 1)
-    found = [
+    distances = [
         float(torch.exp(torch.tensor(-((d - k * spacing) ** 2) / 2 / spacing**2))) for k in range(K)
     ]
     along = [0.0] * (2 * most + 2)
@@ -30,7 +30,7 @@ def features_by_hand(model: Any, structure: Structure, source: int, target: int)
         offset = int(structure.positions[source] - structure.positions[target])
         along[min(max(offset, -most), most) + most] = 1.0
         along[-1] = 1.0
-    return found + along
+    return distances + along
 
 
 # What the model is.
@@ -135,12 +135,12 @@ def test_a_missing_atom_has_a_window_and_no_neighbours(mixer):
 def test_rows_and_packed_proteins_are_each_what_it_is_alone(mixer):
     model = model_of(mixer)
     proteins = [complex_of(8, 4, seed=1), complex_of(6, seed=2), complex_of(15, seed=3)]
-    alone = [model(tokens_of(model, own), structure=own) for own in proteins]
-    sizes = [len(own) for own in proteins]
-    tokens = [tokens_of(model, own) for own in proteins]
+    alone = [model(tokens_of(model, protein), structure=protein) for protein in proteins]
+    sizes = [len(protein) for protein in proteins]
+    tokens = [tokens_of(model, protein) for protein in proteins]
     packed = model(torch.cat(tokens), structure=proteins)
-    for found, expected in zip(packed.split(sizes), alone, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for actual, expected in zip(packed.split(sizes), alone, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     rows = functional.pad(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), (0, 2))
     valid = torch.arange(17) < torch.tensor(sizes)[:, None]
     out = model(rows, structure=proteins)
@@ -167,21 +167,21 @@ def test_padding_of_sequences_is_never_read(mixer):
 def test_embeddings_of_a_list_are_those_of_its_proteins(structure):
     model = model_of("mix", structure=structure)
     proteins = [complex_of(7, 5), letters(9), complex_of(4, seed=5), "mk-vx", letters(3)]
-    found = model.embed(proteins, batch_size=2)
-    assert [len(own) for own in found] == [12, 9, 4, 4, 3]
-    for own, protein in zip(found, proteins, strict=True):
-        torch.testing.assert_close(own, model.embed(protein), rtol=0, atol=1e-12)
+    embeddings = model.embed(proteins, batch_size=2)
+    assert [len(features) for features in embeddings] == [12, 9, 4, 4, 3]
+    for features, protein in zip(embeddings, proteins, strict=True):
+        torch.testing.assert_close(features, model.embed(protein), rtol=0, atol=1e-12)
     logits = model.logits(proteins)
-    for own, features in zip(logits, found, strict=True):
-        torch.testing.assert_close(own, model.head(features), rtol=0, atol=1e-12)
-        assert not own.requires_grad
+    for of_protein, features in zip(logits, embeddings, strict=True):
+        torch.testing.assert_close(of_protein, model.head(features), rtol=0, atol=1e-12)
+        assert not of_protein.requires_grad
 
 
 def test_chains_are_read_one_by_one_where_structures_are_not():
     model, structure = model_of("dot", structure=False), complex_of(7, 5)
-    found = model.embed(structure)
+    embedding = model.embed(structure)
     first, second = (model.embed(chain.sequence) for chain in structure.split())
-    torch.testing.assert_close(found, torch.cat([first, second]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(embedding, torch.cat([first, second]), rtol=0, atol=1e-12)
 
 
 # Tracks.
@@ -262,11 +262,11 @@ def test_what_is_not_known_of_a_track_is_not_read(mixer):
 def test_tracks_of_rows_are_those_of_their_proteins(mixer):
     model = model_of(mixer, context=TRACKS)
     proteins = [complex_of(8, 4, seed=1), complex_of(12, seed=2)]
-    tokens = torch.stack([tokens_of(model, own) for own in proteins])
+    tokens = torch.stack([tokens_of(model, protein) for protein in proteins])
     both = {name: torch.stack([tracks(0)[name], tracks(1)[name]]) for name in TRACKS}
     out = model(tokens, structure=proteins, context=both)
-    for b, own in enumerate(proteins):
-        alone = model(tokens[b], structure=own, context=tracks(b))
+    for b, protein in enumerate(proteins):
+        alone = model(tokens[b], structure=protein, context=tracks(b))
         torch.testing.assert_close(out[b], alone, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="must be a pair"):
         model(tokens.flatten(), structure=proteins, context={"partner": both["partner"][0]})
@@ -364,10 +364,10 @@ def test_numbers_may_be_those_of_the_structure():
         insertion_codes=("", "", "", "A", "", "", "", "", "", ""),
     )
     model, s = model_of("dot"), structure.sequence
-    own = [f"{s[0]}-1W", f"{s[3]}6AW", f"A/{s[1]}5W", f"B/{s[6]}5W", f"{s[9]}12W:B/{s[7]}6W"]
+    numbered = [f"{s[0]}-1W", f"{s[3]}6AW", f"A/{s[1]}5W", f"B/{s[6]}5W", f"{s[9]}12W:B/{s[7]}6W"]
     plain = [f"{s[0]}1W", f"{s[3]}4W", f"{s[1]}2W", f"{s[6]}7W", f"{s[9]}10W:{s[7]}8W"]
-    found = model.score_mutations(structure, own, numbering="structure")
-    assert found.tolist() == pytest.approx(
+    scores = model.score_mutations(structure, numbered, numbering="structure")
+    assert scores.tolist() == pytest.approx(
         model.score_mutations(structure, plain).tolist(), abs=1e-6
     )
     for text, says in [
@@ -388,10 +388,10 @@ def test_insertion_codes_count_in_either_case_unless_a_chain_has_both():
         insertion_codes=("", "A", "a", "b"),
     )
     model, s = model_of("dot"), structure.sequence
-    own = [f"{s[1]}52AW", f"{s[2]}52aW", f"{s[3]}53BW", f"{s[0].lower()}52w"]
+    numbered = [f"{s[1]}52AW", f"{s[2]}52aW", f"{s[3]}53BW", f"{s[0].lower()}52w"]
     plain = [f"{s[1]}2W", f"{s[2]}3W", f"{s[3]}4W", f"{s[0]}1W"]
-    found = model.score_mutations(structure, own, numbering="structure")
-    assert torch.equal(found, model.score_mutations(structure, plain))
+    scores = model.score_mutations(structure, numbered, numbering="structure")
+    assert torch.equal(scores, model.score_mutations(structure, plain))
     with pytest.raises(ValueError, match="with chain H 'H/A42G'; got 'A' in 'A:W52G'"):
         model.score_mutations(structure, ["A:W52G"], numbering="structure")
 

@@ -39,9 +39,9 @@ def test_no_residues_have_no_logits(mixer):
     assert model(tokens, structure=nothing).shape == (0, 21)
     assert model.embed(nothing).shape == (0, 16)
     some = complex_of(5)
-    found = model.embed([nothing, some])
-    assert [len(own) for own in found] == [0, 5]
-    torch.testing.assert_close(found[1], model.embed(some), rtol=0, atol=1e-12)
+    embeddings = model.embed([nothing, some])
+    assert [len(features) for features in embeddings] == [0, 5]
+    torch.testing.assert_close(embeddings[1], model.embed(some), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mixer", ["dot", "mix"])
@@ -62,7 +62,7 @@ def test_a_call_names_what_does_not_fit():
     model, structure = model_of("dot"), complex_of(6, 4)
     tokens = tokens_of(model, structure)
     rows, both = tokens.expand(2, -1), [structure, structure]
-    for own, given, says in [
+    for batch, given, says in [
         (rows, {"structure": both, "valid": [True]}, "valid must be a bool tensor, got list"),
         (rows, {"structure": both, "valid": torch.ones(3).bool()}, r"got \[3\]"),
         (tokens, {"positions": torch.arange(10.0)}, "positions must be integers, because offsets"),
@@ -74,7 +74,7 @@ def test_a_call_names_what_does_not_fit():
         ),
     ]:
         with pytest.raises(ValueError, match=says):
-            model(own, **given)
+            model(batch, **given)
 
 
 @pytest.mark.long

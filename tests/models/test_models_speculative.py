@@ -47,9 +47,9 @@ def reads_of(model, run):
     """Return what `run` gives, and the number of tokens in each call of the model."""
     reads = []
     hook = model.embedding.register_forward_hook(lambda _, x, y: reads.append(x[0].shape[-1]))
-    found = run()
+    result = run()
     hook.remove()
-    return found, reads
+    return result, reads
 
 
 # Greedy.
@@ -62,10 +62,10 @@ def test_greedy_texts_are_those_without_a_draft(mixer, draft_tokens, batch):
     model = model_of(mixer)
     draft, prompt = draft_of(model), tokens_of(*batch, 5)
     expected, single = reads_of(model, lambda: model.generate(prompt, 30))
-    found, reads = reads_of(
+    actual, reads = reads_of(
         model, lambda: model.generate(prompt, 30, draft=draft, draft_tokens=draft_tokens)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     assert len(single) == 30
     assert len(reads) < 30  # some guesses were right
     assert max(reads[1:]) <= 1 + draft_tokens
@@ -80,10 +80,10 @@ def test_windows_and_padding_and_stops_are_as_without_a_draft(window):
     tokens = tokens_of(3, 9)
     valid = torch.arange(9) >= torch.tensor([[0], [8], [3]])
     tokens[~valid] = -100
-    for own, stop in ((draft, None), (draft_of(model), None), (draft_of(model), [[2, 5], 4])):
+    for guesser, stop in ((draft, None), (draft_of(model), None), (draft_of(model), [[2, 5], 4])):
         expected = model.generate(tokens, 20, valid=valid, stop=stop)
-        found = model.generate(tokens, 20, valid=valid, stop=stop, draft=own)
-        assert torch.equal(found, expected)
+        actual = model.generate(tokens, 20, valid=valid, stop=stop, draft=guesser)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.long
@@ -91,8 +91,8 @@ def test_a_perfect_draft_saves_reads_and_a_hopeless_one_changes_nothing():
     model, prompt = model_of("krause"), tokens_of(2, 5)
     expected = model.generate(prompt, 25)
     draft = copy.deepcopy(model)
-    found, reads = reads_of(model, lambda: model.generate(prompt, 25, draft=draft, draft_tokens=4))
-    assert torch.equal(found, expected)
+    actual, reads = reads_of(model, lambda: model.generate(prompt, 25, draft=draft, draft_tokens=4))
+    assert torch.equal(actual, expected)
     assert reads == [5 + 4, 5, 5, 5, 5]  # each of them gives five tokens
     hopeless = copy.deepcopy(model)
     with torch.no_grad():
@@ -105,9 +105,9 @@ def test_no_more_is_guessed_than_is_left():
     model, prompt = model_of("dot"), tokens_of(2, 5)
     draft = copy.deepcopy(model)
     for count, expected in ((1, [5]), (3, [5 + 2]), (8, [5 + 4, 1 + 2])):
-        found, reads = reads_of(model, lambda n=count: model.generate(prompt, n, draft=draft))
+        actual, reads = reads_of(model, lambda n=count: model.generate(prompt, n, draft=draft))
         assert reads == expected
-        assert torch.equal(found, model.generate(prompt, count))
+        assert torch.equal(actual, model.generate(prompt, count))
         _, guesses = reads_of(draft, lambda n=count: model.generate(prompt, n, draft=draft))
         assert len(guesses) == sum(expected) - 5 - (len(expected) - 1)
 
@@ -148,10 +148,10 @@ def test_a_drawn_token_is_one_of_the_model_whatever_the_draft():
     logits = 1.5 * torch.randn(2, V, generator=generator, dtype=torch.float64)
     p, q = sampling.probabilities(logits[0]), Sampling(1.3).probabilities(logits[1])
     guess = torch.multinomial(q, rows, replacement=True, generator=generator)
-    found, kept = verify(logits[0].expand(rows, V), q.expand(rows, V), guess, sampling, generator)
-    assert torch.equal(found[kept], guess[kept])
+    result, kept = verify(logits[0].expand(rows, V), q.expand(rows, V), guess, sampling, generator)
+    assert torch.equal(result[kept], guess[kept])
     possible = p > 0
-    counts = found.bincount(minlength=V).double()
+    counts = result.bincount(minlength=V).double()
     assert counts[~possible].sum() == 0
     statistic, bound = chi_square(counts[possible], rows * p[possible])
     assert statistic < bound
@@ -172,12 +172,12 @@ def test_drawn_texts_keep_the_distribution_of_the_model():
     prompt = torch.tensor([0, 2])
 
     def exact(of):
-        found = []
+        results = []
         for text in itertools.product(range(3), repeat=3):
             whole = torch.cat([prompt, torch.tensor(text)])
             p = sampling.probabilities(of(whole).detach())[1:-1]
-            found.append(p.gather(-1, whole[2:, None]).prod())
-        return torch.stack(found)
+            results.append(p.gather(-1, whole[2:, None]).prod())
+        return torch.stack(results)
 
     generator, counts = torch.Generator().manual_seed(0), torch.zeros(27, dtype=torch.float64)
     for _ in range(calls):

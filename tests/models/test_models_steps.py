@@ -44,19 +44,19 @@ def tokens_of(*shape, seed=1):
 
 def causal(length, window):
     if isinstance(window, list):
-        return [causal(length, own) for own in window]
+        return [causal(length, keys) for keys in window]
     return ga.causal_graph(length) if window is None else ga.causal_window_graph(length, window)
 
 
 def stream(model, tokens, cache, pieces=None, **given):
     """Logits of tokens [*, T] in pieces of these lengths, 1 for a single token."""
-    found, t = [], 0
+    result, t = [], 0
     for n in pieces or [1] * tokens.shape[-1]:
         here = t if n == 1 else slice(t, t + n)
         y = model.step(tokens[..., here], cache, **{k: v[..., here] for k, v in given.items()})
-        found.append(y.unsqueeze(-2) if n == 1 else y)
+        result.append(y.unsqueeze(-2) if n == 1 else y)
         t += n
-    return torch.cat(found, -2)
+    return torch.cat(result, -2)
 
 
 @EVERY_MODEL
@@ -118,13 +118,15 @@ def test_memory_stays_that_of_the_window(name):
     model, window = model_of(name), 20
     cache = model.init_cache(2, window, rollback=4)
     held = cache.num_bytes
-    storages = [{b.data_ptr() for b in own.buffers.values()} for own in cache]
+    storages = [{b.data_ptr() for b in layer_cache.buffers.values()} for layer_cache in cache]
     for t in range(10 * window):
         model.step(tokens_of(2, seed=t), cache)
         assert cache.num_bytes == held
     model.step(tokens_of(2, 10 * window), cache)
     assert (cache.position, cache.num_bytes) == (20 * window, held)
-    assert [{b.data_ptr() for b in own.buffers.values()} for own in cache] == storages
+    assert [
+        {b.data_ptr() for b in layer_cache.buffers.values()} for layer_cache in cache
+    ] == storages
 
 
 # Generation.
@@ -183,16 +185,16 @@ def test_what_was_taken_back_has_never_been(name, window):
 def test_copies_and_modes(name):
     model, tokens = model_of(name), tokens_of(2, 24)
     expected = model(tokens, causal(24, 5))
-    found = []
+    results = []
     with torch.inference_mode():
         cache = model.init_cache(2, 5, rollback=3)
-        found.append(stream(model, tokens[:, :8], cache))
+        results.append(stream(model, tokens[:, :8], cache))
         cache = pickle.loads(pickle.dumps(cache))
-    found.append(stream(model, tokens[:, 8:14], cache))
+    results.append(stream(model, tokens[:, 8:14], cache))
     branch, cache = cache, copy.deepcopy(cache)
     model.step(tokens_of(2, 3), branch)
-    found.append(stream(copy.deepcopy(model), tokens[:, 14:], cache))
-    torch.testing.assert_close(torch.cat(found, 1), expected, **CLOSE)
+    results.append(stream(copy.deepcopy(model), tokens[:, 14:], cache))
+    torch.testing.assert_close(torch.cat(results, 1), expected, **CLOSE)
     branch.truncate(14)
     with torch.inference_mode():
         y = stream(model, tokens[:, 14:], branch)
@@ -209,7 +211,7 @@ def test_half_precision_is_as_good_as_that_of_forward(dtype):
     assert y.dtype == dtype
     assert (y - truth).norm() <= 1.5 * (forward - truth).norm()
     small = model_of("dot").init_cache(2, 7, dtype=dtype)
-    assert all(own.dtype == dtype for own in small)
+    assert all(tensor.dtype == dtype for tensor in small)
 
 
 # What is refused.
@@ -263,7 +265,7 @@ def test_what_does_not_fit_is_refused_before_any_layer_goes_on(tokens, given, sa
         cache = model.init_cache(2, 5)
         with pytest.raises(ValueError, match=says):
             model.step(tokens, cache, **given)
-        assert [own.position for own in cache] == [0] * DEPTH
+        assert [layer_cache.position for layer_cache in cache] == [0] * DEPTH
 
 
 def test_the_cache_of_another_model_is_refused():

@@ -57,7 +57,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Train every model for 20 steps, save it, and train 5 more, here and in another process."""
     folder = tmp_path_factory.mktemp("runs")
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for name in zoo.ZOO:
@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         state = {"name": name, **continued_run.state_of(model, optimizer)}
         torch.save(state, folder / name / "training.pt")
         more = continued_run.train(name, model, optimizer, range(20, 25))
-        found[name] = {
+        by_name[name] = {
             "first": losses,
             "losses": more,
             "weights": dict(model.state_dict()),
@@ -76,9 +76,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         }
     torch.set_num_threads(threads)
     finish(start("continued_run.py", folder))
-    for name, run in found.items():
+    for name, run in by_name.items():
         run["continued"] = torch.load(folder / name / "continued.pt")
-    return found
+    return by_name
 
 
 @pytest.mark.long
@@ -110,8 +110,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("processes") / "found.json"
     for process in [start("two_processes.py", file, rank, *zoo.ZOO) for rank in range(2)]:
         finish(process)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    errors: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return errors
 
 
 @pytest.mark.long
@@ -121,9 +121,9 @@ def test_two_processes_with_half_the_examples_each_are_one_with_all(
     name: str, way: str, differences: dict[str, Any]
 ) -> None:
     """Gradients of two steps and the weights after them, in float64."""
-    found = differences[f"{name}, {way}"]
-    assert isinstance(found, float), found
-    assert found < 1e-9
+    error = differences[f"{name}, {way}"]
+    assert isinstance(error, float), error
+    assert error < 1e-9
 
 
 # In one process.
@@ -157,11 +157,11 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, reentrant: bool) 
     calls = []
     for block in zoo.blocks_of(model):
         block.register_forward_pre_hook(lambda *_: calls.append(1))
-    found = gradients(model, batch)
+    actual = gradients(model, batch)
     assert len(calls) == 2 * len(zoo.blocks_of(model))  # once more in the backward pass
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12, msg=key)
+        torch.testing.assert_close(actual[key], gradient, rtol=1e-9, atol=1e-12, msg=key)
 
 
 def test_reentrant_checkpoints_behind_a_frozen_embedding_give_gradients() -> None:
@@ -191,15 +191,15 @@ def test_checkpoints_reach_what_blocks_are_given_and_blocks_behind_frozen_embedd
     features = torch.randn(graph.num_edges, 3, dtype=torch.float64, requires_grad=True)
     wanted = [features, *(p for p in model.parameters() if p.requires_grad)]
 
-    def found() -> list[torch.Tensor]:
+    def actual() -> list[torch.Tensor]:
         for tensor in wanted:
             tensor.grad = None
         model(*batch.inputs, graph, edge_features=features).square().mean().backward()
         return [tensor.grad for tensor in wanted]
 
-    expected = found()
+    expected = actual()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    for mine, theirs in zip(found(), expected, strict=True):
+    for mine, theirs in zip(actual(), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
@@ -215,13 +215,13 @@ def test_autocast_to_bfloat16_is_near(name: str) -> None:
             part.top_k = 10**6
     expected, exact = zoo.call(model, batch), gradients(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
-        out, found = zoo.call(model, batch), gradients(model, batch)
+        out, actual = zoo.call(model, batch), gradients(model, batch)
     valid = batch.keywords.get("valid", torch.ones(1, 1, dtype=torch.bool))
     shown = valid.expand(expected.shape[:-1]) if expected.dim() > 2 else slice(None)
     error = (out.float() - expected)[shown].norm() / expected[shown].norm()
     assert error < 0.03
-    assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    whole = [torch.cat([g[key].flatten() for key in exact]) for g in (found, exact)]
+    assert all(gradient.dtype == torch.float32 for gradient in actual.values())
+    whole = [torch.cat([g[key].flatten() for key in exact]) for g in (actual, exact)]
     assert (whole[0] - whole[1]).norm() / whole[1].norm() < 0.1
 
 
@@ -229,9 +229,9 @@ def test_autocast_to_bfloat16_is_near(name: str) -> None:
 def test_every_parameter_has_a_gradient_and_is_drawn_anew(name: str) -> None:
     """Biases may have none: those of keys, which a softmax cancels, and of consensus sources."""
     model = zoo.shaken(zoo.made(name)).double().train()
-    found = gradients(model, zoo.batch_of(name, 1).to(torch.float64))
+    result = gradients(model, zoo.batch_of(name, 1).to(torch.float64))
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    silent = [key for key in before if key not in found or not found[key].any()]
+    silent = [key for key in before if key not in result or not result[key].any()]
     assert all(key.endswith(("source_proj.bias", "key_proj.bias")) for key in silent), silent
     with torch.no_grad():
         for parameter in model.parameters():

@@ -164,9 +164,9 @@ def test_a_schedule_of_neighbours_is_as_long_as_the_model(name, first, last, dep
     model = ga.models.VisionTransformer.from_preset(
         name, mixer="krause", depth=depth, dim=8, heads=2
     )
-    found = [block.mixer.top_k for block in model.blocks]
+    schedule = [block.mixer.top_k for block in model.blocks]
     expected = torch.linspace(first, last, depth, dtype=torch.float64).round().int().tolist()
-    assert found == expected
+    assert schedule == expected
 
 
 @pytest.mark.parametrize("leading", [0, 1, 2])
@@ -280,8 +280,8 @@ def test_positions_are_interpolated_between_those_of_the_own_grid():
     twin.embedding.positions = torch.nn.Parameter(expected)
     twin.embedding.image_size, twin.embedding.grid = (16, 8), (4, 4)
     torch.testing.assert_close(out, twin(images))
-    own = pictures(2)
-    assert torch.equal(model(own, interpolate_pos_encoding=True), model(own))
+    images = pictures(2)
+    assert torch.equal(model(images, interpolate_pos_encoding=True), model(images))
     constant = vision("dot")
     with torch.no_grad():
         constant.embedding.positions[:] = 3.0

@@ -52,8 +52,8 @@ def images_of(model, *size, batch=3):
 
 @torch.no_grad()
 def output(model, images, **options):
-    found = model(images, **options)
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state[:, 0]
+    outputs = model(images, **options)
+    return outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state[:, 0]
 
 
 @pytest.mark.every_case
@@ -76,8 +76,8 @@ def test_so_are_those_of_images_of_another_size(name):
     for size in ((20, 8), (4, 4), (12, 24)):
         images = images_of(model, *size)
         expected = output(model, images, interpolate_pos_encoding=True)
-        found = ours(images, interpolate_pos_encoding=True)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        actual = ours(images, interpolate_pos_encoding=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_tokens_are_the_last_hidden_state():
@@ -100,10 +100,10 @@ def test_patches_and_images_may_be_rectangles():
 def test_dtypes_stay(dtype):
     model = theirs().to(dtype)
     ours, images = LOAD(model), images_of(model).to(dtype)
-    found = ours(images)
-    assert found.dtype == dtype
+    logits = ours(images)
+    assert logits.dtype == dtype
     tolerance = 1e-12 if dtype == torch.float64 else 0.1
-    torch.testing.assert_close(found, output(model, images), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(logits, output(model, images), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.every_case
@@ -123,10 +123,10 @@ def test_other_mixers_start_from_the_projections_that_they_have(name, mixer, opt
     base = model.vit if name.startswith("ViT") else model.deit
     for block, layer in zip(ours.blocks, base.layers, strict=True):
         for part in [*kept, "output"]:
-            own = getattr(block.mixer, f"{part}_proj")
+            here = getattr(block.mixer, f"{part}_proj")
             there = getattr(layer.attention, f"{part[0]}_proj")
-            assert torch.equal(own.weight, there.weight)
-            assert torch.equal(own.bias, there.bias)
+            assert torch.equal(here.weight, there.weight)
+            assert torch.equal(here.bias, there.bias)
     assert ours(images_of(model)).isfinite().all()
 
 
@@ -144,7 +144,7 @@ def test_by_distance_it_computes_the_same_where_all_keys_are_equally_long():
 
 
 def test_names_of_earlier_versions_are_read():
-    from graphattn.models.vision.vit_weights import our_names
+    from graphattn.models.vision.weights import our_names
 
     old = {
         "layers.": "encoder.layer.",
@@ -162,9 +162,9 @@ def test_names_of_earlier_versions_are_read():
             name = name.replace(new, before)
         renamed[name] = value
     assert renamed.keys() != state.keys()
-    expected, found = our_names(state), our_names(renamed)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    expected, actual = our_names(state), our_names(renamed)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
     with pytest.raises(ValueError, match=r"it has a weight 'embeddings\.word_embeddings\.weight'"):
         our_names({"embeddings.word_embeddings.weight": torch.zeros(2, 2)})
 

@@ -36,18 +36,18 @@ def whole(tensor: Tensor) -> Tensor:
 def steps(model: nn.Module, name: str, rank: int, of: int) -> dict[str, Tensor]:
     """The gradients of every step and the weights after the last, by name."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = {}
+    tensors = {}
     for step in range(STEPS):
         optimizer.zero_grad()
         batch = zoo.batch_of(name, 100 + step, EXAMPLES).to(torch.float64).part(rank, of)
         zoo.exact_loss_of(model, batch).backward()
         for key, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[f"{step} {key.removeprefix('module.')}"] = whole(parameter.grad).clone()
+                tensors[f"{step} {key.removeprefix('module.')}"] = whole(parameter.grad).clone()
         optimizer.step()
     for key, parameter in model.named_parameters():
-        found[key.removeprefix("module.")] = whole(parameter.detach())
-    return found
+        tensors[key.removeprefix("module.")] = whole(parameter.detach())
+    return tensors
 
 
 def shared(model: nn.Module, way: str) -> nn.Module:
@@ -65,11 +65,11 @@ def compared(name: str, way: str, rank: int) -> float:
     """The largest relative difference between two processes and one."""
     model = zoo.made(name).double().eval()  # no dropout: its random numbers are each process's own
     expected = steps(copy.deepcopy(model), name, 0, 1)
-    found = steps(shared(model, way), name, rank, 2)
-    if set(found) != set(expected):
-        raise ValueError(f"gradients of {sorted(set(found) ^ set(expected))} on one side only")
+    actual = steps(shared(model, way), name, rank, 2)
+    if set(actual) != set(expected):
+        raise ValueError(f"gradients of {sorted(set(actual) ^ set(expected))} on one side only")
     return max(
-        float((found[key] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-6))
+        float((actual[key] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-6))
         for key, tensor in expected.items()
     )
 
@@ -81,16 +81,16 @@ def main(file: Path, rank: int, names: list[str]) -> None:
     distributed.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name in names:
         for way in WAYS:
             try:
-                found[f"{name}, {way}"] = compared(name, way, rank)
+                differences[f"{name}, {way}"] = compared(name, way, rank)
             except Exception:
-                found[f"{name}, {way}"] = traceback.format_exc()
+                differences[f"{name}, {way}"] = traceback.format_exc()
             distributed.barrier()
     if rank == 0:
-        file.write_text(json.dumps(found), encoding="utf-8")
+        file.write_text(json.dumps(differences), encoding="utf-8")
     distributed.destroy_process_group()
 
 

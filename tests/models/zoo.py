@@ -32,8 +32,8 @@ class Batch(NamedTuple):
     def part(self, rank: int, of: int) -> Batch:
         """Every `of`-th example, from `rank` on."""
         size = len(self.target)
-        found = self._with(lambda x: x[rank::of] if len(x) == size else x)
-        return found._replace(target=self.target[rank::of])
+        batch = self._with(lambda x: x[rank::of] if len(x) == size else x)
+        return batch._replace(target=self.target[rank::of])
 
     def to(self, dtype: torch.dtype) -> Batch:
         """Return the batch with its floating-point inputs in a dtype."""
@@ -44,10 +44,10 @@ class Batch(NamedTuple):
         return self._with(lambda x: x.to(device))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        def own(value: Any) -> Any:
+        def changed(value: Any) -> Any:
             return change(value) if isinstance(value, Tensor) else value
 
-        return Batch(*tree_map(own, (self.inputs, self.keywords)), self.target)
+        return Batch(*tree_map(changed, (self.inputs, self.keywords)), self.target)
 
 
 class Model(NamedTuple):

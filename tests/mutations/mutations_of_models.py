@@ -32,7 +32,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the pattern of windows is laid from the last block on",
-        "graphattn/models/language/windows.py",
+        "graphattn/models/language/causal_lm.py",
         "pattern[i % len(pattern)]",
         "pattern[(depth - 1 - i) % len(pattern)]",
         (f"{LANGUAGE}::test_logits_reach_back_as_far_as_the_windows_and_no_further[gka]",),
@@ -67,21 +67,21 @@ MUTATIONS = [
     ),
     Mutation(
         "tied weights come apart when others are loaded",
-        "graphattn/models/language/tied_model.py",
+        "graphattn/models/token_model.py",
         "    model._tie()\n",
         "    pass\n",
         (f"{LANGUAGE}::test_tied_weights_stay_tied",),
     ),
     Mutation(
         "tied weights come apart on another device",
-        "graphattn/models/language/tied_model.py",
+        "graphattn/models/token_model.py",
         "        super()._apply(fn, recurse)\n        self._tie()\n",
         "        super()._apply(fn, recurse)\n",
         (f"{LANGUAGE}::test_tied_weights_are_one_on_every_device",),
     ),
     Mutation(
         "one of two different weights is lost in a tied model",
-        "graphattn/models/language/tied_model.py",
+        "graphattn/models/token_model.py",
         "len(given) == 2 and not _are_equal(*given)",
         "False",
         (f"{LANGUAGE}::test_two_weights_do_not_become_one_in_silence",),
@@ -291,7 +291,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bandwidths begin at the square root of the width",
-        "graphattn/models/vision/loaded_weights.py",
+        "graphattn/models/vision/weights.py",
         "width**0.25",
         "width**0.5",
         (
@@ -300,7 +300,7 @@ MUTATIONS = [
     ),
     Mutation(
         "biases that nobody has stay as drawn",
-        "graphattn/models/vision/loaded_weights.py",
+        "graphattn/models/vision/weights.py",
         "parameter.zero_()",
         "pass",
         (f"{SWIN}::test_biases_that_there_are_none_of_are_0",),
@@ -335,7 +335,7 @@ MUTATIONS = [
     ),
     Mutation(
         "Swin's table of biases is read from source to target",
-        "graphattn/models/vision/swin_weights.py",
+        "graphattn/models/vision/weights.py",
         "weight.flip(0)",
         "weight",
         (f"{SWIN}::test_larger_images_too",),

@@ -16,8 +16,8 @@ MUTATIONS = [
     Mutation(
         "the second chunk of a zigzag is not taken out of what a rank receives",
         "graphattn/distributed/planning/needs.py",
-        "for own in (rank, sources.num_chunks - 1 - rank) if sources.zigzag else (rank,):",
-        "for own in (rank,):",
+        "for numbers in (rank, sources.num_chunks - 1 - rank) if sources.zigzag else (rank,):",
+        "for numbers in (rank,):",
         (f"{ROWS}[causal-True]",),
     ),
     Mutation(
@@ -29,7 +29,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runs of two ranks are joined",
-        "graphattn/distributed/planning/run_tables.py",
+        "graphattn/distributed/planning/needs.py",
         "line = self.rank * (num_tokens + 1)",
         "line = self.rank * num_tokens",
         (f"{PLANS}::test_a_table_of_runs_joins_and_cuts_each_rank_alone",),

@@ -72,7 +72,7 @@ MUTATIONS = [
     Mutation(
         "the backward pass of a ring computes parts again",
         f"{HERE}/ring/passes.py",
-        "        pairs = operation.pulled(*own, tuple(whole), tuple(d_whole))",
+        "        pairs = part.operation.from_results(*part[1:])",
         "        pairs = None",
         (f"{PARTS}::test_the_backward_pass_of_a_ring_computes_no_part_again",),
     ),
@@ -127,14 +127,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a state has keys that are not rotated",
-        f"{HERE}/ring/state_sums.py",
+        f"{HERE}/ring/states.py",
         "    products = turned_key.movedim(-3, -1) @ value.transpose(-3, -2)",
         "    products = key.movedim(-3, -1) @ value.transpose(-3, -2)",
         (f"{STATES}::test_outputs_and_gradients_equal_those_of_one_process[causal-2]",),
     ),
     Mutation(
         "padding enters a state",
-        f"{HERE}/ring/state_sums.py",
+        f"{HERE}/ring/states.py",
         "clear_invalid(x, of_sources) for x in (key, value, turned_key)",
         "x for x in (key, value, turned_key)",
         (f"{STATES}::test_outputs_and_gradients_equal_those_of_one_process[causal-3]",),

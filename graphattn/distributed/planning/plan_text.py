@@ -23,8 +23,8 @@ def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
     yield repr(plan.graph)
     if plan.ranks <= MOST_LISTED:
         yield "  rank  tokens  receives rows from"
-        for rank, (own, rows) in enumerate(zip(plan.own_rows, plan.received_rows, strict=True)):
-            yield f"  {rank:>4}  {own:>6,}  {rows:,}{senders(plan.pairs(rank))}"
+        for rank, (tokens, rows) in enumerate(zip(plan.own_rows, plan.received_rows, strict=True)):
+            yield f"  {rank:>4}  {tokens:>6,}  {rows:,}{senders(plan.pairs(rank))}"
     else:
         yield f"  rows that a rank owns: {range_of(plan.own_rows)}"
         yield f"  rows that it receives: {range_of(plan.received_rows)}"
@@ -57,13 +57,7 @@ def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
 
 
 def senders(pairs: list[tuple[int, list[Run]]]) -> str:
-    """Write from which ranks how many rows come.
-
-    Example:
-        >>> from graphattn.distributed.planning.plan_text import senders
-        >>> senders([(0, [(0, 4), (6, 8)]), (3, [(20, 21)])])
-        ': rank 0 (6), rank 3 (1)'
-    """
+    """Write from which ranks how many rows come."""
     rows = [f"rank {sender} ({sum(b - a for a, b in runs):,})" for sender, runs in pairs]
     if len(rows) > MOST_NAMED:
         rows[MOST_NAMED - 1 :] = [f"{len(rows) - MOST_NAMED + 1} other ranks"]
@@ -71,14 +65,7 @@ def senders(pairs: list[tuple[int, list[Run]]]) -> str:
 
 
 def range_of(numbers: Tensor) -> str:
-    """Write the smallest and the largest of some integers, and their mean.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.distributed.planning.plan_text import range_of
-        >>> range_of(torch.tensor([0, 255, 255]))
-        '0 to 255, mean 170.0'
-    """
+    """Write the smallest and the largest of some integers, and their mean."""
     mean = float(numbers.double().mean())
     return f"{numbers.min():,} to {numbers.max():,}, mean {mean:,.1f}"
 

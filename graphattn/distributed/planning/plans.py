@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.planning.needs import edges_per_rank, remote_runs
+from graphattn.distributed.planning.needs import RunTable, edges_per_rank, remote_runs
 from graphattn.distributed.planning.plan_text import lines_of
-from graphattn.distributed.planning.run_tables import RunTable
 from graphattn.distributed.ring.states import StatePlan, plan_of_states
 from graphattn.distributed.seen import Run, global_tokens
 from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.edges.stored_values import made_for_training
 from graphattn.graphs.token_graph import TokenGraph
 
 Exchange = Literal["rows", "ring"]
@@ -131,8 +131,8 @@ class CommunicationPlan:
         Raises:
             ValueError: if there is no such rank.
         """
-        own = self.source_layout.runs(self._checked(rank))
-        pieces = RunTable.concatenated(self.needs.cut(run.start, run.stop) for run in own)
+        runs = self.source_layout.runs(self._checked(rank))
+        pieces = RunTable.concatenated(self.needs.cut(run.start, run.stop) for run in runs)
         return pieces.joined(self.graph.num_sources).by_rank()
 
     def bytes(self, dtype: torch.dtype, features: int, *, backward: bool = False) -> Tensor:
@@ -238,8 +238,8 @@ class CommunicationPlan:
         In the backward pass, as many gradients travel the other way, and their number is the same.
         """
         tokens = torch.tensor(self.broadcast, dtype=torch.int64)
-        own = torch.bincount(self.target_layout.owner(tokens), minlength=self.ranks)
-        return len(tokens) - own + (self.ranks - 1) * own
+        of_rank = torch.bincount(self.target_layout.owner(tokens), minlength=self.ranks)
+        return len(tokens) - of_rank + (self.ranks - 1) * of_rank
 
     def all_gather_bytes(self, dtype: torch.dtype, features: int) -> Tensor:
         """Count the bytes that every rank receives if it gathers all rows, a LongTensor [ranks].
@@ -422,18 +422,30 @@ def plan(
     return plain
 
 
+@made_for_training
 def planned(
-    graph: TokenGraph, targets: Layout, sources: Layout, moves: Moves = "targets"
+    graph: TokenGraph,
+    targets: Layout,
+    sources: Layout,
+    moves: Moves = "targets",
+    chosen: tuple[Exchange, tuple[int, ...]] | None = None,
 ) -> CommunicationPlan:
-    """Plan the exchange between ranks that own certain targets and sources."""
-    own = sources.per_rank(sources.borders().diff())
+    """Plan the exchange between ranks that own certain targets and sources.
+
+    `chosen` are the exchange and the broadcast of the plan; None chooses them.
+    """
     layouts = graph, targets, sources
+    if chosen is not None:
+        exchange, tokens = chosen
+        needs = remote_runs(*layouts, both=moves == "both", left_out=tokens)
+        return CommunicationPlan(*layouts, moves, exchange, needs, tokens)
+    rows = sources.per_rank(sources.borders().diff())
     needs = remote_runs(*layouts, both=moves == "both")
-    exchange = exchange_of(needs.counted(sources.ranks), own)
+    exchange = exchange_of(needs.counted(sources.ranks), rows)
     tokens = global_tokens(graph.structure)
     if exchange == "ring" and tokens and moves == "targets":
         others = remote_runs(*layouts, both=False, left_out=tokens)
-        if exchange_of(others.counted(sources.ranks), own) == "rows":
+        if exchange_of(others.counted(sources.ranks), rows) == "rows":
             return CommunicationPlan(*layouts, moves, "rows", others, tokens)
     return CommunicationPlan(*layouts, moves, exchange, needs)
 
@@ -449,12 +461,6 @@ def exchange_of(received_rows: Tensor, own_rows: Tensor) -> Exchange:
     rows at once keeps them until the backward pass, so it would hold more than three times its
     share. On a ring, it holds the rows of one other rank at a time, and receives them again in the
     backward pass. One such rank is enough, because its memory is what ends a run.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.distributed.planning.plans import exchange_of
-        >>> exchange_of(torch.tensor([0, 255]), torch.tensor([512, 512]))
-        'rows'
     """
     return "ring" if bool((received_rows > 2 * own_rows).any()) else "rows"
 

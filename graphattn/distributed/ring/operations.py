@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphattn.distributed.local_graph import unlike_edges
 from graphattn.distributed.ring.rounds import RingBlock
-from graphattn.ops.attention.api import score_attention
+from graphattn.ops.attention.api import attend
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.merge import merged
 from graphattn.ops.attention.part_gradients import Pairs, part_gradients
@@ -21,34 +21,46 @@ Tensors = tuple[Tensor, ...]
 Given = Sequence[Any]  # tensors, or None for a missing one
 
 
-class RingOperation(Protocol):
+class RingOperation:
     """An operation that can be computed in parts, each over some of the sources.
 
     All tensors of targets and sources have the shape [*, tokens, heads, features], and masks
     [*, tokens]; some may be None.
+
+    Attributes:
+        needs_its_part: the reason why gradients of a part need its own results; None if
+            :meth:`from_results` computes them.
     """
+
+    needs_its_part: str | None = None
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         """Compute the results over a block, each [*, N, H, features]; they are differentiated."""
+        raise NotImplementedError
 
     def merge(self, whole: Tensors, part: Tensors) -> Tensors:
         """Merge the results over some blocks with those over another."""
+        raise NotImplementedError
 
     def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
         """Return the gradients of the results of a part, from those of the whole."""
+        raise NotImplementedError
 
-    def pulled(
+    def from_results(
         self, targets: Given, sources: Given, block: RingBlock, whole: Tensors, d_whole: Tensors
     ) -> Pairs | None:
         """Return what a block gives to the gradients, without computing its results again.
 
         The result are tensors that depend on the given ones, each with its gradient; None if the
-        results are needed.
+        results are needed because of the numbers in these tensors.
         """
+        raise NotImplementedError
 
 
-class LinearParts:
+class LinearParts(RingOperation):
     """Numerators and denominators of linear attention; the parts add up."""
+
+    needs_its_part = "its gradients are those of autograd"
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         query, turned_query, of_targets = targets
@@ -66,17 +78,14 @@ class LinearParts:
     def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
         return d_whole
 
-    def pulled(self, *_: Any) -> None:
-        return None
 
-
-class SoftmaxParts:
+class SoftmaxParts(RingOperation):
     """Softmax attention; its parts are merged by their log-sums.
 
     Args:
         score: makes the score. It is called for every part.
-        options: further arguments of :func:`~graphattn.score_attention`.
         dropout: the share of edges that is dropped, and the seed of that.
+        edge_bias, softcap, backend: as in :func:`~graphattn.score_attention`.
     """
 
     def __init__(
@@ -84,40 +93,46 @@ class SoftmaxParts:
         score: Callable[[], Score],
         *,
         dropout: tuple[float, int] = (0.0, 0),
-        **options: Any,
+        edge_bias: Tensor | None = None,
+        softcap: float | None = None,
+        backend: str = "auto",
     ) -> None:
-        self.score, self.options, self.dropout = score, options, dropout
+        self.score, (self.dropout, self.seed) = score, dropout
+        self.edge_bias, self.softcap, self.backend = edge_bias, softcap, backend
+        if self.dropout:
+            self.needs_its_part = "dropout draws the edges of every part"
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, of_targets), (key, value, of_sources) = targets, sources
-        p, seed = self.dropout
-        dropped: dict[str, Any] = {}
-        if p:
-            generator = torch.Generator().manual_seed(seed + block.number)
-            dropped = {"dropout": p, "generator": generator}
-        out, lse = score_attention(
+        generator = None
+        if self.dropout:
+            generator = torch.Generator().manual_seed(self.seed + block.number)
+        out, lse = attend(
             query,
             key,
             value,
             block.graph,
+            (of_targets, of_sources),
             self.score(),
-            valid=(of_targets, of_sources),
-            return_lse=True,
-            **self._options(block),
-            **dropped,
+            softcap=self.softcap,
+            eps=0.0,
+            top_k=None,
+            edge_bias=self._bias_of(block),
+            backend=self.backend,
+            sink=None,
+            dropout=self.dropout,
+            generator=generator,
         )
         return out.to(lse.dtype), lse[..., None]
 
-    def _options(self, block: RingBlock) -> dict[str, Any]:
-        """Return the options of a block, with its own biases."""
-        options = dict(self.options)
-        if (table := options.get("edge_bias")) is not None:
-            if block.offsets is None:
-                table = unlike_edges(table, block.graph)
-            else:
-                table = table.index_select(0, block.offsets)[None]
-            options["edge_bias"] = table
-        return options
+    def _bias_of(self, block: RingBlock) -> Tensor | None:
+        """Return the biases of a block, from the table per offset of the whole graph."""
+        table = self.edge_bias
+        if table is None:
+            return None
+        if block.offsets is None:
+            return unlike_edges(table, block.graph)
+        return table.index_select(0, block.offsets)[None]
 
     def merge(self, whole: Tensors, part: Tensors) -> Tensors:
         outs = [out.masked_fill(lse == -torch.inf, 0) for out, lse in (whole, part)]
@@ -131,11 +146,9 @@ class SoftmaxParts:
         change = (d_out * (out - whole_out)).sum(-1, keepdim=True)
         return share * d_out, share * (change + d_lse)
 
-    def pulled(
+    def from_results(
         self, targets: Given, sources: Given, block: RingBlock, whole: Tensors, d_whole: Tensors
     ) -> Pairs | None:
-        if self.dropout[0]:
-            return None
         (query, of_targets), (key, value, of_sources) = targets, sources
         (out, lse), (d_out, d_lse) = whole, d_whole
         return part_gradients(
@@ -147,7 +160,9 @@ class SoftmaxParts:
             valid=(of_targets, of_sources),
             whole=(out, lse[..., 0]),
             d_whole=(d_out, d_lse[..., 0]),
-            **self._options(block),
+            edge_bias=self._bias_of(block),
+            softcap=self.softcap,
+            backend=self.backend,
         )
 
 
@@ -159,12 +174,11 @@ class TopKParts(SoftmaxParts):
         index: LongTensor [*, N, H, k], the tokens that every row selects; -1 for none.
     """
 
+    needs_its_part = "its sources are selected"
+
     def __init__(self, score: Callable[[], Score], index: Tensor) -> None:
         super().__init__(score)
         self.index = index
-
-    def pulled(self, *_: Any) -> None:
-        return None
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, _), (key, value, _) = targets, sources

@@ -3,61 +3,49 @@
 In round d, every rank gets rows from the rank d places before it, computes the part of the
 operation over them, and merges it with what it has. So it never stores the rows of more than two
 ranks. In the backward pass the rows travel again, and the gradients of its sources travel back.
-Softmax attention computes them from the results over all sources
-(`ops/attention/part_gradients.py` says where). Dropout, top-k, scores of your own and everything
-else compute each part again.
+The table :data:`GRADIENTS` says how the gradients of a part are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import RowExchange, head_token_dim, in_places_of
+from graphattn.distributed.exchange import RowExchange, in_places_of, rows_of_rounds
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
 from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
 from graphattn.ops.attention.logits.score import Score
+from graphattn.ops.attention.part_gradients import Pairs
+from graphattn.ops.backends import Backend
 
 
 def best_on_ring(
-    score: Score,
-    k: int,
-    rounds: Sequence[RingRound],
-    targets: Given,
-    sources: Given,
+    score: Score, k: int, rounds: Sequence[RingRound], targets: Given, sources: Given
 ) -> Tensor:
     """Return the k best sources of every target and head, on whatever rank they are.
 
-    Only keys travel. Every rank keeps the k best candidates of the rounds so far.
-
-    Args:
-        score: gives the logits.
-        k: how many sources a row selects.
-        rounds: this rank's rounds.
-        targets: this rank's queries [*, N, H, D], and a mask or None.
-        sources: this rank's keys [*, M, Hk, D], and a mask or None.
+    Only keys travel. Every rank keeps the k best candidates of the rounds so far. Targets are this
+    rank's queries [*, N, H, D] and a mask or None, sources its keys [*, M, Hk, D] and a mask or
+    None.
 
     Returns:
         LongTensor [*, N, H, k], tokens of the whole graph; -1 where a row has fewer sources.
     """
     by_run: dict[int, Candidates] = {}
-    for turn, rows in _arriving(rounds, sources):
+    for turn, rows in zip(rounds, rows_of_rounds(_exchanges(rounds), sources), strict=True):
         for block in turn.blocks:
-            (query, of_targets), (key, of_sources) = (
-                _rows(targets, block.targets),
-                _rows(rows, block.sources),
-            )
-            logits, place = candidates_by_score(
+            query, of_targets = _rows(targets, block.targets)
+            key, of_sources = _rows(rows, block.sources)
+            logits, index = candidates_by_score(
                 query, key, block.graph, k, score, valid=(of_targets, of_sources)
             )
-            index = place
             if len(block.tokens):
-                index = torch.where(place < 0, place, block.tokens[place.clamp(min=0)])
+                index = torch.where(index < 0, index, block.tokens[index.clamp(min=0)])
             best = logits, index
             if (earlier := by_run.get(block.run)) is not None:
                 best = merge_top_k([earlier, best], k)
@@ -72,16 +60,10 @@ def on_ring(
     sources: Given,
     parameters: Sequence[Tensor],
 ) -> Tensors:
-    """Compute an operation over the sources of all ranks, one rank at a time.
+    """Return the results [*, N, H, features] of an operation over the sources of all ranks.
 
-    Args:
-        operation: what is computed.
-        rounds: this rank's rounds; all ranks have equally many.
-        targets, sources: this rank's tensors, [*, tokens, heads, features], or masks [*, tokens].
-        parameters: all other tensors that the operation differentiates, such as bandwidths.
-
-    Returns:
-        The results over all sources, [*, N, H, features].
+    Targets and sources are this rank's tensors [*, tokens, heads, features], or masks [*, tokens].
+    `parameters` are all other tensors that the operation differentiates, such as bandwidths.
     """
     counts = len(targets), len(sources)
     results: Tensors = _OnRing.apply(
@@ -136,7 +118,7 @@ class _OnRing(torch.autograd.Function):
         t, s = counts
         targets, sources = tensors[:t], tensors[t : t + s]
         by_run: dict[int, Tensors] = {}
-        for turn, rows in _arriving(rounds, sources):
+        for turn, rows in zip(rounds, rows_of_rounds(_exchanges(rounds), sources), strict=True):
             _add_blocks(by_run, operation, turn.blocks, targets, rows)
         whole = in_order([by_run[run] for run in sorted(by_run)])
         ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
@@ -166,11 +148,12 @@ class _OnRing(torch.autograd.Function):
             for x, need in zip([*targets, *sources, *ctx.parameters], needed, strict=True)
         ]
         of_targets, of_sources, of_parameters = totals[:t], totals[t : t + s], totals[t + s :]
-        for turn, rows in _arriving(ctx.rounds, sources):
+        arriving = rows_of_rounds(_exchanges(ctx.rounds), sources)
+        for (exchange, blocks), rows in zip(ctx.rounds, arriving, strict=True):
             d_rows, leaving = of_sources, None
-            if turn.exchange is not None:
-                d_rows, leaving = _zeros_to_return(turn.exchange, of_sources)
-            for block in turn.blocks:
+            if exchange is not None:
+                d_rows, leaving = exchange.room_for_gradients(of_sources)
+            for block in blocks:
                 given = [*_rows(targets, block.targets), *_rows(rows, block.sources)]
                 given += ctx.parameters
                 results = _rows(whole, block.targets), _rows(d_whole, block.targets)
@@ -184,8 +167,8 @@ class _OnRing(torch.autograd.Function):
                         total += gradient
                 del given, gradients  # before others are allocated
             rows.clear()
-            if turn.exchange is not None and leaving is not None:
-                _add_returned(turn.exchange, leaving, of_sources)
+            if exchange is not None and leaving is not None:
+                exchange.add_returned(leaving, of_sources)
         return None, None, None, *totals
 
 
@@ -204,60 +187,23 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _arriving(rounds: Sequence[RingRound], sources: Given) -> Iterator[tuple[RingRound, list[Any]]]:
-    """Yield every round and its rows; those of the next round are on their way by then.
-
-    A list of rows is emptied when the next one is asked for.
-    """
-    there = [x for x in sources if x is not None]
-    dims = [head_token_dim(x) for x in there]
-
-    def start(turn: RingRound) -> list[Tensor] | None:
-        return None if turn.exchange is None else turn.exchange.start(there, dims)
-
-    on_their_way = start(rounds[0])
-    for number, turn in enumerate(rounds):
-        arrived = there
-        if turn.exchange is not None and on_their_way is not None:
-            arrived = turn.exchange.finish(on_their_way, there, dims)
-        rows = in_places_of(sources, arrived)
-        on_their_way = start(rounds[number + 1]) if number + 1 < len(rounds) else None
-        yield turn, rows
-        rows.clear()  # before others arrive
+def _exchanges(rounds: Sequence[RingRound]) -> list[RowExchange | None]:
+    return [turn.exchange for turn in rounds]
 
 
 def _rows(tensors: Given, rows: Run | Tensor) -> list[Any]:
-    """Take some tokens of every tensor."""
-
-    def taken(x: Tensor) -> Tensor:
+    """Take some tokens of every tensor [*, tokens, heads, features] and mask [*, tokens]."""
+    taken: list[Any] = []
+    for x in tensors:
+        if x is None:
+            taken.append(None)
+            continue
+        dim = -1 if x.dtype == torch.bool else -3
         if isinstance(rows, Tensor):
-            return x.index_select(head_token_dim(x), rows)
-        return x.narrow(head_token_dim(x), rows[0], rows[1] - rows[0])
-
-    return [None if x is None else taken(x) for x in tensors]
-
-
-def _zeros_to_return(exchange: RowExchange, totals: Given) -> tuple[list[Any], Tensor | None]:
-    """Make room for the gradients of the rows of a round: 0 for every row, in one buffer.
-
-    Returns:
-        Parts of the buffer in the shapes of the rows, or None where no total is wanted; and the
-        buffer.
-    """
-    wanted = [x for x in totals if x is not None]
-    if not wanted:
-        return list(totals), None
-    buffer, parts = exchange.room_for_gradients(wanted, [-3] * len(wanted))
-    return in_places_of(totals, parts), buffer
-
-
-def _add_returned(exchange: RowExchange, leaving: Tensor, totals: Given) -> None:
-    """Send the gradients of the rows of a round home, and add those that come home."""
-    wanted = [x for x in totals if x is not None]
-    for total, home in zip(
-        wanted, exchange.returned(leaving, wanted, [-3] * len(wanted)), strict=True
-    ):
-        _add_rows(total, exchange.send, home)
+            taken.append(x.index_select(dim, rows))
+        else:
+            taken.append(x.narrow(dim, rows[0], rows[1] - rows[0]))
+    return taken
 
 
 def _add_rows(total: Tensor | None, rows: Run | Tensor, gradient: Tensor | None) -> None:
@@ -269,6 +215,46 @@ def _add_rows(total: Tensor | None, rows: Run | Tensor, gradient: Tensor | None)
         total.narrow(-3, rows[0], rows[1] - rows[0]).add_(gradient)
 
 
+class PartOfGradient(NamedTuple):
+    """A part of an operation whose gradients are wanted, and the results over all sources."""
+
+    operation: RingOperation
+    targets: Given
+    sources: Given
+    block: RingBlock
+    whole: Tensors
+    d_whole: Tensors
+
+
+def _why_not_from_results(part: PartOfGradient) -> str | None:
+    """The reason why the results over all sources are not enough; None if they are."""
+    return part.operation.needs_its_part
+
+
+def _run_from_results(part: PartOfGradient) -> Pairs:
+    """Compute the gradients from the results over all sources; some numbers need the part, too."""
+    with torch.enable_grad():
+        pairs = part.operation.from_results(*part[1:])
+    return _run_again(part) if pairs is None else pairs
+
+
+def _run_again(part: PartOfGradient) -> Pairs:
+    """Compute the results of the part again, and take their gradients from those of the whole."""
+    operation, targets, sources, block, whole, d_whole = part
+    with torch.enable_grad():
+        results = operation.part(targets, sources, block)
+    gradients = operation.upstream(tuple(x.detach() for x in results), whole, d_whole)
+    return list(zip(results, gradients, strict=True))
+
+
+# Each row returns tensors that depend on the targets, sources and parameters of a part, each with
+# its gradient.
+GRADIENTS = (  # fastest first
+    Backend("from results", _why_not_from_results, _run_from_results),
+    Backend("again", run=_run_again),
+)
+
+
 def _gradients(
     operation: RingOperation,
     block: RingBlock,
@@ -278,28 +264,21 @@ def _gradients(
     whole: list[Any],
     d_whole: list[Any],
 ) -> list[Tensor | None]:
-    """Return the gradients of a part's targets, sources and parameters.
-
-    The part is computed again, unless its operation needs the results over all sources only.
-    """
+    """Return the gradients of a part's targets, sources and parameters."""
     t, s = counts
     inputs = [
         x.detach().requires_grad_() if x is not None and need and i < t + s else x
         for i, (x, need) in enumerate(zip(given, needed, strict=True))
     ]
-    own = inputs[:t], inputs[t : t + s], block
-    with torch.enable_grad():
-        pairs = operation.pulled(*own, tuple(whole), tuple(d_whole))
-        part = () if pairs is not None else operation.part(*own)
-    if pairs is None:
-        upstream = operation.upstream(tuple(x.detach() for x in part), tuple(whole), tuple(d_whole))
-        pairs = list(zip(part, upstream, strict=True))
-    results = [(y, d) for y, d in pairs if y.requires_grad]
+    results = tuple(whole), tuple(d_whole)
+    part = PartOfGradient(operation, inputs[:t], inputs[t : t + s], block, *results)
+    pairs = next(way for way in GRADIENTS if way.why_not(part) is None)(part)
+    pairs = [(y, d) for y, d in pairs if y.requires_grad]
     leaves = [x if need else None for x, need in zip(inputs, needed, strict=True)]
     wanted = [x for x in leaves if x is not None]
-    if not results or not wanted:
+    if not pairs or not wanted:
         return [None] * len(inputs)
-    outs, gradients = zip(*results, strict=True)
+    outs, gradients = zip(*pairs, strict=True)
     if block.run == 0:  # once is enough
         _check_leaves(outs, wanted)
     return in_places_of(leaves, torch.autograd.grad(outs, wanted, gradients, allow_unused=True))

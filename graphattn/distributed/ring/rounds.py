@@ -1,17 +1,22 @@
-"""The rounds of a ring: which rows travel in which round, and which edges are then computed."""
+"""Blocks of edges whose results are merged: the rounds of a ring, and global tokens.
+
+Global tokens see all others, so their owner would have to fetch the rows of all tokens. In place of
+that, their queries go to all ranks, and partial results come back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import RowExchange
+from graphattn.distributed.exchange import RowExchange, head_token_dim, in_places_of
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.local_graph import edges_between
+from graphattn.distributed.local_graph import LocalPart, edges_between
 from graphattn.distributed.seen import Run, Runs, common, count, joined, seen_by, tokens_of
+from graphattn.graphs.builders.windows import bipartite_complete_graph
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -89,25 +94,21 @@ class RingPlan:
 
     def _exchange(self, rank: int, d: int, arriving: int) -> RowExchange:
         """Return the exchange of round d, in which `arriving` rows reach this rank."""
-        ranks = self.targets.ranks
+        ranks, device = self.targets.ranks, self.graph.device
         sender, receiver = (rank - d) % ranks, (rank + d) % ranks
         leaving = tokens_of(self._travelling(rank, receiver))
-        return RowExchange(
-            group=self.group,
-            send=torch.searchsorted(self.sources.tokens(rank), leaving).to(self.graph.device),
-            sent=tuple(len(leaving) if other == receiver else 0 for other in range(ranks)),
-            received=tuple(arriving if other == sender else 0 for other in range(ranks)),
-            total=sum(
-                count(self._travelling((other - d) % ranks, other)) for other in range(ranks)
-            ),
-        )
+        send = [leaving[:0]] * ranks
+        send[receiver] = torch.searchsorted(self.sources.tokens(rank), leaving)
+        received = [arriving if other == sender else 0 for other in range(ranks)]
+        total = sum(count(self._travelling((other - d) % ranks, other)) for other in range(ranks))
+        return RowExchange.of_lists(send, received, total, group=self.group, device=device)
 
     def _blocks(self, rank: int, sender: int, arrived: Tensor) -> Iterator[RingBlock]:
         """Yield the blocks of edges from the rows of one rank to the targets of another."""
         start = 0
         runs = zip(self.targets.runs(rank), self.by_run[rank], strict=True)
         for which, (run, seen) in enumerate(runs):
-            parts = [common(seen, (own,)) for own in self.sources.runs(sender)]
+            parts = [common(seen, (chunk,)) for chunk in self.sources.runs(sender)]
             parts = [part for part in parts if part]
             if not parts and sender == rank:
                 parts = [[]]  # a target without sources needs a result, too
@@ -133,3 +134,73 @@ class RingPlan:
                     number=run.start * self.sources.num_tokens + (int(tokens[0]) if part else 0),
                 )
             start += len(run)
+
+
+class GlobalTargets(NamedTuple):
+    """The targets of one rank without global tokens, and the global tokens of all ranks.
+
+    Attributes:
+        others: the graph and the exchange of this rank's other targets.
+        rows: LongTensor, these targets among this rank's own.
+        queries: gives every rank the tensors of all global tokens.
+        block: the edges from the sources of this rank to all global tokens.
+        results: sends the partial results of global tokens to their owners.
+        owned: LongTensor, the global tokens of this rank among all of them.
+        place: LongTensor, this rank's targets in [other targets, global tokens].
+    """
+
+    others: LocalPart
+    rows: Tensor
+    queries: RowExchange
+    block: RingBlock
+    results: RowExchange
+    owned: Tensor
+    place: Tensor
+
+    def computed(
+        self, operation: Any, targets: Sequence[Any], sources: Sequence[Any]
+    ) -> tuple[Tensor, ...]:
+        """Return the results of this rank's global tokens over the sources of all ranks.
+
+        Targets and sources are this rank's tensors [*, tokens, heads, features], or masks [*,
+        tokens]; some may be None.
+        """
+        there = [x for x in targets if x is not None]
+        queries = self.queries(*there, dims=[head_token_dim(x) for x in there])
+        parts = operation.part(in_places_of(targets, queries), sources, self.block)
+        dims = [-3] * len(parts)
+        arrived = self.results.finish(self.results.start(parts, dims), parts, dims)
+        whole: tuple[Tensor, ...] = tuple(x.index_select(-3, self.owned) for x in parts)
+        count = len(self.owned)
+        for other in range(sum(self.results.received) // count if count else 0):
+            part = tuple(x.narrow(-3, other * count, count) for x in arrived)
+            whole = operation.merge(whole, part)
+        if not count:  # gradients must reach the exchange on every rank
+            whole = tuple(torch.cat([x, y], dim=-3) for x, y in zip(whole, arrived, strict=True))
+        return whole
+
+
+def global_block(tokens: Sequence[int], num_sources: int, rank: int, device: Any) -> RingBlock:
+    """Return the edges from the sources of a rank to all global tokens."""
+    return RingBlock(
+        number=rank,
+        run=0,
+        targets=(0, len(tokens)),
+        sources=(0, num_sources),
+        tokens=torch.arange(num_sources, device=device),
+        graph=bipartite_complete_graph(len(tokens), num_sources).to(device),
+    )
+
+
+def results_exchange(
+    tokens: Sequence[int], layout: Layout, rank: int, group: Any, device: Any
+) -> tuple[RowExchange, Tensor]:
+    """Return the exchange of partial results, and which global tokens are this rank's own."""
+    owner = layout.owner(torch.tensor(tokens))
+    owned = (owner == rank).nonzero().flatten()
+    send = [(owner == other).nonzero().flatten() for other in range(layout.ranks)]
+    send[rank] = owned[:0]
+    received = [0 if other == rank else len(owned) for other in range(layout.ranks)]
+    total = len(tokens) * (layout.ranks - 1)
+    exchange = RowExchange.of_lists(send, received, total, group=group, device=device)
+    return exchange, owned.to(device)

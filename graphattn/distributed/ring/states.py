@@ -1,14 +1,19 @@
-"""States that linear attention sends in place of rows, and who needs which of them.
+"""States that linear attention sends in place of rows: who needs which of them, and their sums.
 
 A state is what a target takes from a run of sources that it sees as a whole: the sums of
 k_j v_j^T and of k_j (Transformers are RNNs, Eq. 5-6; LASP-2 gathers such states). Where a border
 between ranks cuts a causal or complete graph, or a batch of those, each target of one rank sees
 either all of a run of sources of another rank, or nothing of it. Such a run is a *piece* here: the
 sources of one sequence in one chunk of tokens.
+
+The states that a group of targets sees add up to one, and a product of their queries with it gives
+what all sources of other ranks add. Edges within a rank are computed as on a ring. Everything is
+differentiated by autograd, so there are second derivatives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,13 +23,18 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.planning.needs import without_own
-from graphattn.distributed.planning.run_tables import RunTable
+from graphattn.distributed.planning.needs import RunTable, without_own
+from graphattn.distributed.ring.operations import Given, LinearParts, Tensors
+from graphattn.distributed.ring.passes import in_order, over_own_sources
+from graphattn.distributed.ring.rounds import RingRound
 from graphattn.distributed.seen import Run, common, count, joined
 from graphattn.graphs.builders.windows import bipartite_complete_graph
 from graphattn.graphs.edges.stored_values import made_for_training
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.inputs import clear_invalid, full_precision, repeat_heads
+from graphattn.ops.linear_attention.api import by_head
 from graphattn.ops.linear_attention.intervals import runs_of
+from graphattn.ops.linear_attention.operators import linear_sums
 
 
 class StateGroup(NamedTuple):
@@ -104,13 +114,7 @@ class StatePlan:
         return self.sources.per_rank(self.needs.counted_between(self.borders))
 
     def of_rank(self, rank: int, group: Any, device: torch.device) -> StatesOfRank:
-        """Return the part of one rank.
-
-        Args:
-            rank: the rank.
-            group: the process group.
-            device: the device of its tokens.
-        """
+        """Return the part of one rank, whose tokens are on a device."""
         ranks, needs = self.sources.ranks, dict(self.needs.by_rank())
         owned = [self._owned(other) for other in range(ranks)]
         leaving = [common(needs.get(other, []), owned[rank]) for other in range(ranks)]
@@ -118,13 +122,9 @@ class StatePlan:
         asked = _numbers(joined(run for runs in leaving for run in runs))
         place = {piece: i for i, piece in enumerate(asked)}
         there = {piece: i for i, piece in enumerate(p for runs in arriving for p in _numbers(runs))}
-        exchange = RowExchange(
-            group=group,
-            send=_long([place[piece] for runs in leaving for piece in _numbers(runs)], device),
-            sent=tuple(map(count, leaving)),
-            received=tuple(map(count, arriving)),
-            total=int(self.received.sum()),
-        )
+        send = [_long([place[piece] for piece in _numbers(runs)], device) for runs in leaving]
+        received, total = [*map(count, arriving)], int(self.received.sum())
+        exchange = RowExchange.of_lists(send, received, total, group=group, device=device)
         pieces = [
             _among(self.sources.runs(rank), (int(self.pieces.start[p]), int(self.pieces.stop[p])))
             for p in asked
@@ -134,8 +134,8 @@ class StatePlan:
     def _owned(self, rank: int) -> list[range]:
         """Return the pieces of a rank, one run per chunk."""
         chunks, borders = self.sources.num_chunks, self.borders
-        own = (rank, chunks - 1 - rank) if self.sources.zigzag else (rank,)
-        return [range(int(borders[chunk]), int(borders[chunk + 1])) for chunk in own]
+        numbers = (rank, chunks - 1 - rank) if self.sources.zigzag else (rank,)
+        return [range(int(borders[chunk]), int(borders[chunk + 1])) for chunk in numbers]
 
     def _groups(
         self, rank: int, there: dict[int, int], device: torch.device
@@ -154,8 +154,8 @@ class StatePlan:
                 between: Run = at, start
                 for part in (between, (start, stop)):
                     if part[0] < part[1]:
-                        own = _among(self.targets.runs(rank), part)
-                        groups.append(StateGroup(*own, _long(rows.get(part, []), device)))
+                        within = _among(self.targets.runs(rank), part)
+                        groups.append(StateGroup(*within, _long(rows.get(part, []), device)))
                 at = stop
         return tuple(groups)
 
@@ -252,10 +252,10 @@ def _numbers(runs: list[Run]) -> list[int]:
     return [number for start, stop in runs for number in range(start, stop)]
 
 
-def _among(own: tuple[range, ...], run: Run) -> Run:
+def _among(runs: tuple[range, ...], run: Run) -> Run:
     """Number the tokens of a run as a rank numbers those that it owns."""
     before = 0
-    for of_chunk in own:
+    for of_chunk in runs:
         if of_chunk.start <= run[0] < of_chunk.stop:
             break
         before += len(of_chunk)
@@ -264,3 +264,70 @@ def _among(own: tuple[range, ...], run: Run) -> Run:
 
 def _long(numbers: list[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+# Sums.
+
+
+def linear_with_states(
+    states: StatesOfRank, rounds: Sequence[RingRound], targets: Given, sources: Given
+) -> Tensors:
+    """Return the numerators [*, N, H, Dv] and denominators [*, N, H, 1] over all sources.
+
+    Args:
+        states: what this rank exchanges.
+        rounds: this rank's rounds on a ring, of which only the first one is computed.
+        targets: features of queries [*, N, H, D], rotated ones or None, and a mask or None.
+        sources: features of keys [*, M, Hk, D], values [*, M, Hk, Dv], rotated features of keys or
+            None, and a mask or None.
+    """
+    query, turned_query, of_targets = targets
+    key, value, turned_key, of_sources = sources
+    turned_query = query if turned_query is None else turned_query
+    turned_key = key if turned_key is None else turned_key
+    with full_precision(query.device):
+        key, value, turned_key = (clear_invalid(x, of_sources) for x in (key, value, turned_key))
+        computed = [_state(key, value, turned_key, run) for run in states.pieces]
+        sent = [torch.stack(computed, dim=-3)]
+        on_their_way = states.exchange.start(sent, [-3])
+        (arrived,) = states.exchange.finish(on_their_way, sent, [-3])
+        others = in_order(
+            [
+                _products(query, turned_query, arrived, group, graph)
+                for group, graph in zip(states.groups, states.graphs(query.shape[-1]), strict=True)
+            ]
+        )
+    within = over_own_sources(LinearParts(), rounds, targets, sources)
+    return tuple(x + clear_invalid(y, of_targets) for x, y in zip(within, others, strict=True))
+
+
+def _state(key: Tensor, value: Tensor, turned_key: Tensor, run: Run) -> Tensor:
+    """Return the state of a run of sources, [*, Hk, D * (Dv + 1)]: first all k v^T, then all k."""
+    key, value, turned_key = (
+        x.narrow(-3, run[0], run[1] - run[0]) for x in (key, value, turned_key)
+    )
+    products = turned_key.movedim(-3, -1) @ value.transpose(-3, -2)
+    return torch.cat([products.flatten(-2), key.sum(-3)], dim=-1)
+
+
+def _products(
+    query: Tensor, turned_query: Tensor, arrived: Tensor, group: StateGroup, graph: TokenGraph
+) -> Tensors:
+    """Return what states of other ranks add to the numerators and denominators of a group.
+
+    Each feature of a state is taken for a source that all targets see, whose key is a unit vector.
+    So NaN spreads, and stays out of gradients, as it does within a rank.
+    """
+    heads, width = query.shape[-2:]
+    total = arrived.index_select(-3, group.rows).sum(-3, keepdim=True)
+    state = repeat_heads(total, heads).squeeze(-3)  # [*, H, D * (Dv + 1)]
+    above, below = state.split([state.shape[-1] - width, width], dim=-1)
+    units = torch.eye(width, dtype=state.dtype, device=state.device)
+    units = units.expand(*state.shape[:-1], width, width)
+    sums = []
+    for rows, matrix in ((turned_query, above), (query, below)):
+        rows = rows.narrow(-3, group.start, group.stop - group.start)
+        if not len(group.rows):  # these targets see nothing, but gradients of states travel
+            rows = torch.zeros_like(rows)
+        sums.append(linear_sums(by_head(rows), units, matrix.unflatten(-1, (width, -1)), graph))
+    return tuple(x.transpose(-3, -2) for x in sums)

@@ -264,14 +264,6 @@ def unwrapped(model: Any) -> Any:
 
     Raises:
         ValueError: if there is none.
-
-    Example:
-        >>> import torch
-        >>> from transformers import BertConfig, BertModel
-        >>> from graphattn.integrations.transformers.configure import unwrapped
-        >>> model = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
-        >>> unwrapped(torch.compile(model)) is model
-        True
     """
     inside = model
     while not isinstance(inside, PreTrainedModel):

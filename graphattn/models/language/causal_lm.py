@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from graphattn.graphs import TokenGraph, batch, causal_graph, causal_window_graph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.language.generation import Progress, Stop, generate
-from graphattn.models.language.tied_model import TiedModel
-from graphattn.models.language.windows import window_of_blocks
 from graphattn.models.mixers import (
     HALVES,
     KINDS,
@@ -23,7 +21,8 @@ from graphattn.models.mixers import (
     mixers,
     one_per_block,
 )
-from graphattn.models.stack import Graphs
+from graphattn.models.stack import Graphs, one_each
+from graphattn.models.token_model import TiedModel
 from graphattn.near_names import explained
 from graphattn.nn import PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.block import Activation, Norm, make_norm
@@ -217,11 +216,7 @@ class CausalLM(TiedModel):
             [2595, 294]
         """
         device = self.embedding.weight.device
-        made: dict[int | None, TokenGraph] = {}
-        for window in self.windows:
-            if window not in made:
-                made[window] = _causal(num_tokens, window).to(device)
-        return [made[window] for window in self.windows]
+        return one_each(self.windows, lambda window: _causal(num_tokens, window).to(device))
 
     def encode(
         self,
@@ -394,3 +389,41 @@ def _window(
             f"window must be a number of keys for the mixer {entry!r} (block {place}), got None"
         )
     return window
+
+
+def window_of_blocks(window: Any, pattern: Any, depth: int) -> list[int | None]:
+    """Return the window of every block, in keys, the token itself included; None for no window.
+
+    Args:
+        window: one for all blocks, a pair (short, long) with a `pattern`, or one per block.
+        pattern: letters S and L, one per block from the first on, repeated for more blocks; None
+            without a pair. Letters beyond the last block are ignored.
+        depth: number of blocks.
+    """
+
+    def checked(keys: Any) -> int | None:
+        return None if keys is None else as_int("window", keys, 1)
+
+    several = isinstance(window, list | tuple)
+    if pattern is not None:
+        if not isinstance(pattern, str) or not pattern or set(pattern) - {"S", "L"}:
+            raise ValueError(
+                "window_pattern must be a string of the letters S (short) and L (long), got "
+                f"{pattern!r}"
+            )
+        if not several or len(window) != 2:
+            raise ValueError(
+                f"window must be a pair (short, long) with window_pattern={pattern!r}, "
+                f"got {window!r}"
+            )
+        short, long = map(checked, window)
+        return [short if pattern[i % len(pattern)] == "S" else long for i in range(depth)]
+    if not several:
+        return [checked(window)] * depth
+    if len(window) != depth:
+        hint = "; a pair (short, long) needs a window_pattern" if len(window) == 2 else ""
+        raise ValueError(
+            f"window must be one number for all blocks, or a list with one per block ({depth}), "
+            f"got {window!r}{hint}"
+        )
+    return [checked(keys) for keys in window]

@@ -23,7 +23,7 @@ from graphattn.models.mixers import Reach
 from graphattn.models.proteins.context_steps import Track, TrackEmbeddings
 from graphattn.models.proteins.residue_edges import ResidueEdges, Residues
 from graphattn.models.proteins.scores import ProteinScores
-from graphattn.models.stack import BlockGraph, Graphs
+from graphattn.models.stack import BlockGraph, Graphs, one_each
 from graphattn.nn.rotary import check_positions
 
 # The neighbours of a residue depend on coordinates, which torch.compile cannot know from shapes.
@@ -83,14 +83,8 @@ def lay_out(
 ) -> ProteinLayout:
     """Lay out structures in tokens [*, N] of one, [N] of several, or [B, N] in padded rows.
 
-    Args:
-        structures: one structure or several.
-        tokens: None if the structures alone determine their number.
-        device: device of the model.
-        in_rows: whether a single structure may be a padded row.
-
-    Raises:
-        ValueError: if the numbers of residues and tokens differ.
+    `tokens` are None if the structures alone determine their number. A single structure may be a
+    padded row if `in_rows`.
     """
     sizes = [len(structure.sequence) for structure in structures]
     padding, valid = [0] * len(sizes), None
@@ -137,16 +131,8 @@ def graph_of_track(
 ) -> TokenGraph:
     """Return the graph of a track: a residue sees the rows near its own, or all of another chain.
 
-    Args:
-        name: name of the track.
-        length: M, the number of rows of the track (per row of a padded batch).
-        is_chain: whether the track is another chain.
-        window: rows on each side.
-        graph: graph of the tokens. layout: layout of the structures, if there are any.
-        rows: (B, N) of padded proteins, or ().
-
-    Raises:
-        ValueError: if the lengths do not determine the graph.
+    A track has `length` rows (per row of a padded batch). `rows` are (B, N) of padded proteins, or
+    ().
     """
     sizes = [targets for targets, _ in graph.sizes]
     several = len(layout.structures) > 1 if layout is not None else len(sizes) > 1
@@ -227,12 +213,8 @@ class ProteinCalls(ProteinScores):
 
     def _graphs_in_space(self, layout: ProteinLayout) -> list[TokenGraph]:
         """Return one graph per block; those of consensus have no self-loops (without effect)."""
-        loops = [reach != "near" for reach in self.reaches]
-        made = {
-            self_loops: layout.graph(self.window, self.neighbors, self_loops)
-            for self_loops in dict.fromkeys(loops)
-        }
-        return [made[self_loops] for self_loops in loops]
+        has_loops = [reach != "near" for reach in self.reaches]
+        return one_each(has_loops, lambda has: layout.graph(self.window, self.neighbors, has))
 
     @eager
     def _in_space(self, structure: Any, tokens: Any, graph: Graphs) -> tuple[ProteinLayout, Graphs]:

@@ -1,4 +1,4 @@
-"""Convert images to tokens: patches, leading tokens, and learned positions."""
+"""The two ends of image models: from images to tokens, and from features to logits of classes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ class PatchEmbedding(nn.Module):
 
     Raises:
         ValueError: if an argument is not allowed; the message names it and says what is allowed.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.models.vision.patches import PatchEmbedding
-        >>> embedding = PatchEmbedding((8, 12), (4, 4), channels=3, dim=16)
-        >>> embedding(torch.randn(2, 3, 8, 12)).shape  # a class token and 2 x 3 patches
-        torch.Size([2, 7, 16])
     """
 
     def __init__(
@@ -159,3 +152,22 @@ def as_size(name: str, value: Any) -> tuple[int, int]:
         return as_int(f"{name}[0]", value[0], 1), as_int(f"{name}[1]", value[1], 1)
     side = as_int(name, value, 1)
     return side, side
+
+
+def make_head(dim: int, num_classes: int) -> nn.Module:
+    """Make a linear map to `num_classes`, initialised; for 0 classes the identity."""
+    if not num_classes:
+        return nn.Identity()
+    head = nn.Linear(dim, num_classes)
+    draw_head(head)
+    return head
+
+
+def draw_head(head: nn.Module | None) -> None:
+    """Initialise the head as DeiT and Swin do: normally distributed with deviation 0.02, biases 0.
+
+    (Theirs is truncated at +-2, a hundred standard deviations, which makes no difference.)
+    """
+    if isinstance(head, nn.Linear):
+        nn.init.trunc_normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)

@@ -13,10 +13,9 @@ from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.mixers import Mixer, mixers
 from graphattn.models.stack import BlockStack, Graphs
-from graphattn.models.vision.heads import draw_head, make_head
-from graphattn.models.vision.patches import check_images
+from graphattn.models.vision.patches import check_images, draw_head, make_head
 from graphattn.models.vision.swin_parts import PatchMerging, WindowBlock, stage_graph
-from graphattn.models.vision.swin_weights import from_transformers
+from graphattn.models.vision.weights import swin_from_transformers
 from graphattn.nn.attention import GraphAttention
 from graphattn.ops.dropout import as_share
 
@@ -204,7 +203,7 @@ class SwinTransformer(BlockStack):
             >>> nearest = ga.models.SwinTransformer.from_transformers(
             ...     theirs, mixer="krause", mixer_options={"top_k": 8})
         """
-        loaded: Self = from_transformers(cls, model, changes)
+        loaded: Self = swin_from_transformers(cls, model, changes)
         return loaded
 
     # Grids and graphs.

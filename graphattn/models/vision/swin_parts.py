@@ -25,13 +25,6 @@ def stage_graph(height: int, width: int, window_size: int, *, shifted: bool) -> 
     If the grid is not larger than a window along an axis, there is one window along that axis,
     without shift. If windows do not divide the grid, the graph also has the rows below and the
     columns to the right with which Swin pads it.
-
-    Example:
-        >>> from graphattn.models.vision.swin_parts import stage_graph
-        >>> stage_graph(8, 8, 4, shifted=True).structure
-        GridBlocks(height=8, width=8, block=(4, 4), shift=(2, 2))
-        >>> stage_graph(10, 4, 4, shifted=True).structure
-        GridBlocks(height=12, width=4, block=(4, 4), shift=(0, 0))
     """
     smallest = min(height, width)
     size = min(window_size, smallest)

@@ -14,10 +14,15 @@ from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph, batch, complete_graph, from_edge_index, grid_window_graph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.models.mixers import Mixer, Reach, mixers
-from graphattn.models.stack import BlockStack, Graphs
-from graphattn.models.vision.heads import draw_head, make_head
-from graphattn.models.vision.patches import PatchEmbedding, Size, as_size
-from graphattn.models.vision.vit_weights import from_transformers
+from graphattn.models.stack import BlockStack, Graphs, one_each
+from graphattn.models.vision.patches import (
+    PatchEmbedding,
+    Size,
+    as_size,
+    draw_head,
+    make_head,
+)
+from graphattn.models.vision.weights import vit_from_transformers
 from graphattn.nn import PreNormBlock
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.dropout import as_share
@@ -238,7 +243,7 @@ class VisionTransformer(BlockStack):
             >>> near = ga.models.VisionTransformer.from_transformers(
             ...     theirs, mixer="krause", radius=1, mixer_options={"top_k": 3})
         """
-        loaded: Self = from_transformers(cls, model, changes)
+        loaded: Self = vit_from_transformers(cls, model, changes)
         return loaded
 
     def reset_parameters(self) -> None:
@@ -278,11 +283,9 @@ class VisionTransformer(BlockStack):
     def _make_graphs(self, size: tuple[int, int], device: torch.device) -> list[TokenGraph]:
         grid = self.embedding.grid_of(size, "image_size")
         leading = self.embedding.leading
-        of_reach = {
-            reach: vision_graph(reach, grid, leading, self.radius).to(device)
-            for reach in dict.fromkeys(self.reaches)
-        }
-        return [of_reach[reach] for reach in self.reaches]
+        return one_each(
+            self.reaches, lambda reach: vision_graph(reach, grid, leading, self.radius).to(device)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without graphs, which are made again when they are needed."""
@@ -351,11 +354,6 @@ def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radi
         grid: number of patches (down, right).
         leading: number of tokens before the patches (class token, distillation token).
         radius: radius of windows; None means everything for "window", and 1 for "near".
-
-    Example:
-        >>> from graphattn.models.vision.vision_transformer import vision_graph
-        >>> vision_graph("window", (14, 14), leading=1, radius=2)
-        TokenGraph(num_tokens=197, num_edges=4489, structure=Grid)
     """
     if reach == "all" or (reach == "window" and radius is None):
         return complete_graph(leading + math.prod(grid))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
 from graphattn.distributed.ring.passes import best_on_ring, on_ring
-from graphattn.distributed.ring.state_sums import linear_with_states
+from graphattn.distributed.ring.states import linear_with_states
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden_edges, replaced_beside
 from graphattn.ops.dropout import SEEDS

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.distributed.blocks import of_first_rank
+from graphattn.distributed.exchange import of_first_rank
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.token_graph import TokenGraph
 

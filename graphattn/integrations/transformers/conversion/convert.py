@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 from graphattn.graphs.arguments import as_int
 from graphattn.integrations.hooks import move_hooks
-from graphattn.integrations.transformers.conversion.agreement import Consensus
 from graphattn.integrations.transformers.conversion.families import (
     FAMILIES,
     Family,
@@ -19,6 +18,7 @@ from graphattn.integrations.transformers.conversion.families import (
     missing_parts,
 )
 from graphattn.integrations.transformers.conversion.mixers import (
+    Consensus,
     Krause,
     ReplacedByGaussianKernel,
     ValueLess,

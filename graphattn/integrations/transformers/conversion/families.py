@@ -136,13 +136,7 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def cache_name(given: Mapping[str, Any]) -> str | None:
-    """Return the name under which a call hands on its cache; None where there is no cache.
-
-    Example:
-        >>> from graphattn.integrations.transformers.conversion.families import cache_name
-        >>> cache_name({"layer_past": None, "past_key_values": "a cache"})
-        'past_key_values'
-    """
+    """Return the name under which a call hands on its cache; None where there is no cache."""
     return next((name for name in CACHE_NAMES if given.get(name) is not None), None)
 
 

@@ -21,19 +21,6 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     attention module of a model counts: self-attention of encoder and decoder, cross-attention, and
     that of a vision tower. The argument `layers=` of this package contains indices of this list. A
     replaced module keeps its index.
-
-    Args:
-        model: a transformers model, or any module that contains one.
-
-    Returns:
-        ``[(name, module), ...]`` with the names of ``model.named_modules()``.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaModel
-        >>> config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8,
-        ...     num_hidden_layers=2, num_attention_heads=2)
-        >>> [name for name, _ in attention_modules(LlamaModel(config))]
-        ['layers.0.self_attn', 'layers.1.self_attn']
     """
     return [(name, module) for name, module in model.named_modules() if is_attention(module)]
 

@@ -195,11 +195,8 @@ def _band(before: int, after: int, num_tokens: int) -> TokenGraph:
 def seen_in_mask(mask: Tensor, limits: Limits, most: float = 1.0) -> Any:
     """Return the edges that a dense mask allows within the limits of a call, once per mask.
 
-    Args:
-        mask: bool, or floats that are added, [B or 1, 1, Q or 1, n].
-        limits: further limits.
-        most: the largest share of all pairs to list as edges. If more are seen, and the mask has no
-            known structure, the result is None.
+    The mask is bool, or floats that are added, [B or 1, 1, Q or 1, n]. If more than the share
+    `most` of all pairs is seen, and the mask has no known structure, the result is None.
     """
     limits.check(mask)
     simple = limits.graph_of is None and mask.dtype == torch.bool

@@ -166,12 +166,7 @@ def read_sketch(
 ) -> tuple[MaskBand, Tensor | None, int]:
     """Return the band, the real keys (bool [B, n], or None for all), and n.
 
-    Args:
-        sketch: int8 [B, P, R, n], from :func:`graph_mask`.
-        num_targets: number of queries, which distinguishes other int8 masks from a sketch.
-
-    Raises:
-        ValueError: if it is not a sketch.
+    The number of queries distinguishes other int8 masks, which are refused, from a sketch.
     """
     shape = sketch.shape
     if sketch.dim() != 4 or not 2 <= shape[2] <= 9 + MORE or shape[2] == num_targets:
@@ -186,19 +181,10 @@ def read_sketch(
 
 
 def fitted(mask: Tensor | None, num_targets: int, num_keys: int) -> Tensor | None:
-    """Return the mask of one call, without the empty places of a static cache.
+    """Return the mask of one call with `num_keys` keys, without the empty places of a static cache.
 
-    Args:
-        mask: the mask that a layer gets, with n keys.
-        num_targets: number of queries.
-        num_keys: K, the number of keys of the call.
-
-    Returns:
-        The mask. It has K keys, or fewer if the other places are empty.
-
-    Raises:
-        ValueError: if n differs from K, unless the places after the n keys are empty, or every key
-            is seen.
+    It raises a ValueError if the mask has another number of keys, unless the places after them are
+    empty, or every key is seen.
     """
     if mask is None:
         return None

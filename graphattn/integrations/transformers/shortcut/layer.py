@@ -108,12 +108,8 @@ class KrauseShortcut(nn.Module):
     ) -> Tensor:
         """Average over the window of every query, [B, Q, H * D].
 
-        Args:
-            query: [B, Q, H, D].
-            key: [B, K, Hk, D], all slots of the cache; query q is in slot past + q.
-            mask: the mask of the layer.
-            past: number of slots before the first query; a tensor if it is not known as a number.
-            dropout: share of the weights that is set to zero.
+        The queries are [B, Q, H, D]. Keys and values [B, K, Hk, D] are all slots of the cache;
+        query q is in slot past + q. `past` is a tensor if it is not known as a number.
         """
         B, Q, K = *query.shape[:2], key.shape[1]
         if isinstance(past, Tensor) and Q > 1:
