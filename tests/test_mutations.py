@@ -2059,7 +2059,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scaling in place leaves the residual alone",
-        "graphattn/diagnostics/hidden/scaling_in_place.py",
+        "graphattn/diagnostics/hidden/changes.py",
         "x.div_(root) * root",
         "x",
         (
@@ -2068,7 +2068,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a disabled attention still adds its bias",
-        "graphattn/diagnostics/hidden/attention_off.py",
+        "graphattn/diagnostics/hidden/changes.py",
         "None if args[0].any() else torch.zeros_like(output)",
         "None",
         (

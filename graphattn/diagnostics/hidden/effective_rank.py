@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.hidden.blocks import BlockLayout, Layers, choose_layers, layouts
-from graphattn.diagnostics.hidden.disabled import disabled_parameters, without_normalization
+from graphattn.diagnostics.hidden.changes import disabled_parameters, without_normalization
 from graphattn.diagnostics.hidden.evaluating import evaluating
 from graphattn.diagnostics.per_layer import PerLayer
 from graphattn.graphs.arguments import as_choice

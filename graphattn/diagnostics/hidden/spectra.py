@@ -13,11 +13,14 @@ from torch.func import functional_call
 
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.attention.calls import refuse_compiled
-from graphattn.diagnostics.hidden.attention_off import without_attention
 from graphattn.diagnostics.hidden.blocks import BlockLayout, Layers, choose_layers, layouts
-from graphattn.diagnostics.hidden.disabled import disabled_parameters, without_normalization
+from graphattn.diagnostics.hidden.changes import (
+    disabled_parameters,
+    queries_scaled_in_place,
+    without_attention,
+    without_normalization,
+)
 from graphattn.diagnostics.hidden.evaluating import evaluating
-from graphattn.diagnostics.hidden.scaling_in_place import queries_scaled_in_place
 from graphattn.dynamics.scores import participation_ratio
 from graphattn.dynamics.simulate import covariance_spectrum
 from graphattn.graphs.arguments import as_choice
