@@ -566,7 +566,7 @@ MUTATIONS = [
     # Kernels over edges, and tables of neighbours.
     Mutation(
         "a table of two rows is taken for an edge list",
-        "graphattn/graphs/encoding.py",
+        "graphattn/graphs/token_graph.py",
         '"neighbors" if numbers[HAS_TABLE] else "edge_index"',
         '"neighbors" if edge_index.shape[0] != 2 else "edge_index"',
         (f"{TABLES}::test_a_table_of_two_rows_is_not_taken_for_a_list_of_edges",),

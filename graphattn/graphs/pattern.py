@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphattn.graphs.structures.composites import Parts, RandomSources, Union
+from graphattn.graphs.structures.composites import Parts, RandomSources, Section, Union
 from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.grid_windows import Grid, GridWindows
-from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.encoding import decode, encode
 from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
+from graphattn.graphs.token_graph import decode, encode
 
 CASES = [
     ((8, 8), 4, 0),

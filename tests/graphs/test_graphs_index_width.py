@@ -13,7 +13,7 @@ import graphattn as ga
 from graphattn.graphs.edges import index_width
 from graphattn.graphs.edges import lists as edge_lists
 from graphattn.graphs.edges.lists import edges_of_structure
-from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import decode
 
 N = 40
 BORDERS = torch.arange(N) // 8

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import decode
 
 PROFILE = settings(deadline=None, max_examples=60)
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.structures.composites import Parts
-from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.composites import Parts, Section
 from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.targets import sources_seen
 
@@ -278,7 +277,7 @@ def test_graphs_at_other_positions_are_not_equal():
 
 
 def test_positions_survive_batches_transposes_pickles_and_operators():
-    from graphattn.graphs.encoding import decode
+    from graphattn.graphs.token_graph import decode
 
     past = ga.causal_window_graph(3, 4, past=5)
     packed = ga.batch([past, ga.causal_graph(2), ga.from_mask(some_list(2, 3))])

@@ -157,7 +157,7 @@ def _fill(structure: GraphStructure, edges: Tensor) -> None:
 
 def _fill_parts(parts: Parts, edges: Tensor) -> None:
     first = 0
-    for part, t0, s0 in zip(parts.parts, parts.target_ptr, parts.source_ptr, strict=False):
+    for part, t0, s0 in parts.placed():
         part_edges = edges[:, first : first + part.num_edges()]
         if part_edges.shape[1] > AT_ONCE:
             _fill(part, part_edges)

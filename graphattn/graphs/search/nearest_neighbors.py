@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,7 +94,9 @@ def nearest_index(
 ) -> Tensor:
     """Return only the indices of :func:`knn`: sources in order of distance, int64 [N, k]."""
     search = _checked(x, k, source, within, bool(self_loops))
-    return _choose(search, backend).run(search)
+    if _takes_kernels(search, backend):
+        return untraced(_nearest_by_kernels)(search)
+    return _nearest_by_torch(search)
 
 
 def nearest_in_items(
@@ -124,9 +126,8 @@ def nearest_in_items(
         parts = tuple(Complete(*pair) for pair in sizes)
         within = TokenGraph(structure=Parts(parts), device=x.device)
         search = _checked(x, k, source, within, bool(self_loops))
-        chosen = _choose(search, backend)
-        if chosen.name == "triton":  # The kernels search all items in one call.
-            return chosen.run(search)
+        if _takes_kernels(search, backend):  # They search all items in one call.
+            return untraced(_nearest_by_kernels)(search)
     index = torch.full((len(x), k), -1, dtype=torch.int64, device=x.device)
     t = s = 0
     for (num_targets, num_sources), most in zip(sizes, possible, strict=True):
@@ -290,41 +291,12 @@ def _nearest_by_torch(search: _Search) -> Tensor:
     return index
 
 
-class SearchBackend(NamedTuple):
-    """A row of the table of backends.
-
-    Attributes:
-        name: one of :data:`NAMES`.
-        run: runs a search.
-        why_not: returns the reason why the backend cannot run a search, or None if it can.
-        is_default: whether "auto" may take the backend for a search.
-    """
-
-    name: str
-    run: Callable[[_Search], Tensor]
-    why_not: Callable[[_Search], str | None] = lambda search: None
-    is_default: Callable[[_Search], bool] = lambda search: True
-
-
-BACKENDS = (  # fastest first
-    SearchBackend(
-        "triton",
-        lambda search: untraced(_nearest_by_kernels)(search),
-        why_not=_why_no_kernels,
-        is_default=lambda search: search.tokens[0].device.type == "cuda",
-    ),
-    SearchBackend("reference", _nearest_by_torch),
-)
-
-
-def _choose(search: _Search, backend: str) -> SearchBackend:
-    """Return the backend of this name, or for "auto" the first that can run the search."""
+def _takes_kernels(search: _Search, backend: str) -> bool:
+    """Whether the fused kernels run a search; "auto" takes them on a GPU where they can."""
     as_choice("backend", backend, NAMES)
-    for row in BACKENDS:
-        if backend == row.name or (backend == "auto" and row.is_default(search)):
-            reason = row.why_not(search)
-            if reason is None:
-                return row
-            if backend != "auto":
-                raise ValueError(f"backend {backend!r} cannot run this case: {reason}")
-    raise AssertionError(backend)  # "reference" can run every search
+    if backend == "reference" or (backend == "auto" and search.tokens[0].device.type != "cuda"):
+        return False
+    reason = _why_no_kernels(search)
+    if reason is not None and backend == "triton":
+        raise ValueError(f"backend 'triton' cannot run this case: {reason}")
+    return reason is None

@@ -13,8 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structures.composites import Parts, Union, union_of
-from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.composites import Parts, Section, Union, union_of
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared.stored import stores_results
@@ -143,11 +142,10 @@ def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor]
             if not splits or len(splits) < len(structure.parts):
                 return None
             band = Parts(tuple(split for split, _ in splits))
-            starts = zip(structure.source_ptr, structure.target_ptr, strict=True)
             others = torch.cat(
                 [
-                    split + torch.tensor(start)[:, None]
-                    for (_, split), start in zip(splits, starts, strict=False)
+                    split + torch.tensor([[s], [t]])
+                    for (_, split), (_, t, s) in zip(splits, structure.placed(), strict=True)
                 ],
                 dim=1,
             )
@@ -180,13 +178,10 @@ def _sequences(structure: GraphStructure) -> Tensor | None:
                     return _of_band(whole, target_run, seen)
         case Parts():
             tables = []
-            for part, t, s in zip(
-                structure.parts, structure.target_ptr, structure.source_ptr, strict=False
-            ):
-                own_sequences = _sequences(part)
-                if own_sequences is None:
+            for part, t, s in structure.placed():
+                if (table := _sequences(part)) is None:
                     return None
-                tables.append(own_sequences + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
+                tables.append(table + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
             return torch.cat(tables) if tables else torch.zeros(0, 9, dtype=torch.int64)
     return None
 
