@@ -463,7 +463,7 @@ MUTATIONS = [
         "graphattn/graphs/builders/windows.py",
         "return _causal(num_tokens, window - 1, past)",
         "return _causal(num_tokens, window, past)",
-        ("tests/graphs/test_graphs_windows.py::test_causal_window_holds_the_last_keys_and_itself",),
+        ("tests/graphs/test_graphs_windows.py::test_a_window_is_its_definition",),
     ),
     Mutation(
         "the permutation of the transpose is the inverse one",

@@ -143,8 +143,8 @@ def max_stable_lr(
         >>> model = torch.nn.Linear(3, 1, bias=False)
         >>> loss_fn = lambda model, batch: (model(batch) - y).square().sum() / 2  # Hessian: I
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> found = ga.diagnostics.max_stable_lr(model, loss_fn, sgd, [x] * 35, max_norm=None)
-        >>> round(found.median, 4), found.share_stable()
+        >>> rates = ga.diagnostics.max_stable_lr(model, loss_fn, sgd, [x] * 35, max_norm=None)
+        >>> round(rates.median, 4), rates.share_stable()
         (2.0, 1.0)
     """
     as_choice("method", method, ("hvp", "finite_difference"))

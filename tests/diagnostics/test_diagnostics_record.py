@@ -115,8 +115,8 @@ def test_statistics_are_those_of_the_functions_on_edges(monkeypatch):
     )
     monkeypatch.setattr("graphattn.diagnostics.attention.operands.CHUNK", 2 * B * H * N)
     in_blocks = record_once(Calls(is_causal=True), q)[0]
-    for found in (call, in_blocks):
-        torch.testing.assert_close((found.sinks, found.entropy, found.diversity), expected)
+    for recorded in (call, in_blocks):
+        torch.testing.assert_close((recorded.sinks, recorded.entropy, recorded.diversity), expected)
     assert torch.equal(in_blocks.matrix, call.matrix)
 
 
@@ -310,15 +310,15 @@ def test_blocks_may_be_nested_and_each_sees_its_model():
 
 def test_only_the_thread_that_opened_the_block_is_recorded():
     model, x = SelfAttention(), torch.randn(1, 3, H * D)
-    own = ga.models.SequenceEncoder(11, 16, depth=1, heads=4)
-    both = nn.ModuleList([model, own])
+    encoder = ga.models.SequenceEncoder(11, 16, depth=1, heads=4)
+    both = nn.ModuleList([model, encoder])
     results = []
 
     def elsewhere():
-        results.append((model(x), own(torch.arange(5))))
+        results.append((model(x), encoder(torch.arange(5))))
 
     with torch.no_grad():
-        expected = model(x), own(torch.arange(5))
+        expected = model(x), encoder(torch.arange(5))
     with diagnostics.record(both) as recording:
         thread = threading.Thread(target=elsewhere)
         thread.start()

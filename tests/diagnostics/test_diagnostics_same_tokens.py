@@ -150,13 +150,13 @@ def test_cross_attention_of_transformers_counts_every_query():
     source, target = torch.randint(3, 20, (1, N)), torch.randint(3, 20, (1, N))
     with torch.no_grad(), diagnostics.record(model) as recording:
         model(source, attention_mask=(~PADDING).long(), decoder_input_ids=target)
-    own, crossing = "layers.0.self_attn", "layers.0.encoder_attn"
-    found = {call.name: (call.same_tokens, call.matrix) for call in recording}
-    expected = {f"encoder.{own}": (True, 3), f"decoder.{own}": (True, N)}
+    within, crossing = "layers.0.self_attn", "layers.0.encoder_attn"
+    calls = {call.name: (call.same_tokens, call.matrix) for call in recording}
+    expected = {f"encoder.{within}": (True, 3), f"decoder.{within}": (True, N)}
     for name, (same, queries) in (expected | {f"decoder.{crossing}": (False, N)}).items():
-        assert found[name][0] is same
+        assert calls[name][0] is same
         sums = torch.tensor([1.0] * queries + [0.0] * (N - queries)).expand(1, H, N)
-        torch.testing.assert_close(found[name][1].sum(-1), sums)
+        torch.testing.assert_close(calls[name][1].sum(-1), sums)
 
 
 # Inputs that torch takes and formulas must take too.

@@ -64,10 +64,15 @@ def test_what_is_within_reach_is_of_the_item(self_loops, max_neighbors):
 
 def test_items_of_one_length_need_no_vector():
     x, context = torch.randn(4, 10, 3), torch.randn(4, 6, 3)
-    assert ga.knn_graph(x, 3) == ga.batch([ga.knn_graph(own, 3) for own in x])
-    assert ga.radius_graph(x, 1.0) == ga.batch([ga.radius_graph(own, 1.0) for own in x])
+    assert ga.knn_graph(x, 3) == ga.batch([ga.knn_graph(points_of_item, 3) for points_of_item in x])
+    assert ga.radius_graph(x, 1.0) == ga.batch(
+        [ga.radius_graph(points_of_item, 1.0) for points_of_item in x]
+    )
     assert ga.knn_graph(x, 3, source=context) == ga.batch(
-        [ga.knn_graph(own, 3, source=other) for own, other in zip(x, context, strict=True)]
+        [
+            ga.knn_graph(points_of_item, 3, source=sources)
+            for points_of_item, sources in zip(x, context, strict=True)
+        ]
     )
     assert ga.knn_graph(x[:0], 3).num_targets == 0
     assert ga.radius_graph(x[:, :0], 1.0).sizes == ((0, 0),) * 4
@@ -220,15 +225,15 @@ def test_a_number_that_is_far_off_is_named_and_takes_no_memory():
 def test_unsigned_integers_are_indices_too(dtype):
     """numpy makes such arrays, and torch has nearly no operations for them."""
     edges, batch = torch.tensor([[0, 1, 2, 4], [1, 0, 1, 3]]), torch.tensor([0, 0, 0, 1, 1])
-    wanted = ga.from_edge_index(edges, 5, batch=batch)
-    found = ga.from_edge_index(edges.to(dtype), 5, batch=batch.to(dtype))
-    assert torch.equal(found.edge_index, wanted.edge_index)
-    assert torch.equal(found.batch, wanted.batch)
+    expected = ga.from_edge_index(edges, 5, batch=batch)
+    graph = ga.from_edge_index(edges.to(dtype), 5, batch=batch.to(dtype))
+    assert torch.equal(graph.edge_index, expected.edge_index)
+    assert torch.equal(graph.batch, expected.batch)
     x = torch.randn(5, 3)
-    near = [ga.knn_graph(x, 1, batch=own).edge_index for own in (batch, batch.to(dtype))]
+    near = [ga.knn_graph(x, 1, batch=given).edge_index for given in (batch, batch.to(dtype))]
     assert torch.equal(*near)
     order = torch.tensor([2, 1, 0, 4, 3])
-    permuted = [wanted.permute(own).edge_index for own in (order, order.to(dtype))]
+    permuted = [expected.permute(given).edge_index for given in (order, order.to(dtype))]
     assert torch.equal(*permuted)
 
 

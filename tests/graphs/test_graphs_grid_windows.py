@@ -267,11 +267,11 @@ def test_large_grids_count_without_listing_an_edge(name):
 def test_pieces_hold_every_edge_once(shape, options, monkeypatch):
     monkeypatch.setattr("graphattn.graphs.structures.grid_windows.AT_ONCE", 64)
     graph = ga.neighborhood_graph(shape, **options)
-    for own in (graph, graph.transpose()):
-        pieces = torch.cat(list(own.structure.pieces()), dim=1)
-        key = pieces[1] * own.num_tokens + pieces[0]
+    for each_way in (graph, graph.transpose()):
+        pieces = torch.cat(list(each_way.structure.pieces()), dim=1)
+        key = pieces[1] * each_way.num_tokens + pieces[0]
         assert torch.equal(
-            key.sort().values, own.edge_index[1] * own.num_tokens + own.edge_index[0]
+            key.sort().values, each_way.edge_index[1] * each_way.num_tokens + each_way.edge_index[0]
         )
 
 
@@ -281,8 +281,8 @@ def test_windows_of_one_reach_share_a_table_of_offsets_in_a_batch():
     assert packed.structure.num_offsets == 25
     source, target = packed.edge_index
     rows = packed.structure.offset_index(target, source)
-    own = [graph.structure.offset_index(*graph.edge_index.flip(0)) for graph in (small, large)]
-    assert torch.equal(rows, torch.cat(own))
+    separate = [graph.structure.offset_index(*graph.edge_index.flip(0)) for graph in (small, large)]
+    assert torch.equal(rows, torch.cat(separate))
     assert ga.batch([small, ga.grid_window_graph(5, 5, 1)]).structure.num_offsets is None
 
 

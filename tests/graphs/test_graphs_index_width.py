@@ -143,13 +143,13 @@ def test_a_batch_is_as_wide_as_it_is_large(monkeypatch):
     """Lists and tables of 32 bits, and lists of both widths, join in batches wide enough."""
     parts = [listed(), listed(30, 50)]
     tables = [GRAPHS["table"](), GRAPHS["holes"]()]
-    expected = [ga.batch(own).edge_index for own in (parts, tables)]
+    expected = [ga.batch(graphs).edge_index for graphs in (parts, tables)]
     most = parts[0].num_edges + 1
     monkeypatch.setattr(index_width, "MOST", most)
     wide = ga.batch([listed(), listed()])
     assert wide.compact_edges.dtype == torch.int64
-    for own, edges in zip(([*parts], tables), expected, strict=True):
-        joined = ga.batch(own)
+    for graphs, edges in zip(([*parts], tables), expected, strict=True):
+        joined = ga.batch(graphs)
         assert torch.equal(joined.edge_index, edges)
     mixed = ga.batch([wide, *parts])
     monkeypatch.undo()
@@ -198,11 +198,11 @@ def test_writing_into_what_was_asked_for_does_not_change_the_graph():
             lambda g: g.transpose_permutation(),
             lambda g: g.neighbors,
         ):
-            if (found := ask(graph)) is None:
+            if (index := ask(graph)) is None:
                 continue
-            expected = found.clone()
-            assert ask(graph) is found, "small lists are kept"
-            found[..., 0] += 1
+            expected = index.clone()
+            assert ask(graph) is index, "small lists are kept"
+            index[..., 0] += 1
             assert torch.equal(ask(graph), expected)
     assert graph == GRAPHS["structure"]()
 
@@ -251,8 +251,8 @@ def test_lists_that_are_first_asked_for_in_inference_or_in_torch_func_serve_trai
         asked.append(make())
         torch.func.vmap(lambda y, g=asked[-1]: layer(y, g))(x.detach().expand(2, N, 8))
         for graph in asked:
-            found = torch.autograd.grad(layer(x, graph).square().sum(), x)[0]
-            torch.testing.assert_close(found, expected)
+            gradient = torch.autograd.grad(layer(x, graph).square().sum(), x)[0]
+            torch.testing.assert_close(gradient, expected)
 
 
 def test_what_fake_tensors_ask_for_is_not_kept():
@@ -367,12 +367,12 @@ def test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains(
 ):
     structure = STRUCTURES[name]().structure
     monkeypatch.setattr(edge_lists, "AT_ONCE", at_once)
-    found = edges_of_structure(structure, torch.device("cpu"))
+    edges = edges_of_structure(structure, torch.device("cpu"))
     target = torch.arange(structure.num_targets)[:, None]
     source = torch.arange(structure.num_sources)
     target, source = torch.broadcast_tensors(target, source)
     mask = structure.contains(target, source)
-    assert torch.equal(found.long(), torch.stack([source[mask], target[mask]]))
+    assert torch.equal(edges.long(), torch.stack([source[mask], target[mask]]))
 
 
 def test_large_structures_are_listed_in_32_bits():

@@ -262,8 +262,8 @@ def test_attention_over_the_graph_is_flex_attention(name, heads):
     blocks = create_block_mask(mask_mod, None, None, N, N, device="cpu")
     expected = flex_attention(q, k, v, block_mask=blocks)
     for graph in (ga.from_mask_mod(mask_mod, N), ga.from_mask_mod(blocks)):
-        found = ga.dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), graph)
-        torch.testing.assert_close(found.transpose(1, 2), expected, rtol=1e-9, atol=1e-9)
+        averages = ga.dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), graph)
+        torch.testing.assert_close(averages.transpose(1, 2), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *OTHER])

@@ -74,10 +74,10 @@ GRAPHS = STRUCTURED | LISTED
 
 def cuts(num_targets: int) -> list[tuple[int, int]]:
     """All runs of few targets; of more targets a few of them, the same in every run."""
-    found = list(itertools.combinations_with_replacement(range(num_targets + 1), 2))
-    if len(found) > 30:
-        found = [(0, 1), (0, 2), (num_targets - 2, num_targets), (0, num_targets), *found[1::5]]
-    return found
+    runs = list(itertools.combinations_with_replacement(range(num_targets + 1), 2))
+    if len(runs) > 30:
+        runs = [(0, 1), (0, 2), (num_targets - 2, num_targets), (0, num_targets), *runs[1::5]]
+    return runs
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -318,9 +318,9 @@ def test_neighbours_within_rows_are_sought_where_they_stand():
     graph = ga.window_path_graph(9, 3)
     part, seen = graph.targets(3, 7)
     whole = ga.knn_graph(x, 2, within=ga.from_mask(graph.to_mask()))
-    found = ga.knn_graph(x[3:7], 2, source=x[seen.start : seen.stop], within=part)
-    assert torch.equal(found.neighbors + seen.start, whole.neighbors[3:7])
-    assert found.positions.tolist() == [3, 4, 5, 6]
+    near = ga.knn_graph(x[3:7], 2, source=x[seen.start : seen.stop], within=part)
+    assert torch.equal(near.neighbors + seen.start, whole.neighbors[3:7])
+    assert near.positions.tolist() == [3, 4, 5, 6]
 
 
 def test_a_graph_with_a_past_is_named_and_drawn():

@@ -41,8 +41,8 @@ class HiddenSpectra:
     Example:
         >>> import torch, graphattn as ga
         >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
-        >>> found = ga.diagnostics.hidden_spectra(model, torch.randint(11, (3, 40)))
-        >>> found.spectra.shape, found.names
+        >>> measured = ga.diagnostics.hidden_spectra(model, torch.randint(11, (3, 40)))
+        >>> measured.spectra.shape, measured.names
         (torch.Size([3, 16]), ('input', 'blocks.0', 'blocks.1'))
     """
 
@@ -201,8 +201,8 @@ def spectra_without_attention(
     Example:
         >>> import torch, graphattn as ga
         >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
-        >>> found = ga.diagnostics.spectra_without_attention(model, torch.randint(11, (3, 40)))
-        >>> list(found)
+        >>> by_block = ga.diagnostics.spectra_without_attention(model, torch.randint(11, (3, 9)))
+        >>> list(by_block)
         ['none', 'blocks.0', 'blocks.1']
     """
     if "attention_off" in options:

@@ -94,8 +94,8 @@ def pyg_batch_of_items(
             f"has one kind of nodes, but the (targets, sources) of the items are {sizes}"
         )
     items = []
-    for (num_tokens, _), own_edges, own in zip(sizes, edges, fields, strict=True):
-        data = Data(edge_index=own_edges, **own)
+    for (num_tokens, _), edge_index, values in zip(sizes, edges, fields, strict=True):
+        data = Data(edge_index=edge_index, **values)
         data.num_nodes = num_tokens
         items.append(data)
     return Batch.from_data_list(items)

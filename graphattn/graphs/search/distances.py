@@ -93,8 +93,8 @@ class DistanceProducts:
             start: the first row.
             count: the number of rows.
             k: neighbours per row.
-            own: the value that replaces s of a token with itself; None if targets and sources are
-                different tokens.
+            to_itself: the value that replaces s of a token with itself; None if targets and
+                sources are different tokens.
         """
         M = len(self.columns)
         blocks = -(-M // self.BLOCK)
