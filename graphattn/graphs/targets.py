@@ -159,12 +159,6 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
 
     The result is None if they see no sources. Edges are listed only for structures that give the
     run in no other way.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.targets import sources_seen
-        >>> sources_seen(ga.causal_window_graph(1_000_000, window=9).structure, 500, 600)
-        (492, 600)
     """
     if start >= stop:
         return None

@@ -337,22 +337,13 @@ def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph
 
 
 def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> TokenGraph:
-    """Return the graph that :func:`encode` encoded.
+    """Return the graph with the code ``graph.code``, which an operator takes.
 
     Args:
-        code: the result of :func:`encode`, which is ``graph.code``.
+        code: the result of :func:`encode`.
         edge_index: ``graph.listed``, a list of edges [2, E] or a table of neighbours [N, k], as the
             code says, in int32 or int64; None for a structured graph.
         device: the device of the edges of a structured graph.
-
-    Example:
-        >>> import torch, graphattn as ga
-        >>> from graphattn.graphs.token_graph import decode
-        >>> graph = ga.knn_graph(torch.tensor([[0.0], [1.0], [3.0]]), k=1)
-        >>> decode(graph.code, graph.listed, graph.device).neighbors
-        tensor([[1],
-                [0],
-                [1]])
     """
     numbers = code.tolist()
     if edge_index is None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from graphattn.diagnostics.attention.calls import Watcher, watching
 from graphattn.diagnostics.attention.record import is_attention_layer
+from graphattn.diagnostics.hidden.evaluating import evaluating
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _NORM_NAME = re.compile("(RMS|Layer)Norm")
@@ -87,12 +87,6 @@ def _at_start(name: str, layer: nn.Module) -> dict[str, float]:
     return initial
 
 
-def without_normalization(layers: dict[str, nn.Module]) -> list[RemovableHandle]:
-    """Add hooks with which the norms of `layers` return their inputs."""
-    norms = {m for layer in layers.values() for m in layer.modules() if is_norm(m)}
-    return [norm.register_forward_hook(lambda _, args, __: args[0]) for norm in norms]
-
-
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm, by its class or its name."""
     return isinstance(module, _NORMS) or bool(_NORM_NAME.search(type(module).__name__))
@@ -146,6 +140,28 @@ def _projections_in_one(name: str, parameters: dict[str, Tensor]) -> dict[str, T
             f"with {name!r}, which has {sorted(parameters)}"
         )
     return _identity(name, parameters, copies=3)
+
+
+@contextmanager
+def without_weights(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    weights: str,
+    normalization: str,
+    projections: Sequence[str],
+) -> Iterator[dict[str, Tensor]]:
+    """Set evaluation mode, and yield replacements of parameters if `weights` are "disabled".
+
+    If `normalization` is "disabled", the norms of `layers` return their inputs inside the context.
+    """
+    disabled = weights == "disabled"
+    parameters = disabled_parameters(model, layers, tuple(projections)) if disabled else {}
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        if normalization == "disabled":
+            for norm in {m for layer in layers.values() for m in layer.modules() if is_norm(m)}:
+                stack.callback(norm.register_forward_hook(lambda _, args, __: args[0]).remove)
+        yield parameters
 
 
 # Attention disabled.

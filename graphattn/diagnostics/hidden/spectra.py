@@ -15,12 +15,10 @@ from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.attention.calls import refuse_compiled
 from graphattn.diagnostics.hidden.blocks import BlockLayout, Layers, choose_layers, layouts
 from graphattn.diagnostics.hidden.changes import (
-    disabled_parameters,
     queries_scaled_in_place,
     without_attention,
-    without_normalization,
+    without_weights,
 )
-from graphattn.diagnostics.hidden.evaluating import evaluating
 from graphattn.dynamics.scores import participation_ratio
 from graphattn.dynamics.simulate import covariance_spectrum
 from graphattn.graphs.arguments import as_choice
@@ -146,16 +144,12 @@ def hidden_spectra(
     off = [attention_off] if isinstance(attention_off, str) else list(attention_off)
     if unknown := [name for name in off if name not in blocks]:
         raise ValueError(f"attention_off must name some of {tuple(blocks)}, got {unknown[0]!r}")
-    parameters: dict[str, Tensor] = {}
-    if weights == "disabled":
-        parameters = disabled_parameters(model, blocks, tuple(projections))
     if scaling == "sq_inplace":
         inputs = tuple(map(_copied, inputs))
         keywords = {name: _copied(value) for name, value in keywords.items()}
     rows: list[tuple[str, Tensor]] = []
     laid_out = layouts(model, blocks, inputs, keywords)
     with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
         # These hooks are registered first so that they read the inputs and outputs of a block
         # before the other hooks (normalization, scaling, attention) change them.
         for name, block in blocks.items():
@@ -164,9 +158,8 @@ def hidden_spectra(
             after = block.register_forward_hook(_look_after(rows, layout))
             stack.callback(before.remove)
             stack.callback(after.remove)
-        if normalization == "disabled":
-            for handle in without_normalization(blocks):
-                stack.callback(handle.remove)
+        changed = without_weights(model, blocks, weights, normalization, projections)
+        parameters = stack.enter_context(changed)
         if scaling == "sq_inplace":
             stack.enter_context(queries_scaled_in_place(model, blocks, tuple(projections)))
         if off:

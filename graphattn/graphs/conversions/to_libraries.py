@@ -81,10 +81,7 @@ def pyg_batch_of_items(
 ) -> Any:
     """Make a PyG Batch of the items of a TokenBatch: see ``TokenBatch.to_pyg``.
 
-    Args:
-        sizes: (targets, sources) of every item.
-        edges: the edges [2, E] of every item, in which the first token of the item has number 0.
-        fields: the fields of every item, by name.
+    In `edges` [2, E] of every item, the first token of the item has the number 0.
     """
     from torch_geometric.data import Batch, Data
 

@@ -134,9 +134,6 @@ def _fits(points: Tensor) -> bool:
 
 
 def _widened(distance: Any, coordinates: int) -> Any:
-    """Return an upper bound for the distance that a tree computes for points at this distance.
-
-    The bound also allows for squares that underflow to 0.
-    """
+    """Return the most that a tree computes as this distance, even if squares underflow."""
     tiny = np.finfo(np.float64).tiny
     return distance * (1 + 2 * ROUNDING) + 2 * (coordinates * tiny) ** 0.5

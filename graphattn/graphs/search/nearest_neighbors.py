@@ -112,14 +112,9 @@ def nearest_in_items(
     `sizes` are the (targets, sources) of the items. If an item has fewer than k possible sources,
     its tokens get all of them, and -1 for the rest.
     """
-    k, sources = as_int("k", k, 1), x if source is None else source
+    k, sources = as_int("k", k, 1), as_sources(source, x, bool(self_loops))
     as_choice("backend", backend, NAMES)
     to_self = source is None
-    if self_loops and not to_self:
-        raise ValueError(
-            "self_loops must be False if source is given, because sources are then other tokens; "
-            "got self_loops=True"
-        )
     possible = [max(count - int(to_self and not self_loops), 0) for _, count in sizes]
     k = max(min(k, max(possible, default=0)), 1)
     if max(possible, default=0) > 0 and backend != "reference":

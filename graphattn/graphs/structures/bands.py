@@ -76,18 +76,7 @@ def has_bands(structure: GraphStructure) -> bool:
 
 @stores_results(64)
 def bands_of(structure: GraphStructure) -> Bands | None:
-    """Make the table of a structure; None if it is not made of bands.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.structures.bands import bands_of
-        >>> graph = ga.batch([ga.causal_window_graph(9, window=4), ga.complete_graph(3)])
-        >>> bands_of(graph.structure).sequences
-        tensor([[0, 9, 0, 9, 1, 3, 0, 1],
-                [9, 3, 9, 3, 1, 2, 2, 1]])
-        >>> bands_of(ga.window_cycle_graph(9, window=2).structure) is None
-        True
-    """
+    """Make the table of a structure; None if it is not made of bands."""
     with torch.device("cpu"):  # The cached result must not depend on torch's default device.
         table = _sequences(structure)
     if table is None:
@@ -114,17 +103,6 @@ def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor]
 
     The structure may also be a batch of such unions. The result is None if the bands have less than
     half of the edges.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.structures.bands import bands_and_others
-        >>> graph = ga.longformer_graph(6, window=1, global_tokens=(0,))
-        >>> band, others = bands_and_others(graph.structure)
-        >>> band
-        Band(num_tokens=6, before=1, after=1, dilation=1, self_loops=True)
-        >>> others
-        tensor([[2, 3, 4, 5, 0, 0, 0, 0],
-                [0, 0, 0, 0, 2, 3, 4, 5]])
     """
     match structure:
         case Union(parts):

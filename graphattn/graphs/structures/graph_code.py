@@ -44,16 +44,9 @@ PER_SEQUENCE = 4  # numbers per sequence: targets, sources, and the positions of
 def encode(graph: StoredGraph) -> Tensor:
     """Encode a graph as an int64 tensor on the CPU, without its list of edges or table.
 
-    The positions of a permuted graph are not encoded either, because layers read them, but
-    operators do not. No tensor is read, so this never waits for a device. The code only says
-    whether the graph stores a table or a list.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.token_graph import decode, encode
-        >>> graph = ga.batch([ga.causal_window_graph(9, 4), ga.complete_graph(3)])
-        >>> decode(encode(graph), None, graph.device) == graph
-        True
+    The code only says whether the graph stores a table or a list. The positions of a permuted graph
+    are not encoded either, because layers read them, but operators do not. No tensor is read, so
+    this never waits for a device. :func:`graphattn.graphs.token_graph.decode` decodes it.
     """
     facts = [graph.num_targets, graph.num_sources, graph.is_causal, graph.has_causal_part]
     facts.append(graph.is_table)

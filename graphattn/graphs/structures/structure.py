@@ -162,13 +162,7 @@ class SequenceStructure(StructureByRows):
 
 
 def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Make the edge list of rows of candidate sources.
-
-    Args:
-        source: candidate sources of every row, [n, k], in ascending order.
-        target: the target of every row, [n].
-        mask: which candidates are edges, bool [n, k].
-    """
+    """Make the edge list of targets [n] with ascending candidate sources [n, k] and a mask."""
     selected = source.masked_select(mask)  # takes half the time of source[mask]
     degree = mask.sum(1)
     return torch.stack([selected, target.repeat_interleave(degree, output_size=len(selected))])
