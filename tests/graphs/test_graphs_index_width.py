@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from kinds_of_graphs import STRUCTURED
 
 import graphattn as ga
 from graphattn.graphs.edges import index_width
@@ -335,37 +336,13 @@ def test_what_is_wrong_with_a_list_is_named_alike(compiled, dtype, monkeypatch):
 
 # Structures.
 
-STRUCTURES = {
-    "window": lambda: ga.window_path_graph(90, 3),
-    "short window": lambda: ga.window_path_graph(20, 30),
-    "dilated": lambda: ga.dilated_window_graph(90, 4, 3, self_loops=True),
-    "causal": lambda: ga.causal_window_graph(90, 20),
-    "cycle": lambda: ga.window_cycle_graph(70, 4),
-    "blocks": lambda: ga.block_window_graph(90, 7, shift=3),
-    "complete": lambda: ga.bipartite_complete_graph(20, 30),
-    "grid": lambda: ga.grid_window_graph(9, 13, 2, metric="manhattan"),
-    "grid with a class token": lambda: ga.grid_window_graph(9, 13, 2, class_token=True),
-    "blocks of a grid": lambda: ga.grid_block_graph(10, 11, block_size=4, shift=1),
-    "shifted grid": lambda: ga.neighborhood_graph((12, 9), kernel_size=5),
-    "seen by a shifted grid": lambda: ga.neighborhood_graph((12, 9), kernel_size=5).transpose(),
-    "volume": lambda: ga.volume_window_graph(4, 5, 6, 1),
-    "longformer": lambda: ga.longformer_graph(90, 8, [0, 5, 60]),
-    "global tokens": lambda: ga.union(ga.longformer_graph(90, 1, [0]), ga.causal_graph(90)),
-    "bigbird": lambda: ga.bigbird_graph(90, 6, 2, [1], seed=0),
-    "batch": lambda: ga.batch(
-        [ga.causal_graph(20), ga.window_path_graph(70, 4), ga.complete_graph(4)]
-    ),
-    "section": lambda: ga.causal_window_graph(90, 20).targets(11, 80)[0],
-    "section of a grid": lambda: ga.grid_window_graph(9, 13, 2).targets(17, 80)[0],
-}
 
-
-@pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize("at_once", [1, 60, 400])
+@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("at_once", [1, 10, 30])
 def test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains(
     name, at_once, monkeypatch
 ):
-    structure = STRUCTURES[name]().structure
+    structure = STRUCTURED[name]().structure
     monkeypatch.setattr(edge_lists, "AT_ONCE", at_once)
     edges = edges_of_structure(structure, torch.device("cpu"))
     target = torch.arange(structure.num_targets)[:, None]

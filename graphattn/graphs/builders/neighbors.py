@@ -208,7 +208,8 @@ class _Ball(NamedTuple):
 
     def edges(self) -> list[Tensor]:
         """List the sorted edges, in pieces [2, n]."""
-        points, candidates, reach, max_neighbors, *selves = self
+        points, candidates, reach, max_neighbors, *_ = self
+        selves = self.to_self, self.self_loops
         k = len(candidates) - (self.to_self and not self.self_loops)
         if len(points) == 0 or k <= 0:
             return []
