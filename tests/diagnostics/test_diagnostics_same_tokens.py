@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hidden_states import states_of
 from torch import nn
 
 from graphattn import diagnostics
@@ -10,10 +11,6 @@ from graphattn.diagnostics.attention import same_tokens
 
 E, H, N = 16, 4, 6
 PADDING = torch.tensor([[False, False, False, True, True, True]])
-
-
-def tokens(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def multi_head(**options):
@@ -44,7 +41,7 @@ def entropy_of(weights):
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_queries_count_where_the_other_sequence_is_padded(need_weights):
-    layer, q, k = multi_head().eval(), tokens(1, N, E), tokens(1, N, E, seed=1)
+    layer, q, k = multi_head().eval(), states_of(1, N, E), states_of(1, N, E, seed=2)
     with diagnostics.record(layer) as recording:
         layer(q, k, k, key_padding_mask=PADDING, need_weights=need_weights)
     weights, outputs = averages(layer, q, k, k, PADDING)
@@ -58,8 +55,8 @@ def test_queries_count_where_the_other_sequence_is_padded(need_weights):
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("other_value", [True, False])
 def test_one_tensor_as_queries_and_keys_is_self_attention(other_value, need_weights):
-    layer, x = multi_head().eval(), tokens(1, N, E)
-    value = tokens(1, N, E, seed=1) if other_value else x
+    layer, x = multi_head().eval(), states_of(1, N, E)
+    value = states_of(1, N, E, seed=2) if other_value else x
     with diagnostics.record(layer) as recording:
         layer(x, x, value, key_padding_mask=PADDING, need_weights=need_weights)
     weights, outputs = averages(layer, x, x, value, PADDING)
@@ -73,7 +70,7 @@ def test_one_tensor_as_queries_and_keys_is_self_attention(other_value, need_weig
 
 
 def test_ranks_are_of_outputs_before_the_output_projection():
-    layer, x = multi_head().eval(), tokens(2, 40, E)
+    layer, x = multi_head().eval(), states_of(2, 40, E)
     with torch.no_grad():
         layer.out_proj.weight.zero_()[0, 0] = 1.0  # one direction behind the projection
     with diagnostics.record(layer) as recording:
@@ -96,7 +93,7 @@ class SelfAttention(Plain):
 
 @pytest.mark.parametrize("kind", [Plain, SelfAttention])
 def test_plain_calls_leave_out_rows_that_look_at_nothing_and_keys_only_where_they_are_tokens(kind):
-    model, q, k = kind(), tokens(1, H, N, 4), tokens(1, H, N, 4, seed=1)
+    model, q, k = kind(), states_of(1, H, N, 4), states_of(1, H, N, 4, seed=2)
     mask = ~PADDING[:, None, None] & torch.ones(N, 1, dtype=torch.bool)
     mask[..., 1, :] = False
     with diagnostics.record(model) as recording:
@@ -113,7 +110,7 @@ def test_plain_calls_leave_out_rows_that_look_at_nothing_and_keys_only_where_the
 
 def test_calls_named_cross_attention_have_no_rollout():
     model = nn.ModuleDict({"cross_attn": Plain()})
-    q = tokens(1, H, N, 4)
+    q = states_of(1, H, N, 4)
     with diagnostics.record(model) as recording:
         model["cross_attn"](q, q + 1)
     assert recording[0].same_tokens is False
@@ -187,7 +184,7 @@ def test_weights_under_autocast_are_those_of_the_call(cross):
     ],
 )
 def test_queries_and_keys_are_broadcast(queries, keys, gqa):
-    q, k = tokens(*queries), tokens(*keys, seed=1)
+    q, k = states_of(*queries), states_of(*keys, seed=2)
     with diagnostics.record(model := Plain()) as recording:
         model(q, k, enable_gqa=gqa)
     logits = q @ (k.repeat_interleave(2, dim=1) if gqa else k).mT / 2

@@ -13,6 +13,12 @@ from graphattn import diagnostics
 EVERY_STEP = {"max_norm": None, "state_batches": 0, "warmup_steps": 0}
 
 
+def once(model, loss_fn, optimizer, batches=(1.0,), **options):
+    return diagnostics.max_stable_lr(
+        model, loss_fn, optimizer, batches, **{**EVERY_STEP, "steps": 1, **options}
+    )
+
+
 class Point(nn.Module):
     """Parameters that are a vector."""
 
@@ -56,9 +62,7 @@ def test_along_an_eigenvector_the_limit_is_2_over_its_eigenvalue(mode):
     A, basis, spectrum = spd(8)
     model = Point(basis[:, mode].clone())
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
-    (value,) = diagnostics.max_stable_lr(
-        model, quadratic(A), sgd, [torch.zeros(8).double()], steps=1, **EVERY_STEP
-    ).values
+    (value,) = once(model, quadratic(A), sgd, [torch.zeros(8).double()]).values
     assert value == pytest.approx(2 / spectrum[mode].item(), rel=1e-9)
 
 
@@ -71,9 +75,7 @@ def test_on_a_quadratic_the_loss_falls_below_the_limit_and_rises_above_it(factor
     def sgd(model, lr):
         return torch.optim.SGD(model.parameters(), lr=lr)
 
-    measured = diagnostics.max_stable_lr(
-        start, quadratic(A), sgd(start, 1e-3), [b], steps=1, **EVERY_STEP
-    )
+    measured = once(start, quadratic(A), sgd(start, 1e-3), [b])
     model = copy.deepcopy(start)
     loss = quadratic(A)(model, b)
     loss.backward()
@@ -96,9 +98,7 @@ def test_uphill_is_0_and_without_curvature_there_is_no_limit():
         for optimizer, loss_fn, expected in cases:
             if method == "finite_difference" and expected == math.inf and loss_fn is cases[0][1]:
                 continue  # rounding is no exact 0
-            measured = diagnostics.max_stable_lr(
-                model, loss_fn, optimizer, [1.0], method=method, steps=1, **EVERY_STEP
-            )
+            measured = once(model, loss_fn, optimizer, [1.0], method=method)
             assert measured.values[0] == pytest.approx(expected, rel=1e-2, nan_ok=True)
 
 
@@ -218,9 +218,7 @@ def test_tiny_learning_rates_do_not_drown_in_float32():
     values = {}
     for lr in (1e-3, 1e-9):
         sgd = torch.optim.SGD(model.parameters(), lr=lr)
-        values[lr] = diagnostics.max_stable_lr(
-            model, perceptron_loss, sgd, batches[:1], steps=1, **EVERY_STEP
-        ).values
+        values[lr] = once(model, perceptron_loss, sgd, batches[:1]).values
     assert values[1e-9] == pytest.approx(values[1e-3], rel=1e-5)
 
 
@@ -230,7 +228,7 @@ def test_decoupled_weight_decay_is_part_of_the_step():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
     shifted = lambda m, b: ((m.theta - 2 - 1e-12) ** 2).sum()  # noqa: E731
     optimizer.param_groups[0]["eps"] = 1.0  # so that the gradient's own step is next to nothing
-    measured = diagnostics.max_stable_lr(model, shifted, optimizer, [0], steps=1, **EVERY_STEP)
+    measured = once(model, shifted, optimizer, [0])
     assert measured.values == (0.0,)
 
 
@@ -239,7 +237,7 @@ def test_groups_are_scaled_together_in_units_of_the_first():
     model = nn.ParameterList([torch.ones(1).double(), torch.ones(1).double()])
     sgd = torch.optim.SGD([{"params": [model[0]], "lr": 0.1}, {"params": [model[1]], "lr": 0.3}])
     loss_fn = lambda m, b: torch.cat(list(m)) @ A @ torch.cat(list(m)) / 2  # noqa: E731
-    measured = diagnostics.max_stable_lr(model, loss_fn, sgd, [0], steps=1, **EVERY_STEP)
+    measured = once(model, loss_fn, sgd, [0])
     u = torch.tensor([-1.0, -3.0])
     assert measured.values[0] == pytest.approx(-2 * (u.sum() / (u @ u)).item())
     assert measured.lr == 0.1
@@ -392,12 +390,6 @@ def test_medians_leave_infinity_out_and_shares_count_it_as_stable():
     assert math.isnan(broken.median)
     assert broken.share_stable() == 0.5
     assert str(broken)
-
-
-def once(model, loss_fn, optimizer, batches=(1.0,), **options):
-    return diagnostics.max_stable_lr(
-        model, loss_fn, optimizer, batches, **{**EVERY_STEP, "steps": 1, **options}
-    )
 
 
 def test_a_loss_that_cannot_be_differentiated_twice_names_the_other_method():
