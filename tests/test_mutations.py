@@ -242,7 +242,7 @@ MUTATIONS = [
         "graphattn/graphs/search/kd_tree.py",
         "everyone - first < copies",
         "everyone - first >= copies",
-        (f"{EXACT_NEIGHBORS}::test_of_equal_points_a_tree_holds_the_first_few",),
+        (f"{EXACT_NEIGHBORS}::test_neighbours_are_those_of_float64[tree-four places-3]",),
     ),
     Mutation(
         "row pointers count the edges of sources",

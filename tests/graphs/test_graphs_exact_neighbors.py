@@ -332,12 +332,6 @@ def test_a_row_with_hundreds_of_equal_distances_looks_at_all_pairs():
     assert nearest_by_tree(torch.zeros(1500, 3), on_a_sphere(), 3, False, False) is None
 
 
-def test_of_equal_points_a_tree_holds_the_first_few():
-    x = cloud(3, count=2)[torch.arange(1000) % 2]
-    assert kd_tree._tree_of(x, copies=5)[1].tolist() == [*range(10)]
-    assert len(kd_tree._tree_of(x, copies=500)[1]) == 1000
-
-
 def test_trees_are_for_many_points_of_few_coordinates_and_for_few_pairs():
     x = cloud(3)
     assert is_for_trees(x, x)

@@ -5,10 +5,10 @@ import pickle
 import subprocess
 import sys
 
+import kinds_of_graphs
 import numpy as np
 import pytest
 import torch
-from kinds_of_graphs import STRUCTURED
 
 import graphattn as ga
 from graphattn.graphs.edges import index_width
@@ -33,31 +33,27 @@ def listed(num_targets: int = N, num_sources: int = N) -> ga.TokenGraph:
     return ga.from_edge_index(edges_of(num_targets, num_sources), num_targets, num_sources)
 
 
+def table() -> ga.TokenGraph:
+    return ga.knn_graph(torch.rand(N, 2, generator=torch.Generator().manual_seed(0)), 5)
+
+
 def within_items() -> ga.TokenGraph:
     edges = edges_of()
     edges = edges[:, BORDERS[edges[0]] == BORDERS[edges[1]]]
     return ga.from_edge_index(edges, N, batch=BORDERS)
 
 
-GRAPHS = {
+GRAPHS = kinds_of_graphs.GRAPHS | {
     "list": listed,
     "rectangular list": lambda: listed(30, 50),
     "list with borders": within_items,
-    "mask": lambda: ga.from_mask(torch.ones(9, 9).tril().bool()),
-    "no edges": lambda: ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 5, 3),
-    "no tokens": lambda: ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 0),
-    "table": lambda: ga.knn_graph(torch.rand(N, 2, generator=torch.Generator().manual_seed(0)), 5),
-    "holes": lambda: ga.knn_graph(torch.arange(9.0)[:, None] ** 2, 3, within=ga.causal_graph(9)),
     "radius": lambda: ga.radius_graph(torch.arange(9.0)[:, None], 2.0),
-    "structure": lambda: ga.window_path_graph(N, 3),
     "batch of lists": lambda: ga.batch([listed(), listed(30, 50), ga.causal_graph(4)]),
-    "batch of tables": lambda: ga.batch([GRAPHS["table"](), GRAPHS["holes"]()]),
-    "union": lambda: ga.union(listed(), ga.window_path_graph(N, 3)),
+    "batch of tables": lambda: ga.batch([table(), GRAPHS["causal table"]()]),
+    "union of lists": lambda: ga.union(listed(), ga.window_path_graph(N, 3)),
     "transpose": lambda: listed(30, 50).transpose(),
     "permuted": lambda: listed().permute(torch.arange(N).flip(0)),
-    "permuted table": lambda: GRAPHS["table"]().permute(torch.arange(N).flip(0)),
-    "rows": lambda: listed().targets(7, 23)[0],
-    "rows of a table": lambda: GRAPHS["table"]().targets(7, 23)[0],
+    "rows of a table": lambda: table().targets(7, 23)[0],
     "reordered": lambda: listed().reorder()[0],
 }
 
@@ -143,7 +139,7 @@ def test_the_largest_graph_of_32_bits_is_as_large_as_its_numbers(count, monkeypa
 def test_a_batch_is_as_wide_as_it_is_large(monkeypatch):
     """Lists and tables of 32 bits, and lists of both widths, join in batches wide enough."""
     parts = [listed(), listed(30, 50)]
-    tables = [GRAPHS["table"](), GRAPHS["holes"]()]
+    tables = [table(), GRAPHS["causal table"]()]
     expected = [ga.batch(graphs).edge_index for graphs in (parts, tables)]
     most = parts[0].num_edges + 1
     monkeypatch.setattr(index_width, "MOST", most)
@@ -192,7 +188,7 @@ def test_a_list_is_neither_changed_nor_shared(dtype):
 
 
 def test_writing_into_what_was_asked_for_does_not_change_the_graph():
-    for graph in (GRAPHS["list"](), GRAPHS["table"](), GRAPHS["structure"]()):
+    for graph in (listed(), table(), GRAPHS["path"]()):
         for ask in (
             lambda g: g.edge_index,
             lambda g: g.rowptr,
@@ -205,7 +201,7 @@ def test_writing_into_what_was_asked_for_does_not_change_the_graph():
             assert ask(graph) is index, "small lists are kept"
             index[..., 0] += 1
             assert torch.equal(ask(graph), expected)
-    assert graph == GRAPHS["structure"]()
+    assert graph == GRAPHS["path"]()
 
 
 def test_large_lists_are_not_kept_twice(monkeypatch):
@@ -218,7 +214,7 @@ def test_large_lists_are_not_kept_twice(monkeypatch):
 
 
 def test_lists_on_other_devices_have_64_bits():
-    for graph in (listed(), GRAPHS["table"]()):
+    for graph in (listed(), table()):
         _ = graph.edge_index, graph.rowptr
         moved = graph.to("meta")
         for x in (moved.listed, moved.compact_rowptr, moved.compact_edges, moved.edge_index):
@@ -239,7 +235,7 @@ def test_what_was_derived_for_one_device_is_not_used_on_another():
 def test_lists_that_are_first_asked_for_in_inference_or_in_torch_func_serve_training():
     layer = ga.nn.KrauseAttention(8, heads=2, top_k=3, backend="reference")
     x = torch.randn(N, 8, requires_grad=True)
-    for make in (GRAPHS["list"], GRAPHS["table"]):
+    for make in (listed, table):
         expected = torch.autograd.grad(layer(x, make()).square().sum(), x)[0]
         asked = []
         with torch.inference_mode():
@@ -257,7 +253,7 @@ def test_lists_that_are_first_asked_for_in_inference_or_in_torch_func_serve_trai
 
 
 def test_what_fake_tensors_ask_for_is_not_kept():
-    graph = GRAPHS["list"]()
+    graph = listed()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         _ = graph.edge_index
     assert type(graph.edge_index) is torch.Tensor
@@ -337,12 +333,12 @@ def test_what_is_wrong_with_a_list_is_named_alike(compiled, dtype, monkeypatch):
 # Structures.
 
 
-@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("name", kinds_of_graphs.STRUCTURED)
 @pytest.mark.parametrize("at_once", [1, 10, 30])
 def test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains(
     name, at_once, monkeypatch
 ):
-    structure = STRUCTURED[name]().structure
+    structure = kinds_of_graphs.STRUCTURED[name]().structure
     monkeypatch.setattr(edge_lists, "AT_ONCE", at_once)
     edges = edges_of_structure(structure, torch.device("cpu"))
     target = torch.arange(structure.num_targets)[:, None]

@@ -547,15 +547,19 @@ class StoredGraph:
         """Positions of targets and sources after :meth:`permute`; None if they count the tokens."""
         return None if self._own_positions is None else (self.positions, self.source_positions)
 
+    def has_positions_of(self, other: StoredGraph) -> bool:
+        """Whether the tokens have the same positions as in a graph of the same sizes and starts."""
+        if self._own_positions is None and other._own_positions is None:
+            return True
+        return torch.equal(self.positions, other.positions) and torch.equal(
+            self.source_positions, other.source_positions
+        )
+
     def _counted(self, side: int) -> Tensor:
         """Count the positions of targets (side 0) or sources (side 1) in every sequence."""
         runs = zip(self._starts, self._sizes, strict=True)
-        return torch.cat(
-            [
-                torch.arange(start[side], start[side] + size[side], device=self._device)
-                for start, size in runs
-            ]
-        )
+        runs_of_side = [(start[side], start[side] + size[side]) for start, size in runs]
+        return torch.cat([torch.arange(*run, device=self._device) for run in runs_of_side])
 
     # Devices, comparison, pickling.
 
@@ -658,18 +662,12 @@ class StoredGraph:
             return NotImplemented
         if self is other:
             return True
-        if (self._num_targets, self._num_sources, self._sizes, self._starts) != (
-            other._num_targets,
-            other._num_sources,
-            other._sizes,
-            other._starts,
-        ) or self.num_edges != other.num_edges:
+        if (self._sizes, self._starts) != (other._sizes, other._starts):
+            return False
+        if self.num_edges != other.num_edges:
             return False
         other = other.to(self._device)
-        if (self._own_positions is not None or other._own_positions is not None) and not (
-            torch.equal(self.positions, other.positions)
-            and torch.equal(self.source_positions, other.source_positions)
-        ):
+        if not self.has_positions_of(other):
             return False
         if self._structure is not None and self._structure == other._structure:
             return True

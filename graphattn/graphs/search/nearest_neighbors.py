@@ -10,7 +10,6 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int, as_points, as_sources
 from graphattn.graphs.search.distances import (
-    IN_ORDER,
     PAIRS,
     exact_squared_distances,
     nearest_by_pairs,
@@ -171,18 +170,15 @@ def _checked(
     possible = max(len(sources) - int(to_self and not self_loops), 0)
     if k > possible:
         raise ValueError(f"k must be <= {possible}, the number of possible sources, got {k}")
-    graph = None if within is None else _candidate_graph(within, x, sources)
+    graph = None
+    if within is not None:
+        try:
+            graph = as_token_graph(within, len(x), len(sources))
+        except ValueError as error:
+            raise ValueError(f"within must fit the tokens, but it does not: {error}") from None
+        if graph.device != x.device:
+            raise ValueError(f"within must be on the device of x, {x.device}, got {graph.device}")
     return _Search((x, sources), k, graph, to_self, self_loops)
-
-
-def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) -> TokenGraph:
-    try:
-        graph = as_token_graph(within, len(x), len(sources))
-    except ValueError as error:
-        raise ValueError(f"within must fit the tokens, but it does not: {error}") from None
-    if graph.device != x.device:
-        raise ValueError(f"within must be on the device of x, {x.device}, got {graph.device}")
-    return graph
 
 
 def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
@@ -197,11 +193,6 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     if not differentiated and has_neighbors(x):
         row = torch.arange(N, device=index.device).repeat_interleave(k)
         return untraced(squared_distances)(x, sources, row, index.flatten()).view(N, k)
-    if not differentiated and not is_transformed() and x.shape[1] <= IN_ORDER:
-        squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)
-        row, slot = is_neighbor.nonzero().unbind(1)
-        squared[row, slot] = exact_squared_distances(x, sources, row, place[row, slot])
-        return squared
     step = max(1, PAIRS // max(k * x.shape[1], 1))
     pieces = [x.new_empty((0, k), dtype=torch.float64)]
     for i in range(0, N, step):
