@@ -85,22 +85,6 @@ def test_weights_are_the_softmax_of_the_call(case):
     torch.testing.assert_close(recording[0].matrix, logits.softmax(-1))
 
 
-def test_grouped_heads_share_their_keys():
-    q, k = states_of(B, H, N, D), states_of(B, 2, N, D, seed=2)
-    expected = (q @ k.repeat_interleave(2, dim=1).mT * D**-0.5).softmax(-1)
-    call = record_once(Calls(enable_gqa=True), q, k)[0]
-    torch.testing.assert_close(call.matrix, expected)
-
-
-@pytest.mark.parametrize("shape", [(N, D), (3, N, D), (B, 3, H, N, D)])
-def test_calls_of_other_ranks_are_sequences_of_heads(shape):
-    q = states_of(*shape)
-    expected = (q @ q.mT * D**-0.5).softmax(-1)
-    matrix = record_once(Calls(), q)[0].matrix
-    torch.testing.assert_close(matrix.reshape(expected.shape), expected)
-    assert matrix.shape[1] == (H if len(shape) == 5 else 1)
-
-
 def test_statistics_are_those_of_the_functions_on_edges(monkeypatch):
     q = states_of(B, H, N, D) * 2
     call = record_once(Calls(is_causal=True), q)[0]

@@ -180,13 +180,15 @@ def test_weights_under_autocast_are_those_of_the_call(cross):
         ((1, 1, N, 4), (2, 3, 5, 4), False),
         ((3, 1, 2, N, 4), (1, 2, 1, N, 4), False),
         ((1, N, 4), (3, N, 4), False),
+        ((N, 4), (N, 4), False),
         ((2, 4, N, 4), (2, 2, N, 4), True),
     ],
 )
-def test_queries_and_keys_are_broadcast(queries, keys, gqa):
+def test_queries_and_keys_of_any_rank_are_broadcast(queries, keys, gqa):
     q, k = states_of(*queries), states_of(*keys, seed=2)
     with diagnostics.record(model := Plain()) as recording:
         model(q, k, enable_gqa=gqa)
     logits = q @ (k.repeat_interleave(2, dim=1) if gqa else k).mT / 2
     matrix = recording[0].matrix
     torch.testing.assert_close(matrix, logits.softmax(-1).reshape(matrix.shape))
+    assert matrix.shape[1] == (1 if q.dim() < 4 else max(q.shape[-3], k.shape[-3]))

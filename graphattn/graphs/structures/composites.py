@@ -147,9 +147,6 @@ class Union(Composite):
             inside = inside | part.contains(target, source)
         return inside
 
-    def edges(self, device: Device = None) -> Tensor:
-        return self.edges_of_rows(0, self.num_targets, device)
-
     def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
         lists = [
             self._not_earlier(k, part.edges_of_rows(start, stop, device))
@@ -388,9 +385,6 @@ class Section(GraphStructure):
     @property
     def lists_rows(self) -> bool:
         return self.whole.lists_rows
-
-    def edges(self, device: Device = None) -> Tensor:
-        return self.edges_of_rows(0, self.num_targets, device)
 
     def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
         if isinstance(self.whole, Complete):

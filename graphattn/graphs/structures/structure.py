@@ -104,9 +104,11 @@ class GraphStructure:
         """Whether :meth:`edges_of_rows` lists no other edges on the way."""
         return False
 
+    # Each of the next two methods calls the other one, so every class defines one of them.
+
     def edges(self, device: Device = None) -> Tensor:
         """List all edges [2, E]; row 0 = source, row 1 = target, sorted by target, then source."""
-        raise NotImplementedError
+        return self.edges_of_rows(0, self.num_targets, device)
 
     def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
         """List the edges of targets start .. stop - 1, in the order of :meth:`edges`."""
@@ -139,12 +141,6 @@ class StructureByRows(GraphStructure):
     @property
     def lists_rows(self) -> bool:
         return True
-
-    def edges(self, device: Device = None) -> Tensor:
-        return self.edges_of_rows(0, self.num_targets, device)
-
-    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
-        raise NotImplementedError
 
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
         yield from pieces_of_rows(self, self.num_edges(), AT_ONCE, device)
