@@ -43,7 +43,7 @@ EDGES = "tests/kernels/test_kernels_edges.py"
 EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
 EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
 NEIGHBORS = "tests/kernels/test_kernels_knn.py"
-COMPILED = "tests/graphs/test_graphs_compiled_neighbors.py"
+EXACT_NEIGHBORS = "tests/graphs/test_graphs_exact_neighbors.py"
 NO_WAITING = "tests/kernels/test_kernels_no_waiting.py"
 TABLES = "tests/graphs/test_graphs_neighbor_tables.py"
 FUSED = "tests/kernels/test_kernels_consensus.py"
@@ -204,30 +204,30 @@ MUTATIONS = [
     Mutation(
         "nearest neighbours trust a tree to have left nobody out",
         "graphattn/graphs/search/kd_tree.py",
-        "return rows[last <= ",
-        "return rows[last < 0 * ",
-        ("tests/graphs/test_graphs_kd_tree.py::test_neighbours_are_those_of_float64[lattice-3]",),
+        "some[last <= ",
+        "some[last < 0 * ",
+        (f"{EXACT_NEIGHBORS}::test_neighbours_are_those_of_float64[tree-lattice-3]",),
     ),
     Mutation(
         "compiled radius graphs forget self-loops",
         "kernels/cpu/neighbors.py",
         "ctypes.c_int32(self_loops), ctypes.c_double(reach)]",
         "ctypes.c_int32(False), ctypes.c_double(reach)]",
-        (f"{COMPILED}::test_more_edges_than_memory_is_laid_by_for",),
+        (f"{EXACT_NEIGHBORS}::test_more_edges_than_memory_is_laid_by_for",),
     ),
     Mutation(
         "compiled neighbours within a radius may be farther",
         "kernels/cpu/neighbors.py",
         "*given, ctypes.c_double(reach), index)",
         "*given, ctypes.c_double(math.inf), index)",
-        (f"{COMPILED}::test_the_nearest_within_a_radius_are_no_farther",),
+        (f"{EXACT_NEIGHBORS}::test_the_nearest_within_a_radius_are_no_farther",),
     ),
     Mutation(
         "compiled neighbours are looked for at the address of a wrapped tensor",
         "kernels/cpu/neighbors.py",
         "return not makes_fakes() and is_plain and",
         "return not makes_fakes() and",
-        (f"{COMPILED}::test_wrapped_tensors_have_no_numbers_to_read",),
+        (f"{EXACT_NEIGHBORS}::test_wrapped_tensors_have_no_numbers_to_read",),
     ),
     Mutation(
         "compiled neighbours of points that are views are those of their memory",
@@ -235,14 +235,14 @@ MUTATIONS = [
         "    points = as_it_lies(points)\n"
         "    candidates = points if to_self else as_it_lies(candidates)\n    rows, width",
         "    candidates = points if to_self else as_it_lies(candidates)\n    rows, width",
-        (f"{COMPILED}::test_any_number_of_points_and_neighbours",),
+        (f"{EXACT_NEIGHBORS}::test_any_number_of_points_and_neighbours",),
     ),
     Mutation(
         "a tree forgets the first of many equal points",
         "graphattn/graphs/search/kd_tree.py",
         "everyone - first < copies",
         "everyone - first >= copies",
-        ("tests/graphs/test_graphs_kd_tree.py::test_of_equal_points_a_tree_holds_the_first_few",),
+        (f"{EXACT_NEIGHBORS}::test_neighbours_are_those_of_float64[tree-four places-3]",),
     ),
     Mutation(
         "row pointers count the edges of sources",
@@ -463,7 +463,7 @@ MUTATIONS = [
         "graphattn/graphs/builders/windows.py",
         "return _causal(num_tokens, window - 1, past)",
         "return _causal(num_tokens, window, past)",
-        ("tests/graphs/test_graphs_windows.py::test_causal_window_holds_the_last_keys_and_itself",),
+        ("tests/graphs/test_graphs_windows.py::test_a_window_is_its_definition",),
     ),
     Mutation(
         "the permutation of the transpose is the inverse one",
@@ -566,7 +566,7 @@ MUTATIONS = [
     # Kernels over edges, and tables of neighbours.
     Mutation(
         "a table of two rows is taken for an edge list",
-        "graphattn/graphs/encoding.py",
+        "graphattn/graphs/token_graph.py",
         '"neighbors" if numbers[HAS_TABLE] else "edge_index"',
         '"neighbors" if edge_index.shape[0] != 2 else "edge_index"',
         (f"{TABLES}::test_a_table_of_two_rows_is_not_taken_for_a_list_of_edges",),
@@ -2059,7 +2059,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scaling in place leaves the residual alone",
-        "graphattn/diagnostics/hidden/scaling_in_place.py",
+        "graphattn/diagnostics/hidden/changes.py",
         "x.div_(root) * root",
         "x",
         (
@@ -2068,7 +2068,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a disabled attention still adds its bias",
-        "graphattn/diagnostics/hidden/attention_off.py",
+        "graphattn/diagnostics/hidden/changes.py",
         "None if args[0].any() else torch.zeros_like(output)",
         "None",
         (

@@ -27,16 +27,20 @@ from graphattn.diagnostics.attention.statistics import (
     sink_share,
 )
 from graphattn.diagnostics.bandwidths import bandwidths
-from graphattn.diagnostics.cost import activation_memory, flops
+from graphattn.diagnostics.cost import (
+    TrainingOperations,
+    activation_memory,
+    flops,
+    training_operations,
+)
 from graphattn.diagnostics.hidden.effective_rank import effective_rank, effective_rank_per_layer
 from graphattn.diagnostics.hidden.spectra import (
     HiddenSpectra,
     hidden_spectra,
     spectra_without_attention,
 )
-from graphattn.diagnostics.learning_rate.largest import StableLearningRate, max_stable_lr
 from graphattn.diagnostics.per_layer import PerLayer
-from graphattn.diagnostics.training_cost import TrainingOperations, training_operations
+from graphattn.diagnostics.stable_lr import StableLearningRate, max_stable_lr
 
 __all__ = [
     "AttentionRecord",

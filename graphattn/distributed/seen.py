@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structures.composites import Parts, Union
+from graphattn.graphs.structures.composites import Parts, Section, Union
 from graphattn.graphs.structures.grid_windows import Grid
-from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,

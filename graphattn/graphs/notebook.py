@@ -11,10 +11,7 @@ PIXELS = 192  # the longer side of the picture
 
 
 def graph_html(graph: StoredGraph) -> str:
-    """Return HTML with a table of facts, and the matrix of a small graph.
-
-    The edges of a large graph are not listed.
-    """
+    """Return HTML with a table of facts, and the matrix of a small graph."""
     targets, sources, edges = graph.num_targets, graph.num_sources, graph.num_edges
     if targets == sources:
         rows = [("tokens", f"{targets:,}")]

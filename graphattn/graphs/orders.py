@@ -105,16 +105,6 @@ def hilbert_index(cell: Tensor, bits: int) -> Tensor:
     The algorithm is that of Skilling (2004), "Programming the Hilbert curve", AIP Conference
     Proceedings 707, 381-387: it undoes the rotations of every subcube, from the largest to the
     smallest, and then applies a Gray code.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.graphs.orders import hilbert_index
-        >>> row, column = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
-        >>> hilbert_index(torch.stack([row.flatten(), column.flatten()], dim=1), 2).view(4, 4)
-        tensor([[ 0,  3,  4,  5],
-                [ 1,  2,  7,  6],
-                [14, 13,  8,  9],
-                [15, 12, 11, 10]])
     """
     axes = list(cell.long().unbind(1))
     for bit in range(bits - 1, 0, -1):

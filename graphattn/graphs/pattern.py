@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphattn.graphs.structures.composites import Parts, RandomSources, Union
+from graphattn.graphs.structures.composites import Parts, RandomSources, Section, Union
 from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.grid_windows import Grid, GridWindows
-from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
@@ -22,22 +21,9 @@ from graphattn.graphs.token_graph import TokenGraph
 def pattern_of(graph: TokenGraph) -> str:
     """Describe in a few words which tokens see which; no edge is listed.
 
-    Args:
-        graph: any graph.
-
-    Returns:
-        A description of its structure, such as "all tokens", "window 2" (tokens on each side) or
-        "causal window 128" (keys including the token itself, as in
-        :func:`~graphattn.causal_window_graph`). For a graph without a structure, it says how the
-        edges are stored, such as "a list of edges".
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.pattern import pattern_of
-        >>> pattern_of(ga.window_path_graph(100, window=2))
-        'window 2'
-        >>> pattern_of(ga.longformer_graph(100, 3, [0]))
-        '1 global token + window 3'
+    Examples are "all tokens", "window 2" (tokens on each side) and "causal window 128" (keys
+    including the token itself, as in :func:`~graphattn.causal_window_graph`). For a graph without a
+    structure, the description says how the edges are stored.
     """
     if graph.structure is not None:
         return _of_structure(graph.structure)

@@ -13,20 +13,21 @@ from graphattn.graphs.edges.storage import G, StoredGraph
 Permutations = Tensor | tuple[Tensor, Tensor]
 
 
-def permuted(graph: G, permutation: Permutations) -> tuple[G, Tensor | None]:
+def permuted(graph: G, permutation: Permutations, *, with_edges: bool = False) -> tuple[G, Any]:
     """Implement :meth:`graphattn.TokenGraph.permute`, which has the description.
 
-    The second result is the permutation of edges, or None if it was not needed (for tables).
+    The second result is the permutation of edges; for a table it is None without `with_edges`.
     """
     of_targets, of_sources = checked_pair(graph, permutation)
     same = of_targets is of_sources
     target_number = inverse(of_targets)
     source_number = target_number if same else inverse(of_sources)
     neighbors = edge_index = edges = None
-    if graph.compact_neighbors is not None:
-        neighbors = _renumbered_table(graph.compact_neighbors[of_targets], source_number)
-    else:
+    if graph.compact_neighbors is None or with_edges:
         edge_index, edges = _renumbered_edges(graph, target_number, source_number)
+    if graph.compact_neighbors is not None:
+        rows, edge_index = graph.compact_neighbors[of_targets], None
+        neighbors = _renumbered_table(rows, source_number)
     positions = graph.positions[of_targets]
     if same and graph.source_positions is graph.positions:
         source_positions = positions
@@ -44,12 +45,6 @@ def permuted(graph: G, permutation: Permutations) -> tuple[G, Tensor | None]:
         positions=(positions, source_positions),
     )
     return renumbered, edges
-
-
-def order_of_edges(graph: StoredGraph, permutation: Permutations) -> Tensor:
-    """Return a LongTensor [E]: edge e of the permuted graph is edge ``order[e]`` of this one."""
-    of_targets, of_sources = checked_pair(graph, permutation)
-    return _renumbered_edges(graph, inverse(of_targets), inverse(of_sources))[1]
 
 
 def inverse(permutation: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.edges.storage import G, StoredGraph
-from graphattn.graphs.structures.composites import Parts, Union, union_of
+from graphattn.graphs.structures.composites import Parts, Section, Union, union_of
 from graphattn.graphs.structures.grid_windows import Grid
-from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
@@ -27,7 +26,11 @@ Run = tuple[int, int]  # the first token, and the one after the last
 
 def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
     """Implement :meth:`graphattn.TokenGraph.targets`, which has the description."""
-    start, stop = _checked(graph, start, stop)
+    start, stop = as_int("start", start, 0), as_int("stop", stop, 0)
+    if stop > graph.num_targets:
+        raise ValueError(f"stop must be <= num_targets = {graph.num_targets}, got {stop}")
+    if start > stop:
+        raise ValueError(f"start must be <= stop = {stop}, got {start}")
     structure = edge_index = neighbors = None
     if graph.structure is not None:
         first, last = sources_seen(graph.structure, start, stop) or (0, 0)
@@ -36,13 +39,12 @@ def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
             return graph, range(first, last)
     elif graph.compact_neighbors is not None:
         rows = graph.compact_neighbors[start:stop]
-        seen = rows[rows >= 0]
-        first, last = _hull(seen)
+        first, last = _hull(rows[rows >= 0]) or (0, 0)
         neighbors = torch.where(rows < 0, rows, rows - first)
     else:
         begin, end = graph.compact_rowptr[[start, stop]].tolist()
         edges = graph.compact_edges[:, begin:end]
-        first, last = _hull(edges[0])
+        first, last = _hull(edges[0]) or (0, 0)
         edge_index = edges - edges.new_tensor([[first], [start]])
     sizes, starts = _cut_sequences(graph, (start, stop), (first, last))
     part = type(graph)(
@@ -82,19 +84,9 @@ def block_of(graph: G, targets: Run, sources: Run) -> G | None:
     )
 
 
-def _checked(graph: StoredGraph, start: Any, stop: Any) -> Run:
-    start, stop = as_int("start", start, 0), as_int("stop", stop, 0)
-    if stop > graph.num_targets:
-        raise ValueError(f"stop must be <= num_targets = {graph.num_targets}, got {stop}")
-    if start > stop:
-        raise ValueError(f"start must be <= stop = {stop}, got {start}")
-    return start, stop
-
-
-def _hull(sources: Tensor) -> Run:
-    if not sources.numel():
-        return 0, 0
-    return int(sources.min()), int(sources.max()) + 1
+def _hull(sources: Tensor) -> Run | None:
+    """Return the shortest run that contains these sources; None if there are none."""
+    return (int(sources.min()), int(sources.max()) + 1) if sources.numel() else None
 
 
 def _cut_positions(graph: StoredGraph, targets: Run, sources: Run) -> tuple[Tensor, Tensor] | None:
@@ -152,7 +144,7 @@ def section_of(
 def _section_of_parts(whole: Parts, targets: Run, sources: Run) -> GraphStructure:
     """Cut a batch to two runs; if only one part is left, return it without a batch."""
     selected = []
-    for part, t0, s0 in zip(whole.parts, whole.target_ptr, whole.source_ptr, strict=False):
+    for part, t0, s0 in whole.placed():
         t = _overlap(targets, (t0, t0 + part.num_targets))
         s = _overlap(sources, (s0, s0 + part.num_sources))
         if t[0] < t[1] or s[0] < s[1]:
@@ -167,12 +159,6 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
 
     The result is None if they see no sources. Edges are listed only for structures that give the
     run in no other way.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.targets import sources_seen
-        >>> sources_seen(ga.causal_window_graph(1_000_000, window=9).structure, 500, 600)
-        (492, 600)
     """
     if start >= stop:
         return None
@@ -180,13 +166,9 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
         case Complete(_, sources):
             return (0, sources) if sources else None
         case Band():
-            return _between(_lowest(structure, start, stop), _highest(structure, start, stop))
-        case Cycle(N, w):
-            low = min(
-                _lowest_of_cycle(i, N, w) for i in {start, min(start + 1, stop - 1), stop - 1}
-            )
-            mirrored = {N - stop, min(N - stop + 1, N - 1 - start), N - 1 - start}
-            return low, N - min(_lowest_of_cycle(i, N, w) for i in mirrored)
+            return _seen_in_band(structure, start, stop)
+        case Cycle():  # Tokens 0 and N - 1 do not see themselves, but their neighbours see them.
+            return _seen_at_ends(structure, start, stop, 2)
         case Blocks():
             first, last = structure._bounds(torch.tensor([start, stop - 1]))
             return int(first[0]), int(last[1])
@@ -194,21 +176,21 @@ def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None
             if any(start <= token < stop for token in tokens):
                 return 0, N
             return (tokens[0], tokens[-1] + 1) if tokens else None
-        case Grid():
-            return _seen_on_grid(structure, start, stop)
+        case Grid(height, width, radius):
+            down, right = min(radius, height - 1), min(radius, width - 1)
+            return _seen_at_ends(structure, start, stop, down * width + right + 1)
         case Section() if (seen_in_section := _seen_in_section(structure, start, stop)) is not None:
             return seen_in_section[0]
         case Union(parts):
             return _joined(sources_seen(part, start, stop) for part in parts)
         case Parts():
-            return _joined(
-                _shifted(sources_seen(part, *_within(part, start - t0, stop - t0)), s0)
-                for part, t0, s0 in zip(
-                    structure.parts, structure.target_ptr, structure.source_ptr, strict=False
-                )
-            )
-    seen = structure.edges_of_rows(start, stop)[0]
-    return _hull(seen) if len(seen) else None
+            runs = []
+            for part, t0, s0 in structure.placed():
+                rows = _overlap((start - t0, stop - t0), (0, part.num_targets))
+                if (run := sources_seen(part, *rows)) is not None:
+                    runs.append((run[0] + s0, run[1] + s0))
+            return _joined(runs)
+    return _hull(structure.edges_of_rows(start, stop)[0])
 
 
 def _joined(runs: Iterable[Run | None]) -> Run | None:
@@ -216,16 +198,18 @@ def _joined(runs: Iterable[Run | None]) -> Run | None:
     return (min(a for a, _ in nonempty), max(b for _, b in nonempty)) if nonempty else None
 
 
-def _shifted(run: Run | None, by: int) -> Run | None:
-    return None if run is None else (run[0] + by, run[1] + by)
+def _seen_at_ends(structure: GraphStructure, start: int, stop: int, rows: int) -> Run | None:
+    """Find the run that targets see of which only the first and last few rows see the farthest."""
+    ends = (start, min(start + rows, stop)), (max(stop - rows, start), stop)
+    return _joined(_hull(structure.edges_of_rows(*end)[0]) for end in ends)
 
 
-def _within(part: GraphStructure, start: int, stop: int) -> Run:
-    return _overlap((start, stop), (0, part.num_targets))
-
-
-def _between(low: int | None, high: int | None) -> Run | None:
-    return None if low is None or high is None else (low, high + 1)
+def _seen_in_band(band: Band, start: int, stop: int) -> Run | None:
+    N = band.num_tokens
+    first = _lowest(band, start, stop)
+    # The last source is the first one of the reversed band.
+    mirrored = _lowest(band.transpose(), N - stop, N - start)
+    return None if first is None or mirrored is None else (first, N - mirrored)
 
 
 def _lowest(band: Band, start: int, stop: int) -> int | None:
@@ -249,19 +233,6 @@ def _lowest(band: Band, start: int, stop: int) -> int | None:
     return min(lowest) if lowest else None  # torch.compile does not support min(default=)
 
 
-def _highest(band: Band, start: int, stop: int) -> int | None:
-    """Find the last source that any of these targets sees: the first one of the reversed band."""
-    N = band.num_tokens
-    low = _lowest(band.transpose(), N - stop, N - start)
-    return None if low is None else N - 1 - low
-
-
-def _lowest_of_cycle(i: int, N: int, w: int) -> int:
-    if i == 0:
-        return 1
-    return 0 if i <= w or i >= N - w else i - w
-
-
 def _seen_in_section(section: Section, start: int, stop: int) -> tuple[Run | None] | None:
     """Return a tuple with the run of sources of a section; None if it is not known.
 
@@ -281,17 +252,3 @@ def _seen_in_section(section: Section, start: int, stop: int) -> tuple[Run | Non
     if first >= last:
         return (None,)
     return ((first - section.source_start, last - section.source_start),)
-
-
-def _seen_on_grid(grid: Grid, start: int, stop: int) -> Run | None:
-    """Find the run of cells that windows on a grid see.
-
-    Only the first and the last few targets are evaluated, because others do not see farther.
-    """
-    down, right = min(grid.radius, grid.height - 1), min(grid.radius, grid.width - 1)
-    reach = down * grid.width + right + 1
-    runs: list[Run | None] = []
-    for a, b in ((start, min(start + reach, stop)), (max(stop - reach, start), stop)):
-        seen = grid.edges_of_rows(a, b)[0]
-        runs.append(_hull(seen) if len(seen) else None)
-    return _joined(runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -13,8 +14,16 @@ from graphattn.graphs.edges.lists import sorted_edge_list
 from graphattn.graphs.edges.storage import StoredGraph
 from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.orders import reordered
-from graphattn.graphs.permutations import order_of_edges, permuted
-from graphattn.graphs.structures.graph_code import KINDS
+from graphattn.graphs.permutations import Permutations, permuted
+from graphattn.graphs.structures.graph_code import (
+    HAS_TABLE,
+    KINDS,
+    PER_SEQUENCE,
+    SIZES,
+    facts_of,
+    structure_of,
+)
+from graphattn.graphs.structures.graph_code import encode as encode
 from graphattn.graphs.targets import targets_of
 from graphattn.kernels.shared.stored import makes_fakes as makes_fakes
 
@@ -97,25 +106,16 @@ class TokenGraph(StoredGraph):
 
     @overload
     def permute(
-        self,
-        permutation: Tensor | tuple[Tensor, Tensor],
-        *,
-        return_edge_permutation: Literal[False] = False,
+        self, permutation: Permutations, *, return_edge_permutation: Literal[False] = False
     ) -> TokenGraph: ...
 
     @overload
     def permute(
-        self,
-        permutation: Tensor | tuple[Tensor, Tensor],
-        *,
-        return_edge_permutation: Literal[True],
+        self, permutation: Permutations, *, return_edge_permutation: Literal[True]
     ) -> tuple[TokenGraph, Tensor]: ...
 
     def permute(
-        self,
-        permutation: Tensor | tuple[Tensor, Tensor],
-        *,
-        return_edge_permutation: bool = False,
+        self, permutation: Permutations, *, return_edge_permutation: bool = False
     ) -> TokenGraph | tuple[TokenGraph, Tensor]:
         """Return this graph with its tokens numbered in another order.
 
@@ -156,10 +156,8 @@ class TokenGraph(StoredGraph):
             >>> edges, other.positions
             (tensor([2, 0, 1]), tensor([2, 0, 1]))
         """
-        graph, edges = permuted(self, permutation)
-        if not return_edge_permutation:
-            return graph
-        return graph, order_of_edges(self, permutation) if edges is None else edges
+        graph, edges = permuted(self, permutation, with_edges=return_edge_permutation)
+        return (graph, edges) if return_edge_permutation else graph
 
     def reorder(self, points: Tensor | None = None) -> tuple[TokenGraph, Tensor]:
         """Return this graph with its tokens in an order in which neighbours are near in memory.
@@ -336,3 +334,30 @@ def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph
             edge_index=edges, num_targets=int(num_targets), num_sources=int(num_sources)
         )
     raise not_a_graph(graph, num_targets, num_sources)
+
+
+def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> TokenGraph:
+    """Return the graph with the code ``graph.code``, which an operator takes.
+
+    Args:
+        code: the result of :func:`encode`.
+        edge_index: ``graph.listed``, a list of edges [2, E] or a table of neighbours [N, k], as the
+            code says, in int32 or int64; None for a structured graph.
+        device: the device of the edges of a structured graph.
+    """
+    numbers = code.tolist()
+    if edge_index is None:
+        return _structured(tuple(numbers), device)
+    facts = facts_of(numbers)
+    facts["neighbors" if numbers[HAS_TABLE] else "edge_index"] = edge_index
+    return TokenGraph(**facts)
+
+
+@lru_cache(maxsize=64)
+def _structured(code: tuple[int, ...], device: torch.device) -> TokenGraph:
+    """Make a structured graph; the cache avoids listing its edges more than once."""
+    facts = facts_of(list(code))
+    structure = structure_of(iter(code[SIZES + PER_SEQUENCE * code[SIZES - 1] :]))
+    return TokenGraph(
+        structure=structure, sizes=facts["sizes"], starts=facts["starts"], device=device
+    )

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphattn.graphs.encoding import decode
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.token_graph import TokenGraph, decode
 from graphattn.kernels.shared.stored import PRE_DISPATCH
 from graphattn.ops.linear_attention.intervals import runs_of
 

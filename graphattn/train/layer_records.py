@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 from graphattn.diagnostics import record
 from graphattn.diagnostics.attention.call_statistics import ranks
 from graphattn.diagnostics.hidden.evaluating import dropout_off
-from graphattn.diagnostics.learning_rate.curvature import (
+from graphattn.diagnostics.stable_lr import (
     BatchLoss,
+    TwinOptimizer,
+    alpha_max,
     curvature_by_autograd,
     curvature_by_differences,
     dot,
+    left_as_found,
+    random_state,
 )
-from graphattn.diagnostics.learning_rate.largest import alpha_max
-from graphattn.diagnostics.learning_rate.restore import left_as_found, random_state
-from graphattn.diagnostics.learning_rate.twin_optimizer import TwinOptimizer
 from graphattn.nn import SelfConsensus
 from graphattn.ops.inputs import check_graph
 from graphattn.spectral.certificates.frozen_steps import FrozenStep

@@ -35,11 +35,11 @@ def weights_of(graph, heads=3, *, batch=(), seed=0, top_k=None):
 def dense(weights, graph):
     """One matrix [N][N] of floats per head."""
     N, H = graph.num_tokens, weights.shape[-1]
-    found = [[[0.0] * N for _ in range(N)] for _ in range(H)]
+    matrices = [[[0.0] * N for _ in range(N)] for _ in range(H)]
     for e, (j, i) in enumerate(graph.edge_index.T.tolist()):
         for h in range(H):
-            found[h][i][j] = weights[e, h].item()
-    return found
+            matrices[h][i][j] = weights[e, h].item()
+    return matrices
 
 
 def mean(numbers):
@@ -185,18 +185,18 @@ def rollout_by_loops(weights_per_layer, graphs, residual, discard):
 def test_rollout_is_the_product_of_the_layers_by_loops(name, residual, discard):
     graph = GRAPHS[name]()
     layers = [weights_of(graph, seed=10 * layer) for layer in range(3)]
-    found = diagnostics.rollout(layers, graph, residual=residual, discard=discard)
+    shares = diagnostics.rollout(layers, graph, residual=residual, discard=discard)
     expected = rollout_by_loops(layers, [graph] * 3, residual, discard)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(shares, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_rollout_takes_a_graph_per_layer_and_applies_the_first_layer_first():
     graphs = [ga.causal_window_graph(6, 2), ga.complete_graph(6)]
     layers = [weights_of(graph, seed=s) for s, graph in enumerate(graphs)]
-    found = diagnostics.rollout(layers, graphs)
-    torch.testing.assert_close(found, rollout_by_loops(layers, graphs, 0.5, 0.0))
+    shares = diagnostics.rollout(layers, graphs)
+    torch.testing.assert_close(shares, rollout_by_loops(layers, graphs, 0.5, 0.0))
     other_way = diagnostics.rollout(layers[::-1], graphs[::-1])
-    assert not torch.allclose(found, other_way)
+    assert not torch.allclose(shares, other_way)
 
 
 def test_rollout_in_blocks_of_columns_is_the_same(monkeypatch):

@@ -74,16 +74,16 @@ def test_vision_transformers_cost_what_the_paper_says(preset, deit, gka):
     # Projection-Free Transformers via Gaussian Kernel Attention, in 10^9 operations per image.
     for mixer, expected in (("dot", deit), ("gka", gka)):
         model = vision_model(mixer, *preset, 12)
-        found = ga.diagnostics.flops(model, torch.randn(1, 3, 224, 224))
-        assert found == pytest.approx(expected * 1e9, rel=0.01)
+        operations = ga.diagnostics.flops(model, torch.randn(1, 3, 224, 224))
+        assert operations == pytest.approx(expected * 1e9, rel=0.01)
 
 
 @pytest.mark.long
 def test_meta_tensors_count_without_computing():
     device = torch.device("meta")
     model = vision_model("gka", 768, 12, 12).to(device)
-    found = ga.diagnostics.flops(model, torch.empty(1, 3, 224, 224, device=device))
-    assert found == pytest.approx(26.76e9, rel=0.01)
+    operations = ga.diagnostics.flops(model, torch.empty(1, 3, 224, 224, device=device))
+    assert operations == pytest.approx(26.76e9, rel=0.01)
 
 
 def consensus(N=30, w=2, r=4, xi=16, **options) -> int:
@@ -240,8 +240,8 @@ class Own(ga.nn.KrauseAttention):
 def test_what_nobody_can_count_is_named():
     layer, x, graph = Own(16, 4), torch.randn(12, 16), ga.window_path_graph(12, 2)
     with pytest.warns(UserWarning, match=r"Own with its own log_affinity\(\)"):
-        found = ga.diagnostics.flops(layer, x, graph)
-    assert found == 2 * 4 * 12 * 16 * 16  # its projections
+        operations = ga.diagnostics.flops(layer, x, graph)
+    assert operations == 2 * 4 * 12 * 16 * 16  # its projections
 
 
 def test_an_operation_by_name_of_reference_is_named():
@@ -257,8 +257,8 @@ def test_an_operation_by_name_of_reference_is_named():
 def test_torchs_own_attention_counts_on_a_cpu(training):
     model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).train(training)
     per_token = 2 * (4 * 16 * 16 + 2 * 16 * 32)
-    found = ga.diagnostics.flops(model, torch.randn(2, 10, 16))
-    assert found == 2 * (10 * per_token + 4 * 10 * 10 * 16)
+    operations = ga.diagnostics.flops(model, torch.randn(2, 10, 16))
+    assert operations == 2 * (10 * per_token + 4 * 10 * 10 * 16)
 
 
 def test_counting_leaves_random_numbers_and_gradients_alone():

@@ -49,22 +49,22 @@ def test_spectra_are_those_of_the_states_with_and_without_attention(off):
             state = block(layer.eval(), state, attention=n not in off)
             expected.append(eigenvalues(state))
     model.train()
-    found = spectra_of(model, x, attention_off=[f"layers.{n}" for n in off])
-    assert found.names == ("input", "layers.0", "layers.1", "layers.2")
-    torch.testing.assert_close(found.spectra, torch.stack(expected))
+    measured = spectra_of(model, x, attention_off=[f"layers.{n}" for n in off])
+    assert measured.names == ("input", "layers.0", "layers.1", "layers.2")
+    torch.testing.assert_close(measured.spectra, torch.stack(expected))
     assert all(module.training for module in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_every_block_has_its_turn():
     model, x = encoder(), states_of(B, N, C)
-    found = diagnostics.spectra_without_attention(model, x)
-    assert list(found) == ["none", "layers.0", "layers.1", "layers.2"]
-    for n, name in enumerate(list(found)[1:]):
-        own, whole = found[name].spectra, found["none"].spectra
-        assert torch.equal(own[: n + 1], whole[: n + 1])  # what comes before does not change
-        assert not torch.allclose(own[n + 1], whole[n + 1], rtol=1e-3)
-        assert torch.equal(own, spectra_of(model, x, attention_off=name).spectra)
+    by_block = diagnostics.spectra_without_attention(model, x)
+    assert list(by_block) == ["none", "layers.0", "layers.1", "layers.2"]
+    for n, name in enumerate(list(by_block)[1:]):
+        spectra, whole = by_block[name].spectra, by_block["none"].spectra
+        assert torch.equal(spectra[: n + 1], whole[: n + 1])  # what comes before does not change
+        assert not torch.allclose(spectra[n + 1], whole[n + 1], rtol=1e-3)
+        assert torch.equal(spectra, spectra_of(model, x, attention_off=name).spectra)
 
 
 class OwnBlock(nn.Module):
@@ -109,37 +109,37 @@ PROJECTIONS = ("query", "key", "value", "out")
 
 def test_the_bias_of_the_output_projection_goes_with_the_attention():
     model, x = Stack(), states_of(B, N, C)
-    found = spectra_of(model, x, attention_off="blocks.0")
+    measured = spectra_of(model, x, attention_off="blocks.0")
     with torch.no_grad():
         first = x + model.blocks[0].up(x).tanh()
         second = model.blocks[1](first)
     expected = torch.stack([eigenvalues(x), eigenvalues(first), eigenvalues(second)])
-    torch.testing.assert_close(found.spectra, expected)
+    torch.testing.assert_close(measured.spectra, expected)
 
 
 def test_our_blocks_are_disabled_too():
     torch.manual_seed(0)
     model = ga.models.SequenceEncoder(11, C, depth=2, heads=H).double()
     tokens = torch.randint(11, (B, N))
-    found = spectra_of(model, tokens, attention_off=["blocks.0", "blocks.1"])
+    measured = spectra_of(model, tokens, attention_off=["blocks.0", "blocks.1"])
     with torch.no_grad():
         x = model.embedding(tokens)
         expected = [eigenvalues(x)]
         for one in model.blocks:
             x = x + one.mlp(one.mlp_norm(x))
             expected.append(eigenvalues(x))
-    torch.testing.assert_close(found.spectra, torch.stack(expected))
+    torch.testing.assert_close(measured.spectra, torch.stack(expected))
 
 
 def test_padding_is_left_out():
     model, x = Stack(), states_of(B, N, C)
     valid = torch.ones(B, N, dtype=torch.bool)
     valid[0, -5:] = False
-    found = spectra_of(model, x, valid=valid)
+    measured = spectra_of(model, x, valid=valid)
     with torch.no_grad():
         state = model.blocks[0](x)
     expected = (eigenvalues(state[:1, :-5]) + eigenvalues(state[1:])) / 2
-    torch.testing.assert_close(found.spectra[1], expected)
+    torch.testing.assert_close(measured.spectra[1], expected)
     ranks = diagnostics.effective_rank_per_layer(model, x, valid=valid).values
     parts = [diagnostics.effective_rank(state[0, :-5]), diagnostics.effective_rank(state[1])]
     torch.testing.assert_close(ranks[0], torch.stack(parts).mean())
@@ -184,12 +184,12 @@ def test_scaling_in_place_reaches_keys_values_and_the_residual(kind, scaling):
         call = (torch.randint(11, (B, N)),)
         x = model.embedding(call[0]).detach()
     before = x.clone()
-    found = spectra_of(model, *call, **options)
+    measured = spectra_of(model, *call, **options)
     assert torch.equal(x, before)  # the caller's tensor is never written
     step = in_place if scaling == "sq_inplace" else by_products
     states = [x, step(x, H), step(step(x, H), H)]
     expected = torch.stack([eigenvalues(state) for state in states])
-    torch.testing.assert_close(found.spectra, expected)
+    torch.testing.assert_close(measured.spectra, expected)
 
 
 def test_on_and_off_differ_and_the_switch_leaves_nothing_behind():
@@ -215,11 +215,11 @@ def test_one_head_in_place_is_the_rule_of_simulate():
 
 
 def test_shares_and_dimensions_follow_from_the_spectra():
-    found = spectra_of(Stack(), states_of(B, N, C))
-    share = found.spectra[:, 0] / found.spectra.sum(1)
-    torch.testing.assert_close(found.leading_share, share)
-    ratio = found.spectra.sum(1).square() / found.spectra.square().sum(1)
-    torch.testing.assert_close(found.participation_ratio, ratio)
+    measured = spectra_of(Stack(), states_of(B, N, C))
+    share = measured.spectra[:, 0] / measured.spectra.sum(1)
+    torch.testing.assert_close(measured.leading_share, share)
+    ratio = measured.spectra.sum(1).square() / measured.spectra.square().sum(1)
+    torch.testing.assert_close(measured.participation_ratio, ratio)
 
 
 @pytest.mark.parametrize(
@@ -249,11 +249,11 @@ def test_bad_input_is_named(call, says):
 def test_figures_show_spectra_of_models():
     pytest.importorskip("matplotlib")
     model, x = encoder(), states_of(B, N, C)
-    found = diagnostics.spectra_without_attention(model, x)
-    lines = ga.plot.covariance_spectra(found["none"]).lines
+    by_block = diagnostics.spectra_without_attention(model, x)
+    lines = ga.plot.covariance_spectra(by_block["none"]).lines
     assert len(lines) == C
-    change = ga.plot.attention_ablation(found).images[0].get_array()
-    expected = found["layers.1"].participation_ratio - found["none"].participation_ratio
+    change = ga.plot.attention_ablation(by_block).images[0].get_array()
+    expected = by_block["layers.1"].participation_ratio - by_block["none"].participation_ratio
     torch.testing.assert_close(torch.as_tensor(change[1].data), expected)
     with pytest.raises(ValueError, match="at least one block"):
-        ga.plot.attention_ablation({"none": found["none"]})
+        ga.plot.attention_ablation({"none": by_block["none"]})

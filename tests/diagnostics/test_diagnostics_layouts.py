@@ -13,17 +13,17 @@ SECOND = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
 
 
 def ranks(x, padding=None):
-    own = [t if padding is None else t[~padding[b]] for b, t in enumerate(x)]
-    return torch.stack([diagnostics.effective_rank(tokens) for tokens in own]).mean()
+    real = [t if padding is None else t[~padding[b]] for b, t in enumerate(x)]
+    return torch.stack([diagnostics.effective_rank(tokens) for tokens in real]).mean()
 
 
 def outputs_of(model, names, *inputs, **keywords):
     """Return the outputs of the named blocks, on torch's slow path."""
-    found, modules = {}, dict(model.named_modules())
+    outputs, modules = {}, dict(model.named_modules())
 
     def keep(name):
         def hook(_, __, output):
-            found[name] = output[0] if isinstance(output, tuple) else output
+            outputs[name] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
@@ -31,7 +31,7 @@ def outputs_of(model, names, *inputs, **keywords):
     model(*inputs, **keywords)
     for handle in handles:
         handle.remove()
-    return [found[name].detach() for name in names]
+    return [outputs[name].detach() for name in names]
 
 
 class Block(nn.Module):
@@ -69,11 +69,11 @@ def test_batch_second_and_batch_first_have_the_same_spectra_and_ranks(make, padd
     other.load_state_dict(model.state_dict())
     x = states_of(B, N, C)
     given = {} if padding is None else {"src_key_padding_mask": padding}
-    found = diagnostics.hidden_spectra(model, x.transpose(0, 1), **given)
+    measured = diagnostics.hidden_spectra(model, x.transpose(0, 1), **given)
     states = outputs_of(model, ["layers.0", "layers.1"], x.transpose(0, 1), **given)
     states = [x, *(state.transpose(0, 1) for state in states)]
     expected = torch.stack([eigenvalues(state, padding) for state in states])
-    torch.testing.assert_close(found.spectra, expected)
+    torch.testing.assert_close(measured.spectra, expected)
     torch.testing.assert_close(diagnostics.hidden_spectra(other, x, **given).spectra, expected)
     expected = torch.stack([ranks(state, padding) for state in states[1:]])
     for asked, inputs in ((model, x.transpose(0, 1)), (other, x)):
@@ -85,10 +85,10 @@ def test_batch_second_and_batch_first_have_the_same_spectra_and_ranks(make, padd
 def test_parts_of_torchs_layers_and_the_whole_stack_are_read_alike(name):
     torch.manual_seed(0)
     model, x = encoder(False), states_of(N, B, C)
-    found = diagnostics.hidden_spectra(model, x, layers=[name])
+    measured = diagnostics.hidden_spectra(model, x, layers=[name])
     model.eval()
     state = outputs_of(model, [name], x)[0] if name != "" else model(x).detach()
-    torch.testing.assert_close(found.spectra[1], eigenvalues(state.transpose(0, 1)))
+    torch.testing.assert_close(measured.spectra[1], eigenvalues(state.transpose(0, 1)))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -104,14 +104,14 @@ def test_encoder_and_decoder_of_torch_have_masks_of_their_own(masks, batch_first
     names = ("encoder.layers.0", "decoder.layers.0")
     one, two = map(flip, outputs_of(model, names, *inputs, **given))
     padding = {side: padding[side] if side in masks else None for side in padding}
-    found = diagnostics.hidden_spectra(model, *inputs, **given)
-    assert found.names == ("input", *names)
+    measured = diagnostics.hidden_spectra(model, *inputs, **given)
+    assert measured.names == ("input", *names)
     expected = [
         eigenvalues(source, padding["src"]),
         eigenvalues(one, padding["src"]),
         eigenvalues(two, padding["tgt"]),
     ]
-    torch.testing.assert_close(found.spectra, torch.stack(expected))
+    torch.testing.assert_close(measured.spectra, torch.stack(expected))
     values, _ = diagnostics.effective_rank_per_layer(model, *inputs, **given)
     expected = torch.stack([ranks(one, padding["src"]), ranks(two, padding["tgt"])])
     torch.testing.assert_close(values, expected)
@@ -121,10 +121,10 @@ def test_sequences_of_different_lengths_need_no_choice_of_blocks():
     torch.manual_seed(0)
     model = nn.Transformer(C, H, 1, 1, 12, batch_first=True, dtype=torch.float64)
     target = states_of(B, 4, C, seed=2)
-    found = diagnostics.hidden_spectra(
+    measured = diagnostics.hidden_spectra(
         model, states_of(B, N, C), target, src_key_padding_mask=FIRST
     )
-    assert found.spectra.shape == (3, C)
+    assert measured.spectra.shape == (3, C)
 
 
 def test_torchs_decoder_alone_has_the_mask_of_what_it_writes():
@@ -134,9 +134,9 @@ def test_torchs_decoder_alone_has_the_mask_of_what_it_writes():
     inputs = states_of(B, N, C), states_of(B, N, C, seed=2)
     given = {"tgt_key_padding_mask": SECOND, "memory_key_padding_mask": FIRST}
     (state,) = outputs_of(model, ["layers.0"], *inputs, **given)
-    found = diagnostics.hidden_spectra(model, *inputs, **given)
+    measured = diagnostics.hidden_spectra(model, *inputs, **given)
     expected = [eigenvalues(inputs[0], SECOND), eigenvalues(state, SECOND)]
-    torch.testing.assert_close(found.spectra, torch.stack(expected))
+    torch.testing.assert_close(measured.spectra, torch.stack(expected))
 
 
 class Wrapped(nn.Module):
@@ -168,9 +168,9 @@ def test_encoder_and_decoder_of_transformers_have_masks_of_their_own(masks, wrap
     names = ["encoder.layers.0", "decoder.layers.0"]
     one, two = outputs_of(model, names, source, **given)
     padding = {side: padding[side] if side in masks else None for side in padding}
-    found = diagnostics.hidden_spectra(Wrapped(model) if wrapped else model, source, **given)
+    measured = diagnostics.hidden_spectra(Wrapped(model) if wrapped else model, source, **given)
     expected = [eigenvalues(one, padding[""]), eigenvalues(two, padding["decoder_"])]
-    torch.testing.assert_close(found.spectra[1:], torch.stack(expected))
+    torch.testing.assert_close(measured.spectra[1:], torch.stack(expected))
 
 
 class Autoencoder(nn.Module):
@@ -191,6 +191,6 @@ def test_the_one_mask_of_a_model_is_of_its_decoder_too():
     model, x = Autoencoder().eval(), states_of(B, N, C)
     names = [f"{side}.layers.{n}" for side in ("encoder", "decoder") for n in range(2)]
     states = [x, *outputs_of(model, names, x, ~FIRST)]
-    found = diagnostics.hidden_spectra(model, x, ~FIRST)
+    measured = diagnostics.hidden_spectra(model, x, ~FIRST)
     expected = torch.stack([eigenvalues(state, FIRST) for state in states])
-    torch.testing.assert_close(found.spectra, expected)
+    torch.testing.assert_close(measured.spectra, expected)

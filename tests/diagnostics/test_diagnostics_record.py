@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hidden_states import states_of
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported
@@ -54,10 +55,6 @@ def record_once(function, *args, model=None, **options):
     return recording
 
 
-def tokens(*shape, seed=0):
-    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
-
-
 MASK = torch.rand(N, N, generator=seeded(5)) < 0.6
 MASK.fill_diagonal_(True)
 CASES = {
@@ -76,7 +73,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_the_softmax_of_the_call(case):
     options, allowed = CASES[case]
-    q, k = tokens(B, H, N, D), tokens(B, H, N, D, seed=1)
+    q, k = states_of(B, H, N, D), states_of(B, H, N, D, seed=2)
     logits = q @ k.mT * options.get("scale", D**-0.5)
     mask = options.get("attn_mask")
     if mask is not None and mask.dtype != torch.bool:
@@ -88,24 +85,8 @@ def test_weights_are_the_softmax_of_the_call(case):
     torch.testing.assert_close(recording[0].matrix, logits.softmax(-1))
 
 
-def test_grouped_heads_share_their_keys():
-    q, k = tokens(B, H, N, D), tokens(B, 2, N, D, seed=1)
-    expected = (q @ k.repeat_interleave(2, dim=1).mT * D**-0.5).softmax(-1)
-    call = record_once(Calls(enable_gqa=True), q, k)[0]
-    torch.testing.assert_close(call.matrix, expected)
-
-
-@pytest.mark.parametrize("shape", [(N, D), (3, N, D), (B, 3, H, N, D)])
-def test_calls_of_other_ranks_are_sequences_of_heads(shape):
-    q = tokens(*shape)
-    expected = (q @ q.mT * D**-0.5).softmax(-1)
-    matrix = record_once(Calls(), q)[0].matrix
-    torch.testing.assert_close(matrix.reshape(expected.shape), expected)
-    assert matrix.shape[1] == (H if len(shape) == 5 else 1)
-
-
 def test_statistics_are_those_of_the_functions_on_edges(monkeypatch):
-    q = tokens(B, H, N, D) * 2
+    q = states_of(B, H, N, D) * 2
     call = record_once(Calls(is_causal=True), q)[0]
     weights, graph = call.weights, call.graph
     expected = (
@@ -115,13 +96,13 @@ def test_statistics_are_those_of_the_functions_on_edges(monkeypatch):
     )
     monkeypatch.setattr("graphattn.diagnostics.attention.operands.CHUNK", 2 * B * H * N)
     in_blocks = record_once(Calls(is_causal=True), q)[0]
-    for found in (call, in_blocks):
-        torch.testing.assert_close((found.sinks, found.entropy, found.diversity), expected)
+    for recorded in (call, in_blocks):
+        torch.testing.assert_close((recorded.sinks, recorded.entropy, recorded.diversity), expected)
     assert torch.equal(in_blocks.matrix, call.matrix)
 
 
 def test_ranks_are_effective_ranks_of_the_outputs_of_real_tokens():
-    q = tokens(B, H, N, D)
+    q = states_of(B, H, N, D)
     real = torch.ones(B, N, dtype=torch.bool)
     real[0, :2] = False
     q[0, :, :2] = torch.nan  # padding must not be felt
@@ -148,7 +129,7 @@ def test_rollout_is_that_of_the_edges():
     model = nn.Sequential(SelfAttention(), SelfAttention(), SelfAttention()).double()
     with torch.no_grad():
         model[0].qkv.weight.mul_(4)
-    recording = record_once(model, tokens(B, N, H * D))
+    recording = record_once(model, states_of(B, N, H * D))
     assert recording.names == ("0", "1", "2")
     graph = ga.complete_graph(N)
     for options in ({}, {"residual": 0.2, "discard": 0.6}, {"residual": 0.0}):
@@ -183,7 +164,7 @@ def multi_head(x, layer, mask=None):
 def test_multi_head_attention_is_recorded_on_every_path(need_weights, grad, training, masked):
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(H * D, H, dropout=0.3, batch_first=True).train(training)
-    x = tokens(B, N, H * D).float()
+    x = states_of(B, N, H * D).float()
     given, added = {}, None
     if masked:
         padding = torch.zeros(B, N, dtype=torch.bool)
@@ -212,7 +193,7 @@ def test_sequences_first_extra_keys_and_separate_projections():
     layer = nn.MultiheadAttention(
         H * D, H, kdim=5, vdim=6, add_bias_kv=True, add_zero_attn=True
     ).double()
-    x, k, v = tokens(N, B, H * D), tokens(4, B, 5), tokens(4, B, 6)
+    x, k, v = states_of(N, B, H * D), states_of(4, B, 5), states_of(4, B, 6)
     nn.init.eye_(layer.out_proj.weight)  # The layer returns its averages.
     with diagnostics.record(layer) as recording:
         averages, weights = layer(x, k, v, average_attn_weights=False)
@@ -310,15 +291,15 @@ def test_blocks_may_be_nested_and_each_sees_its_model():
 
 def test_only_the_thread_that_opened_the_block_is_recorded():
     model, x = SelfAttention(), torch.randn(1, 3, H * D)
-    own = ga.models.SequenceEncoder(11, 16, depth=1, heads=4)
-    both = nn.ModuleList([model, own])
+    encoder = ga.models.SequenceEncoder(11, 16, depth=1, heads=4)
+    both = nn.ModuleList([model, encoder])
     results = []
 
     def elsewhere():
-        results.append((model(x), own(torch.arange(5))))
+        results.append((model(x), encoder(torch.arange(5))))
 
     with torch.no_grad():
-        expected = model(x), own(torch.arange(5))
+        expected = model(x), encoder(torch.arange(5))
     with diagnostics.record(both) as recording:
         thread = threading.Thread(target=elsewhere)
         thread.start()
@@ -339,12 +320,12 @@ class HandWrittenAttention(nn.Module):
 
 
 def test_functions_imported_by_name_are_seen_too():
-    assert len(record_once(Imported(), tokens(1, 2, 3, 4))) == 1
+    assert len(record_once(Imported(), states_of(1, 2, 3, 4))) == 1
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_masks_of_torchs_causal_bias_are_read(bias):
-    q, k = tokens(B, H, 3, D), tokens(B, H, 5, D)
+    q, k = states_of(B, H, 3, D), states_of(B, H, 5, D)
     allowed = torch.ones(3, 5).tril(2 if bias is causal_lower_right else 0) > 0
     logits = (q @ k.mT * D**-0.5).masked_fill(~allowed, -torch.inf)
     call = record_once(Calls(attn_mask=bias(3, 5)), q, k)[0]
@@ -358,12 +339,12 @@ def test_masks_of_torchs_causal_bias_are_read(bias):
 def test_calls_inside_a_transform_of_torch_func_are_named(transform):
     model = Calls()
     with pytest.raises(ValueError, match="Calls: its tensors have no memory"):
-        record_once(transform(model), tokens(B, H, N, D), model=model)
+        record_once(transform(model), states_of(B, H, N, D), model=model)
 
 
 def test_attention_that_cannot_be_seen_is_named():
     model = nn.Sequential(Imported(), HandWrittenAttention())
-    q = tokens(1, 2, 3, 4)
+    q = states_of(1, 2, 3, 4)
     with pytest.warns(UserWarning, match="could not record all attention of the model: 1: no call"):
         recording = record_once(model, q)
     assert recording.missed == {"1": "no call of attention was seen in it"}
@@ -405,10 +386,10 @@ def test_a_compiled_function_is_run_as_it_is_written(fullgraph):
     ("call", "says"),
     [
         (lambda: record_once([1], 1), "model must be a torch.nn.Module"),
-        (lambda: record_once(Calls(), tokens(1, 2, 3, 4), keep="all"), "keep must be one of"),
-        (lambda: record_once(Calls(), tokens(1, 2, 3, 4), token=-1), "token must be"),
-        (lambda: record_once(Calls(), tokens(1, 2, 3, 4), token=3), "one of the 3 real tokens"),
-        (lambda: record_once(Calls(), tokens(1, 2, 3, 4)).select("q"), "text must be part"),
+        (lambda: record_once(Calls(), states_of(1, 2, 3, 4), keep="all"), "keep must be one of"),
+        (lambda: record_once(Calls(), states_of(1, 2, 3, 4), token=-1), "token must be"),
+        (lambda: record_once(Calls(), states_of(1, 2, 3, 4), token=3), "one of the 3 real tokens"),
+        (lambda: record_once(Calls(), states_of(1, 2, 3, 4)).select("q"), "text must be part"),
     ],
 )
 def test_bad_input_is_named(call, says):

@@ -105,8 +105,8 @@ def test_padding_on_the_left_is_no_sink(window):
             torch.testing.assert_close(sinks, expected.sinks[0], rtol=1e-9, atol=1e-12)
             rows = torch.stack([call.sinks[b] for call in steps.select(layer)])
             assert rows[: start + 1].isnan().all()
-            own = expected.matrix[0, :, 1:, 0].T
-            torch.testing.assert_close(rows[start + 1 :], own, rtol=1e-9, atol=1e-12)
+            expected_rows = expected.matrix[0, :, 1:, 0].T
+            torch.testing.assert_close(rows[start + 1 :], expected_rows, rtol=1e-9, atol=1e-12)
 
 
 def test_steps_that_keep_sums_are_named():
@@ -145,13 +145,13 @@ def test_only_the_recorded_model_steps_into_a_recording_and_nothing_stays_replac
     step, mix = ga.nn.DotProductAttention.step, ga.nn.LinearAttention._mix_step
     model, draft = model_of("dot"), model_of("dot", 3)
     both = torch.nn.ModuleList([model, draft])
-    with diagnostics.record(both) as everything, diagnostics.record(model, keep="mean") as own:
+    with diagnostics.record(both) as everything, diagnostics.record(model, keep="mean") as means:
         model.generate(torch.randint(19, (1, 4)), 8, draft=draft, draft_tokens=3)
         assert ga.nn.DotProductAttention.step is not step
     models = [name.split(".", 1) for name in everything.names]
     assert {of for of, _ in models} == {"0", "1"}
-    assert own.names == tuple(name for of, name in models if of == "0")
-    for call, twin in zip(own, everything.select("0.blocks"), strict=True):
+    assert means.names == tuple(name for of, name in models if of == "0")
+    for call, twin in zip(means, everything.select("0.blocks"), strict=True):
         assert torch.equal(call.mean_over_heads(), twin.mean_over_heads())
     assert (ga.nn.DotProductAttention.step, ga.nn.LinearAttention._mix_step) == (step, mix)
 

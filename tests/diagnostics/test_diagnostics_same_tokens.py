@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hidden_states import states_of
 from torch import nn
 
 from graphattn import diagnostics
@@ -10,10 +11,6 @@ from graphattn.diagnostics.attention import same_tokens
 
 E, H, N = 16, 4, 6
 PADDING = torch.tensor([[False, False, False, True, True, True]])
-
-
-def tokens(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def multi_head(**options):
@@ -44,7 +41,7 @@ def entropy_of(weights):
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_queries_count_where_the_other_sequence_is_padded(need_weights):
-    layer, q, k = multi_head().eval(), tokens(1, N, E), tokens(1, N, E, seed=1)
+    layer, q, k = multi_head().eval(), states_of(1, N, E), states_of(1, N, E, seed=2)
     with diagnostics.record(layer) as recording:
         layer(q, k, k, key_padding_mask=PADDING, need_weights=need_weights)
     weights, outputs = averages(layer, q, k, k, PADDING)
@@ -58,8 +55,8 @@ def test_queries_count_where_the_other_sequence_is_padded(need_weights):
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("other_value", [True, False])
 def test_one_tensor_as_queries_and_keys_is_self_attention(other_value, need_weights):
-    layer, x = multi_head().eval(), tokens(1, N, E)
-    value = tokens(1, N, E, seed=1) if other_value else x
+    layer, x = multi_head().eval(), states_of(1, N, E)
+    value = states_of(1, N, E, seed=2) if other_value else x
     with diagnostics.record(layer) as recording:
         layer(x, x, value, key_padding_mask=PADDING, need_weights=need_weights)
     weights, outputs = averages(layer, x, x, value, PADDING)
@@ -73,7 +70,7 @@ def test_one_tensor_as_queries_and_keys_is_self_attention(other_value, need_weig
 
 
 def test_ranks_are_of_outputs_before_the_output_projection():
-    layer, x = multi_head().eval(), tokens(2, 40, E)
+    layer, x = multi_head().eval(), states_of(2, 40, E)
     with torch.no_grad():
         layer.out_proj.weight.zero_()[0, 0] = 1.0  # one direction behind the projection
     with diagnostics.record(layer) as recording:
@@ -96,7 +93,7 @@ class SelfAttention(Plain):
 
 @pytest.mark.parametrize("kind", [Plain, SelfAttention])
 def test_plain_calls_leave_out_rows_that_look_at_nothing_and_keys_only_where_they_are_tokens(kind):
-    model, q, k = kind(), tokens(1, H, N, 4), tokens(1, H, N, 4, seed=1)
+    model, q, k = kind(), states_of(1, H, N, 4), states_of(1, H, N, 4, seed=2)
     mask = ~PADDING[:, None, None] & torch.ones(N, 1, dtype=torch.bool)
     mask[..., 1, :] = False
     with diagnostics.record(model) as recording:
@@ -113,7 +110,7 @@ def test_plain_calls_leave_out_rows_that_look_at_nothing_and_keys_only_where_the
 
 def test_calls_named_cross_attention_have_no_rollout():
     model = nn.ModuleDict({"cross_attn": Plain()})
-    q = tokens(1, H, N, 4)
+    q = states_of(1, H, N, 4)
     with diagnostics.record(model) as recording:
         model["cross_attn"](q, q + 1)
     assert recording[0].same_tokens is False
@@ -150,13 +147,13 @@ def test_cross_attention_of_transformers_counts_every_query():
     source, target = torch.randint(3, 20, (1, N)), torch.randint(3, 20, (1, N))
     with torch.no_grad(), diagnostics.record(model) as recording:
         model(source, attention_mask=(~PADDING).long(), decoder_input_ids=target)
-    own, crossing = "layers.0.self_attn", "layers.0.encoder_attn"
-    found = {call.name: (call.same_tokens, call.matrix) for call in recording}
-    expected = {f"encoder.{own}": (True, 3), f"decoder.{own}": (True, N)}
+    within, crossing = "layers.0.self_attn", "layers.0.encoder_attn"
+    calls = {call.name: (call.same_tokens, call.matrix) for call in recording}
+    expected = {f"encoder.{within}": (True, 3), f"decoder.{within}": (True, N)}
     for name, (same, queries) in (expected | {f"decoder.{crossing}": (False, N)}).items():
-        assert found[name][0] is same
+        assert calls[name][0] is same
         sums = torch.tensor([1.0] * queries + [0.0] * (N - queries)).expand(1, H, N)
-        torch.testing.assert_close(found[name][1].sum(-1), sums)
+        torch.testing.assert_close(calls[name][1].sum(-1), sums)
 
 
 # Inputs that torch takes and formulas must take too.
@@ -183,13 +180,15 @@ def test_weights_under_autocast_are_those_of_the_call(cross):
         ((1, 1, N, 4), (2, 3, 5, 4), False),
         ((3, 1, 2, N, 4), (1, 2, 1, N, 4), False),
         ((1, N, 4), (3, N, 4), False),
+        ((N, 4), (N, 4), False),
         ((2, 4, N, 4), (2, 2, N, 4), True),
     ],
 )
-def test_queries_and_keys_are_broadcast(queries, keys, gqa):
-    q, k = tokens(*queries), tokens(*keys, seed=1)
+def test_queries_and_keys_of_any_rank_are_broadcast(queries, keys, gqa):
+    q, k = states_of(*queries), states_of(*keys, seed=2)
     with diagnostics.record(model := Plain()) as recording:
         model(q, k, enable_gqa=gqa)
     logits = q @ (k.repeat_interleave(2, dim=1) if gqa else k).mT / 2
     matrix = recording[0].matrix
     torch.testing.assert_close(matrix, logits.softmax(-1).reshape(matrix.shape))
+    assert matrix.shape[1] == (1 if q.dim() < 4 else max(q.shape[-3], k.shape[-3]))

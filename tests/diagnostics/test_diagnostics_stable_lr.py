@@ -13,6 +13,12 @@ from graphattn import diagnostics
 EVERY_STEP = {"max_norm": None, "state_batches": 0, "warmup_steps": 0}
 
 
+def once(model, loss_fn, optimizer, batches=(1.0,), **options):
+    return diagnostics.max_stable_lr(
+        model, loss_fn, optimizer, batches, **{**EVERY_STEP, "steps": 1, **options}
+    )
+
+
 class Point(nn.Module):
     """Parameters that are a vector."""
 
@@ -41,10 +47,10 @@ def test_on_a_quadratic_sgd_has_the_closed_form_of_eq_19(method):
     model = Point(torch.randn(8, generator=seeded(1), dtype=torch.float64))
     theta, batches = model.theta.detach().clone(), list(torch.randn(12, 8).double())
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    found = diagnostics.max_stable_lr(
+    measured = diagnostics.max_stable_lr(
         model, quadratic(A), sgd, batches, method=method, steps=12, **EVERY_STEP
     )
-    for value, b in zip(found.values, batches, strict=True):
+    for value, b in zip(measured.values, batches, strict=True):
         g = A @ theta - b
         assert value == pytest.approx((2 * g @ g / (g @ A @ g)).item(), rel=1e-6)
         assert value > 2 / spectrum[-1].item()
@@ -56,9 +62,7 @@ def test_along_an_eigenvector_the_limit_is_2_over_its_eigenvalue(mode):
     A, basis, spectrum = spd(8)
     model = Point(basis[:, mode].clone())
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
-    (value,) = diagnostics.max_stable_lr(
-        model, quadratic(A), sgd, [torch.zeros(8).double()], steps=1, **EVERY_STEP
-    ).values
+    (value,) = once(model, quadratic(A), sgd, [torch.zeros(8).double()]).values
     assert value == pytest.approx(2 / spectrum[mode].item(), rel=1e-9)
 
 
@@ -71,13 +75,11 @@ def test_on_a_quadratic_the_loss_falls_below_the_limit_and_rises_above_it(factor
     def sgd(model, lr):
         return torch.optim.SGD(model.parameters(), lr=lr)
 
-    found = diagnostics.max_stable_lr(
-        start, quadratic(A), sgd(start, 1e-3), [b], steps=1, **EVERY_STEP
-    )
+    measured = once(start, quadratic(A), sgd(start, 1e-3), [b])
     model = copy.deepcopy(start)
     loss = quadratic(A)(model, b)
     loss.backward()
-    sgd(model, factor * found.values[0]).step()
+    sgd(model, factor * measured.values[0]).step()
     assert (quadratic(A)(model, b) < loss) == (factor < 1)
 
 
@@ -96,10 +98,8 @@ def test_uphill_is_0_and_without_curvature_there_is_no_limit():
         for optimizer, loss_fn, expected in cases:
             if method == "finite_difference" and expected == math.inf and loss_fn is cases[0][1]:
                 continue  # rounding is no exact 0
-            found = diagnostics.max_stable_lr(
-                model, loss_fn, optimizer, [1.0], method=method, steps=1, **EVERY_STEP
-            )
-            assert found.values[0] == pytest.approx(expected, rel=1e-2, nan_ok=True)
+            measured = once(model, loss_fn, optimizer, [1.0], method=method)
+            assert measured.values[0] == pytest.approx(expected, rel=1e-2, nan_ok=True)
 
 
 # A small problem of every kind of optimizer.
@@ -185,16 +185,16 @@ def test_any_optimizer_is_measured_along_the_steps_it_really_makes(name, max_nor
     protocol = {"max_norm": max_norm, "state_batches": 3, "warmup_steps": 2, "steps": 6}
     batches = perceptron_batches(11)
     optimizer = OPTIMIZERS[name](model.parameters())
-    found = diagnostics.max_stable_lr(model, perceptron_loss, optimizer, batches, **protocol)
+    measured = diagnostics.max_stable_lr(model, perceptron_loss, optimizer, batches, **protocol)
     other = copy.deepcopy(model)
     expected = by_real_steps(other, OPTIMIZERS[name](other.parameters()), batches, **protocol)
     assert any(0 < value < math.inf for value in expected)
     # clip_grad_norm_ divides by norm + 1e-6.
-    assert found.values == pytest.approx(expected, rel=1e-4)
+    assert measured.values == pytest.approx(expected, rel=1e-4)
     differences = diagnostics.max_stable_lr(
         model, perceptron_loss, optimizer, batches, method="finite_difference", **protocol
     )
-    assert differences.values == pytest.approx(found.values, rel=1e-2)
+    assert differences.values == pytest.approx(measured.values, rel=1e-2)
 
 
 def test_an_optimizer_in_training_keeps_its_moments_and_its_count():
@@ -205,11 +205,11 @@ def test_an_optimizer_in_training_keeps_its_moments_and_its_count():
         optimizer.zero_grad()
         perceptron_loss(model, batch).backward()
         optimizer.step()
-    found = diagnostics.max_stable_lr(
+    measured = diagnostics.max_stable_lr(
         model, perceptron_loss, optimizer, batches[20:], steps=10, **EVERY_STEP
     )
     expected = by_real_steps(model, optimizer, batches[20:], steps=10, **EVERY_STEP)
-    assert found.values == pytest.approx(expected, rel=1e-6)
+    assert measured.values == pytest.approx(expected, rel=1e-6)
 
 
 def test_tiny_learning_rates_do_not_drown_in_float32():
@@ -218,9 +218,7 @@ def test_tiny_learning_rates_do_not_drown_in_float32():
     values = {}
     for lr in (1e-3, 1e-9):
         sgd = torch.optim.SGD(model.parameters(), lr=lr)
-        values[lr] = diagnostics.max_stable_lr(
-            model, perceptron_loss, sgd, batches[:1], steps=1, **EVERY_STEP
-        ).values
+        values[lr] = once(model, perceptron_loss, sgd, batches[:1]).values
     assert values[1e-9] == pytest.approx(values[1e-3], rel=1e-5)
 
 
@@ -230,8 +228,8 @@ def test_decoupled_weight_decay_is_part_of_the_step():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
     shifted = lambda m, b: ((m.theta - 2 - 1e-12) ** 2).sum()  # noqa: E731
     optimizer.param_groups[0]["eps"] = 1.0  # so that the gradient's own step is next to nothing
-    found = diagnostics.max_stable_lr(model, shifted, optimizer, [0], steps=1, **EVERY_STEP)
-    assert found.values == (0.0,)
+    measured = once(model, shifted, optimizer, [0])
+    assert measured.values == (0.0,)
 
 
 def test_groups_are_scaled_together_in_units_of_the_first():
@@ -239,10 +237,10 @@ def test_groups_are_scaled_together_in_units_of_the_first():
     model = nn.ParameterList([torch.ones(1).double(), torch.ones(1).double()])
     sgd = torch.optim.SGD([{"params": [model[0]], "lr": 0.1}, {"params": [model[1]], "lr": 0.3}])
     loss_fn = lambda m, b: torch.cat(list(m)) @ A @ torch.cat(list(m)) / 2  # noqa: E731
-    found = diagnostics.max_stable_lr(model, loss_fn, sgd, [0], steps=1, **EVERY_STEP)
+    measured = once(model, loss_fn, sgd, [0])
     u = torch.tensor([-1.0, -3.0])
-    assert found.values[0] == pytest.approx(-2 * (u.sum() / (u @ u)).item())
-    assert found.lr == 0.1
+    assert measured.values[0] == pytest.approx(-2 * (u.sum() / (u @ u)).item())
+    assert measured.lr == 0.1
 
 
 # Models of the library.
@@ -335,15 +333,15 @@ def test_both_estimators_agree_on_an_encoder_with_dropout(mixer):
     model = Noisy(mixer).double().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = list(torch.randint(9, (10, 2, 6), generator=seeded()))
-    found = [
+    by_method = [
         diagnostics.max_stable_lr(
             model, token_loss, optimizer, batches, method=method, state_batches=3, warmup_steps=1,
             steps=6, epsilon=1e-6,
         )
         for method in ("hvp", "finite_difference")
     ]  # fmt: skip
-    assert found[0].values == pytest.approx(found[1].values, rel=1e-2)
-    assert sum(0 < v < math.inf for v in found[0].values) >= 3
+    assert by_method[0].values == pytest.approx(by_method[1].values, rel=1e-2)
+    assert sum(0 < v < math.inf for v in by_method[0].values) >= 3
 
 
 def test_the_default_protocol_takes_35_batches_and_records_25():
@@ -367,7 +365,7 @@ def test_moments_are_warmed_without_a_step_and_bias_correction_counts_from_6():
         seen.append(model.theta.detach().clone())
         return (model.theta**2).sum() / 2
 
-    found = diagnostics.max_stable_lr(model, loss_fn, adam, [0] * 7, warmup_steps=1, steps=1)
+    measured = diagnostics.max_stable_lr(model, loss_fn, adam, [0] * 7, warmup_steps=1, steps=1)
     assert all(torch.equal(theta, seen[0]) for theta in seen[:6])
     torch.testing.assert_close(seen[6], torch.tensor([2.5, -3.5], dtype=torch.float64))
     # Then u = -m_hat / sqrt(v_hat) after six gradients c (3, -4) and one c' (2.5, -3.5).
@@ -375,15 +373,15 @@ def test_moments_are_warmed_without_a_step_and_bias_correction_counts_from_6():
     m = sum(0.1 * 0.9 ** (6 - k) * g[k] for k in range(7)) / (1 - 0.9**7)
     v = sum(0.001 * 0.999 ** (6 - k) * g[k] ** 2 for k in range(7)) / (1 - 0.999**7)
     u = -m / v.sqrt()
-    assert found.values[0] == pytest.approx((-2 * seen[6] @ u / (u @ u)).item(), rel=1e-9)
+    assert measured.values[0] == pytest.approx((-2 * seen[6] @ u / (u @ u)).item(), rel=1e-9)
 
 
 def test_medians_leave_infinity_out_and_shares_count_it_as_stable():
-    found = diagnostics.StableLearningRate((0.0, 1.0, 3.0, math.inf, 2.0), lr=1.5)
-    assert found.median == 1.5
-    assert found.share_stable() == 3 / 5
-    assert found.share_stable(0.5) == 4 / 5
-    assert str(found) == (
+    rates = diagnostics.StableLearningRate((0.0, 1.0, 3.0, math.inf, 2.0), lr=1.5)
+    assert rates.median == 1.5
+    assert rates.share_stable() == 3 / 5
+    assert rates.share_stable(0.5) == 4 / 5
+    assert str(rates) == (
         "maximum stable learning rate: median 1.5 (quartiles 0 .. 2) over 5 steps, "
         "1 of them without a limit, 60% of them stable at lr = 1.5"
     )
@@ -392,12 +390,6 @@ def test_medians_leave_infinity_out_and_shares_count_it_as_stable():
     assert math.isnan(broken.median)
     assert broken.share_stable() == 0.5
     assert str(broken)
-
-
-def once(model, loss_fn, optimizer, batches=(1.0,), **options):
-    return diagnostics.max_stable_lr(
-        model, loss_fn, optimizer, batches, **{**EVERY_STEP, "steps": 1, **options}
-    )
 
 
 def test_a_loss_that_cannot_be_differentiated_twice_names_the_other_method():

@@ -66,8 +66,8 @@ def test_a_function_looks_as_it_was_written(name: str) -> None:
     assert inspect.signature(function) == inspect.signature(plain)
     assert (function.__doc__, function.__module__) == (plain.__doc__, plain.__module__)
     module = sys.modules[function.__module__]
-    found = [test.name for test in doctest.DocTestFinder().find(module, module.__name__)]
-    assert found.count(f"{module.__name__}.{name}") == 1
+    names = [test.name for test in doctest.DocTestFinder().find(module, module.__name__)]
+    assert names.count(f"{module.__name__}.{name}") == 1
 
 
 def test_a_compiler_sees_through() -> None:

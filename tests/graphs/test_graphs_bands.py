@@ -70,13 +70,13 @@ OTHERS = {
 
 def edges_of(sequences: torch.Tensor) -> list[tuple[int, int]]:
     """(source, target) in plain loops, as the columns are documented."""
-    found = []
+    edges = []
     for target, targets, source, sources, step, before, after, loops in sequences.tolist():
         for i in range(targets):
             for j in range(max(i - before, 0), min(i + after + 1, sources)):
                 if loops != -2 * (j - i):
-                    found.append((source + j * step, target + i * step))
-    return sorted(found, key=lambda edge: (edge[1], edge[0]))
+                    edges.append((source + j * step, target + i * step))
+    return sorted(edges, key=lambda edge: (edge[1], edge[0]))
 
 
 @pytest.fixture(params=BANDS)
@@ -185,12 +185,12 @@ def test_pairs_of_tiles_are_those_a_program_goes_over(
     for side in ("targets", "sources"):
         total = 0
         for _, targets, _, sources, _, before, after, _ in bands.sequences.tolist():
-            own, other = (targets, sources) if side == "targets" else (sources, targets)
-            for first in range(0, own, rows):
+            count, other_count = (targets, sources) if side == "targets" else (sources, targets)
+            for first in range(0, count, rows):
                 reached = {
                     j
-                    for i in range(first, min(first + rows, own))
-                    for j in range(other)
+                    for i in range(first, min(first + rows, count))
+                    for j in range(other_count)
                     if (-before <= j - i <= after if side == "targets" else
                         -before <= i - j <= after)
                 }  # fmt: skip

@@ -64,10 +64,15 @@ def test_what_is_within_reach_is_of_the_item(self_loops, max_neighbors):
 
 def test_items_of_one_length_need_no_vector():
     x, context = torch.randn(4, 10, 3), torch.randn(4, 6, 3)
-    assert ga.knn_graph(x, 3) == ga.batch([ga.knn_graph(own, 3) for own in x])
-    assert ga.radius_graph(x, 1.0) == ga.batch([ga.radius_graph(own, 1.0) for own in x])
+    assert ga.knn_graph(x, 3) == ga.batch([ga.knn_graph(points_of_item, 3) for points_of_item in x])
+    assert ga.radius_graph(x, 1.0) == ga.batch(
+        [ga.radius_graph(points_of_item, 1.0) for points_of_item in x]
+    )
     assert ga.knn_graph(x, 3, source=context) == ga.batch(
-        [ga.knn_graph(own, 3, source=other) for own, other in zip(x, context, strict=True)]
+        [
+            ga.knn_graph(points_of_item, 3, source=sources)
+            for points_of_item, sources in zip(x, context, strict=True)
+        ]
     )
     assert ga.knn_graph(x[:0], 3).num_targets == 0
     assert ga.radius_graph(x[:, :0], 1.0).sizes == ((0, 0),) * 4
@@ -117,9 +122,15 @@ X = torch.randn(4, 2)
 BACK = torch.tensor([0, 1, 0, 1])
 GOOD = torch.tensor([0, 0, 1, 1])
 EDGES = torch.tensor([[0, 2], [1, 1]])
-BAD_CALLS = {
-    "unsorted neighbours": (
-        lambda: ga.knn_graph(X, 1, batch=BACK),
+
+
+def knn(**options):
+    return ga.knn_graph(X, 1, **options)
+
+
+BAD_CALLS = [
+    (
+        lambda: knn(batch=BACK),
         [
             "batch must be in ascending order",
             "batch[1] = 1",
@@ -127,72 +138,44 @@ BAD_CALLS = {
             "argsort(stable=True)",
         ],
     ),
-    "unsorted radius": (
-        lambda: ga.radius_graph(X, 1, batch=BACK),
-        ["batch must be in ascending order"],
-    ),
-    "unsorted edges": (
-        lambda: ga.from_edge_index(EDGES, 4, batch=BACK),
-        ["batch must be in ascending order"],
-    ),
-    "crossing": (
+    (lambda: ga.radius_graph(X, 1, batch=BACK), ["batch must be in ascending order"]),
+    (lambda: ga.from_edge_index(EDGES, 4, batch=BACK), ["batch must be in ascending order"]),
+    (
         lambda: ga.from_edge_index(EDGES, 4, batch=GOOD),
         ["edge_index must have no edge between two items of the batch, but source 2 and target 1"],
     ),
-    "too short": (
-        lambda: ga.knn_graph(X, 1, batch=GOOD[:3]),
-        ["batch must have one entry for each of 4 tokens", "got 3"],
-    ),
-    "floats": (
-        lambda: ga.knn_graph(X, 1, batch=GOOD.float()),
-        ["batch must be an integer tensor of shape [4]", "float32"],
-    ),
-    "2-d": (lambda: ga.radius_graph(X, 1, batch=GOOD[None]), ["batch must be", "[1, 4]"]),
-    "a list": (lambda: ga.radius_graph(X, 1, batch=[0, 0, 1, 1]), ["batch must be", "list"]),
-    "negative": (lambda: ga.knn_graph(X, 1, batch=GOOD - 1), ["batch must be >= 0", "-1"]),
-    "both ways": (
-        lambda: ga.knn_graph(X[None], 1, batch=GOOD),
-        ["batch must be None", "[1, 4, 2]"],
-    ),
-    "within and a vector": (
-        lambda: ga.knn_graph(X, 1, batch=GOOD, within=ga.causal_graph(4)),
+    (lambda: knn(batch=GOOD[:3]), ["batch must have one entry for each of 4 tokens", "got 3"]),
+    (lambda: knn(batch=GOOD.float()), ["batch must be an integer tensor of shape [4]", "float32"]),
+    (lambda: ga.radius_graph(X, 1, batch=GOOD[None]), ["batch must be", "[1, 4]"]),
+    (lambda: ga.radius_graph(X, 1, batch=[0, 0, 1, 1]), ["batch must be", "list"]),
+    (lambda: knn(batch=GOOD - 1), ["batch must be >= 0", "-1"]),
+    (lambda: ga.knn_graph(X[None], 1, batch=GOOD), ["batch must be None", "[1, 4, 2]"]),
+    (
+        lambda: knn(batch=GOOD, within=ga.causal_graph(4)),
         ["within must be None", "graphattn.batch"],
     ),
-    "one vector for two tracks": (
-        lambda: ga.knn_graph(X, 1, source=X, batch=GOOD),
-        ["batch must be a pair", "Tensor"],
-    ),
-    "one vector for edges of two tracks": (
+    (lambda: knn(source=X, batch=GOOD), ["batch must be a pair", "Tensor"]),
+    (
         lambda: ga.from_edge_index(EDGES, 2, 4, batch=GOOD),
         ["batch must be a pair (targets [2], sources [4])"],
     ),
-    "three vectors": (
-        lambda: ga.knn_graph(X, 1, source=X, batch=(GOOD, GOOD, GOOD)),
-        ["batch must be one tensor or a pair", "3"],
-    ),
-    "sources unsorted": (
-        lambda: ga.knn_graph(X, 1, source=X, batch=(GOOD, BACK)),
-        ["batch[1] must be in ascending order"],
-    ),
-    "sources of another batch": (
+    (lambda: knn(source=X, batch=(GOOD, GOOD, GOOD)), ["batch must be one tensor or a pair", "3"]),
+    (lambda: knn(source=X, batch=(GOOD, BACK)), ["batch[1] must be in ascending order"]),
+    (
         lambda: ga.knn_graph(X[None], 1, source=X[None].expand(2, -1, -1)),
         ["source must have shape [1, M, C]", "[2, 4, 2]"],
     ),
-    "self with sources": (
-        lambda: ga.knn_graph(X, 1, source=X, batch=(GOOD, GOOD), self_loops=True),
+    (
+        lambda: knn(source=X, batch=(GOOD, GOOD), self_loops=True),
         ["self_loops must be False if source is given"],
     ),
-    "k": (lambda: ga.knn_graph(X, 0, batch=GOOD), ["k must be >= 1", "got 0"]),
-    "backend": (
-        lambda: ga.knn_graph(X, 1, batch=GOOD, backend="fast"),
-        ["backend must be one of", "'fast'"],
-    ),
-}
+    (lambda: ga.knn_graph(X, 0, batch=GOOD), ["k must be >= 1", "got 0"]),
+    (lambda: knn(batch=GOOD, backend="fast"), ["backend must be one of", "'fast'"]),
+]
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_vector_is_refused_by_name(name):
-    call, fragments = BAD_CALLS[name]
+@pytest.mark.parametrize(("call", "fragments"), BAD_CALLS)
+def test_a_bad_vector_is_refused_by_name(call, fragments):
     with pytest.raises(ValueError, match=re.escape(fragments[0])) as raised:
         call()
     for fragment in fragments:
@@ -220,15 +203,15 @@ def test_a_number_that_is_far_off_is_named_and_takes_no_memory():
 def test_unsigned_integers_are_indices_too(dtype):
     """numpy makes such arrays, and torch has nearly no operations for them."""
     edges, batch = torch.tensor([[0, 1, 2, 4], [1, 0, 1, 3]]), torch.tensor([0, 0, 0, 1, 1])
-    wanted = ga.from_edge_index(edges, 5, batch=batch)
-    found = ga.from_edge_index(edges.to(dtype), 5, batch=batch.to(dtype))
-    assert torch.equal(found.edge_index, wanted.edge_index)
-    assert torch.equal(found.batch, wanted.batch)
+    expected = ga.from_edge_index(edges, 5, batch=batch)
+    graph = ga.from_edge_index(edges.to(dtype), 5, batch=batch.to(dtype))
+    assert torch.equal(graph.edge_index, expected.edge_index)
+    assert torch.equal(graph.batch, expected.batch)
     x = torch.randn(5, 3)
-    near = [ga.knn_graph(x, 1, batch=own).edge_index for own in (batch, batch.to(dtype))]
+    near = [ga.knn_graph(x, 1, batch=given).edge_index for given in (batch, batch.to(dtype))]
     assert torch.equal(*near)
     order = torch.tensor([2, 1, 0, 4, 3])
-    permuted = [wanted.permute(own).edge_index for own in (order, order.to(dtype))]
+    permuted = [expected.permute(given).edge_index for given in (order, order.to(dtype))]
     assert torch.equal(*permuted)
 
 

@@ -66,8 +66,8 @@ def test_every_entry_stands_where_its_token_edge_or_item_is(kind, padding):
     N = max(LENGTHS) if padding else None
     first = [b * N for b in range(4)] if padding else batch.ptr.tolist()
     # Every edge of the batch, read by its feature: the item's token j + first, i + first.
-    own, source, target = batch.edge_features.long().unbind(1)
-    begin = torch.tensor(first)[own]
+    item, source, target = batch.edge_features.long().unbind(1)
+    begin = torch.tensor(first)[item]
     assert torch.equal(batch.graph.edge_index, torch.stack([source, target]) + begin)
     assert batch.graph.num_edges == sum(item["graph"].num_edges for item in items)
     flat = batch.tokens.flatten()
@@ -84,7 +84,7 @@ def test_every_entry_stands_where_its_token_edge_or_item_is(kind, padding):
     assert torch.equal(batch.target, torch.arange(4.0))
     assert torch.equal(batch["class"], torch.arange(4))
     assert batch.image.shape == (4, 2, 3)
-    assert [len(own) for own in batch.chords] == [40, 41, 42, 43]
+    assert [len(value) for value in batch.chords] == [40, 41, 42, 43]
 
 
 @pytest.mark.parametrize("padding", [False, True])
@@ -95,11 +95,11 @@ def test_unpacking_gives_every_item_its_own_back(kind, padding):
     kinds = {"tokens": "token", "features": "token", "edge_features": "edge", "image": "item"}
     for name, per in kinds.items():
         assert batch.kind(name) == per
-        for own, item in zip(batch.unpack(batch[name], per=per), items, strict=True):
-            assert torch.equal(own, item[name])
+        for value, item in zip(batch.unpack(batch[name], per=per), items, strict=True):
+            assert torch.equal(value, item[name])
     for name in ("name", "chords", "tokens", "edge_features", "image"):
-        for own, item in zip(batch.values_of_items(name), items, strict=True):
-            assert own is item[name] or torch.equal(own, item[name])
+        for value, item in zip(batch.values_of_items(name), items, strict=True):
+            assert value is item[name] or torch.equal(value, item[name])
 
 
 def test_padding_is_what_valid_says_and_holds_what_is_asked_for():
@@ -120,15 +120,15 @@ def test_padding_is_what_valid_says_and_holds_what_is_asked_for():
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_masks_of_the_items_take_part_in_valid(padding):
-    own = [torch.tensor([True, False, True]), torch.tensor([True])]
+    masks = [torch.tensor([True, False, True]), torch.tensor([True])]
     for name, convert in (("valid", torch.Tensor.bool), ("attention_mask", torch.Tensor.long)):
-        items = [{"x": torch.randn(len(m), 2), name: convert(m)} for m in own]
+        items = [{"x": torch.randn(len(m), 2), name: convert(m)} for m in masks]
         fill = {"padding_value": 5.0} if padding else {}
         batch = ga.collate(items, graph=ga.complete_graph, padding=padding, **fill)
         expected = [[True, False, True], [True, False, False]] if padding else [1, 0, 1, 1]
         assert batch.valid.tolist() == expected
         assert batch.valid.dtype == torch.bool
-        for a, b in zip(batch.unpack(batch.valid), own, strict=True):
+        for a, b in zip(batch.unpack(batch.valid), masks, strict=True):
             assert torch.equal(a, b)
 
 
@@ -167,7 +167,7 @@ def test_an_item_that_is_a_batch_itself_keeps_its_positions():
     assert ga.collate(items).positions.tolist() == [0, 1, 0, 0, 1, 2, 3]
     padded = ga.collate(items, padding=True)
     assert padded.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
-    assert [len(own) for own in padded.unpack(padded.x)] == [3, 4]
+    assert [len(rows) for rows in padded.unpack(padded.x)] == [3, 4]
 
 
 def test_tracks_of_two_lengths_come_with_their_sources():
@@ -189,14 +189,14 @@ def test_tracks_of_two_lengths_come_with_their_sources():
     assert [mask.sum(1).tolist() for mask in padded.valid] == [[2, 4, 3], [5, 3, 3]]
     layer = ga.nn.DotProductAttention(3, 1, context_dim=3)
     for batch in (packed, padded):
-        for own, item in zip(batch.unpack(batch.context, per="source"), items, strict=True):
-            assert torch.equal(own, item["context"])
-        for own, item in zip(batch.unpack(batch.edge_bias, per="edge"), items, strict=True):
-            assert torch.equal(own, item["edge_bias"])
+        for rows, item in zip(batch.unpack(batch.context, per="source"), items, strict=True):
+            assert torch.equal(rows, item["context"])
+        for rows, item in zip(batch.unpack(batch.edge_bias, per="edge"), items, strict=True):
+            assert torch.equal(rows, item["edge_bias"])
         y = layer(batch.x, batch.graph, batch.context, valid=batch.valid)
-        for own, item in zip(batch.unpack(y), items, strict=True):
+        for rows, item in zip(batch.unpack(y), items, strict=True):
             expected = layer(item["x"], item["graph"], item["context"])
-            torch.testing.assert_close(own, expected)
+            torch.testing.assert_close(rows, expected)
         with pytest.raises(ValueError, match="one kind of nodes"):
             batch.to_pyg()
 
@@ -269,46 +269,43 @@ def with_fields(*values, name="y"):
 RING = [{"graph": ga.from_edge_index(torch.stack([torch.arange(n), torch.arange(n).roll(1)]), n)}
         for n in (3, 5)]  # fmt: skip
 
-BAD_CALLS = {
-    "no items": (lambda: ga.collate([]), ["items must hold at least one"]),
-    "a dict": (lambda: ga.collate(SQUARE[0]), ["items must be a list", "dict"]),
-    "a number": (lambda: ga.collate(3), ["items must be a list", "int"]),
-    "tuples": (lambda: ga.collate([(1, 2)]), ["items[0]", "tuple", "name its parts"]),
-    "graphs": (lambda: ga.collate([ga.causal_graph(3)]), ["items[0]", "graphattn.batch"]),
-    "another name": (
+BAD_CALLS = [
+    (lambda: ga.collate([]), ["items must hold at least one"]),
+    (lambda: ga.collate(SQUARE[0]), ["items must be a list", "dict"]),
+    (lambda: ga.collate(3), ["items must be a list", "int"]),
+    (lambda: ga.collate([(1, 2)]), ["items[0]", "tuple", "name its parts"]),
+    (lambda: ga.collate([ga.causal_graph(3)]), ["items[0]", "graphattn.batch"]),
+    (
         lambda: ga.collate([SQUARE[0], {**SQUARE[1], "z": 1}]),
         ["the same fields", "items[1] has 'z'", "items[0] does not"],
     ),
-    "no graph": (lambda: ga.collate([{"x": points(3, 0)}]), ["items[0] has no graph", "graph="]),
-    "two graphs": (
+    (lambda: ga.collate([{"x": points(3, 0)}]), ["items[0] has no graph", "graph="]),
+    (
         lambda: ga.collate([{**SQUARE[0], "edge_index": torch.zeros(2, 0).long()}]),
         ["items[0]", "either a graph or an edge_index, but has both"],
     ),
-    "a graph beside graph=": (
+    (
         lambda: ga.collate(SQUARE, graph=ga.causal_graph),
         ["graph must be None if items have graphs", "items[0]"],
     ),
-    "no number of tokens": (
+    (
         lambda: ga.collate([{"y": points(3, 0)}], graph=ga.causal_graph),
         ["items[0] has an unknown number of tokens", "token_fields="],
     ),
-    "a name of the batch": (
-        lambda: ga.collate([{**SQUARE[0], "ptr": 1}]),
-        ["items[0] has a field 'ptr'", "another name"],
-    ),
-    "tokens too short": (
+    (lambda: ga.collate([{**SQUARE[0], "ptr": 1}]), ["items[0] has a field 'ptr'", "another name"]),
+    (
         lambda: ga.collate([SQUARE[0], {**SQUARE[1], "tokens": torch.arange(4)}]),
         ["items[1]['tokens']", "[5, ...]", "got [4]", "item_fields"],
     ),
-    "words as tokens": (
+    (
         lambda: ga.collate([{**SQUARE[0], "tokens": "ACD"}]),
         ["items[0]['tokens']", "tensor", "got str"],
     ),
-    "edges too many": (
+    (
         lambda: ga.collate(with_fields(torch.zeros(6), torch.zeros(16), name="edge_weight")),
         ["items[1]['edge_weight']", "[15, ...]", "per edge", "got [16]"],
     ),
-    "tokens or edges": (
+    (
         lambda: ga.collate([{**item, "y": torch.zeros(item["graph"].num_edges)} for item in RING]),
         [
             "y is ambiguous: in every item its length is the number of edge entries and of token",
@@ -316,23 +313,23 @@ BAD_CALLS = {
             "token_fields=('y',)",
         ],
     ),
-    "tokens or not": (
+    (
         lambda: ga.collate(with_fields(torch.zeros(3), torch.zeros(3))),
         ["y has one entry per token in items[0], but not in items[1]", "[3]", "item_fields=('y',)"],
     ),
-    "edges here, tokens there": (
+    (
         lambda: ga.collate(with_fields(torch.zeros(6), torch.zeros(5))),
         ["y has one entry per edge in items[0], but not in items[1]"],
     ),
-    "dtypes": (
+    (
         lambda: ga.collate(with_fields(torch.zeros(3), torch.zeros(5).long())),
         ["y must have the same dtype", "float32 in items[0]", "int64 in items[1]"],
     ),
-    "dtypes of items": (
+    (
         lambda: ga.collate(with_fields(torch.zeros(()), torch.zeros(()).long())),
         ["y must have the same dtype", "items[1]"],
     ),
-    "widths": (
+    (
         lambda: ga.collate(with_fields(torch.zeros(3, 2), torch.zeros(5, 4))),
         [
             "y must have the same shape after the first dimension",
@@ -340,52 +337,51 @@ BAD_CALLS = {
             "[4] in items[1]",
         ],
     ),
-    "a field that is not there": (
+    (
         lambda: ga.collate(SQUARE, token_fields=("labels",)),
         ["token_fields", "'tokens'", "'labels'"],
     ),
-    "names in a word": (
+    (
         lambda: ga.collate(SQUARE, token_fields="tokens"),
         ["token_fields must be a tuple or list of names", "('tokens',)"],
     ),
-    "two kinds": (
+    (
         lambda: ga.collate(SQUARE, token_fields=["tokens"], item_fields=["tokens"]),
         ["item_fields and token_fields both name 'tokens'"],
     ),
-    "padding of a field that is not there": (
+    (
         lambda: ga.collate(SQUARE, padding=True, padding_value={"y": 1}),
         ["padding_value must have names of fields per token (tokens) as keys", "'y'"],
     ),
-    "padding_value alone": (
+    (
         lambda: ga.collate(SQUARE, padding_value=-100),
         ["padding_value must be 0 with padding=False", "-100"],
     ),
-    "padding with a word": (
+    (
         lambda: ga.collate(SQUARE, padding=True, padding_value="<pad>"),
         ["padding_value must be a number", "<pad>"],
     ),
-    "edges out of range": (
+    (
         lambda: ga.collate([{"x": points(2, 0), "edge_index": torch.tensor([[0], [5]])}]),
         ["items[0]['edge_index']", "edge_index[1, 0] = 5"],
     ),
-    "unpacking another number": (
+    (
         lambda: ga.collate(SQUARE).unpack(torch.zeros(7, 2)),
         ["y must be a tensor of shape [8, ...]", "per='token'", "[7, 2]"],
     ),
-    "unpacking rows": (
+    (
         lambda: ga.collate(SQUARE, padding=True).unpack(torch.zeros(2, 6)),
         ["y must be a tensor of shape [2, 5, ...]", "[2, 6]"],
     ),
-    "unpacking per head": (
+    (
         lambda: ga.collate(SQUARE).unpack(torch.zeros(8), per="head"),
         ["per must be one of", "'head'"],
     ),
-}  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_call_says_what_and_why(name):
-    call, fragments = BAD_CALLS[name]
+@pytest.mark.parametrize(("call", "fragments"), BAD_CALLS)
+def test_a_bad_call_says_what_and_why(call, fragments):
     with pytest.raises(ValueError, match=re.escape(fragments[0])) as raised:
         call()
     for fragment in fragments:
@@ -434,10 +430,10 @@ def test_all_tensors_move_to_another_device():
     assert moved.graph.edge_index.is_meta
     for name in ("tokens", "features", "edge_features", "target", "batch", "lengths", "cu_seqlens"):
         assert getattr(moved, name).is_meta, name
-    assert all(own.is_meta for own in moved.chords), "tensors in lists, too"
+    assert all(chord.is_meta for chord in moved.chords), "tensors in lists, too"
     assert moved.positions.is_meta
     assert not batch.tokens.is_meta
-    assert [own.shape[0] for own in moved.unpack(moved.features)] == LENGTHS
+    assert [rows.shape[0] for rows in moved.unpack(moved.features)] == LENGTHS
 
 
 def test_every_tensor_is_pinned(monkeypatch):
@@ -474,9 +470,9 @@ def test_fields_are_attributes_and_entries():
 
 def test_positions_of_the_items_come_before_those_of_the_graph():
     for name in ("positions", "position_ids"):
-        own = [{**item, name: item["tokens"] + 7} for item in SQUARE]
-        assert ga.collate(own).positions.tolist() == [7, 8, 9, 7, 8, 9, 10, 11]
-        assert ga.collate(own, padding=True).positions.shape == (2, 5)
+        items = [{**item, name: item["tokens"] + 7} for item in SQUARE]
+        assert ga.collate(items).positions.tolist() == [7, 8, 9, 7, 8, 9, 10, 11]
+        assert ga.collate(items, padding=True).positions.shape == (2, 5)
 
 
 # In a DataLoader.
@@ -522,8 +518,8 @@ def test_a_model_gives_every_item_of_a_batch_its_own_loss(padding):
     batch = ga.collate(items, padding=padding)
     logits = model(batch.tokens, batch.graph, valid=batch.valid)
     losses = [
-        torch.nn.functional.cross_entropy(own, item["tokens"])
-        for own, item in zip(batch.unpack(logits), items, strict=True)
+        torch.nn.functional.cross_entropy(rows, item["tokens"])
+        for rows, item in zip(batch.unpack(logits), items, strict=True)
     ]
     alone = [
         torch.nn.functional.cross_entropy(model(item["tokens"], item["graph"]), item["tokens"])

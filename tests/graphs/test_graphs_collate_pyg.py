@@ -42,13 +42,13 @@ def test_data_goes_in_and_comes_back(padding):
     again = batch.to_pyg()
     assert isinstance(again, Batch)
     assert again.num_graphs == 4
-    for own, data in zip(again.to_data_list(), MOLECULES, strict=True):
+    for separated, data in zip(again.to_data_list(), MOLECULES, strict=True):
         expected = sorted_by_target(data)
-        assert own.num_nodes == data.num_nodes
-        assert own.name == data.name
+        assert separated.num_nodes == data.num_nodes
+        assert separated.name == data.name
         for name in ("x", "pos", "edge_index", "edge_attr", "charge", "y", "fingerprint", "levels"):
-            assert torch.equal(own[name], expected[name]), name
-        assert int(own.count) == data.count
+            assert torch.equal(separated[name], expected[name]), name
+        assert int(separated.count) == data.count
     # And again: nothing is lost on the second way.
     assert ga.collate(again.to_data_list()).graph == ga.collate(MOLECULES).graph
 
@@ -80,13 +80,13 @@ def test_dicts_reach_pyg_with_their_graphs():
         {"x": torch.randn(n, 2), "graph": ga.window_path_graph(n, 2), "label": n} for n in (3, 5)
     ]
     for padding in (False, True):
-        for own, item in zip(
+        for separated, item in zip(
             ga.collate(items, padding=padding).to_pyg().to_data_list(), items, strict=True
         ):
-            assert torch.equal(own.edge_index, item["graph"].edge_index)
-            assert torch.equal(own.x, item["x"])
-            assert int(own.label) == item["label"]
-            assert ga.from_pyg(own) == item["graph"]
+            assert torch.equal(separated.edge_index, item["graph"].edge_index)
+            assert torch.equal(separated.x, item["x"])
+            assert int(separated.label) == item["label"]
+            assert ga.from_pyg(separated) == item["graph"]
 
 
 def test_points_without_edges_get_a_graph():
@@ -154,4 +154,4 @@ def test_indices_stay_those_of_each_item_where_they_are_named():
         for n in (3, 5)
     ]
     batch = ga.collate(items, item_fields=("ring_index",))
-    assert [own.tolist() for own in batch.ring_index] == [[0, 1], [0, 1, 2, 3]]
+    assert [ring.tolist() for ring in batch.ring_index] == [[0, 1], [0, 1, 2, 3]]

@@ -55,16 +55,15 @@ def test_union_is_structured_exactly_where_both_graphs_are():
         assert (together.structure is not None) == (a in STRUCTURED and b in STRUCTURED)
 
 
-def test_union_is_causal_exactly_where_both_graphs_are():
+@pytest.mark.parametrize("join", [ga.union, lambda a, b: ga.batch([a, b])])
+def test_unions_and_batches_are_causal_exactly_where_both_graphs_are(join):
     causal = ga.causal_window_graph(N, 2)
-    points = torch.arange(float(N))[:, None]
-    plain_causal = ga.knn_graph(points, 2, within=ga.causal_graph(N))
-    assert plain_causal.structure is None
-    assert ga.union(causal, ga.causal_graph(N)).is_causal
-    assert ga.union(causal, plain_causal).is_causal
-    assert ga.union(plain_causal, plain_causal).is_causal
-    assert not ga.union(causal, ga.window_path_graph(N, 1)).is_causal
-    assert not ga.union(causal, ga.from_edge_index(torch.tensor([[0], [1]]), N)).is_causal
+    table = ga.knn_graph(torch.arange(float(N))[:, None], 2, within=ga.causal_graph(N))
+    assert join(causal, ga.causal_graph(N)).is_causal
+    assert join(causal, table).is_causal
+    assert join(table, table).is_causal
+    assert not join(causal, ga.window_path_graph(N, 1)).is_causal
+    assert not join(causal, ga.from_edge_index(torch.tensor([[0], [1]]), N)).is_causal
 
 
 def test_union_of_edge_lists_remembers_that_both_hold_a_causal_sequence():
@@ -101,34 +100,24 @@ def test_union_of_batches_keeps_their_positions(check_graph):
         check_graph(ga.union(a(), b()), expected, positions=positions)
 
 
-WINDOWS_TO_COUNT = {
-    "window and dilated window": lambda n: ga.union(
-        ga.window_path_graph(n, 3), ga.dilated_window_graph(n, 4, 5)
-    ),
-    "path and causal window": lambda n: ga.union(
-        ga.window_path_graph(n, 2), ga.causal_window_graph(n, 6)
-    ),
-    "window and its own blocks": lambda n: ga.union(
-        ga.window_path_graph(n, 2), ga.block_window_graph(n, 5)
-    ),
-    "longformer": lambda n: ga.longformer_graph(n, 2, [0, 3]),
-    "dilated longformer": lambda n: ga.longformer_graph(n, 2, [0, 3], dilation=3),
-    "bigbird": lambda n: ga.bigbird_graph(n, 2, 2, [0, 3], seed=0),
-    "longformer and a wider window": lambda n: ga.union(
-        ga.longformer_graph(n, 2, [0, 3]), ga.window_path_graph(n, 4)
-    ),
-    "batch of unions": lambda n: ga.batch(
-        [ga.longformer_graph(n, 2, [0]), ga.bigbird_graph(n, 1, 2, [0], seed=1)]
-    ),
-}
+UNIONS = [
+    lambda n: ga.union(ga.window_path_graph(n, 3), ga.dilated_window_graph(n, 4, 5)),
+    lambda n: ga.union(ga.window_path_graph(n, 2), ga.causal_window_graph(n, 6)),
+    lambda n: ga.union(ga.window_path_graph(n, 2), ga.block_window_graph(n, 5)),
+    lambda n: ga.longformer_graph(n, 2, [0, 3]),
+    lambda n: ga.longformer_graph(n, 2, [0, 3], dilation=3),
+    lambda n: ga.bigbird_graph(n, 2, 2, [0, 3], seed=0),
+    lambda n: ga.union(ga.longformer_graph(n, 2, [0, 3]), ga.window_path_graph(n, 4)),
+    lambda n: ga.batch([ga.longformer_graph(n, 2, [0]), ga.bigbird_graph(n, 1, 2, [0], seed=1)]),
+]
 
 
-@pytest.mark.parametrize("name", WINDOWS_TO_COUNT)
-def test_counting_the_edges_of_a_union_lists_none(name, nobody_lists_edges, monkeypatch):
-    num_edges = WINDOWS_TO_COUNT[name](20).num_edges
-    assert repr(num_edges) in repr(WINDOWS_TO_COUNT[name](20))
+@pytest.mark.parametrize("build", UNIONS)
+def test_counting_the_edges_of_a_union_lists_none(build, nobody_lists_edges, monkeypatch):
+    num_edges = build(20).num_edges
+    assert repr(num_edges) in repr(build(20))
     monkeypatch.undo()
-    assert num_edges == int(WINDOWS_TO_COUNT[name](20).to_mask().sum())
+    assert num_edges == int(build(20).to_mask().sum())
 
 
 def test_batch_puts_graphs_side_by_side_with_no_edge_between(check_graph):
@@ -197,14 +186,6 @@ def test_batch_takes_any_iterable():
     )
 
 
-def test_batch_is_causal_exactly_where_all_its_graphs_are():
-    points = torch.arange(4.0)[:, None]
-    plain = ga.knn_graph(points, 2, within=ga.causal_graph(4))
-    assert ga.batch([ga.causal_graph(2), ga.causal_window_graph(3, 2)]).is_causal
-    assert ga.batch([ga.causal_graph(2), plain]).is_causal
-    assert not ga.batch([ga.causal_graph(2), ga.window_path_graph(3, 1)]).is_causal
-
-
 def test_batch_has_the_edges_of_a_torch_geometric_batch():
     graphs = [build() for build in BUILDERS.values()]
     data = Batch.from_data_list([Data(edge_index=g.edge_index, num_nodes=N) for g in graphs])
@@ -240,30 +221,18 @@ def test_batches_of_one_window_share_one_table_of_offsets():
     assert len(moves) == len(set(rows)) == 9
 
 
-MIXED = {
-    "a causal window and a window on both sides": lambda: [
-        ga.causal_window_graph(5, 3),
-        ga.window_path_graph(5, 1, self_loops=True),
-    ],
-    "a window and a dilated window": lambda: [
-        ga.window_path_graph(9, 2),
-        ga.dilated_window_graph(9, 2, 3),
-    ],
-    "blocks and a causal window": lambda: [
-        ga.block_window_graph(6, 2),
-        ga.causal_window_graph(6, 3),
-    ],
-    "an image and a sequence": lambda: [
-        ga.grid_window_graph(5, 5, 1),
-        ga.window_path_graph(25, 4, self_loops=True),
-    ],
-    "a complete graph and a causal one": lambda: [ga.complete_graph(3), ga.causal_graph(5)],
-}
+MIXED = [
+    (ga.causal_window_graph(5, 3), ga.window_path_graph(5, 1, self_loops=True)),
+    (ga.window_path_graph(9, 2), ga.dilated_window_graph(9, 2, 3)),
+    (ga.block_window_graph(6, 2), ga.causal_window_graph(6, 3)),
+    (ga.grid_window_graph(5, 5, 1), ga.window_path_graph(25, 4, self_loops=True)),
+    (ga.complete_graph(3), ga.causal_graph(5)),
+]
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_a_shared_table_of_offsets_never_gives_two_displacements_one_row(name):
-    packed = ga.batch(MIXED[name]())
+@pytest.mark.parametrize("graphs", MIXED)
+def test_a_shared_table_of_offsets_never_gives_two_displacements_one_row(graphs):
+    packed = ga.batch(graphs)
     assert isinstance(packed.structure, Parts)
     if packed.structure.num_offsets is None:
         return  # no table for such a mixture: the safe answer

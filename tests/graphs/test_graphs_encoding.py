@@ -3,8 +3,8 @@
 import pytest
 
 import graphattn as ga
-from graphattn.graphs.encoding import decode, encode
 from graphattn.graphs.structures.structure import Band
+from graphattn.graphs.token_graph import decode, encode
 
 
 class Unlisted(Band):

@@ -20,67 +20,35 @@ def edges(*pairs, dtype=torch.int64):
     return torch.tensor(pairs, dtype=dtype).reshape(-1, 2).T
 
 
-# builder, good arguments, and the least allowed value of each whole number among them
-BUILDERS = [
-    (ga.window_path_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
-    (ga.window_cycle_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
-    (ga.causal_window_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
-    (ga.bipartite_window_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
-    (ga.complete_graph, {"num_tokens": 5}, {"num_tokens": 0}),
-    (ga.causal_graph, {"num_tokens": 5}, {"num_tokens": 0}),
-    (
-        ga.block_window_graph,
-        {"num_tokens": 5, "block_size": 3, "shift": 1},
-        {"num_tokens": 0, "block_size": 1, "shift": 0},
-    ),
-    (
-        ga.dilated_window_graph,
-        {"num_tokens": 5, "window": 2, "dilation": 2},
-        {"num_tokens": 0, "window": 1, "dilation": 1},
-    ),
-    (
-        ga.bipartite_complete_graph,
-        {"num_targets": 5, "num_sources": 2},
-        {"num_targets": 0, "num_sources": 0},
-    ),
-    (
-        ga.grid_window_graph,
-        {"height": 2, "width": 3, "radius": 1},
-        {"height": 1, "width": 1, "radius": 1},
-    ),
-    (
-        ga.volume_window_graph,
-        {"depth": 2, "height": 2, "width": 3, "radius": 1, "dilation": 2},
-        {"depth": 1, "height": 1, "width": 1, "radius": 1, "dilation": 1},
-    ),
-    (
-        ga.neighborhood_graph,
-        {"shape": (9, 9), "kernel_size": 3, "stride": 2, "dilation": 2},
-        {"kernel_size": 1, "stride": 1, "dilation": 1},
-    ),
-    (
-        ga.longformer_graph,
-        {"num_tokens": 5, "window": 1, "global_tokens": [0], "dilation": 2},
-        {"num_tokens": 0, "window": 1, "dilation": 1},
-    ),
+BUILDERS = [  # with good arguments
+    (ga.window_path_graph, {"num_tokens": 5, "window": 2}),
+    (ga.window_cycle_graph, {"num_tokens": 5, "window": 2}),
+    (ga.causal_window_graph, {"num_tokens": 5, "window": 2}),
+    (ga.bipartite_window_graph, {"num_tokens": 5, "window": 2}),
+    (ga.complete_graph, {"num_tokens": 5}),
+    (ga.causal_graph, {"num_tokens": 5}),
+    (ga.block_window_graph, {"num_tokens": 5, "block_size": 3, "shift": 1}),
+    (ga.dilated_window_graph, {"num_tokens": 5, "window": 2, "dilation": 2}),
+    (ga.bipartite_complete_graph, {"num_targets": 5, "num_sources": 2}),
+    (ga.grid_window_graph, {"height": 2, "width": 3, "radius": 1}),
+    (ga.volume_window_graph, {"depth": 2, "height": 2, "width": 3, "radius": 1, "dilation": 2}),
+    (ga.neighborhood_graph, {"shape": (9, 9), "kernel_size": 3, "stride": 2, "dilation": 2}),
+    (ga.longformer_graph, {"num_tokens": 5, "window": 1, "global_tokens": [0], "dilation": 2}),
     (
         ga.bigbird_graph,
         {"num_tokens": 5, "window": 1, "num_random": 1, "global_tokens": [0], "seed": 3},
-        {"num_tokens": 0, "window": 1, "num_random": 0, "seed": 0},
     ),
-    (
-        ga.from_edge_index,
-        {"edge_index": edges((0, 1)), "num_targets": 2, "num_sources": 2},
-        {"num_targets": 0, "num_sources": 0},
-    ),
-    (ga.knn, {"x": X, "k": 1}, {"k": 1}),
-    (ga.knn_graph, {"x": X, "k": 1}, {"k": 1}),
-    (ga.radius_graph, {"positions": X, "radius": 1.0, "max_neighbors": 2}, {"max_neighbors": 1}),
+    (ga.from_edge_index, {"edge_index": edges((0, 1)), "num_targets": 2, "num_sources": 2}),
+    (ga.knn, {"x": X, "k": 1}),
+    (ga.knn_graph, {"x": X, "k": 1}),
+    (ga.radius_graph, {"positions": X, "radius": 1.0, "max_neighbors": 2}),
 ]
+MAY_BE_0 = ("num_tokens", "num_targets", "num_sources", "num_random", "shift", "seed")
 WHOLE_NUMBERS = [
-    pytest.param(build, good, name, least, id=f"{build.__name__}-{name}")
-    for build, good, minima in BUILDERS
-    for name, least in minima.items()
+    pytest.param(build, good, name, int(name not in MAY_BE_0), id=f"{build.__name__}-{name}")
+    for build, good in BUILDERS
+    for name, value in good.items()
+    if isinstance(value, int)
 ]
 
 
@@ -112,138 +80,101 @@ def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(build, good, name, l
             assert type(b.num_targets) is type(b.num_sources) is int
 
 
-BAD_CALLS = {
+BAD_CALLS = [
     # windows and blocks
-    "shift at block_size": (
-        lambda: ga.block_window_graph(9, 3, shift=3),
-        ["shift", "3", "< block"],
-    ),
+    (lambda: ga.block_window_graph(9, 3, shift=3), ["shift", "3", "< block"]),
     # grids
-    "metric": (
+    (
         lambda: ga.grid_window_graph(2, 2, 1, metric="euclidean"),
         ["metric", "'euclidean'", "'chebyshev'", "'manhattan'"],
     ),
     # global tokens
-    "global token too large": (
-        lambda: ga.longformer_graph(5, 1, [0, 5]),
-        ["global_tokens", "0 .. 4", "5"],
-    ),
-    "global token negative": (lambda: ga.longformer_graph(5, 1, [-1]), ["global_tokens", "-1"]),
-    "global token float": (lambda: ga.longformer_graph(5, 1, [1.0]), ["global_tokens", "1.0"]),
-    "global tokens a number": (lambda: ga.longformer_graph(5, 1, 2), ["global_tokens", "2"]),
-    "global tokens a word": (lambda: ga.longformer_graph(5, 1, "0"), ["global_tokens", "'0'"]),
-    "global tokens a numpy mask": (
-        lambda: ga.longformer_graph(3, 1, np.array([True, False, False])),
-        ["global_tokens", "True"],
-    ),
-    "seed beyond torch": (lambda: ga.bigbird_graph(9, 1, 1, [], 2**64), ["seed", str(2**64)]),
+    (lambda: ga.longformer_graph(5, 1, [0, 5]), ["global_tokens", "0 .. 4", "5"]),
+    (lambda: ga.longformer_graph(5, 1, [-1]), ["global_tokens", "-1"]),
+    (lambda: ga.longformer_graph(5, 1, [1.0]), ["global_tokens", "1.0"]),
+    (lambda: ga.longformer_graph(5, 1, 2), ["global_tokens", "2"]),
+    (lambda: ga.longformer_graph(5, 1, "0"), ["global_tokens", "'0'"]),
+    (lambda: ga.longformer_graph(3, 1, np.array([True, False, False])), ["global_tokens", "True"]),
+    (lambda: ga.bigbird_graph(9, 1, 1, [], 2**64), ["seed", str(2**64)]),
     # edge lists
-    "edge_index a list": (
-        lambda: ga.from_edge_index([[0], [1]], 2),
-        ["edge_index", "list", "[2, E]"],
-    ),
-    "edge_index of rows": (
-        lambda: ga.from_edge_index(torch.zeros(5, 2).long(), 2),
-        ["edge_index", "[5, 2]", "[2, E]"],
-    ),
-    "edge_index of floats": (
-        lambda: ga.from_edge_index(torch.zeros(2, 1), 2),
-        ["edge_index", "integers", "float32"],
-    ),
-    "duplicate in an EdgeIndex": (
+    (lambda: ga.from_edge_index([[0], [1]], 2), ["edge_index", "list", "[2, E]"]),
+    (lambda: ga.from_edge_index(torch.zeros(5, 2).long(), 2), ["edge_index", "[5, 2]", "[2, E]"]),
+    (lambda: ga.from_edge_index(torch.zeros(2, 1), 2), ["edge_index", "integers", "float32"]),
+    (
         lambda: ga.from_edge_index(EdgeIndex([[1, 1], [0, 0]]), 2),
         ["edge_index", "source 1", "target 0", "more than once"],
     ),
     # masks
-    "mask of floats": (
-        lambda: ga.from_mask(torch.zeros(2, 3)),
-        ["mask", "float32", "[2, 3]", "bool"],
-    ),
-    "mask 3-d": (
-        lambda: ga.from_mask(torch.zeros(1, 2, 2).bool()),
-        ["mask", "[1, 2, 2]", "[N, M]"],
-    ),
-    "mask None": (lambda: ga.from_mask(None), ["mask", "None", "bool"]),
-    "mask of logits": (lambda: ga.from_mask(torch.zeros(2, 2)), ["float32", "mask > -inf"]),
-    "mask of a batch": (
+    (lambda: ga.from_mask(torch.zeros(2, 3)), ["mask", "float32", "[2, 3]", "bool"]),
+    (lambda: ga.from_mask(torch.zeros(1, 2, 2).bool()), ["mask", "[1, 2, 2]", "[N, M]"]),
+    (lambda: ga.from_mask(None), ["mask", "None", "bool"]),
+    (lambda: ga.from_mask(torch.zeros(2, 2)), ["float32", "mask > -inf"]),
+    (
         lambda: ga.from_mask(torch.ones(1, 1, 2, 2, dtype=torch.bool)),
         ["[1, 1, 2, 2]", "mask[0, 0]"],
     ),
     # the ecosystem's types
-    "scipy dense": (lambda: ga.from_scipy(np.eye(2)), ["matrix", "ndarray", "scipy.sparse"]),
-    "scipy 1-d": (lambda: ga.from_scipy(scipy.sparse.coo_array(np.ones(3))), ["matrix", "3"]),
-    "networkx None": (lambda: ga.from_networkx(None), ["graph", "networkx", "None"]),
-    "pyg None": (lambda: ga.from_pyg(None), ["data", "NoneType", "edge_index"]),
-    "pyg without edges": (lambda: ga.from_pyg(Data(num_nodes=3)), ["data", "edge_index"]),
-    "pyg without nodes": (
-        lambda: ga.from_pyg(Data(edge_index=edges((0, 1)))),
-        ["data", "num_nodes"],
-    ),
-    "pyg EdgeIndex without size": (
-        lambda: ga.from_pyg(EdgeIndex([[0], [1]])),
-        ["data", "sparse_size"],
-    ),
+    (lambda: ga.from_scipy(np.eye(2)), ["matrix", "ndarray", "scipy.sparse"]),
+    (lambda: ga.from_scipy(scipy.sparse.coo_array(np.ones(3))), ["matrix", "3"]),
+    (lambda: ga.from_networkx(None), ["graph", "networkx", "None"]),
+    (lambda: ga.from_pyg(None), ["data", "NoneType", "edge_index"]),
+    (lambda: ga.from_pyg(Data(num_nodes=3)), ["data", "edge_index"]),
+    (lambda: ga.from_pyg(Data(edge_index=edges((0, 1)))), ["data", "num_nodes"]),
+    (lambda: ga.from_pyg(EdgeIndex([[0], [1]])), ["data", "sparse_size"]),
     # unions and batches
-    "union sizes": (
+    (
         lambda: ga.union(ga.causal_graph(3), ga.causal_graph(4)),
         ["a and b", "3 targets", "3 sources", "4 and 4"],
     ),
-    "union bipartite": (
+    (
         lambda: ga.union(ga.causal_graph(3), ga.bipartite_complete_graph(3, 4)),
         ["a and b", "3 sources", "3 and 4"],
     ),
-    "union of other batches": (
+    (
         lambda: ga.union(ga.batch([ga.causal_graph(3), ga.causal_graph(4)]), ga.causal_graph(7)),
         ["a and b", "3", "4", "7"],
     ),
-    "union a": (lambda: ga.union(edges((0, 1)), ga.causal_graph(2)), ["a must be", "Tensor"]),
-    "batch of none": (lambda: ga.batch([]), ["graphs", "at least one"]),
-    "batch None": (lambda: ga.batch(None), ["graphs", "NoneType"]),
-    "batch of a graph": (lambda: ga.batch(ga.causal_graph(2)), ["graphs", "TokenGraph"]),
+    (lambda: ga.union(edges((0, 1)), ga.causal_graph(2)), ["a must be", "Tensor"]),
+    (lambda: ga.batch([]), ["graphs", "at least one"]),
+    (lambda: ga.batch(None), ["graphs", "NoneType"]),
+    (lambda: ga.batch(ga.causal_graph(2)), ["graphs", "TokenGraph"]),
     # nearest neighbours
-    "k without self": (lambda: ga.knn(X, 4), ["k must be <= 3", "got 4"]),
-    "k with self": (lambda: ga.knn(X, 5, self_loops=True), ["k must be <= 4", "got 5"]),
-    "k of sources": (lambda: ga.knn(X, 3, source=X[:2]), ["k must be <= 2", "got 3"]),
-    "k of no sources": (lambda: ga.knn(X, 1, source=X[:0]), ["k must be <= 0", "got 1"]),
-    "k within": (lambda: ga.knn(X, 4, within=ga.complete_graph(4)), ["k must be <= 3", "got 4"]),
-    "x a list": (lambda: ga.knn([[0.0]], 1), ["x must be", "list", "[N, C]"]),
-    "x of integers": (lambda: ga.knn(X.long(), 1), ["x must be", "int64", "floating"]),
-    "x 1-d": (lambda: ga.knn(X[:, 0], 1), ["x must be", "[4]", "[N, C]"]),
-    "x batched": (lambda: ga.knn(X[None], 1), ["x must be", "[1, 4, 2]", "[N, C]"]),
-    "source a list": (lambda: ga.knn(X, 1, source=[[0.0, 1.0]]), ["source must be", "list"]),
-    "source narrower": (lambda: ga.knn(X, 1, source=X[:, :1]), ["source", "(2)", "got 1"]),
-    "source of another dtype": (
-        lambda: ga.knn(X, 1, source=X.double()),
-        ["source", "float32", "float64"],
-    ),
-    "self with source": (lambda: ga.knn(X, 1, source=X, self_loops=True), ["self_loops", "source"]),
-    "within of another size": (
-        lambda: ga.knn(X, 1, within=ga.causal_graph(5)),
-        ["within", "5", "4"],
-    ),
-    "within and sources": (
+    (lambda: ga.knn(X, 4), ["k must be <= 3", "got 4"]),
+    (lambda: ga.knn(X, 5, self_loops=True), ["k must be <= 4", "got 5"]),
+    (lambda: ga.knn(X, 3, source=X[:2]), ["k must be <= 2", "got 3"]),
+    (lambda: ga.knn(X, 1, source=X[:0]), ["k must be <= 0", "got 1"]),
+    (lambda: ga.knn(X, 4, within=ga.complete_graph(4)), ["k must be <= 3", "got 4"]),
+    (lambda: ga.knn([[0.0]], 1), ["x must be", "list", "[N, C]"]),
+    (lambda: ga.knn(X.long(), 1), ["x must be", "int64", "floating"]),
+    (lambda: ga.knn(X[:, 0], 1), ["x must be", "[4]", "[N, C]"]),
+    (lambda: ga.knn(X[None], 1), ["x must be", "[1, 4, 2]", "[N, C]"]),
+    (lambda: ga.knn(X, 1, source=[[0.0, 1.0]]), ["source must be", "list"]),
+    (lambda: ga.knn(X, 1, source=X[:, :1]), ["source", "(2)", "got 1"]),
+    (lambda: ga.knn(X, 1, source=X.double()), ["source", "float32", "float64"]),
+    (lambda: ga.knn(X, 1, source=X, self_loops=True), ["self_loops", "source"]),
+    (lambda: ga.knn(X, 1, within=ga.causal_graph(5)), ["within", "5", "4"]),
+    (
         lambda: ga.knn(X, 1, source=X[:3], within=ga.causal_graph(4)),
         ["within", "4 sources", "4 targets and 3 sources"],
     ),
-    "within a word": (lambda: ga.knn(X, 1, within="window"), ["within", "str"]),
-    "within out of range": (lambda: ga.knn(X, 1, within=edges((0, 4))), ["edge_index[1, 0]", "4"]),
+    (lambda: ga.knn(X, 1, within="window"), ["within", "str"]),
+    (lambda: ga.knn(X, 1, within=edges((0, 4))), ["edge_index[1, 0]", "4"]),
     # radius
-    "radius negative": (lambda: ga.radius_graph(X, -1), ["radius must be", ">= 0", "-1"]),
-    "radius nan": (lambda: ga.radius_graph(X, math.nan), ["radius must be", "finite", "nan"]),
-    "radius infinite": (lambda: ga.radius_graph(X, math.inf), ["radius must be", "finite", "inf"]),
-    "radius a word": (lambda: ga.radius_graph(X, "near"), ["radius must be", "'near'"]),
-    "radius bool": (lambda: ga.radius_graph(X, True), ["radius must be", "True"]),
-    "radius complex": (lambda: ga.radius_graph(X, 1j), ["radius must be", "1j"]),
-    "radius per token": (lambda: ga.radius_graph(X, torch.ones(4)), ["radius must be", "tensor"]),
-    "positions a list": (lambda: ga.radius_graph([[0.0]], 1), ["positions must be", "list"]),
+    (lambda: ga.radius_graph(X, -1), ["radius must be", ">= 0", "-1"]),
+    (lambda: ga.radius_graph(X, math.nan), ["radius must be", "finite", "nan"]),
+    (lambda: ga.radius_graph(X, math.inf), ["radius must be", "finite", "inf"]),
+    (lambda: ga.radius_graph(X, "near"), ["radius must be", "'near'"]),
+    (lambda: ga.radius_graph(X, True), ["radius must be", "True"]),
+    (lambda: ga.radius_graph(X, 1j), ["radius must be", "1j"]),
+    (lambda: ga.radius_graph(X, torch.ones(4)), ["radius must be", "tensor"]),
+    (lambda: ga.radius_graph([[0.0]], 1), ["positions must be", "list"]),
     # by hand
-    "TokenGraph by hand": (lambda: ga.TokenGraph(), ["TokenGraph", "builder"]),
-}
+    (lambda: ga.TokenGraph(), ["TokenGraph", "builder"]),
+]
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_call_raises_a_value_error_that_says_what_and_why(name):
-    call, fragments = BAD_CALLS[name]
+@pytest.mark.parametrize(("call", "fragments"), BAD_CALLS)
+def test_a_bad_call_raises_a_value_error_that_says_what_and_why(call, fragments):
     with pytest.raises(ValueError, match=re.escape(fragments[0])) as raised:
         call()
     message = str(raised.value)

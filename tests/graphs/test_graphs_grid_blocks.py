@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.encoding import decode, encode
 from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
+from graphattn.graphs.token_graph import decode, encode
 
 CASES = [
     ((8, 8), 4, 0),
@@ -79,10 +79,10 @@ def test_they_are_swin_s_windows_of_a_rolled_and_masked_image(height, width, win
             region[rows, columns] = count
     seen = torch.zeros(height * width, height * width, dtype=torch.bool)
     for y, x in itertools.product(range(0, height, window), range(0, width, window)):
-        own = number[y : y + window, x : x + window].flatten()
+        tokens = number[y : y + window, x : x + window].flatten()
         kind = region[y : y + window, x : x + window].flatten()
-        for a, b in itertools.product(range(len(own)), repeat=2):
-            seen[own[a], own[b]] |= bool(kind[a] == kind[b])
+        for a, b in itertools.product(range(len(tokens)), repeat=2):
+            seen[tokens[a], tokens[b]] |= bool(kind[a] == kind[b])
     graph = ga.grid_block_graph(height, width, window, shift=shift)
     assert torch.equal(graph.to_mask(), seen)
 
@@ -119,12 +119,12 @@ def test_the_order_of_blocks_makes_every_block_a_run(shape, block, shift):
     equal, tokens, places = block_order(grid, torch.device("cpu"))
     assert sorted(tokens.tolist()) == list(range(shape[0] * shape[1]))
     assert torch.equal(tokens[places], torch.arange(len(tokens)))
-    found = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    together = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for kind in equal:
         size = kind.height * kind.width
         for first in range(kind.start, kind.start + kind.count * size, size):
-            found[tokens[first : first + size][:, None], tokens[first : first + size]] = True
-    assert torch.equal(found, ga.TokenGraph(structure=grid).to_mask())
+            together[tokens[first : first + size][:, None], tokens[first : first + size]] = True
+    assert torch.equal(together, ga.TokenGraph(structure=grid).to_mask())
     assert len({(kind.height, kind.width) for kind in equal}) == len(equal) <= 9
 
 

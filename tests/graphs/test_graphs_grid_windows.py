@@ -200,37 +200,20 @@ def test_one_radius_is_the_same_for_every_axis():
     assert causal.structure == ga.causal_window_graph(9, 4).structure
 
 
-CAUSAL = {
-    "causal along every axis": (lambda: ga.volume_window_graph(3, 3, 3, 1, causal=True), True),
-    "causal in time alone": (
-        lambda: ga.volume_window_graph(3, 3, 3, 1, causal=(True, False, False)),
-        False,
-    ),
-    "causal in time, alone in space": (
-        lambda: ga.volume_window_graph(3, 3, 3, (1, 0, 0), causal=(True, False, False)),
-        True,
-    ),
-    "NATTEN's": (lambda: ga.neighborhood_graph((4, 4), 2, is_causal=True), True),
-    "an even kernel looks one back": (lambda: ga.neighborhood_graph((4, 4), 2), False),
-    "with a class token": (
-        lambda: ga.grid_window_graph(3, 3, 1, causal=True, class_token=1),
-        False,
-    ),
-    "seen from the other side": (
-        lambda: ga.neighborhood_graph((4, 4), 2, is_causal=True).transpose(),
-        False,
-    ),
-    "strided, from the other side": (
-        lambda: ga.neighborhood_graph((4, 4), 2, stride=2, is_causal=True).transpose(),
-        False,
-    ),
-}
+CAUSAL = [
+    (ga.volume_window_graph(3, 3, 3, 1, causal=True), True),
+    (ga.volume_window_graph(3, 3, 3, 1, causal=(True, False, False)), False),
+    (ga.volume_window_graph(3, 3, 3, (1, 0, 0), causal=(True, False, False)), True),
+    (ga.neighborhood_graph((4, 4), 2, is_causal=True), True),
+    (ga.neighborhood_graph((4, 4), 2), False),  # An even window has one more token before it.
+    (ga.grid_window_graph(3, 3, 1, causal=True, class_token=True), False),
+    (ga.neighborhood_graph((4, 4), 2, is_causal=True).transpose(), False),
+    (ga.neighborhood_graph((4, 4), 2, stride=2, is_causal=True).transpose(), False),
+]
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_a_grid_is_causal_where_no_token_sees_a_later_one(name):
-    make, expected = CAUSAL[name]
-    graph = make()
+@pytest.mark.parametrize(("graph", "expected"), CAUSAL)
+def test_a_grid_is_causal_where_no_token_sees_a_later_one(graph, expected):
     source, target = graph.edge_index
     assert graph.is_causal == expected
     assert bool((source <= target).all()) == expected
@@ -267,11 +250,11 @@ def test_large_grids_count_without_listing_an_edge(name):
 def test_pieces_hold_every_edge_once(shape, options, monkeypatch):
     monkeypatch.setattr("graphattn.graphs.structures.grid_windows.AT_ONCE", 64)
     graph = ga.neighborhood_graph(shape, **options)
-    for own in (graph, graph.transpose()):
-        pieces = torch.cat(list(own.structure.pieces()), dim=1)
-        key = pieces[1] * own.num_tokens + pieces[0]
+    for each_way in (graph, graph.transpose()):
+        pieces = torch.cat(list(each_way.structure.pieces()), dim=1)
+        key = pieces[1] * each_way.num_tokens + pieces[0]
         assert torch.equal(
-            key.sort().values, own.edge_index[1] * own.num_tokens + own.edge_index[0]
+            key.sort().values, each_way.edge_index[1] * each_way.num_tokens + each_way.edge_index[0]
         )
 
 
@@ -281,8 +264,8 @@ def test_windows_of_one_reach_share_a_table_of_offsets_in_a_batch():
     assert packed.structure.num_offsets == 25
     source, target = packed.edge_index
     rows = packed.structure.offset_index(target, source)
-    own = [graph.structure.offset_index(*graph.edge_index.flip(0)) for graph in (small, large)]
-    assert torch.equal(rows, torch.cat(own))
+    separate = [graph.structure.offset_index(*graph.edge_index.flip(0)) for graph in (small, large)]
+    assert torch.equal(rows, torch.cat(separate))
     assert ga.batch([small, ga.grid_window_graph(5, 5, 1)]).structure.num_offsets is None
 
 
@@ -295,55 +278,54 @@ def test_a_reach_beyond_the_grid_sees_everything(reach):
     assert ga.grid_window_graph(3, 3, reach, metric="manhattan", dilation=(1, 2)).num_edges == 45
 
 
-BAD = {
-    "radius of three axes": (
+BAD = [
+    (
         lambda: ga.grid_window_graph(4, 4, (1, 1, 1)),
         r"radius must be an integer >= 1, or 2 integers >= 0.*got \(1, 1, 1\)",
     ),
-    "no radius": (
+    (
         lambda: ga.grid_window_graph(4, 4, (0, 0)),
-        (r"radius must be >= 1 along " r"at least one axis"),
+        r"radius must be >= 1 along " r"at least one axis",
     ),
-    "negative radius": (lambda: ga.grid_window_graph(4, 4, (1, -1)), r"radius\[1\] must be >= 0"),
-    "dilation 0": (lambda: ga.grid_window_graph(4, 4, 1, dilation=0), r"dilation must be >= 1"),
-    "dilation of an axis": (
+    (lambda: ga.grid_window_graph(4, 4, (1, -1)), r"radius\[1\] must be >= 0"),
+    (lambda: ga.grid_window_graph(4, 4, 1, dilation=0), r"dilation must be >= 1"),
+    (
         lambda: ga.volume_window_graph(4, 4, 4, 1, dilation=(1, 0, 1)),
         r"dilation\[1\] must be >= 1, got 0",
     ),
-    "causal word": (lambda: ga.grid_window_graph(4, 4, 1, causal="rows"), r"causal must be a bool"),
-    "causal of three": (
+    (lambda: ga.grid_window_graph(4, 4, 1, causal="rows"), r"causal must be a bool"),
+    (
         lambda: ga.grid_window_graph(4, 4, 1, causal=(True, False, True)),
         r"causal must be a bool, or 2 bools",
     ),
-    "border": (lambda: ga.grid_window_graph(4, 4, 1, border="wrap"), r"border must be one of"),
-    "shifted beyond": (
+    (lambda: ga.grid_window_graph(4, 4, 1, border="wrap"), r"border must be one of"),
+    (
         lambda: ga.grid_window_graph(9, 4, 1, dilation=2, border="shift"),
         r"radius must be so small .* <= 4 along axis 1, got radius 1 and dilation 2",
     ),
-    "two radii of a diamond": (
+    (
         lambda: ga.grid_window_graph(4, 4, (1, 2), metric="manhattan"),
         r"radius must be one number with metric='manhattan', got \(1, 2\)",
     ),
-    "shifted diamond": (
+    (
         lambda: ga.grid_window_graph(4, 4, 1, metric="manhattan", border="shift"),
         r"border must be 'cut' with metric='manhattan'",
     ),
-    "kernel too large": (
+    (
         lambda: ga.neighborhood_graph((8, 5), 3, dilation=2),
         r"kernel_size \* dilation must be <= shape = 5 along axis 1, got 3 \* 2",
     ),
-    "stride too large": (
+    (
         lambda: ga.neighborhood_graph(8, 3, stride=4),
         r"stride must be <= kernel_size = 3 along axis 0, got 4",
     ),
-    "no axes": (lambda: ga.neighborhood_graph((), 1), r"shape must hold a size"),
-    "shape word": (lambda: ga.neighborhood_graph("8", 1), r"shape must be an integer >= 1"),
-    "empty axis": (lambda: ga.neighborhood_graph((4, 0), 1), r"shape\[1\] must be >= 1, got 0"),
-}
+    (lambda: ga.neighborhood_graph((), 1), r"shape must hold a size"),
+    (lambda: ga.neighborhood_graph("8", 1), r"shape must be an integer >= 1"),
+    (lambda: ga.neighborhood_graph((4, 0), 1), r"shape\[1\] must be >= 1, got 0"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_no_grid_can_have_is_refused_by_name(name):
-    call, words = BAD[name]
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_what_no_grid_can_have_is_refused_by_name(call, words):
     with pytest.raises(ValueError, match=words):
         call()

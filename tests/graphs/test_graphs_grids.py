@@ -14,34 +14,23 @@ def distance(a: tuple[int, int], b: tuple[int, int], metric: str) -> int:
     return max(dy, dx) if metric == "chebyshev" else dy + dx
 
 
+@pytest.mark.parametrize("class_token", [False, True])
 @pytest.mark.parametrize(("height", "width"), SHAPES)
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("metric", ["chebyshev", "manhattan"])
-def test_grid_token_sees_the_tokens_within_radius_in_row_major_order(
-    height, width, radius, metric, check_graph, mask_of
+def test_grid_token_sees_the_tokens_within_radius_and_the_class_token_all(
+    height, width, radius, metric, class_token, check_graph, mask_of
 ):
-    cells = [(y, x) for y in range(height) for x in range(width)]
-    check_graph(
-        ga.grid_window_graph(height, width, radius, metric=metric),
-        mask_of(lambda i, j: distance(cells[i], cells[j], metric) <= radius, len(cells)),
-        place=lambda i: cells[i],
-    )
-
-
-@pytest.mark.parametrize(("height", "width"), SHAPES)
-@pytest.mark.parametrize("radius", RADII)
-@pytest.mark.parametrize("metric", ["chebyshev", "manhattan"])
-def test_class_token_is_token_0_and_sees_and_is_seen_by_all(
-    height, width, radius, metric, check_graph, mask_of
-):
-    cells = [None] + [(y, x) for y in range(height) for x in range(width)]
+    cells = class_token * [None] + [(y, x) for y in range(height) for x in range(width)]
 
     def sees(i, j):
-        return i == 0 or j == 0 or distance(cells[i], cells[j], metric) <= radius
+        of_class = class_token and (i == 0 or j == 0)
+        return of_class or distance(cells[i], cells[j], metric) <= radius
 
     check_graph(
-        ga.grid_window_graph(height, width, radius, metric=metric, class_token=True),
+        ga.grid_window_graph(height, width, radius, metric=metric, class_token=class_token),
         mask_of(sees, len(cells)),
+        place=None if class_token else lambda i: cells[i],
     )
 
 

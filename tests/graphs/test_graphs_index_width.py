@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+import kinds_of_graphs
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ import graphattn as ga
 from graphattn.graphs.edges import index_width
 from graphattn.graphs.edges import lists as edge_lists
 from graphattn.graphs.edges.lists import edges_of_structure
-from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import decode
 
 N = 40
 BORDERS = torch.arange(N) // 8
@@ -32,31 +33,27 @@ def listed(num_targets: int = N, num_sources: int = N) -> ga.TokenGraph:
     return ga.from_edge_index(edges_of(num_targets, num_sources), num_targets, num_sources)
 
 
+def table() -> ga.TokenGraph:
+    return ga.knn_graph(torch.rand(N, 2, generator=torch.Generator().manual_seed(0)), 5)
+
+
 def within_items() -> ga.TokenGraph:
     edges = edges_of()
     edges = edges[:, BORDERS[edges[0]] == BORDERS[edges[1]]]
     return ga.from_edge_index(edges, N, batch=BORDERS)
 
 
-GRAPHS = {
+GRAPHS = kinds_of_graphs.GRAPHS | {
     "list": listed,
     "rectangular list": lambda: listed(30, 50),
     "list with borders": within_items,
-    "mask": lambda: ga.from_mask(torch.ones(9, 9).tril().bool()),
-    "no edges": lambda: ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 5, 3),
-    "no tokens": lambda: ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 0),
-    "table": lambda: ga.knn_graph(torch.rand(N, 2, generator=torch.Generator().manual_seed(0)), 5),
-    "holes": lambda: ga.knn_graph(torch.arange(9.0)[:, None] ** 2, 3, within=ga.causal_graph(9)),
     "radius": lambda: ga.radius_graph(torch.arange(9.0)[:, None], 2.0),
-    "structure": lambda: ga.window_path_graph(N, 3),
     "batch of lists": lambda: ga.batch([listed(), listed(30, 50), ga.causal_graph(4)]),
-    "batch of tables": lambda: ga.batch([GRAPHS["table"](), GRAPHS["holes"]()]),
-    "union": lambda: ga.union(listed(), ga.window_path_graph(N, 3)),
+    "batch of tables": lambda: ga.batch([table(), GRAPHS["causal table"]()]),
+    "union of lists": lambda: ga.union(listed(), ga.window_path_graph(N, 3)),
     "transpose": lambda: listed(30, 50).transpose(),
     "permuted": lambda: listed().permute(torch.arange(N).flip(0)),
-    "permuted table": lambda: GRAPHS["table"]().permute(torch.arange(N).flip(0)),
-    "rows": lambda: listed().targets(7, 23)[0],
-    "rows of a table": lambda: GRAPHS["table"]().targets(7, 23)[0],
+    "rows of a table": lambda: table().targets(7, 23)[0],
     "reordered": lambda: listed().reorder()[0],
 }
 
@@ -142,14 +139,14 @@ def test_the_largest_graph_of_32_bits_is_as_large_as_its_numbers(count, monkeypa
 def test_a_batch_is_as_wide_as_it_is_large(monkeypatch):
     """Lists and tables of 32 bits, and lists of both widths, join in batches wide enough."""
     parts = [listed(), listed(30, 50)]
-    tables = [GRAPHS["table"](), GRAPHS["holes"]()]
-    expected = [ga.batch(own).edge_index for own in (parts, tables)]
+    tables = [table(), GRAPHS["causal table"]()]
+    expected = [ga.batch(graphs).edge_index for graphs in (parts, tables)]
     most = parts[0].num_edges + 1
     monkeypatch.setattr(index_width, "MOST", most)
     wide = ga.batch([listed(), listed()])
     assert wide.compact_edges.dtype == torch.int64
-    for own, edges in zip(([*parts], tables), expected, strict=True):
-        joined = ga.batch(own)
+    for graphs, edges in zip(([*parts], tables), expected, strict=True):
+        joined = ga.batch(graphs)
         assert torch.equal(joined.edge_index, edges)
     mixed = ga.batch([wide, *parts])
     monkeypatch.undo()
@@ -191,20 +188,20 @@ def test_a_list_is_neither_changed_nor_shared(dtype):
 
 
 def test_writing_into_what_was_asked_for_does_not_change_the_graph():
-    for graph in (GRAPHS["list"](), GRAPHS["table"](), GRAPHS["structure"]()):
+    for graph in (listed(), table(), GRAPHS["path"]()):
         for ask in (
             lambda g: g.edge_index,
             lambda g: g.rowptr,
             lambda g: g.transpose_permutation(),
             lambda g: g.neighbors,
         ):
-            if (found := ask(graph)) is None:
+            if (index := ask(graph)) is None:
                 continue
-            expected = found.clone()
-            assert ask(graph) is found, "small lists are kept"
-            found[..., 0] += 1
+            expected = index.clone()
+            assert ask(graph) is index, "small lists are kept"
+            index[..., 0] += 1
             assert torch.equal(ask(graph), expected)
-    assert graph == GRAPHS["structure"]()
+    assert graph == GRAPHS["path"]()
 
 
 def test_large_lists_are_not_kept_twice(monkeypatch):
@@ -217,7 +214,7 @@ def test_large_lists_are_not_kept_twice(monkeypatch):
 
 
 def test_lists_on_other_devices_have_64_bits():
-    for graph in (listed(), GRAPHS["table"]()):
+    for graph in (listed(), table()):
         _ = graph.edge_index, graph.rowptr
         moved = graph.to("meta")
         for x in (moved.listed, moved.compact_rowptr, moved.compact_edges, moved.edge_index):
@@ -238,7 +235,7 @@ def test_what_was_derived_for_one_device_is_not_used_on_another():
 def test_lists_that_are_first_asked_for_in_inference_or_in_torch_func_serve_training():
     layer = ga.nn.KrauseAttention(8, heads=2, top_k=3, backend="reference")
     x = torch.randn(N, 8, requires_grad=True)
-    for make in (GRAPHS["list"], GRAPHS["table"]):
+    for make in (listed, table):
         expected = torch.autograd.grad(layer(x, make()).square().sum(), x)[0]
         asked = []
         with torch.inference_mode():
@@ -251,12 +248,12 @@ def test_lists_that_are_first_asked_for_in_inference_or_in_torch_func_serve_trai
         asked.append(make())
         torch.func.vmap(lambda y, g=asked[-1]: layer(y, g))(x.detach().expand(2, N, 8))
         for graph in asked:
-            found = torch.autograd.grad(layer(x, graph).square().sum(), x)[0]
-            torch.testing.assert_close(found, expected)
+            gradient = torch.autograd.grad(layer(x, graph).square().sum(), x)[0]
+            torch.testing.assert_close(gradient, expected)
 
 
 def test_what_fake_tensors_ask_for_is_not_kept():
-    graph = GRAPHS["list"]()
+    graph = listed()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         _ = graph.edge_index
     assert type(graph.edge_index) is torch.Tensor
@@ -335,44 +332,20 @@ def test_what_is_wrong_with_a_list_is_named_alike(compiled, dtype, monkeypatch):
 
 # Structures.
 
-STRUCTURES = {
-    "window": lambda: ga.window_path_graph(90, 3),
-    "short window": lambda: ga.window_path_graph(20, 30),
-    "dilated": lambda: ga.dilated_window_graph(90, 4, 3, self_loops=True),
-    "causal": lambda: ga.causal_window_graph(90, 20),
-    "cycle": lambda: ga.window_cycle_graph(70, 4),
-    "blocks": lambda: ga.block_window_graph(90, 7, shift=3),
-    "complete": lambda: ga.bipartite_complete_graph(20, 30),
-    "grid": lambda: ga.grid_window_graph(9, 13, 2, metric="manhattan"),
-    "grid with a class token": lambda: ga.grid_window_graph(9, 13, 2, class_token=True),
-    "blocks of a grid": lambda: ga.grid_block_graph(10, 11, block_size=4, shift=1),
-    "shifted grid": lambda: ga.neighborhood_graph((12, 9), kernel_size=5),
-    "seen by a shifted grid": lambda: ga.neighborhood_graph((12, 9), kernel_size=5).transpose(),
-    "volume": lambda: ga.volume_window_graph(4, 5, 6, 1),
-    "longformer": lambda: ga.longformer_graph(90, 8, [0, 5, 60]),
-    "global tokens": lambda: ga.union(ga.longformer_graph(90, 1, [0]), ga.causal_graph(90)),
-    "bigbird": lambda: ga.bigbird_graph(90, 6, 2, [1], seed=0),
-    "batch": lambda: ga.batch(
-        [ga.causal_graph(20), ga.window_path_graph(70, 4), ga.complete_graph(4)]
-    ),
-    "section": lambda: ga.causal_window_graph(90, 20).targets(11, 80)[0],
-    "section of a grid": lambda: ga.grid_window_graph(9, 13, 2).targets(17, 80)[0],
-}
 
-
-@pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize("at_once", [1, 60, 400])
+@pytest.mark.parametrize("name", kinds_of_graphs.STRUCTURED)
+@pytest.mark.parametrize("at_once", [1, 10, 30])
 def test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains(
     name, at_once, monkeypatch
 ):
-    structure = STRUCTURES[name]().structure
+    structure = kinds_of_graphs.STRUCTURED[name]().structure
     monkeypatch.setattr(edge_lists, "AT_ONCE", at_once)
-    found = edges_of_structure(structure, torch.device("cpu"))
+    edges = edges_of_structure(structure, torch.device("cpu"))
     target = torch.arange(structure.num_targets)[:, None]
     source = torch.arange(structure.num_sources)
     target, source = torch.broadcast_tensors(target, source)
     mask = structure.contains(target, source)
-    assert torch.equal(found.long(), torch.stack([source[mask], target[mask]]))
+    assert torch.equal(edges.long(), torch.stack([source[mask], target[mask]]))
 
 
 def test_large_structures_are_listed_in_32_bits():

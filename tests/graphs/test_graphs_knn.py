@@ -353,8 +353,8 @@ def test_products_exchange_no_neighbours(data):
     scale = data.draw(st.sampled_from([1e-25, 1e-15, 1.0, 1e12, 1e25]))
 
     def points(count):
-        own = centers[torch.randint(len(centers), (count,), generator=generator)]
-        return (own + spread * torch.randn(count, C, generator=generator) + offset) * scale
+        nearby = centers[torch.randint(len(centers), (count,), generator=generator)]
+        return (nearby + spread * torch.randn(count, C, generator=generator) + offset) * scale
 
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     x = points(N).to(dtype)
@@ -364,7 +364,10 @@ def test_products_exchange_no_neighbours(data):
     expected = nearest_by_numpy(x, k, source, self_loops)
     # Where a sum of squares rounds otherwise in numpy, both may be right: compare distances.
     sources = (x if source is None else source).double()
-    gap = [(x.double()[:, None] - sources[found]).square().sum(-1) for found in (index, expected)]
+    gap = [
+        (x.double()[:, None] - sources[neighbours]).square().sum(-1)
+        for neighbours in (index, expected)
+    ]
     differ = index != expected
     torch.testing.assert_close(gap[0][differ], gap[1][differ], rtol=1e-14, atol=0)
 
@@ -372,8 +375,8 @@ def test_products_exchange_no_neighbours(data):
 def test_in_tight_clusters_products_keep_what_rounding_may_exchange():
     for seed in range(60):  # without a bound for rounding every sixth goes wrong
         centers, near = random_points(3, 17, seed=seed), random_points(130, 17, seed=seed + 1000)
-        own = torch.randint(3, (130,), generator=torch.Generator().manual_seed(seed))
-        x = (centers[own] + 1e-2 * near).float()
+        center = torch.randint(3, (130,), generator=torch.Generator().manual_seed(seed))
+        x = (centers[center] + 1e-2 * near).float()
         assert torch.equal(ga.knn(x, 1)[0], nearest_by_numpy(x, 1))
 
 
@@ -393,34 +396,34 @@ def test_products_find_ties_in_order_of_index():
 def spied(monkeypatch):
     """How many candidates torch's products returned for each tile; None where they gave up."""
     monkeypatch.setattr(library, "library", lambda: None)
-    found = []
+    candidates = []
     nearest = distances.DistanceProducts.nearest
 
     def pairs_of(self, *arguments):
         pairs = nearest(self, *arguments)
-        found.append(None if pairs is None else len(pairs[0]))
+        candidates.append(None if pairs is None else len(pairs[0]))
         return pairs
 
     monkeypatch.setattr(distances.DistanceProducts, "nearest", pairs_of)
-    return found
+    return candidates
 
 
 def test_random_points_are_found_by_products_with_few_candidates(monkeypatch):
-    found = spied(monkeypatch)
+    candidates = spied(monkeypatch)
     ga.knn(random_points(2000, 16, dtype=torch.float32), 8)
-    assert None not in found
-    assert 8 * 2000 <= sum(found) < 3 * 8 * 2000
+    assert None not in candidates
+    assert 8 * 2000 <= sum(candidates) < 3 * 8 * 2000
 
 
 def test_where_most_points_are_equal_differences_take_over(monkeypatch):
-    found = spied(monkeypatch)
+    candidates = spied(monkeypatch)
     x = random_points(2, 8, dtype=torch.float32)[torch.arange(400) % 2]
     assert torch.equal(ga.knn(x, 2)[0], nearest_by_numpy(x, 2))
-    assert set(found) == {None}
+    assert set(candidates) == {None}
 
 
 def test_products_are_not_asked_where_they_are_inexact_or_overflow(monkeypatch):
-    found = spied(monkeypatch)
+    candidates = spied(monkeypatch)
     x = random_points(100, 3, dtype=torch.float32)
     huge, holed = x * 1e19, x.clone()
     holed[5] = math.nan
@@ -435,15 +438,15 @@ def test_products_are_not_asked_where_they_are_inexact_or_overflow(monkeypatch):
         assert torch.equal(ga.knn(x, 2)[0], nearest_by_numpy(x, 2))
     finally:
         torch.set_float32_matmul_precision(before)
-    assert found == []
+    assert candidates == []
 
 
 def test_thousands_of_points_agree_with_a_kd_tree():
     # More distances than are held at a time, so that tiles join somewhere.
     x = random_points(4200, 3)
     distance, index = scipy.spatial.cKDTree(x.numpy()).query(x.numpy(), k=4)
-    found, squared = ga.knn(x, 4, self_loops=True)
-    assert np.array_equal(found.numpy(), index)
+    neighbours, squared = ga.knn(x, 4, self_loops=True)
+    assert np.array_equal(neighbours.numpy(), index)
     torch.testing.assert_close(squared, torch.from_numpy(distance).square())
     without, _ = ga.knn(x, 3)
     assert np.array_equal(without.numpy(), index[:, 1:])

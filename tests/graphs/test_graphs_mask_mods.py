@@ -262,8 +262,8 @@ def test_attention_over_the_graph_is_flex_attention(name, heads):
     blocks = create_block_mask(mask_mod, None, None, N, N, device="cpu")
     expected = flex_attention(q, k, v, block_mask=blocks)
     for graph in (ga.from_mask_mod(mask_mod, N), ga.from_mask_mod(blocks)):
-        found = ga.dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), graph)
-        torch.testing.assert_close(found.transpose(1, 2), expected, rtol=1e-9, atol=1e-9)
+        averages = ga.dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), graph)
+        torch.testing.assert_close(averages.transpose(1, 2), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *OTHER])
@@ -377,47 +377,44 @@ def test_objects_that_can_be_called_are_masks():
     assert ga.from_mask_mod(Sliding(3), 12) == ga.causal_window_graph(12, 4)
 
 
-BAD = {
-    "score_mod": (
+BAD = [
+    (
         lambda: ga.from_mask_mod(lambda score, b, h, q, kv: score, 4),
-        (
-            r"mask_mod must take .* five arguments: give what a "
-            r"score_mod adds to the scores as edge_bias"
-        ),
+        r"mask_mod must take .* five arguments: give what a "
+        r"score_mod adds to the scores as edge_bias",
     ),
-    "no function": (lambda: ga.from_mask_mod(torch.ones(3, 3), 3), r"mask_mod must be a function"),
-    "no size": (
+    (lambda: ga.from_mask_mod(torch.ones(3, 3), 3), r"mask_mod must be a function"),
+    (
         lambda: ga.from_mask_mod(causal),
-        (r"num_targets must be an integer >= " r"0 if mask_mod is a function"),
+        r"num_targets must be an integer >= " r"0 if mask_mod is a function",
     ),
-    "negative size": (lambda: ga.from_mask_mod(causal, -1), r"num_targets must be >= 0, got -1"),
-    "sources": (lambda: ga.from_mask_mod(causal, 3, 1.5), r"num_sources must be an integer >= 0"),
-    "batch": (lambda: ga.from_mask_mod(causal, 3, batch=0), r"batch must be >= 1, got 0"),
-    "heads": (lambda: ga.from_mask_mod(causal, 3, heads=True), r"heads must be an integer >= 1"),
-    "numbers": (
+    (lambda: ga.from_mask_mod(causal, -1), r"num_targets must be >= 0, got -1"),
+    (lambda: ga.from_mask_mod(causal, 3, 1.5), r"num_sources must be an integer >= 0"),
+    (lambda: ga.from_mask_mod(causal, 3, batch=0), r"batch must be >= 1, got 0"),
+    (lambda: ga.from_mask_mod(causal, 3, heads=True), r"heads must be an integer >= 1"),
+    (
         lambda: ga.from_mask_mod(lambda b, h, q, kv: q - kv, 4),
         r"mask_mod must return booleans, got torch.int64",
     ),
-    "too few arguments": (
+    (
         lambda: ga.from_mask_mod(lambda q, kv: q >= kv, 4),
         r"mask_mod must be a function \(b, h, q_idx, kv_idx\).*TypeError",
     ),
-    "a table that is too short": (
+    (
         lambda: ga.from_mask_mod(documents(3, 4), 9),
         r"with q_idx < 9 and kv_idx < 9. When it was called with these, it raised IndexError",
     ),
-    "a sliced BlockMask": (
+    (
         lambda: ga.from_mask_mod(
             create_block_mask(causal, 2, None, 40, 40, device="cpu", BLOCK_SIZE=8)[0:1]
         ),
         r"sliced BlockMask",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_mask_of_a_graph_is_refused_by_name(name):
-    call, words = BAD[name]
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_what_is_no_mask_of_a_graph_is_refused_by_name(call, words):
     with pytest.raises(ValueError, match=re.compile(words, re.DOTALL)):
         call()
 

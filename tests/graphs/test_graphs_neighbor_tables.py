@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import decode
 
 PROFILE = settings(deadline=None, max_examples=60)
 
@@ -195,11 +195,11 @@ def test_a_layer_reads_a_table_and_a_list_alike_also_when_compiled():
         expected = ga.rbf_attention(x, x, x, listed, sigma=1.0, backend="reference")
         (gradient,) = torch.autograd.grad(expected.square().sum(), x)
         for run in (attend, compiled):
-            for own in (graph, copy.copy(graph), listed):
-                y = run(x, own)
+            for each in (graph, copy.copy(graph), listed):
+                y = run(x, each)
                 torch.testing.assert_close(y, expected)
-                (found,) = torch.autograd.grad(y.square().sum(), x)
-                torch.testing.assert_close(found, gradient)
+                (of_x,) = torch.autograd.grad(y.square().sum(), x)
+                torch.testing.assert_close(of_x, gradient)
 
 
 @pytest.mark.long

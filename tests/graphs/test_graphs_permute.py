@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from kinds_of_graphs import GRAPHS, some_mask
 
 import graphattn as ga
 
@@ -27,31 +28,12 @@ def shuffle(*sizes: int, seed: int = 0) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def some_mask(num_targets: int, num_sources: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.rand(num_targets, num_sources, generator=generator) < 0.3
-
-
 def clouds() -> ga.TokenGraph:
     batch = torch.arange(3).repeat_interleave(torch.tensor([9, 2, 12]))
     return ga.knn_graph(points(23), k=4, batch=batch)
 
 
-SQUARE = {
-    "table": lambda: ga.knn_graph(points(20), k=3),
-    "table with tokens that see few": lambda: ga.knn_graph(
-        points(12), k=5, within=ga.causal_graph(12)
-    ),
-    "packed tables": clouds,
-    "list": lambda: ga.radius_graph(points(20), 0.4),
-    "list without edges": lambda: ga.from_mask(torch.zeros(4, 4, dtype=torch.bool)),
-    "grid": lambda: ga.grid_window_graph(4, 5, 1),
-    "causal window": lambda: ga.causal_window_graph(11, 4),
-    "longformer": lambda: ga.longformer_graph(13, 1, [2, 8]),
-    "packed structures": lambda: ga.batch([ga.causal_graph(4), ga.complete_graph(3)]),
-    "one token": lambda: ga.complete_graph(1),
-    "no tokens": lambda: ga.knn_graph(points(4), 2).targets(0, 0)[0],
-}
+SQUARE = [name for name, make in GRAPHS.items() if make().has_same_tokens]
 
 
 def shuffled(graph: ga.TokenGraph) -> torch.Tensor:
@@ -60,9 +42,9 @@ def shuffled(graph: ga.TokenGraph) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SQUARE)
 def test_rows_and_columns_of_the_mask_are_permuted(name):
-    graph = SQUARE[name]()
+    graph = GRAPHS[name]()
     p = shuffled(graph)
-    moved = SQUARE[name]().permute(p)
+    moved = GRAPHS[name]().permute(p)
     assert torch.equal(moved.to_mask(), graph.to_mask()[p][:, p])
     assert moved.edge_index.T.tolist() == sorted(
         moved.edge_index.T.tolist(), key=lambda edge: (edge[1], edge[0])
@@ -73,7 +55,7 @@ def test_rows_and_columns_of_the_mask_are_permuted(name):
 
 @pytest.mark.parametrize("name", SQUARE)
 def test_positions_travel_with_their_tokens(name):
-    graph = SQUARE[name]()
+    graph = GRAPHS[name]()
     p = shuffled(graph)
     moved = graph.permute(p)
     assert moved.positions.tolist() == [int(graph.positions[i]) for i in p]
@@ -82,7 +64,7 @@ def test_positions_travel_with_their_tokens(name):
 
 @pytest.mark.parametrize("name", SQUARE)
 def test_a_table_stays_a_table_and_all_else_becomes_a_list(name):
-    graph = SQUARE[name]()
+    graph = GRAPHS[name]()
     moved = graph.permute(shuffled(graph))
     assert moved.structure is None
     assert (moved.neighbors is None) == (graph.neighbors is None)
@@ -92,7 +74,7 @@ def test_a_table_stays_a_table_and_all_else_becomes_a_list(name):
 
 @pytest.mark.parametrize("name", SQUARE)
 def test_the_inverse_permutation_leads_back(name):
-    graph = SQUARE[name]()
+    graph = GRAPHS[name]()
     p = shuffled(graph)
     assert graph.permute(p).permute(p.argsort()) == graph
     assert graph.permute(torch.arange(len(p))) == graph
@@ -107,7 +89,7 @@ def test_graphs_that_differ_in_positions_alone_differ():
 
 @pytest.mark.parametrize("name", SQUARE)
 def test_values_of_edges_follow_the_permutation_of_edges(name):
-    graph = SQUARE[name]()
+    graph = GRAPHS[name]()
     p = shuffled(graph)
     moved, edges = graph.permute(p, return_edge_permutation=True)
     assert moved == graph.permute(p)

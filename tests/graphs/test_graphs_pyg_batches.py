@@ -38,7 +38,7 @@ def by_hand(graphs, edge_type, values):
     """Build the batch as a user of PyG would."""
     parts, first = [], 0
     for graph in graphs:
-        own = slice(first, first + graph.num_edges)
+        edges_of_part = slice(first, first + graph.num_edges)
         first += graph.num_edges
         if edge_type is None:
             data = Data(edge_index=graph.edge_index, num_nodes=graph.num_tokens)
@@ -50,16 +50,16 @@ def by_hand(graphs, edge_type, values):
             edges = data[edge_type]
             edges.edge_index = graph.edge_index
         for name, value in values.items():
-            edges[name] = value[own]
+            edges[name] = value[edges_of_part]
         parts.append(data)
     return Batch.from_data_list(parts)
 
 
-def same(found, expected):
+def same(fields, expected):
     """Equal dicts of tensors and numbers, in the same order of names."""
-    assert list(found) == list(expected)
+    assert list(fields) == list(expected)
     for name in expected:
-        a, b = found[name], expected[name]
+        a, b = fields[name], expected[name]
         if isinstance(b, torch.Tensor):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), name
             assert torch.equal(a, b), name
@@ -80,22 +80,22 @@ def test_a_batch_is_the_batch_that_pyg_makes_of_its_parts(name, edge_type, names
     graphs = (PARTS | APART)[name]()
     packed = ga.batch(graphs)
     values = values_of(packed.num_edges, names)
-    found = packed.to_pyg(edge_type, **values)
+    batch = packed.to_pyg(edge_type, **values)
     expected = by_hand(graphs, edge_type, values)
-    assert found.num_graphs == expected.num_graphs == len(graphs)
-    assert found.num_nodes == expected.num_nodes
-    assert type(found) is type(expected)
-    for mine, theirs in zip(found.stores, expected.stores, strict=True):
+    assert batch.num_graphs == expected.num_graphs == len(graphs)
+    assert batch.num_nodes == expected.num_nodes
+    assert type(batch) is type(expected)
+    for mine, theirs in zip(batch.stores, expected.stores, strict=True):
         assert mine._key == theirs._key
         same(dict(mine.items()), dict(theirs.items()))
         assert getattr(mine, "_num_nodes", None) == getattr(theirs, "_num_nodes", None)
     if edge_type is None:
-        same(found._slice_dict, expected._slice_dict)
-        same(found._inc_dict, expected._inc_dict)
+        same(batch._slice_dict, expected._slice_dict)
+        same(batch._inc_dict, expected._inc_dict)
     else:
-        same(found._slice_dict[edge_type], expected._slice_dict[edge_type])
-        same(found._inc_dict[edge_type], expected._inc_dict[edge_type])
-    assert ga.from_pyg(found, return_permutation=True)[0].sizes == packed.sizes
+        same(batch._slice_dict[edge_type], expected._slice_dict[edge_type])
+        same(batch._inc_dict[edge_type], expected._inc_dict[edge_type])
+    assert ga.from_pyg(batch, return_permutation=True)[0].sizes == packed.sizes
 
 
 @pytest.mark.parametrize(("name", "edge_type"), CASES)

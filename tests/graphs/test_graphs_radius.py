@@ -87,8 +87,8 @@ def test_rounded_distances_are_compared_with_the_rounded_radius(dtype, route, mo
     ):  # of which each is the distance of two points
         for near in (radius, math.nextafter(radius, 0), math.nextafter(radius, 9)):
             inside = (distance <= torch.tensor(near, dtype=dtype)).fill_diagonal_(False)
-            found = ga.radius_graph(points, near).edge_index
-            assert torch.equal(found, inside.nonzero().T.flip(0))
+            edge_index = ga.radius_graph(points, near).edge_index
+            assert torch.equal(edge_index, inside.nonzero().T.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -211,14 +211,14 @@ def test_items_of_two_sets_are_searched_each_by_itself():
     for options in ({}, {"max_neighbors": 2}):
         graph = ga.radius_graph(points, 1.5, source=source, batch=(targets, sources), **options)
         assert graph.sizes == ((2, 1), (0, 2), (1, 0), (0, 0), (1, 3))
-        own = [
+        items = [
             ga.radius_graph(points[targets == i], 1.5, source=source[sources == i], **options)
             for i in range(5)
         ]
-        assert graph == ga.batch(own)
+        assert graph == ga.batch(items)
     pairs = random_points(6, 2).view(2, 3, 2), random_points(8, 2, seed=1).view(2, 4, 2)
-    own = [ga.radius_graph(x, 1.5, source=y) for x, y in zip(*pairs, strict=True)]
-    assert ga.radius_graph(pairs[0], 1.5, source=pairs[1]) == ga.batch(own)
+    items = [ga.radius_graph(x, 1.5, source=y) for x, y in zip(*pairs, strict=True)]
+    assert ga.radius_graph(pairs[0], 1.5, source=pairs[1]) == ga.batch(items)
 
 
 # The interface of pytorch_cluster: row 0 of its result holds queries `y`, row 1 points `x`.

@@ -81,8 +81,8 @@ def run(layer, x, graph, order=None, **given):
     return [y, *torch.autograd.grad((y * weight).sum(), learned, allow_unused=True)]
 
 
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(results, expected):
+    for a, b in zip(results, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -107,8 +107,8 @@ def test_positions_given_to_a_rotary_layer_are_permuted_like_tokens(name):
     positions = 3 * torch.arange(graph.num_tokens)
     expected = run(layer, x, graph, positions=positions)
     assert_same(run(layer, x, near, order, positions=positions[order]), expected)
-    own = run(layer, x, near, order, positions=graph.positions[order])
-    assert_same(own, run(layer, x, graph))
+    with_positions = run(layer, x, near, order, positions=graph.positions[order])
+    assert_same(with_positions, run(layer, x, graph))
 
 
 def test_a_table_of_offsets_and_values_of_edges_travel_with_their_edges():
@@ -146,8 +146,8 @@ def test_tokens_stay_in_their_part_and_its_order_depends_on_nothing_else(by):
     assert near.sizes == graph.sizes
     first = 0
     for size in SIZES:
-        own = where[first : first + size]
-        alone = ga.knn_graph(own, k=min(5, size - 1)).reorder(own if by == "points" else None)[1]
+        part = where[first : first + size]
+        alone = ga.knn_graph(part, k=min(5, size - 1)).reorder(part if by == "points" else None)[1]
         assert torch.equal(order[first : first + size] - first, alone)
         first += size
 

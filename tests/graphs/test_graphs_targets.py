@@ -7,78 +7,20 @@ import time
 
 import pytest
 import torch
+from kinds_of_graphs import GRAPHS, STRUCTURED, some_mask
 
 import graphattn as ga
-from graphattn.graphs.structures.composites import Parts
-from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.composites import Parts, Section
 from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.targets import sources_seen
 
 
-def some_list(num_targets: int, num_sources: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_targets, num_sources, generator=generator) < 0.3
-
-
-def points(count: int) -> torch.Tensor:
-    return torch.rand(count, 2, generator=torch.Generator().manual_seed(3))
-
-
-STRUCTURED = {
-    "path": lambda: ga.window_path_graph(11, 2),
-    "path with self-loops": lambda: ga.window_path_graph(11, 2, self_loops=True),
-    "path longer than the sequence": lambda: ga.window_path_graph(5, 9),
-    "causal window": lambda: ga.causal_window_graph(11, 3),
-    "causal window with a past": lambda: ga.causal_window_graph(7, 3, past=6),
-    "causal": lambda: ga.causal_graph(8),
-    "causal with a past": lambda: ga.causal_graph(6, past=4),
-    "anticausal": lambda: ga.causal_window_graph(11, 3).transpose(),
-    "past, transposed": lambda: ga.causal_window_graph(7, 3, past=6).transpose(),
-    "dilated": lambda: ga.dilated_window_graph(19, 2, 3),
-    "dilated without self-loops": lambda: ga.dilated_window_graph(19, 2, 4, self_loops=False),
-    "dilation beyond the sequence": lambda: ga.dilated_window_graph(5, 2, 30, self_loops=False),
-    "cycle": lambda: ga.window_cycle_graph(11, 2),
-    "complete": lambda: ga.complete_graph(6),
-    "complete without self-loops": lambda: ga.complete_graph(6, self_loops=False),
-    "bipartite": lambda: ga.bipartite_complete_graph(5, 7),
-    "blocks": lambda: ga.block_window_graph(14, 4, shift=1),
-    "block longer than the sequence": lambda: ga.block_window_graph(5, 9, shift=3),
-    "grid": lambda: ga.grid_window_graph(4, 5, 1),
-    "wide grid": lambda: ga.grid_window_graph(3, 4, 7),
-    "diamonds": lambda: ga.grid_window_graph(5, 4, 2, metric="manhattan"),
-    "class token": lambda: ga.grid_window_graph(3, 4, 1, class_token=True),
-    "longformer": lambda: ga.longformer_graph(13, 1, [2, 8]),
-    "bigbird": lambda: ga.bigbird_graph(13, 1, 2, [0], seed=1),
-    "union": lambda: ga.union(ga.window_path_graph(9, 1), ga.dilated_window_graph(9, 1, 4)),
-    "union with a cycle": lambda: ga.union(
-        ga.window_cycle_graph(15, 2), ga.causal_window_graph(15, 5)
-    ),
-    "batch": lambda: ga.batch(
-        [ga.causal_window_graph(5, 2), ga.window_path_graph(0, 1), ga.complete_graph(3),
-         ga.causal_graph(4, past=2), ga.grid_window_graph(2, 2, 1)]
-    ),
-    "batch with blind tokens": lambda: ga.batch(
-        [ga.window_path_graph(1, 1), ga.causal_graph(3), ga.window_path_graph(1, 1)]
-    ),
-    "no tokens": lambda: ga.causal_graph(0),
-}  # fmt: skip
-LISTED = {
-    "list": lambda: ga.from_mask(some_list(9, 9)),
-    "rectangular list": lambda: ga.from_mask(some_list(6, 9, seed=1)),
-    "blind list": lambda: ga.from_mask(torch.zeros(4, 4, dtype=torch.bool)),
-    "table": lambda: ga.knn_graph(points(9), k=2),
-    "causal table": lambda: ga.knn_graph(points(9), 3, within=ga.causal_window_graph(9, 4)),
-    "batch of lists": lambda: ga.batch([ga.from_mask(some_list(4, 4)), ga.causal_graph(3)]),
-}
-GRAPHS = STRUCTURED | LISTED
-
-
 def cuts(num_targets: int) -> list[tuple[int, int]]:
     """All runs of few targets; of more targets a few of them, the same in every run."""
-    found = list(itertools.combinations_with_replacement(range(num_targets + 1), 2))
-    if len(found) > 30:
-        found = [(0, 1), (0, 2), (num_targets - 2, num_targets), (0, num_targets), *found[1::5]]
-    return found
+    runs = list(itertools.combinations_with_replacement(range(num_targets + 1), 2))
+    if len(runs) > 30:
+        runs = [(0, 1), (0, 2), (num_targets - 2, num_targets), (0, num_targets), *runs[1::5]]
+    return runs
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -113,11 +55,11 @@ def test_rows_keep_every_promise_of_a_graph(name, check_graph):
     """Counts, degrees, sorted edges, contains, transpose, tables of offsets, copies, pickles."""
     graph = STRUCTURED[name]()
     N, mask = graph.num_targets, graph.to_mask()
-    # On an image (and a batch of one) the displacement has two coordinates, which grids test.
+    # On a grid (and a batch of one) the displacement has several coordinates, which grids test.
     for start, stop in {(0, N), (0, N // 2), (N // 3, N - N // 4), (N // 2, N)}:
         part, seen = STRUCTURED[name]().targets(start, stop)
         table = part.structure.offset_table
-        if table is not None and table[0] == "image":
+        if table is not None and table[0] != "sequence":
             continue
         check_graph(
             part,
@@ -278,10 +220,10 @@ def test_graphs_at_other_positions_are_not_equal():
 
 
 def test_positions_survive_batches_transposes_pickles_and_operators():
-    from graphattn.graphs.encoding import decode
+    from graphattn.graphs.token_graph import decode
 
     past = ga.causal_window_graph(3, 4, past=5)
-    packed = ga.batch([past, ga.causal_graph(2), ga.from_mask(some_list(2, 3))])
+    packed = ga.batch([past, ga.causal_graph(2), ga.from_mask(some_mask(2, 3))])
     twins = (
         pickle.loads(pickle.dumps(packed)),
         packed.transpose().transpose(),
@@ -319,9 +261,9 @@ def test_neighbours_within_rows_are_sought_where_they_stand():
     graph = ga.window_path_graph(9, 3)
     part, seen = graph.targets(3, 7)
     whole = ga.knn_graph(x, 2, within=ga.from_mask(graph.to_mask()))
-    found = ga.knn_graph(x[3:7], 2, source=x[seen.start : seen.stop], within=part)
-    assert torch.equal(found.neighbors + seen.start, whole.neighbors[3:7])
-    assert found.positions.tolist() == [3, 4, 5, 6]
+    near = ga.knn_graph(x[3:7], 2, source=x[seen.start : seen.stop], within=part)
+    assert torch.equal(near.neighbors + seen.start, whole.neighbors[3:7])
+    assert near.positions.tolist() == [3, 4, 5, 6]
 
 
 def test_a_graph_with_a_past_is_named_and_drawn():

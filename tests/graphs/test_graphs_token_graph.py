@@ -163,8 +163,8 @@ def test_graphs_move_as_tensors_do(monkeypatch):
         monkeypatch.setattr(type(moved), "to", to)
         for call in (
             moved.cuda,
-            lambda own=moved: own.cuda(1),
-            lambda own=moved: own.cuda("cuda:1", True),
+            lambda graph=moved: graph.cuda(1),
+            lambda graph=moved: graph.cuda("cuda:1", True),
         ):
             call()
         moved.cpu()

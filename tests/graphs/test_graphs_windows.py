@@ -18,58 +18,51 @@ def windows_around(num_tokens: int) -> list[int]:
     )
 
 
-@pytest.mark.parametrize("num_tokens", SIZES)
-def test_window_path_sees_the_window_on_each_side_of_a_token(num_tokens, check_graph, mask_of):
-    for window in windows_around(num_tokens):
-        check_graph(
-            ga.window_path_graph(num_tokens, window),
-            mask_of(lambda i, j, w=window: 0 < abs(i - j) <= w, num_tokens),
+# The builder, and whether target i sees source j, for N tokens and a window w.
+WINDOWS = {
+    "window path": (ga.window_path_graph, lambda i, j, N, w: 0 < abs(i - j) <= w),
+    "window path with self-loops": (
+        lambda N, w: ga.window_path_graph(N, w, self_loops=True),
+        lambda i, j, N, w: abs(i - j) <= w,
+    ),
+    "cycle, whose two sides may meet": (
+        ga.window_cycle_graph,
+        lambda i, j, N, w: i != j and min((i - j) % N, (j - i) % N) <= w,
+    ),
+    "causal window": (ga.causal_window_graph, lambda i, j, N, w: i - w < j <= i),
+    "bipartite window": (ga.bipartite_window_graph, lambda i, j, N, w: abs(i - j) <= w),
+    **{
+        f"dilation {d}, self-loops {loops}": (
+            lambda N, w, d=d, loops=loops: ga.dilated_window_graph(N, w, d, self_loops=loops),
+            lambda i, j, N, w, d=d, loops=loops: (
+                abs(i - j) in range(0 if loops else d, w * d + 1, d)
+            ),
         )
+        for d in (1, 2, 3, 20)
+        for loops in (True, False)
+    },
+}
 
 
 @pytest.mark.parametrize("num_tokens", SIZES)
-def test_window_path_with_self_loops_also_sees_the_token_itself(num_tokens, check_graph, mask_of):
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_is_its_definition(name, num_tokens, check_graph, mask_of):
+    build, sees = WINDOWS[name]
     for window in windows_around(num_tokens):
-        check_graph(
-            ga.window_path_graph(num_tokens, window, self_loops=True),
-            mask_of(lambda i, j, w=window: abs(i - j) <= w, num_tokens),
-        )
+        graph = build(num_tokens, window)
+        assert graph.is_causal == (name == "causal window")
+        check_graph(graph, mask_of(lambda i, j, w=window: sees(i, j, num_tokens, w), num_tokens))
 
 
 @pytest.mark.parametrize("num_tokens", SIZES)
-def test_window_cycle_goes_around_the_corner_and_merges_where_both_sides_meet(
-    num_tokens, check_graph, mask_of
-):
-    for window in windows_around(num_tokens):
-
-        def sees(i, j, w=window):
-            around = any(j in ((i + h) % num_tokens, (i - h) % num_tokens) for h in range(1, w + 1))
-            return i != j and around
-
-        check_graph(ga.window_cycle_graph(num_tokens, window), mask_of(sees, num_tokens))
-
-
-@pytest.mark.parametrize("num_tokens", SIZES)
-def test_causal_window_holds_the_last_keys_and_itself(num_tokens, check_graph, mask_of):
-    for window in windows_around(num_tokens):
-        graph = ga.causal_window_graph(num_tokens, window)
-        assert graph.is_causal
-        check_graph(graph, mask_of(lambda i, j, w=window: i - w < j <= i, num_tokens))
-
-
-@pytest.mark.parametrize("num_tokens", SIZES)
-def test_causal_graph_sees_itself_and_everything_before(num_tokens, check_graph, mask_of):
-    graph = ga.causal_graph(num_tokens)
-    assert graph.is_causal
-    check_graph(graph, mask_of(lambda i, j: j <= i, num_tokens))
-
-
-@pytest.mark.parametrize("num_tokens", SIZES)
-def test_complete_graph_sees_everyone(num_tokens, check_graph, mask_of):
-    check_graph(ga.complete_graph(num_tokens), mask_of(lambda i, j: True, num_tokens))
-    check_graph(
-        ga.complete_graph(num_tokens, self_loops=False), mask_of(lambda i, j: i != j, num_tokens)
-    )
+def test_causal_and_complete_graphs_are_their_definitions(num_tokens, check_graph, mask_of):
+    for graph, sees in (
+        (ga.causal_graph(num_tokens), lambda i, j: j <= i),
+        (ga.complete_graph(num_tokens), lambda i, j: True),
+        (ga.complete_graph(num_tokens, self_loops=False), lambda i, j: i != j),
+    ):
+        check_graph(graph, mask_of(sees, num_tokens))
+    assert ga.causal_graph(num_tokens).is_causal
 
 
 @pytest.mark.parametrize("num_tokens", SIZES)
@@ -85,31 +78,6 @@ def test_blocks_see_each_other_only_where_no_border_lies_between(
 
         check_graph(
             ga.block_window_graph(num_tokens, block_size, shift=shift), mask_of(sees, num_tokens)
-        )
-
-
-@pytest.mark.parametrize("num_tokens", SIZES)
-@pytest.mark.parametrize("dilation", [1, 2, 3, 20])
-@pytest.mark.parametrize("self_loops", [True, False])
-def test_dilated_window_hops_over_the_tokens_between(
-    num_tokens, dilation, self_loops, check_graph, mask_of
-):
-    for window in windows_around(num_tokens):
-        hops = {h * dilation for h in range(0 if self_loops else 1, window + 1)}
-        check_graph(
-            ga.dilated_window_graph(num_tokens, window, dilation, self_loops=self_loops),
-            mask_of(lambda i, j, hops=hops: abs(i - j) in hops, num_tokens),
-        )
-
-
-@pytest.mark.parametrize("num_tokens", SIZES)
-def test_bipartite_window_looks_around_its_own_place_on_the_other_track(
-    num_tokens, check_graph, mask_of
-):
-    for window in windows_around(num_tokens):
-        check_graph(
-            ga.bipartite_window_graph(num_tokens, window),
-            mask_of(lambda i, j, w=window: abs(i - j) <= w, num_tokens),
         )
 
 

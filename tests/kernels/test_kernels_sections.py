@@ -91,7 +91,7 @@ def test_half_precision_costs_at_most_twice_what_it_must(name: str, device: str)
 @pytest.mark.long
 def test_one_tensor_over_rows_that_are_as_many_as_their_sources(device: str) -> None:
     """Gaussian kernel attention reads one tensor: target i is source i, wherever both stand."""
-    from graphattn.graphs.structures.sections import Section
+    from graphattn.graphs.structures.composites import Section
     from graphattn.graphs.structures.structure import Band
 
     for loops in (True, False):

@@ -46,7 +46,7 @@ MUTATIONS = [
         "",
         (
             f"{WIDTH}::test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains"
-            "[60-longformer]",
+            "[10-longformer]",
         ),
     ),
     Mutation(

@@ -240,7 +240,7 @@ MUTATIONS = [
     ),
     Mutation(
         "windows longer than a text cost more than the text",
-        "graphattn/diagnostics/training_cost.py",
+        "graphattn/diagnostics/cost.py",
         "min(window or num_tokens, num_tokens)",
         "(window or num_tokens)",
         (f"{LANGUAGE}::test_operations_of_texts_shorter_than_a_window",),

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
-from graphattn.diagnostics.hidden.disabled import disabled_parameters
+from graphattn.diagnostics.hidden.changes import disabled_parameters
 from graphattn.ops.dropout import draw_seed, dropout_of_call
 
 KINDS = ("DotProductAttention", "KrauseAttention", "GaussianKernelAttention")

@@ -246,7 +246,7 @@ def test_energy_over_equally_many_shifted_sources_is_that_of_the_list_of_edges()
 
     Such a graph is square by number: its own numbers say what a self-loop is.
     """
-    from graphattn.graphs.structures.sections import Section
+    from graphattn.graphs.structures.composites import Section
     from graphattn.graphs.structures.structure import Band
 
     for loops in (True, False):

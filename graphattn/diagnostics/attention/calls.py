@@ -1,10 +1,17 @@
 """Observation of all attention calls of a model while it runs.
 
-A :class:`Watcher` is a mode for torch functions, so it sees ``scaled_dot_product_attention``,
-``multi_head_attention_forward``, and the functions of :mod:`graphattn.integrations` that are made
-for such modes (:mod:`.converted_calls`). Two kinds of attention are not torch functions. Their
-methods are replaced while a watcher is open: the attention interface of Hugging Face's transformers
-(:mod:`.interface_calls`), and the steps of generation of graphattn's layers (:mod:`.step_calls`).
+Hooks of modules are not enough, because most models call attention as a function. There are three
+ways to such calls:
+
+1. A :class:`Watcher` is a mode for torch functions, so torch hands it every call of
+   ``scaled_dot_product_attention``, of ``multi_head_attention_forward``, and of the functions of
+   :mod:`graphattn.integrations` that are made for such modes (:mod:`.converted_calls`).
+2. Hugging Face's transformers look up an attention function in an interface. Its method is replaced
+   while a watcher is open, because "eager" attention calls none of these functions.
+3. Steps of generation of graphattn's layers do not call `forward`, so hooks do not see them. Their
+   methods are replaced, too (:mod:`.step_calls`).
+
+Hooks of all modules only say which module is running, which gives a call its name.
 """
 
 from __future__ import annotations
@@ -41,22 +48,33 @@ from graphattn.diagnostics.attention.step_calls import (
 from graphattn.diagnostics.hidden.evaluating import dropout_off
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-_backward = ModuleTracker()  # Only its `is_bw` is used, which needs no context.
+# Only its `is_bw` is used, which needs no context: it says whether a backward pass runs.
+_backward = ModuleTracker()
 
 
 class _Thread(threading.local):
-    """The state of a thread: its open watchers, and the current call."""
+    """The state of a thread: its open watchers, and the current call.
+
+    Replaced methods and hooks of all modules serve every thread. So they ask here whether the
+    thread that runs them has a watcher.
+    """
 
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
-        self.is_paused = False  # Attention inside an observed call is part of this call.
-        self.num_calls = 0  # of functions that a watcher knows
-        self.step: list[StepOperands | str] | None = None  # the operands of the current step
+        # Attention inside an observed call is part of this call, and must not count again.
+        self.is_paused = False
+        # Calls that modes saw. If a function of transformers has raised it, it calls SDPA itself.
+        self.num_calls = 0
+        # The operands of the current step, or None outside a step. A step of a layer calls
+        # `_mix_step`, which has the operands, so they go from there to the step in this list.
+        self.step: list[StepOperands | str] | None = None
 
 
 _thread = _Thread()
 _lock = threading.Lock()
-_replaced: dict[tuple[Any, str], list[Any]] = {}  # originals, and how many watchers replace them
+# The originals of replaced methods, and how many watchers need the replacement. Threads may open
+# and close watchers in any order, so only the last one may restore a method.
+_replaced: dict[tuple[Any, str], list[Any]] = {}
 
 
 def in_backward() -> bool:
@@ -103,7 +121,8 @@ class Watcher(TorchFunctionMode):
         self.model = model
         self.names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
         self.running: list[nn.Module] = []  # modules of the model that are running
-        # Running modules that look like attention, and whether a call was observed in each.
+        # Running modules that look like attention, and whether a call was observed in each: in a
+        # list, because a call inside marks all modules around it.
         self.attention_modules: list[tuple[nn.Module, list[bool]]] = []
         self.num_runs = 0
         self.readers: dict[Any, Callable[..., Operands | str]] = {
@@ -154,7 +173,7 @@ class Watcher(TorchFunctionMode):
                 reason = reason or "no call of attention was seen in it"
                 self.report_missed(self.names[id(module)], reason)
 
-    # EdgeNetwork runs other code if hooks may change outputs. These do not.
+    # EdgeNetwork runs other code if hooks may change outputs. These do not, and say so.
     enter.only_watches = leave.only_watches = True  # type: ignore[attr-defined]
 
     def mark_observed(self) -> None:
@@ -218,7 +237,8 @@ def watching(watcher: Watcher) -> Iterator[None]:
     for module in watcher.model.modules():
         refuse_compiled(module)
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # A compiled function may call the model.
+        # A compiled function may call the model, and modes do not see calls inside compiled code.
+        if "torch._dynamo" in sys.modules:  # Otherwise nothing can be compiled.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(register_module_forward_pre_hook(watcher.enter).remove)
         stack.callback(register_module_forward_hook(watcher.leave, always_call=True).remove)
@@ -312,7 +332,7 @@ def _observed_mix_step(original: Any) -> Any:
 
 def _observed_compiled_step(original: Any) -> Any:
     def compiled_step(layer: Any, x: Tensor, cache: Any) -> Tensor | None:
-        # None makes the layer call `_mix_step`, which gets the operands.
+        # Compiled steps hand no operands out. None makes the layer call `_mix_step` instead.
         return original(layer, x, cache) if _thread.step is None else None
 
     return compiled_step
@@ -339,7 +359,11 @@ def _observed_get_interface(original: Any) -> Any:
 
 
 def _observed_attention(function: Any, *, is_eager: bool) -> Any:
-    """Wrap an attention function of transformers, so that watchers are notified."""
+    """Wrap an attention function of transformers, so that watchers are notified.
+
+    The weights of known functions are computed again from their operands, or by a second call that
+    returns them. Other functions count if they call SDPA, which is observed by itself.
+    """
     kind = "eager" if is_eager else getattr(function, "__name__", type(function).__name__)
     is_known = kind in (
         "eager", "sdpa_attention_forward", "flex_attention_forward", "graph_attention",
@@ -356,7 +380,7 @@ def _observed_attention(function: Any, *, is_eager: bool) -> Any:
         if not watchers:
             return call()
         if is_known:
-            with _paused():
+            with _paused():  # "sdpa" calls SDPA inside, which must not count as a second call.
                 output = call()
         else:
             before = _thread.num_calls
@@ -375,7 +399,7 @@ def _observed_attention(function: Any, *, is_eager: bool) -> Any:
             if kind != "eager":
                 return f"{kind} does not return its weights"
             weights = output[1]
-            if module.training or keywords.get("dropout"):
+            if module.training or keywords.get("dropout"):  # They are those after dropout.
                 with dropout_off(module):
                     weights = call(dropout=0.0)[1]
             if weights is None:

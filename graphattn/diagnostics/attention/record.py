@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.attention.calls import in_backward
@@ -64,24 +63,17 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
     """
     records: list[AttentionRecord] = []
 
-    def take(name: str, weights: Tensor, output: Tensor, graph: TokenGraph, _: Any) -> None:
+    def add(name: str, weights: Tensor, output: Tensor, graph: TokenGraph, _: Any) -> None:
         records.append(AttentionRecord(name, weights.detach(), output.detach(), graph))
 
-    handles: list[RemovableHandle] = []
-    try:
-        for name, layer in as_model(model).named_modules():
-            if is_attention_layer(layer):
-                handles += listen(name or type(layer).__name__, layer, take)
-        if not handles:
+    with listening(as_model(model), add) as num_layers:
+        if not num_layers:
             raise ValueError(
                 "model must have attention layers of graphattn.nn (DotProductAttention, "
                 "KrauseAttention, GaussianKernelAttention), got a "
                 f"{type(model).__name__} without any: record() also works for other models"
             )
         yield records
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def is_attention_layer(module: nn.Module) -> bool:
@@ -96,50 +88,54 @@ def is_attention_layer(module: nn.Module) -> bool:
     )
 
 
-def listen(
-    name: str,
-    layer: nn.Module,
-    tell: Callable[[str, Tensor, Tensor, TokenGraph, Tensor | None], None],
-) -> tuple[RemovableHandle, RemovableHandle]:
-    """Add hooks that request the weights of a layer, and remove them from its result.
+@contextmanager
+def listening(
+    model: nn.Module, add: Callable[[str, Tensor, Tensor, TokenGraph, Tensor | None], None]
+) -> Iterator[int]:
+    """Give every call of an attention layer to `add`: its name, weights, output, graph and `valid`.
 
-    Calls in other threads, and those that gradient checkpointing repeats, are not changed.
+    The context yields the number of these layers. Calls in other threads, and those that gradient
+    checkpointing repeats, are not changed.
     """
+    layers = [(name, part) for name, part in model.named_modules() if is_attention_layer(part)]
+    with ExitStack() as stack:
+        for name, layer in layers:
+            _add_hooks(stack, name or type(layer).__name__, layer, add)
+        yield len(layers)
+
+
+def _add_hooks(stack: ExitStack, name: str, layer: nn.Module, add: Callable[..., None]) -> None:
+    """Add hooks that request the weights of a layer, and remove them from its result."""
     # For every running call, whether the caller requests the weights, too.
     wants_weights: list[bool] = []
     thread = threading.get_ident()
 
-    def listens() -> bool:
+    def is_observed() -> bool:
         return threading.get_ident() == thread and not in_backward()
 
-    def ask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-        if not listens():
+    def request(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+        if not is_observed():
             return None
         requested = keywords.get("return_attention_weights", False)
         wants_weights.append(bool(requested))
         return args, {**keywords, "return_attention_weights": requested or "detached"}
 
-    def take(_: nn.Module, args: Any, keywords: dict[str, Any], result: Any) -> Any:
-        if not listens():
+    def remove(_: nn.Module, args: Any, keywords: dict[str, Any], result: Any) -> Any:
+        if not is_observed():
             return None
         output, weights = result
         given = dict(zip(("x", "graph", "context"), args, strict=False)) | keywords
-        context = given.get("context")
-        x = given["x"]
-        graph = as_token_graph(
-            given["graph"], x.shape[-2], (x if context is None else context).shape[-2]
-        )
-        valid = given.get("valid")
-        valid = valid[1] if isinstance(valid, tuple | list) else valid
-        tell(name, weights, output, graph, valid)
+        x, context, valid = given["x"], given.get("context"), given.get("valid")
+        num_sources = (x if context is None else context).shape[-2]
+        graph = as_token_graph(given["graph"], x.shape[-2], num_sources)
+        add(name, weights, output, graph, valid[1] if isinstance(valid, tuple | list) else valid)
         return result if wants_weights.pop() else output
 
     # The first hook runs last before the layer, and the second one runs first after it. So other
     # hooks see the same result as the model.
-    return (
-        layer.register_forward_pre_hook(ask, with_kwargs=True),
-        layer.register_forward_hook(take, prepend=True, with_kwargs=True),
-    )
+    stack.callback(layer.register_forward_pre_hook(request, with_kwargs=True).remove)
+    hook = layer.register_forward_hook(remove, prepend=True, with_kwargs=True)
+    stack.callback(hook.remove)
 
 
 def sinks_per_layer(model: nn.Module, *inputs: Any, token: int = 0, **keywords: Any) -> PerLayer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -20,7 +20,7 @@ from graphattn.diagnostics.attention.call_statistics import (
 )
 from graphattn.diagnostics.attention.calls import Watcher, watching
 from graphattn.diagnostics.attention.operands import Operands
-from graphattn.diagnostics.attention.record import is_attention_layer, listen
+from graphattn.diagnostics.attention.record import is_attention_layer, listening
 from graphattn.diagnostics.attention.rollout import rollout_of_matrices
 from graphattn.diagnostics.attention.same_tokens import by_name
 from graphattn.diagnostics.attention.step_calls import StepOperands
@@ -255,12 +255,7 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     """
     as_choice("keep", keep, ("weights", "mean", "statistics"))
     watcher = _Recorder(as_model(model), as_int("token", token, 0), keep)
-    with ExitStack() as stack:
-        for name, layer in model.named_modules():
-            if is_attention_layer(layer):
-                for handle in listen(name or type(layer).__name__, layer, watcher.record_layer):
-                    stack.callback(handle.remove)
-        stack.enter_context(watching(watcher))
+    with listening(model, watcher.record_layer), watching(watcher):
         yield watcher.recording
     recording, missed = watcher.recording, watcher.missed
     named = "; ".join(f"{name}: {why}" for name, why in missed.items())

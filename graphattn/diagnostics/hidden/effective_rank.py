@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -11,8 +12,7 @@ from torch.func import functional_call
 
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.hidden.blocks import BlockLayout, Layers, choose_layers, layouts
-from graphattn.diagnostics.hidden.disabled import disabled_parameters, without_normalization
-from graphattn.diagnostics.hidden.evaluating import evaluating
+from graphattn.diagnostics.hidden.changes import without_weights
 from graphattn.diagnostics.per_layer import PerLayer
 from graphattn.graphs.arguments import as_choice
 from graphattn.ops.inputs import compute_dtype
@@ -139,22 +139,15 @@ def effective_rank_per_layer(
     as_choice("normalization", normalization, ("enabled", "disabled"))
     as_choice("method", method, ("participation", "entropy"))
     chosen = choose_layers(as_model(model), layers)
-    parameters = {}
-    if weights == "disabled":
-        parameters = disabled_parameters(model, chosen, tuple(projections))
     laid_out = layouts(model, chosen, inputs, keywords)
     rows: list[tuple[str, Tensor]] = []
-    handles = []
-    try:
+    with ExitStack() as stack:
+        # These hooks read the outputs of layers before hooks of norms change them.
         for name, layer in chosen.items():
-            handles.append(layer.register_forward_hook(_look(name, rows, method, laid_out[name])))
-        if normalization == "disabled":
-            handles += without_normalization(chosen)
-        with evaluating(model):
-            functional_call(model, parameters, inputs, keywords)
-    finally:
-        for handle in handles:
-            handle.remove()
+            hook = layer.register_forward_hook(_look(name, rows, method, laid_out[name]))
+            stack.callback(hook.remove)
+        changed = without_weights(model, chosen, weights, normalization, projections)
+        functional_call(model, stack.enter_context(changed), inputs, keywords)
     if not rows:
         raise ValueError(
             "layers must run in this call of the model, but none of them did: choose other layers"

@@ -13,11 +13,12 @@ from torch.func import functional_call
 
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.attention.calls import refuse_compiled
-from graphattn.diagnostics.hidden.attention_off import without_attention
 from graphattn.diagnostics.hidden.blocks import BlockLayout, Layers, choose_layers, layouts
-from graphattn.diagnostics.hidden.disabled import disabled_parameters, without_normalization
-from graphattn.diagnostics.hidden.evaluating import evaluating
-from graphattn.diagnostics.hidden.scaling_in_place import queries_scaled_in_place
+from graphattn.diagnostics.hidden.changes import (
+    queries_scaled_in_place,
+    without_attention,
+    without_weights,
+)
 from graphattn.dynamics.scores import participation_ratio
 from graphattn.dynamics.simulate import covariance_spectrum
 from graphattn.graphs.arguments import as_choice
@@ -38,8 +39,8 @@ class HiddenSpectra:
     Example:
         >>> import torch, graphattn as ga
         >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
-        >>> found = ga.diagnostics.hidden_spectra(model, torch.randint(11, (3, 40)))
-        >>> found.spectra.shape, found.names
+        >>> measured = ga.diagnostics.hidden_spectra(model, torch.randint(11, (3, 40)))
+        >>> measured.spectra.shape, measured.names
         (torch.Size([3, 16]), ('input', 'blocks.0', 'blocks.1'))
     """
 
@@ -143,16 +144,12 @@ def hidden_spectra(
     off = [attention_off] if isinstance(attention_off, str) else list(attention_off)
     if unknown := [name for name in off if name not in blocks]:
         raise ValueError(f"attention_off must name some of {tuple(blocks)}, got {unknown[0]!r}")
-    parameters: dict[str, Tensor] = {}
-    if weights == "disabled":
-        parameters = disabled_parameters(model, blocks, tuple(projections))
     if scaling == "sq_inplace":
         inputs = tuple(map(_copied, inputs))
         keywords = {name: _copied(value) for name, value in keywords.items()}
     rows: list[tuple[str, Tensor]] = []
     laid_out = layouts(model, blocks, inputs, keywords)
     with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
         # These hooks are registered first so that they read the inputs and outputs of a block
         # before the other hooks (normalization, scaling, attention) change them.
         for name, block in blocks.items():
@@ -161,9 +158,8 @@ def hidden_spectra(
             after = block.register_forward_hook(_look_after(rows, layout))
             stack.callback(before.remove)
             stack.callback(after.remove)
-        if normalization == "disabled":
-            for handle in without_normalization(blocks):
-                stack.callback(handle.remove)
+        changed = without_weights(model, blocks, weights, normalization, projections)
+        parameters = stack.enter_context(changed)
         if scaling == "sq_inplace":
             stack.enter_context(queries_scaled_in_place(model, blocks, tuple(projections)))
         if off:
@@ -198,8 +194,8 @@ def spectra_without_attention(
     Example:
         >>> import torch, graphattn as ga
         >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
-        >>> found = ga.diagnostics.spectra_without_attention(model, torch.randint(11, (3, 40)))
-        >>> list(found)
+        >>> by_block = ga.diagnostics.spectra_without_attention(model, torch.randint(11, (3, 9)))
+        >>> list(by_block)
         ['none', 'blocks.0', 'blocks.1']
     """
     if "attention_off" in options:

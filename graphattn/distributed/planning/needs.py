@@ -13,8 +13,7 @@ from torch import Tensor
 
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.seen import Run, seen_by, without
-from graphattn.graphs.structures.composites import Parts, Union
-from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.composites import Parts, Section, Union
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,

@@ -80,15 +80,10 @@ def pair_sizes(batch: Any, num_targets: int, num_sources: int) -> Sizes:
 
 
 def with_borders(graph: TokenGraph, sizes: Sizes, what: str) -> TokenGraph:
-    """Return the graph of an edge list as a batch of these sizes.
-
-    Args:
-        graph: a graph that stores a list of edges.
-        sizes: (targets, sources) of every item.
-        what: the name of the argument with the edges, for the error message.
+    """Return a graph that stores a list of edges as a batch of these (targets, sources).
 
     Raises:
-        ValueError: if an edge joins tokens of two items.
+        ValueError: if an edge joins tokens of two items; it names the argument `what`.
     """
     part_of_target, part_of_source = (
         torch.arange(len(sizes)).repeat_interleave(

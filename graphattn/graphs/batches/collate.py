@@ -90,18 +90,9 @@ def collate(
     declared = declared_kinds(
         checked_items, token=token_fields, source=source_fields, edge=edge_fields, item=item_fields
     )
-    columns = Columns(checked_items, declared)
-    graphs, orders = columns.graphs(graph)
-    sizes = [(own.num_targets, own.num_sources) for own in graphs]
-    kinds = columns.kinds(graphs, sizes)
-    for name, kind in kinds.items():
-        if kind != "item":
-            columns.check_rows(name, kind, graphs, sizes)
-        if kind == "edge":
-            columns.sort_edges(name, orders)
-    shape = None
-    if padding:
-        shape = (max(n for n, _ in sizes), max(m for _, m in sizes))
+    columns = Columns(checked_items, declared, graph)
+    graphs, sizes, kinds = columns.graphs, columns.sizes, columns.kinds
+    shape = (max(n for n, _ in sizes), max(m for _, m in sizes)) if padding else None
     fill = _fill_values(padding_value, kinds, bool(padding))
     joined: set[str] = set()
     fields: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -58,7 +59,7 @@ class Item:
             )
         self.graph = graphs[0] if graphs[1] is None else graphs[1]
 
-    def says(self, name: str) -> str:
+    def label(self, name: str) -> str:
         return f"items[{self.place}]" + (f".{name}" if self.data is not None else f"[{name!r}]")
 
 
@@ -144,15 +145,100 @@ def declared_kinds(items: list[Item], **names: Iterable[str]) -> dict[str, Kind]
 
 
 class Columns:
-    """The fields of all items, one list of values for each name."""
+    """The fields of all items, one list of values for each name, and the graphs of the items.
 
-    def __init__(self, items: list[Item], declared: dict[str, Kind]) -> None:
+    Attributes:
+        values: the values of every field, by name.
+        graphs: the graph of every item.
+        sizes: the (targets, sources) of every graph.
+        kinds: the kind of every field.
+    """
+
+    def __init__(
+        self,
+        items: list[Item],
+        declared: dict[str, Kind],
+        build: Callable[[int], TokenGraph] | None,
+    ) -> None:
+        """Make the graphs by `build`, from numbers of tokens, if the items have none."""
+        if build is not None and not callable(build):
+            raise ValueError(
+                "graph must be a function of the number of tokens, such as graphattn.complete_graph"
+                f" or lambda n: graphattn.window_path_graph(n, 2), got a {type(build).__name__}"
+            )
         self.items, self.declared = items, declared
         self.values = {
             name: _as_tensors([item.fields[name] for item in items]) for name in items[0].fields
         }
+        self.graphs: list[TokenGraph] = []
+        # For an item with an `edge_index`, the permutation that sorted it.
+        self._orders: list[Tensor | None] = []
+        for item in items:
+            graph, order = self._graph_of(item, build)
+            self.graphs.append(graph)
+            self._orders.append(order)
+        self.sizes = [(graph.num_targets, graph.num_sources) for graph in self.graphs]
+        self.kinds = {name: self._kind(name) for name in self.values}
+        for name, kind in self.kinds.items():
+            if kind != "item":
+                self._check_rows(name, kind)
+            if kind == "edge":  # in the order of the edges of the graphs
+                self.values[name] = [
+                    value if order is None else value[order.to(value.device)]
+                    for value, order in zip(self.values[name], self._orders, strict=True)
+                ]
 
-    def kind_by_name(self, name: str) -> Kind | None:
+    def _graph_of(
+        self, item: Item, build: Callable[[int], TokenGraph] | None
+    ) -> tuple[TokenGraph, Tensor | None]:
+        if item.graph is None and build is None:
+            raise ValueError(
+                f"items[{item.place}] has no graph under 'graph' or 'edge_index': give "
+                "graph=, a function of the number of tokens, such as graphattn.complete_graph"
+            )
+        if item.graph is not None and build is not None:
+            raise ValueError(
+                f"graph must be None if items have graphs, but items[{item.place}] has a graph "
+                "and graph= is given: remove one of the two"
+            )
+        if isinstance(item.graph, TokenGraph):
+            return item.graph, None
+        num_tokens = self._num_tokens(item)
+        if build is None:
+            try:
+                return from_edge_index(item.graph, num_tokens, return_permutation=True)
+            except ValueError as error:
+                raise ValueError(f"{item.label('edge_index')}: {error}") from None
+        graph = build(num_tokens)
+        if not isinstance(graph, TokenGraph) or graph.num_targets != num_tokens:
+            raise ValueError(
+                f"graph must make a TokenGraph of {num_tokens} tokens for "
+                f"items[{item.place}], got {graph!r}"
+            )
+        return graph, None
+
+    def _num_tokens(self, item: Item) -> int:
+        """Count the tokens of an item that has no TokenGraph."""
+        if item.num_tokens is not None:
+            return item.num_tokens
+        for name, values in self.values.items():
+            value = values[item.place]
+            if self._kind_by_name(name) == "token" and isinstance(value, Tensor) and value.dim():
+                return len(value)
+        raise ValueError(
+            f"items[{item.place}] has an unknown number of tokens, because it has no field "
+            f"{', '.join(sorted(TOKEN_NAMES))}: name a field with one entry per token by "
+            "token_fields="
+        )
+
+    def _kind(self, name: str) -> Kind:
+        """Return the kind of a field, by its name or, if that says nothing, by its length."""
+        kind = self._kind_by_name(name) or self._kind_by_length(name)
+        if kind != "item" or name not in self.declared:
+            self._refuse_indices(name)
+        return kind
+
+    def _kind_by_name(self, name: str) -> Kind | None:
         if name in self.declared:
             return self.declared[name]
         if name in TOKEN_NAMES:
@@ -161,103 +247,13 @@ class Columns:
             return "source"
         return "edge" if name.startswith("edge_") else None
 
-    def graphs(
-        self, build: Callable[[int], TokenGraph] | None
-    ) -> tuple[list[TokenGraph], list[Tensor | None]]:
-        """Return every item's graph and, for an item with an `edge_index`, how that was sorted.
-
-        Args:
-            build: makes a graph from a number of tokens, if the items have no graphs.
-        """
-        if build is not None and not callable(build):
-            raise ValueError(
-                "graph must be a function of the number of tokens, such as graphattn.complete_graph"
-                f" or lambda n: graphattn.window_path_graph(n, 2), got a {type(build).__name__}"
-            )
-        graphs: list[TokenGraph] = []
-        orders: list[Tensor | None] = []
-        for item in self.items:
-            if item.graph is None and build is None:
-                raise ValueError(
-                    f"items[{item.place}] has no graph under 'graph' or 'edge_index': give "
-                    "graph=, a function of the number of tokens, such as graphattn.complete_graph"
-                )
-            if item.graph is not None and build is not None:
-                raise ValueError(
-                    f"graph must be None if items have graphs, but items[{item.place}] has a graph "
-                    "and graph= is given: remove one of the two"
-                )
-            graph, order = item.graph, None
-            if build is not None:
-                graph = build(self.num_tokens(item))
-                if not isinstance(graph, TokenGraph) or graph.num_targets != self.num_tokens(item):
-                    raise ValueError(
-                        f"graph must make a TokenGraph of {self.num_tokens(item)} tokens for "
-                        f"items[{item.place}], got {graph!r}"
-                    )
-            elif not isinstance(graph, TokenGraph):
-                try:
-                    graph, order = from_edge_index(
-                        graph, self.num_tokens(item), return_permutation=True
-                    )
-                except ValueError as error:
-                    raise ValueError(f"{item.says('edge_index')}: {error}") from None
-            graphs.append(graph)
-            orders.append(order)
-        return graphs, orders
-
-    def num_tokens(self, item: Item) -> int:
-        """Count the tokens of an item that has no TokenGraph."""
-        if item.num_tokens is not None:
-            return item.num_tokens
-        for name, values in self.values.items():
-            value = values[item.place]
-            if self.kind_by_name(name) == "token" and isinstance(value, Tensor) and value.dim():
-                return len(value)
-        raise ValueError(
-            f"items[{item.place}] has an unknown number of tokens, because it has no field "
-            f"{', '.join(sorted(TOKEN_NAMES))}: name a field with one entry per token by "
-            "token_fields="
-        )
-
-    def kinds(self, graphs: list[TokenGraph], sizes: list[tuple[int, int]]) -> dict[str, Kind]:
-        """Return the kind of every field, by its name or, if that says nothing, by its length."""
-        kinds: dict[str, Kind] = {}
-        for name in self.values:
-            kind = self.kind_by_name(name)
-            kinds[name] = self.kind_by_length(name, graphs, sizes) if kind is None else kind
-            if kinds[name] != "item" or name not in self.declared:
-                self._refuse_indices(name)
-        return kinds
-
-    def _refuse_indices(self, name: str) -> None:
-        """Raise ValueError for fields that hold indices of nodes.
-
-        PyG adds the number of nodes before an item to such fields. Here they are not changed, so
-        joining them would give wrong indices.
-        """
-        for item in self.items:
-            value = item.fields[name]
-            if item.data is None or not isinstance(value, Tensor):
-                continue
-            step = item.data.__inc__(name, value)
-            if (isinstance(step, Tensor) and step.any()) or (
-                not isinstance(step, Tensor) and step != 0
-            ):
-                raise ValueError(
-                    f"{item.says(name)} holds indices of nodes, which PyG would shift from item to "
-                    f"item: with item_fields=({name!r},) the indices of each item stay unchanged"
-                )
-
-    def kind_by_length(
-        self, name: str, graphs: list[TokenGraph], sizes: list[tuple[int, int]]
-    ) -> Kind:
+    def _kind_by_length(self, name: str) -> Kind:
         values = self.values[name]
         if not all(isinstance(value, Tensor) and value.dim() for value in values):
             return "item"
-        bipartite = any(n != m for n, m in sizes)
+        bipartite = any(n != m for n, m in self.sizes)
         fits: list[set[Kind]] = []
-        for value, graph, (n, m) in zip(values, graphs, sizes, strict=True):
+        for value, graph, (n, m) in zip(values, self.graphs, self.sizes, strict=True):
             lengths: dict[Kind, int] = {"token": n, "edge": graph.num_edges}
             if bipartite:
                 lengths["source"] = m
@@ -285,35 +281,42 @@ class Columns:
             f"{meant}_fields=({name!r},) or item_fields=({name!r},)"
         )
 
-    def check_rows(
-        self, name: str, kind: Kind, graphs: list[TokenGraph], sizes: list[tuple[int, int]]
-    ) -> None:
+    def _refuse_indices(self, name: str) -> None:
+        """Raise ValueError for fields that hold indices of nodes.
+
+        PyG adds the number of nodes before an item to such fields. Here they are not changed, so
+        joining them would give wrong indices.
+        """
+        for item in self.items:
+            value = item.fields[name]
+            if item.data is None or not isinstance(value, Tensor):
+                continue
+            step = item.data.__inc__(name, value)
+            if bool(step.any() if isinstance(step, Tensor) else step != 0):
+                raise ValueError(
+                    f"{item.label(name)} holds indices of nodes, which PyG would shift from item "
+                    f"to item: with item_fields=({name!r},) the indices of each item stay unchanged"
+                )
+
+    def _check_rows(self, name: str, kind: Kind) -> None:
         """Check a field per token, source or edge.
 
         All its values must be tensors [rows of the item, ...] of one dtype, on one device, and
         equal in the dimensions after the first.
         """
-        first = self.values[name][0]
+        values = self.values[name]
         for item, value, graph, (n, m) in zip(
-            self.items, self.values[name], graphs, sizes, strict=True
+            self.items, values, self.graphs, self.sizes, strict=True
         ):
-            rows = {"token": n, "source": m}.get(kind)
-            rows = graph.num_edges if rows is None else rows
+            rows = n if kind == "token" else m if kind == "source" else graph.num_edges
             if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != rows:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
-                    f"{item.says(name)} must be a tensor of shape [{rows}, ...] with one entry per "
-                    f"{kind} of its graph, got {got}: if it is one value per item, say "
+                    f"{item.label(name)} must be a tensor of shape [{rows}, ...] with one entry "
+                    f"per {kind} of its graph, got {got}: if it is one value per item, say "
                     f"item_fields=({name!r},)"
                 )
-            _check_alike(name, first, value, item.place, 1)
-
-    def sort_edges(self, name: str, orders: list[Tensor | None]) -> None:
-        """Sort the values of a field per edge as its edges were sorted."""
-        self.values[name] = [
-            value if order is None else value[order.to(value.device)]
-            for value, order in zip(self.values[name], orders, strict=True)
-        ]
+            _check_alike(name, values[0], value, item.place, 1)
 
     def per_item(self, name: str, joined: set[str]) -> Any:
         """Join a field per item: stack numbers and tensors of one shape, or else return a list."""
@@ -359,11 +362,9 @@ def _as_tensors(values: list[Any]) -> list[Any]:
         return values
     # An empty list has no dtype of its own: torch.tensor([]) is always float32.
     dtypes = {tensor.dtype for tensor in tensors if tensor.numel()}
-    if len(dtypes) == 0:
+    if not dtypes:
         return tensors
-    dtype = dtypes.pop()
-    for other in dtypes:
-        dtype = torch.promote_types(dtype, other)
+    dtype = reduce(torch.promote_types, dtypes)
     return [tensor.to(dtype) for tensor in tensors]
 
 

@@ -64,7 +64,7 @@ class TokenBatch:
         (tensor([0, 1, 0, 1, 2]), tensor([0, 2, 5], dtype=torch.int32))
         >>> model = ga.models.SequenceEncoder(vocab_size=5, dim=8, depth=1, heads=2)
         >>> logits = model(batch.tokens, batch.graph)
-        >>> [own.shape for own in batch.unpack(logits)]
+        >>> [rows.shape for rows in batch.unpack(logits)]
         [torch.Size([2, 5]), torch.Size([3, 5])]
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -38,21 +39,15 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
         )
     if a.device != b.device:
         raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
-    if a.sizes != b.sizes:
-        raise ValueError(
-            "a and b must have the same tokens, but their sequences have different (target, "
-            f"source) sizes: {a.sizes} and {b.sizes}"
-        )
-    if a.starts != b.starts:
-        raise ValueError(
-            "a and b must have the same tokens, but their (target, source) positions begin at "
-            f"different numbers: {a.starts} and {b.starts}"
-        )
-    positions = a.own_positions or b.own_positions
-    if positions is not None and not (
-        torch.equal(a.positions, b.positions)
-        and torch.equal(a.source_positions, b.source_positions)
+    for difference, of_a, of_b in (
+        ("their sequences have different (target, source) sizes", a.sizes, b.sizes),
+        ("their (target, source) positions begin at different numbers", a.starts, b.starts),
     ):
+        if of_a != of_b:
+            raise ValueError(
+                f"a and b must have the same tokens, but {difference}: {of_a} and {of_b}"
+            )
+    if not a.has_positions_of(b):
         raise ValueError(
             "a and b must have the same tokens, but their positions differ: if one of them is the "
             "result of TokenGraph.permute, permute the other one, too"
@@ -83,7 +78,7 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
         is_causal=a.is_causal and b.is_causal,
         has_causal_part=a.has_causal_part and b.has_causal_part,
         device=a.device,
-        positions=positions,
+        positions=a.own_positions or b.own_positions,
     )
 
 
@@ -119,11 +114,9 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         raise ValueError(f"graphs must be on one device, got {sorted(map(str, devices))}")
     structure = edge_index = neighbors = None
     if all(graph.structure is not None for graph in graphs):
-        parts: list = []
-        for graph in graphs:
-            inner = graph.structure
-            parts.extend(inner.parts if isinstance(inner, Parts) else (inner,))
-        structure = Parts(tuple(parts))
+        inner = [graph.structure for graph in graphs]
+        parts = [s.parts if isinstance(s, Parts) else (s,) for s in inner if s is not None]
+        structure = Parts(tuple(itertools.chain.from_iterable(parts)))
     elif all(graph.is_table for graph in graphs):
         neighbors = _joined_tables(graphs)
     else:

@@ -315,12 +315,7 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 def _per_axis(name: str, value: Any, axes: int, least: int, least_of_one: int) -> tuple[int, ...]:
     """Return one integer per axis, from one for all axes or one for each.
 
-    Args:
-        name: the argument's name, for error messages.
-        value: the argument.
-        axes: the number of axes.
-        least: the smallest value that is allowed for all axes together, and for at least one axis.
-        least_of_one: the smallest value that is allowed for a single axis.
+    One for all, and at least one of several, must be >= `least`; all must be >= `least_of_one`.
     """
     if not isinstance(value, Sequence) or isinstance(value, str):
         return (as_int(name, value, least),) * axes

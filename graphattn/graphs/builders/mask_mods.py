@@ -182,7 +182,7 @@ class _Mask:
         b, h, q, kv = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(4))
         with _Readers(b, h) as readers:
             self._called(lambda: self.mask_mod(b, h, q, kv))
-        return readers.found[0], readers.found[1]
+        return readers.are_read[0], readers.are_read[1]
 
     def at(self, rows: Tensor, columns: Tensor, b: int = 0, h: int = 0) -> Tensor:
         """Evaluate the mask at some pairs, elementwise."""
@@ -276,14 +276,14 @@ class _Readers(TorchFunctionMode):
 
     def __init__(self, *watched: Tensor) -> None:
         super().__init__()
-        self.watched, self.found = watched, [False] * len(watched)
+        self.watched, self.are_read = watched, [False] * len(watched)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = getattr(func, "__name__", "")
         if not (name.startswith("new_") or name.endswith("_like") or name == "__get__"):
             given = [*tree_leaves(args), *tree_leaves(kwargs or {})]
             for k, tensor in enumerate(self.watched):
-                self.found[k] |= any(item is tensor for item in given)
+                self.are_read[k] |= any(item is tensor for item in given)
         return func(*args, **(kwargs or {}))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphattn.graphs.arguments import as_int
-from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.composites import Section
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, Cycle
 from graphattn.graphs.token_graph import TokenGraph
 

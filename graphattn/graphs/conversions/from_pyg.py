@@ -99,9 +99,12 @@ def from_pyg(
         TokenGraph(num_targets=3, num_sources=6, num_edges=2)
     """
     if hasattr(data, "edge_types"):  # a HeteroData
-        edge_type = _edge_type_of(data, edge_type)
+        edge_type = source, _, target = _edge_type_of(data, edge_type)
         store, name = data[edge_type], f"data[{edge_type}]"
-        graph, permutation = _from_hetero(data, edge_type)
+        if getattr(store, "edge_index", None) is None:
+            raise ValueError(f"{name} must have an edge_index, got {store}")
+        ends = [(data[node_type], f"data[{node_type!r}]") for node_type in (target, source)]
+        graph, permutation = _from_stores(store, ends)
     elif edge_type is not None:
         raise ValueError(
             f"edge_type must be None unless data is a HeteroData, got {edge_type!r} with a "
@@ -152,15 +155,12 @@ def _from_homogeneous(data: Any) -> tuple[TokenGraph, Tensor]:
                 "use from_edge_index(edge_index, num_targets, num_sources)"
             )
         return from_edge_index(data, num_targets, num_sources, return_permutation=True)
-    edge_index = getattr(data, "edge_index", None)
-    if edge_index is None:
+    if getattr(data, "edge_index", None) is None:
         raise ValueError(
             "data must be a PyG Data with an edge_index, an EdgeIndex or a HeteroData, "
             f"got {type(data).__name__}"
         )
-    num_nodes = _num_nodes(data, "data")
-    graph, permutation = from_edge_index(edge_index, num_nodes, return_permutation=True)
-    return _with_borders(graph, data, data), permutation
+    return _from_stores(data, [(data, "data"), (data, "data")])
 
 
 def _edge_type_of(data: Any, edge_type: EdgeType | None) -> EdgeType:
@@ -173,18 +173,11 @@ def _edge_type_of(data: Any, edge_type: EdgeType | None) -> EdgeType:
     return edge_type
 
 
-def _from_hetero(data: Any, edge_type: EdgeType) -> tuple[TokenGraph, Tensor]:
-    """Return the graph of one edge type, and the permutation that sorted its edges."""
-    source, _, target = edge_type
-    num_targets = _num_nodes(data[target], f"data[{target!r}]")
-    num_sources = _num_nodes(data[source], f"data[{source!r}]")
-    edge_index = getattr(data[edge_type], "edge_index", None)
-    if edge_index is None:
-        raise ValueError(f"data[{edge_type}] must have an edge_index, got {data[edge_type]}")
-    graph, permutation = from_edge_index(
-        edge_index, num_targets, num_sources, return_permutation=True
-    )
-    return _with_borders(graph, data[target], data[source]), permutation
+def _from_stores(edges: Any, ends: list[tuple[Any, str]]) -> tuple[TokenGraph, Tensor]:
+    """Return the graph between the stores of targets and sources, which have names for errors."""
+    sizes = [_num_nodes(store, name) for store, name in ends]
+    graph, permutation = from_edge_index(edges.edge_index, *sizes, return_permutation=True)
+    return _with_borders(graph, *(store for store, _ in ends)), permutation
 
 
 def _num_nodes(store: Any, name: str) -> int:

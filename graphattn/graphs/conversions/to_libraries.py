@@ -13,14 +13,13 @@ from graphattn.graphs.edges.storage import StoredGraph
 if TYPE_CHECKING:
     import networkx
     import scipy.sparse
-    from torch_geometric.data import Data, HeteroData
 
 
 def pyg_of(
     graph: StoredGraph,
     edge_type: tuple[str, str, str] | None,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
     *,
     as_data: bool = False,
 ) -> Any:
@@ -35,44 +34,36 @@ def pyg_of(
         _check_per_edge(graph, "edge_attr", edge_attr)
     if edge_weight is not None:
         _check_per_edge(graph, "edge_weight", edge_weight, dims=1)
-    stores: tuple[Any, Any, Any]  # targets, sources, edges
-    data: Data | HeteroData
-    if edge_type is None:
-        if edge_attr is None and edge_weight is None and not as_data:
-            return EdgeIndex(
-                graph.edge_index,
-                sparse_size=(graph.num_sources, graph.num_targets),
-                sort_order="col",
-            )
-        if any(targets != sources for targets, sources in graph.sizes):
-            raise ValueError(
-                "edge_type must be given, such as ('source', 'to', 'target'), if targets and "
-                "sources are not equally many, because a Data has one kind of nodes; the "
-                f"(targets, sources) of this graph are {graph.sizes}"
-            )
-        if len(graph.sizes) > 1:
-            return _pyg_batch_of_parts(graph, edge_type, edge_attr, edge_weight)
-        data = Data(edge_index=graph.edge_index)
-        stores = (data, data, data)
-    else:
+    given = {"edge_attr": edge_attr, "edge_weight": edge_weight}
+    values = {name: value for name, value in given.items() if value is not None}
+    differ = any(targets != sources for targets, sources in graph.sizes)
+    source = target = ""
+    if edge_type is not None:
         source, _, target = as_edge_type(edge_type)
-        if source == target and any(targets != sources for targets, sources in graph.sizes):
+        if source == target and differ:
             raise ValueError(
                 "edge_type must name two node types if targets and sources are not equally many, "
                 f"got {edge_type} for a graph whose (targets, sources) are {graph.sizes}"
             )
-        if len(graph.sizes) > 1:
-            return _pyg_batch_of_parts(graph, edge_type, edge_attr, edge_weight)
-        data = HeteroData()
-        stores = (data[target], data[source], data[edge_type])
-        # A plain tensor, because PyG cannot coalesce a HeteroData that has an EdgeIndex.
-        stores[2].edge_index = graph.edge_index
-    for side in (0, 1):
-        stores[side].num_nodes = graph.num_sources if side else graph.num_targets
-    if edge_attr is not None:
-        stores[2].edge_attr = edge_attr
-    if edge_weight is not None:
-        stores[2].edge_weight = edge_weight
+    elif not values and not as_data:
+        sparse_size = graph.num_sources, graph.num_targets
+        return EdgeIndex(graph.edge_index, sparse_size=sparse_size, sort_order="col")
+    elif differ:
+        raise ValueError(
+            "edge_type must be given, such as ('source', 'to', 'target'), if targets and sources "
+            "are not equally many, because a Data has one kind of nodes; the (targets, sources) of "
+            f"this graph are {graph.sizes}"
+        )
+    if len(graph.sizes) > 1:
+        return _pyg_batch_of_parts(graph, edge_type, values)
+    data: Any = Data() if edge_type is None else HeteroData()
+    edges = data if edge_type is None else data[edge_type]
+    # A plain tensor, because PyG cannot coalesce a HeteroData that has an EdgeIndex.
+    edges.edge_index = graph.edge_index
+    for node_type, count in ((target, graph.num_targets), (source, graph.num_sources)):
+        (data if edge_type is None else data[node_type]).num_nodes = count
+    for name, value in values.items():
+        edges[name] = value
     return data
 
 
@@ -81,10 +72,7 @@ def pyg_batch_of_items(
 ) -> Any:
     """Make a PyG Batch of the items of a TokenBatch: see ``TokenBatch.to_pyg``.
 
-    Args:
-        sizes: (targets, sources) of every item.
-        edges: the edges [2, E] of every item, in which the first token of the item has number 0.
-        fields: the fields of every item, by name.
+    In `edges` [2, E] of every item, the first token of the item has the number 0.
     """
     from torch_geometric.data import Batch, Data
 
@@ -94,8 +82,8 @@ def pyg_batch_of_items(
             f"has one kind of nodes, but the (targets, sources) of the items are {sizes}"
         )
     items = []
-    for (num_tokens, _), own_edges, own in zip(sizes, edges, fields, strict=True):
-        data = Data(edge_index=own_edges, **own)
+    for (num_tokens, _), edge_index, values in zip(sizes, edges, fields, strict=True):
+        data = Data(edge_index=edge_index, **values)
         data.num_nodes = num_tokens
         items.append(data)
     return Batch.from_data_list(items)
@@ -150,10 +138,7 @@ def _check_per_edge(graph: StoredGraph, name: str, value: Any, dims: int | None 
 
 
 def _pyg_batch_of_parts(
-    graph: StoredGraph,
-    edge_type: tuple[str, str, str] | None,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
+    graph: StoredGraph, edge_type: tuple[str, str, str] | None, values: dict[str, Tensor]
 ) -> Any:
     """Make a PyG Batch of the two graphs or more in a batch, without a loop over them.
 
@@ -163,15 +148,10 @@ def _pyg_batch_of_parts(
     from torch_geometric.data import Batch
 
     device = graph.device
-    none = type(graph)(
-        edge_index=torch.empty((2, 0), dtype=torch.int64, device=device),
-        num_targets=0,
-        num_sources=0,
-    )
-    given = {"edge_attr": edge_attr, "edge_weight": edge_weight}
-    values = {name: value for name, value in given.items() if value is not None}
-    of_no_edges = (None if value is None else value[:0] for value in given.values())
-    empty = pyg_of(none, edge_type, *of_no_edges, as_data=True)
+    no_edges = torch.empty((2, 0), dtype=torch.int64, device=device)
+    none = type(graph)(edge_index=no_edges, num_targets=0, num_sources=0)
+    of_no_edges = {name: value[:0] for name, value in values.items()}
+    empty = pyg_of(none, edge_type, **of_no_edges, as_data=True)
     batch = Batch.from_data_list([empty, empty])
     targets, sources = (torch.tensor([size[side] for size in graph.sizes]) for side in (0, 1))
     first_target, first_source = (_starts(sizes) for sizes in (targets, sources))

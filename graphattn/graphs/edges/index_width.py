@@ -23,14 +23,10 @@ def are_narrow(device: torch.device, *sizes: int) -> bool:
 
 
 def as_stored(index: Tensor, *sizes: int) -> Tensor:
-    """Convert an index to the width in which a graph stores it.
+    """Convert an index of tokens or edges to the width in which a graph stores it.
 
-    It is int32 if the index is on a CPU and all `sizes` fit, and int64 otherwise. Under
-    torch.compile it is int64, because sizes may be unknown.
-
-    Args:
-        index: numbers of tokens, of edges, or of places in a list of edges.
-        sizes: how many tokens, edges or places there are.
+    It is int32 if the index is on a CPU and all `sizes` (numbers of tokens, edges or places) fit,
+    and int64 otherwise. Under torch.compile it is int64, because sizes may be unknown.
     """
     traced = torch.compiler.is_dynamo_compiling() or (
         torch.compiler.is_compiling() and makes_fakes()  # torch.export, without strict=True

@@ -6,7 +6,7 @@ the memory of the final list. For a few rows at a time, these tables are small a
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,8 @@ AT_ONCE = 1 << 18  # edges of a piece, roughly: a few megabytes including the ta
 def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False) -> Tensor:
     """Make the sorted edge list [2, E] of a table of neighbours [N, k], in its dtype.
 
-    On a GPU this waits for the device, because the number of edges has to be read.
-
-    Args:
-        index: the sources of every row in any order (unless `is_sorted`); -1 stands for no source.
-        first_row: the target of row 0.
-        is_sorted: whether every row is in ascending order already.
+    Row 0 is the target `first_row`, and -1 stands for no source. On a GPU this waits for the
+    device, because the number of edges has to be read.
     """
     if not is_sorted:
         index = index.sort(dim=1).values
@@ -50,21 +46,9 @@ def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False)
     return masked_rows(index, row, is_source)
 
 
-@overload
-def sorted_edge_list(
-    edge_index: Any, num_targets: int, num_sources: int, *, return_permutation: Literal[True] = True
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def sorted_edge_list(
-    edge_index: Any, num_targets: int, num_sources: int, *, return_permutation: bool
-) -> tuple[Tensor, Tensor | None]: ...
-
-
 def sorted_edge_list(
     edge_index: Any, num_targets: int, num_sources: int, *, return_permutation: bool = True
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """Check and sort an edge list; return it with the permutation that sorts the caller's edges.
 
     The list is a new tensor in the width in which a graph stores it
@@ -157,7 +141,7 @@ def _fill(structure: GraphStructure, edges: Tensor) -> None:
 
 def _fill_parts(parts: Parts, edges: Tensor) -> None:
     first = 0
-    for part, t0, s0 in zip(parts.parts, parts.target_ptr, parts.source_ptr, strict=False):
+    for part, t0, s0 in parts.placed():
         part_edges = edges[:, first : first + part.num_edges()]
         if part_edges.shape[1] > AT_ONCE:
             _fill(part, part_edges)

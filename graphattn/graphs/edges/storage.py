@@ -17,9 +17,8 @@ from graphattn.graphs.edges.lists import (
     sorted_edge_list,
 )
 from graphattn.graphs.edges.stored_values import usable_for_training
-from graphattn.graphs.structures.composites import Parts
+from graphattn.graphs.structures.composites import Parts, Section
 from graphattn.graphs.structures.graph_code import encode
-from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Device, GraphStructure
 from graphattn.kernels.shared.stored import (
     NOT_STORED,
@@ -72,8 +71,15 @@ class StoredGraph:
             device = listed.device
         assert num_targets is not None
         assert num_sources is not None
-        if neighbors is not None:
-            _check_neighbors(neighbors, num_targets)
+        if neighbors is not None and (
+            neighbors.dtype not in (torch.int64, torch.int32)
+            or neighbors.dim() != 2
+            or len(neighbors) != num_targets
+        ):  # The entries are not checked, because reading them would wait for the device.
+            raise ValueError(
+                f"neighbors must be an int64 tensor [{num_targets}, k] (num_targets = "
+                f"{num_targets}), got {neighbors.dtype} of shape {list(neighbors.shape)}"
+            )
         self._num_targets = num_targets
         self._num_sources = num_sources
         self._structure = structure
@@ -98,7 +104,9 @@ class StoredGraph:
             self._neighbors, self._edge_index = neighbors, edge_index
             # Positions that do not just count the tokens, as after `permute`. Those of the sources
             # are None if they are the same as those of the targets.
-            of_targets, of_sources = _own_positions(positions)
+            of_targets, of_sources = positions or (None, None)
+            if of_sources is of_targets:
+                of_sources = None
             self._own_positions = usable_for_training(of_targets)
             self._own_source_positions = usable_for_training(of_sources)
         self._forget()
@@ -121,7 +129,8 @@ class StoredGraph:
         self._transpose_permutation: Tensor | None = None
         self._derived: dict[Any, Any] = {}
         # On a GPU: the attributes that were derived or copied, and the stream that did it.
-        self._on_streams: dict[str, OnStream[Any]] | None = _streams_on(self._device)
+        on_gpu = self._device.type == "cuda"
+        self._on_streams: dict[str, OnStream[Any]] | None = {} if on_gpu else None
 
     def storing(self) -> AbstractContextManager[object]:
         """Context in which to make what is stored for this graph; see :func:`kept_for_training`.
@@ -538,15 +547,19 @@ class StoredGraph:
         """Positions of targets and sources after :meth:`permute`; None if they count the tokens."""
         return None if self._own_positions is None else (self.positions, self.source_positions)
 
+    def has_positions_of(self, other: StoredGraph) -> bool:
+        """Whether the tokens have the same positions as in a graph of the same sizes and starts."""
+        if self._own_positions is None and other._own_positions is None:
+            return True
+        return torch.equal(self.positions, other.positions) and torch.equal(
+            self.source_positions, other.source_positions
+        )
+
     def _counted(self, side: int) -> Tensor:
         """Count the positions of targets (side 0) or sources (side 1) in every sequence."""
         runs = zip(self._starts, self._sizes, strict=True)
-        return torch.cat(
-            [
-                torch.arange(start[side], start[side] + size[side], device=self._device)
-                for start, size in runs
-            ]
-        )
+        runs_of_side = [(start[side], start[side] + size[side]) for start, size in runs]
+        return torch.cat([torch.arange(*run, device=self._device) for run in runs_of_side])
 
     # Devices, comparison, pickling.
 
@@ -579,7 +592,7 @@ class StoredGraph:
         changed._device = device
         changed._transposed = None
         changed._wide, changed._derived = {}, {}
-        changed._on_streams = _streams_on(device)
+        changed._on_streams = {} if device.type == "cuda" else None
         has_tensors = self.listed is not None or self._own_positions is not None
         changed._is_constant = self._is_constant and not (makes_fakes() and has_tensors)
         for name, value in list(vars(changed).items()):
@@ -649,18 +662,12 @@ class StoredGraph:
             return NotImplemented
         if self is other:
             return True
-        if (self._num_targets, self._num_sources, self._sizes, self._starts) != (
-            other._num_targets,
-            other._num_sources,
-            other._sizes,
-            other._starts,
-        ) or self.num_edges != other.num_edges:
+        if (self._sizes, self._starts) != (other._sizes, other._starts):
+            return False
+        if self.num_edges != other.num_edges:
             return False
         other = other.to(self._device)
-        if (self._own_positions is not None or other._own_positions is not None) and not (
-            torch.equal(self.positions, other.positions)
-            and torch.equal(self.source_positions, other.source_positions)
-        ):
+        if not self.has_positions_of(other):
             return False
         if self._structure is not None and self._structure == other._structure:
             return True
@@ -685,22 +692,6 @@ class StoredGraph:
         return f"TokenGraph({', '.join(facts)})"
 
 
-def _check_neighbors(table: Tensor, num_targets: int) -> None:
-    """Check the shape and dtype of a table of neighbours.
-
-    The entries are not checked, because reading them would wait for the device.
-    """
-    if (
-        table.dtype not in (torch.int64, torch.int32)
-        or table.dim() != 2
-        or len(table) != num_targets
-    ):
-        raise ValueError(
-            f"neighbors must be an int64 tensor [{num_targets}, k] (num_targets = {num_targets}), "
-            f"got {table.dtype} of shape {list(table.shape)}"
-        )
-
-
 def _starts_of(
     starts: tuple[tuple[int, int], ...], sizes: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
@@ -711,20 +702,6 @@ def _starts_of(
         (target if n else 0, source if m else 0)
         for (target, source), (n, m) in zip(starts, sizes, strict=True)
     )
-
-
-def _streams_on(device: torch.device) -> dict[str, OnStream[Any]] | None:
-    return {} if device.type == "cuda" else None
-
-
-def _own_positions(
-    positions: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor | None] | tuple[None, None]:
-    """Return positions of targets and sources; None for the sources if both are the same tensor."""
-    if positions is None:
-        return None, None
-    of_targets, of_sources = positions
-    return of_targets, None if of_sources is of_targets else of_sources
 
 
 def _saved_positions(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -747,9 +724,7 @@ def _saved_positions(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
 def _structure_name(structure: GraphStructure) -> str:
     if isinstance(structure, Parts) and len(structure.parts) > 3:
         return f"Parts of {len(structure.parts)}"
-    parts = (
-        (structure.whole,) if isinstance(structure, Section) else getattr(structure, "parts", ())
-    )
-    inner = ", ".join(_structure_name(part) for part in parts)
+    whole = (structure.whole,) if isinstance(structure, Section) else ()
+    inner = ", ".join(map(_structure_name, getattr(structure, "parts", whole)))
     name = type(structure).__name__
     return f"{name}({inner})" if inner else name

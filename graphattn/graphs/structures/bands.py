@@ -13,8 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structures.composites import Parts, Union, union_of
-from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.composites import Parts, Section, Union, union_of
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared.stored import stores_results
@@ -77,18 +76,7 @@ def has_bands(structure: GraphStructure) -> bool:
 
 @stores_results(64)
 def bands_of(structure: GraphStructure) -> Bands | None:
-    """Make the table of a structure; None if it is not made of bands.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.structures.bands import bands_of
-        >>> graph = ga.batch([ga.causal_window_graph(9, window=4), ga.complete_graph(3)])
-        >>> bands_of(graph.structure).sequences
-        tensor([[0, 9, 0, 9, 1, 3, 0, 1],
-                [9, 3, 9, 3, 1, 2, 2, 1]])
-        >>> bands_of(ga.window_cycle_graph(9, window=2).structure) is None
-        True
-    """
+    """Make the table of a structure; None if it is not made of bands."""
     with torch.device("cpu"):  # The cached result must not depend on torch's default device.
         table = _sequences(structure)
     if table is None:
@@ -115,17 +103,6 @@ def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor]
 
     The structure may also be a batch of such unions. The result is None if the bands have less than
     half of the edges.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.structures.bands import bands_and_others
-        >>> graph = ga.longformer_graph(6, window=1, global_tokens=(0,))
-        >>> band, others = bands_and_others(graph.structure)
-        >>> band
-        Band(num_tokens=6, before=1, after=1, dilation=1, self_loops=True)
-        >>> others
-        tensor([[2, 3, 4, 5, 0, 0, 0, 0],
-                [0, 0, 0, 0, 2, 3, 4, 5]])
     """
     match structure:
         case Union(parts):
@@ -143,11 +120,10 @@ def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor]
             if not splits or len(splits) < len(structure.parts):
                 return None
             band = Parts(tuple(split for split, _ in splits))
-            starts = zip(structure.source_ptr, structure.target_ptr, strict=True)
             others = torch.cat(
                 [
-                    split + torch.tensor(start)[:, None]
-                    for (_, split), start in zip(splits, starts, strict=False)
+                    split + torch.tensor([[s], [t]])
+                    for (_, split), (_, t, s) in zip(splits, structure.placed(), strict=True)
                 ],
                 dim=1,
             )
@@ -180,13 +156,10 @@ def _sequences(structure: GraphStructure) -> Tensor | None:
                     return _of_band(whole, target_run, seen)
         case Parts():
             tables = []
-            for part, t, s in zip(
-                structure.parts, structure.target_ptr, structure.source_ptr, strict=False
-            ):
-                own_sequences = _sequences(part)
-                if own_sequences is None:
+            for part, t, s in structure.placed():
+                if (table := _sequences(part)) is None:
                     return None
-                tables.append(own_sequences + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
+                tables.append(table + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
             return torch.cat(tables) if tables else torch.zeros(0, 9, dtype=torch.int64)
     return None
 

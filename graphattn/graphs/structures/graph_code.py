@@ -1,17 +1,25 @@
-"""The code of a graph, which is its sizes and its structure as numbers, and the decoding."""
+"""The code of a graph: its sizes and its structure as numbers in a tensor.
+
+A custom operator takes a graph in this form. torch.compile compiles again for every new Python
+object, but not for new values in a tensor, so an operator is compiled once for all windows and
+lengths.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structures import composites, grid_blocks, grid_windows, sections, structure
+from graphattn.graphs.structures import composites, grid_blocks, grid_windows, structure
 from graphattn.graphs.structures.structure import GraphStructure
+
+if TYPE_CHECKING:
+    from graphattn.graphs.edges.storage import StoredGraph
 
 KINDS: tuple[type[GraphStructure], ...] = (
     structure.Band,
@@ -23,7 +31,7 @@ KINDS: tuple[type[GraphStructure], ...] = (
     composites.RandomSources,
     composites.Union,
     composites.Parts,
-    sections.Section,
+    composites.Section,
     grid_windows.GridWindows,
     grid_blocks.GridBlocks,
 )
@@ -33,40 +41,12 @@ SIZES = 6  # the index of the first size; the number of sequences is before it
 PER_SEQUENCE = 4  # numbers per sequence: targets, sources, and the positions of the first of each
 
 
-class Facts(Protocol):
-    """The attributes of a graph that its code contains."""
-
-    @property
-    def num_targets(self) -> int: ...
-    @property
-    def num_sources(self) -> int: ...
-    @property
-    def is_causal(self) -> bool: ...
-    @property
-    def has_causal_part(self) -> bool: ...
-    @property
-    def is_table(self) -> bool: ...
-    @property
-    def sizes(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def starts(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def structure(self) -> GraphStructure | None: ...
-
-
-def encode(graph: Facts) -> Tensor:
+def encode(graph: StoredGraph) -> Tensor:
     """Encode a graph as an int64 tensor on the CPU, without its list of edges or table.
 
-    The positions of a permuted graph are not encoded either, because layers read them, but
-    operators do not. No tensor is read, so this never waits for a device. The code only says
-    whether the graph stores a table or a list.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.graphs.encoding import decode, encode
-        >>> graph = ga.batch([ga.causal_window_graph(9, 4), ga.complete_graph(3)])
-        >>> decode(encode(graph), None, graph.device) == graph
-        True
+    The code only says whether the graph stores a table or a list. The positions of a permuted graph
+    are not encoded either, because layers read them, but operators do not. No tensor is read, so
+    this never waits for a device. :func:`graphattn.graphs.token_graph.decode` decodes it.
     """
     facts = [graph.num_targets, graph.num_sources, graph.is_causal, graph.has_causal_part]
     facts.append(graph.is_table)

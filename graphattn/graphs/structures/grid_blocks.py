@@ -131,15 +131,7 @@ class BlockOrder(NamedTuple):
 
 @stores_results(64)
 def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
-    """Compute the order of tokens for operations on whole blocks; cached.
-
-    Example:
-        >>> import torch, graphattn as ga
-        >>> from graphattn.graphs.structures.grid_blocks import block_order
-        >>> graph = ga.grid_block_graph(2, 4, block_size=2)
-        >>> block_order(graph.structure, torch.device("cpu")).tokens
-        tensor([0, 1, 4, 5, 2, 3, 6, 7])
-    """
+    """Compute the order of tokens for operations on whole blocks; cached."""
     down, across = (_runs(axis) for axis in grid.axes)
     blocks, tokens_of_blocks, start = [], [], 0
     for height, tops in down.items():

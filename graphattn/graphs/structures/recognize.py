@@ -44,15 +44,7 @@ class ListedRows:
 
 
 def structure_of_rows(rows: ListedRows) -> GraphStructure | None:
-    """Find the structure with exactly these rows; None if no known structure has them.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.graphs.structures.recognize import ListedRows, structure_of_rows
-        >>> first, last = torch.tensor([0, 0, 2, 2]), torch.tensor([0, 1, 2, 3])
-        >>> structure_of_rows(ListedRows(first, last, step=1, loops=True, num_sources=4)).parts[1]
-        Band(num_tokens=2, before=1, after=0, dilation=1, self_loops=True)
-    """
+    """Find the structure with exactly these rows; None if no known structure has them."""
     N, M = len(rows.first), rows.num_sources
     everything = bool((rows.first == 0).all() and (rows.last == M - 1).all())
     if everything and rows.step == 1 and rows.loops and max(N, M) > 1:

@@ -104,9 +104,11 @@ class GraphStructure:
         """Whether :meth:`edges_of_rows` lists no other edges on the way."""
         return False
 
+    # Each of the next two methods calls the other one, so every class defines one of them.
+
     def edges(self, device: Device = None) -> Tensor:
         """List all edges [2, E]; row 0 = source, row 1 = target, sorted by target, then source."""
-        raise NotImplementedError
+        return self.edges_of_rows(0, self.num_targets, device)
 
     def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
         """List the edges of targets start .. stop - 1, in the order of :meth:`edges`."""
@@ -140,12 +142,6 @@ class StructureByRows(GraphStructure):
     def lists_rows(self) -> bool:
         return True
 
-    def edges(self, device: Device = None) -> Tensor:
-        return self.edges_of_rows(0, self.num_targets, device)
-
-    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
-        raise NotImplementedError
-
     def pieces(self, device: Device = None) -> Iterator[Tensor]:
         yield from pieces_of_rows(self, self.num_edges(), AT_ONCE, device)
 
@@ -162,13 +158,7 @@ class SequenceStructure(StructureByRows):
 
 
 def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Make the edge list of rows of candidate sources.
-
-    Args:
-        source: candidate sources of every row, [n, k], in ascending order.
-        target: the target of every row, [n].
-        mask: which candidates are edges, bool [n, k].
-    """
+    """Make the edge list of targets [n] with ascending candidate sources [n, k] and a mask."""
     selected = source.masked_select(mask)  # takes half the time of source[mask]
     degree = mask.sum(1)
     return torch.stack([selected, target.repeat_interleave(degree, output_size=len(selected))])

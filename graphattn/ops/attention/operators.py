@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from graphattn.graphs.encoding import decode
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.token_graph import TokenGraph, decode
 from graphattn.ops.attention import native, structured, triton
 from graphattn.ops.attention.structured.recompute import saved_per_head
 from graphattn.ops.inputs import ValidPair, compute_dtype

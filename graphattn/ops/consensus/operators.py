@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.encoding import decode
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.token_graph import TokenGraph, decode
 from graphattn.ops.consensus.edge_network import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.consensus.native import sums as native
 from graphattn.ops.consensus.structured import sums as structured

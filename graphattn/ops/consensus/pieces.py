@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structures.composites import Parts
-from graphattn.graphs.structures.sections import Section, section_of_band
+from graphattn.graphs.structures.composites import Parts, Section, section_of_band
 from graphattn.graphs.structures.structure import Band, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.edge_network import EdgeNetworkParameters

@@ -1,9 +1,9 @@
 """One way to make an engine an operator of torch.library, which torch.compile does not trace into.
 
 The backward pass is an operator, too. The graph is passed as tensors
-(:mod:`graphattn.graphs.encoding`), so one compilation serves all windows and lengths. Torch stores
-compiled functions on disk, with the shapes that fake kernels returned, and may load them under
-another version of this library. So shapes must depend on the arguments only.
+(:mod:`graphattn.graphs.structures.graph_code`), so one compilation serves all windows and lengths.
+Torch stores compiled functions on disk, with the shapes that fake kernels returned, and may load
+them under another version of this library. So shapes must depend on the arguments only.
 
 Second derivatives of eager calls are computed in operations that can be differentiated again.
 Compiled functions have no second derivatives.

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from graphattn.graphs.structures.composites import Parts
-from graphattn.graphs.structures.sections import Section, pairs_up_to
+from graphattn.graphs.structures.composites import Parts, Section, pairs_up_to
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
 
 

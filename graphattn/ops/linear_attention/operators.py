@@ -1,8 +1,8 @@
 """The sums of linear attention as one operator, whose gradients are three such sums.
 
 torch.compile does not trace into it. The graph is passed as tensors
-(:mod:`graphattn.graphs.encoding`), so one compilation serves all windows and lengths. Because the
-backward pass calls the operator itself, it can be differentiated any number of times.
+(:mod:`graphattn.graphs.structures.graph_code`), so one compilation serves all windows and lengths.
+Because the backward pass calls the operator itself, it can be differentiated any number of times.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.encoding import decode
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.token_graph import TokenGraph, decode
 from graphattn.ops.counting import is_watched
 from graphattn.ops.inputs import full_precision, may_be_differentiated
 from graphattn.ops.linear_attention.sums import sums_over_graph

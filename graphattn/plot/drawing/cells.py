@@ -11,12 +11,12 @@ from graphattn.graphs import TokenGraph
 from graphattn.graphs.structures.composites import (
     Parts,
     RandomSources,
+    Section,
     Union,
     intersection_of,
     union_of,
 )
 from graphattn.graphs.structures.grid_windows import Grid
-from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import (
     Band,
     Blocks,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.structures.bands import has_bands
-from graphattn.graphs.structures.composites import Parts, Union
+from graphattn.graphs.structures.composites import Parts, Section, Union
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.sections import Section
 from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import kept_for_training
