@@ -72,15 +72,15 @@ MUTATIONS = [
     Mutation(
         "weight decay shrinks embeddings",
         "graphattn/train/parameters.py",
-        "    nn.Embedding,\n",
-        "",
+        "_EXEMPT = (nn.Embedding, ",
+        "_EXEMPT = (",
         (f"{MASKING}::test_maps_decay_and_bandwidths_steps_biases_norms_and_embeddings_do_not",),
     ),
     Mutation(
         "weight decay shrinks weights of norms",
         "graphattn/train/parameters.py",
-        "    nn.LayerNorm,\n",
-        "",
+        "_NORMS = (nn.LayerNorm, ",
+        "_NORMS = (",
         (
             f"{MASKING}::test_weights_of_norms_embeddings_and_class_tokens_stay_and_those_of_recurrences_decay",
         ),

@@ -7,7 +7,7 @@ import torch
 from scipy import integrate, stats
 
 import graphattn as ga
-from graphattn.train.objectives.schedules import SCHEDULES
+from graphattn.train.objectives.masking import SCHEDULES
 
 DRAWS = 100_000
 DRAWN = [name for name in SCHEDULES if name != "constant"]

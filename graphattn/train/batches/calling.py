@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph
@@ -14,15 +15,7 @@ from graphattn.train.objectives.objective import Batch
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside wrappers such as torch.compile and DistributedDataParallel.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.train.batches.calling import unwrapped
-        >>> model = torch.nn.Linear(2, 2)
-        >>> unwrapped(torch.compile(model)) is model
-        True
-    """
+    """Return the model inside wrappers such as torch.compile and DistributedDataParallel."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None:
@@ -32,49 +25,48 @@ def unwrapped(model: Any) -> Any:
         model = inner
 
 
-def answers_at(
+def device_of(model: Any, *others: Any) -> torch.device:
+    """Return the device of a model's parameters, or of the first of `others` that has one."""
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    return next((other.device for other in others if other is not None), torch.device("cpu"))
+
+
+def outputs_at(
     model: nn.Module, tokens: Tensor, batch: Batch, where: Tensor, *, packed: bool = False
 ) -> Tensor:
-    """Return a model's answers for some of the tokens of a batch, [n, K], in their order.
+    """Return a model's outputs for the n tokens of a batch that are True in `where`, [n, K].
 
-    Args:
-        model: returns [B, N, K] for tokens [B, N].
-        tokens: integers [B, N], the input of the model.
-        batch: a batch made by :func:`~graphattn.train.batches.collation.collate_tokens`.
-        where: bool [B, N], True at n tokens, none of them padding.
-        packed: whether sequences of unequal lengths are packed for the call, [total, K].
-
-    Raises:
-        ValueError: if the output of the model has another shape.
+    If `packed`, sequences of unequal lengths are packed for the call.
     """
-    answers, is_packed = call(model, tokens, batch, packed=packed)
-    if answers.dim() != (2 if is_packed else 3):
+    outputs, is_packed = call(model, tokens, batch, packed=packed)
+    if outputs.dim() != (2 if is_packed else 3):
         raise ValueError(
             "model must return a tensor [B, N, K] for tokens [B, N], with K numbers per token, "
-            f"got {list(answers.shape)} for tokens {list(tokens.shape)}"
+            f"got {list(outputs.shape)} for tokens {list(tokens.shape)}"
         )
-    return answers[where[batch["valid"]] if is_packed else where]
+    return outputs[where[batch["valid"]] if is_packed else where]
 
 
-def pooled_answers(model: nn.Module, batch: Batch, *, packed: bool = False) -> Tensor:
+def pooled_outputs(model: nn.Module, batch: Batch, *, packed: bool = False) -> Tensor:
     """Return a model's output for every sequence, [B, K], or the mean of its output per token.
 
     The head of a model is linear, so the mean of the outputs is the head applied to the mean of the
     features.
     """
-    answers, is_packed = call(model, batch["tokens"], batch, packed=packed)
-    if answers.dim() == 2 and not is_packed:
-        return answers
+    outputs, is_packed = call(model, batch["tokens"], batch, packed=packed)
+    if outputs.dim() == 2 and not is_packed:
+        return outputs
     valid = batch.get("valid")
     if valid is None:
-        return answers.mean(1)
-    counts = valid.sum(1, keepdim=True)
-    if not is_packed:
-        return answers.masked_fill(~valid[..., None], 0).sum(1) / counts
-    of_sequence = valid.nonzero()[:, 0]
-    return (
-        answers.new_zeros(len(valid), answers.shape[-1]).index_add(0, of_sequence, answers) / counts
-    )
+        return outputs.mean(1)
+    if is_packed:
+        nothing = outputs.new_zeros(len(valid), outputs.shape[-1])
+        total = nothing.index_add(0, valid.nonzero()[:, 0], outputs)
+    else:
+        total = outputs.masked_fill(~valid[..., None], 0).sum(1)
+    return total / valid.sum(1, keepdim=True)
 
 
 def call(
@@ -84,35 +76,30 @@ def call(
 
     A structure is passed to models that read structures; other models get only the sequence.
     """
-    inside = unwrapped(model)
-    valid, structure = batch.get("valid"), batch.get("structure")
-    if structure is not None and getattr(inside, "structure", False) is not True:
-        structure = None
-    given = {"positions": batch.get("positions"), "context": batch.get("context")}
-    if structure is not None:
+    inside, valid = unwrapped(model), batch.get("valid")
+    given = {name: batch.get(name) for name in ("positions", "context", "structure")}
+    if getattr(inside, "structure", False) is not True:
+        given["structure"] = None
+    if given["structure"] is not None:
         given["positions"] = None  # the structure has its own positions
-        given["structure"] = structure
+    is_packed = packed and valid is not None
     if not packed or valid is None:
         given["valid"] = valid
-        return _answers(model, tokens, given), False
-    if given["positions"] is not None:
-        given["positions"] = given["positions"][valid]
-    given["context"] = _packed_context(inside, given["context"], valid)
-    if structure is None:
-        given["graph"] = packed_graphs(inside, valid.sum(-1).tolist())
-    return _answers(model, tokens[valid], given), True
+    else:
+        tokens = tokens[valid]
+        if given["positions"] is not None:
+            given["positions"] = given["positions"][valid]
+        given["context"] = _packed_context(inside, given["context"], valid)
+        if given["structure"] is None:
+            given["graph"] = packed_graphs(inside, valid.sum(-1).tolist())
+    outputs = model(tokens, **{k: v for k, v in given.items() if v is not None})
+    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+        raise ValueError(f"model must return a floating-point tensor, got {described(outputs)}")
+    return outputs, is_packed
 
 
 def packed_graphs(model: Any, lengths: Sequence[int]) -> list[TokenGraph]:
-    """Return the graph of every block for packed sequences, without edges between them.
-
-    Example:
-        >>> import graphattn as ga
-        >>> from graphattn.train.batches.calling import packed_graphs
-        >>> model = ga.models.SequenceEncoder(9, 8, depth=2, heads=2)
-        >>> [graph.num_edges for graph in packed_graphs(model, [3, 2])]  # 3 * 3 + 2 * 2
-        [13, 13]
-    """
+    """Return the graph of every block for packed sequences, without edges between them."""
     if not hasattr(model, "graphs"):
         raise ValueError(
             "packed must be False for a model without a method graphs(num_tokens), got True for a "
@@ -127,13 +114,6 @@ def packed_graphs(model: Any, lengths: Sequence[int]) -> list[TokenGraph]:
             made[key] = side_by_side(graphs)
         joined.append(made[key])
     return joined
-
-
-def _answers(model: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:
-    answers: Any = model(tokens, **{k: v for k, v in given.items() if v is not None})
-    if not isinstance(answers, Tensor) or not answers.is_floating_point():
-        raise ValueError(f"model must return a floating-point tensor, got {described(answers)}")
-    return answers
 
 
 def _packed_context(model: Any, context: Any, valid: Tensor) -> dict[str, Tensor] | None:

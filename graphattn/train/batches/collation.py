@@ -29,26 +29,12 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
         A dict with "tokens" [B, N]; "valid", bool [B, N], if lengths differ; and, if the examples
         have them, "structure" (a list), "positions", "context" and `labels`. Padding has position
         0, unknown rows of tracks (-1 or NaN) and missing labels (:data:`MISSING_LABEL` or NaN).
-
-    Raises:
-        ValueError: if the examples do not fit together.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.train.batches.collation import collate_tokens
-        >>> batch = collate_tokens([{"tokens": torch.tensor(own)} for own in ([3, 1], [4])])
-        >>> batch["tokens"], batch["valid"]
-        (tensor([[3, 1],
-                 [4, 0]]),
-         tensor([[ True,  True],
-                 [ True, False]]))
     """
     tokens = [_tokens(example) for example in checked(examples)]
     lengths = torch.tensor([len(row) for row in tokens])
     batch: Batch = {"tokens": _padded(tokens, 0)}
-    most = int(lengths.max())
-    if int(lengths.min()) < most:
-        batch["valid"] = torch.arange(most) < lengths[:, None]
+    if bool((lengths != lengths[0]).any()):
+        batch["valid"] = torch.arange(int(lengths.max())) < lengths[:, None]
     if all_have(examples, "structure"):
         batch["structure"] = [example["structure"] for example in examples]
     if all_have(examples, "positions"):
@@ -64,11 +50,7 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
 
 
 def collate_images(examples: Sequence[Example]) -> Batch:
-    """Join images of one size into a batch: "image" [B, C, H, W].
-
-    Raises:
-        ValueError: if their sizes differ, or one is not an image.
-    """
+    """Join images of one size into a batch: "image" [B, C, H, W]."""
     images: list[Any] = [example.get("image") for example in checked(examples)]
     for image in images:
         if not isinstance(image, Tensor) or image.dim() != 3 or not image.is_floating_point():
@@ -116,13 +98,11 @@ def _tokens(example: Example) -> Tensor:
             "examples must contain 'tokens', an integer tensor [N] with N >= 1, got "
             f"{described(tokens)}{_of(example)}"
         )
-    sequence: Tensor = tokens.long()
-    return sequence
+    return tokens.long()
 
 
 def _per_token(example: Example, key: str) -> Tensor:
-    value = example[key]
-    N = len(example["tokens"])
+    value, N = example[key], len(example["tokens"])
     if not isinstance(value, Tensor) or value.dim() < 1 or len(value) != N:
         raise ValueError(
             f"examples must contain one row of {key!r} per token ({N}), got "
@@ -145,11 +125,12 @@ def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
     joined = {}
     for name, track in tracks.items():
         first = next(iter(track.values()))
+        unknown = torch.nan if first.is_floating_point() else -1
         rows = []
         for place, example in enumerate(examples):
             row = track.get(place)
             if row is None:
-                row = _filler(first).expand(len(example["tokens"]), *first.shape[1:])
+                row = first.new_full((len(example["tokens"]), *first.shape[1:]), unknown)
             if row.shape[1:] != first.shape[1:] or row.dtype != first.dtype:
                 raise ValueError(
                     f"context[{name!r}] must have the same width and dtype in all examples, got "
@@ -160,13 +141,8 @@ def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
     return joined
 
 
-def _filler(like: Tensor) -> Tensor:
-    return like.new_full((), torch.nan if like.is_floating_point() else -1)
-
-
 def _padded(rows: Sequence[Tensor], fill: int) -> Tensor:
-    """Join rows [N, *] into [B, N, *]; floating-point ones are padded with NaN unless `fill` is
-    0."""
+    """Join rows [N, *] into [B, N, *]; a `fill` other than 0 becomes NaN for floating point."""
     shapes = {(tuple(row.shape[1:]), row.dtype) for row in rows}
     if len(shapes) > 1:
         raise ValueError(

@@ -17,13 +17,10 @@ from graphattn.train.objectives.objective import Example
 class EndlessBatches(Sampler[list[int]]):
     """Batches of all epochs as one endless sequence, of which a process takes every n-th.
 
-    Args:
-        batches: the batches of one epoch.
-        start: how many batches all processes together have seen before.
-        rank, processes: the process takes batches `rank`, ``rank + processes``, ...
+    The sequence begins after `start` batches; process `rank` takes ``rank + k * processes``.
     """
 
-    def __init__(self, batches: TokenBatches, *, start: int = 0, rank: int = 0, processes: int = 1):
+    def __init__(self, batches: TokenBatches, start: int = 0, rank: int = 0, processes: int = 1):
         self.batches, self.start, self.rank, self.processes = batches, start, rank, processes
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -63,8 +60,7 @@ def lengths_of(
 ) -> Tensor:
     """Return the number of tokens of every example; for images, of tokens in the model.
 
-    Raises: ValueError: if there is no example, or one has more than `batch_tokens` tokens; the
-        message calls the examples `name`.
+    Each may have at most `batch_tokens`; messages call the examples `name`.
     """
     if len(dataset) == 0:
         raise ValueError(f"{name} must contain at least one example, got none")
