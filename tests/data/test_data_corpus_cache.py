@@ -124,14 +124,14 @@ def test_nothing_is_left_of_a_corpus_that_could_not_be_read(tmp_path, monkeypatc
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(play, tmp_path, monkeypatch):
-    read = loading.readers.read_texts
+    read = loading.readers.READERS["text"]
 
     def read_and_change(*args):
         found = read(*args)
         play.write_text("something else")
         return found
 
-    monkeypatch.setattr(loading.readers, "read_texts", read_and_change)
+    monkeypatch.setitem(loading.readers.READERS, "text", read_and_change)
     with pytest.raises(FileFormatError, match="was changed while it was read"):
         load_corpus(play, cache=tmp_path / "cache")
     assert folders(tmp_path / "cache") == []
