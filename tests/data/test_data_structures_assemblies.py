@@ -30,8 +30,8 @@ def test_an_assembly_is_where_biotite_puts_it(real_file: Callable[[str], Path], 
     named = read_structure(path, assembly="1")
     for name in ("CA", "CB"):
         expected = torch.tensor(atoms.coord[atoms.atom_name == name])
-        found = structure.atoms[name][structure.has_atom(name)]
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+        places = structure.atoms[name][structure.has_atom(name)]
+        torch.testing.assert_close(places, expected, rtol=0, atol=2e-3)
     assert named.chain_ids == structure.chain_ids
     assert torch.equal(named.ca_positions, structure.ca_positions)
 

@@ -33,13 +33,13 @@ THREE_CHAINS = "\n".join(
 
 def columns(path: Path) -> dict[tuple[str, int, str], dict[str, tuple[list[float], float]]]:
     """Residue: atom name: (place, B factor), of the first locations of amino acids, by columns."""
-    found: dict[tuple[str, int, str], dict[str, tuple[list[float], float]]] = {}
+    atoms: dict[tuple[str, int, str], dict[str, tuple[list[float], float]]] = {}
     for line in path.read_text().split("ENDMDL")[0].splitlines():
         if line.startswith("ATOM  ") and line[76:78].strip() not in ("H", "D"):
             place = [float(line[start : start + 8]) for start in (30, 38, 46)]
             key = (line[21], int(line[22:26]), line[26].strip())
-            found.setdefault(key, {}).setdefault(line[12:16].strip(), (place, float(line[60:66])))
-    return found
+            atoms.setdefault(key, {}).setdefault(line[12:16].strip(), (place, float(line[60:66])))
+    return atoms
 
 
 def test_every_residue_knows_its_chain_number_and_name(structure_of: ReadText) -> None:

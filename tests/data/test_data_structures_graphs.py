@@ -33,12 +33,12 @@ def kept(structure: Structure, rows: list[int], numbers: Tensor | None = None) -
 def line_of_residues(numbers: list[int], codes: str | None = None, step: float = 3.8) -> Structure:
     places = torch.zeros(len(numbers), 3)
     places[:, 0] = step * torch.arange(len(numbers))
-    own = None if codes is None else tuple(code.strip() for code in codes)
+    stripped = None if codes is None else tuple(code.strip() for code in codes)
     return Structure(
         "A" * len(numbers),
         places,
         residue_numbers=torch.tensor(numbers),
-        **({} if own is None else {"insertion_codes": own}),
+        **({} if stripped is None else {"insertion_codes": stripped}),
     )
 
 
@@ -71,8 +71,8 @@ def test_neighbours_in_space_are_of_every_chain(complex_of_three: Structure) -> 
     near = structure.neighbor_graph(k=5)
     for i, row in enumerate(near.neighbors.tolist()):
         others = [float(distance[i, j]) for j in range(len(structure)) if j != i]
-        found = sorted(float(distance[i, j]) for j in row)
-        assert found == pytest.approx(sorted(others)[:5], abs=1e-4)
+        distances = sorted(float(distance[i, j]) for j in row)
+        assert distances == pytest.approx(sorted(others)[:5], abs=1e-4)
     pairs = {(chain[i], chain[j]) for i, j in edges_of(near)}
     assert {(0, 1), (1, 0), (1, 2), (2, 1)} <= pairs
     within = structure.radius_graph(6.0)
@@ -323,8 +323,8 @@ def test_gradients_reach_the_coordinates_and_stay_finite() -> None:
     places = structure.ca_positions + torch.rand(8, 3)
     places[3], places[5] = math.nan, places[4]  # one unknown, two in one place
     places.requires_grad_()
-    own = replace(structure, ca_positions=places)
-    own.edge_features(own.window_graph(2, self_loops=True)).square().sum().backward()
+    structure = replace(structure, ca_positions=places)
+    structure.edge_features(structure.window_graph(2, self_loops=True)).square().sum().backward()
     assert places.grad is not None
     assert places.grad.isfinite().all()
     assert (places.grad[[0, 1, 2, 4, 5, 6, 7]] != 0).all()

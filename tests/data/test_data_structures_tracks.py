@@ -66,14 +66,14 @@ def test_no_helix_runs_over_a_break_of_a_chain() -> None:
 def test_a_residue_without_a_place_is_coil() -> None:
     places = helix(20)
     places[10] = math.nan
-    found = Structure("A" * 20, places).secondary_structure()
-    assert found[10] == 0
-    assert found[3:7].tolist() == [1] * 4
+    codes = Structure("A" * 20, places).secondary_structure()
+    assert codes[10] == 0
+    assert codes[3:7].tolist() == [1] * 4
 
 
 def recorded(path: Path, structure: Structure) -> Tensor:
     """Alpha helices and strands by the HELIX and SHEET records of a PDB file."""
-    found = torch.zeros(len(structure), dtype=torch.int64)
+    codes = torch.zeros(len(structure), dtype=torch.int64)
     numbers = structure.residue_numbers
     for line in path.read_text().splitlines():
         if line.startswith("HELIX") and line[38:40].strip() == "1":
@@ -82,9 +82,9 @@ def recorded(path: Path, structure: Structure) -> Tensor:
             chain, first, last, kind = line[21], line[22:26], line[33:37], 2
         else:
             continue
-        own = structure.chain_index == structure.chain_ids.index(chain)
-        found[own & (numbers >= int(first)) & (numbers <= int(last))] = kind
-    return found
+        in_chain = structure.chain_index == structure.chain_ids.index(chain)
+        codes[in_chain & (numbers >= int(first)) & (numbers <= int(last))] = kind
+    return codes
 
 
 def test_helices_and_strands_are_mostly_those_of_the_entries(
@@ -99,12 +99,12 @@ def test_helices_and_strands_are_mostly_those_of_the_entries(
         path = real_file(f"structure/pdb/{entry}.pdb")
         structure = read_structure(path)
         pairs.append(torch.stack([recorded(path, structure), structure.secondary_structure()]))
-    true, found = torch.cat(pairs, dim=1)
-    both = [[int(((true == a) & (found == b)).sum()) for b in range(3)] for a in range(3)]
+    true, results = torch.cat(pairs, dim=1)
+    both = [[int(((true == a) & (results == b)).sum()) for b in range(3)] for a in range(3)]
     assert both[1][1] > 0.7 * sum(both[1])  # of 339 residues in helices
     assert both[2][2] > 0.5 * sum(both[2])  # of 377 in strands
-    assert both[1][1] > 0.95 * int((found == 1).sum())
-    assert both[2][2] > 0.75 * int((found == 2).sum())
+    assert both[1][1] > 0.95 * int((results == 1).sum())
+    assert both[2][2] > 0.75 * int((results == 2).sum())
     assert both[1][2] + both[2][1] <= 1  # they are never taken for each other
 
 
@@ -136,9 +136,9 @@ def test_accessibility_is_what_biotite_says_of_the_atoms(
     atoms = PDBFile.read(path).get_structure(model=1)
     atoms = atoms[filter_amino_acids(atoms)]
     expected = apply_residue_wise(atoms, sasa(atoms), numpy.nansum)
-    found = read_structure(path, atoms="all").solvent_accessibility()
+    computed = read_structure(path, atoms="all").solvent_accessibility()
     torch.testing.assert_close(
-        found, torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-3
+        computed, torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-3
     )
 
 
@@ -158,8 +158,8 @@ def test_an_interface_is_covered(real_file: Callable[[str], Path]) -> None:
 def test_modified_residues_have_a_surface(real_file: Callable[[str], Path]) -> None:
     structure = read_structure(real_file("structure/pdb/1a8o.pdb"), atoms="all")
     odd = replace(structure, residue_names=("ZZZ9",) * len(structure))  # radii of elements
-    for own in (structure, odd):
-        area = own.solvent_accessibility()
+    for each in (structure, odd):
+        area = each.solvent_accessibility()
         assert area.isfinite().all()
         assert 4000 < float(area.sum()) < 6000
 
@@ -185,8 +185,8 @@ def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, name, None)
     structure = Structure("GWK", torch.eye(3))
     assert structure.window_graph(1).num_edges == 4
-    with pytest.raises(ImportError) as told:
+    with pytest.raises(ImportError) as caught:
         structure.secondary_structure()
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "secondary_structure() needs biotite: install it with pip install 'graphattn[bio]'"
     )

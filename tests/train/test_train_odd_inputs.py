@@ -173,7 +173,7 @@ def test_frequencies_are_told_wherever_the_mask_stands_in_the_vocabulary(tmp_pat
     parts = ga.data.split_corpus(corpus, validation=0.2, test=0.0)
     windows = ga.data.Windows(parts["validation"], 8)
     model, objective = Table(max(9, mask_token + 1)), ga.train.MaskedTokens(mask_token)
-    found = ga.train.evaluate_model(
+    report = ga.train.evaluate_model(
         model, objective, windows, train=parts["train"], pseudo_tokens=0
     )
     letters = max(8, mask_token) if mask_token >= 8 else 9
@@ -181,7 +181,7 @@ def test_frequencies_are_told_wherever_the_mask_stands_in_the_vocabulary(tmp_pat
     share = (seen + 1).double() / (256 + letters)
     asked = corpus.tokens(0, 256, None)
     expected = functional.nll_loss(share.log()[None].expand(len(asked), -1), asked)
-    assert found["frequency_loss"] == pytest.approx(float(expected))
+    assert report["frequency_loss"] == pytest.approx(float(expected))
 
 
 def test_an_evaluation_refuses_sizes_that_are_none():
@@ -207,7 +207,7 @@ def test_examples_that_no_batch_holds_are_told_before_the_first_step(tmp_path):
 def test_examples_that_are_none_are_told_by_their_argument(tmp_path):
     example = {"tokens": torch.arange(8)}
     with pytest.raises(ValueError, match=r"train must be a sequence of examples .* got generator"):
-        fit(tmp_path, (own for own in [example]))
+        fit(tmp_path, (each for each in [example]))
     with pytest.raises(ValueError, match="validation must be a sequence of examples"):
         fit(tmp_path, [example], iter([example]))
     with pytest.raises(ValueError, match="examples must be dicts, got Tensor"):
@@ -215,12 +215,12 @@ def test_examples_that_are_none_are_told_by_their_argument(tmp_path):
 
 
 class Reports(ga.train.NextToken):
-    def __init__(self, found: dict[str, object]) -> None:
+    def __init__(self, reported: dict[str, object]) -> None:
         super().__init__()
-        self.found = found
+        self.reported = reported
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, object]:
-        return self.found
+        return self.reported
 
 
 @pytest.mark.long

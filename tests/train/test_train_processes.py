@@ -65,7 +65,7 @@ def test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit(server, tm
     # Masks are drawn from torch's numbers, which processes must not have in common.
     with tiny_runs.safe_globals():
         drawn = [torch.load(last[0] / f"rng_state_{k}.pth", weights_only=True) for k in (0, 1)]
-    seeds = [int.from_bytes(bytes(own["cpu"][:8].tolist()), "little") for own in drawn]
+    seeds = [int.from_bytes(bytes(each["cpu"][:8].tolist()), "little") for each in drawn]
     assert seeds == [0, 1]
 
 

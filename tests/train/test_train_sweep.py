@@ -133,8 +133,8 @@ def test_a_trial_gets_the_options_that_its_mixer_takes() -> None:
     assert "edge_hidden" not in options["dot"].mixer_options
     assert "edge_hidden" in options["mix"].mixer_options
     assert "edge_hidden" not in options["gka"].mixer_options
-    own = options["mix"]
-    assert (own.mixer, own.lr, own.seed, own.out) == ("mix", 0.1, 3, "x")
+    mix = options["mix"]
+    assert (mix.mixer, mix.lr, mix.seed, mix.out) == ("mix", 0.1, 3, "x")
 
 
 # What a sweep leaves.
@@ -431,8 +431,8 @@ def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> No
 def test_whoever_asks_a_trial_to_stop_has_not_killed_it() -> None:
     def status(**attributes: Any) -> str:
         failed = types.SimpleNamespace(name="FAIL")
-        own = types.SimpleNamespace(state=failed, user_attrs=attributes)
-        return sweep_queue._status([own] * sweep_queue.MOST_KILLED)
+        trial = types.SimpleNamespace(state=failed, user_attrs=attributes)
+        return sweep_queue._status([trial] * sweep_queue.MOST_KILLED)
 
     assert status() == "failed"
     assert status(asked=True) == "interrupted"
@@ -476,11 +476,11 @@ def test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged() 
 def test_the_stable_range_has_no_gap() -> None:
     losses = {1e-5: 4.0, 1e-4: None, 1e-3: 3.0, 1e-2: 2.0, 1e-1: 2.5, 1.0: None, 10.0: 9.0}
     rows = [row_of("mix", lr, loss) for lr, loss in losses.items()]
-    (found,) = summarize_sweep(rows, tolerance=1)
-    assert (found.best_lr, found.stable, found.highest_loss) == (1e-2, (1e-3, 1e-1), 2.5)
-    waiting = row_of("mix", 5e-2, None, status="waiting")
-    (found,) = summarize_sweep([*rows, waiting], tolerance=1)
-    assert (found.stable, found.open) == ((1e-3, 1e-2), 1)  # what is not known is not stable
+    (summary,) = summarize_sweep(rows, tolerance=1)
+    assert (summary.best_lr, summary.stable, summary.highest_loss) == (1e-2, (1e-3, 1e-1), 2.5)
+    unfinished = row_of("mix", 5e-2, None, status="waiting")
+    (summary,) = summarize_sweep([*rows, unfinished], tolerance=1)
+    assert (summary.stable, summary.open) == ((1e-3, 1e-2), 1)  # what is not known is not stable
 
 
 RATES = (1e-5, 5e-5, 7.5e-5, 1e-4, 2.5e-4, 5e-4, 7.5e-4, 1e-3)
