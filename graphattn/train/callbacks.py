@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from graphattn.train.batches.order import lengths_of
+from graphattn.train.batches import lengths_of
 from graphattn.train.layer_records import layer_state
 from graphattn.train.objectives.objective import Batch, Example, Objective
 from graphattn.train.runs.config import RunConfig

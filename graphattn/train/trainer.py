@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from graphattn.data import TokenBatches
-from graphattn.train.batches.order import EndlessBatches, TrainingLoader, lengths_of
+from graphattn.train.batches import EndlessBatches, TrainingLoader, lengths_of
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
 from graphattn.train.parameters import parameter_groups
 from graphattn.train.running_loss import RunningLoss

@@ -87,7 +87,7 @@ def step_by_loops(layer: Any, x: Tensor, graph: ga.TokenGraph, e: Tensor) -> Ten
     return torch.tensor(new, dtype=torch.float64)
 
 
-def test_a_step_over_a_protein_is_its_equation(residues: Tensor) -> None:
+def test_a_step_over_a_protein_is_its_equation(residues):
     for graph in graphs(residues):
         layer, x = layer_and_tokens(residues)
         e = bumps(residues, graph)
@@ -99,9 +99,7 @@ def test_a_step_over_a_protein_is_its_equation(residues: Tensor) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"update": "target"}, {"step_size": "auto"}], ids=str)
-def test_distances_change_the_result_and_gradients_reach_their_projection(
-    residues: Tensor, options: dict[str, Any]
-) -> None:
+def test_distances_change_the_result_and_gradients_reach_their_projection(residues, options):
     for graph in graphs(residues):
         layer, x = layer_and_tokens(residues, **options)
         positions = residues.clone().requires_grad_()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def strand(length: int) -> Tensor:
     return torch.stack([0.95 * turn.cos(), 0.95 * turn.sin(), 3.3 * torch.arange(length)], dim=1)
 
 
-def test_ideal_helices_and_strands_are_found() -> None:
+def test_ideal_helices_and_strands_are_found():
     of_helix = Structure("A" * 20, helix(20)).secondary_structure()
     of_strand = Structure("A" * 20, strand(20)).secondary_structure()
     assert of_helix.dtype == of_strand.dtype == torch.int64
@@ -40,7 +39,7 @@ def test_ideal_helices_and_strands_are_found() -> None:
     assert Structure("GWK", helix(3)).secondary_structure().tolist() == [0, 0, 0]
 
 
-def test_no_helix_runs_from_chain_to_chain() -> None:
+def test_no_helix_runs_from_chain_to_chain():
     """Two halves of five turns, or twenty pieces of one residue: the same places."""
     places = helix(20)
     halves = Structure("A" * 20, places, torch.arange(20) // 10, ("A", "B"))
@@ -50,7 +49,7 @@ def test_no_helix_runs_from_chain_to_chain() -> None:
     assert not pieces.secondary_structure().any()
 
 
-def test_no_helix_runs_over_a_break_of_a_chain() -> None:
+def test_no_helix_runs_over_a_break_of_a_chain():
     """No helix runs over a gap in the residue numbers: its two sides count as two chains."""
     places, numbers = helix(20), torch.arange(1, 21)
     whole = Structure("A" * 20, places, residue_numbers=numbers)
@@ -63,7 +62,7 @@ def test_no_helix_runs_over_a_break_of_a_chain() -> None:
     assert not pieces.secondary_structure().any()
 
 
-def test_a_residue_without_a_place_is_coil() -> None:
+def test_a_residue_without_a_place_is_coil():
     places = helix(20)
     places[10] = math.nan
     codes = Structure("A" * 20, places).secondary_structure()
@@ -87,9 +86,7 @@ def recorded(path: Path, structure: Structure) -> Tensor:
     return codes
 
 
-def test_helices_and_strands_are_mostly_those_of_the_entries(
-    real_file: Callable[[str], Path],
-) -> None:
+def test_helices_and_strands_are_mostly_those_of_the_entries(real_file):
     """Helices and strands found by P-SEA are mostly those that the entries record.
 
     Records are by hydrogen bonds (DSSP), and longer: P-SEA sees C-alpha atoms alone.
@@ -109,7 +106,7 @@ def test_helices_and_strands_are_mostly_those_of_the_entries(
 
 
 @pytest.mark.long
-def test_the_surface_of_one_atom_is_a_sphere() -> None:
+def test_the_surface_of_one_atom_is_a_sphere():
     alone = Structure("G", torch.zeros(1, 3), has_all_atoms=True)
     expected = 4 * math.pi * (CARBON + PROBE) ** 2
     assert alone.solvent_accessibility().item() == pytest.approx(expected, rel=1e-5)
@@ -117,7 +114,7 @@ def test_the_surface_of_one_atom_is_a_sphere() -> None:
     assert dry == pytest.approx(4 * math.pi * (CARBON + 0.001) ** 2, rel=1e-5)
 
 
-def test_two_spheres_lose_the_caps_that_they_cover() -> None:
+def test_two_spheres_lose_the_caps_that_they_cover():
     radius, distance = CARBON + PROBE, 4.0
     pair = Structure("GG", torch.tensor([[0.0, 0, 0], [distance, 0, 0]]), has_all_atoms=True)
     # A plane halfway cuts a cap of height r - d / 2 off either sphere.
@@ -125,9 +122,7 @@ def test_two_spheres_lose_the_caps_that_they_cover() -> None:
     assert pair.solvent_accessibility().tolist() == pytest.approx([expected] * 2, rel=0.02)
 
 
-def test_accessibility_is_what_biotite_says_of_the_atoms(
-    real_file: Callable[[str], Path],
-) -> None:
+def test_accessibility_is_what_biotite_says_of_the_atoms(real_file):
     import numpy
     from biotite.structure import apply_residue_wise, filter_amino_acids, sasa
     from biotite.structure.io.pdb import PDBFile
@@ -142,7 +137,7 @@ def test_accessibility_is_what_biotite_says_of_the_atoms(
     )
 
 
-def test_an_interface_is_covered(real_file: Callable[[str], Path]) -> None:
+def test_an_interface_is_covered(real_file):
     """Chains of the HIV protease dimer (1K6P) hide surface from water; far apart they do not."""
     dimer = read_structure(real_file("structure/pdb/1k6p.pdb"), atoms="all")
     together = dimer.solvent_accessibility()
@@ -155,7 +150,7 @@ def test_an_interface_is_covered(real_file: Callable[[str], Path]) -> None:
     torch.testing.assert_close(apart.solvent_accessibility(), alone, rtol=0.02, atol=3.0)
 
 
-def test_modified_residues_have_a_surface(real_file: Callable[[str], Path]) -> None:
+def test_modified_residues_have_a_surface(real_file):
     structure = read_structure(real_file("structure/pdb/1a8o.pdb"), atoms="all")
     odd = replace(structure, residue_names=("ZZZ9",) * len(structure))  # radii of elements
     for each in (structure, odd):
@@ -165,21 +160,19 @@ def test_modified_residues_have_a_surface(real_file: Callable[[str], Path]) -> N
 
 
 @pytest.mark.parametrize("atoms", ["ca", "backbone", ["CB"]])
-def test_without_all_atoms_the_error_says_how_to_read_them(
-    real_file: Callable[[str], Path], atoms: str | list[str]
-) -> None:
+def test_without_all_atoms_the_error_says_how_to_read_them(real_file, atoms):
     structure = read_structure(real_file("structure/pdb/1aki.pdb"), atoms=atoms)
     with pytest.raises(ValueError, match=r"read_structure\(path, atoms='all'\)"):
         structure.solvent_accessibility()
 
 
-def test_a_probe_has_a_size() -> None:
+def test_a_probe_has_a_size():
     alone = Structure("G", torch.zeros(1, 3), has_all_atoms=True)
     with pytest.raises(ValueError, match="probe_radius must be"):
         alone.solvent_accessibility(probe_radius=-1.0)
 
 
-def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch):
     """Graphs need no biotite; tests/test_imports.py shows that nothing imports it by itself."""
     for name in ("biotite", *(name for name in sys.modules if name.startswith("biotite."))):
         monkeypatch.setitem(sys.modules, name, None)

@@ -158,7 +158,7 @@ MUTATIONS = [
     ),
     Mutation(
         "padding has the first class",
-        "graphattn/train/batches/collation.py",
+        "graphattn/train/batches.py",
         "MISSING_LABEL = -100",
         "MISSING_LABEL = 0",
         (f"{CLASSES}::test_classes_of_tokens_are_counted_where_they_are_known[False]",),
@@ -172,7 +172,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sequence's class is the mean over its padding, too",
-        "graphattn/train/batches/calling.py",
+        "graphattn/train/batches.py",
         "outputs.masked_fill(~valid[..., None], 0).sum(1)",
         "outputs.sum(1)",
         (
@@ -181,7 +181,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a token of padding is valid",
-        "graphattn/train/batches/collation.py",
+        "graphattn/train/batches.py",
         "torch.arange(int(lengths.max())) < lengths[:, None]",
         "torch.arange(int(lengths.max())) <= lengths[:, None]",
         (f"{MASKED}::test_padding_and_packing_change_no_loss_and_no_gradient[encoder]",),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from draws import generator
+from draws import Table, generator
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -24,23 +24,12 @@ def language_model(**options) -> ga.models.CausalLM:
     return ga.models.CausalLM(11, 16, 2, 2, **{"mixer": "mix", "window": 4, **options})
 
 
-class Counted(nn.Module):
-    """The logits of what follows a token, from a table: a bigram model."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def forward(self, tokens, valid=None):
-        return self.table[tokens]
-
-
 def test_the_loss_is_that_of_a_plain_loop_over_pairs():
     table = torch.randn(11, 11, dtype=torch.float64, generator=generator())
     for lengths in (LENGTHS, (8, 8)):
         objective = ga.train.NextToken()
         texts = examples(lengths)
-        loss = objective.loss(Counted(table), objective.collate(texts))
+        loss = objective.loss(Table(table), objective.collate(texts))
         nats = right = count = 0
         for text in texts:
             tokens = text["tokens"].tolist()
@@ -119,22 +108,22 @@ def test_bits_per_byte_count_the_bytes_of_the_tokens_that_were_guessed():
     batch = exact.collate(texts)
     guessed = [token for text in texts for token in text["tokens"].tolist()[1:]]
     num_bytes = len(b"".join(words[token] for token in guessed))
-    report = exact.evaluate(Counted(table), [batch, batch])
-    bits = float(exact.loss(Counted(table), batch).total) / math.log(2)
+    report = exact.evaluate(Table(table), [batch, batch])
+    bits = float(exact.loss(Table(table), batch).total) / math.log(2)
     assert report["bits_per_byte"] == pytest.approx(bits / num_bytes)
     assert report["bits_per_token"] == pytest.approx(bits / len(guessed))
     average = ga.train.NextToken(bytes_per_token=num_bytes / len(guessed))
-    assert average.evaluate(Counted(table), [batch])["bits_per_byte"] == pytest.approx(
+    assert average.evaluate(Table(table), [batch])["bits_per_byte"] == pytest.approx(
         report["bits_per_byte"]
     )
-    unknown = ga.train.NextToken().evaluate(Counted(table), [batch])
+    unknown = ga.train.NextToken().evaluate(Table(table), [batch])
     assert set(unknown) == {"loss", "perplexity", "accuracy", "bits_per_token"}
 
 
 def test_a_uniform_guess_of_bytes_costs_8_bits():
     objective = ga.train.NextToken(bytes_per_token=1)
     batch = objective.collate([{"tokens": torch.arange(100)}])
-    report = objective.evaluate(Counted(torch.zeros(256, 256)), [batch])
+    report = objective.evaluate(Table(torch.zeros(256, 256)), [batch])
     assert report["bits_per_byte"] == pytest.approx(8)
     assert report["perplexity"] == pytest.approx(256)
 
@@ -148,7 +137,7 @@ def test_a_model_that_sees_what_it_is_to_guess_is_refused():
             ValueError, match=r"in block 0 of this SequenceEncoder it sees the token"
         ):
             objective.loss(model, batch)
-    one_ahead = Counted(torch.zeros(11, 11))
+    one_ahead = Table(torch.zeros(11, 11))
     edges = torch.tensor([[1, 2, 3], [0, 1, 2]])  # from a token to the one before it
     ahead = ga.from_edge_index(edges, 4)
     one_ahead.graphs = lambda num_tokens: [ahead]
@@ -157,7 +146,7 @@ def test_a_model_that_sees_what_it_is_to_guess_is_refused():
 
 
 def test_an_evaluation_is_the_mean_over_tokens_and_not_over_batches():
-    model, objective = Counted(torch.randn(11, 11, generator=generator())), ga.train.NextToken()
+    model, objective = Table(torch.randn(11, 11, generator=generator())), ga.train.NextToken()
     batches = [objective.collate(examples(lengths)) for lengths in ((3,), (9, 20))]
     losses = [objective.loss(model, batch) for batch in batches]
     mean = sum(float(loss.total) for loss in losses) / (2 + 8 + 19)

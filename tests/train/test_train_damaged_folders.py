@@ -15,10 +15,6 @@ import graphattn as ga
 from graphattn.train import RunConfig
 from graphattn.train.runs import checkpoints
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 

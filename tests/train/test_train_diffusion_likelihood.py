@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from draws import generator
+import transformers
+from draws import CHAIN, MASK, V, generator
 
 import graphattn as ga
 from graphattn.train import (
@@ -21,9 +22,6 @@ from graphattn.train import (
 )
 from graphattn.train.diffusion.objective import diffusion_losses
 
-TRANSITION = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.45, 0.05, 0.5]]).double()
-CHAIN = MarkovChain(TRANSITION)
-V = MASK = 3
 # Almost all noise there is, so that the ends of the integral do not count.
 WHOLE = {"log-linear": LogLinearNoise(1e-13), "geometric": GeometricNoise(1e-11, 32.0)}
 
@@ -208,7 +206,6 @@ def test_a_causal_model_judges_every_token_after_those_before_it(start_token):
 
 
 def test_a_model_of_transformers_judges_as_its_own_loss_does():
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=11, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     judge = transformers.GPT2LMHeadModel(config).eval()

@@ -5,15 +5,11 @@ import math
 
 import pytest
 import torch
-from draws import generator
+from draws import CHAIN, MASK, TRANSITION, V, generator
 from scipy import stats
 
 import graphattn as ga
 from graphattn.train import LogLinearNoise, MarkovChain, sample_diffusion
-
-TRANSITION = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.45, 0.05, 0.5]]).double()
-CHAIN = MarkovChain(TRANSITION)
-V = MASK = 3
 
 
 def every_sequence(length: int, vocab_size: int = V) -> torch.Tensor:

@@ -7,14 +7,11 @@ import itertools
 import pytest
 import tiny_runs
 import torch
+import transformers
 from torch import nn
 
 import graphattn as ga
-from graphattn.train.batches import order
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
+from graphattn.train.batches import EndlessBatches
 
 pytestmark = pytest.mark.usefixtures("short_collections")
 
@@ -35,7 +32,7 @@ def test_a_step_is_of_the_mean_over_all_answers_of_all_batches(tmp_path):
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 5)
     lengths = torch.tensor([len(example["tokens"]) for example in data])
     stream = iter(
-        order.EndlessBatches(ga.data.TokenBatches(lengths, config.batch_tokens, seed=config.seed))
+        EndlessBatches(ga.data.TokenBatches(lengths, config.batch_tokens, seed=config.seed))
     )
     totals, counts = [], []
     for _ in range(config.steps):
@@ -144,7 +141,7 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
 
     def stream(**options: int) -> list[list[int]]:
         epochs = ga.data.TokenBatches(lengths, 20, seed=3)
-        batches = iter(order.EndlessBatches(epochs, **options))
+        batches = iter(EndlessBatches(epochs, **options))
         return [next(batches) for _ in range(30)]
 
     whole = stream()

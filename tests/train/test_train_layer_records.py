@@ -197,8 +197,6 @@ def test_looking_leaves_the_model_as_it_was():
 
 @pytest.mark.long
 def test_a_run_with_records_has_the_losses_of_one_without(tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
     changes = {"steps": 8, "log_every": 1}
 
     def run(name: str, **more: Any) -> Any:

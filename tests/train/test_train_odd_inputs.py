@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 from tiny_runs import config as tiny_config
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.train.batches.calling import call
+from graphattn.train.batches import call
 
 
 class Table(nn.Module):
@@ -31,8 +32,7 @@ class Table(nn.Module):
 
 def test_padding_on_any_side_guesses_nothing_in_a_causal_loss():
     model, objective = Table(9).double(), ga.train.NextToken()
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(9, (4, 8), generator=generator)
+    tokens = torch.randint(9, (4, 8), generator=torch.Generator().manual_seed(0))
     valid = torch.ones(4, 8, dtype=torch.bool)
     valid[0, :3] = valid[1, 6:] = valid[2, 3:5] = valid[3, :7] = False
     loss = objective.loss(model, {"tokens": tokens, "valid": valid})
@@ -97,7 +97,6 @@ def test_labels_that_are_infinite_are_refused_and_not_taken_for_missing():
 
 
 def test_bytes_per_token_may_be_an_array_and_must_be_numbers():
-    numpy = pytest.importorskip("numpy")
     objective = ga.train.NextToken(numpy.arange(9))
     batch = objective.collate([{"tokens": torch.tensor([8, 0, 3])}])
     assert objective.loss(Table(9), batch).sums["bytes"] == 3

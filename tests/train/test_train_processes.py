@@ -15,9 +15,6 @@ from safetensors.torch import load_file
 import graphattn as ga
 from graphattn.train.runs import folder as run_folder
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 
 def check_is_one_run(alone, together) -> None:
     """Losses and weights are equal up to the order of sums."""

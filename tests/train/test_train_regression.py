@@ -4,25 +4,13 @@ import math
 
 import pytest
 import torch
-from draws import generator
+from draws import Table, generator
 from scipy.stats import pearsonr
 from sklearn.metrics import mean_absolute_error, mean_squared_error
-from torch import nn
 
 import graphattn as ga
 
 NAN = torch.nan
-
-
-class Known(nn.Module):
-    """Answers from a table, by token."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = nn.Parameter(table)
-
-    def forward(self, tokens, valid=None):
-        return self.table[tokens]
 
 
 def examples(targets: int = 1, lengths=(30, 12, 21), missing: float = 0.3) -> list[dict]:
@@ -39,7 +27,7 @@ def examples(targets: int = 1, lengths=(30, 12, 21), missing: float = 0.3) -> li
 @pytest.mark.parametrize("targets", [1, 2])
 @pytest.mark.parametrize("error", ["mse", "mae"])
 def test_errors_and_correlation_are_those_of_scipy_and_scikit_learn(error, targets):
-    model = Known(torch.randn(9, targets, generator=generator(1), dtype=torch.float64))
+    model = Table(torch.randn(9, targets, generator=generator(1), dtype=torch.float64))
     objective = ga.train.ResidueRegression(targets, error, mean=45.0, std=18.0)
     one, other, third = examples(targets)
     batches = [objective.collate([one, other]), objective.collate([third])]
@@ -65,7 +53,7 @@ def test_errors_and_correlation_are_those_of_scipy_and_scikit_learn(error, targe
 def test_a_label_that_is_missing_costs_nothing_and_has_no_gradient():
     labels = torch.tensor([[1.0, NAN], [NAN, NAN], [NAN, 4.0]])
     batch = {"tokens": torch.tensor([[0, 1, 2]]), "labels": labels[None]}
-    model = Known(torch.zeros(3, 2))
+    model = Table(torch.zeros(3, 2))
     loss = ga.train.ResidueRegression(2).loss(model, batch)
     loss.total.backward()
     assert (float(loss.total), loss.count) == (17.0, 2)
@@ -94,9 +82,9 @@ def test_padding_and_packing_change_nothing(name):
 def test_a_constant_prediction_has_no_correlation_and_all_labels_missing_no_loss():
     objective = ga.train.ResidueRegression()
     batch = objective.collate(examples())
-    assert math.isnan(objective.evaluate(Known(torch.ones(9, 1)), [batch])["pearson"])
+    assert math.isnan(objective.evaluate(Table(torch.ones(9, 1)), [batch])["pearson"])
     nothing = objective.collate([{"tokens": torch.arange(3), "labels": torch.full((3,), NAN)}])
-    model = Known(torch.ones(9, 1))
+    model = Table(torch.ones(9, 1))
     loss = objective.loss(model, nothing)
     assert loss.count == 0
     loss.mean.backward()

@@ -23,10 +23,6 @@ from graphattn.train import engine
 from graphattn.train.runs import checkpoints, records
 from graphattn.train.runs import folder as run_folder
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 

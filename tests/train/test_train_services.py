@@ -11,9 +11,6 @@ import tiny_runs
 
 import graphattn as ga
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 

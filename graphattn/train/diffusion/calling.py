@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.diagnostics.hidden.evaluating import dropout_off
-from graphattn.train.batches.calling import unwrapped
+from graphattn.train.batches import unwrapped
 from graphattn.train.checks import described
 
 Denoiser = Callable[..., Any]

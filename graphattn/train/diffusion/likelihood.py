@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.ops.inputs import check_valid, compute_dtype, full_precision
-from graphattn.train.batches.calling import device_of
+from graphattn.train.batches import device_of
 from graphattn.train.checks import check_range, described
 from graphattn.train.diffusion.calling import (
     Denoiser,

@@ -10,8 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.train.batches.calling import unwrapped
-from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.batches import collate_tokens, unwrapped
 from graphattn.train.diffusion.calling import Denoiser, call
 from graphattn.train.diffusion.noise import Noise, as_noise
 from graphattn.train.diffusion.score_entropy import check_no_masks, score_entropy_parts

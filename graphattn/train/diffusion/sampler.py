@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.language.sampling import Sampling, draw
 from graphattn.ops.inputs import check_valid, full_precision
-from graphattn.train.batches.calling import device_of
+from graphattn.train.batches import device_of
 from graphattn.train.checks import described
 from graphattn.train.diffusion.calling import (
     Denoiser,

@@ -11,8 +11,7 @@ from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_int
 from graphattn.models.proteins.scores import evaluating
-from graphattn.train.batches.calling import device_of, outputs_at
-from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.batches import collate_tokens, device_of, outputs_at
 from graphattn.train.checks import is_integer
 from graphattn.train.objectives.objective import Example, nats
 

@@ -11,8 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_float
-from graphattn.train.batches.calling import call, outputs_at, unwrapped
-from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.batches import call, collate_tokens, outputs_at, unwrapped
 from graphattn.train.objectives.objective import (
     Batch,
     Example,

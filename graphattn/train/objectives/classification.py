@@ -11,8 +11,15 @@ from torch import Generator, nn
 
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.ops.dropout import as_share
-from graphattn.train.batches.calling import outputs_at, pooled_outputs, unwrapped
-from graphattn.train.batches.collation import all_have, checked, collate_images, collate_tokens
+from graphattn.train.batches import (
+    all_have,
+    checked,
+    collate_images,
+    collate_tokens,
+    outputs_at,
+    pooled_outputs,
+    unwrapped,
+)
 from graphattn.train.objectives.objective import (
     Batch,
     Example,

@@ -9,8 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.train.batches.calling import outputs_at, unwrapped
-from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.batches import collate_tokens, outputs_at, unwrapped
 from graphattn.train.objectives.masking import MaskSchedule, Schedule, mask_tokens
 from graphattn.train.objectives.objective import (
     Batch,

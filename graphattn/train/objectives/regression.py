@@ -11,8 +11,7 @@ from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.ops.inputs import compute_dtype
-from graphattn.train.batches.calling import outputs_at, unwrapped
-from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.batches import collate_tokens, outputs_at, unwrapped
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective, loss_of
 
 

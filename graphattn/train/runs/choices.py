@@ -16,7 +16,7 @@ from graphattn.models.mixers import options_taken, over_depth
 from graphattn.models.presets import preset as arguments_of
 from graphattn.near_names import did_you_mean
 from graphattn.nn.files import pretrained
-from graphattn.train.batches.calling import unwrapped
+from graphattn.train.batches import unwrapped
 from graphattn.train.objectives.registry import OBJECTIVES
 from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.heads import WithHead
