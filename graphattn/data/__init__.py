@@ -6,7 +6,7 @@ Its message is one line with the name of the file, the number of the wrong line 
 wrong, and the reason. The functions with an argument ``max_bytes`` refuse a file that is larger
 after decompression, because a gzip file can be a thousand times larger after it.
 
-FASTA, GenBank and structures are parsed by biotite, an optional dependency:
+GenBank and structures are parsed by biotite, an optional dependency:
 ``pip install 'graphattn[bio]'``.
 """
 

@@ -142,28 +142,28 @@ class TokenBatches(Sampler[list[int]]):
 
 def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
     try:
-        found = torch.as_tensor(lengths)
+        values = torch.as_tensor(lengths)
+        got = f"{values.dtype} {list(values.shape)}"
     except (TypeError, ValueError, RuntimeError):
-        found = None
-    if found is not None and found.shape == (0,):
+        values, got = torch.zeros(()), type(lengths).__name__
+    if values.shape == (0,):
         raise ValueError("lengths must hold the length of at least one example, got none")
-    is_number = found is not None and found.dtype != torch.bool and not found.is_complex()
-    if found is None or found.dim() != 1 or found.is_floating_point() or not is_number:
+    is_other = values.is_floating_point() or values.is_complex() or values.dtype == torch.bool
+    if values.dim() != 1 or is_other:
         raise ValueError(
-            "lengths must be a list or tensor of integers, one per example, got "
-            + (type(lengths).__name__ if found is None else f"{found.dtype} {list(found.shape)}")
+            f"lengths must be a list or tensor of integers, one per example, got {got}"
         )
-    found = found.to(torch.int64)
-    if int(found.min()) < 1:
-        at = int(found.argmin())
-        raise ValueError(f"lengths must be >= 1, got {int(found[at])} for example {at}")
-    if int(found.max()) > max_tokens:
-        at = int(found.argmax())
+    values = values.to(torch.int64)
+    shortest, longest = int(values.argmin()), int(values.argmax())
+    if values[shortest] < 1:
+        raise ValueError(f"lengths must be >= 1, got {values[shortest]} for example {shortest}")
+    if values[longest] > max_tokens:
         raise ValueError(
-            f"max_tokens must be at least the length of the longest example, {int(found[at])} for "
-            f"example {at}, got {max_tokens}: use larger batches or shorter windows"
+            "max_tokens must be at least the length of the longest example, "
+            f"{values[longest]} for example {longest}, got {max_tokens}: use larger batches or "
+            "shorter windows"
         )
-    return found
+    return values
 
 
 def _cut_padded(longest_first: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:

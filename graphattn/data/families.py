@@ -26,13 +26,6 @@ def families(sequences: Sequence[Tensor], vocab_size: int) -> list[list[int]]:
     Two sequences are in one family if they are equal, or if 5 % of the words of the shorter one
     are in the other, too. This finds copies, fragments and close relatives. It does not find
     distant homologs.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.data.families import families
-        >>> first, other = torch.arange(20), torch.arange(20).flip(0)
-        >>> families([first, other, first[4:]], vocab_size=20)
-        [[0, 2], [1]]
     """
     k, count = word_length(vocab_size), len(sequences)
     parent = list(range(count))

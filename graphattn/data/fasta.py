@@ -1,6 +1,5 @@
 """FASTA files, and tokenizers for proteins and nucleic acids."""
 
-import io
 import os
 import re
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from graphattn.data.files import MAX_BYTES, FileFormatError, read_text
-from graphattn.data.structures.parsing import require_biotite
 from graphattn.data.text import CharacterTokenizer
 
 _NOT_SEQUENCE = re.compile(r"[^A-Za-z*\-]")
@@ -51,7 +49,6 @@ def read_fasta(
         FileFormatError: if the file cannot be read (see :func:`~graphattn.data.read_text`) or is
             malformed: a sequence before the first ``>``, an empty header, a header without a
             sequence, a character that is not a letter, ``*`` or ``-``. The message gives the line.
-        ImportError: if biotite is not installed.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga
@@ -63,44 +60,35 @@ def read_fasta(
         FastaRecord(header='first', sequence='MKVLTA')
         FastaRecord(header='second', sequence='ACGT')
     """
-    require_biotite("reading FASTA")
-    from biotite.sequence.io.fasta import FastaFile
+    records: list[FastaRecord] = []
+    header, header_line, pieces = "", 0, [""]
 
-    text = read_text(path, max_bytes=max_bytes)
-    _check_fasta(path, text)
-    # `FastaFile.read` returns a dictionary by header, which has only the last of equal headers.
-    return [
-        FastaRecord(header.strip(), sequence.upper())
-        for header, sequence in FastaFile.read_iter(io.StringIO(text))
-    ]
+    def end() -> None:
+        if not pieces:
+            raise FileFormatError(path, "no sequence after this header", line=header_line)
+        if header:
+            records.append(FastaRecord(header, "".join(pieces).upper()))
 
-
-def _check_fasta(path: str | os.PathLike[str], text: str) -> None:
-    """Raise for the first malformed line, because biotite ignores most errors."""
-    header_line: int | None = None
-    has_sequence = True
-    for number, raw_line in enumerate(text.split("\n"), start=1):
+    for number, raw_line in enumerate(read_text(path, max_bytes=max_bytes).split("\n"), start=1):
         line = raw_line.strip()
         if not line or line.startswith(";"):
             continue
         if line.startswith(">"):
-            if not has_sequence:
-                raise FileFormatError(path, "no sequence after this header", line=header_line)
-            if not line[1:].strip():
+            end()
+            header, header_line, pieces = line[1:].strip(), number, []
+            if not header:
                 raise FileFormatError(path, "empty header: nothing after '>'", line=number)
-            header_line, has_sequence = number, False
-        elif header_line is None:
+        elif not header:
             raise FileFormatError(path, "not FASTA: text before the first '>'", line=number)
+        elif wrong := _NOT_SEQUENCE.search(line):
+            reason = f"{wrong[0]!a} in a sequence is not a letter, '*' or '-'"
+            raise FileFormatError(path, reason, line=number)
         else:
-            wrong = _NOT_SEQUENCE.search(line)
-            if wrong is not None:
-                reason = f"{wrong[0]!a} in a sequence is not a letter, '*' or '-'"
-                raise FileFormatError(path, reason, line=number)
-            has_sequence = True
-    if header_line is None:
+            pieces.append(line)
+    if not header:
         raise FileFormatError(path, "not FASTA: no line starts with '>'")
-    if not has_sequence:
-        raise FileFormatError(path, "no sequence after this header", line=header_line)
+    end()
+    return records
 
 
 class _SequenceTokenizer:

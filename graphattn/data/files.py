@@ -18,15 +18,10 @@ _PIECE = 2**20  # bytes that are read at a time, so that reading can stop before
 
 _GZIP_MAGIC = b"\x1f\x8b"  # UTF-8 text never begins with these bytes, so they identify a gzip file
 
-_FORMAT_OF_EXTENSION: dict[str, FileFormat] = {
-    ".fa": "fasta",
-    ".fasta": "fasta",
-    ".faa": "fasta",
-    ".fna": "fasta",
-    ".pdb": "pdb",
-    ".ent": "pdb",
-    ".cif": "mmcif",
-    ".mmcif": "mmcif",
+FORMAT_OF_EXTENSION: dict[str, FileFormat] = {
+    **dict.fromkeys((".fa", ".fasta", ".faa", ".fna"), "fasta"),
+    **dict.fromkeys((".pdb", ".ent"), "pdb"),
+    **dict.fromkeys((".cif", ".mmcif"), "mmcif"),
     ".bcif": "bcif",
 }
 
@@ -148,10 +143,8 @@ def _read(file: BinaryIO | gzip.GzipFile, name: str, holds: str, max_bytes: int 
 
 
 def _too_large(name: str, what: str, max_bytes: int) -> FileFormatError:
-    return FileFormatError(
-        name,
-        f"{what}, and max_bytes = {max_bytes:,} is the limit (pass a larger one, or None)",
-    )
+    limit = f"max_bytes = {max_bytes:,} is the limit (pass a larger one, or None)"
+    return FileFormatError(name, f"{what}, and {limit}")
 
 
 def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> str:
@@ -210,7 +203,7 @@ def sniff_format(path: str | os.PathLike[str], text: str) -> FileFormat:
         'text'
     """
     name = os.fspath(path).lower().removesuffix(".gz")
-    by_extension = _FORMAT_OF_EXTENSION.get(os.path.splitext(name)[1])
+    by_extension = FORMAT_OF_EXTENSION.get(os.path.splitext(name)[1])
     if by_extension is not None:
         return by_extension
 

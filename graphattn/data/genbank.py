@@ -45,10 +45,7 @@ class GenBankRecord:
 
 
 def read_genbank(
-    path: str | os.PathLike[str],
-    *,
-    feature: str | None = None,
-    max_bytes: int | None = MAX_BYTES,
+    path: str | os.PathLike[str], *, feature: str | None = None, max_bytes: int | None = MAX_BYTES
 ) -> list[GenBankRecord]:
     """Read all records of a GenBank file (gzipped or not), in the order of the file.
 
@@ -169,10 +166,7 @@ def _field(file: Any, name: str) -> list[str]:
 
 def _organism(file: Any) -> str:
     """Return the name of the organism, the first line of the subfield ORGANISM of SOURCE."""
-    fields = file.get_fields("SOURCE")
-    if not fields:
-        return ""
-    lines, subfields = fields[0]
+    lines, subfields = (file.get_fields("SOURCE") or [([], {})])[0]
     named = subfields.get("ORGANISM") or lines or [""]
     return str(named[0]).strip()
 
@@ -184,11 +178,11 @@ def _labels(path: str | os.PathLike[str], file: Any, N: int, feature: str) -> Te
     labels = torch.zeros(N, dtype=torch.long)
     if not _field(file, "FEATURES"):
         return labels
-    with biotite_at_work(path), warnings.catch_warnings(record=True) as heard:
+    with biotite_at_work(path), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         annotation = get_annotation(file, include_only=[feature])
     # biotite leaves out a feature whose location it cannot parse, and warns.
-    for warning in heard:
+    for warning in caught:
         if "unsupported location" in str(warning.message):
             place = str(warning.message).partition(" is an unsupported")[0]
             raise FileFormatError(path, f"a {feature} is at {place}, a location that is not known")
@@ -197,9 +191,7 @@ def _labels(path: str | os.PathLike[str], file: Any, N: int, feature: str) -> Te
             if place.defect & place.Defect.BETWEEN:  # A location between two bases has no base.
                 continue
             if place.first < 1 or place.last > N:
-                raise FileFormatError(
-                    path,
-                    f"a {feature} is at {place.first}..{place.last}, but there are only {N} bases",
-                )
+                where = f"{place.first}..{place.last}, but there are only {N} bases"
+                raise FileFormatError(path, f"a {feature} is at {where}")
             labels[place.first - 1 : place.last] = 1
     return labels

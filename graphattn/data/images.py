@@ -14,16 +14,7 @@ from torch import Tensor
 
 from graphattn.data.files import MAX_BYTES, FileFormatError, read_bytes
 
-_IDX_TYPES = {
-    0x08: numpy.dtype(">u1"),
-    0x09: numpy.dtype(">i1"),
-    0x0B: numpy.dtype(">i2"),
-    0x0C: numpy.dtype(">i4"),
-    0x0D: numpy.dtype(">f4"),
-    0x0E: numpy.dtype(">f8"),
-}
-
-
+IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _PIECE = 2**20  # bytes that are read at a time
 
 
@@ -57,7 +48,7 @@ def read_idx(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES)
 
 def idx_header(path: str | os.PathLike[str], head: bytes) -> tuple[Any, tuple[int, ...], int]:
     """Return the dtype and shape that an idx header gives, and the size of the header in bytes."""
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or head[3] == 0:
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_TYPES or head[3] == 0:
         raise FileFormatError(path, "is no idx file: it does not begin with idx's magic number")
     header = 4 + 4 * head[3]
     if len(head) < header:
@@ -65,7 +56,7 @@ def idx_header(path: str | os.PathLike[str], head: bytes) -> tuple[Any, tuple[in
             path, f"is cut off: an idx header of {header} bytes is not complete, got {len(head)}"
         )
     shape = numpy.frombuffer(head[4:header], ">u4").tolist()
-    return _IDX_TYPES[head[2]], tuple(shape), header
+    return numpy.dtype(IDX_TYPES[head[2]]), tuple(shape), header
 
 
 def idx_images(path: str | os.PathLike[str], stream: BinaryIO) -> Iterator[Any]:
@@ -89,8 +80,7 @@ def idx_images(path: str | os.PathLike[str], stream: BinaryIO) -> Iterator[Any]:
         image = numpy.frombuffer(data, numpy.uint8).reshape(shape[1:])
         yield image[None] if len(shape) == 3 else image.transpose(2, 0, 1)
     if stream.read(1):
-        reason = f"holds more than its header says: {list(shape)}"
-        raise FileFormatError(path, reason)
+        raise FileFormatError(path, f"holds more than its header says: {list(shape)}")
 
 
 def _read_at_most(stream: BinaryIO, size: int) -> bytes:
@@ -113,10 +103,7 @@ def _wrong_size(
 
 
 def labels_beside(path: Path) -> Path | None:
-    """Find the idx file with the labels for one with images; None if there is none.
-
-    ``images-idx3`` in the name is replaced by ``labels-idx1``.
-    """
+    """Find the idx file ``...labels-idx1...`` beside one named ``...images-idx3...``, if any."""
     name = path.name.removesuffix(".gz")
     beside = name.replace("images", "labels").replace("idx3", "idx1").replace("idx4", "idx1")
     if beside == name:

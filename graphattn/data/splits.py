@@ -134,7 +134,8 @@ def split_corpus(
         )
     if int(corpus.lengths.sum()) == 0:
         raise ValueError("corpus must hold at least one token, got none")
-    if by == "position" or (by == "auto" and not group and _is_one_text(corpus)):
+    is_one_text = corpus.kind == "text" or len(corpus) == 1
+    if by == "position" or (by == "auto" and not group and is_one_text):
         return _by_position(corpus, shares)
     if by == "group" or group:
         return _by_sets(corpus, _groups(corpus, group), shares, seed, "group")
@@ -146,8 +147,10 @@ def split_corpus(
         raise
 
 
-def _is_one_text(corpus: Corpus) -> bool:
-    return corpus.kind == "text" or len(corpus) == 1
+def _part(corpus: Corpus, starts: Tensor, stops: Tensor) -> Part:
+    """Make the part with the tokens from start to stop of every record, if there are any."""
+    records = (stops > starts).nonzero()[:, 0]
+    return Part(corpus, torch.stack([records, starts[records], stops[records]], dim=1))
 
 
 # By position.
@@ -176,9 +179,7 @@ def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]
         begins = ends - corpus.lengths
         starts = (first - begins).clamp(min=0)
         stops = torch.minimum(last - begins, corpus.lengths)
-        records = (stops > starts).nonzero()[:, 0]
-        spans = torch.stack([records, starts[records], stops[records]], dim=1)
-        parts[name] = Part(corpus, spans)
+        parts[name] = _part(corpus, starts, stops)
     return parts
 
 
@@ -221,11 +222,7 @@ def _equal_records(corpus: Corpus) -> Tensor:
 
 
 def _groups(corpus: Corpus, pattern: str) -> Tensor:
-    """Number the groups; LongTensor [records], the group of every record.
-
-    Raises:
-        ValueError: if the pattern is no regular expression, or a record has no group.
-    """
+    """Number the groups; LongTensor [records], the group of every record."""
     if pattern:
         try:
             search = re.compile(pattern).search
@@ -233,21 +230,22 @@ def _groups(corpus: Corpus, pattern: str) -> Tensor:
             raise ValueError(
                 f"group must be a regular expression, got {pattern!r}: {error}"
             ) from None
-        matches = [search(name) for name in corpus.names]
         groups = [
-            match and next(filter(None, match.groups() or (match[0],)), "") for match in matches
+            match and next(filter(None, match.groups() or (match[0],)), "")
+            for match in map(search, corpus.names)
         ]
     else:
         groups = list(corpus.groups)
     missing = [n for n, name in enumerate(groups) if not name]
     if missing:
-        where = f"group={pattern!r} finds none in" if pattern else "the corpus has none for"
-        advice = (
-            r"add an alternative at the end of the pattern, such as '|^(\S+)', which makes each of "
-            "the other records a group"
-            if pattern
-            else "give group=, a regular expression that finds it in the name"
-        )
+        where = "the corpus has none for"
+        advice = "give group=, a regular expression that finds it in the name"
+        if pattern:
+            where = f"group={pattern!r} finds none in"
+            advice = (
+                r"add an alternative at the end of the pattern, such as '|^(\S+)', which makes "
+                "each of the other records a group"
+            )
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ValueError(
             f"every record must have a group: {where} {corpus.names[missing[0]]!r}{more}; " + advice
@@ -259,17 +257,13 @@ def _groups(corpus: Corpus, pattern: str) -> Tensor:
 def _by_sets(
     corpus: Corpus, sets: Tensor, shares: tuple[float, float], seed: int, what: str
 ) -> dict[str, Part]:
-    _, numbers = sets.unique(return_inverse=True)
-    sizes = torch.zeros(int(numbers.max()) + 1, dtype=torch.int64).index_add_(
-        0, numbers, corpus.lengths
-    )
-    part = _draw(sizes, shares, seed, what)[numbers]
-    parts = {}
-    for number, name in enumerate(_NAMES):
-        records = ((part == number) & (corpus.lengths > 0)).nonzero()[:, 0]
-        spans = torch.stack([records, torch.zeros_like(records), corpus.lengths[records]], dim=1)
-        parts[name] = Part(corpus, spans)
-    return parts
+    distinct, numbers = sets.unique(return_inverse=True)
+    sizes = torch.zeros_like(distinct).index_add_(0, numbers, corpus.lengths)
+    part, start = _draw(sizes, shares, seed, what)[numbers], torch.zeros_like(numbers)
+    return {
+        name: _part(corpus, start, torch.where(part == number, corpus.lengths, 0))
+        for number, name in enumerate(_NAMES)
+    }
 
 
 def _draw(sizes: Tensor, shares: tuple[float, float], seed: int, what: str) -> Tensor:

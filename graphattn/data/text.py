@@ -82,14 +82,18 @@ class CharacterTokenizer:
             ValueError: if `tokens` has another number of dimensions, is not of an integer dtype, or
                 has a token that is out of range.
         """
-        if isinstance(tokens, Tensor):
-            if tokens.dim() != 1:
-                raise ValueError(f"tokens must have shape [N], got {list(tokens.shape)}")
-            tokens = tokens.tolist()
-        for token in tokens:
-            # Without this check, `vocabulary[token]` would accept -1 and True as tokens.
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"tokens must be integers from 0 to {self.vocab_size - 1}, got {token!r}"
-                )
-        return "".join([self.vocabulary[token] for token in tokens])
+        return "".join(self.vocabulary[token] for token in as_tokens(tokens, self.vocab_size))
+
+
+def as_tokens(tokens: Tensor | Sequence[int], vocab_size: int) -> list[int]:
+    """Convert `tokens` to a list, after checking that they are integers below `vocab_size`."""
+    if isinstance(tokens, Tensor):
+        if tokens.dim() != 1:
+            raise ValueError(f"tokens must have shape [N], got {list(tokens.shape)}")
+        tokens = tokens.tolist()
+    numbers: list[int] = list(tokens)
+    for token in numbers:
+        # Without this check, an index of -1 and True would be accepted as tokens.
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(f"tokens must be integers from 0 to {vocab_size - 1}, got {token!r}")
+    return numbers

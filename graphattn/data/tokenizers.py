@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.data.fasta import NucleotideTokenizer, ProteinTokenizer
 from graphattn.data.files import FileFormatError, read_text
-from graphattn.data.text import CharacterTokenizer
+from graphattn.data.text import CharacterTokenizer, as_tokens
 
 
 class Tokenizer(Protocol):
@@ -78,7 +78,7 @@ class ByteTokenizer:
         Raises:
             ValueError: if `tokens` is not one-dimensional, or has other values.
         """
-        return bytes(_as_tokens(tokens, self.vocab_size)).decode("utf-8", errors="replace")
+        return bytes(as_tokens(tokens, self.vocab_size)).decode("utf-8", errors="replace")
 
     def __repr__(self) -> str:
         return "ByteTokenizer()"
@@ -175,7 +175,7 @@ class FileTokenizer:
             ValueError: if `tokens` is not one-dimensional, or has other values.
             FileFormatError: if the library cannot decode them.
         """
-        numbers = _as_tokens(tokens, self.vocab_size)
+        numbers = as_tokens(tokens, self.vocab_size)
         with self._explained("the tokenizers library cannot decode tokens with this file"):
             return self._tokenizer.decode(numbers, skip_special_tokens=False)
 
@@ -202,19 +202,6 @@ class FileTokenizer:
 
     def __hash__(self) -> int:
         return hash((FileTokenizer, self.vocab_size))
-
-
-def _as_tokens(tokens: Tensor | Sequence[int], vocab_size: int) -> list[int]:
-    """Convert `tokens` to a list, after checking that they are integers below `vocab_size`."""
-    if isinstance(tokens, Tensor):
-        if tokens.dim() != 1:
-            raise ValueError(f"tokens must have shape [N], got {list(tokens.shape)}")
-        tokens = tokens.tolist()
-    numbers: list[int] = list(tokens)
-    for token in numbers:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(f"tokens must be integers from 0 to {vocab_size - 1}, got {token!r}")
-    return numbers
 
 
 _WITHOUT_OPTIONS: dict[str, Callable[[], Tokenizer]] = {

@@ -264,10 +264,17 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
     checkpoints.keep_checkpoints(path, config.keep, checkpoints.best_checkpoint(path))
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
-    before = run_folder.read_state(path)
+    before, saved = run_folder.read_state(path), path / "tokenizer.json"
     is_begun = (path / run_folder.CONFIG).is_file() or not before
-    if tokenizer is not None and is_begun:
-        _check_tokenizer(path / "tokenizer.json", tokenizer)
+    is_saved = is_begun and saved.is_file()
+    if tokenizer is not None and is_saved:
+        learned = tokenizer_as_dict(load_tokenizer(saved))
+        if learned != tokenizer_as_dict(tokenizer):
+            raise ValueError(
+                f"data must have the tokens of the run in {str(saved)!r}, but they differ: it has "
+                "changed since the run began, or it is another kind of file. Choose another folder "
+                "as out"
+            )
     if is_begun and data is not None and before.get("data") not in (None, data):
         raise ValueError(
             f"data must be the data with which the run in {str(path)!r} began, but it differs: it "
@@ -285,21 +292,9 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
         seconds=before.get("seconds", 0.0),
         error=None,
     )
-    if tokenizer is not None and not (is_begun and (path / "tokenizer.json").is_file()):
-        save_tokenizer(tokenizer, path / "tokenizer.json")
+    if tokenizer is not None and not is_saved:
+        save_tokenizer(tokenizer, saved)
     replace_file(path / run_folder.CONFIG, config.save)
-
-
-def _check_tokenizer(path: Path, tokenizer: Any) -> None:
-    """Raise an error if the tokens of the data are not those that the model has learned."""
-    if not path.is_file():
-        return
-    if tokenizer_as_dict(load_tokenizer(path)) != tokenizer_as_dict(tokenizer):
-        raise ValueError(
-            f"data must have the tokens of the run in {str(path)!r}, but they differ: it has "
-            "changed since the run began, or it is another kind of file. Choose another folder as "
-            "out"
-        )
 
 
 # The run.
@@ -317,7 +312,7 @@ def _train(
 ) -> Run:
     from transformers.trainer_callback import PrinterCallback
 
-    from graphattn.train.progress import ProgressLine
+    from graphattn.train.callbacks import LayerRecords, ProgressLine
     from graphattn.train.trainer import GraphTrainer
 
     path, start = Path(config.out), max(steps, default=0)
@@ -326,9 +321,19 @@ def _train(
     if config.compile:
         model.compile()
     line = ProgressLine(path.resolve().name)
-    all_callbacks = [line, *_recorders(objective, config, train, validation), *callbacks]
+    recorders: list[Any] = [line]
+    if config.record_every:
+        examples = train if validation is None else validation
+        recorders.append(LayerRecords(objective, config, examples))
     trainer = GraphTrainer(
-        model, objective, config, args, train, validation, start=start, callbacks=all_callbacks
+        model,
+        objective,
+        config,
+        args,
+        train,
+        validation,
+        start=start,
+        callbacks=[*recorders, *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
     torch.manual_seed(config.seed + args.process_index)  # so that processes draw different masks
@@ -352,21 +357,12 @@ def _train(
     finally:
         line.close()
         if args.process_index == 0:
-            with contextlib.suppress(OSError):  # a full disk is told by the original error
+            with contextlib.suppress(OSError):  # the original error says that the disk is full
                 spent = run_folder.read_state(path)["seconds"] + time.monotonic() - began
-                run_folder.write_state(
-                    path, status=status, error=error, ended=run_folder.now(), seconds=spent
-                )
+                ended = {"ended": run_folder.now(), "seconds": spent}
+                run_folder.write_state(path, status=status, error=error, **ended)
     with _first_alone(args):
         return read_run(path)
-
-
-def _recorders(objective: Objective, config: RunConfig, train: Any, validation: Any) -> list[Any]:
-    if not config.record_every:
-        return []
-    from graphattn.train.layer_callback import LayerRecords
-
-    return [LayerRecords(objective, config, train if validation is None else validation)]
 
 
 def _status(trainer: GraphTrainer, config: RunConfig) -> str:

@@ -37,6 +37,7 @@ from graphattn.train.objectives.objective import Batch, Objective, evaluation_ge
 from graphattn.train.runs.records import Row
 
 LOWEST = "1 - 2 eta lambda_max"
+COLUMNS = ("alpha_max", "share_stable", "sink_share", "effective_rank", "max_step_size", LOWEST)
 WITHIN = 1e-3  # relative accuracy of eigenvalues, enough for a curve
 EPSILON = 1e-3  # step of finite differences of gradients, if a loss cannot be differentiated twice
 
@@ -128,23 +129,14 @@ def _seen(model: nn.Module, objective: Objective, batch: Batch, seed: int) -> di
                 _loss(objective, model, batch, seed)
                 ran = True
                 for call in recording:
-                    row = rows.setdefault(call.name, _empty())
+                    row = rows.setdefault(call.name, dict.fromkeys(COLUMNS))
                     row["sink_share"] = _number(call.sinks)
                     row["effective_rank"] = _number(call.effective_rank)
     except ValueError:  # the model has no attention
         if not ran:
             raise
-    order = [name for name, _ in model.named_modules()]
-    return dict(sorted(rows.items(), key=lambda item: _place(order, item[0])))
-
-
-def _place(order: list[str], name: str) -> int:
-    return order.index(name) if name in order else len(order)
-
-
-def _empty() -> Row:
-    names = ("alpha_max", "share_stable", "sink_share", "effective_rank", "max_step_size", LOWEST)
-    return dict.fromkeys(names)
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(rows.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _number(values: Tensor) -> float | None:
@@ -161,7 +153,7 @@ def _consensus_layers(model: nn.Module, rows: dict[str, Row]) -> Iterator[None]:
 
         def look(_: nn.Module, args: Any, keywords: dict[str, Any], output: Tensor) -> None:
             given = dict(parameters.bind(layer, *args, **keywords).arguments)
-            row = rows.setdefault(name, _empty())
+            row = rows.setdefault(name, dict.fromkeys(COLUMNS))
             real = given.get("valid")
             if not isinstance(real, Tensor):
                 real = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
@@ -191,10 +183,8 @@ def _step_sizes(layer: SelfConsensus, given: dict[str, Any]) -> tuple[float | No
         return None, None
     x = given["x"].detach().cpu().double()
     rows = x.reshape(-1, *x.shape[-2:])[:1]
-    graph = given["graph"]
-    graph = graph.to("cpu")
     layer = copy.deepcopy(layer).cpu().double().eval()
-    graph = check_graph(graph, rows, rows.shape[-2], rows.shape[-2])
+    graph = check_graph(given["graph"].to("cpu"), rows, rows.shape[-2], rows.shape[-2])
     first = {
         name: None if given.get(name) is None else _first(given[name], x.dim())
         for name in ("valid", "positions", "edge_features")
@@ -222,16 +212,14 @@ def _first(value: Any, dims: int) -> Tensor:
 
 
 def _largest_eigenvalue(head: Any) -> float:
-    start = np.random.default_rng(0).standard_normal(head.size)
     if head.size < 64:
         return float(head.dense_eigenvalues()[-1])
+    start = np.random.default_rng(0).standard_normal(head.size)
+    options = {"which": "LA", "tol": WITHIN, "v0": start, "return_eigenvectors": False}
     try:
-        values = eigsh(
-            head.operator, k=1, which="LA", tol=WITHIN, v0=start, return_eigenvectors=False
-        )
+        return float(eigsh(head.operator, k=1, **options)[0])
     except ArpackNoConvergence:
         return math.nan
-    return float(values[0])
 
 
 # Learning rates.
@@ -246,8 +234,7 @@ def _add_learning_rates(
     max_norm: float | None,
     seed: int,
 ) -> None:
-    """Add alpha_max and the share of stable steps, for the model and every layer that is
-    trained."""
+    """Add alpha_max and the share of stable steps, for the model and its trained layers."""
     first = TwinOptimizer(optimizer, max_norm or None)
     parts: list[tuple[Row, list[bool]]] = [(state, [True] * len(first.parameters))]
     for name, row in state["layers"].items():
@@ -276,27 +263,20 @@ def _slopes_and_curvatures(
     loss: BatchLoss, batch: Batch, twin: TwinOptimizer, parts: list[list[bool]]
 ) -> list[tuple[float, float]]:
     """Return <g, u> and <u, H u> for every part, with u restricted to its parameters."""
-
-    def restricted(u: list[Tensor]) -> Iterator[list[Tensor]]:
-        for chosen in parts:
-            yield [v if kept else torch.zeros_like(v) for v, kept in zip(u, chosen, strict=True)]
-
     start = random_state(loss.parameters)
     gradients = loss.gradient(batch, create_graph=True)
     u = twin.step([None if g is None else g.detach() for g in gradients])
+
+    def pairs(curvature: Callable[[list[Tensor]], float]) -> list[tuple[float, float]]:
+        restricted = (
+            [v if kept else torch.zeros_like(v) for v, kept in zip(u, chosen, strict=True)]
+            for chosen in parts
+        )
+        return [(dot(gradients, v), curvature(v)) for v in restricted]
+
     try:
-        return [
-            (
-                dot(gradients, part),
-                curvature_by_autograd(loss.parameters, gradients, part, retain_graph=True),
-            )
-            for part in restricted(u)
-        ]
+        return pairs(
+            lambda v: curvature_by_autograd(loss.parameters, gradients, v, retain_graph=True)
+        )
     except RuntimeError:  # kernels and fused attention have no second derivative
-        return [
-            (
-                dot(gradients, part),
-                curvature_by_differences(loss, batch, part, EPSILON, start),
-            )
-            for part in restricted(u)
-        ]
+        return pairs(lambda v: curvature_by_differences(loss, batch, v, EPSILON, start))

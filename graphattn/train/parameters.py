@@ -9,14 +9,8 @@ from torch import nn
 from graphattn.graphs.arguments import as_float
 from graphattn.nn.edges.network import EdgeNetwork
 
-_EXEMPT = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,
-)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_EXEMPT = (nn.Embedding, nn.EmbeddingBag, *_NORMS)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
@@ -52,11 +46,10 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
     edge_networks: set[int] = set()
     exempt: set[int] = set()
     for module in model.modules():
-        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
         if isinstance(module, EdgeNetwork):
             edge_networks |= {id(p) for p in (module.alpha, module.beta, module.shear)}
         elif isinstance(module, _EXEMPT):
-            exempt |= parameters
+            exempt |= {id(parameter) for parameter in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

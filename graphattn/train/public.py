@@ -1,18 +1,14 @@
 """The public names of graphattn.train, which load together when one of them is used."""
 
 from graphattn.near_names import explain_functions
-from graphattn.train.diffusion import (
-    AbsorbingDiffusion,
-    GeometricNoise,
-    Likelihood,
-    LogLinearNoise,
-    MarkovChain,
-    Noise,
+from graphattn.train.diffusion.likelihood import Likelihood, generative_nll, likelihood_bound
+from graphattn.train.diffusion.markov_chain import MarkovChain
+from graphattn.train.diffusion.noise import GeometricNoise, LogLinearNoise, Noise
+from graphattn.train.diffusion.objective import AbsorbingDiffusion
+from graphattn.train.diffusion.sampler import sample_diffusion
+from graphattn.train.diffusion.score_entropy import (
     absorbing_log_scores,
     denoising_score_entropy,
-    generative_nll,
-    likelihood_bound,
-    sample_diffusion,
     score_entropy,
 )
 from graphattn.train.engine import fit, resume
@@ -24,11 +20,15 @@ from graphattn.train.layer_records import layer_state
 from graphattn.train.objectives.causal import NextToken
 from graphattn.train.objectives.classification import Classification
 from graphattn.train.objectives.masked import MaskedTokens
-from graphattn.train.objectives.masking import mask_tokens, masked_token_loss
+from graphattn.train.objectives.masking import (
+    MaskSchedule,
+    mask_ratios,
+    mask_tokens,
+    masked_token_loss,
+)
 from graphattn.train.objectives.objective import Loss, Objective
 from graphattn.train.objectives.registry import objective
 from graphattn.train.objectives.regression import ResidueRegression
-from graphattn.train.objectives.schedules import MaskSchedule, mask_ratios
 from graphattn.train.parameters import parameter_groups
 from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.folder import Run, read_run

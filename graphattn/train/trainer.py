@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from graphattn.data import TokenBatches
-from graphattn.train.batches.order import EndlessBatches, TrainingLoader, lengths_of
+from graphattn.train.batches import EndlessBatches, TrainingLoader, lengths_of
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
 from graphattn.train.parameters import parameter_groups
 from graphattn.train.running_loss import RunningLoss
@@ -76,11 +76,7 @@ def _collated(objective: Objective, examples: Sequence[Example]) -> Batch:
 
 
 def services(log_to: str) -> list[str]:
-    """Return the services in `log_to`, after checking that transformers can report to them.
-
-    Raises: ValueError: if transformers does not know a service. ImportError: if the package of a
-        service is missing.
-    """
+    """Return the services in `log_to`, after checking that transformers can report to them."""
     from transformers.integrations import integration_utils as known
 
     names = [name.strip() for name in log_to.split(",")]
@@ -165,17 +161,11 @@ class GraphTrainer(Trainer):
         self.objective, self.config, self.start = objective, config, start
         self.folder = Path(config.out)
         self.running = RunningLoss()
-        self.batches = TokenBatches(
-            lengths_of(train, model, config.batch_tokens),
-            config.batch_tokens,
-            seed=config.seed,
-            shuffle=True,
-        )
+        most = config.batch_tokens
+        self.batches = TokenBatches(lengths_of(train, model, most), most, seed=config.seed)
         self._validation_lengths: Tensor | None = None
         if validation is not None:  # check the validation examples before the first step
-            self._validation_lengths = lengths_of(
-                validation, model, config.batch_tokens, "validation"
-            )
+            self._validation_lengths = lengths_of(validation, model, most, "validation")
         self.learned = model
         super().__init__(
             model=Learner(model, objective),
@@ -191,12 +181,9 @@ class GraphTrainer(Trainer):
     def get_train_dataloader(self) -> TrainingLoader:
         processes = self.args.world_size
         done = self.start * self.config.accumulate * processes
-        order = EndlessBatches(
-            self.batches, start=done, rank=self.args.process_index, processes=processes
-        )
         return TrainingLoader(
             self.train_dataset,
-            batch_sampler=order,
+            batch_sampler=EndlessBatches(self.batches, done, self.args.process_index, processes),
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
@@ -235,8 +222,7 @@ class GraphTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run one batch forward and backward; after the last of a step, scale gradients to the
-        mean."""
+        """Run one batch forward and backward; after the last of a step, scale the gradients."""
         model.train()
         total, count = model(self._prepare_inputs(inputs))
         # The number of guesses of all batches is known only at the end. Until then, sums are
@@ -263,8 +249,7 @@ class GraphTrainer(Trainer):
         if self.args.world_size == 1:
             return numbers
         one = torch.tensor(numbers, dtype=torch.float64, device=self.args.device)
-        sums: list[float] = self.accelerator.reduce(one, reduction="sum").tolist()
-        return sums
+        return self.accelerator.reduce(one, reduction="sum").tolist()
 
     # Evaluation and the log.
 
@@ -293,12 +278,8 @@ class GraphTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a row of the log, and report it to the services."""
-        self.state.epoch = (
-            self.state.global_step
-            * self.config.accumulate
-            * self.args.world_size
-            / max(len(self.batches), 1)
-        )
+        batches_per_step = self.config.accumulate * self.args.world_size
+        self.state.epoch = self.state.global_step * batches_per_step / max(len(self.batches), 1)
         row: dict[str, Any] = {"step": self.state.global_step}
         if "loss" in logs:
             logs["loss"] = self.running.take_mean()
@@ -346,22 +327,18 @@ class GraphTrainer(Trainer):
                 part()
             except Exception as error:  # torch and safetensors differ in theirs for a full disk
                 failure = error
-            if self._over_processes([float(failure is not None)])[0]:
-                shutil.rmtree(aside, ignore_errors=True)
-                raise self._not_saved(path, failure) from failure
+            if not self._over_processes([float(failure is not None)])[0]:
+                continue
+            shutil.rmtree(aside, ignore_errors=True)
+            last = max(checkpoints.complete_checkpoints(self.folder), default=None)
+            kept = f"the checkpoint of step {last} remains" if last else "nothing was saved before"
+            raise OSError(
+                f"the checkpoint of step {self.state.global_step} could not be written to "
+                f"{str(path.parent)!r}: {failure or 'another process failed'}; {kept}. Free disk "
+                "space and start again: the run continues from there"
+            ) from failure
 
-    def _not_saved(self, path: Path, failure: Exception | None) -> OSError:
-        last = max(checkpoints.complete_checkpoints(self.folder), default=None)
-        kept = f"the checkpoint of step {last} remains" if last else "nothing was saved before"
-        return OSError(
-            f"the checkpoint of step {self.state.global_step} could not be written to "
-            f"{str(path.parent)!r}: {failure or 'another process failed'}; {kept}. Free disk space "
-            "and start again: the run continues from there"
-        )
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         checkpoints.load_weights(self.learned, folder)
         text = (folder / "running_loss.json").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ class PlainCorpus:
     ) -> None:
         self.records, self.kind = records, kind
         images = kind == "images"
-        self.lengths = torch.tensor([1 if images else len(own) for own in records])
+        self.lengths = torch.tensor([1 if images else len(record) for record in records])
         self.num_tokens = int(self.lengths.sum())
         self.names = names or [f"record {n}" for n in range(len(records))]
         self.groups = groups or [""] * len(records)

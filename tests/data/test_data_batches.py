@@ -39,12 +39,12 @@ def test_every_example_is_in_one_batch_and_no_batch_is_larger_than_allowed(
     batches = TokenBatches(lengths, most, seed=seed, shuffle=shuffle, packed=packed)
     for epoch in range(3):
         batches.set_epoch(epoch)
-        found = list(batches)
-        assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
-        assert len(found) == len(batches)
-        for batch in found:
-            own = [lengths[i] for i in batch]
-            assert (sum(own) if packed else max(own) * len(own)) <= most
+        chosen = list(batches)
+        assert sorted(i for batch in chosen for i in batch) == list(range(len(lengths)))
+        assert len(chosen) == len(batches)
+        for batch in chosen:
+            sizes = [lengths[i] for i in batch]
+            assert (sum(sizes) if packed else max(sizes) * len(sizes)) <= most
 
 
 @settings(max_examples=80, deadline=None)
@@ -66,11 +66,11 @@ def test_padded_batches_are_as_many_in_every_epoch_and_all_but_one_full(lengths,
 def test_little_of_a_batch_is_padding_and_shuffling_costs_no_batches():
     lengths = many()
     batches = TokenBatches(lengths, 8192, seed=1)
-    padded = sum(int(lengths[own].max()) * len(own) for own in batches)
+    padded = sum(int(lengths[each].max()) * len(each) for each in batches)
     assert padded <= 1.1 * int(lengths.sum())
     assert len(batches) == len(TokenBatches(lengths, 8192, shuffle=False))
     random = torch.randperm(len(lengths)).split(12)  # what chance would give
-    assert sum(int(lengths[own].max()) * len(own) for own in random) > 1.5 * int(lengths.sum())
+    assert sum(int(lengths[each].max()) * len(each) for each in random) > 1.5 * int(lengths.sum())
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -84,16 +84,16 @@ def test_the_order_follows_from_seed_and_epoch_alone(packed):
 
     orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 7)]
     assert orders == [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 7)]
-    for number, own in enumerate(orders):
+    for number, each in enumerate(orders):
         for other in orders[:number]:
-            assert own != other
-            assert {frozenset(b) for b in own} != {frozenset(b) for b in other}
+            assert each != other
+            assert {frozenset(b) for b in each} != {frozenset(b) for b in other}
 
 
 def test_batches_come_in_random_order_whatever_their_length():
     lengths = many()
     batches = TokenBatches(lengths, 4096)
-    longest = torch.tensor([float(lengths[own].max()) for own in batches])
+    longest = torch.tensor([float(lengths[each].max()) for each in batches])
     places = torch.arange(len(longest), dtype=torch.float32)
     correlation = torch.corrcoef(torch.stack([longest.argsort().argsort().float(), places]))[0, 1]
     assert abs(correlation) < 4 / len(longest) ** 0.5  # four standard deviations of chance
@@ -105,10 +105,10 @@ def test_without_shuffling_the_longest_come_first_in_every_epoch():
     first = list(batches)
     batches.set_epoch(3)
     assert list(batches) == first
-    flat = [int(lengths[i]) for own in first for i in own]
+    flat = [int(lengths[i]) for each in first for i in each]
     assert flat == sorted(flat, reverse=True)
     packed = TokenBatches(lengths, 2000, shuffle=False, packed=True)
-    assert [i for own in packed for i in own] == list(range(200))
+    assert [i for each in packed for i in each] == list(range(200))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -156,8 +156,8 @@ def test_a_loader_goes_on_with_the_same_tensors_and_reads_nothing_of_what_came_b
         batches = TokenBatches(windows.lengths, 100, seed=2)
         batches.set_epoch(1)
         batches.start_at(start)
-        found = list(DataLoader(data, batch_sampler=batches, collate_fn=list))
-        return [torch.cat([own["tokens"] for own in batch]) for batch in found], data.read
+        chosen = list(DataLoader(data, batch_sampler=batches, collate_fn=list))
+        return [torch.cat([each["tokens"] for each in batch]) for batch in chosen], data.read
 
     everything, read = loader(0)
     assert sorted(read) == list(range(len(windows)))
@@ -176,12 +176,12 @@ def test_two_processes_share_the_batches_between_them(even_batches):
         BatchSamplerShard(TokenBatches(lengths, 200, seed=1), 2, rank, even_batches=even_batches)
         for rank in range(2)
     ]
-    found = [list(own) for own in shards]
-    assert [len(own) for own in found] == [len(own) for own in shards]
-    assert found[0] == expected[::2]
-    assert found[1][: len(expected) // 2] == expected[1::2]
+    chosen = [list(each) for each in shards]
+    assert [len(each) for each in chosen] == [len(each) for each in shards]
+    assert chosen[0] == expected[::2]
+    assert chosen[1][: len(expected) // 2] == expected[1::2]
     again = [] if not even_batches else [expected[0]]  # from the beginning, so that none waits
-    assert found[1][len(expected) // 2 :] == again
+    assert chosen[1][len(expected) // 2 :] == again
 
 
 def test_accelerate_prepares_a_loader_of_them_and_skips_in_it():
@@ -190,26 +190,26 @@ def test_accelerate_prepares_a_loader_of_them_and_skips_in_it():
     batches = TokenBatches(lengths, 200, seed=1)
     loader = Accelerator(cpu=True).prepare(DataLoader(data, batch_sampler=batches))
     loader.set_epoch(3)
-    found = [own["index"].tolist() for own in loader]
+    chosen = [each["index"].tolist() for each in loader]
     other = TokenBatches(lengths, 200, seed=1)
     other.set_epoch(3)
-    assert found == list(other)
+    assert chosen == list(other)
     loader.set_epoch(3)
     skipping = skip_first_batches(loader, 4)
-    assert [own["index"].tolist() for own in skipping] == found[4:]
+    assert [each["index"].tolist() for each in skipping] == chosen[4:]
 
 
 def test_packed_batches_are_filled_in_order_and_join_without_padding():
     lengths = many(200)
     batches = TokenBatches(lengths, 2000, seed=1, packed=True)
-    found = list(batches)
-    for own, following in itertools.pairwise(found):
-        assert int(lengths[own].sum() + lengths[following[0]]) > 2000
+    chosen = list(batches)
+    for each, following in itertools.pairwise(chosen):
+        assert int(lengths[each].sum() + lengths[following[0]]) > 2000
     for most, parts in ((10, [[0, 1], [2]]), (9, [[0], [1], [2]])):
         assert list(TokenBatches([5, 5, 5], most, shuffle=False, packed=True)) == parts
-    items = [{"tokens": torch.full((int(lengths[i]),), i)} for i in found[0]]
+    items = [{"tokens": torch.full((int(lengths[i]),), i)} for i in chosen[0]]
     batch = ga.collate(items, graph=lambda n: ga.window_path_graph(n, 2))
-    assert batch.tokens.shape == (int(lengths[found[0]].sum()),)
+    assert batch.tokens.shape == (int(lengths[chosen[0]].sum()),)
     assert batch.graph.num_tokens <= 2000
 
 

@@ -78,7 +78,7 @@ def test_every_file_of_a_folder_is_a_record(tmp_path):
     write(tmp_path / ".hidden", b"\0")
     corpus = load_corpus(tmp_path)
     assert corpus.names == ["b.txt", "deep/a.txt.gz"]
-    assert [bytes(own["tokens"].tolist()) for own in corpus] == [b"bee", b"sea"]
+    assert [bytes(each["tokens"].tolist()) for each in corpus] == [b"bee", b"sea"]
     assert load_corpus(tmp_path / "*.txt").names == ["b.txt"]
 
 
@@ -142,9 +142,11 @@ def test_a_text_without_a_blank_is_read_too(tmp_path, monkeypatch):
 
 
 @quick
-@given(sequences=st.lists(LETTERS.filter(lambda own: own.strip("-")), min_size=1, max_size=5))
+@given(sequences=st.lists(LETTERS.filter(lambda text: text.strip("-")), min_size=1, max_size=5))
 def test_fasta_has_the_records_that_read_fasta_has(small_pieces, tmp_path, sequences):
-    lines = [f">{i} some header\n{own[:7]}\n\n;c\n{own[7:]}\n" for i, own in enumerate(sequences)]
+    lines = [
+        f">{i} some header\n{each[:7]}\n\n;c\n{each[7:]}\n" for i, each in enumerate(sequences)
+    ]
     path = write(tmp_path / "a.fasta.gz", gzip.compress("".join(lines).encode()))
     corpus = load_corpus(path, kind="protein")
     expected = read_fasta(path)
@@ -318,13 +320,13 @@ def test_labels_and_tokens_are_cut_alike(tmp_path):
 # Structures.
 
 
-def assert_same_structure(found, expected):
+def assert_same_structure(structure, expected):
     for name in ("sequence", "chain_ids", "insertion_codes", "residue_names", "has_all_atoms"):
-        assert getattr(found, name) == getattr(expected, name)
+        assert getattr(structure, name) == getattr(expected, name)
     for name in ("ca_positions", "chain_index", "residue_numbers", "b_factors"):
-        value, other = getattr(found, name), getattr(expected, name)
+        value, other = getattr(structure, name), getattr(expected, name)
         torch.testing.assert_close(value, other, rtol=0, atol=0, equal_nan=True)
-    assert set(found.atoms) == set(expected.atoms)
+    assert set(structure.atoms) == set(expected.atoms)
 
 
 def two_chains(path):

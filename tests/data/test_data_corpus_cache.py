@@ -23,16 +23,16 @@ def run(code: str, **environment: str) -> str:
 
     It must succeed and write nothing to stderr.
     """
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert found.returncode == 0, found.stderr
-    assert found.stderr == ""
-    return found.stdout
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    return process.stdout
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def times_written(monkeypatch):
 
 
 def folders(cache):
-    return [own for own in cache.iterdir() if own.is_dir()]
+    return [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_a_source_that_did_not_change_is_read_once(play, tmp_path, times_written):
@@ -88,16 +88,16 @@ def test_equal_records_have_equal_fingerprints_wherever_they_lie(play, tmp_path)
 
 def test_other_labels_of_the_same_tokens_give_another_fingerprint(tmp_path):
     pytest.importorskip("biotite", reason="GenBank is read with biotite")
-    found = []
+    fingerprints = []
     for place in ("3..6", "3..7"):
         path = tmp_path / "a.gb"
         path.write_text(
             "LOCUS       X\nFEATURES             Location/Qualifiers\n"
             f"     CDS             {place}\nORIGIN\n        1 acgtacgtac\n//\n"
         )
-        found.append(load_corpus(path))
-    assert torch.equal(found[0].tokens(0), found[1].tokens(0))
-    assert found[0].fingerprint != found[1].fingerprint
+        fingerprints.append(load_corpus(path))
+    assert torch.equal(fingerprints[0].tokens(0), fingerprints[1].tokens(0))
+    assert fingerprints[0].fingerprint != fingerprints[1].fingerprint
 
 
 def test_without_a_cache_the_files_go_with_the_corpus(play, tmp_path, monkeypatch):
@@ -124,14 +124,14 @@ def test_nothing_is_left_of_a_corpus_that_could_not_be_read(tmp_path, monkeypatc
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(play, tmp_path, monkeypatch):
-    read = loading.readers.read_texts
+    read = loading.readers.READERS["text"]
 
     def read_and_change(*args):
-        found = read(*args)
+        facts = read(*args)
         play.write_text("something else")
-        return found
+        return facts
 
-    monkeypatch.setattr(loading.readers, "read_texts", read_and_change)
+    monkeypatch.setitem(loading.readers.READERS, "text", read_and_change)
     with pytest.raises(FileFormatError, match="was changed while it was read"):
         load_corpus(play, cache=tmp_path / "cache")
     assert folders(tmp_path / "cache") == []
@@ -167,8 +167,8 @@ def fingerprint_of(arguments):
 def test_of_two_processes_one_writes_and_both_read(play, tmp_path):
     play.write_text("to be or not to be\n" * 100_000)
     with get_context("spawn").Pool(2) as pool:
-        found = pool.map(fingerprint_of, [(play, tmp_path / "cache")] * 2, chunksize=1)
-    assert len(set(found)) == 1
+        fingerprints = pool.map(fingerprint_of, [(play, tmp_path / "cache")] * 2, chunksize=1)
+    assert len(set(fingerprints)) == 1
     assert len(folders(tmp_path / "cache")) == 1
 
 

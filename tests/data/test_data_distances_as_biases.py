@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("backend", ["structured", "reference"])
 @pytest.mark.parametrize("near", [True, False], ids=["within 12 Angstrom", "all pairs"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_distances_change_every_attention_layer_and_learn(
-    name: str, near: bool, backend: str, real_file: Callable[[str], Path]
-) -> None:
+def test_distances_change_every_attention_layer_and_learn(name, near, backend, real_file):
     torch.manual_seed(0)
     chain = ga.data.read_structure(real_file("structure/pdb/1l2y.pdb"))  # Trp-cage, 20 residues
     places = chain.ca_positions.clone().requires_grad_()

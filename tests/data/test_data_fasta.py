@@ -15,8 +15,6 @@ from graphattn.data import (
     tokenizer_for_sequence,
 )
 
-pytest.importorskip("biotite", reason="FASTA files are read with biotite")
-
 
 @pytest.fixture
 def fasta(tmp_path):

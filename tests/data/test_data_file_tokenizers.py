@@ -121,7 +121,7 @@ def test_every_tokenizer_is_the_same_after_it_was_saved(byte_pairs, tmp_path):
             assert type(again) is type(tokenizer)
             assert again.vocab_size == tokenizer.vocab_size
             assert torch.equal(again.encode(text), tokenizer.encode(text))
-        assert [own.name for own in tmp_path.iterdir()] == ["own.json"]
+        assert [each.name for each in tmp_path.iterdir()] == ["own.json"]
 
 
 def test_a_saved_file_tokenizer_needs_its_file_no_more(byte_pairs, tmp_path):

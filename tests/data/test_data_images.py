@@ -31,9 +31,9 @@ def test_every_type_of_idx_comes_back(tmp_path, dtype, code):
     array = np.arange(-12, 12).reshape(2, 3, 4).astype(dtype)
     path = tmp_path / "some.gz"
     path.write_bytes(gzip.compress(idx(array, code)))
-    found = read_idx(path)
-    assert found.numpy().dtype == np.dtype(dtype)
-    assert found.tolist() == array.tolist()
+    results = read_idx(path)
+    assert results.numpy().dtype == np.dtype(dtype)
+    assert results.tolist() == array.tolist()
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,6 @@ def test_genbank_entries_that_have_lost_bases_are_refused(tmp_path, old, new, li
     assert len(ga.data.read_genbank(path)[0].sequence) == 72
     assert old in ENTRY
     path.write_text(ENTRY.replace(old, new))
-    with pytest.raises(ga.data.FileFormatError, match=reason) as told:
+    with pytest.raises(ga.data.FileFormatError, match=reason) as caught:
         ga.data.read_genbank(path, feature="CDS")
-    assert told.value.line == line
+    assert caught.value.line == line

@@ -64,16 +64,16 @@ def step_by_loops(layer: Any, x: Tensor, graph: ga.TokenGraph, e: Tensor) -> Ten
     net = {name.removeprefix("edge_net."): v for name, v in state.items()}
     for edge, (j, i) in enumerate(graph.edge_index.T.tolist()):
         for h in range(HEADS):
-            own = slice(h * D, (h + 1) * D)
+            head = slice(h * D, (h + 1) * D)
             hidden = []
             for k, bias in enumerate(net["target.bias"][h]):
-                total = bias + dot(net["target.weight"][h][k], tokens[i][own])
-                total += dot(net["source.weight"][h][k], tokens[j][own])
+                total = bias + dot(net["target.weight"][h][k], tokens[i][head])
+                total += dot(net["source.weight"][h][k], tokens[j][head])
                 total += dot(net["edge.weight"][h][k], features[edge])
                 hidden.append(total / 2 * (1 + math.erf(total / math.sqrt(2))))
             alpha = softplus(dot(net["alpha"][h], hidden) + net["alpha_bias"][h])
             beta = softplus(dot(net["beta"][h], hidden) + net["beta_bias"][h])
-            d = [p - q for p, q in zip(u[i][own], u[j][own], strict=True)]
+            d = [p - q for p, q in zip(u[i][head], u[j][head], strict=True)]
             pull = [alpha * p for p in d]
             shear = net["shear"][h]
             for row, biases in zip(shear, net["shear_bias"][h], strict=True):
@@ -87,7 +87,7 @@ def step_by_loops(layer: Any, x: Tensor, graph: ga.TokenGraph, e: Tensor) -> Ten
     return torch.tensor(new, dtype=torch.float64)
 
 
-def test_a_step_over_a_protein_is_its_equation(residues: Tensor) -> None:
+def test_a_step_over_a_protein_is_its_equation(residues):
     for graph in graphs(residues):
         layer, x = layer_and_tokens(residues)
         e = bumps(residues, graph)
@@ -99,9 +99,7 @@ def test_a_step_over_a_protein_is_its_equation(residues: Tensor) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"update": "target"}, {"step_size": "auto"}], ids=str)
-def test_distances_change_the_result_and_gradients_reach_their_projection(
-    residues: Tensor, options: dict[str, Any]
-) -> None:
+def test_distances_change_the_result_and_gradients_reach_their_projection(residues, options):
     for graph in graphs(residues):
         layer, x = layer_and_tokens(residues, **options)
         positions = residues.clone().requires_grad_()

@@ -19,13 +19,13 @@ NAMES = ["train", "validation", "test"]
 def places(corpus, parts):
     """The part of every token, found token by token."""
     begins = [0, *itertools.accumulate(corpus.lengths.tolist())]
-    found = [[] for _ in range(corpus.num_tokens)]
+    parts_of = [[] for _ in range(corpus.num_tokens)]
     for name, part in parts.items():
         for record, start, stop in part.spans.tolist():
             assert 0 <= start < stop <= corpus.lengths[record]
             for t in range(start, stop):
-                found[begins[record] + t].append(name)
-    return found
+                parts_of[begins[record] + t].append(name)
+    return parts_of
 
 
 def shares_of(corpus, parts):
@@ -51,7 +51,7 @@ def test_every_token_is_in_one_part_and_what_was_asked_for_is_not_empty(
     except ValueError:  # too few tokens or records: what is refused is below
         return
     assert list(parts) == NAMES
-    assert all(len(own) == 1 for own in places(corpus, parts))
+    assert all(len(each) == 1 for each in places(corpus, parts))
     for name, share in zip(NAMES[1:], shares, strict=True):
         assert (parts[name].num_tokens > 0) == (share > 0)
     assert parts["train"].num_tokens > 0
@@ -94,8 +94,8 @@ def test_a_cut_moves_to_the_border_of_a_record_that_is_near_and_else_cuts_the_re
 
 
 def test_equal_records_stay_in_one_part():
-    own = random_records([30] * 40, kind="nucleotide")
-    corpus = PlainCorpus([own.records[n % 13] for n in range(40)], "nucleotide")
+    distinct = random_records([30] * 40, kind="nucleotide")
+    corpus = PlainCorpus([distinct.records[n % 13] for n in range(40)], "nucleotide")
     for seed in range(10):
         parts = ga.data.split_corpus(corpus, validation=0.2, test=0.2, by="record", seed=seed)
         texts = [
@@ -118,11 +118,11 @@ def test_equal_images_stay_in_one_part():
 def test_relatives_among_proteins_stay_in_one_part():
     first = random_records([120] * 12, seed=3).records
     copies = []
-    for own in first:
-        other = own.clone()
+    for each in first:
+        other = each.clone()
         other[::10] = 3  # 90 % identity
         copies.append(other)
-    corpus = PlainCorpus([*first, *copies, *(own[:60] for own in first)], "protein")
+    corpus = PlainCorpus([*first, *copies, *(each[:60] for each in first)], "protein")
     for seed in range(8):
         parts = ga.data.split_corpus(corpus, validation=0.2, test=0.2, seed=seed)
         drawn = [{r % 12 for r in part.spans[:, 0].tolist()} for part in parts.values()]
@@ -187,15 +187,15 @@ def test_groups_stay_whole_and_no_other_choice_of_them_is_nearer_to_the_shares()
     assert sum(map(len, drawn)) == 6
     assert sum(map(len, parts.values())) == 12
     got = shares_of(corpus, parts)
-    miss = max(abs(got["validation"] / 0.2 - 1), abs(got["test"] / 0.1 - 1))
-    assert miss == pytest.approx(best)
+    deviation = max(abs(got["validation"] / 0.2 - 1), abs(got["test"] / 0.1 - 1))
+    assert deviation == pytest.approx(best)
 
 
 def test_without_an_expression_groups_are_those_of_the_corpus():
     corpus = random_records([10] * 20, groups=["ab"[n % 2] + str(n % 5) for n in range(20)])
     parts = ga.data.split_corpus(corpus, validation=0.1, test=0.1, by="group")
     owners = [{corpus.groups[r] for r in part.spans[:, 0].tolist()} for part in parts.values()]
-    assert [len(own) for own in owners] == [8, 1, 1]
+    assert [len(each) for each in owners] == [8, 1, 1]
 
 
 def test_a_record_without_the_first_choice_of_an_expression_is_grouped_by_the_second():
@@ -216,7 +216,7 @@ def test_a_group_is_what_parentheses_match_and_without_any_the_whole(group):
     corpus = random_records([10] * 4, names=["x1", "x2", "y1", "y2"])
     for seed in range(8):
         parts = ga.data.split_corpus(corpus, validation=0.0, test=0.5, group=group, seed=seed)
-        drawn = {tuple(sorted(parts[own].spans[:, 0].tolist())) for own in ("train", "test")}
+        drawn = {tuple(sorted(parts[each].spans[:, 0].tolist())) for each in ("train", "test")}
         assert drawn == {(0, 1), (2, 3)}
 
 
@@ -228,7 +228,7 @@ def test_auto_takes_the_end_of_texts_and_records_of_all_else():
     in_order = [list(range(32)), list(range(32, 36)), list(range(36, 40))]
     assert kinds(random_records([50] * 40, kind="text")) == in_order
     drawn = kinds(random_records([50] * 40, kind="protein"))
-    assert [len(own) for own in drawn] == [32, 4, 4]
+    assert [len(each) for each in drawn] == [32, 4, 4]
     assert drawn != in_order
     # A chromosome with two plasmids has no records to spare: its end is held out.
     genome = random_records([900, 60, 40], kind="nucleotide")

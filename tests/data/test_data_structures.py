@@ -341,10 +341,10 @@ def test_binary_cif_is_what_its_text_is(tmp_path, real_file, pack):
         path = tmp_path / f"{name}.bcif"
         path.write_bytes(pack(stream.getvalue()))
         for options in ({}, {"atoms": "all"}, {"assembly": True}):
-            found, expected = read_structure(path, **options), read_structure(source, **options)
-            assert found.sequence == expected.sequence
-            assert found.chain_ids == expected.chain_ids
-            assert torch.equal(found.ca_positions, expected.ca_positions)
+            binary, expected = read_structure(path, **options), read_structure(source, **options)
+            assert binary.sequence == expected.sequence
+            assert binary.chain_ids == expected.chain_ids
+            assert torch.equal(binary.ca_positions, expected.ca_positions)
 
 
 @pytest.mark.parametrize(

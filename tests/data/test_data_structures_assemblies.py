@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from structure_files import ReadText, mmcif, pdb_line, residue
+from structure_files import mmcif, pdb_line, residue
 
 from graphattn.data import FileFormatError, read_structure
 
@@ -16,7 +12,7 @@ pytest.importorskip("biotite", reason="structures are read with biotite")
 
 
 @pytest.mark.parametrize("entry", ["1a8o.pdb", "1a8o.cif", "5zng.pdb", "1tim.cif"])
-def test_an_assembly_is_where_biotite_puts_it(real_file: Callable[[str], Path], entry: str) -> None:
+def test_an_assembly_is_where_biotite_puts_it(real_file, entry):
     from biotite.structure import filter_amino_acids
     from biotite.structure.io import pdb, pdbx
 
@@ -30,15 +26,13 @@ def test_an_assembly_is_where_biotite_puts_it(real_file: Callable[[str], Path], 
     named = read_structure(path, assembly="1")
     for name in ("CA", "CB"):
         expected = torch.tensor(atoms.coord[atoms.atom_name == name])
-        found = structure.atoms[name][structure.has_atom(name)]
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+        places = structure.atoms[name][structure.has_atom(name)]
+        torch.testing.assert_close(places, expected, rtol=0, atol=2e-3)
     assert named.chain_ids == structure.chain_ids
     assert torch.equal(named.ca_positions, structure.ca_positions)
 
 
-def test_a_dimer_has_contacts_that_its_deposited_half_has_not(
-    real_file: Callable[[str], Path],
-) -> None:
+def test_a_dimer_has_contacts_that_its_deposited_half_has_not(real_file):
     path = real_file("structure/pdb/1a8o.pdb")
     half, dimer = read_structure(path), read_structure(path, assembly=True)
     assert half.chain_ids == ("A",)
@@ -93,7 +87,7 @@ REMARK = [
 ]
 
 
-def test_chains_are_copied_as_remark_350_says(structure_of: ReadText) -> None:
+def test_chains_are_copied_as_remark_350_says(structure_of):
     text = "\n".join(REMARK + ATOMS)
     first = structure_of(text, assembly=True)
     assert first.chain_ids == ("A",)
@@ -117,9 +111,7 @@ def test_chains_are_copied_as_remark_350_says(structure_of: ReadText) -> None:
         structure_of(text, assembly="3")
 
 
-def test_an_assembly_of_joined_files_is_that_of_the_file_with_the_model(
-    structure_of: ReadText,
-) -> None:
+def test_an_assembly_of_joined_files_is_that_of_the_file_with_the_model(structure_of):
     other = [*REMARK[:4], *biomt(TURN), ATOMS[0]]
     text = "\n".join([*REMARK, *ATOMS, "END", *other, "END"])
     first, second = (structure_of(text, assembly="1", model=model) for model in (1, 2))
@@ -133,14 +125,14 @@ def test_an_assembly_of_joined_files_is_that_of_the_file_with_the_model(
     assert structure_of(frames, assembly="2", model=2).sequence == "GWKGK"
 
 
-def test_a_blank_chain_is_called_null_in_remark_350(structure_of: ReadText) -> None:
+def test_a_blank_chain_is_called_null_in_remark_350(structure_of):
     remark = ["REMARK 350 BIOMOLECULE: 1", "REMARK 350 APPLY THE FOLLOWING TO CHAINS: NULL"]
     text = "\n".join([*remark, *biomt(IDENTITY, TURN), pdb_line(chain=" ")])
     assert structure_of(text, assembly=True).chain_ids == ("", "-2")
 
 
 @pytest.mark.parametrize("assembly", [True, "1"])
-def test_a_file_that_describes_no_assembly_has_none(structure_of: ReadText, assembly: Any) -> None:
+def test_a_file_that_describes_no_assembly_has_none(structure_of, assembly):
     for name, text in [("x.pdb", "\n".join(ATOMS)), ("x.cif", mmcif(residue("ALA", 1)))]:
         with pytest.raises(
             ValueError, match=("assembly must be None, because the file describes no assembly")
@@ -159,8 +151,8 @@ def test_a_file_that_describes_no_assembly_has_none(structure_of: ReadText, asse
     ],
 )
 def test_a_broken_remark_350_is_one_line_about_the_file(
-    structure_of: ReadText, line: int, replacement: str, where: int | None, reason: str
-) -> None:
+    structure_of, line, replacement, where, reason
+):
     lines = [*REMARK[:7], *ATOMS]
     lines[line] = replacement
     with pytest.raises(FileFormatError, match=reason) as caught:
@@ -210,8 +202,8 @@ def assembly_tables(expression: str, chains: str = "A") -> str:
     ],
 )
 def test_operations_of_mmcif_are_combined_as_their_expression_says(
-    structure_of: ReadText, expression: str, expected: list[list[int]]
-) -> None:
+    structure_of, expression, expected
+):
     place = {"Cartn_x": "1", "Cartn_y": "2", "Cartn_z": "3", "auth_asym_id": "Heavy"}
     text = mmcif(residue("TRP", 1, **place)) + assembly_tables(expression)
     for name in (True, "PAU"):
@@ -220,9 +212,7 @@ def test_operations_of_mmcif_are_combined_as_their_expression_says(
         assert structure.chain_ids == ("Heavy", "Heavy-2")[: len(expected)]
 
 
-def test_an_operation_that_does_not_exist_is_one_line_about_the_file(
-    structure_of: ReadText,
-) -> None:
+def test_an_operation_that_does_not_exist_is_one_line_about_the_file(structure_of):
     for expression in ("7", "1-x", "2-1", "(2-1)(P)"):  # none may count as no operation at all
         text = mmcif(residue("TRP", 1)) + assembly_tables(expression)
         with pytest.raises(FileFormatError, match="is malformed"):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from structure_files import ReadText, mmcif, pdb_line, residue
+from structure_files import mmcif, pdb_line, residue
 
 import graphattn as ga
 from graphattn.data import Structure, read_structure
@@ -33,16 +31,16 @@ THREE_CHAINS = "\n".join(
 
 def columns(path: Path) -> dict[tuple[str, int, str], dict[str, tuple[list[float], float]]]:
     """Residue: atom name: (place, B factor), of the first locations of amino acids, by columns."""
-    found: dict[tuple[str, int, str], dict[str, tuple[list[float], float]]] = {}
+    atoms: dict[tuple[str, int, str], dict[str, tuple[list[float], float]]] = {}
     for line in path.read_text().split("ENDMDL")[0].splitlines():
         if line.startswith("ATOM  ") and line[76:78].strip() not in ("H", "D"):
             place = [float(line[start : start + 8]) for start in (30, 38, 46)]
             key = (line[21], int(line[22:26]), line[26].strip())
-            found.setdefault(key, {}).setdefault(line[12:16].strip(), (place, float(line[60:66])))
-    return found
+            atoms.setdefault(key, {}).setdefault(line[12:16].strip(), (place, float(line[60:66])))
+    return atoms
 
 
-def test_every_residue_knows_its_chain_number_and_name(structure_of: ReadText) -> None:
+def test_every_residue_knows_its_chain_number_and_name(structure_of):
     structure = structure_of(THREE_CHAINS)
     assert structure.sequence == "GWKAMS"
     assert structure.chain_ids == ("H", "L", "a")
@@ -55,7 +53,7 @@ def test_every_residue_knows_its_chain_number_and_name(structure_of: ReadText) -
     assert repr(structure) == "Structure(num_residues=6, chains={'H': 3, 'L': 1, 'a': 2})"
 
 
-def test_chains_are_chosen_by_name_in_the_order_asked_for(structure_of: ReadText) -> None:
+def test_chains_are_chosen_by_name_in_the_order_asked_for(structure_of):
     whole = structure_of(THREE_CHAINS)
     assert structure_of(THREE_CHAINS, chains="L").sequence == "A"
     turned = structure_of(THREE_CHAINS, chains=["a", "H"])
@@ -82,9 +80,7 @@ def test_chains_are_chosen_by_name_in_the_order_asked_for(structure_of: ReadText
         (1, "got 1"),
     ],
 )
-def test_chains_that_do_not_exist_are_named(
-    structure_of: ReadText, chains: Any, message: str
-) -> None:
+def test_chains_that_do_not_exist_are_named(structure_of, chains, message):
     with pytest.raises(ValueError, match=message):
         structure_of(THREE_CHAINS, chains=chains)
 
@@ -102,14 +98,12 @@ def test_chains_that_do_not_exist_are_named(
         {"assembly": ""},
     ],
 )
-def test_an_argument_out_of_range_is_named(
-    structure_of: ReadText, arguments: dict[str, Any]
-) -> None:
+def test_an_argument_out_of_range_is_named(structure_of, arguments):
     with pytest.raises(ValueError, match=f"^{next(iter(arguments))} must be"):
         structure_of(THREE_CHAINS, **arguments)
 
 
-def test_a_chain_in_two_places_of_the_file_is_one_chain(structure_of: ReadText) -> None:
+def test_a_chain_in_two_places_of_the_file_is_one_chain(structure_of):
     lines = [
         pdb_line("CA", "GLY", "A", 1),
         pdb_line("CA", "TRP", "B", 1),
@@ -121,9 +115,7 @@ def test_a_chain_in_two_places_of_the_file_is_one_chain(structure_of: ReadText) 
 
 
 @pytest.mark.parametrize("entry", ["1aki", "1k6p", "5zng", "1dix"])
-def test_every_atom_of_an_entry_is_that_of_its_columns(
-    real_file: Callable[[str], Path], entry: str
-) -> None:
+def test_every_atom_of_an_entry_is_that_of_its_columns(real_file, entry):
     path = real_file(f"structure/pdb/{entry}.pdb")
     by_hand = {key: atoms for key, atoms in columns(path).items() if "CA" in atoms}
     structure = read_structure(path, atoms="all")
@@ -148,7 +140,7 @@ def test_every_atom_of_an_entry_is_that_of_its_columns(
     assert structure.has_ca.all()
 
 
-def test_pdb_and_mmcif_agree_on_every_atom(real_file: Callable[[str], Path]) -> None:
+def test_pdb_and_mmcif_agree_on_every_atom(real_file):
     pdb, cif = (
         read_structure(real_file(f"structure/pdb/1a8o.{kind}"), atoms="all")
         for kind in ("pdb", "cif")
@@ -162,7 +154,7 @@ def test_pdb_and_mmcif_agree_on_every_atom(real_file: Callable[[str], Path]) -> 
     assert pdb.has_atom("SE").sum() == 4  # selenomethionines
 
 
-def test_which_atoms_are_read_changes_no_residue(real_file: Callable[[str], Path]) -> None:
+def test_which_atoms_are_read_changes_no_residue(real_file):
     path = real_file("structure/pdb/1k6p.pdb")
     alone = read_structure(path)
     assert list(alone.atoms) == ["CA"]
@@ -185,16 +177,14 @@ def test_which_atoms_are_read_changes_no_residue(real_file: Callable[[str], Path
         alone.has_atom("CB")
 
 
-def test_hydrogens_are_left_out(real_file: Callable[[str], Path]) -> None:
+def test_hydrogens_are_left_out(real_file):
     structure = read_structure(real_file("structure/pdb/1l2y.pdb"), atoms="all")  # by NMR
     assert not [name for name in structure.atoms if name.startswith(("H", "1H", "2H", "D"))]
     assert {"NE1", "CZ2", "OG"} <= set(structure.atoms)
 
 
 @pytest.mark.parametrize("names", ["AB", "BA", "12"])
-def test_other_atoms_stand_at_the_location_of_the_c_alpha(
-    structure_of: ReadText, names: str
-) -> None:
+def test_other_atoms_stand_at_the_location_of_the_c_alpha(structure_of, names):
     first, second = names
     lines = [
         pdb_line("N", "SER", position=(9, 0, 0)),
@@ -211,9 +201,7 @@ def test_other_atoms_stand_at_the_location_of_the_c_alpha(
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_of_two_residues_at_one_place_only_the_first_has_atoms(
-    structure_of: ReadText, interleaved: bool
-) -> None:
+def test_of_two_residues_at_one_place_only_the_first_has_atoms(structure_of, interleaved):
     atoms = [
         pdb_line(name, kind, number=22, position=(place, i, 0), altloc=altloc)
         for place, (kind, altloc) in enumerate([("PRO", "A"), ("SER", "B")])
@@ -227,7 +215,7 @@ def test_of_two_residues_at_one_place_only_the_first_has_atoms(
     assert all(places[0, 0] == 0 for places in structure.atoms.values())
 
 
-def test_an_atom_is_never_that_of_a_residue_with_the_same_number(structure_of: ReadText) -> None:
+def test_an_atom_is_never_that_of_a_residue_with_the_same_number(structure_of):
     lines = [
         pdb_line("CA", "SER", number=1, position=(1, 0, 0)),
         pdb_line("OG", "SER", number=1, position=(1, 0, 0)),
@@ -241,7 +229,7 @@ def test_an_atom_is_never_that_of_a_residue_with_the_same_number(structure_of: R
 
 
 @pytest.mark.parametrize("model", [1, 2, 38])
-def test_a_model_is_that_of_the_file(real_file: Callable[[str], Path], model: int) -> None:
+def test_a_model_is_that_of_the_file(real_file, model):
     path = real_file("structure/pdb/1l2y.pdb")
     text = path.read_text().split("\nMODEL ")[model].split("ENDMDL")[0]
     expected = [
@@ -254,9 +242,7 @@ def test_a_model_is_that_of_the_file(real_file: Callable[[str], Path], model: in
     torch.testing.assert_close(structure.ca_positions, torch.tensor(expected))
 
 
-def test_a_model_that_is_not_there_is_named(
-    structure_of: ReadText, real_file: Callable[[str], Path]
-) -> None:
+def test_a_model_that_is_not_there_is_named(structure_of, real_file):
     path = real_file("structure/pdb/1l2y.pdb")
     with pytest.raises(ValueError, match="model must be <= 38, the number of models in the file"):
         read_structure(path, model=39)
@@ -269,17 +255,17 @@ def test_a_model_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("tail", ["", "  1.00", "  1.00******", "  1.00  nan "])
-def test_a_b_factor_that_is_no_number_is_nan(structure_of: ReadText, tail: str) -> None:
+def test_a_b_factor_that_is_no_number_is_nan(structure_of, tail):
     structure = structure_of(pdb_line()[:54] + tail)
     assert structure.b_factors.isnan().all()
 
 
-def test_b_factors_of_mmcif_may_be_missing(structure_of: ReadText) -> None:
+def test_b_factors_of_mmcif_may_be_missing(structure_of):
     text = mmcif(residue("ALA", 1), residue("TRP", 2))
     assert structure_of(text, name="x.cif").b_factors.isnan().all()
 
 
-def test_a_structure_is_pickled_copied_and_moved(structure_of: ReadText) -> None:
+def test_a_structure_is_pickled_copied_and_moved(structure_of):
     structure = structure_of(THREE_CHAINS, atoms="all")
     before = structure.positions
     for twin in (pickle.loads(pickle.dumps(structure)), copy.deepcopy(structure)):
@@ -308,12 +294,12 @@ def test_a_structure_is_pickled_copied_and_moved(structure_of: ReadText) -> None
         ({"atoms": {"CB": torch.zeros(3, 2)}}, r"atoms\['CB'\]"),
     ],
 )
-def test_a_structure_made_by_hand_is_checked(arguments: dict[str, Any], name: str) -> None:
+def test_a_structure_made_by_hand_is_checked(arguments, name):
     with pytest.raises(ValueError, match=f"^{name} must"):
         Structure(**{"sequence": "GWK", "ca_positions": torch.zeros(3, 3)} | arguments)
 
 
-def test_a_structure_made_by_hand_needs_letters_and_places_alone() -> None:
+def test_a_structure_made_by_hand_needs_letters_and_places_alone():
     structure = ga.data.Structure("GWX", torch.tensor([[0.0] * 3, [math.nan] * 3, [1.0] * 3]))
     assert structure.chain_ids == ("A",)
     assert structure.residue_numbers.tolist() == [1, 2, 3]

@@ -33,12 +33,12 @@ def kept(structure: Structure, rows: list[int], numbers: Tensor | None = None) -
 def line_of_residues(numbers: list[int], codes: str | None = None, step: float = 3.8) -> Structure:
     places = torch.zeros(len(numbers), 3)
     places[:, 0] = step * torch.arange(len(numbers))
-    own = None if codes is None else tuple(code.strip() for code in codes)
+    stripped = None if codes is None else tuple(code.strip() for code in codes)
     return Structure(
         "A" * len(numbers),
         places,
         residue_numbers=torch.tensor(numbers),
-        **({} if own is None else {"insertion_codes": own}),
+        **({} if stripped is None else {"insertion_codes": stripped}),
     )
 
 
@@ -63,7 +63,7 @@ def lysozyme(real_file: Callable[[str], Path]) -> Structure:
     return read_structure(real_file("structure/pdb/1aki.pdb"))
 
 
-def test_neighbours_in_space_are_of_every_chain(complex_of_three: Structure) -> None:
+def test_neighbours_in_space_are_of_every_chain(complex_of_three):
     structure = complex_of_three
     assert structure.chain_ids == ("A", "B", "C")
     chain, places = structure.chain_index.tolist(), structure.ca_positions.double()
@@ -71,8 +71,8 @@ def test_neighbours_in_space_are_of_every_chain(complex_of_three: Structure) -> 
     near = structure.neighbor_graph(k=5)
     for i, row in enumerate(near.neighbors.tolist()):
         others = [float(distance[i, j]) for j in range(len(structure)) if j != i]
-        found = sorted(float(distance[i, j]) for j in row)
-        assert found == pytest.approx(sorted(others)[:5], abs=1e-4)
+        distances = sorted(float(distance[i, j]) for j in row)
+        assert distances == pytest.approx(sorted(others)[:5], abs=1e-4)
     pairs = {(chain[i], chain[j]) for i, j in edges_of(near)}
     assert {(0, 1), (1, 0), (1, 2), (2, 1)} <= pairs
     within = structure.radius_graph(6.0)
@@ -91,9 +91,7 @@ def test_neighbours_in_space_are_of_every_chain(complex_of_three: Structure) -> 
 
 @pytest.mark.parametrize("self_loops", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 40])
-def test_a_window_is_of_one_chain_and_counts_missing_residues(
-    complex_of_three: Structure, window: int, self_loops: bool
-) -> None:
+def test_a_window_is_of_one_chain_and_counts_missing_residues(complex_of_three, window, self_loops):
     structure = complex_of_three
     chain, number = structure.chain_index.tolist(), structure.residue_numbers.tolist()
     expected = {
@@ -112,9 +110,7 @@ def test_a_window_is_of_one_chain_and_counts_missing_residues(
         assert edges_of(union) == expected | edges_of(structure.neighbor_graph(k=5))
 
 
-def test_places_grow_by_the_missing_residues_and_by_far_more_between_chains(
-    complex_of_three: Structure,
-) -> None:
+def test_places_grow_by_the_missing_residues_and_by_far_more_between_chains(complex_of_three):
     A, B, C = (complex_of_three.positions[complex_of_three.chain_index == c] for c in range(3))
     assert A.tolist() == list(range(10))
     assert (B - B[0]).tolist() == [0, 1, 2, 6, 7, 8, 9]
@@ -124,9 +120,7 @@ def test_places_grow_by_the_missing_residues_and_by_far_more_between_chains(
 
 
 @pytest.mark.parametrize("window", [1, 5, 12, 30])
-def test_a_window_over_a_chain_with_holes_is_that_of_the_whole_chain(
-    lysozyme: Structure, window: int
-) -> None:
+def test_a_window_over_a_chain_with_holes_is_that_of_the_whole_chain(lysozyme, window):
     whole = lysozyme.window_graph(window)
     assert whole == ga.window_path_graph(129, window)
     assert type(whole.structure).__name__ == "Band"  # in closed form
@@ -139,9 +133,7 @@ def test_a_window_over_a_chain_with_holes_is_that_of_the_whole_chain(
     assert holed.positions.diff()[[39, 60]].tolist() == [10, 2]
 
 
-def test_a_hole_in_a_chain_that_was_numbered_anew_is_found_by_distance(
-    lysozyme: Structure,
-) -> None:
+def test_a_hole_in_a_chain_that_was_numbered_anew_is_found_by_distance(lysozyme):
     ends = lysozyme.ca_positions
     for start, missing in [(14, 4), (60, 9), (100, 1), (30, 2)]:
         rows = [row for row in range(129) if not start <= row < start + missing]
@@ -154,7 +146,7 @@ def test_a_hole_in_a_chain_that_was_numbered_anew_is_found_by_distance(
         assert (start, start - 1) not in edges_of(holed.window_graph(1))
 
 
-def test_no_entry_has_a_gap_where_it_is_whole(real_files: Callable[[str], list[Path]]) -> None:
+def test_no_entry_has_a_gap_where_it_is_whole(real_files):
     """Globin domains of SCOPe have every residue between their ends; the numbers agree."""
     pytest.importorskip("biotite", reason="structures are read with biotite")
     for path in real_files("structure/globins/*.pdb"):
@@ -163,7 +155,7 @@ def test_no_entry_has_a_gap_where_it_is_whole(real_files: Callable[[str], list[P
         assert torch.equal(structure.gaps.nonzero()[:, 0], skips), path
 
 
-def test_insertion_codes_make_places_of_their_own() -> None:
+def test_insertion_codes_make_places_of_their_own():
     structure = line_of_residues([51, 52, 52, 52, 53, 55, 55], "  AB  A")
     assert structure.positions.tolist() == [0, 1, 2, 3, 4, 6, 7]
     assert structure.gaps.tolist() == [False] * 5 + [True, False]
@@ -175,13 +167,13 @@ def test_insertion_codes_make_places_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("numbers", [[-2, -1, 0, 1, 2], [9997, 9998, 9999, 0, 1], [3, 3, 3, 3, 3]])
-def test_negative_and_restarted_numbers_are_places_one_after_another(numbers: list[int]) -> None:
+def test_negative_and_restarted_numbers_are_places_one_after_another(numbers):
     structure = line_of_residues(numbers)
     assert structure.positions.tolist() == [0, 1, 2, 3, 4]
     assert not structure.gaps.any()
 
 
-def test_an_inserted_residue_behind_a_hole_is_of_the_same_chain() -> None:
+def test_an_inserted_residue_behind_a_hole_is_of_the_same_chain():
     """15 Angstrom are four steps of at most 3.8 each, and not another chain."""
     structure = line_of_residues([51, 52, 52, 53], "  A ")
     places = structure.ca_positions.clone()
@@ -195,7 +187,7 @@ def test_an_inserted_residue_behind_a_hole_is_of_the_same_chain() -> None:
     assert same.positions.tolist() == [0, 1, 513, 514]
 
 
-def test_no_window_is_long_enough_for_another_chain() -> None:
+def test_no_window_is_long_enough_for_another_chain():
     """No window joins two chains, even if it is longer than the places between them."""
     numbers, index = torch.arange(1, 5).repeat(2), torch.arange(8) // 4
     places = 3.8 * torch.arange(8.0)[:, None] * torch.eye(3)[:1]
@@ -210,7 +202,7 @@ def test_no_window_is_long_enough_for_another_chain() -> None:
     }
 
 
-def test_a_chain_that_starts_again_far_away_is_another_one() -> None:
+def test_a_chain_that_starts_again_far_away_is_another_one():
     """Residues whose numbers start again far away are another chain.
 
     If they are as near as joined residues are, the chain goes on. Files without chain names need
@@ -226,7 +218,7 @@ def test_a_chain_that_starts_again_far_away_is_another_one() -> None:
     assert (2, 3) not in edges_of(apart.window_graph(6))
 
 
-def test_residues_without_a_place_keep_their_window_and_have_no_neighbours() -> None:
+def test_residues_without_a_place_keep_their_window_and_have_no_neighbours():
     structure = line_of_residues(list(range(1, 9)))
     places = structure.ca_positions.clone()
     places[3] = math.nan
@@ -244,7 +236,7 @@ def test_residues_without_a_place_keep_their_window_and_have_no_neighbours() -> 
     assert torch.equal(features[~at_it], structure.edge_features(graph)[~at_it])
 
 
-def test_few_residues_see_all_others() -> None:
+def test_few_residues_see_all_others():
     for count in (1, 2, 4):
         structure = line_of_residues(list(range(count)))
         assert structure.neighbor_graph(16).num_edges == count * (count - 1)
@@ -271,9 +263,7 @@ def features_by_loops(
 
 
 @pytest.mark.parametrize("sizes", [(16, 20.0, 32), (5, 9.0, 3), (2, 4.0, 0)])
-def test_features_of_edges_are_their_equation(
-    complex_of_three: Structure, sizes: tuple[int, float, int]
-) -> None:
+def test_features_of_edges_are_their_equation(complex_of_three, sizes):
     structure = complex_of_three
     num, reach, most = sizes
     graph = ga.union(structure.window_graph(4), structure.neighbor_graph(k=9))
@@ -285,7 +275,7 @@ def test_features_of_edges_are_their_equation(
     torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_features_of_edges_do_not_change_when_all_is_moved_and_turned(lysozyme: Structure) -> None:
+def test_features_of_edges_do_not_change_when_all_is_moved_and_turned(lysozyme):
     places = lysozyme.ca_positions.double()
     turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
     here = replace(lysozyme, ca_positions=places)
@@ -300,7 +290,7 @@ def test_features_of_edges_do_not_change_when_all_is_moved_and_turned(lysozyme: 
     assert (stretched - features).abs().max() > 0.1
 
 
-def test_features_of_a_batch_are_those_of_its_structures(complex_of_three: Structure) -> None:
+def test_features_of_a_batch_are_those_of_its_structures(complex_of_three):
     """Graphs are batched, features joined: edges stand structure after structure."""
     torch.manual_seed(0)
     items = [complex_of_three, complex_of_three.select(chains=["C", "A"])]
@@ -317,14 +307,14 @@ def test_features_of_a_batch_are_those_of_its_structures(complex_of_three: Struc
     assert (torch.cat(changed) - packed).abs().max() > 1e-3
 
 
-def test_gradients_reach_the_coordinates_and_stay_finite() -> None:
+def test_gradients_reach_the_coordinates_and_stay_finite():
     structure = line_of_residues(list(range(1, 9)))
     torch.manual_seed(0)
     places = structure.ca_positions + torch.rand(8, 3)
     places[3], places[5] = math.nan, places[4]  # one unknown, two in one place
     places.requires_grad_()
-    own = replace(structure, ca_positions=places)
-    own.edge_features(own.window_graph(2, self_loops=True)).square().sum().backward()
+    structure = replace(structure, ca_positions=places)
+    structure.edge_features(structure.window_graph(2, self_loops=True)).square().sum().backward()
     assert places.grad is not None
     assert places.grad.isfinite().all()
     assert (places.grad[[0, 1, 2, 4, 5, 6, 7]] != 0).all()
@@ -346,9 +336,7 @@ def test_gradients_reach_the_coordinates_and_stay_finite() -> None:
         (lambda s, g: s.edge_features(g.to("meta")), "graph"),
     ],
 )
-def test_an_argument_out_of_range_is_named(
-    call: Callable[[Structure, ga.TokenGraph], object], name: str
-) -> None:
+def test_an_argument_out_of_range_is_named(call, name):
     structure = line_of_residues([1, 2, 3, 4])
     with pytest.raises(ValueError, match=f"^{name} must"):
         call(structure, structure.window_graph(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def strand(length: int) -> Tensor:
     return torch.stack([0.95 * turn.cos(), 0.95 * turn.sin(), 3.3 * torch.arange(length)], dim=1)
 
 
-def test_ideal_helices_and_strands_are_found() -> None:
+def test_ideal_helices_and_strands_are_found():
     of_helix = Structure("A" * 20, helix(20)).secondary_structure()
     of_strand = Structure("A" * 20, strand(20)).secondary_structure()
     assert of_helix.dtype == of_strand.dtype == torch.int64
@@ -40,7 +39,7 @@ def test_ideal_helices_and_strands_are_found() -> None:
     assert Structure("GWK", helix(3)).secondary_structure().tolist() == [0, 0, 0]
 
 
-def test_no_helix_runs_from_chain_to_chain() -> None:
+def test_no_helix_runs_from_chain_to_chain():
     """Two halves of five turns, or twenty pieces of one residue: the same places."""
     places = helix(20)
     halves = Structure("A" * 20, places, torch.arange(20) // 10, ("A", "B"))
@@ -50,7 +49,7 @@ def test_no_helix_runs_from_chain_to_chain() -> None:
     assert not pieces.secondary_structure().any()
 
 
-def test_no_helix_runs_over_a_break_of_a_chain() -> None:
+def test_no_helix_runs_over_a_break_of_a_chain():
     """No helix runs over a gap in the residue numbers: its two sides count as two chains."""
     places, numbers = helix(20), torch.arange(1, 21)
     whole = Structure("A" * 20, places, residue_numbers=numbers)
@@ -63,17 +62,17 @@ def test_no_helix_runs_over_a_break_of_a_chain() -> None:
     assert not pieces.secondary_structure().any()
 
 
-def test_a_residue_without_a_place_is_coil() -> None:
+def test_a_residue_without_a_place_is_coil():
     places = helix(20)
     places[10] = math.nan
-    found = Structure("A" * 20, places).secondary_structure()
-    assert found[10] == 0
-    assert found[3:7].tolist() == [1] * 4
+    codes = Structure("A" * 20, places).secondary_structure()
+    assert codes[10] == 0
+    assert codes[3:7].tolist() == [1] * 4
 
 
 def recorded(path: Path, structure: Structure) -> Tensor:
     """Alpha helices and strands by the HELIX and SHEET records of a PDB file."""
-    found = torch.zeros(len(structure), dtype=torch.int64)
+    codes = torch.zeros(len(structure), dtype=torch.int64)
     numbers = structure.residue_numbers
     for line in path.read_text().splitlines():
         if line.startswith("HELIX") and line[38:40].strip() == "1":
@@ -82,14 +81,12 @@ def recorded(path: Path, structure: Structure) -> Tensor:
             chain, first, last, kind = line[21], line[22:26], line[33:37], 2
         else:
             continue
-        own = structure.chain_index == structure.chain_ids.index(chain)
-        found[own & (numbers >= int(first)) & (numbers <= int(last))] = kind
-    return found
+        in_chain = structure.chain_index == structure.chain_ids.index(chain)
+        codes[in_chain & (numbers >= int(first)) & (numbers <= int(last))] = kind
+    return codes
 
 
-def test_helices_and_strands_are_mostly_those_of_the_entries(
-    real_file: Callable[[str], Path],
-) -> None:
+def test_helices_and_strands_are_mostly_those_of_the_entries(real_file):
     """Helices and strands found by P-SEA are mostly those that the entries record.
 
     Records are by hydrogen bonds (DSSP), and longer: P-SEA sees C-alpha atoms alone.
@@ -99,17 +96,17 @@ def test_helices_and_strands_are_mostly_those_of_the_entries(
         path = real_file(f"structure/pdb/{entry}.pdb")
         structure = read_structure(path)
         pairs.append(torch.stack([recorded(path, structure), structure.secondary_structure()]))
-    true, found = torch.cat(pairs, dim=1)
-    both = [[int(((true == a) & (found == b)).sum()) for b in range(3)] for a in range(3)]
+    true, results = torch.cat(pairs, dim=1)
+    both = [[int(((true == a) & (results == b)).sum()) for b in range(3)] for a in range(3)]
     assert both[1][1] > 0.7 * sum(both[1])  # of 339 residues in helices
     assert both[2][2] > 0.5 * sum(both[2])  # of 377 in strands
-    assert both[1][1] > 0.95 * int((found == 1).sum())
-    assert both[2][2] > 0.75 * int((found == 2).sum())
+    assert both[1][1] > 0.95 * int((results == 1).sum())
+    assert both[2][2] > 0.75 * int((results == 2).sum())
     assert both[1][2] + both[2][1] <= 1  # they are never taken for each other
 
 
 @pytest.mark.long
-def test_the_surface_of_one_atom_is_a_sphere() -> None:
+def test_the_surface_of_one_atom_is_a_sphere():
     alone = Structure("G", torch.zeros(1, 3), has_all_atoms=True)
     expected = 4 * math.pi * (CARBON + PROBE) ** 2
     assert alone.solvent_accessibility().item() == pytest.approx(expected, rel=1e-5)
@@ -117,7 +114,7 @@ def test_the_surface_of_one_atom_is_a_sphere() -> None:
     assert dry == pytest.approx(4 * math.pi * (CARBON + 0.001) ** 2, rel=1e-5)
 
 
-def test_two_spheres_lose_the_caps_that_they_cover() -> None:
+def test_two_spheres_lose_the_caps_that_they_cover():
     radius, distance = CARBON + PROBE, 4.0
     pair = Structure("GG", torch.tensor([[0.0, 0, 0], [distance, 0, 0]]), has_all_atoms=True)
     # A plane halfway cuts a cap of height r - d / 2 off either sphere.
@@ -125,9 +122,7 @@ def test_two_spheres_lose_the_caps_that_they_cover() -> None:
     assert pair.solvent_accessibility().tolist() == pytest.approx([expected] * 2, rel=0.02)
 
 
-def test_accessibility_is_what_biotite_says_of_the_atoms(
-    real_file: Callable[[str], Path],
-) -> None:
+def test_accessibility_is_what_biotite_says_of_the_atoms(real_file):
     import numpy
     from biotite.structure import apply_residue_wise, filter_amino_acids, sasa
     from biotite.structure.io.pdb import PDBFile
@@ -136,13 +131,13 @@ def test_accessibility_is_what_biotite_says_of_the_atoms(
     atoms = PDBFile.read(path).get_structure(model=1)
     atoms = atoms[filter_amino_acids(atoms)]
     expected = apply_residue_wise(atoms, sasa(atoms), numpy.nansum)
-    found = read_structure(path, atoms="all").solvent_accessibility()
+    computed = read_structure(path, atoms="all").solvent_accessibility()
     torch.testing.assert_close(
-        found, torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-3
+        computed, torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-3
     )
 
 
-def test_an_interface_is_covered(real_file: Callable[[str], Path]) -> None:
+def test_an_interface_is_covered(real_file):
     """Chains of the HIV protease dimer (1K6P) hide surface from water; far apart they do not."""
     dimer = read_structure(real_file("structure/pdb/1k6p.pdb"), atoms="all")
     together = dimer.solvent_accessibility()
@@ -155,38 +150,36 @@ def test_an_interface_is_covered(real_file: Callable[[str], Path]) -> None:
     torch.testing.assert_close(apart.solvent_accessibility(), alone, rtol=0.02, atol=3.0)
 
 
-def test_modified_residues_have_a_surface(real_file: Callable[[str], Path]) -> None:
+def test_modified_residues_have_a_surface(real_file):
     structure = read_structure(real_file("structure/pdb/1a8o.pdb"), atoms="all")
     odd = replace(structure, residue_names=("ZZZ9",) * len(structure))  # radii of elements
-    for own in (structure, odd):
-        area = own.solvent_accessibility()
+    for each in (structure, odd):
+        area = each.solvent_accessibility()
         assert area.isfinite().all()
         assert 4000 < float(area.sum()) < 6000
 
 
 @pytest.mark.parametrize("atoms", ["ca", "backbone", ["CB"]])
-def test_without_all_atoms_the_error_says_how_to_read_them(
-    real_file: Callable[[str], Path], atoms: str | list[str]
-) -> None:
+def test_without_all_atoms_the_error_says_how_to_read_them(real_file, atoms):
     structure = read_structure(real_file("structure/pdb/1aki.pdb"), atoms=atoms)
     with pytest.raises(ValueError, match=r"read_structure\(path, atoms='all'\)"):
         structure.solvent_accessibility()
 
 
-def test_a_probe_has_a_size() -> None:
+def test_a_probe_has_a_size():
     alone = Structure("G", torch.zeros(1, 3), has_all_atoms=True)
     with pytest.raises(ValueError, match="probe_radius must be"):
         alone.solvent_accessibility(probe_radius=-1.0)
 
 
-def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch):
     """Graphs need no biotite; tests/test_imports.py shows that nothing imports it by itself."""
     for name in ("biotite", *(name for name in sys.modules if name.startswith("biotite."))):
         monkeypatch.setitem(sys.modules, name, None)
     structure = Structure("GWK", torch.eye(3))
     assert structure.window_graph(1).num_edges == 4
-    with pytest.raises(ImportError) as told:
+    with pytest.raises(ImportError) as caught:
         structure.secondary_structure()
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "secondary_structure() needs biotite: install it with pip install 'graphattn[bio]'"
     )

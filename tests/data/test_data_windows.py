@@ -36,15 +36,15 @@ def test_no_window_crosses_a_border_and_every_token_is_in_one(part, length, data
     # Tokens of this corpus are all different: each says where it stands.
     expected = []
     for record, start, stop in part.spans.tolist():
-        own = part.corpus.records[record][start:stop].tolist()
-        for first in range(0, len(own), stride or length):
-            expected.append(own[first : first + length])
-            if first + length >= len(own):
+        tokens = part.corpus.records[record][start:stop].tolist()
+        for first in range(0, len(tokens), stride or length):
+            expected.append(tokens[first : first + length])
+            if first + length >= len(tokens):
                 break
     assert len(windows) == len(expected)
-    assert [own["tokens"].tolist() for own in windows] == expected
-    assert windows.lengths.tolist() == [len(own) for own in expected]
-    seen = sorted({t for own in expected for t in own})
+    assert [window["tokens"].tolist() for window in windows] == expected
+    assert windows.lengths.tolist() == [len(window) for window in expected]
+    seen = sorted({token for window in expected for token in window})
     assert seen == sorted(
         t for r, a, b in part.spans.tolist() for t in part.corpus.records[r][a:b].tolist()
     )
@@ -73,9 +73,9 @@ def test_a_window_far_inside_a_record_of_a_trillion_tokens_is_found_at_once():
     each = -(-(10**12 - 7) // 512)
     assert len(windows) == 1000 * each
     began = time.process_time()
-    found = windows[999 * each + 12_345]["tokens"]
+    tokens = windows[999 * each + 12_345]["tokens"]
     assert time.process_time() - began < 0.05
-    assert torch.equal(found, torch.arange(512) + 7 + 512 * 12_345 + 999 * 10**12)
+    assert torch.equal(tokens, torch.arange(512) + 7 + 512 * 12_345 + 999 * 10**12)
     assert len(pickle.dumps(windows)) < 100_000
 
 
@@ -87,8 +87,8 @@ def test_workers_read_what_the_main_process_reads(workers):
     batches = ga.data.TokenBatches(windows.lengths, 128, seed=3)
     loader = DataLoader(windows, batch_sampler=batches, num_workers=workers, collate_fn=list)
     for batch, indices in zip(loader, batches, strict=True):
-        for own, index in zip(batch, indices, strict=True):
-            assert torch.equal(own["tokens"], windows[index]["tokens"])
+        for window, index in zip(batch, indices, strict=True):
+            assert torch.equal(window["tokens"], windows[index]["tokens"])
     again = pickle.loads(pickle.dumps(windows))
     assert torch.equal(again[4]["tokens"], windows[4]["tokens"])
 
@@ -100,9 +100,9 @@ def test_labels_and_structures_are_cut_with_their_tokens(tmp_path):
     corpus = ga.data.load_corpus(tmp_path, kind="structures", cache=tmp_path / "cache")
     part = ga.data.split_corpus(corpus, validation=0.0, test=0.0)["train"]
     windows = Windows(part, 10)
-    found = [own["structure"] for own in windows]
-    assert [len(own) for own in found] == [10, 10, 3] == [len(w["tokens"]) for w in windows]
-    assert torch.cat([own.residue_numbers for own in found]).tolist() == list(range(1, 24))
+    parts = [window["structure"] for window in windows]
+    assert [len(part) for part in parts] == [10, 10, 3] == [len(w["tokens"]) for w in windows]
+    assert torch.cat([part.residue_numbers for part in parts]).tolist() == list(range(1, 24))
     again = pickle.loads(pickle.dumps(windows))
     assert again[2]["structure"].sequence == "GGG"
 

@@ -287,10 +287,10 @@ MUTATIONS = [
         (f"{CORPUS}::test_a_malformed_text_names_its_line",),
     ),
     Mutation(
-        "a line end that was cut in two counts twice",
+        "a carriage return ends no line",
         "graphattn/data/corpus/streams.py",
-        'return ends - (after_return and data.startswith(b"\\n"))',
-        "return ends",
+        'errors="surrogateescape", newline=None',
+        'errors="surrogateescape", newline=""',
         (f"{CORPUS}::test_a_malformed_text_names_its_line",),
     ),
     Mutation(

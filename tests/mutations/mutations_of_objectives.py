@@ -74,28 +74,28 @@ MUTATIONS = [
     ),
     Mutation(
         "the cosine schedule is upside down",
-        "graphattn/train/objectives/schedules.py",
+        "graphattn/train/objectives/masking.py",
         "torch.cos(t * (math.pi / 2))",
         "1 - torch.cos(t * (math.pi / 2))",
         (f"{SCHEDULES}::test_drawn_ratios_have_the_distribution_of_the_schedule[cosine]",),
     ),
     Mutation(
         "the square-root schedule is upside down",
-        "graphattn/train/objectives/schedules.py",
+        "graphattn/train/objectives/masking.py",
         "1 - t.sqrt()",
         "t.sqrt()",
         (f"{SCHEDULES}::test_drawn_ratios_have_the_distribution_of_the_schedule[sqrt]",),
     ),
     Mutation(
         "betalinear30 draws from Beta(4, 8)",
-        "graphattn/train/objectives/schedules.py",
+        "graphattn/train/objectives/masking.py",
         ".values[:, 2]",
         ".values[:, 3]",
         (f"{SCHEDULES}::test_drawn_ratios_have_the_distribution_of_the_schedule[betalinear30]",),
     ),
     Mutation(
         "betalinear30 is uniform with 80 percent",
-        "graphattn/train/objectives/schedules.py",
+        "graphattn/train/objectives/masking.py",
         "uniform[:, 11] < _BETA_SHARE",
         "uniform[:, 11] > _BETA_SHARE",
         (f"{SCHEDULES}::test_drawn_ratios_have_the_distribution_of_the_schedule[betalinear30]",),
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "labels are not smoothed",
-        "graphattn/train/objectives/likelihood.py",
+        "graphattn/train/objectives/objective.py",
         "label_smoothing=label_smoothing\n",
         "label_smoothing=0.0\n",
         (f"{CLASSES}::test_label_smoothing_is_cross_entropy_with_the_smoothed_distribution",),
@@ -158,7 +158,7 @@ MUTATIONS = [
     ),
     Mutation(
         "padding has the first class",
-        "graphattn/train/batches/collation.py",
+        "graphattn/train/batches.py",
         "MISSING_LABEL = -100",
         "MISSING_LABEL = 0",
         (f"{CLASSES}::test_classes_of_tokens_are_counted_where_they_are_known[False]",),
@@ -172,18 +172,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a sequence's class is the mean over its padding, too",
-        "graphattn/train/batches/calling.py",
-        "answers.masked_fill(~valid[..., None], 0).sum(1) / counts",
-        "answers.mean(1)",
+        "graphattn/train/batches.py",
+        "outputs.masked_fill(~valid[..., None], 0).sum(1)",
+        "outputs.sum(1)",
         (
             f"{CLASSES}::test_the_class_of_a_sequence_is_the_heads_answer_to_the_mean_of_its_features",
         ),
     ),
     Mutation(
         "a token of padding is valid",
-        "graphattn/train/batches/collation.py",
-        "torch.arange(most) < lengths[:, None]",
-        "torch.arange(most) <= lengths[:, None]",
+        "graphattn/train/batches.py",
+        "torch.arange(int(lengths.max())) < lengths[:, None]",
+        "torch.arange(int(lengths.max())) <= lengths[:, None]",
         (f"{MASKED}::test_padding_and_packing_change_no_loss_and_no_gradient[encoder]",),
     ),
     Mutation(
@@ -231,8 +231,8 @@ MUTATIONS = [
     Mutation(
         "the integral over times has the wrong length",
         "graphattn/train/diffusion/objective.py",
-        "of_tokens = (1 - self.t_min) * (entropy + penalty)",
-        "of_tokens = entropy + penalty",
+        "loss_of((1 - self.t_min) * (entropy + penalty),",
+        "loss_of(entropy + penalty,",
         (f"{SCORES}::test_the_loss_is_an_unbiased_estimate_of_its_integral",),
     ),
     Mutation(
@@ -280,7 +280,7 @@ MUTATIONS = [
     Mutation(
         "what is left to guess at the least time is left out",
         "graphattn/train/diffusion/likelihood.py",
-        "nats += entropy.double().sum(-1)",
+        "estimate += entropy.double().sum(-1)",
         "pass",
         (f"{BOUNDS}::test_even_chances_are_worth_log_v_wherever_the_integral_ends",),
     ),
@@ -346,9 +346,9 @@ MUTATIONS = [
     ),
     Mutation(
         "guessing by frequency is asked for first tokens",
-        "graphattn/train/evaluation/guessing.py",
-        'example["tokens"][1:] for example',
-        'example["tokens"] for example',
+        "graphattn/train/evaluation/baselines.py",
+        'one["tokens"][1:] for one',
+        'one["tokens"] for one',
         ("tests/cli/test_cli_training.py::test_an_evaluation_stands_beside_guessing",),
     ),
     Mutation(

@@ -177,8 +177,8 @@ MUTATIONS = [
     Mutation(
         "helices run over breaks of a chain",
         "graphattn/data/structures/tracks.py",
-        "atoms.res_id = positions.cpu().numpy()",
-        "atoms.res_id = numpy.arange(len(ca_positions))",
+        "atoms.res_id = structure.positions.cpu().numpy()",
+        "atoms.res_id = numpy.arange(len(structure))",
         (f"{TRACKS}::test_no_helix_runs_over_a_break_of_a_chain",),
     ),
     Mutation(

@@ -56,9 +56,9 @@ def test_both_are_those_of_plain_loops_however_the_text_is_cut_and_counted(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(baselines, "CHUNK", chunk)
         patch.setattr(baselines, "DENSE", 1 << 24 if dense else 0)
-        found = ga.train.bigram_loss(train, held_out, 9, smoothing=smoothing)
+        bigram = ga.train.bigram_loss(train, held_out, 9, smoothing=smoothing)
         alone = ga.train.frequency_loss(train, held_out, 9, smoothing=smoothing or 1.0)
-    assert found == pytest.approx(plain_bigram(train, held_out, 9, smoothing), rel=1e-9)
+    assert bigram == pytest.approx(plain_bigram(train, held_out, 9, smoothing), rel=1e-9)
     assert alone == pytest.approx(plain_frequency(train, held_out, 9, smoothing or 1.0), rel=1e-9)
 
 
@@ -86,9 +86,9 @@ def test_pairs_of_a_markov_chain_cost_its_entropy():
     random = torch.Generator().manual_seed(0)
     steps = (torch.rand(200_000, generator=random) < flip).long()
     tokens = steps.cumsum(0) % 2
-    found = ga.train.bigram_loss(tokens[:100_000], tokens[100_000:], 2)
+    bigram = ga.train.bigram_loss(tokens[:100_000], tokens[100_000:], 2)
     entropy = -(flip * math.log(flip) + (1 - flip) * math.log(1 - flip))
-    assert found == pytest.approx(entropy, rel=0.02)
+    assert bigram == pytest.approx(entropy, rel=0.02)
     alone = ga.train.frequency_loss(tokens[:100_000], tokens[100_000:], 2)
     assert alone == pytest.approx(math.log(2), rel=1e-3)
 

@@ -19,13 +19,13 @@ def guesses(n: int = 3000, k: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("bins", [1, 7, 15])
 def test_bins_are_those_of_scikit_learn_and_the_error_that_of_a_plain_loop(bins):
     logits, truth = guesses()
-    found = ga.train.Calibration(bins)
+    calibration = ga.train.Calibration(bins)
     for some in torch.arange(len(truth)).split(700):  # added up over batches
-        found.add(logits[some], truth[some])
+        calibration.add(logits[some], truth[some])
     sure, guess = logits.softmax(1).max(1)
     right = (guess == truth).numpy()
     accuracy, confidence = calibration_curve(right, sure.numpy(), n_bins=bins)
-    rows = found.rows()
+    rows = calibration.rows()
     np.testing.assert_allclose([row["accuracy"] for row in rows], accuracy)
     np.testing.assert_allclose([row["confidence"] for row in rows], confidence)
     error = 0.0
@@ -33,9 +33,9 @@ def test_bins_are_those_of_scikit_learn_and_the_error_that_of_a_plain_loop(bins)
         inside = (sure.numpy() > k / bins) & (sure.numpy() <= (k + 1) / bins)
         if inside.any():
             error += inside.mean() * abs(right[inside].mean() - sure.numpy()[inside].mean())
-    assert found.error == pytest.approx(error, rel=1e-9)
-    assert int(found.counts.sum()) == len(truth)
-    assert found.accuracy.isnan().sum() == bins - len(rows)
+    assert calibration.error == pytest.approx(error, rel=1e-9)
+    assert int(calibration.counts.sum()) == len(truth)
+    assert calibration.accuracy.isnan().sum() == bins - len(rows)
 
 
 def test_truth_drawn_from_the_model_is_calibrated_and_sharper_logits_are_not():
@@ -48,20 +48,20 @@ def test_truth_drawn_from_the_model_is_calibrated_and_sharper_logits_are_not():
 
 
 def test_a_sure_guess_is_in_the_last_bin_and_one_that_is_always_right_has_no_error():
-    found = ga.train.Calibration(10)
-    found.add(torch.tensor([[math.inf, 0.0], [90.0, 0.0]])[1:], torch.tensor([0]))
-    assert found.rows() == [
+    calibration = ga.train.Calibration(10)
+    calibration.add(torch.tensor([[math.inf, 0.0], [90.0, 0.0]])[1:], torch.tensor([0]))
+    assert calibration.rows() == [
         {"from": 0.9, "to": 1.0, "count": 1, "confidence": 1.0, "accuracy": 1.0}
     ]
-    assert found.error == 0
+    assert calibration.error == 0
 
 
 def test_a_bin_holds_its_upper_border_and_what_is_too_sure_makes_up_for_nothing():
-    found = ga.train.Calibration(2)
-    found.add(torch.zeros(3, 2), torch.zeros(3).long())  # half sure, in (0, 1/2], always right
-    assert found.counts.tolist() == [3, 0]
-    found.add(torch.tensor([[9.0, 0.0]]).expand(3, 2), torch.ones(3).long())  # and always wrong
-    assert found.error == pytest.approx((0.5 + 1 / (1 + math.exp(-9))) / 2)
+    calibration = ga.train.Calibration(2)
+    calibration.add(torch.zeros(3, 2), torch.zeros(3).long())  # half sure, always right
+    assert calibration.counts.tolist() == [3, 0]
+    calibration.add(torch.tensor([[9.0, 0.0]]).expand(3, 2), torch.ones(3).long())  # all wrong
+    assert calibration.error == pytest.approx((0.5 + 1 / (1 + math.exp(-9))) / 2)
 
 
 def test_the_guesses_of_an_objective_are_those_of_its_evaluation():
@@ -72,10 +72,10 @@ def test_the_guesses_of_an_objective_are_those_of_its_evaluation():
         objective.collate([{"tokens": torch.randint(20, (n,), generator=generator(n))}])
         for n in (50, 70)
     ]
-    found = ga.train.Calibration.of(objective, model, batches, seed=4, bins=10)
+    calibration = ga.train.Calibration.of(objective, model, batches, seed=4, bins=10)
     evaluated = objective.evaluate(model, batches, seed=4)
-    right = float((found.accuracy * found.counts).nansum())
-    assert right / float(found.counts.sum()) == pytest.approx(evaluated["accuracy"])
+    right = float((calibration.accuracy * calibration.counts).nansum())
+    assert right / float(calibration.counts.sum()) == pytest.approx(evaluated["accuracy"])
     assert model.training
 
 

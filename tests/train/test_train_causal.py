@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from draws import generator
+from draws import Table, generator
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -24,23 +24,12 @@ def language_model(**options) -> ga.models.CausalLM:
     return ga.models.CausalLM(11, 16, 2, 2, **{"mixer": "mix", "window": 4, **options})
 
 
-class Counted(nn.Module):
-    """The logits of what follows a token, from a table: a bigram model."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def forward(self, tokens, valid=None):
-        return self.table[tokens]
-
-
 def test_the_loss_is_that_of_a_plain_loop_over_pairs():
     table = torch.randn(11, 11, dtype=torch.float64, generator=generator())
     for lengths in (LENGTHS, (8, 8)):
         objective = ga.train.NextToken()
         texts = examples(lengths)
-        found = objective.loss(Counted(table), objective.collate(texts))
+        loss = objective.loss(Table(table), objective.collate(texts))
         nats = right = count = 0
         for text in texts:
             tokens = text["tokens"].tolist()
@@ -48,9 +37,9 @@ def test_the_loss_is_that_of_a_plain_loop_over_pairs():
                 nats -= math.log(table[before].softmax(0)[after])
                 right += int(table[before].argmax()) == after
                 count += 1
-        assert found.count == count == sum(lengths) - len(lengths)
-        assert float(found.total) == pytest.approx(nats, rel=1e-12)
-        assert found.sums["accuracy"] == right
+        assert loss.count == count == sum(lengths) - len(lengths)
+        assert float(loss.total) == pytest.approx(nats, rel=1e-12)
+        assert loss.sums["accuracy"] == right
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (8, 8)])
@@ -72,15 +61,15 @@ def test_packed_sequences_cost_what_padded_ones_cost_and_what_they_cost_alone(mi
     model = language_model(mixer=mixer, window=None if mixer == "linear" else 4, **options)
     padded, packed = ga.train.NextToken(), ga.train.NextToken(packed=True)
     batch = padded.collate(examples())
-    found = []
+    costs = []
     for objective in (padded, packed):
         model.zero_grad()
         loss = objective.loss(model, batch)
         loss.total.backward()
-        found.append((loss.total.detach(), model.embedding.weight.grad.clone()))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+        costs.append((loss.total.detach(), model.embedding.weight.grad.clone()))
+    torch.testing.assert_close(costs[0], costs[1], rtol=1e-4, atol=1e-5)
     alone = sum(padded.loss(model, padded.collate([one])).total for one in examples())
-    torch.testing.assert_close(found[0][0], alone.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(costs[0][0], alone.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_is_guessed_or_seen_across_the_border_of_two_windows():
@@ -92,8 +81,8 @@ def test_nothing_is_guessed_or_seen_across_the_border_of_two_windows():
         texts = [{"tokens": first}, {"tokens": torch.tensor([3, 1, 4, 1])}]
         logits, truth = objective.guesses(model, objective.collate(texts))
         assert len(truth) == len(first) - 1 + 3
-        own = nn.functional.cross_entropy(logits[-3:], truth[-3:])
-        return torch.autograd.grad(own, list(model.parameters()))
+        loss = nn.functional.cross_entropy(logits[-3:], truth[-3:])
+        return torch.autograd.grad(loss, list(model.parameters()))
 
     one = gradient_of_the_second(torch.tensor([5, 6, 7, 8, 9, 10]))
     other = gradient_of_the_second(torch.tensor([2, 2, 0, 0, 7, 7]))
@@ -103,9 +92,9 @@ def test_nothing_is_guessed_or_seen_across_the_border_of_two_windows():
 def test_a_batch_of_single_tokens_asks_nothing_and_has_a_gradient_of_0():
     model = language_model()
     objective = ga.train.NextToken()
-    found = objective.loss(model, objective.collate(examples((1, 1))))
-    assert found.count == 0
-    found.mean.backward()
+    loss = objective.loss(model, objective.collate(examples((1, 1))))
+    assert loss.count == 0
+    loss.mean.backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     with pytest.raises(ValueError, match="batches must contain at least one guess"):
         objective.evaluate(model, [objective.collate(examples((1,)))])
@@ -119,24 +108,24 @@ def test_bits_per_byte_count_the_bytes_of_the_tokens_that_were_guessed():
     batch = exact.collate(texts)
     guessed = [token for text in texts for token in text["tokens"].tolist()[1:]]
     num_bytes = len(b"".join(words[token] for token in guessed))
-    found = exact.evaluate(Counted(table), [batch, batch])
-    bits = float(exact.loss(Counted(table), batch).total) / math.log(2)
-    assert found["bits_per_byte"] == pytest.approx(bits / num_bytes)
-    assert found["bits_per_token"] == pytest.approx(bits / len(guessed))
+    report = exact.evaluate(Table(table), [batch, batch])
+    bits = float(exact.loss(Table(table), batch).total) / math.log(2)
+    assert report["bits_per_byte"] == pytest.approx(bits / num_bytes)
+    assert report["bits_per_token"] == pytest.approx(bits / len(guessed))
     average = ga.train.NextToken(bytes_per_token=num_bytes / len(guessed))
-    assert average.evaluate(Counted(table), [batch])["bits_per_byte"] == pytest.approx(
-        found["bits_per_byte"]
+    assert average.evaluate(Table(table), [batch])["bits_per_byte"] == pytest.approx(
+        report["bits_per_byte"]
     )
-    unknown = ga.train.NextToken().evaluate(Counted(table), [batch])
+    unknown = ga.train.NextToken().evaluate(Table(table), [batch])
     assert set(unknown) == {"loss", "perplexity", "accuracy", "bits_per_token"}
 
 
 def test_a_uniform_guess_of_bytes_costs_8_bits():
     objective = ga.train.NextToken(bytes_per_token=1)
     batch = objective.collate([{"tokens": torch.arange(100)}])
-    found = objective.evaluate(Counted(torch.zeros(256, 256)), [batch])
-    assert found["bits_per_byte"] == pytest.approx(8)
-    assert found["perplexity"] == pytest.approx(256)
+    report = objective.evaluate(Table(torch.zeros(256, 256)), [batch])
+    assert report["bits_per_byte"] == pytest.approx(8)
+    assert report["perplexity"] == pytest.approx(256)
 
 
 def test_a_model_that_sees_what_it_is_to_guess_is_refused():
@@ -148,7 +137,7 @@ def test_a_model_that_sees_what_it_is_to_guess_is_refused():
             ValueError, match=r"in block 0 of this SequenceEncoder it sees the token"
         ):
             objective.loss(model, batch)
-    one_ahead = Counted(torch.zeros(11, 11))
+    one_ahead = Table(torch.zeros(11, 11))
     edges = torch.tensor([[1, 2, 3], [0, 1, 2]])  # from a token to the one before it
     ahead = ga.from_edge_index(edges, 4)
     one_ahead.graphs = lambda num_tokens: [ahead]
@@ -157,7 +146,7 @@ def test_a_model_that_sees_what_it_is_to_guess_is_refused():
 
 
 def test_an_evaluation_is_the_mean_over_tokens_and_not_over_batches():
-    model, objective = Counted(torch.randn(11, 11, generator=generator())), ga.train.NextToken()
+    model, objective = Table(torch.randn(11, 11, generator=generator())), ga.train.NextToken()
     batches = [objective.collate(examples(lengths)) for lengths in ((3,), (9, 20))]
     losses = [objective.loss(model, batch) for batch in batches]
     mean = sum(float(loss.total) for loss in losses) / (2 + 8 + 19)

@@ -48,27 +48,27 @@ def test_the_loss_of_images_is_the_one_of_transformers_and_scikit_learn(name, sm
     model = models()[name]
     objective = ga.train.Classification(3, smoothing)
     batch = objective.collate(images())
-    found = objective.evaluate(model, [batch, batch])
+    report = objective.evaluate(model, [batch, batch])
     logits = model(batch["image"]).detach()
     truth = batch["label"]
     theirs = LabelSmoother(epsilon=smoothing)({"logits": logits}, truth)
-    assert found["loss"] == pytest.approx(float(theirs), rel=1e-5)
+    assert report["loss"] == pytest.approx(float(theirs), rel=1e-5)
     shares = logits.double().softmax(-1).numpy()
-    assert found["nats"] == pytest.approx(log_loss(truth, shares, labels=[0, 1, 2]), rel=1e-5)
-    assert found["accuracy"] == pytest.approx(accuracy_score(truth, logits.argmax(-1)))
-    assert found["perplexity"] == pytest.approx(math.exp(found["nats"]))
+    assert report["nats"] == pytest.approx(log_loss(truth, shares, labels=[0, 1, 2]), rel=1e-5)
+    assert report["accuracy"] == pytest.approx(accuracy_score(truth, logits.argmax(-1)))
+    assert report["perplexity"] == pytest.approx(math.exp(report["nats"]))
 
 
 def test_label_smoothing_is_cross_entropy_with_the_smoothed_distribution():
     logits = torch.randn(4, 5, dtype=torch.float64, generator=generator())
     truth = torch.tensor([0, 4, 2, 2])
     objective = ga.train.Classification(5, 0.3)
-    found = objective.loss(lambda image: logits, {"image": torch.zeros(4), "label": truth})
+    loss = objective.loss(lambda image: logits, {"image": torch.zeros(4), "label": truth})
     expected = 0.0
     for row, y in zip(logits, truth, strict=True):
         for k, p in enumerate(row.softmax(0)):
             expected -= (0.7 * (k == int(y)) + 0.3 / 5) * math.log(p)
-    assert float(found.total) == pytest.approx(expected, rel=1e-12)
+    assert float(loss.total) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -109,7 +109,7 @@ def test_classes_of_tokens_are_counted_where_they_are_known(packed):
     torch.manual_seed(0)
     model = ga.train.WithHead(ga.models.SequenceEncoder(7, 16, 1, 2), 3).eval()
     objective = ga.train.Classification(3, per_token=True, packed=packed)
-    found = objective.loss(model, objective.collate(sequences()))
+    loss = objective.loss(model, objective.collate(sequences()))
     total = right = count = 0
     for example in sequences():
         logits = model(example["tokens"]).detach().double()
@@ -118,9 +118,9 @@ def test_classes_of_tokens_are_counted_where_they_are_known(packed):
                 total -= math.log(logits[place].softmax(0)[label])
                 right += int(logits[place].argmax()) == label
                 count += 1
-    assert found.count == count < sum(len(example["tokens"]) for example in sequences())
-    assert float(found.total) == pytest.approx(total, rel=1e-5)
-    assert found.sums["accuracy"] == right
+    assert loss.count == count < sum(len(example["tokens"]) for example in sequences())
+    assert float(loss.total) == pytest.approx(total, rel=1e-5)
+    assert loss.sums["accuracy"] == right
 
 
 def test_a_vision_transformer_learns_to_tell_bright_from_dark():

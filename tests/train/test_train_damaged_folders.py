@@ -15,10 +15,6 @@ import graphattn as ga
 from graphattn.train import RunConfig
 from graphattn.train.runs import checkpoints
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 
@@ -175,14 +171,18 @@ def test_a_run_does_not_go_on_with_data_that_has_changed(tmp_path):
 
     def start(text: str, steps: int) -> ga.train.Run:
         data.write_text(text)
-        found = ga.train.prepare(
+        prepared = ga.train.prepare(
             RunConfig(
                 data=str(data), tokenizer="characters", length=8, batch_tokens=64, steps=steps,
                 model_options={"depth": 1, "dim": 8, "heads": 1}, out=str(tmp_path / "run"),
             )
         )  # fmt: skip
         return ga.train.fit(
-            found.model, found.objective, found.config, found.train, tokenizer=found.tokenizer
+            prepared.model,
+            prepared.objective,
+            prepared.config,
+            prepared.train,
+            tokenizer=prepared.tokenizer,
         )
 
     text = "to be or not to be " * 20

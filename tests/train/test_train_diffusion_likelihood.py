@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from draws import generator
+import transformers
+from draws import CHAIN, MASK, V, generator
 
 import graphattn as ga
 from graphattn.train import (
@@ -21,9 +22,6 @@ from graphattn.train import (
 )
 from graphattn.train.diffusion.objective import diffusion_losses
 
-TRANSITION = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.45, 0.05, 0.5]]).double()
-CHAIN = MarkovChain(TRANSITION)
-V = MASK = 3
 # Almost all noise there is, so that the ends of the integral do not count.
 WHOLE = {"log-linear": LogLinearNoise(1e-13), "geometric": GeometricNoise(1e-11, 32.0)}
 
@@ -50,8 +48,8 @@ def test_the_integral_of_the_exact_score_is_the_exact_log_likelihood(name, nodes
     """The integral is -log p for every single sequence: the chain rule averaged over all orders."""
     for tokens in torch.tensor([[0, 0, 1, 2], [2, 1, 0, 0], [1, 1, 1, 1]]):
         exact = float(-CHAIN.log_probability(tokens))
-        found = float(integral(CHAIN, tokens, WHOLE[name], nodes))
-        assert found == pytest.approx(exact, rel=1e-8)
+        nats = float(integral(CHAIN, tokens, WHOLE[name], nodes))
+        assert nats == pytest.approx(exact, rel=1e-8)
 
 
 def test_other_scores_bound_it_from_above_in_the_mean():
@@ -72,9 +70,9 @@ def test_other_scores_bound_it_from_above_in_the_mean():
     other = MarkovChain(torch.full((V, V), 1 / V).double())
     assert mean(other) == pytest.approx(3 * math.log(V), rel=1e-8)
     for factor in (0.5, 1.1):
-        found = mean(lambda tokens, factor=factor: CHAIN(tokens) + math.log(factor))
+        nats = mean(lambda tokens, factor=factor: CHAIN(tokens) + math.log(factor))
         # Every token is hidden in the end, which costs its penalty for t in 0 .. 1.
-        assert found == pytest.approx(entropy + 3 * (factor - 1 - math.log(factor)), rel=1e-8)
+        assert nats == pytest.approx(entropy + 3 * (factor - 1 - math.log(factor)), rel=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +89,12 @@ def test_other_scores_bound_it_from_above_in_the_mean():
 def test_even_chances_are_worth_log_v_wherever_the_integral_ends(noise, t_min):
     """All three terms of the bound: shares of masks m(1) - m(t_min), m(t_min) and 1 - m(1)."""
     tokens = torch.randint(V, (40, 25), generator=generator())
-    found = likelihood_bound(
+    bound = likelihood_bound(
         lambda x: torch.zeros(*x.shape, V + 1), tokens, mask_token=MASK, noise=noise, t_min=t_min,
         samples=32, generator=generator(1),
     )  # fmt: skip
-    assert abs(found.per_token - math.log(V)) < 4 * found.standard_error
-    assert found.standard_error < 0.03
+    assert abs(bound.per_token - math.log(V)) < 4 * bound.standard_error
+    assert bound.standard_error < 0.03
 
 
 @pytest.mark.long
@@ -104,23 +102,23 @@ def test_even_chances_are_worth_log_v_wherever_the_integral_ends(noise, t_min):
 def test_the_bound_of_the_exact_score_is_near_the_log_likelihood(noise):
     tokens = CHAIN.sample((300, 6), generator())
     exact = float(-CHAIN.log_probability(tokens).sum()) / tokens.numel()
-    found = likelihood_bound(CHAIN, tokens, mask_token=MASK, noise=noise, generator=generator(1))
-    assert abs(found.per_token - exact) < 4 * found.standard_error + 2e-3
-    assert found.standard_error < 0.02
-    assert found.perplexity == pytest.approx(math.exp(found.per_token))
-    assert found.num_tokens.tolist() == [6] * 300
+    bound = likelihood_bound(CHAIN, tokens, mask_token=MASK, noise=noise, generator=generator(1))
+    assert abs(bound.per_token - exact) < 4 * bound.standard_error + 2e-3
+    assert bound.standard_error < 0.02
+    assert bound.perplexity == pytest.approx(math.exp(bound.per_token))
+    assert bound.num_tokens.tolist() == [6] * 300
 
 
 @pytest.mark.long
 def test_the_standard_error_is_that_of_repeated_estimates():
     tokens = CHAIN.sample((4, 6), generator())
     draws = generator(1)
-    found = [
+    bounds = [
         likelihood_bound(CHAIN, tokens, mask_token=MASK, samples=8, generator=draws)
         for _ in range(150)
     ]
-    spread = np.std([x.per_token for x in found], ddof=1)
-    claimed = math.sqrt(np.mean([x.standard_error**2 for x in found]))
+    spread = np.std([x.per_token for x in bounds], ddof=1)
+    claimed = math.sqrt(np.mean([x.standard_error**2 for x in bounds]))
     assert claimed == pytest.approx(spread, rel=0.3)
 
 
@@ -131,9 +129,9 @@ def test_the_objective_estimates_the_same_bound():
     losses = [
         float(objective.loss(CHAIN, {"tokens": tokens}, generator(k)).mean) for k in range(40)
     ]
-    found = likelihood_bound(CHAIN, tokens, mask_token=MASK, generator=generator(1))
-    error = math.hypot(np.std(losses, ddof=1) / math.sqrt(40), found.standard_error)
-    assert abs(np.mean(losses) - found.per_token) < 4 * error + 2e-3
+    bound = likelihood_bound(CHAIN, tokens, mask_token=MASK, generator=generator(1))
+    error = math.hypot(np.std(losses, ddof=1) / math.sqrt(40), bound.standard_error)
+    assert abs(np.mean(losses) - bound.per_token) < 4 * error + 2e-3
 
 
 @pytest.mark.long
@@ -146,13 +144,13 @@ def test_padding_is_not_counted_and_batches_do_not_matter():
         return logits.masked_fill(~valid.unsqueeze(-1), torch.nan)
 
     for batch_size in (1, 2, 64):
-        found = likelihood_bound(
+        bound = likelihood_bound(
             poisoned, tokens, mask_token=MASK, valid=valid, batch_size=batch_size, samples=200,
             generator=generator(1),
         )  # fmt: skip
-        assert found.num_tokens.tolist() == [7, 2, 4]
-        assert found.nats.isfinite().all()
-        assert abs(found.per_token - math.log(V)) < 4 * found.standard_error
+        assert bound.num_tokens.tolist() == [7, 2, 4]
+        assert bound.nats.isfinite().all()
+        assert abs(bound.per_token - math.log(V)) < 4 * bound.standard_error
     shaped = likelihood_bound(
         poisoned, tokens.view(3, 1, 7), mask_token=MASK, valid=valid.view(3, 1, 7)
     )
@@ -176,12 +174,12 @@ def test_an_encoder_is_bounded_without_dropout_and_the_same_twice():
 
 def test_an_oracle_says_what_samples_are_worth():
     samples = CHAIN.sample((50, 6), generator())
-    found = generative_nll(samples, CHAIN.log_probability, batch_size=7)
-    torch.testing.assert_close(found.nats, -CHAIN.log_probability(samples))
-    own = -CHAIN.log_probability(samples) / 6
-    assert found.per_token == pytest.approx(float(own.mean()))
-    assert found.standard_error == pytest.approx(float(own.std()) / math.sqrt(50))
-    assert found.num_tokens.tolist() == [6] * 50
+    judged = generative_nll(samples, CHAIN.log_probability, batch_size=7)
+    torch.testing.assert_close(judged.nats, -CHAIN.log_probability(samples))
+    per_token = -CHAIN.log_probability(samples) / 6
+    assert judged.per_token == pytest.approx(float(per_token.mean()))
+    assert judged.standard_error == pytest.approx(float(per_token.std()) / math.sqrt(50))
+    assert judged.num_tokens.tolist() == [6] * 50
 
 
 @pytest.mark.parametrize("start_token", [None, 5])
@@ -190,32 +188,31 @@ def test_a_causal_model_judges_every_token_after_those_before_it(start_token):
     judge = ga.models.CausalLM(9, 16, depth=1, heads=2, dropout=0.5)
     samples = torch.randint(9, (3, 7), generator=generator())
     valid = torch.arange(7) < torch.tensor([[7], [3], [1]])
-    found = generative_nll(
+    judged = generative_nll(
         samples.masked_fill(~valid, 77), judge, valid=valid, start_token=start_token, batch_size=2
     )
     assert judge.training
     judge.eval()
     for row, n, nats, count in zip(
-        samples.tolist(), (7, 3, 1), found.nats, found.num_tokens, strict=True
+        samples.tolist(), (7, 3, 1), judged.nats, judged.num_tokens, strict=True
     ):
         text = ([] if start_token is None else [start_token]) + row[:n]
-        own = 0.0
+        expected = 0.0
         for k in range(1, len(text)):
             logits = judge(torch.tensor([text[:k]]))[0, -1]
-            own -= float(logits.log_softmax(-1)[text[k]])
-        assert float(nats) == pytest.approx(own, abs=1e-4)
+            expected -= float(logits.log_softmax(-1)[text[k]])
+        assert float(nats) == pytest.approx(expected, abs=1e-4)
         assert int(count) == len(text) - 1
 
 
 def test_a_model_of_transformers_judges_as_its_own_loss_does():
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=11, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     judge = transformers.GPT2LMHeadModel(config).eval()
     samples = torch.randint(11, (4, 9), generator=generator())
-    found = generative_nll(samples, judge)
-    own = float(judge(samples, labels=samples).loss)
-    assert found.per_token == pytest.approx(own, abs=1e-5)
+    judged = generative_nll(samples, judge)
+    expected = float(judge(samples, labels=samples).loss)
+    assert judged.per_token == pytest.approx(expected, abs=1e-5)
 
 
 def test_samples_of_the_right_model_are_worth_its_entropy_and_others_are_not():
@@ -230,9 +227,9 @@ def test_samples_of_the_right_model_are_worth_its_entropy_and_others_are_not():
 
 
 def test_a_likelihood_says_what_it_is():
-    found = Likelihood(torch.tensor([3.0, 5.0]), torch.tensor([2, 6]), 0.25)
-    assert found.per_token == 1.0
-    assert repr(found) == "Likelihood(1.0000 +- 0.2500 nats per token, 2 sequences)"
+    likelihood = Likelihood(torch.tensor([3.0, 5.0]), torch.tensor([2, 6]), 0.25)
+    assert likelihood.per_token == 1.0
+    assert repr(likelihood) == "Likelihood(1.0000 +- 0.2500 nats per token, 2 sequences)"
     assert Likelihood(torch.tensor([1e6]), torch.tensor([1]), 0.0).perplexity == math.inf
 
 

@@ -88,13 +88,13 @@ def test_denoising_score_entropy_is_the_sum_of_score_entropies(mask_token, sigma
     tokens = torch.tensor(real)[torch.randint(len(real), (2, 6), generator=generator(1))]
     masked = torch.rand(2, 6, generator=generator(2)) < 0.5
     level = torch.full((2,), sigma, dtype=torch.float64)
-    found = denoising_score_entropy(logits, tokens, masked, level, mask_token)
+    entropy = denoising_score_entropy(logits, tokens, masked, level, mask_token)
 
     ratio = torch.nn.functional.one_hot(tokens, 5) / (math.exp(sigma) - 1)
     log_scores = logits - math.log(len(real)) - math.log(math.exp(sigma) - 1)
-    own = score_entropy(log_scores, ratio)[..., real].sum(-1) * masked
-    torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-9)
-    gradient, own_gradient = (torch.autograd.grad(x.sum(), logits)[0] for x in (found, own))
+    expected = score_entropy(log_scores, ratio)[..., real].sum(-1) * masked
+    torch.testing.assert_close(entropy, expected, rtol=1e-5, atol=1e-9)
+    gradient, own_gradient = (torch.autograd.grad(x.sum(), logits)[0] for x in (entropy, expected))
     torch.testing.assert_close(gradient, own_gradient, rtol=1e-5, atol=1e-9)
 
     log_s = absorbing_log_scores(logits, level.unsqueeze(-1), mask_token)
@@ -141,12 +141,12 @@ def test_two_tokens_lose_what_the_closed_form_says_and_least_at_the_exact_ratio(
 
     z = torch.tensor([0.4, -0.9], dtype=torch.float64, requires_grad=True)
     c = z.exp() / 2
-    found = expected(z)
+    loss = expected(z)
     closed = (high - low) * (c.sum() - 1 - (q * c.log()).sum())
-    torch.testing.assert_close(found, closed, rtol=1e-9, atol=0)
+    torch.testing.assert_close(loss, closed, rtol=1e-9, atol=0)
     numeric = integrate.quad(by_hand, 0, 1, args=(z.tolist(),), epsabs=1e-10, limit=200)[0]
-    assert float(found) == pytest.approx(numeric, rel=1e-7)
-    (gradient,) = torch.autograd.grad(found, z)
+    assert float(loss) == pytest.approx(numeric, rel=1e-7)
+    (gradient,) = torch.autograd.grad(loss, z)
     torch.testing.assert_close(gradient, ((high - low) * (c - q)).detach(), rtol=1e-8, atol=0)
 
     best = (2 * q).log().requires_grad_()
@@ -168,22 +168,22 @@ def test_normalised_scores_lose_masked_cross_entropy_with_the_weight_1_over_t():
         logits = model(inputs, noise_level)[..., :8]
         return logits.log_softmax(-1) + math.log(8)
 
-    found = objective.loss(normalised, {"tokens": tokens}, generator(3))
+    loss = objective.loss(normalised, {"tokens": tokens}, generator(3))
     (seen,) = model.calls
     t = 1 - (-seen["noise_level"].double()).exp()
     masked = seen["tokens"] == 8
     assert 0 < masked.sum() < masked.numel()
     logits = model.table[seen["tokens"], torch.arange(12)][..., :8].double()
-    own = sum(
+    expected = sum(
         torch.nn.functional.cross_entropy(logits[b, n], tokens[b, n]) / t[b]
         for b in range(5)
         for n in range(12)
         if masked[b, n]
     )
-    assert float(found.total) == pytest.approx(float(own), rel=1e-4)
-    assert found.count == 60
-    assert found.sums["masked"] == int(masked.sum())
-    assert found.sums["normalization"] == pytest.approx(0, abs=1e-3)
+    assert float(loss.total) == pytest.approx(float(expected), rel=1e-4)
+    assert loss.count == 60
+    assert loss.sums["masked"] == int(masked.sum())
+    assert loss.sums["normalization"] == pytest.approx(0, abs=1e-3)
 
 
 def test_scores_that_sum_to_another_number_lose_more():
@@ -248,10 +248,10 @@ def test_padding_is_not_read_not_masked_and_not_counted():
     def poisoned(tokens, noise_level, valid):
         return model(tokens, noise_level, valid).masked_fill(~valid.unsqueeze(-1), torch.nan)
 
-    found = objective.loss(poisoned, batch, generator())
-    assert found.count == 26
-    assert found.total.isfinite()
-    assert found.sums["masked"] == int((model.calls[0]["tokens"] == 8)[batch["valid"]].sum())
+    loss = objective.loss(poisoned, batch, generator())
+    assert loss.count == 26
+    assert loss.total.isfinite()
+    assert loss.sums["masked"] == int((model.calls[0]["tokens"] == 8)[batch["valid"]].sum())
     equal = objective.collate([{"tokens": torch.arange(4)}] * 2)
     assert set(equal) == {"tokens"}
 
@@ -294,10 +294,10 @@ def test_half_precision_logits_are_scored_in_float32(dtype):
     everything = torch.ones(1, 4000, dtype=torch.bool)
     level = torch.tensor([1e-3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = denoising_score_entropy(logits, tokens, everything, level, 49)
+        entropy = denoising_score_entropy(logits, tokens, everything, level, 49)
     exact = denoising_score_entropy(logits.double(), tokens, everything, level.double(), 49)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    assert entropy.dtype == torch.float32
+    torch.testing.assert_close(entropy.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_nearly_normalised_scores_keep_their_digits_in_float32():
@@ -306,8 +306,8 @@ def test_nearly_normalised_scores_keep_their_digits_in_float32():
     logits = torch.full((1, 1, 4), shift)
     none, everything = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
     at = torch.tensor([math.log(2)])
-    found = float(denoising_score_entropy(logits, none, everything, at, 4)) - math.log(4)
-    assert found == pytest.approx(math.expm1(shift) - shift, abs=3e-7)
+    penalty = float(denoising_score_entropy(logits, none, everything, at, 4)) - math.log(4)
+    assert penalty == pytest.approx(math.expm1(shift) - shift, abs=3e-7)
     objective = AbsorbingDiffusion(4, t_min=0.5)
     loss = objective.loss(lambda x: logits.expand(*x.shape, 4), {"tokens": none.expand(64, 64)})
     per_masked = loss.sums["normalization"] / loss.sums["masked"]
@@ -332,12 +332,12 @@ def test_a_model_that_starts_at_zero_starts_at_log_v():
     model = ga.models.SequenceEncoder(28, 16, depth=1, heads=2, noise_dim=8, zero_head=True)
     objective = AbsorbingDiffusion(27)
     tokens = torch.randint(27, (16, 50), generator=generator())
-    found = objective.evaluate(model, [{"tokens": tokens}] * 20)
-    assert found["loss"] == pytest.approx(math.log(27), rel=0.1)
-    assert found["normalization"] == pytest.approx(0, abs=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert 0.4 < found["masked"] < 0.6
-    assert objective.evaluate(model, [{"tokens": tokens}] * 20) == found
+    report = objective.evaluate(model, [{"tokens": tokens}] * 20)
+    assert report["loss"] == pytest.approx(math.log(27), rel=0.1)
+    assert report["normalization"] == pytest.approx(0, abs=1e-5)
+    assert report["perplexity"] == pytest.approx(math.exp(report["loss"]))
+    assert 0.4 < report["masked"] < 0.6
+    assert objective.evaluate(model, [{"tokens": tokens}] * 20) == report
 
 
 def test_the_same_generator_gives_the_same_loss_and_nothing_given_is_changed():
@@ -349,9 +349,9 @@ def test_the_same_generator_gives_the_same_loss_and_nothing_given_is_changed():
     assert not torch.equal(first, other)
     assert all(torch.equal(batch[name], copies[name]) for name in batch)
     torch.manual_seed(5)
-    own = objective.loss(model, batch).total
+    default = objective.loss(model, batch).total
     torch.manual_seed(5)
-    assert torch.equal(objective.loss(model, batch).total, own)
+    assert torch.equal(objective.loss(model, batch).total, default)
 
 
 def test_nothing_masked_loses_the_start_alone_and_has_a_gradient():

@@ -5,15 +5,11 @@ import math
 
 import pytest
 import torch
-from draws import generator
+from draws import CHAIN, MASK, TRANSITION, V, generator
 from scipy import stats
 
 import graphattn as ga
 from graphattn.train import LogLinearNoise, MarkovChain, sample_diffusion
-
-TRANSITION = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.45, 0.05, 0.5]]).double()
-CHAIN = MarkovChain(TRANSITION)
-V = MASK = 3
 
 
 def every_sequence(length: int, vocab_size: int = V) -> torch.Tensor:
@@ -65,8 +61,8 @@ def test_the_chain_knows_its_conditionals_and_its_probabilities():
             for other, token in enumerate(seen):
                 if other != place and token != MASK:
                     fits &= everything[:, other] == token
-            own = [float(joint[fits & (everything[:, place] == v)].sum()) for v in range(V)]
-            assert guesses[place].tolist() == pytest.approx([x / sum(own) for x in own])
+            shares = [float(joint[fits & (everything[:, place] == v)].sum()) for v in range(V)]
+            assert guesses[place].tolist() == pytest.approx([x / sum(shares) for x in shares])
 
 
 def test_samples_of_the_chain_are_of_the_chain():
@@ -165,15 +161,15 @@ def test_top_probability_draws_the_surest_place_first(steps):
         guesses = (CHAIN(torch.tensor(state)).exp() / V).tolist()
         gaps = [i for i, token in enumerate(state) if token == MASK]
         surest = sorted(gaps, key=lambda i: -max(guesses[i]))[: count[step]]
-        found: dict[tuple[int, ...], float] = {}
+        chances: dict[tuple[int, ...], float] = {}
         for drawn in itertools.product(range(V), repeat=len(surest)):
             p = math.prod(guesses[i][v] for i, v in zip(surest, drawn, strict=True))
             following = list(state)
             for i, v in zip(surest, drawn, strict=True):
                 following[i] = v
             for end, q in reach(tuple(following), step + 1).items():
-                found[end] = found.get(end, 0.0) + p * q
-        return found
+                chances[end] = chances.get(end, 0.0) + p * q
+        return chances
 
     start = (MASK, MASK, MASK)
     exact = reach(start, 0)
@@ -231,14 +227,14 @@ def test_every_gap_is_filled_and_all_else_stays(method):
     model.dropout.eval()  # its own modes stay, whatever they are
     prompt = torch.tensor([[0, MASK, 2], [1, 1, 1]])
     before = prompt.clone()
-    found = sample_diffusion(
+    samples = sample_diffusion(
         model, (2, 6), mask_token=MASK, method=method, prompt=prompt, generator=generator()
     )
     assert torch.equal(prompt, before)
-    assert found.shape == (2, 6)
-    assert found.dtype == torch.int64
-    assert not (found == MASK).any()
-    assert torch.equal(found[:, :3][prompt != MASK], prompt[prompt != MASK])
+    assert samples.shape == (2, 6)
+    assert samples.dtype == torch.int64
+    assert not (samples == MASK).any()
+    assert torch.equal(samples[:, :3][prompt != MASK], prompt[prompt != MASK])
     assert model.training
     assert not model.dropout.training
 
@@ -294,36 +290,36 @@ def test_progress_sees_copies_and_ends_the_sampling():
         tokens.fill_(1)
         return step == 3
 
-    found = sample_diffusion(
+    samples = sample_diffusion(
         CHAIN, (2, 6), mask_token=MASK, method="top-probability", progress=watch,
         generator=generator(),
     )  # fmt: skip
     assert [(x == MASK).sum().item() for x in seen] == [10, 8, 6]
-    assert torch.equal(found, seen[-1])
+    assert torch.equal(samples, seen[-1])
 
 
 def test_padding_is_left_alone_and_the_model_is_told():
-    told = []
+    masks = []
 
     def model(tokens, valid):
-        told.append(valid)
+        masks.append(valid)
         return CHAIN(tokens)
 
     valid = torch.arange(5) < torch.tensor([[3], [5]])
     for method in ("ancestral", "top-probability"):
-        found = sample_diffusion(model, (2, 5), mask_token=MASK, method=method, valid=valid)
-        assert torch.equal(found == MASK, ~valid)
-    assert all(torch.equal(own, valid) for own in told)
+        samples = sample_diffusion(model, (2, 5), mask_token=MASK, method=method, valid=valid)
+        assert torch.equal(samples == MASK, ~valid)
+    assert all(torch.equal(mask, valid) for mask in masks)
 
 
 def test_the_likeliest_tokens_at_temperature_zero_and_never_the_mask():
     logits = torch.randn(6, V + 1, generator=generator())
     logits[:, MASK] = 50.0
     for method in ("ancestral", "tweedie", "top-probability"):
-        found = sample_diffusion(
+        samples = sample_diffusion(
             lambda tokens: logits, 6, mask_token=MASK, method=method, temperature=0
         )
-        assert torch.equal(found, logits[:, :V].argmax(-1))
+        assert torch.equal(samples, logits[:, :V].argmax(-1))
     middle = sample_diffusion(lambda tokens: logits, 6, mask_token=1, generator=generator())
     assert not (middle == 1).any()
 
@@ -340,8 +336,8 @@ def test_one_number_of_steps_for_all_gaps_fills_them_evenly():
 def test_an_encoder_samples_in_its_own_dtype_and_graph():
     model = ga.models.SequenceEncoder(V + 1, 8, depth=1, heads=2, noise_dim=8).bfloat16()
     for graph in (None, ga.window_path_graph(9, 2, self_loops=True)):
-        found = sample_diffusion(model, (2, 9), 4, mask_token=V, graph=graph)
-        assert found.max() < V
+        samples = sample_diffusion(model, (2, 9), 4, mask_token=V, graph=graph)
+        assert samples.max() < V
 
 
 @pytest.mark.every_case
@@ -418,6 +414,6 @@ def test_an_encoder_learns_the_chain_and_its_samples_are_like_it():
     assert abs(judged.per_token - exact) < 0.1 < even.per_token - exact - 0.5
     pairs = torch.nn.functional.one_hot(samples, V).float()
     counts = torch.einsum("bia,bic->ac", pairs[:, :-1], pairs[:, 1:])
-    found = counts / counts.sum(1, keepdim=True)
-    assert (found - chain.transition).abs().max() < 0.12
+    transition = counts / counts.sum(1, keepdim=True)
+    assert (transition - chain.transition).abs().max() < 0.12
     assert (pairs.mean((0, 1)) - chain.initial).abs().max() < 0.05

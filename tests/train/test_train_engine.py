@@ -7,14 +7,11 @@ import itertools
 import pytest
 import tiny_runs
 import torch
+import transformers
 from torch import nn
 
 import graphattn as ga
-from graphattn.train.batches import order
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
+from graphattn.train.batches import EndlessBatches
 
 pytestmark = pytest.mark.usefixtures("short_collections")
 
@@ -35,16 +32,16 @@ def test_a_step_is_of_the_mean_over_all_answers_of_all_batches(tmp_path):
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 5)
     lengths = torch.tensor([len(example["tokens"]) for example in data])
     stream = iter(
-        order.EndlessBatches(ga.data.TokenBatches(lengths, config.batch_tokens, seed=config.seed))
+        EndlessBatches(ga.data.TokenBatches(lengths, config.batch_tokens, seed=config.seed))
     )
     totals, counts = [], []
     for _ in range(config.steps):
-        found = [
+        losses = [
             objective.loss(plain, objective.collate([data[i] for i in next(stream)]))
             for _ in range(config.accumulate)
         ]
-        totals.append(sum(one.total for one in found))
-        counts.append(sum(one.count for one in found))
+        totals.append(sum(one.total for one in losses))
+        counts.append(sum(one.count for one in losses))
         optimizer.zero_grad()
         (totals[-1] / counts[-1]).backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), config.clip_norm)
@@ -65,9 +62,9 @@ def test_a_loss_that_is_infinite_leaves_the_weights_as_they_were(tmp_path):
         asked = 0
 
         def loss(self, *given):
-            found = super().loss(*given)
+            cost = super().loss(*given)
             self.asked += 1
-            return ga.train.Loss(found.total * (torch.inf if self.asked == 5 else 1), found.count)
+            return ga.train.Loss(cost.total * (torch.inf if self.asked == 5 else 1), cost.count)
 
     model = tiny_runs.model(dropout=0.0)
     config = tiny_runs.config(tmp_path / "run", accumulate=1)
@@ -78,7 +75,7 @@ def test_a_loss_that_is_infinite_leaves_the_weights_as_they_were(tmp_path):
 
 @pytest.mark.long
 def test_validation_is_what_the_objective_says_of_the_weights_at_that_step(tmp_path):
-    found = []
+    reports = []
     held_out, objective = tiny_runs.examples(9, 1), tiny_runs.Hidden()
     lengths = torch.tensor([len(example["tokens"]) for example in held_out])
 
@@ -87,11 +84,11 @@ def test_validation_is_what_the_objective_says_of_the_weights_at_that_step(tmp_p
             objective.collate([held_out[i] for i in chosen])
             for chosen in ga.data.TokenBatches(lengths, 48, shuffle=False)
         ]
-        found.append(objective.evaluate(model, batches, seed=0))
+        reports.append(objective.evaluate(model, batches, seed=0))
 
     run = tiny_runs.train(tmp_path / "run", steps=7, callbacks=[tiny_runs.At(5, evaluate)])
     first = run.evaluations[0]
-    assert first == {"step": 5, "split": "validation", **found[0]}
+    assert first == {"step": 5, "split": "validation", **reports[0]}
     assert [row["step"] for row in run.evaluations] == [5, 7]
 
 
@@ -144,8 +141,8 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
 
     def stream(**options: int) -> list[list[int]]:
         epochs = ga.data.TokenBatches(lengths, 20, seed=3)
-        found = iter(order.EndlessBatches(epochs, **options))
-        return [next(found) for _ in range(30)]
+        batches = iter(EndlessBatches(epochs, **options))
+        return [next(batches) for _ in range(30)]
 
     whole = stream()
     assert stream(start=17) == stream()[17:] + stream(start=30)[:17]

@@ -25,20 +25,20 @@ def test_the_error_of_a_loss_is_the_standard_error_of_its_guesses():
     data = texts(9, 20)
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    found = ga.train.evaluate_model(model, ga.train.NextToken(), data, batch_tokens=60)
+    report = ga.train.evaluate_model(model, ga.train.NextToken(), data, batch_tokens=60)
     assert len(calls) == 3  # the calibration is of the same answers
     with torch.no_grad():
         nats = torch.cat(
             [
                 functional.cross_entropy(
-                    model(own["tokens"][None])[0, :-1], own["tokens"][1:], reduction="none"
+                    model(text["tokens"][None])[0, :-1], text["tokens"][1:], reduction="none"
                 )
-                for own in data
+                for text in data
             ]
         )
-    assert found["guesses"] == len(nats) == 9 * 19
-    assert found["loss"] == pytest.approx(float(nats.mean()), rel=1e-5)
-    assert found["loss_error"] == pytest.approx(sem(nats.numpy()), rel=1e-4)
+    assert report["guesses"] == len(nats) == 9 * 19
+    assert report["loss"] == pytest.approx(float(nats.mean()), rel=1e-5)
+    assert report["loss_error"] == pytest.approx(sem(nats.numpy()), rel=1e-4)
 
 
 def test_guesses_without_a_model_have_errors_too():
@@ -63,20 +63,20 @@ def test_masks_of_few_tokens_are_drawn_several_times():
     model = ga.models.ProteinModel(16, depth=1, heads=2)
     objective = ga.train.MaskedTokens(model.mask_token)
     data = texts(2, 30)
-    found = ga.train.evaluate_model(model, objective, data, pseudo_tokens=0)
+    report = ga.train.evaluate_model(model, objective, data, pseudo_tokens=0)
     once = objective.sums_over(model, [objective.collate(data)], seed=0)
-    assert 10 * once.count < found["guesses"] < 25 * once.count
+    assert 10 * once.count < report["guesses"] < 25 * once.count
     many = objective.sums_over(model, [objective.collate(data)] * 500, seed=1)
-    assert abs(found["loss"] - float(many.mean)) < 4 * found["loss_error"]
+    assert abs(report["loss"] - float(many.mean)) < 4 * report["loss_error"]
     # Guesses of a token under several masks are not independent.
     mean, squares = float(many.mean), float(many.squares) / many.count
-    assert found["loss_error"] == pytest.approx(((squares - mean**2) / 60) ** 0.5, rel=0.2)
+    assert report["loss_error"] == pytest.approx(((squares - mean**2) / 60) ** 0.5, rel=0.2)
     more = ga.train.evaluate_model(model, objective, texts(80, 60), pseudo_tokens=0)
     assert more["guesses"] < 80 * 60 / 4  # one draw of 15 %
 
 
 def test_the_error_of_one_guess_is_left_out():
     model = ga.models.CausalLM(VOCAB, dim=16, depth=1, heads=2)
-    found = ga.train.evaluate_model(model, ga.train.NextToken(), texts(1, 2))
-    assert found["guesses"] == 1
-    assert "loss_error" not in found
+    report = ga.train.evaluate_model(model, ga.train.NextToken(), texts(1, 2))
+    assert report["guesses"] == 1
+    assert "loss_error" not in report

@@ -12,9 +12,6 @@ import graphattn as ga
 from graphattn.train.runs import checkpoints
 from graphattn.train.runs import folder as run_folder
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 KILLED = -9
 
 

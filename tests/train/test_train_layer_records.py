@@ -25,8 +25,8 @@ class Call(Objective):
         return examples
 
     def loss(self, model: nn.Module, batch: Any, generator: Any = None) -> Loss:
-        found = model(**batch)
-        return Loss(found.square().sum(), found.numel())
+        outputs = model(**batch)
+        return Loss(outputs.square().sum(), outputs.numel())
 
 
 def mixed(**changes: Any) -> nn.Module:
@@ -79,11 +79,11 @@ def test_alpha_max_is_that_of_the_diagnostics_and_of_each_layer_alone():
     model.eval()
 
     def expected(optimizer: torch.optim.Optimizer, given: Any) -> float:
-        found = ga.diagnostics.max_stable_lr(
+        rates = ga.diagnostics.max_stable_lr(
             model, lambda m, b: Call().loss(m, b).mean, optimizer, [given],
             state_batches=0, warmup_steps=0, steps=1,
         )  # fmt: skip
-        return found.values[0]
+        return rates.values[0]
 
     wanted = [expected(optimizer, given) for given in batches]
     assert state["alpha_max"] == pytest.approx(sorted(wanted)[1], rel=1e-6)
@@ -151,12 +151,14 @@ def test_frozen_and_absent_layers_have_none_and_no_error():
     row = state["layers"][name]
     assert (row["alpha_max"], row["share_stable"], row["sink_share"]) == (None, None, None)
     assert row["effective_rank"] > 0
-    other = next(row for own, row in state["layers"].items() if own != name)
+    other = next(row for layer, row in state["layers"].items() if layer != name)
     assert other["alpha_max"] > 0
     plain = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    found = ga.train.layer_state(plain, Call(), [{"input": torch.eye(3)}], optimizer=optimizer)
-    assert found["layers"] == {}
+    plain_state = ga.train.layer_state(
+        plain, Call(), [{"input": torch.eye(3)}], optimizer=optimizer
+    )
+    assert plain_state["layers"] == {}
     optimizer.param_groups[0]["lr"] = 0.0
     again = ga.train.layer_state(plain, Call(), [{"input": torch.eye(3)}], optimizer=optimizer)
     assert again == {"alpha_max": None, "share_stable": None, "layers": {}}
@@ -195,8 +197,6 @@ def test_looking_leaves_the_model_as_it_was():
 
 @pytest.mark.long
 def test_a_run_with_records_has_the_losses_of_one_without(tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
     changes = {"steps": 8, "log_every": 1}
 
     def run(name: str, **more: Any) -> Any:
@@ -216,6 +216,6 @@ def test_a_run_with_records_has_the_losses_of_one_without(tmp_path):
     for row in beside.layers:
         assert row["alpha_max"] > 0
         assert 0 <= row["share_stable"] <= 1
-        assert all(math.isfinite(own["effective_rank"]) for own in row["layers"].values())
+        assert all(math.isfinite(layer["effective_rank"]) for layer in row["layers"].values())
     files = [tiny_runs.results(run.path) for run in (without, beside)]
     assert files[0]["step-00000008"] == files[1]["step-00000008"]

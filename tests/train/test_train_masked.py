@@ -43,19 +43,19 @@ def test_the_loss_is_the_mean_over_masked_tokens_of_what_a_plain_loop_counts():
     model = Fixed(torch.randn(12, 21, dtype=torch.float64, generator=generator()))
     objective = ga.train.MaskedTokens(MASK, "betalinear30")
     batch = objective.collate(examples())
-    found = objective.loss(model, batch, generator(5))
-    own, right, count = 0.0, 0, 0
+    loss = objective.loss(model, batch, generator(5))
+    total, right, count = 0.0, 0, 0
     logits = model.logits.detach()
     for row, seen in enumerate(model.seen[0]):
         for place in range(LENGTHS[row]):
             if seen[place] == MASK:
                 token = batch["tokens"][row, place]
-                own -= math.log(logits[place].softmax(0)[token])
+                total -= math.log(logits[place].softmax(0)[token])
                 right += int(logits[place].argmax() == token)
                 count += 1
-    assert found.count == count > 0
-    assert float(found.total) == pytest.approx(own, rel=1e-12)
-    assert found.sums["accuracy"] == right
+    assert loss.count == count > 0
+    assert float(loss.total) == pytest.approx(total, rel=1e-12)
+    assert loss.sums["accuracy"] == right
 
 
 @pytest.mark.every_case
@@ -69,7 +69,7 @@ def test_the_mean_is_the_loss_of_transformers(mask_ratio, options):
     schedule = {"mask_ratio": mask_ratio} if is_constant else {"schedule": mask_ratio}
     objective = ga.train.MaskedTokens(MASK, **schedule, **options)
     batch = objective.collate(examples())
-    found = objective.loss(model, batch, generator())
+    loss = objective.loss(model, batch, generator())
     drawn = ("constant", 3) if is_constant else (mask_ratio, 3)
     ratio = {"mask_ratio": mask_ratio} if is_constant else {}
     ratios = ga.train.mask_ratios(*drawn, **ratio, generator=(random := generator()))
@@ -84,7 +84,7 @@ def test_the_mean_is_the_loss_of_transformers(mask_ratio, options):
     )
     labels = batch["tokens"].masked_fill(~masked, -100)
     theirs = ForMaskedLMLoss(model(inputs, valid=batch["valid"]), labels, 21)
-    torch.testing.assert_close(found.mean, theirs)
+    torch.testing.assert_close(loss.mean, theirs)
 
 
 @pytest.mark.parametrize("name", ["encoder", "protein", "consensus"])
@@ -98,16 +98,18 @@ def test_padding_and_packing_change_no_loss_and_no_gradient(name):
     together = ga.train.MaskedTokens(MASK, mask_ratio=1.0)
     packed = ga.train.MaskedTokens(MASK, mask_ratio=1.0, packed=True)
     batch = together.collate(examples())
-    found = []
+    costs = []
     for objective in (together, packed):
         model.zero_grad()
         loss = objective.loss(model, batch, generator())
         loss.total.backward()
-        found.append((loss.total.detach(), model.embedding.weight.grad.clone()))
+        costs.append((loss.total.detach(), model.embedding.weight.grad.clone()))
     alone = [together.loss(model, together.collate([one]), generator()) for one in examples()]
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[0][0], sum(own.total for own in alone), rtol=1e-4, atol=1e-4)
-    assert loss.count == sum(own.count for own in alone) == sum(LENGTHS)
+    torch.testing.assert_close(costs[0], costs[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        costs[0][0], sum(one_loss.total for one_loss in alone), rtol=1e-4, atol=1e-4
+    )
+    assert loss.count == sum(one_loss.count for one_loss in alone) == sum(LENGTHS)
 
 
 def test_the_masks_of_a_packed_batch_are_those_of_a_padded_one():
@@ -140,13 +142,13 @@ def test_structures_are_handed_to_a_model_that_reads_them(packed):
     objective = ga.train.MaskedTokens(MASK, mask_ratio=1.0, packed=packed)
     both = [in_space(9, 1), in_space(6, 2)]
     batch = objective.collate([{**example, "name": "x"} for example in both])
-    found = objective.loss(model, batch)
+    loss = objective.loss(model, batch)
     expected = 0.0
     for example in both:
         hidden = torch.full_like(example["tokens"], MASK)
         logits = model(hidden, structure=example["structure"])
         expected += nn.functional.cross_entropy(logits, example["tokens"], reduction="sum")
-    torch.testing.assert_close(found.total, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss.total, expected, rtol=1e-4, atol=1e-4)
     blind = objective.collate([{"tokens": example["tokens"]} for example in both])
     assert not torch.allclose(objective.loss(model, blind).total, expected, rtol=1e-4)
     reads_none = ga.models.SequenceEncoder(22, 16, 1, 2)
@@ -166,13 +168,13 @@ def test_context_is_handed_on_and_what_is_not_known_of_it_stays_unknown(packed):
     other["context"] = {"shape": torch.tensor([1, 1, 0, 2])}
     objective = ga.train.MaskedTokens(MASK, mask_ratio=1.0, packed=packed)
     batch = objective.collate([one, other])
-    found = objective.loss(model, batch)
+    loss = objective.loss(model, batch)
     other["context"]["accessible"] = torch.full((4, 2), torch.nan)  # what is not known
     expected = 0.0
     for example in (one, other):
         logits = model(torch.full_like(example["tokens"], MASK), context=example["context"])
         expected += nn.functional.cross_entropy(logits, example["tokens"], reduction="sum")
-    torch.testing.assert_close(found.total, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss.total, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_another_chain_is_padded_and_cannot_be_packed():
@@ -194,14 +196,14 @@ def test_another_chain_is_padded_and_cannot_be_packed():
 def test_positions_are_handed_on():
     model = ga.models.SequenceEncoder(22, 16, 1, 2).eval()
     objective = ga.train.MaskedTokens(MASK, mask_ratio=1.0)
-    spread = [{**own, "positions": 3 * torch.arange(len(own["tokens"]))} for own in examples()]
+    spread = [{**each, "positions": 3 * torch.arange(len(each["tokens"]))} for each in examples()]
     batch = objective.collate(spread)
     hidden = torch.full_like(batch["tokens"], MASK)
     logits = model(hidden, valid=batch["valid"], positions=batch["positions"])
     expected = nn.functional.cross_entropy(logits[batch["valid"]], batch["tokens"][batch["valid"]])
     for packed in (False, True):
-        own = ga.train.MaskedTokens(MASK, mask_ratio=1.0, packed=packed).loss(model, batch)
-        torch.testing.assert_close(own.mean, expected, rtol=1e-4, atol=1e-5)
+        each = ga.train.MaskedTokens(MASK, mask_ratio=1.0, packed=packed).loss(model, batch)
+        torch.testing.assert_close(each.mean, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens():
@@ -210,9 +212,9 @@ def test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens():
     model = Fixed(torch.zeros(400, 21))
     for schedule in ("constant", "linear", "betalinear30"):
         objective = ga.train.MaskedTokens(MASK, schedule, weight="1/ratio")
-        found = objective.loss(model, objective.collate(tokens), generator())
-        assert found.count == 400 * 200
-        assert float(found.mean) == pytest.approx(math.log(21), rel=0.05)
+        loss = objective.loss(model, objective.collate(tokens), generator())
+        assert loss.count == 400 * 200
+        assert float(loss.mean) == pytest.approx(math.log(21), rel=0.05)
 
 
 def test_a_weighted_loss_masks_what_was_drawn_alone():
@@ -240,9 +242,9 @@ def test_with_linear_ratios_the_weighted_loss_is_a_bound_that_an_independent_tex
     model = Fixed(share.log().expand(300, 3).clone())
     objective = ga.train.MaskedTokens(3, "linear", weight="1/ratio")
     batch = objective.collate([{"tokens": tokens}] * 400)
-    found = objective.loss(model, batch, generator())
+    loss = objective.loss(model, batch, generator())
     entropy = -float((share * share.log()).sum())
-    assert float(found.mean) == pytest.approx(entropy, rel=0.03)
+    assert float(loss.mean) == pytest.approx(entropy, rel=0.03)
 
 
 def test_an_evaluation_is_the_same_every_time_and_leaves_the_model_in_training():

@@ -12,6 +12,7 @@ from scipy import stats
 import graphattn as ga
 
 
+@settings(deadline=None)
 @given(st.integers(0, 99), st.floats(0.01, 1.0))
 def test_masked_tokens_are_replaced_and_the_others_are_not(seed, mask_ratio):
     tokens = torch.randint(7, (4, 9), generator=generator(seed))
@@ -38,14 +39,14 @@ def test_the_loss_is_the_mean_negative_log_probability_of_the_masked_tokens():
     tokens = torch.randint(6, (3, 5), generator=generator())
     masked = torch.rand(3, 5, generator=generator()) < 0.5
     probability = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    own = [
+    expected = [
         -math.log(probability[b, n, tokens[b, n]])
         for b in range(3)
         for n in range(5)
         if masked[b, n]
     ]
     loss = ga.train.masked_token_loss(logits, tokens, masked)
-    assert float(loss) == pytest.approx(sum(own) / len(own), rel=1e-12)
+    assert float(loss) == pytest.approx(sum(expected) / len(expected), rel=1e-12)
 
 
 def test_what_is_not_masked_has_no_gradient_and_nothing_masked_costs_nothing():
@@ -125,12 +126,12 @@ def test_a_sequence_of_which_nothing_was_drawn_has_one_token_masked(seed):
     valid = torch.arange(5) < torch.tensor([5, 4, 3, 2, 1, 0])[:, None]
     options = {"mask_ratio": 0.2, "valid": valid}
     drawn = ga.train.mask_tokens(tokens, 7, generator=generator(seed), **options)[1]
-    found = ga.train.mask_tokens(
+    with_one = ga.train.mask_tokens(
         tokens, 7, generator=generator(seed), at_least_one=True, **options
     )[1]
-    assert not (found & ~valid).any()
-    assert not found[5].any()  # all of it is padding
-    for before, after in zip(drawn[:5], found[:5], strict=True):
+    assert not (with_one & ~valid).any()
+    assert not with_one[5].any()  # all of it is padding
+    for before, after in zip(drawn[:5], with_one[:5], strict=True):
         assert torch.equal(before, after) if before.any() else int(after.sum()) == 1
 
 

@@ -16,10 +16,10 @@ def tokens(lengths=(9, 6), vocab_size: int = 20) -> list[torch.Tensor]:
 def case(name: str, **options):
     """A model, an objective and a batch."""
     torch.manual_seed(0)
-    texts = [{"tokens": own, "label": 1, "labels": own.float()} for own in tokens()]
+    texts = [{"tokens": needed, "label": 1, "labels": needed.float()} for needed in tokens()]
     encoder = ga.models.SequenceEncoder(21, 16, 2, 2, mixer="mix", edge_hidden=8)
     image = [{"image": torch.rand(1, 8, 8), "label": 2} for _ in range(2)]
-    found = {
+    cases = {
         "masked": (ga.models.ProteinModel(16, 2, 2), {"mask_token": 21}, texts),
         "causal": (ga.models.CausalLM(20, 16, 2, 2, window=4), {}, texts),
         "classification": (ga.train.WithHead(encoder, 3), {"num_classes": 3}, texts),
@@ -30,9 +30,9 @@ def case(name: str, **options):
             image,
         ),
     }
-    model, own, examples = found[name]
+    model, needed, examples = cases[name]
     kind = "classification" if name == "vision" else name
-    objective = ga.train.objective(kind, **{**own, **options})
+    objective = ga.train.objective(kind, **{**needed, **options})
     return model, objective, objective.collate(examples)
 
 
@@ -59,10 +59,10 @@ def test_a_model_in_ddp_loses_the_same_and_all_of_it_has_gradients(name, packed,
     expected = loss(model, objective, batch)
     parallel = DistributedDataParallel(model)
     for _ in range(2):  # a parameter without a gradient would stop the second step
-        found = loss(parallel, objective, batch)
-        found.mean.backward()
-    torch.testing.assert_close(found.total, expected.total)
-    assert found.sums == pytest.approx(expected.sums)
+        parallel_loss = loss(parallel, objective, batch)
+        parallel_loss.mean.backward()
+    torch.testing.assert_close(parallel_loss.total, expected.total)
+    assert parallel_loss.sums == pytest.approx(expected.sums)
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -73,8 +73,8 @@ def test_a_compiled_model_loses_the_same(name, packed):
     torch._dynamo.reset()
     model, objective, batch = case(name, packed=packed)
     expected = loss(model, objective, batch)
-    found = loss(torch.compile(model, backend="eager"), objective, batch)
-    torch.testing.assert_close(found.total, expected.total, rtol=1e-4, atol=1e-4)
+    compiled_loss = loss(torch.compile(model, backend="eager"), objective, batch)
+    torch.testing.assert_close(compiled_loss.total, expected.total, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.every_case
@@ -83,11 +83,11 @@ def test_under_autocast_losses_are_summed_in_float32(name):
     model, objective, batch = case(name)
     expected = loss(model, objective, batch)
     with torch.autocast("cpu", torch.bfloat16):
-        found = loss(model, objective, batch)
-    found.mean.backward()
-    assert found.total.dtype == torch.float32
-    assert found.count == expected.count
-    torch.testing.assert_close(found.total, expected.total, rtol=0.1, atol=0.05)
+        rounded = loss(model, objective, batch)
+    rounded.mean.backward()
+    assert rounded.total.dtype == torch.float32
+    assert rounded.count == expected.count
+    torch.testing.assert_close(rounded.total, expected.total, rtol=0.1, atol=0.05)
 
 
 @pytest.mark.every_case
@@ -120,9 +120,9 @@ def test_losses_of_batches_add_up_to_the_loss_of_both(name):
 
 
 def test_an_objective_is_made_by_its_name():
-    found = ga.train.objective("masked", mask_token=4, schedule="cosine", replace=True)
-    assert isinstance(found, ga.train.MaskedTokens)
-    assert repr(found) == "MaskedTokens(mask_token=4, schedule='cosine', replace=True)"
+    masked = ga.train.objective("masked", mask_token=4, schedule="cosine", replace=True)
+    assert isinstance(masked, ga.train.MaskedTokens)
+    assert repr(masked) == "MaskedTokens(mask_token=4, schedule='cosine', replace=True)"
     for name in ("masked", "causal", "classification", "regression"):
         options = {"masked": {"mask_token": 3}, "classification": {"num_classes": 2}}
         made = ga.train.objective(name, **options.get(name, {}))
@@ -163,10 +163,10 @@ def test_another_head_keeps_what_the_model_has_learned_and_all_of_its_parameters
     model = ga.models.SequenceEncoder(20, 16, 2, 2)
     learned = model.encode(tokens()[0])
     other = ga.train.WithHead(model, 5)
-    found = other(tokens()[0])
-    found.sum().backward()
+    outputs = other(tokens()[0])
+    outputs.sum().backward()
     assert all(p.grad is not None for p in other.parameters())
-    torch.testing.assert_close(found, other.model.head(learned))
+    torch.testing.assert_close(outputs, other.model.head(learned))
     assert model.head.out_features == 20
     assert all(p.grad is None for p in model.parameters())
 

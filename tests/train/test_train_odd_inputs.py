@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 from tiny_runs import config as tiny_config
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.train.batches.calling import call
+from graphattn.train.batches import call
 
 
 class Table(nn.Module):
@@ -31,8 +32,7 @@ class Table(nn.Module):
 
 def test_padding_on_any_side_guesses_nothing_in_a_causal_loss():
     model, objective = Table(9).double(), ga.train.NextToken()
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(9, (4, 8), generator=generator)
+    tokens = torch.randint(9, (4, 8), generator=torch.Generator().manual_seed(0))
     valid = torch.ones(4, 8, dtype=torch.bool)
     valid[0, :3] = valid[1, 6:] = valid[2, 3:5] = valid[3, :7] = False
     loss = objective.loss(model, {"tokens": tokens, "valid": valid})
@@ -97,7 +97,6 @@ def test_labels_that_are_infinite_are_refused_and_not_taken_for_missing():
 
 
 def test_bytes_per_token_may_be_an_array_and_must_be_numbers():
-    numpy = pytest.importorskip("numpy")
     objective = ga.train.NextToken(numpy.arange(9))
     batch = objective.collate([{"tokens": torch.tensor([8, 0, 3])}])
     assert objective.loss(Table(9), batch).sums["bytes"] == 3
@@ -173,7 +172,7 @@ def test_frequencies_are_told_wherever_the_mask_stands_in_the_vocabulary(tmp_pat
     parts = ga.data.split_corpus(corpus, validation=0.2, test=0.0)
     windows = ga.data.Windows(parts["validation"], 8)
     model, objective = Table(max(9, mask_token + 1)), ga.train.MaskedTokens(mask_token)
-    found = ga.train.evaluate_model(
+    report = ga.train.evaluate_model(
         model, objective, windows, train=parts["train"], pseudo_tokens=0
     )
     letters = max(8, mask_token) if mask_token >= 8 else 9
@@ -181,7 +180,7 @@ def test_frequencies_are_told_wherever_the_mask_stands_in_the_vocabulary(tmp_pat
     share = (seen + 1).double() / (256 + letters)
     asked = corpus.tokens(0, 256, None)
     expected = functional.nll_loss(share.log()[None].expand(len(asked), -1), asked)
-    assert found["frequency_loss"] == pytest.approx(float(expected))
+    assert report["frequency_loss"] == pytest.approx(float(expected))
 
 
 def test_an_evaluation_refuses_sizes_that_are_none():
@@ -207,7 +206,7 @@ def test_examples_that_no_batch_holds_are_told_before_the_first_step(tmp_path):
 def test_examples_that_are_none_are_told_by_their_argument(tmp_path):
     example = {"tokens": torch.arange(8)}
     with pytest.raises(ValueError, match=r"train must be a sequence of examples .* got generator"):
-        fit(tmp_path, (own for own in [example]))
+        fit(tmp_path, (each for each in [example]))
     with pytest.raises(ValueError, match="validation must be a sequence of examples"):
         fit(tmp_path, [example], iter([example]))
     with pytest.raises(ValueError, match="examples must be dicts, got Tensor"):
@@ -215,12 +214,12 @@ def test_examples_that_are_none_are_told_by_their_argument(tmp_path):
 
 
 class Reports(ga.train.NextToken):
-    def __init__(self, found: dict[str, object]) -> None:
+    def __init__(self, reported: dict[str, object]) -> None:
         super().__init__()
-        self.found = found
+        self.reported = reported
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, object]:
-        return self.found
+        return self.reported
 
 
 @pytest.mark.long

@@ -15,9 +15,6 @@ from safetensors.torch import load_file
 import graphattn as ga
 from graphattn.train.runs import folder as run_folder
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 
 def check_is_one_run(alone, together) -> None:
     """Losses and weights are equal up to the order of sums."""
@@ -65,7 +62,7 @@ def test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit(server, tm
     # Masks are drawn from torch's numbers, which processes must not have in common.
     with tiny_runs.safe_globals():
         drawn = [torch.load(last[0] / f"rng_state_{k}.pth", weights_only=True) for k in (0, 1)]
-    seeds = [int.from_bytes(bytes(own["cpu"][:8].tolist()), "little") for own in drawn]
+    seeds = [int.from_bytes(bytes(each["cpu"][:8].tolist()), "little") for each in drawn]
     assert seeds == [0, 1]
 
 

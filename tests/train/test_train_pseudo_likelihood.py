@@ -17,13 +17,13 @@ def protein_model(**options) -> ga.models.ProteinModel:
 
 
 def one_by_one(model, tokens, **given) -> list[float]:
-    found = []
+    log_p = []
     for place in range(len(tokens)):
         hidden = tokens.clone()
         hidden[place] = model.mask_token
         logits = model(hidden, **given).detach().double()
-        found.append(float(logits[place].log_softmax(0)[tokens[place]]))
-    return found
+        log_p.append(float(logits[place].log_softmax(0)[tokens[place]]))
+    return log_p
 
 
 def sequences(lengths=(11, 4)) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def sequences(lengths=(11, 4)) -> list[torch.Tensor]:
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
 def test_it_is_that_of_a_loop_that_masks_one_token_at_a_time(batch_size):
     model = protein_model(dropout=0.5).train()
-    found = [
+    log_p = [
         ga.train.pseudo_log_likelihood(model, tokens, 21, batch_size=batch_size)
         for tokens in sequences()
     ]
@@ -41,7 +41,7 @@ def test_it_is_that_of_a_loop_that_masks_one_token_at_a_time(batch_size):
     assert model.training
     model.eval()
     expected = [one_by_one(model, tokens) for tokens in sequences()]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(log_p, expected, strict=True):
         torch.testing.assert_close(ours.double(), torch.tensor(theirs).double(), rtol=1e-4, atol=0)
     assert together == pytest.approx(math.exp(-sum(map(sum, expected)) / 15), rel=1e-4)
 
@@ -53,23 +53,23 @@ def test_structures_and_context_are_seen():
     structure = ga.data.Structure(ga.data.ProteinTokenizer().decode(tokens), places)
     context = {"accessible": torch.randn(9, 2, generator=generator(1))}
     example = {"tokens": tokens, "structure": structure, "context": context}
-    found = ga.train.pseudo_log_likelihood(model, example, 21, batch_size=4)
+    log_p = ga.train.pseudo_log_likelihood(model, example, 21, batch_size=4)
     expected = one_by_one(model, tokens, structure=structure, context=context)
-    torch.testing.assert_close(found.double(), torch.tensor(expected).double(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(log_p.double(), torch.tensor(expected).double(), rtol=1e-4, atol=0)
     blind = ga.train.pseudo_log_likelihood(model, tokens, 21)
-    assert not torch.allclose(found, blind, rtol=1e-3)
+    assert not torch.allclose(log_p, blind, rtol=1e-3)
 
 
 def test_it_agrees_with_scores_of_mutations():
     """Masked marginals (ESM-1v) are differences of the same log-probabilities."""
     model = protein_model()
     wild = model.tokenizer.encode("MKVLAGHW")
-    own = ga.train.pseudo_log_likelihood(model, wild, 21, positions=torch.tensor([2]))
+    wild_log_p = ga.train.pseudo_log_likelihood(model, wild, 21, positions=torch.tensor([2]))
     hidden = wild.clone()
     hidden[2] = 21
     mutant = model.eval()(hidden)[2].log_softmax(0)[model.tokenizer.encode("A")[0]]
     score = model.score_mutations("MKVLAGHW", ["V3A"])
-    torch.testing.assert_close(mutant.detach() - own[0], score[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mutant.detach() - wild_log_p[0], score[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_knows_nothing_is_as_perplexed_as_it_has_choices():
@@ -102,9 +102,9 @@ def test_an_evaluation_asks_sequences_spread_over_all_of_them(monkeypatch):
     model = ga.models.SequenceEncoder(5, dim=16, depth=1, heads=2)
     data = [{"tokens": torch.full((40,), n % 4)} for n in range(8)]
     objective = ga.train.MaskedTokens(4)
-    found = ga.train.evaluate_model(model, objective, data, pseudo_tokens=32)
-    assert [own is data[n] for own, n in zip(asked, (0, 4), strict=True)] == [True, True]
-    assert found["pseudo_tokens"] == 32
+    report = ga.train.evaluate_model(model, objective, data, pseudo_tokens=32)
+    assert [each is data[n] for each, n in zip(asked, (0, 4), strict=True)] == [True, True]
+    assert report["pseudo_tokens"] == 32
 
 
 def test_bad_arguments_are_named():

@@ -23,10 +23,6 @@ from graphattn.train import engine
 from graphattn.train.runs import checkpoints, records
 from graphattn.train.runs import folder as run_folder
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 
@@ -86,9 +82,9 @@ def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path
     before = tiny_runs.train(tmp_path / "run", steps=4)
     with pytest.raises(
         ValueError, match=r"out must be .* accumulate was 2, is now 1; lr was 0.01"
-    ) as told:
+    ) as caught:
         tiny_runs.train(tmp_path / "run", steps=4, accumulate=1, lr=0.5)
-    assert "seed" not in str(told.value)
+    assert "seed" not in str(caught.value)
     with pytest.raises(ValueError, match="steps was 4, is now 3"):
         tiny_runs.train(tmp_path / "run", steps=3)
     assert ga.train.read_run(tmp_path / "run").rows == before.rows
@@ -135,7 +131,9 @@ def test_a_name_is_given_after_all_that_it_names_is_on_the_disk(tmp_path, monkey
     assert named == ("name", aside)
     assert folder == ("sync", str(tmp_path))
     events.clear()
-    checkpoints.write_folder(tmp_path / "model", lambda own: (own / "numbers").write_text("1"))
+    checkpoints.write_folder(
+        tmp_path / "model", lambda folder_aside: (folder_aside / "numbers").write_text("1")
+    )
     aside = str(tmp_path / ".model.unfinished")
     assert set(events[:2]) == {("sync", aside), ("sync", f"{aside}/numbers")}
     assert events[2:] == [("name", aside), ("sync", str(tmp_path))]
@@ -262,10 +260,10 @@ def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path, straight):
 
 @pytest.mark.long
 def test_two_processes_do_not_train_in_one_folder(tmp_path, straight):
-    told = []
+    outcomes = []
 
     def meet(_: nn.Module) -> None:
-        told.append(ga.train.read_run(tmp_path / "run").status)
+        outcomes.append(ga.train.read_run(tmp_path / "run").status)
         child = os.fork()
         if child == 0:
             try:
@@ -273,10 +271,10 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path, straight):
             except ValueError as error:
                 os._exit(7 if "another process is training" in str(error) else 1)
             os._exit(0)
-        told.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        outcomes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     run = tiny_runs.train(tmp_path / "run", callbacks=[tiny_runs.At(5, meet)])
-    assert told == ["running", 7]
+    assert outcomes == ["running", 7]
     assert run.rows == straight.rows
 
 

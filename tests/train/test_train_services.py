@@ -11,23 +11,20 @@ import tiny_runs
 
 import graphattn as ga
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 @pytest.mark.long
 def test_a_service_is_told_what_the_log_holds(tmp_path, monkeypatch):
     """A stand-in for TensorBoard's writer records what it is told."""
-    told: dict[str, dict[int, float]] = {}
+    scalars: dict[str, dict[int, float]] = {}
 
     class SummaryWriter:
         def __init__(self, log_dir: str) -> None:
             assert log_dir.startswith(str(tmp_path / "run"))
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
-            told.setdefault(name, {})[step] = value
+            scalars.setdefault(name, {})[step] = value
 
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **given: None
@@ -40,10 +37,10 @@ def test_a_service_is_told_what_the_log_holds(tmp_path, monkeypatch):
 
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
     run = tiny_runs.train(tmp_path / "run", log_to="tensorboard")
-    assert told["train/loss"] == {row["step"]: row["loss"] for row in run.training}
-    assert told["train/learning_rate"] == {row["step"]: row["lr"] for row in run.training}
-    assert told["eval/loss"] == {row["step"]: row["loss"] for row in run.evaluations}
-    assert told["eval/accuracy"] == {row["step"]: row["accuracy"] for row in run.evaluations}
+    assert scalars["train/loss"] == {row["step"]: row["loss"] for row in run.training}
+    assert scalars["train/learning_rate"] == {row["step"]: row["lr"] for row in run.training}
+    assert scalars["eval/loss"] == {row["step"]: row["loss"] for row in run.evaluations}
+    assert scalars["eval/accuracy"] == {row["step"]: row["accuracy"] for row in run.evaluations}
 
 
 def test_a_service_that_is_unknown_or_missing_is_named_before_anything_is_written(
@@ -65,5 +62,5 @@ def test_a_service_that_is_unknown_or_missing_is_named_before_anything_is_writte
 
 
 def test_what_is_logged_elsewhere_changes_nothing_of_a_run():
-    here, there = (tiny_runs.config("a", log_to=own) for own in ("none", "tensorboard"))
+    here, there = (tiny_runs.config("a", log_to=service) for service in ("none", "tensorboard"))
     assert ga.train.RunConfig.digest(here) == ga.train.RunConfig.digest(there)

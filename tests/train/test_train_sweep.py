@@ -68,7 +68,7 @@ def taken(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("first", "last", "count"), [(1e-4, 5e-2, 7), (1e-5, 1.0, 2), (2.0, 3.0, 5)]
 )
-def test_a_range_is_geometric_and_holds_its_ends(first: float, last: float, count: int) -> None:
+def test_a_range_is_geometric_and_holds_its_ends(first, last, count):
     import numpy
 
     rates = as_rates(f"{first}..{last}:{count}")
@@ -76,7 +76,7 @@ def test_a_range_is_geometric_and_holds_its_ends(first: float, last: float, coun
     numpy.testing.assert_allclose(rates, numpy.geomspace(first, last, count), rtol=5e-4)
 
 
-def test_lists_and_ranges_go_together_and_a_rate_counts_once() -> None:
+def test_lists_and_ranges_go_together_and_a_rate_counts_once():
     assert as_rates("1e-2, 1e-4..1e-2:3") == as_rates([1e-2, 1e-4, 1e-3]) == [1e-4, 1e-3, 1e-2]
     assert as_rates(0.5) == [0.5]
 
@@ -101,7 +101,7 @@ def test_lists_and_ranges_go_together_and_a_rate_counts_once() -> None:
         ([None], "got None"),
     ],
 )
-def test_rates_that_are_none_are_refused_by_name(lrs: Any, says: str, tmp_path: Path) -> None:
+def test_rates_that_are_none_are_refused_by_name(lrs, says, tmp_path):
     with pytest.raises(ValueError, match=f"^lrs.*{says}"):
         sweep(tmp_path / "a", lrs=lrs)
     assert not (tmp_path / "a").exists()
@@ -119,30 +119,26 @@ def test_rates_that_are_none_are_refused_by_name(lrs: Any, says: str, tmp_path: 
         ({"mixer_options": {"hops": 3}}, "options of dot, mix, got 'hops'"),
     ],
 )
-def test_bad_input_is_named_and_leaves_no_folder(
-    options: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_bad_input_is_named_and_leaves_no_folder(options, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         sweep(tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()
 
 
-def test_a_trial_gets_the_options_that_its_mixer_takes() -> None:
+def test_a_trial_gets_the_options_that_its_mixer_takes():
     shared = RunConfig(mixer_options={"edge_hidden": 8, "sigma": 1.0}, out="s")
     options = {name: Trial(name, 0.1, 3).config(shared, "x") for name in ("dot", "mix", "gka")}
     assert "edge_hidden" not in options["dot"].mixer_options
     assert "edge_hidden" in options["mix"].mixer_options
     assert "edge_hidden" not in options["gka"].mixer_options
-    own = options["mix"]
-    assert (own.mixer, own.lr, own.seed, own.out) == ("mix", 0.1, 3, "x")
+    mix = options["mix"]
+    assert (mix.mixer, mix.lr, mix.seed, mix.out) == ("mix", 0.1, 3, "x")
 
 
 # What a sweep leaves.
 
 
-def test_every_combination_is_trained_once_and_never_again(
-    tmp_path: Path,
-) -> None:
+def test_every_combination_is_trained_once_and_never_again(tmp_path):
     rows = sweep(tmp_path / "a", seeds=2)
     wanted = {(m, lr, s) for m in ("dot", "mix") for lr in (1e-3, 1e-2) for s in (0, 1)}
     assert {(row["mixer"], row["lr"], row["seed"]) for row in rows} == wanted
@@ -151,7 +147,7 @@ def test_every_combination_is_trained_once_and_never_again(
     assert len(taken(tmp_path / "a")) == 8
 
 
-def test_a_row_has_the_losses_of_its_run_and_where_they_come_from(tmp_path: Path) -> None:
+def test_a_row_has_the_losses_of_its_run_and_where_they_come_from(tmp_path):
     row = sweep(tmp_path / "a", mixers="dot", lrs="1e-3", seeds=1)[0]
     assert (row["loss"], row["best_loss"], row["best_step"], row["step"]) == (2.0, 1.99, 2, 3)
     assert (row["status"], row["seconds"], row["error"]) == ("finished", 1.5, None)
@@ -167,7 +163,7 @@ def test_a_row_has_the_losses_of_its_run_and_where_they_come_from(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_diverged_trial_is_a_result_and_a_failed_one_keeps_its_error(tmp_path: Path) -> None:
+def test_a_diverged_trial_is_a_result_and_a_failed_one_keeps_its_error(tmp_path):
     import optuna
 
     rows = sweep(tmp_path / "a", mixers="krause,dot", lrs="1e-2,1")
@@ -185,7 +181,7 @@ def test_a_diverged_trial_is_a_result_and_a_failed_one_keeps_its_error(tmp_path:
     ]  # fmt: skip
 
 
-def test_losses_that_are_not_finite_or_end_far_above_the_first_are_a_divergence() -> None:
+def test_losses_that_are_not_finite_or_end_far_above_the_first_are_a_divergence():
     row = outcome(curve(RunConfig(), [2.0, None]))
     assert (row["status"], row["diverged_at"], row["best_loss"]) == ("diverged", 2, 2.0)
     for last, status in ((30.0, "finished"), (30.001, "diverged")):  # of a first loss of 3
@@ -195,7 +191,7 @@ def test_losses_that_are_not_finite_or_end_far_above_the_first_are_a_divergence(
 
 
 @pytest.mark.long
-def test_what_failed_is_trained_again_only_when_asked_for(tmp_path: Path) -> None:
+def test_what_failed_is_trained_again_only_when_asked_for(tmp_path):
     sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
     sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
     assert len(taken(tmp_path / "a")) == 1
@@ -205,7 +201,7 @@ def test_what_failed_is_trained_again_only_when_asked_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
+def test_more_may_be_added_and_old_results_stay(tmp_path):
     first = sweep(tmp_path / "a", mixers="dot", lrs="1e-2")
     rows = sweep(tmp_path / "a", mixers="mix,dot", lrs="1e-2,1e-3", seeds=2)
     assert rows[0] == first[0]
@@ -213,14 +209,14 @@ def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_other_options_are_refused_by_their_names(tmp_path: Path) -> None:
+def test_other_options_are_refused_by_their_names(tmp_path):
     sweep(tmp_path / "a", window=(3, 4), steps=9)
     sweep(tmp_path / "a", window=[3, 4], steps=9, workers=1, lr=1e-1, seed=4)  # of no trial
     with pytest.raises(ValueError, match="steps was 9, is now 7; clip_norm was 1"):
         sweep(tmp_path / "a", window=(3, 4), steps=7, clip_norm=2.0)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="contains other files"):
@@ -235,9 +231,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("content", [None, b"", b"not a database", 200])
-def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(
-    tmp_path: Path, content: bytes | int | None
-) -> None:
+def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(tmp_path, content):
     folder = tmp_path / "sweep"
     sweep(folder)
     rows, storage = (folder / "results.jsonl").read_bytes(), folder / "trials.db"
@@ -251,7 +245,7 @@ def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(
 
 
 @pytest.mark.long
-def test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with(tmp_path):
     calls: list[str] = []
 
     def stopped_once(config: RunConfig) -> Run:
@@ -291,9 +285,7 @@ def wait_for(condition: Any, seconds: float = 300) -> None:
 
 
 @pytest.mark.long
-def test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial(
-    tmp_path: Path,
-) -> None:
+def test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial(tmp_path):
     folder, barrier = tmp_path / "a", FORK.Barrier(3)
     options = {"mixers": "dot,gka", "lrs": [0.01 * k for k in range(1, 9)]}
     workers = [FORK.Process(target=works, args=(folder, barrier), kwargs=options) for _ in range(3)]
@@ -309,7 +301,7 @@ def test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial(
 
 
 @pytest.mark.long
-def test_a_killed_worker_loses_no_trial(tmp_path: Path) -> None:
+def test_a_killed_worker_loses_no_trial(tmp_path):
     folder, options = tmp_path / "a", {"mixers": "mix", "lrs": "1e-3,1e-2"}
     killed = FORK.Process(target=works, args=(folder, FORK.Barrier(1)), kwargs=options)
     killed.start()
@@ -341,9 +333,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_processes_of_one_start_share_the_work_and_end_with_it(
-    tmp_path: Path, end: signal.Signals
-) -> None:
+def test_processes_of_one_start_share_the_work_and_end_with_it(tmp_path, end):
     folder, script = tmp_path / "a", tmp_path / "work.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent)))
     process = subprocess.Popen([sys.executable, script, folder])
@@ -365,9 +355,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.long
-def test_a_worker_of_another_machine_is_taken_for_dead_after_the_grace_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_of_another_machine_is_taken_for_dead_after_the_grace_alone(tmp_path, monkeypatch):
     """Heartbeats in Optuna are seen on every machine, but locks may not be.
 
     A trial without a heartbeat would be left alone.
@@ -394,7 +382,7 @@ def interrupt(config: RunConfig) -> Run:
 
 
 @pytest.mark.long
-def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> None:
+def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path):
     """The one that took his trial over finds it locked, and trains after him."""
     folder = tmp_path / "a"
     with pytest.raises(KeyboardInterrupt):
@@ -428,18 +416,18 @@ def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> No
     assert [row["status"] for row in read_sweep(folder)] == ["finished"]
 
 
-def test_whoever_asks_a_trial_to_stop_has_not_killed_it() -> None:
+def test_whoever_asks_a_trial_to_stop_has_not_killed_it():
     def status(**attributes: Any) -> str:
         failed = types.SimpleNamespace(name="FAIL")
-        own = types.SimpleNamespace(state=failed, user_attrs=attributes)
-        return sweep_queue._status([own] * sweep_queue.MOST_KILLED)
+        trial = types.SimpleNamespace(state=failed, user_attrs=attributes)
+        return sweep_queue._status([trial] * sweep_queue.MOST_KILLED)
 
     assert status() == "failed"
     assert status(asked=True) == "interrupted"
 
 
 @pytest.mark.long
-def test_a_trial_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
+def test_a_trial_that_kills_every_worker_is_given_up(tmp_path):
     folder = tmp_path / "a"
     with pytest.raises(KeyboardInterrupt):
         sweep(folder, mixers="dot", lrs="1e-2", train=interrupt)
@@ -461,7 +449,7 @@ def row_of(mixer: str, lr: float, loss: float | None, **more: Any) -> dict[str, 
     return {"mixer": mixer, "lr": lr, "seed": 0, "status": status, "loss": loss, **more}
 
 
-def test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged() -> None:
+def test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged():
     rows = [
         row_of("dot", 1e-3, 3.0), row_of("dot", 1e-3, 4.0),
         row_of("dot", 1e-2, 1.0), row_of("dot", 1e-2, None),
@@ -473,14 +461,14 @@ def test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged() 
     assert (mix.best_lr, mix.spread) == (1e-3, None)
 
 
-def test_the_stable_range_has_no_gap() -> None:
+def test_the_stable_range_has_no_gap():
     losses = {1e-5: 4.0, 1e-4: None, 1e-3: 3.0, 1e-2: 2.0, 1e-1: 2.5, 1.0: None, 10.0: 9.0}
     rows = [row_of("mix", lr, loss) for lr, loss in losses.items()]
-    (found,) = summarize_sweep(rows, tolerance=1)
-    assert (found.best_lr, found.stable, found.highest_loss) == (1e-2, (1e-3, 1e-1), 2.5)
-    waiting = row_of("mix", 5e-2, None, status="waiting")
-    (found,) = summarize_sweep([*rows, waiting], tolerance=1)
-    assert (found.stable, found.open) == ((1e-3, 1e-2), 1)  # what is not known is not stable
+    (summary,) = summarize_sweep(rows, tolerance=1)
+    assert (summary.best_lr, summary.stable, summary.highest_loss) == (1e-2, (1e-3, 1e-1), 2.5)
+    unfinished = row_of("mix", 5e-2, None, status="waiting")
+    (summary,) = summarize_sweep([*rows, unfinished], tolerance=1)
+    assert (summary.stable, summary.open) == ((1e-3, 1e-2), 1)  # what is not known is not stable
 
 
 RATES = (1e-5, 5e-5, 7.5e-5, 1e-4, 2.5e-4, 5e-4, 7.5e-4, 1e-3)
@@ -500,9 +488,7 @@ TABLE_2 = {  # validation losses of the consensus paper's Table 2
         (10, (1e-5, 1e-3), (1e-5, 1e-3)),
     ],
 )
-def test_a_stable_rate_ends_near_the_best_loss(
-    tolerance: float | str, attention: tuple[float, float], consensus: tuple[float, float]
-) -> None:
+def test_a_stable_rate_ends_near_the_best_loss(tolerance, attention, consensus):
     rows = [
         row_of(mixer, lr, loss)
         for mixer, losses in TABLE_2.items()
@@ -514,7 +500,7 @@ def test_a_stable_rate_ends_near_the_best_loss(
         assert summarize_sweep(rows) == [SA, SC]
 
 
-def test_a_rate_at_the_tolerance_is_stable() -> None:
+def test_a_rate_at_the_tolerance_is_stable():
     rows = [row_of("mix", 1e-3, 0.1), row_of("mix", 1e-2, 0.2), row_of("mix", 1e-1, 0.3)]
     assert summarize_sweep(rows)[0].stable == (1e-3, 1e-2)
     # Losses below zero, as log-densities have: a share is one of their size.
@@ -525,12 +511,12 @@ def test_a_rate_at_the_tolerance_is_stable() -> None:
 @pytest.mark.parametrize(
     "tolerance", [-0.1, math.nan, math.inf, "five", "-5%", "nan%", "%", "0.1", None, True, [0.1]]
 )
-def test_a_tolerance_that_is_none_is_refused(tolerance: Any) -> None:
+def test_a_tolerance_that_is_none_is_refused(tolerance):
     with pytest.raises(ValueError, match=r"tolerance must be a finite number >= 0, or a share"):
         summarize_sweep([], tolerance=tolerance)
 
 
-def test_without_results_nothing_is_said() -> None:
+def test_without_results_nothing_is_said():
     rows = [{"mixer": "dot", "lr": 1.0, "seed": 0, "status": "waiting", "loss": None}]
     assert summarize_sweep(rows) == [
         MixerSummary("dot", None, None, None, None, None, 1, diverged=0, failed=0, open=1)

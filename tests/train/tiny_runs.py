@@ -118,18 +118,18 @@ def results(folder: Path) -> dict[str, bytes]:
     kept = sorted((folder / "checkpoints").glob("step-*"))
     files = [folder / "log.jsonl", folder / "config.yaml"]
     files += [path / "running_loss.json" for path in kept]
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    content = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     for path in [folder / "model", *kept]:
         numbers = load_file(path / "model.safetensors")
-        found[path.name] = b"".join(numbers[name].numpy().tobytes() for name in sorted(numbers))
+        content[path.name] = b"".join(numbers[name].numpy().tobytes() for name in sorted(numbers))
     optimizer = torch.load(kept[-1] / "optimizer.pt", weights_only=True)
     moments = [value for state in optimizer["state"].values() for value in state.values()]
-    found["moments"] = b"".join(moment.numpy().tobytes() for moment in moments)
+    content["moments"] = b"".join(moment.numpy().tobytes() for moment in moments)
     with safe_globals():
         random = torch.load(kept[-1] / "rng_state.pth", weights_only=True)
-    found["random"] = random["cpu"].numpy().tobytes()
-    found["config.yaml"] = found["config.yaml"].replace(str(folder).encode(), b"")
-    return found
+    content["random"] = random["cpu"].numpy().tobytes()
+    content["config.yaml"] = content["config.yaml"].replace(str(folder).encode(), b"")
+    return content
 
 
 class Server:
@@ -184,9 +184,9 @@ def serve() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        port: int = own.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
         return port
 
 

@@ -24,7 +24,6 @@ from graphattn.train.runs.setup import (
     Examples,
     as_read,
     cut_records,
-    examples_of,
     read_corpus,
     split_data,
 )
@@ -96,13 +95,13 @@ def _examples_of(trained: Trained, part: Part, length: int | None) -> tuple[Exam
     """Return what the model reads at once, and a sentence if records of it are cut."""
     config, corpus = trained.run.config, part.corpus
     if corpus.image_shape is not None:
-        return examples_of(part, config.length, tokens_of_image(trained.model)), ""
+        return Examples(part, config.length, tokens_of_image(trained.model)), ""
     if length is None:
         # An edge between two pieces of a structure would be lost.
         longest = int((part.spans[:, 2] - part.spans[:, 1]).max())
         length = longest if corpus.kind == "structures" else config.length
     is_cut = corpus.kind in ("structures", "protein")
-    return examples_of(part, length), cut_records(part, length, "sequences") if is_cut else ""
+    return Examples(part, length), cut_records(part, length, "sequences") if is_cut else ""
 
 
 def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part | None, str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphattn.data import NucleotideTokenizer, ProteinTokenizer
 from graphattn.graphs.arguments import as_int
 from graphattn.models import CausalLM
-from graphattn.train.diffusion import sample_diffusion
+from graphattn.train.diffusion.sampler import sample_diffusion
 from graphattn.train.runs.folder import origin
 from graphattn.train.runs.trained import Trained, load_trained
 

@@ -18,7 +18,7 @@ from graphattn.cli.training.run_options import config_of, flag
 from graphattn.plain_tables import counted, plain_table, short
 from graphattn.train import Prepared, Run, prepare, read_run
 from graphattn.train.engine import fit_prepared
-from graphattn.train.evaluation.guessing import guesses_of
+from graphattn.train.evaluation.baselines import guesses_of
 from graphattn.train.runs.config import FREE
 from graphattn.train.runs.setup import cut_records
 

@@ -96,8 +96,8 @@ class Corpus:
         self.kind, self.fingerprint = facts["kind"], facts["fingerprint"]
         saved = facts["tokenizer"]
         self.tokenizer = None if saved is None else tokenizer_from_dict(saved, folder / FACTS)
-        self._starts = self._column("start").astype(numpy.int64)
-        self._sizes = self._column("size").astype(numpy.int64)
+        columns = (self._records.column(name).to_numpy() for name in ("start", "size"))
+        self._starts, self._sizes = (column.astype(numpy.int64) for column in columns)
         self.image_shape = tuple(facts["image_shape"]) if facts["image_shape"] else None
         sizes = torch.from_numpy(self._sizes.copy())
         self.lengths = torch.ones_like(sizes) if self.image_shape else sizes
@@ -133,17 +133,12 @@ class Corpus:
         self.lengths = torch.from_numpy(self._sizes.copy())
         self.num_tokens = int(self.lengths.sum())
 
-    def _column(self, name: str) -> Any:
-        return self._records.column(name).to_numpy()
-
     def __len__(self) -> int:
         """The number of records."""
         return len(self._sizes)
 
     def __repr__(self) -> str:
-        what = f"tokens={self.num_tokens}"
-        if self.image_shape:
-            what = f"shape={self.image_shape}"
+        what = f"shape={self.image_shape}" if self.image_shape else f"tokens={self.num_tokens}"
         return f"Corpus(kind={self.kind!r}, records={len(self)}, {what})"
 
     def __getitem__(self, i: int) -> dict[str, Any]:
@@ -247,10 +242,8 @@ class Corpus:
     # A corpus in another process maps the same files.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "folder": self._folder,
-            "pixels": self.kind == "images" and self.image_shape is None,
-        }
+        shows_pixels = self.kind == "images" and self.image_shape is None
+        return {"folder": self._folder, "pixels": shows_pixels}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._open(state["folder"])

@@ -22,6 +22,14 @@ def token_dtype(vocab_size: int) -> Any:
     return numpy.min_scalar_type(max(vocab_size - 1, 0))
 
 
+class UnknownLetter(ValueError):
+    """A text has a letter without a token, at the index `place`."""
+
+    def __init__(self, letter: str, place: int, reason: str) -> None:
+        super().__init__(reason)
+        self.letter, self.place, self.reason = letter, place, reason
+
+
 class LetterTable:
     """A table with the token of every letter, for tokenizers that encode letter by letter.
 
@@ -29,6 +37,7 @@ class LetterTable:
     """
 
     def __init__(self, tokenizer: CharacterTokenizer | ProteinTokenizer | NucleotideTokenizer):
+        self._tokenizer = tokenizer
         known = list(getattr(tokenizer, "_token_of", None) or map(chr, range(128)))
         # The additional last entry stands for all larger code points, which are unknown.
         table = numpy.full(max(127, *map(ord, known)) + 2, _UNKNOWN, dtype=numpy.int32)
@@ -43,62 +52,45 @@ class LetterTable:
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def encode(self, text: str) -> Any:
-        """Return the tokens of `text`; None if it contains an unknown letter."""
-        tokens = self._lookup(text)
-        if self._drops:
-            tokens = tokens[tokens != _DROPPED]
+        """Return the tokens of `text`; raise UnknownLetter for the first letter without one."""
+        if text.isascii():
+            all_tokens = self._table[numpy.frombuffer(text.encode("ascii"), numpy.uint8)]
+        else:
+            points = numpy.frombuffer(text.encode("utf-32-le"), numpy.uint32)
+            all_tokens = self._table[numpy.minimum(points, len(self._table) - 1)]
+        tokens = all_tokens[all_tokens != _DROPPED] if self._drops else all_tokens
         if len(tokens) and int(tokens.min()) == _UNKNOWN:
-            return None
+            place = int((all_tokens == _UNKNOWN).argmax())
+            raise UnknownLetter(text[place], place, self._reason(text[place]))
         return tokens.astype(self._dtype)
 
-    def first_unknown(self, text: str) -> int:
-        """Return the index of the first unknown letter."""
-        return int((self._lookup(text) == _UNKNOWN).argmax())
-
-    def _lookup(self, text: str) -> Any:
-        if text.isascii():
-            return self._table[numpy.frombuffer(text.encode("ascii"), numpy.uint8)]
-        points = numpy.frombuffer(text.encode("utf-32-le"), numpy.uint32)
-        return self._table[numpy.minimum(points, len(self._table) - 1)]
+    def _reason(self, letter: str) -> str:
+        if isinstance(self._tokenizer, CharacterTokenizer):
+            size = self._tokenizer.vocab_size
+            name = f"{letter!a} (U+{ord(letter):04X})"
+            return f"{name} is not in the tokenizer's vocabulary of {size} characters"
+        return f"{letter!a} in a sequence is no {self._tokenizer._kind} letter"
 
 
 def text_tokens(
     path: str | os.PathLike[str], pieces: Iterable[str], tokenizer: Any
 ) -> Iterator[Any]:
-    """Yield the tokens of a text that is given in pieces.
-
-    Raises:
-        FileFormatError: if the tokenizer does not know a letter; the message gives the line.
-    """
+    """Yield the tokens of a text that is given in pieces."""
     if isinstance(tokenizer, ByteTokenizer):
         for piece in pieces:
             yield numpy.frombuffer(piece.encode("utf-8"), numpy.uint8)
     elif isinstance(tokenizer, FileTokenizer):
         yield from _file_tokens(pieces, tokenizer)
     else:
-        yield from _letter_tokens(path, pieces, tokenizer)
-
-
-def _letter_tokens(
-    path: str | os.PathLike[str], pieces: Iterable[str], tokenizer: Any
-) -> Iterator[Any]:
-    table, line = LetterTable(tokenizer), 1
-    for piece in pieces:
-        tokens = table.encode(piece)
-        if tokens is None:
-            place = table.first_unknown(piece)
-            line += piece[:place].count("\n")
-            raise FileFormatError(path, unknown_letter(piece[place], tokenizer), line=line)
-        line += piece.count("\n")
-        yield tokens
-
-
-def unknown_letter(letter: str, tokenizer: Any) -> str:
-    """Return the part of an error message that says that a letter is unknown."""
-    name = f"{letter!a} (U+{ord(letter):04X})"
-    if isinstance(tokenizer, CharacterTokenizer):
-        return f"{name} is not in the tokenizer's vocabulary of {tokenizer.vocab_size} characters"
-    return f"{letter!a} in a sequence is no {tokenizer._kind} letter"
+        table, line = LetterTable(tokenizer), 1
+        for piece in pieces:
+            try:
+                tokens = table.encode(piece)
+            except UnknownLetter as error:
+                line += piece.count("\n", 0, error.place)
+                raise FileFormatError(path, error.reason, line=line) from None
+            line += piece.count("\n")
+            yield tokens
 
 
 # A single blank between other characters: most tokenizers separate words before or after it.

@@ -20,12 +20,7 @@ from graphattn.data.corpus.writer import FORMAT, CorpusWriter
 from graphattn.data.fasta import NucleotideTokenizer, ProteinTokenizer
 from graphattn.data.files import FileFormatError
 from graphattn.data.text import CharacterTokenizer
-from graphattn.data.tokenizers import (
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-    tokenizer_as_dict,
-)
+from graphattn.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, tokenizer_as_dict
 from graphattn.graphs.arguments import as_choice
 from graphattn.warn import warn_caller
 
@@ -178,11 +173,9 @@ def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> N
     before = source.state()
     tokenizer = _tokenizer_for(source, kind, asked)
     if kind == "auto":
+        of_letters = "nucleotide" if isinstance(tokenizer, NucleotideTokenizer) else "protein"
         by_format = {"text": "text", "genbank": "nucleotide", "structure": "structures"}
-        by_format |= {"image": "images", "idx": "images"}
-        kind = by_format.get(source.format, "protein")
-        if source.format == "fasta" and isinstance(tokenizer, NucleotideTokenizer):
-            kind = "nucleotide"
+        kind = "images" if tokenizer is None else by_format.get(source.format, of_letters)
     facts: dict[str, Any] = {"kind": kind, "image_shape": None, "classes": []}
     facts["tokenizer"] = None if tokenizer is None else tokenizer_as_dict(tokenizer)
     writer = CorpusWriter(
@@ -192,17 +185,7 @@ def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> N
         has_structures=source.format == "structure",
     )
     try:
-        if tokenizer is None:
-            of_images = {"image": readers.read_images, "idx": readers.read_idxs}
-            facts |= of_images[source.format](source, writer)
-        else:
-            of_tokens = {
-                "text": readers.read_texts,
-                "fasta": readers.read_fastas,
-                "genbank": readers.read_genbanks,
-                "structure": readers.read_structures,
-            }
-            facts |= of_tokens[source.format](source, writer, tokenizer)
+        facts |= readers.READERS[source.format](source, writer, tokenizer)
         if source.state() != before:
             raise FileFormatError(source.root, "was changed while it was read; read it again")
         writer.finish(facts)
@@ -216,7 +199,6 @@ def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> N
 
 def _tokenizer_for(source: Source, kind: str, asked: str | Tokenizer) -> Tokenizer | None:
     """Return the tokenizer for the source; None for images."""
-    by_letter = (ProteinTokenizer, NucleotideTokenizer, CharacterTokenizer)
     if source.format in ("image", "idx"):
         if asked != "auto":
             raise ValueError(
@@ -233,7 +215,7 @@ def _tokenizer_for(source: Source, kind: str, asked: str | Tokenizer) -> Tokeniz
         if kind == "protein" or source.format == "structure":
             return ProteinTokenizer()
         return readers.tokenizer_of_fasta(source)
-    if not isinstance(asked, by_letter):
+    if not isinstance(asked, ProteinTokenizer | NucleotideTokenizer | CharacterTokenizer):
         raise ValueError(
             "tokenizer must be 'auto', or a tokenizer with one token per letter (ProteinTokenizer, "
             f"NucleotideTokenizer, CharacterTokenizer) for sequences, got {asked!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import numpy
 
-from graphattn.data.corpus.encoding import LetterTable, text_tokens, unknown_letter
-from graphattn.data.corpus.sources import Source
+from graphattn.data.corpus.encoding import LetterTable, UnknownLetter, text_tokens
+from graphattn.data.corpus.sources import Source, is_hidden
 from graphattn.data.corpus.streams import PIECE, line_pieces, open_bytes, text_pieces
 from graphattn.data.corpus.structures import structure_as_bytes
 from graphattn.data.corpus.writer import CorpusWriter
@@ -95,27 +96,26 @@ def read_fastas(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
     for path, name in source.files:
         stem = Path(name.removesuffix(".gz")).stem
         group = stem if len(source.files) > 1 else ""
-        letters += _read_fasta(path, writer, table, tokenizer, group)
+        letters += _read_fasta(path, writer, table, group)
     return {"num_bytes": letters}
 
 
-def _read_fasta(
-    path: Path, writer: CorpusWriter, table: LetterTable, tokenizer: Any, group: str
-) -> int:
+def _read_fasta(path: Path, writer: CorpusWriter, table: LetterTable, group: str) -> int:
     header, header_line, letters = "", 0, 0
     unwritten: list[tuple[int, str]] = []  # lines that are not encoded yet, with their numbers
-    num_waiting = 0
+    num_unwritten = 0
 
     def write() -> None:
-        nonlocal num_waiting
-        tokens = table.encode("".join(line for _, line in unwritten))
-        if tokens is None:
-            number, line = next(item for item in unwritten if table.encode(item[1]) is None)
-            letter = line[table.first_unknown(line)]
-            raise FileFormatError(path, unknown_letter(letter, tokenizer), line=number)
-        writer.extend(tokens)
+        nonlocal num_unwritten
+        try:
+            writer.extend(table.encode("".join(line for _, line in unwritten)))
+        except UnknownLetter as error:
+            ends = itertools.accumulate(len(line) for _, line in unwritten)
+            lines = zip(unwritten, ends, strict=True)
+            number = next(number for (number, _), end in lines if end > error.place)
+            raise FileFormatError(path, error.reason, line=number) from None
         unwritten.clear()
-        num_waiting = 0
+        num_unwritten = 0
 
     def end() -> None:
         write()
@@ -140,9 +140,9 @@ def _read_fasta(
             raise FileFormatError(path, "not FASTA: text before the first '>'", line=number)
         else:
             unwritten.append((number, line))
-            num_waiting += len(line)
+            num_unwritten += len(line)
             letters += len(line)
-            if num_waiting >= PIECE:
+            if num_unwritten >= PIECE:
                 write()
     if not header_line:
         raise FileFormatError(path, "not FASTA: no line starts with '>'")
@@ -158,18 +158,19 @@ def read_genbanks(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts
     table, letters = LetterTable(tokenizer), 0
     for path, _ in source.files:
         for record in read_genbank(path, feature="CDS", max_bytes=None):
-            tokens = table.encode(record.sequence)
-            if tokens is None:
-                letter = record.sequence[table.first_unknown(record.sequence)]
-                reason = f"{unknown_letter(letter, tokenizer)} ({record.name})"
-                raise FileFormatError(path, reason, line=_line_of(path, record.name, letter))
+            try:
+                tokens = table.encode(record.sequence)
+            except UnknownLetter as error:
+                line = _line_of(path, error.letter)
+                reason = f"{error.reason} ({record.name})"
+                raise FileFormatError(path, reason, line=line) from None
             writer.extend(tokens, None if record.labels is None else record.labels.numpy())
             writer.end(record.name, group=record.organism)
             letters += len(record.sequence)
     return {"num_bytes": letters}
 
 
-def _line_of(path: Path, name: str, letter: str) -> int | None:
+def _line_of(path: Path, letter: str) -> int | None:
     """Find the first line of a sequence that contains a letter."""
     is_sequence = False
     for number, _, line in line_pieces(path):
@@ -187,11 +188,10 @@ def read_structures(source: Source, writer: CorpusWriter, tokenizer: Any) -> Fac
     table, letters = LetterTable(tokenizer), 0
     for path, name in source.files:
         structure = read_structure(path, max_bytes=None)
-        tokens = table.encode(structure.sequence)
-        if tokens is None:
-            letter = structure.sequence[table.first_unknown(structure.sequence)]
-            raise FileFormatError(path, unknown_letter(letter, tokenizer))
-        writer.extend(tokens)
+        try:
+            writer.extend(table.encode(structure.sequence))
+        except UnknownLetter as error:
+            raise FileFormatError(path, error.reason) from None
         writer.end(name, structure=structure_as_bytes(structure))
         letters += len(structure)
     return {"num_bytes": letters}
@@ -200,7 +200,7 @@ def read_structures(source: Source, writer: CorpusWriter, tokenizer: Any) -> Fac
 # Images.
 
 
-def read_images(source: Source, writer: CorpusWriter) -> Facts:
+def read_images(source: Source, writer: CorpusWriter, tokenizer: None) -> Facts:
     """Write every image file as a record; the folders of the files are their classes."""
     folders = [name.rpartition("/")[0] for _, name in source.files]
     classes = sorted(set(folders)) if any(folders) else []
@@ -209,8 +209,9 @@ def read_images(source: Source, writer: CorpusWriter) -> Facts:
         raise FileFormatError(
             stray, "has no class, because it is not in a folder, but other images are in folders"
         )
-    if classes:
-        _check_no_class_is_empty(source.root)
+    for path in sorted(source.root.rglob("*")) if classes and source.root.is_dir() else ():
+        if path.is_dir() and not is_hidden(path, source.root) and not any(path.iterdir()):
+            raise FileFormatError(path, "is a class without images: fill or remove the folder")
     shape: tuple[int, ...] = ()
     for (path, name), folder in zip(source.files, folders, strict=True):
         shape = _write_image(path, writer, read_image(path), shape, source.files[0][0])
@@ -218,15 +219,7 @@ def read_images(source: Source, writer: CorpusWriter) -> Facts:
     return {"num_bytes": writer.num_values, "image_shape": shape, "classes": classes}
 
 
-def _check_no_class_is_empty(root: Path) -> None:
-    """Raise for an empty folder, which would be a class without a number."""
-    for folder in sorted(root.rglob("*") if root.is_dir() else ()):
-        is_hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)
-        if folder.is_dir() and not is_hidden and not any(folder.iterdir()):
-            raise FileFormatError(folder, "is a class without images: fill or remove the folder")
-
-
-def read_idxs(source: Source, writer: CorpusWriter) -> Facts:
+def read_idxs(source: Source, writer: CorpusWriter, tokenizer: None) -> Facts:
     """Write the images of idx files, with their labels if there is a file with labels."""
     shape: tuple[int, ...] = ()
     largest = -1
@@ -282,3 +275,13 @@ def _write_image(
         )
     writer.extend(numpy.ascontiguousarray(image))
     return tuple(image.shape)
+
+
+READERS = {  # of every format
+    "text": read_texts,
+    "fasta": read_fastas,
+    "genbank": read_genbanks,
+    "structure": read_structures,
+    "image": read_images,
+    "idx": read_idxs,
+}

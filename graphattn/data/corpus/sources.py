@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from graphattn.data.corpus.streams import open_bytes
-from graphattn.data.files import STRUCTURE_FORMATS, FileFormatError, sniff_format
-from graphattn.data.images import labels_beside
+from graphattn.data.files import (
+    FORMAT_OF_EXTENSION,
+    STRUCTURE_FORMATS,
+    FileFormatError,
+    sniff_format,
+)
+from graphattn.data.images import IDX_TYPES, labels_beside
 
 KINDS = ("auto", "text", "protein", "nucleotide", "structures", "images")
 
@@ -25,10 +30,8 @@ _FORMATS = {  # formats of every kind; the first one is assumed for a file that 
 _BY_EXTENSION = {
     **dict.fromkeys((".gb", ".gbk", ".gbff", ".genbank"), "genbank"),
     **dict.fromkeys((".png", ".jpg", ".jpeg"), "image"),
-    **dict.fromkeys((".fa", ".fasta", ".faa", ".fna"), "fasta"),
-    **dict.fromkeys((".pdb", ".ent", ".cif", ".mmcif", ".bcif"), "structure"),
-    **dict.fromkeys((".idx",), "idx"),
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    ".idx": "idx",
 }
 _HEAD = 2**16  # bytes that are read to find the format, if the name does not give it
 
@@ -64,21 +67,17 @@ class Source:
 
 
 def find_source(path: str | os.PathLike[str], kind: str) -> Source:
-    """Find the files of a path, which is a file, a folder or a pattern.
-
-    Raises:
-        FileFormatError: if there are none, or they have several formats, or not those of `kind`.
-    """
+    """Find the files of a path, which is a file, a folder or a pattern."""
     root = Path(path)
     try:
         root.is_dir()
     except OSError as error:  # for example, the name is too long, or links form a loop
         raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
     if root.is_dir():
-        paths = [
-            file for file in sorted(root.rglob("*")) if file.is_file() and not _hidden(file, root)
+        paths = [file for file in sorted(root.rglob("*")) if file.is_file()]
+        files = [
+            (file, file.relative_to(root).as_posix()) for file in paths if not is_hidden(file, root)
         ]
-        files = [(file, file.relative_to(root).as_posix()) for file in paths]
     elif root.exists():
         files = [(root, root.name)]
     else:
@@ -89,28 +88,23 @@ def find_source(path: str | os.PathLike[str], kind: str) -> Source:
     if not files:
         raise FileFormatError(path, "is an empty folder")
 
-    files = [(file, _as_utf8(name)) for file, name in files]
+    # Arrow needs UTF-8: other bytes of a file's name are written as in "\\xe9".
+    files = [
+        (file, os.fsencode(name).decode("utf-8", errors="backslashreplace")) for file, name in files
+    ]
     formats = {file: format_of(file) for file, _ in files}
-    idx_files = [file for file, _ in files if formats[file] == "idx"]
-    labels = {labels_beside(file) for file in idx_files}
+    labels = {labels_beside(file) for file, _ in files if formats[file] == "idx"}
     files = [(file, name) for file, name in files if file not in labels]
-    wanted = _wanted(path, kind, [formats[file] for file, _ in files], single=len(files) == 1)
-    chosen = tuple(
-        (file, name) for file, name in files if len(files) == 1 or formats[file] == wanted
-    )
-    beside = [labels_beside(file) for file, _ in chosen if wanted == "idx"]
-    left_out = tuple(name for file, name in files if len(files) > 1 and formats[file] != wanted)
-    return Source(
-        chosen, wanted, root, tuple(file for file in beside if file is not None), left_out
-    )
+    single = len(files) == 1
+    wanted = _wanted(path, kind, [formats[file] for file, _ in files], single)
+    chosen = tuple((file, name) for file, name in files if single or formats[file] == wanted)
+    beside = (labels_beside(file) for file, _ in chosen if wanted == "idx")
+    left_out = tuple(name for file, name in files if not single and formats[file] != wanted)
+    return Source(chosen, wanted, root, tuple(filter(None, beside)), left_out)
 
 
-def _as_utf8(name: str) -> str:
-    r"""Return a file's name, with ``\xe9`` for a byte that is not UTF-8, for Arrow."""
-    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
-
-
-def _hidden(path: Path, root: Path) -> bool:
+def is_hidden(path: Path, root: Path) -> bool:
+    """Return whether a part of the path below `root` begins with a dot."""
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
@@ -138,13 +132,14 @@ def _wanted(path: str | os.PathLike[str], kind: str, formats: Iterable[str], sin
 
 def format_of(path: Path) -> str:
     """Find the format of a file from its name (with or without ``.gz``), or from its beginning."""
-    name = path.name.lower().removesuffix(".gz")
-    known = _BY_EXTENSION.get(os.path.splitext(name)[1])
-    if known is not None:
-        return known
-    with open_bytes(path) as file:
-        head = file.read(_HEAD)
-    if head[:2] == b"\0\0" and head[2:3] in (b"\x08", b"\x09", b"\x0b", b"\x0c", b"\x0d", b"\x0e"):
+    extension = os.path.splitext(path.name.lower().removesuffix(".gz"))[1]
+    if extension in _BY_EXTENSION:
+        return _BY_EXTENSION[extension]
+    head = b""
+    if extension not in FORMAT_OF_EXTENSION:
+        with open_bytes(path) as file:
+            head = file.read(_HEAD)
+    if head[:2] == b"\0\0" and len(head) > 2 and head[2] in IDX_TYPES:
         return "idx"
     if head.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")):
         return "image"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import os
@@ -15,8 +14,6 @@ from typing import BinaryIO, cast
 from graphattn.data.files import FileFormatError
 
 PIECE = 2**20  # characters at a time
-
-_BINARY = "is binary (it holds a NUL byte), not text"
 
 
 @contextmanager
@@ -48,56 +45,33 @@ def open_bytes(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def open_text(path: str | os.PathLike[str]) -> Iterator[io.TextIOWrapper]:
-    r"""Open a UTF-8 file, gzipped or not, for reading; all line ends become ``"\n"``."""
-    try:
-        with open_bytes(path) as file:
-            # utf-8-sig skips a byte-order mark, which is no part of the text.
-            yield io.TextIOWrapper(file, encoding="utf-8-sig", newline=None)
-    except UnicodeDecodeError:
-        raise _not_utf8(path) from None
+    r"""Open a file, gzipped or not, as UTF-8; all line ends become ``"\n"``.
 
-
-def _not_utf8(path: str | os.PathLike[str]) -> FileFormatError:
-    """Make the error for a file that is not UTF-8; the file is read again to find the line."""
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    after_return = False
+    Bytes that are not UTF-8 become lone surrogates, for which :func:`_check` raises.
+    """
     with open_bytes(path) as file:
-        while True:
-            data = file.read(PIECE)
-            before = len(decoder.getstate()[0])
-            try:
-                decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                good = data[: max(0, error.start - before)]
-                line += _line_ends(good, after_return)
-                byte = error.object[error.start]
-                reason = f"byte 0x{byte:02x} is not UTF-8 text (a binary file?)"
-                return FileFormatError(path, reason, line=line)
-            if not data:  # The file was changed after the first error.
-                return FileFormatError(path, "is not UTF-8 text (a binary file?)")
-            line += _line_ends(data, after_return)
-            after_return = data.endswith(b"\r")
+        # utf-8-sig skips a byte-order mark, which is no part of the text.
+        yield io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=None)
 
 
-def _line_ends(data: bytes, after_return: bool) -> int:
-    r"""Count the line ends in `data`; ``"\r\n"`` counts once, even if it was cut in two."""
-    ends = data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
-    return ends - (after_return and data.startswith(b"\n"))
+def _check(path: str | os.PathLike[str], piece: str, line: int) -> None:
+    """Raise for the first byte that is not text, in a piece that begins in this line."""
+    try:
+        piece.encode("utf-8")
+        place, reason = piece.find("\0"), "is binary (it holds a NUL byte), not text"
+    except UnicodeEncodeError as error:
+        place, byte = error.start, ord(piece[error.start]) - 0xDC00
+        reason = f"byte 0x{byte:02x} is not UTF-8 text (a binary file?)"
+    if place >= 0:
+        raise FileFormatError(path, reason, line=line + piece.count("\n", 0, place))
 
 
 def text_pieces(path: str | os.PathLike[str], size: int = PIECE) -> Iterator[str]:
-    """Yield the text of a file in pieces of `size` characters.
-
-    Raises:
-        FileFormatError: in the same cases as :func:`~graphattn.data.read_text`.
-    """
-    is_blank = True
+    """Yield the text of a file in pieces of `size` characters."""
+    line, is_blank = 1, True
     with open_text(path) as stream:
-        line = 1
         while piece := stream.read(size):
-            if "\0" in piece:
-                line += piece[: piece.index("\0")].count("\n")
-                raise FileFormatError(path, _BINARY, line=line)
+            _check(path, piece, line)
             is_blank = is_blank and piece.isspace()
             line += piece.count("\n")
             yield piece
@@ -113,9 +87,8 @@ def line_pieces(path: str | os.PathLike[str]) -> Iterator[tuple[int, bool, str]]
     number, begins, is_blank = 1, True, True
     with open_text(path) as stream:
         while piece := stream.readline(PIECE):
+            _check(path, piece, number)
             is_end = piece.endswith("\n")
-            if "\0" in piece:
-                raise FileFormatError(path, _BINARY, line=number)
             is_blank = is_blank and piece.isspace()
             line = piece.lstrip() if begins else piece
             yield number, begins, line.rstrip() if is_end or len(piece) < PIECE else line

@@ -20,16 +20,10 @@ _ROW_BYTES = 2**24
 
 
 class CorpusWriter:
-    """Writes records one after another: their values piece by piece, then their names.
+    """Writes records into an empty folder: their values piece by piece, then their names.
 
     ``values.arrow`` has the tokens (for images: the pixels) of all records in one column, and
     labels per token in another one. ``records.arrow`` has the first value of every record.
-
-    Args:
-        folder: an empty folder.
-        dtype: the dtype of the values.
-        has_labels: whether every value has a label.
-        has_structures: whether records have structures.
     """
 
     def __init__(
@@ -57,7 +51,7 @@ class CorpusWriter:
             path=str(folder / RECORDS), schema=self._row_schema, writer_batch_size=_ROWS
         )
         self._pieces: list[tuple[Any, Any]] = []  # values and labels that are not written yet
-        self._waiting = 0
+        self._num_unwritten = 0
         self._rows: list[dict[str, Any]] = []
         self._row_bytes = 0
         self._labelled = False  # whether the current record has labels
@@ -79,27 +73,17 @@ class CorpusWriter:
             self._labelled = True
         self.num_values += len(values)
         self._pieces.append((values, labels))
-        self._waiting += len(values)
-        if self._waiting >= _BLOCK:
+        self._num_unwritten += len(values)
+        if self._num_unwritten >= _BLOCK:
             self._write_values()
 
     def end(
-        self,
-        name: str,
-        *,
-        group: str = "",
-        label: int | None = None,
+        self, name: str, *, group: str = "", label: int | None = None,
         structure: bytes | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """End the current record, and give it a name."""
-        row = {
-            "name": name,
-            "group": group,
-            "start": self._start,
-            "size": self.size,
-            "label": label,
-            "has_labels": self._labelled,
-        }
+        row = {"name": name, "group": group, "start": self._start, "size": self.size}
+        row |= {"label": label, "has_labels": self._labelled}
         self._hash.update(json.dumps(row).encode())
         if structure is not None:
             self._hash.update(structure)
@@ -127,10 +111,13 @@ class CorpusWriter:
             "num_values": self.num_values,
             "bytes": {name: (self._folder / name).stat().st_size for name in (VALUES, RECORDS)},
         }
-        text = json.dumps(written | facts)
-        (self._folder / FACTS).write_text(text, encoding="utf-8")
-        for name in (VALUES, RECORDS, FACTS, "."):
-            _sync(self._folder / name)
+        (self._folder / FACTS).write_text(json.dumps(written | facts), encoding="utf-8")
+        for name in (VALUES, RECORDS, FACTS, "."):  # the last one holds the names
+            number = os.open(self._folder / name, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
 
     def close(self) -> None:
         """Close the files, even if they are not complete."""
@@ -147,18 +134,9 @@ class CorpusWriter:
             ]
             columns["label"] = numpy.concatenate(labels)
         self._values.write_table(self._arrow.table(columns, schema=self._value_schema))
-        self._pieces, self._waiting = [], 0
+        self._pieces, self._num_unwritten = [], 0
 
     def _write_rows(self) -> None:
         table = self._arrow.Table.from_pylist(self._rows, schema=self._row_schema)
         self._records.write_table(table)
         self._rows, self._row_bytes = [], 0
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -35,14 +35,9 @@ def assembled(
     assemblies: Assemblies,
     name: str,
 ) -> Structure:
-    """Make an assembly of the deposited chains: first copies of all chains, then second copies.
+    """Make the assembly `name`, or the first one: first copies of all chains, then second copies.
 
-    Args:
-        path: the file, for error messages.
-        structure: the deposited chains.
-        chain_keys: the name of every residue's chain in the description of assemblies.
-        assemblies: the assemblies of the file.
-        name: the name of the assembly; ``""`` for the first one.
+    `chain_keys` are the names of the residues' chains in the description of assemblies.
     """
     if not assemblies:
         raise ValueError(
@@ -81,10 +76,8 @@ def assembled(
     )
     rows = torch.tensor([row for _, _, residue_rows, _ in pieces for row in residue_rows])
     copied = residues_of(structure, rows, torch.tensor(index), chain_ids)
-    matrix = torch.tensor(moves, dtype=torch.float64)
-    matrix = matrix[
-        [operation for _, _, residue_rows, operation in pieces for _ in residue_rows]
-    ]  # [N, 3, 4]
+    move_of = [operation for _, _, residue_rows, operation in pieces for _ in residue_rows]
+    matrix = torch.tensor(moves, dtype=torch.float64)[move_of]  # [N, 3, 4]
     atoms = {atom: _transformed(places, matrix) for atom, places in copied.atoms.items()}
     return replace(copied, ca_positions=atoms["CA"], atoms=atoms)
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from graphattn.data.files import (
-    MAX_BYTES,
-    FileFormatError,
-    read_bytes,
-    read_text,
-    sniff_format,
-)
+from graphattn.data.files import MAX_BYTES, FileFormatError, read_bytes, read_text, sniff_format
 from graphattn.data.structures.assembly import assembled, checked_assembly
 from graphattn.data.structures.formats.mmcif import (
     binary_cif_block,

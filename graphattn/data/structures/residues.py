@@ -101,17 +101,15 @@ def _is_another_location(atoms: Any, run: Any) -> Any:
         key = str(atoms.chain_id[first]), int(atoms.res_id[first]), str(atoms.ins_code[first])
         locations, before = set(location[first:end].tolist()), seen.setdefault(key, set())
         # If the same location occurred before, this is another residue with the same number.
-        repeats[first:end] = (
-            bool(before) and "" not in locations | before and not locations & before
-        )
+        is_other = "" in locations | before or bool(locations & before)
+        repeats[first:end] = bool(before) and not is_other
         before |= locations
     return repeats
 
 
 def _begins_a_residue(atoms: Any) -> Any:
     """Say which atoms differ in chain, number or insertion code from the atom before them."""
-    begins = numpy.ones(atoms.array_length(), dtype=bool)
-    begins[1:] = False
+    begins = numpy.arange(atoms.array_length()) == 0
     for column in (atoms.chain_id, atoms.res_id, atoms.ins_code):
         begins[1:] |= column[1:] != column[:-1]
     return begins
@@ -153,10 +151,7 @@ def _annotation(atoms: Any, name: str, default: Any) -> Any:
 
 
 def _b_factors(residues: Any) -> Tensor:
-    """Convert B factors to numbers; NaN if there is none.
-
-    They are floats from PDB files, but text from mmCIF files.
-    """
+    """Convert B factors, floats from PDB files and text from mmCIF files; NaN if there is none."""
     column = _annotation(residues, "b_factor", None)
     if column is None:
         column = _annotation(residues, "B_iso_or_equiv", [None] * residues.array_length())

@@ -121,12 +121,10 @@ class Structure:
         for name in ("chain_index", "residue_numbers", "b_factors"):
             tensors[name] = (getattr(self, name), (N,))
         for name, (value, shape) in tensors.items():
+            got = type(value).__name__
+            if isinstance(value, Tensor):
+                got = f"{list(value.shape)} on {value.device}"
             if not isinstance(value, Tensor) or value.shape != shape or value.device != device:
-                got = (
-                    f"{list(value.shape)} on {value.device}"
-                    if isinstance(value, Tensor)
-                    else type(value).__name__
-                )
                 raise ValueError(
                     f"{name} must be a tensor of shape {list(shape)} on {device}, because sequence "
                     f"has {N} letters and ca_positions is on this device, got {got}"
@@ -154,8 +152,7 @@ class Structure:
                 f"chain_index must be in 0..{C - 1}, because there are {C} chain_ids, got "
                 f"{int(index.min())}..{int(index.max())}"
             )
-        if bool((index.diff() < 0).any()):
-            at = int((index.diff() < 0).nonzero()[0])
+        for at in (index.diff() < 0).nonzero()[:, 0].tolist():
             raise ValueError(
                 "chain_index must be in ascending order, because residues are ordered by chain, "
                 f"got {int(index[at + 1])} after {int(index[at])}"
@@ -364,9 +361,8 @@ class Structure:
             >>> structure.edge_features(graph).shape, structure.num_edge_features()
             (torch.Size([8, 82]), 82)
         """
-        num_distances, max_distance, max_offset = _feature_sizes(
-            num_distances, max_distance, max_offset
-        )
+        sizes = _feature_sizes(num_distances, max_distance, max_offset)
+        num_distances, max_distance, max_offset = sizes
         if not isinstance(graph, TokenGraph):
             raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
         if graph.num_targets != len(self) or graph.num_sources != len(self):
@@ -405,7 +401,7 @@ class Structure:
         Raises:
             ImportError: if biotite is not installed.
         """
-        return secondary_structure(self.ca_positions, self.chain_index, self.positions)
+        return secondary_structure(self)
 
     def solvent_accessibility(self, *, probe_radius: float = 1.4) -> Tensor:
         """Compute the surface of every residue that water can reach: FloatTensor [N].
@@ -429,8 +425,7 @@ class Structure:
                 "atoms must have all atoms of every residue for solvent_accessibility(), got only "
                 f"{', '.join(self.atoms)}: read the file with read_structure(path, atoms='all')"
             )
-        surface = solvent_accessibility(self.atoms, self.residue_names, radius)
-        return surface.to(self.ca_positions)
+        return solvent_accessibility(self, radius).to(self.ca_positions)
 
 
 def _feature_sizes(

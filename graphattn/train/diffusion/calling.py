@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.diagnostics.hidden.evaluating import dropout_off
-from graphattn.train.batches.calling import unwrapped
+from graphattn.train.batches import unwrapped
 from graphattn.train.checks import described
 
 Denoiser = Callable[..., Any]
@@ -45,14 +45,10 @@ def call(model: Denoiser, tokens: Tensor, noise_level: Tensor, **given: Any) -> 
 
 
 def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
-    """Return logits [*, N, vocab_size] from a model's output, a tensor or an object with
-    `logits`."""
+    """Return logits [*, N, vocab_size] from an output, a tensor or an object with `logits`."""
     logits = getattr(output, "logits", output)
-    if (
-        not isinstance(logits, Tensor)
-        or not logits.is_floating_point()
-        or logits.shape[:-1] != tokens.shape
-    ):
+    is_floating = isinstance(logits, Tensor) and logits.is_floating_point()
+    if not is_floating or logits.shape[:-1] != tokens.shape:
         raise ValueError(
             f"{name} must return floating-point logits [{', '.join(map(str, tokens.shape))}, "
             f"vocab_size] for tokens of shape {list(tokens.shape)}, got {described(logits)}"
@@ -63,17 +59,6 @@ def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
 def without_dropout(model: Any) -> contextlib.AbstractContextManager[None]:
     """Set a model, if it is a module, to evaluation mode, and restore its mode afterwards."""
     return dropout_off(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
-
-
-def device_of(model: Any, *others: Any) -> torch.device:
-    """Return the device of a model's parameters, or of the first of `others` that has one."""
-    if isinstance(model, nn.Module):
-        for parameter in model.parameters():
-            return parameter.device
-    for other in others:
-        if other is not None:
-            return other.device
-    return torch.device("cpu")
 
 
 def check_generator(generator: Any) -> None:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.ops.inputs import check_valid, compute_dtype, full_precision
+from graphattn.train.batches import device_of
 from graphattn.train.checks import check_range, described
 from graphattn.train.diffusion.calling import (
     Denoiser,
     call,
     check_generator,
-    device_of,
     logits_of,
     without_dropout,
 )
@@ -74,7 +74,7 @@ def likelihood_bound(
     samples: int = 64,
     t_min: float = 1e-3,
     valid: Tensor | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     batch_size: int = 64,
     **given: Any,
 ) -> Likelihood:
@@ -136,11 +136,10 @@ def likelihood_bound(
     rows, kept = (x.reshape(-1, x.shape[-1]).to(device) for x in (tokens, real))
     nats, variances = [], []
     with without_dropout(model):
-        for first in range(0, len(rows), size):
-            some, real_rows = rows[first : first + size], kept[first : first + size]
+        for some, real_rows in zip(rows.split(size), kept.split(size), strict=True):
             extra = {**given, "valid": None if valid is None else real_rows}
-            estimates = []
-            num_tokens = 1
+            first_time = torch.full(some.shape[:1], t_min, device=device)
+            estimates, num_tokens = [], 1
             for k in range(samples):
                 u = torch.rand(len(some), generator=generator, device=device)
                 t = 1 - (1 - t_min) * (k // 2 + u) / (samples // 2)
@@ -149,9 +148,12 @@ def likelihood_bound(
                     model, some, masked, t, mask_token, schedule, **extra
                 )
                 estimate = (1 - t_min) * (entropy + penalty).double().sum(-1)
-                estimate += _left_to_guess(
-                    model, some, real_rows, t_min, mask_token, schedule, generator, extra
-                )
+                masked = _masked(real_rows, schedule.mask_probability(first_time), generator)
+                if bool(masked.any()):  # tokens that are still masked at t_min
+                    inputs = some.masked_fill(masked, mask_token)
+                    logits = call(model, inputs, schedule.total(first_time), **extra)
+                    entropy, _ = score_entropy_parts(logits, some, masked, mask_token)
+                    estimate += entropy.double().sum(-1)
                 estimates.append(estimate)
             pairs = torch.stack(estimates).view(samples // 2, 2, -1)
             start = real_rows.sum(-1) * prior_loss(schedule, num_tokens)
@@ -219,19 +221,18 @@ def generative_nll(
         kept = torch.cat([kept.new_ones(len(kept), 1), kept], -1)
     nats, counts = [], []
     with without_dropout(judge):
-        for first in range(0, len(rows), size):
-            some, real_rows = rows[first : first + size], kept[first : first + size]
-            answer = judge(some)
-            if isinstance(answer, Tensor) and answer.shape == some.shape[:1]:
+        for some, real_rows in zip(rows.split(size), kept.split(size), strict=True):
+            output = judge(some)
+            if isinstance(output, Tensor) and output.shape == some.shape[:1]:
                 if start_token is not None or not bool(real_rows.all()):
                     raise ValueError(
                         "valid and start_token must be None if judge returns one number per "
                         "sequence, because it then judges whole sequences"
                     )
-                nats.append(-answer.double())
+                nats.append(-output.double())
                 counts.append(real_rows.sum(-1))
                 continue
-            logits = logits_of(answer, some, "judge")
+            logits = logits_of(output, some, "judge")
             check_range(some, logits.shape[-1], "samples or start_token")
             with full_precision(device):
                 log_p = logits[:, :-1].to(compute_dtype(logits.dtype)).log_softmax(-1)
@@ -247,12 +248,8 @@ def generative_nll(
 
 def _sequences(name: str, tokens: Any, valid: Any) -> tuple[Tensor, Tensor]:
     """Check tokens [*, N], and return them with the mask of real ones."""
-    if (
-        not isinstance(tokens, Tensor)
-        or tokens.dtype not in (torch.int32, torch.int64)
-        or tokens.dim() == 0
-        or tokens.numel() == 0
-    ):
+    is_integer = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
+    if not is_integer or tokens.dim() == 0 or tokens.numel() == 0:
         raise ValueError(
             f"{name} must be an int32 or int64 tensor [*, N], not empty, got {described(tokens)}"
         )
@@ -262,28 +259,7 @@ def _sequences(name: str, tokens: Any, valid: Any) -> tuple[Tensor, Tensor]:
     return tokens.long(), real.expand(tokens.shape)
 
 
-def _masked(real: Tensor, share: Tensor, generator: torch.Generator | None) -> Tensor:
+def _masked(real: Tensor, share: Tensor, generator: Generator | None) -> Tensor:
     """Mask real tokens [B, N], each with the probability of its row."""
     u = torch.rand(real.shape, generator=generator, device=real.device)
     return (u < share.unsqueeze(-1)) & real
-
-
-def _left_to_guess(
-    model: Denoiser,
-    tokens: Tensor,
-    real: Tensor,
-    t_min: float,
-    mask_token: int,
-    noise: Noise,
-    generator: torch.Generator | None,
-    given: dict[str, Any],
-) -> Tensor:
-    """Return the cross-entropy of tokens masked at `t_min`, [B]; rows without any need no call."""
-    t = torch.full(tokens.shape[:1], t_min, device=tokens.device)
-    masked = _masked(real, noise.mask_probability(t), generator)
-    nats = torch.zeros(tokens.shape[:1], dtype=torch.float64, device=tokens.device)
-    if bool(masked.any()):
-        logits = call(model, tokens.masked_fill(masked, mask_token), noise.total(t), **given)
-        entropy, _ = score_entropy_parts(logits, tokens, masked, mask_token)
-        nats += entropy.double().sum(-1)
-    return nats

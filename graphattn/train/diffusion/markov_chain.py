@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from graphattn.models.language.sampling import draw
 from graphattn.train.checks import check_range, described
@@ -57,7 +57,7 @@ class MarkovChain:
                 f"{list(self.transition.shape)} and {list(self.initial.shape)}"
             )
 
-    def sample(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, shape: Sequence[int], generator: Generator | None = None) -> Tensor:
         """Draw sequences of a shape such as (batch, N)."""
         *batch, length = shape
         tokens = [draw(self.initial.expand(*batch, -1), generator)]

@@ -150,10 +150,9 @@ def as_noise(noise: Any, options: Mapping[str, Any] | None = None) -> Noise:
             )
         return noise
     if not isinstance(noise, str) or noise not in SCHEDULES:
-        names = ", ".join(repr(name) for name in SCHEDULES)
         raise ValueError(
-            f"noise must be one of {names}, or an instance of Noise, got {noise!r}"
-            + did_you_mean(noise, SCHEDULES)
+            f"noise must be one of {', '.join(map(repr, SCHEDULES))}, or an instance of Noise, got "
+            f"{noise!r}{did_you_mean(noise, SCHEDULES)}"
         )
     try:
         return SCHEDULES[noise](**(options or {}))

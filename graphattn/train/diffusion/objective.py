@@ -7,20 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.train.batches.calling import unwrapped
-from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.batches import collate_tokens, unwrapped
 from graphattn.train.diffusion.calling import Denoiser, call
 from graphattn.train.diffusion.noise import Noise, as_noise
 from graphattn.train.diffusion.score_entropy import check_no_masks, score_entropy_parts
-from graphattn.train.objectives.likelihood import loss_of
-from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
+from graphattn.train.objectives.objective import Batch, Example, Loss, Objective, loss_of
 
-FOR_THE_MODEL = (
-    *("graph", "valid", "positions", "edge_features", "edge_bias", "structure", "context"),
-)
+FOR_THE_MODEL = ("graph", "valid", "positions", "edge_features", "edge_bias", "context")
 
 
 class AbsorbingDiffusion(Objective):
@@ -112,7 +108,7 @@ class AbsorbingDiffusion(Objective):
             batch["tokens"] = batch["tokens"].masked_fill(~batch["valid"], self.mask_token)
         return batch
 
-    def loss(self, model: Denoiser, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+    def loss(self, model: Denoiser, batch: Batch, generator: Generator | None = None) -> Loss:
         """Estimate the bound, summed over the tokens of a batch.
 
         ``sums`` contains "masked", the number of masked tokens, and "normalization", the part of
@@ -128,17 +124,15 @@ class AbsorbingDiffusion(Objective):
             masked = masked & valid
             count = int(valid.expand(tokens.shape).sum())
         given = {name: batch.get(name) for name in FOR_THE_MODEL}
-        if getattr(unwrapped(model), "structure", False) is not True:
-            del given["structure"]  # other models get only the sequence
-        elif given["structure"] is not None:
-            del given["positions"]  # the structure has its own positions
+        structure = batch.get("structure")
+        if structure is not None and getattr(unwrapped(model), "structure", False) is True:
+            given |= {"structure": structure, "positions": None}  # it has its own positions
         entropy, penalty, num_tokens = diffusion_losses(
             model, tokens, masked, t, self.mask_token, self.noise, **given
         )
-        of_tokens = (1 - self.t_min) * (entropy + penalty)
         normalization = (1 - self.t_min) * float(penalty.detach().sum())
         sums = {"masked": float(masked.sum()), "normalization": normalization}
-        loss = loss_of(of_tokens, count, sums)
+        loss = loss_of((1 - self.t_min) * (entropy + penalty), count, sums)
         prior = prior_loss(self.noise, num_tokens)  # of every token
         if loss.squares is not None:
             loss.squares += 2 * prior * loss.total.detach() + count * prior**2
@@ -146,15 +140,17 @@ class AbsorbingDiffusion(Objective):
         return loss
 
     def times(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, tokens: Tensor, lengths: Tensor | None = None, generator: Generator | None = None
     ) -> Tensor:
         """Draw times in [t_min, 1]: [*] for tokens [*, N], or [*, N] for packed sequences."""
         shape: tuple[int, ...] = tokens.shape[:-1]
         if lengths is not None:
-            lengths = _lengths(lengths, tokens)
+            lengths, N = torch.as_tensor(lengths, device=tokens.device), tokens.shape[-1]
+            if lengths.dim() != 1 or lengths.is_floating_point() or int(lengths.sum()) != N:
+                raise ValueError(
+                    f"lengths must be integers [sequences] that sum to the {N} tokens, got "
+                    f"{lengths.tolist()}"
+                )
             shape = (*shape, len(lengths))
         count = math.prod(shape)
         if self.low_discrepancy:
@@ -188,8 +184,7 @@ def diffusion_losses(
             f"t must have shape {list(tokens.shape[:-1])} (one per sequence) or "
             f"{list(tokens.shape)} (one per token), got {list(t.shape)}"
         )
-    inputs = tokens.masked_fill(masked, mask_token)
-    logits = call(model, inputs, noise.total(t), **given)
+    logits = call(model, tokens.masked_fill(masked, mask_token), noise.total(t), **given)
     entropy, penalty = score_entropy_parts(logits, tokens, masked, mask_token)
     weight = noise.weight(t).to(entropy.dtype)
     if weight.shape != tokens.shape:
@@ -215,14 +210,3 @@ def as_t_min(value: Any) -> float:
     if t_min >= 1:
         raise ValueError(f"t_min must be in [0, 1), got {t_min}")
     return t_min
-
-
-def _lengths(lengths: Any, tokens: Tensor) -> Tensor:
-    """Check the lengths of packed sequences, and move them to the device of `tokens`."""
-    lengths = torch.as_tensor(lengths, device=tokens.device)
-    if lengths.dim() != 1 or lengths.is_floating_point() or int(lengths.sum()) != tokens.shape[-1]:
-        raise ValueError(
-            f"lengths must be integers [sequences] that sum to the {tokens.shape[-1]} tokens, "
-            f"got {lengths.tolist()}"
-        )
-    return lengths

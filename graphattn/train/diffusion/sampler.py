@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.language.sampling import Sampling, draw
 from graphattn.ops.inputs import check_valid, full_precision
+from graphattn.train.batches import device_of
 from graphattn.train.checks import described
 from graphattn.train.diffusion.calling import (
     Denoiser,
     call,
     check_generator,
-    device_of,
     without_dropout,
 )
 from graphattn.train.diffusion.noise import Noise, as_noise
@@ -38,7 +38,7 @@ def sample_diffusion(
     noise: str | Noise = "log-linear",
     temperature: float = 1.0,
     top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     prompt: Tensor | None = None,
     valid: Tensor | None = None,
     progress: Callable[[int, Tensor], Any] | None = None,
@@ -157,7 +157,7 @@ def _back_in_time(
     steps: int,
     mask_token: int,
     noise: Noise,
-    generator: torch.Generator | None,
+    generator: Generator | None,
     with_sums: bool,
 ) -> Any:
     """Yield for each step its number, the positions to unmask, and their logits [n, vocab_size].

@@ -146,8 +146,7 @@ def score_entropy_parts(
 
 
 def without_mask(logits: Tensor, mask_token: int) -> tuple[Tensor, int]:
-    """Return logits, at least in float32, with -inf for the mask, and the number of other
-    tokens."""
+    """Return logits with -inf for the mask, at least in float32, and the number of other tokens."""
     logits = logits.to(compute_dtype(logits.dtype))
     if mask_token >= logits.shape[-1]:
         return logits, logits.shape[-1]

@@ -1,19 +1,25 @@
-"""Losses of guessing without a model: by the frequency of tokens, and by pairs of tokens."""
+"""Losses of guessing without a model: by the frequency of tokens, and by pairs of tokens.
+
+:func:`guesses_of` computes those that an evaluation reports beside the loss of a model.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from graphattn.data import Part
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.train.checks import described
+from graphattn.train.objectives.objective import Example, Objective
 
 CHUNK = 1 << 20  # tokens that are counted together
 DENSE = 1 << 24  # up to this number of possible pairs, counts are in a dense table
+PIECE = 2**16  # tokens of a part that are read together
 
 Sequences = Tensor | Iterable[Any]
 
@@ -216,3 +222,54 @@ def _added(
     merged, place = torch.cat([codes, new]).unique(return_inverse=True)
     total = torch.zeros_like(merged).index_add_(0, place, torch.cat([counts, times]))
     return merged, total
+
+
+# The guesses of an evaluation.
+
+
+def guesses_of(
+    objective: Objective, train: Part, examples: Sequence[Example], model: nn.Module
+) -> dict[str, tuple[float, float]]:
+    """Return losses of guessing `examples` by counts of the training part, and their errors.
+
+    They are in nats per guess, over the same tokens or classes that the model guesses: "frequency",
+    and for causal models "bigram". The result is empty for an objective that guesses neither.
+    """
+
+    def each() -> Iterator[Example]:
+        return (examples[place] for place in range(len(examples)))
+
+    if objective.name == "classification":
+        classes = int(objective.num_classes)  # type: ignore[attr-defined]
+        per_token = bool(getattr(objective, "per_token", False))
+        seen = _labels(_pieces(train, train.corpus.example), per_token)
+        return {"frequency": frequency_nats(seen, _labels(each(), per_token), classes)}
+    vocab_size = int(getattr(model, "vocab_size", 0))
+    mask = getattr(objective, "mask_token", None)
+    if mask is not None and mask >= vocab_size - 1:
+        vocab_size = int(mask)  # a mask at the end of the vocabulary is never guessed
+    if objective.name not in ("causal", "masked", "diffusion") or not vocab_size:
+        return {}
+    tokens = train.corpus.tokens
+    if objective.name != "causal":
+        return {"frequency": frequency_nats(_pieces(train, tokens), each(), vocab_size)}
+    after_the_first = (one["tokens"][1:] for one in each() if len(one["tokens"]) > 1)
+    return {
+        "frequency": frequency_nats(_pieces(train, tokens), after_the_first, vocab_size),
+        "bigram": bigram_nats(_pieces(train, tokens), each(), vocab_size),
+    }
+
+
+def _pieces(part: Part, read: Callable[[int, int, int], Any]) -> Iterator[Any]:
+    """Read a part by a method of its corpus, in pieces that fit into memory."""
+    for record, first, last in part.spans.tolist():
+        for start in range(first, last, PIECE):
+            yield read(record, start, min(start + PIECE, last))
+
+
+def _labels(examples: Iterable[Example], per_token: bool) -> Iterator[Tensor]:
+    """Yield the classes of the tokens of every example, or those of all examples at once."""
+    if per_token:
+        yield from (example["labels"][example["labels"] >= 0] for example in examples)
+    elif labels := [example["label"] for example in examples]:
+        yield torch.tensor(labels)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from graphattn.graphs.arguments import as_int
 from graphattn.ops.inputs import compute_dtype
 from graphattn.train.checks import described
-from graphattn.train.objectives.likelihood import LikelihoodObjective
-from graphattn.train.objectives.objective import Batch
+from graphattn.train.objectives.objective import Batch, LikelihoodObjective
 
 
 class Calibration:

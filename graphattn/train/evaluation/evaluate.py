@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphattn.data import Part, TokenBatches
 from graphattn.graphs.arguments import as_int
-from graphattn.train.evaluation.baselines import standard_error
+from graphattn.train.evaluation.baselines import guesses_of, standard_error
 from graphattn.train.evaluation.calibration import Calibration
-from graphattn.train.evaluation.guessing import guesses_of
 from graphattn.train.evaluation.pseudo_likelihood import pseudo_perplexity
-from graphattn.train.objectives.objective import Batch, Example, Objective
+from graphattn.train.objectives.objective import Example, Objective
 
 PER_SEQUENCE = 16  # tokens per sequence that are masked one at a time
 ENOUGH = 4096  # tokens; of fewer, masks are drawn several times
@@ -59,8 +58,8 @@ def evaluate_model(
         >>> import torch, graphattn as ga
         >>> model = ga.models.CausalLM(9, dim=16, depth=1, heads=2)
         >>> data = [{"tokens": torch.randint(9, (20,))} for _ in range(4)]
-        >>> found = ga.train.evaluate_model(model, ga.train.NextToken(), data)
-        >>> sorted(found)
+        >>> report = ga.train.evaluate_model(model, ga.train.NextToken(), data)
+        >>> sorted(report)
         ['accuracy', 'bits_per_token', 'calibration', 'examples', 'guesses', 'loss', 'loss_error',
          'perplexity']
     """
@@ -69,11 +68,21 @@ def evaluate_model(
     seed = as_int("seed", seed, 0)
     if not len(examples):
         raise ValueError("examples must contain at least one example, got none")
-    tokens, draws = int(_lengths(examples).sum()), 1
+    lengths = getattr(examples, "lengths", None)
+    if lengths is None:
+        lengths = torch.tensor(
+            [len(each["tokens"]) if "tokens" in each else 1 for each in examples]
+        )
+    tokens, draws = int(lengths.sum()), 1
     if objective.name in ("masked", "diffusion"):
         draws = min(MOST_DRAWS, -(-ENOUGH // tokens))
 
-    batches = (batch for _ in range(draws) for batch in _batches(objective, examples, batch_tokens))
+    order = TokenBatches(lengths, max(batch_tokens, int(lengths.max())), shuffle=False)
+    batches = (
+        objective.collate([examples[place] for place in indices])
+        for _ in range(draws)
+        for indices in order
+    )
     calibration = Calibration(bins)
     sums = objective.sums_over(model, batches, seed, calibration.add)
     report: dict[str, Any] = {
@@ -100,27 +109,10 @@ def evaluate_model(
         )
         report["pseudo_tokens"] = sum(min(asked, len(example["tokens"])) for example in chosen)
     if train is not None:
-        guesses = guesses_of(objective, train, examples, model)
-        for name, (loss, error) in guesses.items():
+        for name, (loss, error) in guesses_of(objective, train, examples, model).items():
             report |= {f"{name}_loss": loss, f"{name}_loss_error": error}
     # The error of a single guess is not known.
-    return {name: value for name, value in report.items() if not _is_nan(value)}
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
-def _lengths(examples: Any) -> Tensor:
-    """Return the number of tokens of every example."""
-    lengths: Tensor | None = getattr(examples, "lengths", None)
-    if lengths is None:
-        return torch.tensor([len(own["tokens"]) if "tokens" in own else 1 for own in examples])
-    return lengths
-
-
-def _batches(objective: Objective, examples: Any, batch_tokens: int) -> Iterator[Batch]:
-    lengths = _lengths(examples)
-    size = max(batch_tokens, int(lengths.max()))
-    for indices in TokenBatches(lengths, size, shuffle=False):
-        yield objective.collate([examples[place] for place in indices])
+    is_nan = {
+        name: isinstance(value, float) and math.isnan(value) for name, value in report.items()
+    }
+    return {name: value for name, value in report.items() if not is_nan[name]}

@@ -7,15 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_int
 from graphattn.models.proteins.scores import evaluating
-from graphattn.train.batches.calling import answers_at
-from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.batches import collate_tokens, device_of, outputs_at
 from graphattn.train.checks import is_integer
-from graphattn.train.objectives.likelihood import nats
-from graphattn.train.objectives.objective import Example
+from graphattn.train.objectives.objective import Example, nats
 
 
 def pseudo_log_likelihood(
@@ -50,8 +48,8 @@ def pseudo_log_likelihood(
         >>> import graphattn as ga
         >>> model = ga.models.ProteinModel(16, depth=1, heads=2)
         >>> tokens = model.tokenizer.encode("MKVLAGHW")
-        >>> found = ga.train.pseudo_log_likelihood(model, tokens, model.mask_token)
-        >>> found.shape, bool((found < 0).all())
+        >>> log_p = ga.train.pseudo_log_likelihood(model, tokens, model.mask_token)
+        >>> log_p.shape, bool((log_p < 0).all())
         (torch.Size([8]), True)
     """
     batch_size = as_int("batch_size", batch_size, 1)
@@ -59,7 +57,7 @@ def pseudo_log_likelihood(
     if isinstance(example, Tensor):
         example = {"tokens": example}
     one = collate_tokens([example])
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     tokens = one["tokens"][0].to(device)
     asked = torch.arange(len(tokens)) if positions is None else torch.as_tensor(positions)
     if asked.dim() != 1 or (
@@ -76,7 +74,7 @@ def pseudo_log_likelihood(
             where = torch.zeros_like(copies, dtype=torch.bool)
             where[torch.arange(len(some)), some] = True
             batch = {key: _of_copies(key, value, len(some), device) for key, value in one.items()}
-            logits = answers_at(model, copies.masked_fill(where, mask_token), batch, where)
+            logits = outputs_at(model, copies.masked_fill(where, mask_token), batch, where)
             log_likelihoods.append(-nats(logits, copies[where]))
     return torch.cat(log_likelihoods) if log_likelihoods else torch.zeros(0, device=device)
 
@@ -88,7 +86,7 @@ def pseudo_perplexity(
     *,
     batch_size: int = 32,
     max_tokens: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
 ) -> float:
     r"""Return the pseudo-perplexity of a model on sequences: 1 if it is always right and certain.
 
@@ -130,7 +128,8 @@ def pseudo_perplexity(
         length = len(example if isinstance(example, Tensor) else example["tokens"])
         positions = None
         if max_tokens is not None and max_tokens < length:
-            drawn = torch.randperm(length, generator=generator, device=_device_of(generator))
+            device = "cpu" if generator is None else generator.device
+            drawn = torch.randperm(length, generator=generator, device=device)
             positions = drawn[:max_tokens].sort().values.cpu()
         log_likelihood = pseudo_log_likelihood(
             model, example, mask_token, positions=positions, batch_size=batch_size
@@ -139,10 +138,6 @@ def pseudo_perplexity(
     if not count:
         raise ValueError("examples must contain at least one sequence, got none")
     return math.exp(-total / count) if -total / count < 700 else math.inf
-
-
-def _device_of(generator: torch.Generator | None) -> torch.device:
-    return torch.device("cpu") if generator is None else generator.device
 
 
 def _of_copies(key: str, value: Any, copies: int, device: torch.device) -> Any:

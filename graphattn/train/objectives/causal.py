@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_float
-from graphattn.train.batches.calling import answers_at, call, unwrapped
-from graphattn.train.batches.collation import collate_tokens
-from graphattn.train.objectives.likelihood import LikelihoodObjective, loss_of, nats, num_right
-from graphattn.train.objectives.objective import Batch, Example, Loss
+from graphattn.train.batches import call, collate_tokens, outputs_at, unwrapped
+from graphattn.train.objectives.objective import (
+    Batch,
+    Example,
+    Guesses,
+    LikelihoodObjective,
+    Loss,
+    loss_of,
+    nats,
+    num_right,
+)
 
 
 class NextToken(LikelihoodObjective):
@@ -68,8 +75,8 @@ class NextToken(LikelihoodObjective):
         return collate_tokens(examples)
 
     def guesses(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, model: nn.Module, batch: Batch, generator: Generator | None = None
+    ) -> Guesses:
         """Return logits [n, vocab_size] for all tokens but each first, and these tokens [n].
 
         The model also reads the last token, although its output is not used, so that lengths such
@@ -89,11 +96,9 @@ class NextToken(LikelihoodObjective):
         # Neither the token nor the one before it is padding.
         is_guessed[:, 1:] = valid[:, 1:] & valid[:, :-1]
         before = is_guessed.roll(-1, 1)  # the last column becomes the first one, which is False
-        return answers_at(model, tokens, batch, before, packed=self.packed), tokens[is_guessed]
+        return outputs_at(model, tokens, batch, before, packed=self.packed), tokens[is_guessed]
 
-    def loss(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
         """Return the nats of all tokens but each first, "accuracy", and "bytes" if known."""
         logits, truth = self.guesses(model, batch, generator)
         sums = {"accuracy": num_right(logits, truth)}

@@ -7,14 +7,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, nn
 
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.ops.dropout import as_share
-from graphattn.train.batches.calling import answers_at, pooled_answers, unwrapped
-from graphattn.train.batches.collation import all_have, checked, collate_images, collate_tokens
-from graphattn.train.objectives.likelihood import LikelihoodObjective, loss_of, nats, num_right
-from graphattn.train.objectives.objective import Batch, Example, Loss
+from graphattn.train.batches import (
+    all_have,
+    checked,
+    collate_images,
+    collate_tokens,
+    outputs_at,
+    pooled_outputs,
+    unwrapped,
+)
+from graphattn.train.objectives.objective import (
+    Batch,
+    Example,
+    Guesses,
+    LikelihoodObjective,
+    Loss,
+    loss_of,
+    nats,
+    num_right,
+)
 
 
 class Classification(LikelihoodObjective):
@@ -89,22 +104,22 @@ class Classification(LikelihoodObjective):
         return label
 
     def guesses(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, model: nn.Module, batch: Batch, generator: Generator | None = None
+    ) -> Guesses:
         """Return logits [n, num_classes] and classes [n] of images, sequences, or tokens."""
         if self.per_token:
             labels = batch["labels"]
             if labels.is_floating_point():
                 raise ValueError(f"labels must be integers, got {labels.dtype}")
             where = labels >= 0
-            logits = answers_at(model, batch["tokens"], batch, where, packed=self.packed)
+            logits = outputs_at(model, batch["tokens"], batch, where, packed=self.packed)
             truth = labels[where]
         else:
             truth = batch["label"]
             if "image" in batch:
                 logits = model(batch["image"])
             else:
-                logits = pooled_answers(model, batch, packed=self.packed)
+                logits = pooled_outputs(model, batch, packed=self.packed)
         if logits.dim() != 2 or logits.shape[-1] != self.num_classes:
             raise ValueError(
                 f"model must return num_classes={self.num_classes} logits, got shape "
@@ -113,9 +128,7 @@ class Classification(LikelihoodObjective):
             )
         return logits, truth
 
-    def loss(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
         """Return the smoothed cross-entropy, "accuracy", and "nats" without smoothing."""
         logits, truth = self.guesses(model, batch, generator)
         smoothed = nats(logits, truth, self.label_smoothing)

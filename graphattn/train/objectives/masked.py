@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.train.batches.calling import answers_at, unwrapped
-from graphattn.train.batches.collation import collate_tokens
-from graphattn.train.objectives.likelihood import LikelihoodObjective, loss_of, nats
-from graphattn.train.objectives.masking import mask_tokens
-from graphattn.train.objectives.objective import Batch, Example, Loss
-from graphattn.train.objectives.schedules import MaskSchedule, Schedule
+from graphattn.train.batches import collate_tokens, outputs_at, unwrapped
+from graphattn.train.objectives.masking import MaskSchedule, Schedule, mask_tokens
+from graphattn.train.objectives.objective import (
+    Batch,
+    Example,
+    Guesses,
+    LikelihoodObjective,
+    Loss,
+    loss_of,
+    nats,
+)
 
 
 class MaskedTokens(LikelihoodObjective):
@@ -107,15 +112,13 @@ class MaskedTokens(LikelihoodObjective):
         return collate_tokens(examples)
 
     def guesses(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, model: nn.Module, batch: Batch, generator: Generator | None = None
+    ) -> Guesses:
         """Return logits [n, vocab_size] of the masked tokens, and the original tokens, [n]."""
         logits, truth, _ = self._guesses(model, batch, generator)
         return logits, truth
 
-    def loss(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
         """Return the nats of the masked tokens with `weight`; "accuracy" if it is "none"."""
         if self.weight == "none":
             return super().loss(model, batch, generator)
@@ -125,7 +128,7 @@ class MaskedTokens(LikelihoodObjective):
         return loss_of(nats(logits, truth) / ratio, count, guesses=(logits, truth))
 
     def _guesses(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None
+        self, model: nn.Module, batch: Batch, generator: Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [n, vocab_size], the truth [n], and the mask ratio of each one's sequence
         [n]."""
@@ -148,5 +151,5 @@ class MaskedTokens(LikelihoodObjective):
             vocab_size=self.vocab_size,
             at_least_one=self.weight == "none",
         )
-        logits = answers_at(model, inputs, batch, masked, packed=self.packed)
+        logits = outputs_at(model, inputs, batch, masked, packed=self.packed)
         return logits, tokens[masked], ratios[:, None].expand_as(masked)[masked]

@@ -1,4 +1,8 @@
-"""Base classes of objectives: how examples become a batch, and what the loss of a model is."""
+"""Base classes of objectives: how examples become a batch, and what the loss of a model is.
+
+:class:`Objective` is any objective. In a :class:`LikelihoodObjective`, a model gives every choice a
+probability, and one choice is right.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+from torch.nn import functional
 
 from graphattn.models.proteins.scores import evaluating
+from graphattn.ops.inputs import compute_dtype
+from graphattn.train.checks import check_range
 
 # "tokens" [N] or "image" [C, H, W], and further entries that an objective needs.
 Example = dict[str, Any]
 Batch = dict[str, Any]  # tensors, and other arguments of models
+Guesses = tuple[Tensor, Tensor]  # logits [n, K], and the right choices [n]
 
 
 @dataclass
@@ -44,7 +52,7 @@ class Loss:
     count: int
     sums: dict[str, float] = field(default_factory=dict)
     squares: Tensor | None = None
-    guesses: tuple[Tensor, Tensor] | None = None
+    guesses: Guesses | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -85,9 +93,7 @@ class Objective(abc.ABC):
         """Join examples into one batch; unequal lengths are padded on the right, with ``valid``."""
 
     @abc.abstractmethod
-    def loss(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
         """Compute the loss of the model on a batch."""
 
     def __repr__(self) -> str:
@@ -153,3 +159,54 @@ def evaluation_generator(batch: Batch, place: int, seed: int) -> torch.Generator
     """Make the generator of one batch of an evaluation, independent of the batches before it."""
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu"))
     return torch.Generator(device).manual_seed(seed + 1_000_003 * place)
+
+
+# Guesses.
+
+
+class LikelihoodObjective(Objective):
+    """Objective of guessing one of K choices: a token, a class.
+
+    Subclasses define the choices in :meth:`guesses`. The loss is the negative logarithm of the
+    probability of the right choice, in nats; the share of right guesses is also reported.
+    """
+
+    @abc.abstractmethod
+    def guesses(
+        self, model: nn.Module, batch: Batch, generator: Generator | None = None
+    ) -> Guesses:
+        """Return logits [n, K] and the right choices, integers [n]."""
+
+    def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
+        """Return the sum over all guesses, in nats, and the number of right ones as "accuracy"."""
+        logits, truth = self.guesses(model, batch, generator)
+        sums = {"accuracy": num_right(logits, truth)}
+        return loss_of(nats(logits, truth), len(truth), sums, (logits, truth))
+
+
+def loss_of(
+    values: Tensor,
+    count: int,
+    sums: dict[str, float] | None = None,
+    guesses: Guesses | None = None,
+) -> Loss:
+    """Return the loss of guesses from the loss of each one; losses of 0 may be left out."""
+    return Loss(values.sum(), count, sums or {}, values.detach().square().sum(), guesses)
+
+
+def nats(logits: Tensor, truth: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the cross-entropy of guesses [n, K], -log p(truth), in nats [n]; at least in float32.
+
+    The share `label_smoothing` of the target probability is spread evenly over all K choices.
+    """
+    truth = truth.long()
+    check_range(truth, logits.shape[-1], "tokens and labels", ", one per output of the model")
+    logits = logits.to(compute_dtype(logits.dtype))
+    return functional.cross_entropy(
+        logits, truth, reduction="none", label_smoothing=label_smoothing
+    )
+
+
+def num_right(logits: Tensor, truth: Tensor) -> float:
+    """Return the number of right guesses."""
+    return float((logits.argmax(-1) == truth).sum()) if len(truth) else 0.0

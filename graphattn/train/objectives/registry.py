@@ -47,5 +47,4 @@ def objective(name: str, **options: Any) -> Objective:
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in options:
             raise ValueError(f"objective {name!r} needs the option {option!r}")
-    made: Objective = OBJECTIVES[name](**options)
-    return made
+    return OBJECTIVES[name](**options)

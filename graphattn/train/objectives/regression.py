@@ -7,21 +7,19 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.ops.inputs import compute_dtype
-from graphattn.train.batches.calling import answers_at, unwrapped
-from graphattn.train.batches.collation import collate_tokens
-from graphattn.train.objectives.likelihood import loss_of
-from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
+from graphattn.train.batches import collate_tokens, outputs_at, unwrapped
+from graphattn.train.objectives.objective import Batch, Example, Loss, Objective, loss_of
 
 
 class ResidueRegression(Objective):
     r"""Regression: a model predicts numbers for every token, such as the accessibility of residues.
 
     Examples have "labels", floating-point [N] or [N, T]; NaN is a label that is missing and costs
-    nothing. What the model answers, [B, N, T], is in units of `std` above `mean`, and so is the
+    nothing. The output of the model, [B, N, T], is in units of `std` above `mean`, and so is the
     loss, the mean over all labels y that there are:
 
     .. math::
@@ -92,34 +90,32 @@ class ResidueRegression(Objective):
             )
         return {**batch, "labels": labels}
 
-    def loss(
-        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
-    ) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
         """Return the loss summed over all known labels, and the sums that :meth:`report` needs."""
         labels = batch["labels"]
         where = ~labels.isnan().all(-1)
-        answers = answers_at(model, batch["tokens"], batch, where, packed=self.packed)
-        if answers.shape[-1] != self.targets:
+        outputs = outputs_at(model, batch["tokens"], batch, where, packed=self.packed)
+        if outputs.shape[-1] != self.targets:
             raise ValueError(
                 f"model must return targets={self.targets} numbers per token, got "
-                f"{answers.shape[-1]} from a {type(unwrapped(model)).__name__}: ga.train.WithHead "
+                f"{outputs.shape[-1]} from a {type(unwrapped(model)).__name__}: ga.train.WithHead "
                 "gives a model a head of another width"
             )
         labels = labels[where]
         known = ~labels.isnan()
-        answers = answers.to(compute_dtype(answers.dtype))
-        wanted = ((labels - self.mean) / self.std).to(answers.dtype)
-        apart = torch.where(known, answers - wanted.masked_fill(~known, 0), 0)
+        outputs = outputs.to(compute_dtype(outputs.dtype))
+        wanted = ((labels - self.mean) / self.std).to(outputs.dtype)
+        apart = torch.where(known, outputs - wanted.masked_fill(~known, 0), 0)
         errors = apart.square() if self.error == "mse" else apart.abs()
-        return loss_of(errors, int(known.sum()), self._sums(answers.detach(), labels, known))
+        return loss_of(errors, int(known.sum()), self._sums(outputs.detach(), labels, known))
 
-    def _sums(self, answers: Tensor, labels: Tensor, known: Tensor) -> dict[str, float]:
+    def _sums(self, outputs: Tensor, labels: Tensor, known: Tensor) -> dict[str, float]:
         """Return the sums for errors and Pearson's correlation of every target, in float64."""
         sums = {}
         for target in range(self.targets):
             known_here = known[:, target]
             # Use standardised numbers, so that sums of squares do not lose digits to a large mean.
-            x = answers[known_here, target].double()
+            x = outputs[known_here, target].double()
             y = (labels[known_here, target].double() - self.mean) / self.std
             pieces = {
                 "n": torch.ones_like(x),

@@ -44,8 +44,7 @@ def complete_checkpoints(folder: Path) -> list[int]:
 
 
 def best_checkpoint(folder: Path) -> int | None:
-    """Return the step of the lowest validation loss in the newest checkpoint, or the newest
-    step."""
+    """Return the step with the lowest validation loss; without validation, the newest step."""
     steps = complete_checkpoints(folder)
     if not steps:
         return None
@@ -55,10 +54,7 @@ def best_checkpoint(folder: Path) -> int | None:
 
 
 def check_newest(folder: Path) -> None:
-    """Check that a run can continue from its newest checkpoint.
-
-    Raises: ValueError: if a file is missing or broken; the message names it.
-    """
+    """Raise a ValueError if a file of the newest checkpoint is missing or broken."""
     steps = complete_checkpoints(folder)
     if not steps:
         return
@@ -173,11 +169,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Read the weights written by :func:`save_model` into a model with the same shapes.
-
-    Raises:
-        ValueError: if the file is broken, or does not fit the model.
-    """
+    """Read the weights written by :func:`save_model` into a model with the same shapes."""
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 import graphattn.models
+from graphattn.data import Corpus
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.mixers import options_taken, over_depth
 from graphattn.models.presets import preset as arguments_of
 from graphattn.near_names import did_you_mean
 from graphattn.nn.files import pretrained
-from graphattn.train.batches.calling import unwrapped
+from graphattn.train.batches import unwrapped
 from graphattn.train.objectives.registry import OBJECTIVES
 from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.heads import WithHead
-
-if TYPE_CHECKING:
-    from graphattn.data import Corpus
 
 CLASSES_OF_TOKENS = 2  # the labels of GenBank files say if a base is coding
 MOST_PATCHES = 64  # default for the number of patches of an image
@@ -65,10 +63,7 @@ def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
             "other data"
         )
     if config.objective == "auto":
-        if noise:
-            config = config.replace(objective="diffusion")
-        else:
-            config = config.replace(objective=_OBJECTIVES[name][0])
+        config = config.replace(objective="diffusion" if noise else _OBJECTIVES[name][0])
     if config.objective not in _OBJECTIVES[name]:
         raise ValueError(
             f"objective must be {' or '.join(map(repr, _OBJECTIVES[name]))} for a {name}, got "
@@ -161,9 +156,9 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
 
 def tokens_of_image(model: nn.Module) -> int:
     """Return the number of tokens that a model makes of an image."""
-    inner: Any = unwrapped(model)
-    height, width = _pair(inner.config["image_size"])
-    sides = _pair(inner.config["patch_size"])
+    config = unwrapped(model).config
+    height, width = _pair(config["image_size"])
+    sides = _pair(config["patch_size"])
     return (height // sides[0]) * (width // sides[1])
 
 
@@ -178,12 +173,8 @@ def _model_for(objective: str, kind: str) -> str:
     if objective != "auto":
         with_structure = (objective, kind) == ("masked", "structures")
         return "protein-structure-1m" if with_structure else "encoder-1m"
-    return {
-        "text": "text-1m",
-        "nucleotide": "dna-1m",
-        "protein": "encoder-1m",
-        "structures": "protein-structure-1m",
-    }[kind]
+    others = {"text": "text-1m", "nucleotide": "dna-1m", "protein": "encoder-1m"}
+    return others.get(kind, "protein-structure-1m")
 
 
 def _class_of(config: RunConfig) -> tuple[str, int | None]:
@@ -274,8 +265,7 @@ def _depth(arguments: dict[str, Any]) -> int:
 
 
 def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Return image size, channels and classes, and a patch size if the preset has another image
-    size."""
+    """Return image size, channels and classes, and a patch size if that of the preset differs."""
     channels, *size = corpus.image_shape or (0, 0, 0)
     here = {"image_size": size, "channels": channels, "num_classes": len(corpus.classes)}
     given = config.model_options
@@ -301,13 +291,7 @@ def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> 
 
 
 def patch_size_for(height: int, width: int) -> list[int]:
-    """Return the smallest patch size with at most 64 patches per image, square if possible.
-
-    Example:
-        >>> from graphattn.train.runs.choices import patch_size_for
-        >>> patch_size_for(28, 28), patch_size_for(8, 8), patch_size_for(32, 48)
-        ([4, 4], [1, 1], [8, 8])
-    """
+    """Return the smallest patch size with at most 64 patches per image, square if possible."""
     pairs = [
         (a != b, a * b, [a, b])
         for a in range(1, height + 1)

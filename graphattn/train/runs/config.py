@@ -17,14 +17,11 @@ from graphattn.near_names import did_you_mean, explained, other_names
 
 
 def option(default: Any, description: str, **more: Any) -> Any:
-    """Return a field of :class:`RunConfig`: everything that is said about an option is here.
+    """Return a field of :class:`RunConfig`, with all that documentation and ``--help`` need.
 
-    Args:
-        default: its default.
-        description: its entry in the documentation and in ``--help``.
-        more: "least", the smallest integer; "positive", if a number must not be 0; "also", what
-            other libraries call it; "is_free", if it does not change the results of a run; "panel",
-            the heading of this and the next options in ``--help``.
+    `more` may have "least", the smallest integer; "positive", if a number must not be 0; "also",
+    what other libraries call it; "is_free", if it does not change the results of a run; "panel",
+    the heading of this and the next options in ``--help``.
     """
     metadata = {"description": description, **more}
     if isinstance(default, dict):
@@ -309,25 +306,23 @@ class RunConfig:
             )
         _check_names(values, file)
         _check_names(changes, "changes")
-        kinds = {each.name: each.type for each in dataclasses.fields(cls)}
-        values = {name: _of_type(kinds[name], value) for name, value in values.items()}
+        kinds = cls.__dataclass_fields__
+        values = {name: _of_type(kinds[name].type, value) for name, value in values.items()}
         try:
             return cls(**{**values, **changes})
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
 
 
-def _entry(option_field: dataclasses.Field[Any]) -> str:
-    """Return the lines of an option in the documentation of RunConfig."""
-    text = f"{option_field.name}: {option_field.metadata['description']}"
-    return textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
-
-
-RunConfig.__doc__ = (RunConfig.__doc__ or "").replace(
-    "        OPTIONS", "\n".join(map(_entry, dataclasses.fields(RunConfig)))
-)
-FREE = tuple(each.name for each in dataclasses.fields(RunConfig) if "is_free" in each.metadata)
-_ALSO_CALLED = {each.name: each.metadata.get("also", "") for each in dataclasses.fields(RunConfig)}
+_OPTIONS = dataclasses.fields(RunConfig)
+_ENTRIES = (
+    textwrap.fill(f"{each.name}: {each.metadata['description']}", 100,
+                  initial_indent=" " * 8, subsequent_indent=" " * 12)
+    for each in _OPTIONS
+)  # fmt: skip
+RunConfig.__doc__ = (RunConfig.__doc__ or "").replace("        OPTIONS", "\n".join(_ENTRIES))
+FREE = tuple(each.name for each in _OPTIONS if "is_free" in each.metadata)
+_ALSO_CALLED = {each.name: each.metadata.get("also", "") for each in _OPTIONS}
 RunConfig.__init__ = explained(RunConfig.__init__, _ALSO_CALLED)  # type: ignore[method-assign]
 
 

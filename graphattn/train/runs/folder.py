@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -123,11 +124,7 @@ def write_state(path: Path, **changes: Any) -> None:
 
 
 def check_config(path: Path, config: RunConfig, processes: int) -> None:
-    """Check that a run can be continued with a config.
-
-    Raises: ValueError: if values differ; the message names them. `steps` may grow, and options
-        without effect on the results may change.
-    """
+    """Check that a run can be continued with a config, in which `steps` and FREE may differ."""
     if not (path / CONFIG).is_file():
         return
     there, here = RunConfig.load(path / CONFIG).as_dict(), config.as_dict()
@@ -135,13 +132,10 @@ def check_config(path: Path, config: RunConfig, processes: int) -> None:
     if "steps" in names and here["steps"] > there["steps"]:
         names.remove("steps")
     if names:
-        differences = "; ".join(
-            f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names
-        )
         raise ValueError(
             f"out must be a new folder or that of a run with the same config, got {str(path)!r}, "
-            f"whose config differs: {differences}. Choose another folder, or continue with the "
-            "old config (only steps may grow)"
+            f"whose config differs: {differences(names, there, here)}. Choose another folder, or "
+            "continue with the old config (only steps may grow)"
         )
     before = read_state(path).get("processes", processes)
     if before != processes:
@@ -151,14 +145,16 @@ def check_config(path: Path, config: RunConfig, processes: int) -> None:
         )
 
 
+def differences(names: Sequence[str], there: dict[str, Any], here: dict[str, Any]) -> str:
+    """Describe the options in which two configs differ."""
+    return "; ".join(f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names)
+
+
 # Creation.
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of a run, without overwriting files of anything else.
-
-    Raises: ValueError: if it cannot be made, or contains files that a run would replace.
-    """
+    """Make the folder of a run, without overwriting files of anything else."""
     with _as_bad_out(path):
         path.mkdir(parents=True, exist_ok=True)
         if (path / CONFIG).is_file():
@@ -206,10 +202,7 @@ def forget_failed(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Prevent other processes from writing into a run; the lock ends with this process.
-
-    Raises: ValueError: if another process has the lock.
-    """
+    """Prevent other processes from writing into a run; the lock ends with this process."""
     with _as_bad_out(path):
         handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     holding = [handle]
@@ -270,32 +263,26 @@ def _lock(handle: int, patience: float = 0.0) -> bool:
 
 def origin(config: RunConfig) -> dict[str, Any]:
     """Describe the origin of a number: commit, digest of the config, seed, versions."""
-    names = ("torch", "transformers", "accelerate", "datasets", "numpy")
-    return {
-        "commit": commit(),
-        "config": config.digest(),
-        "seed": config.seed,
-        "versions": {
-            "graphattn": __version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in names},
-        },
-    }
+    versions: dict[str, str | None] = {"graphattn": __version__}
+    versions["python"] = platform.python_version()
+    for name in ("torch", "transformers", "accelerate", "datasets", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    made_by = {"commit": commit(), "config": config.digest()}
+    return {**made_by, "seed": config.seed, "versions": versions}
 
 
 def commit() -> str | None:
     """Return the commit of graphattn's checkout, with "-dirty" if files differ, or None."""
     file = Path(__file__)
-    git = ["git", "-C", str(file.parent)]
+    git = functools.partial(subprocess.run, capture_output=True, text=True, timeout=10)
+    where = ["git", "-C", str(file.parent)]
     try:
-        tracked = subprocess.run(
-            [*git, "ls-files", "--error-unmatch", file.name], capture_output=True, timeout=10
-        )
-        description = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
+        tracked = git([*where, "ls-files", "--error-unmatch", file.name])
+        description = git(
+            [*where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -307,10 +294,3 @@ def commit() -> str | None:
 def now() -> str:
     """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

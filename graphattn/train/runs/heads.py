@@ -61,10 +61,8 @@ class WithHead(Configured, nn.Module):
             )
         self.model: Any = copy.deepcopy(model)
         self.outputs = as_int("outputs", outputs, 1)
-        weight = head.weight
-        self.model.head = nn.Linear(
-            head.in_features, self.outputs, device=weight.device, dtype=weight.dtype
-        )
+        like: Any = {"device": head.weight.device, "dtype": head.weight.dtype}
+        self.model.head = nn.Linear(head.in_features, self.outputs, **like)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter again."""
@@ -72,13 +70,11 @@ class WithHead(Configured, nn.Module):
 
     def forward(self, tokens: Tensor, graph: Any = None, **given: Any) -> Tensor:
         """Return outputs for every token, [*, N, outputs]; keywords are those of the model."""
-        outputs: Tensor = self.model(tokens, graph, **given)
-        return outputs
+        return self.model(tokens, graph, **given)
 
     def graphs(self, *args: Any, **kwargs: Any) -> Sequence[TokenGraph]:
         """Return the graphs of the model, one per block."""
-        graphs: Sequence[TokenGraph] = self.model.graphs(*args, **kwargs)
-        return graphs
+        return self.model.graphs(*args, **kwargs)
 
     @property
     def structure(self) -> bool:

@@ -20,10 +20,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read all rows, without an unfinished last line of a killed process.
-
-    Raises: ValueError: if a line is not a JSON object with a step; the message has its number.
-    """
+    """Read all rows, without an unfinished last line of a killed process."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")

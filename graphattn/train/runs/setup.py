@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphattn.data import Corpus, Part, Tokenizer, Windows, load_corpus, split_corpus
 from graphattn.train.objectives.objective import Example, Objective
 from graphattn.train.objectives.registry import objective as make_objective
 from graphattn.train.runs.choices import (
@@ -20,9 +21,6 @@ from graphattn.train.runs.choices import (
     tokens_of_image,
 )
 from graphattn.train.runs.config import RunConfig
-
-if TYPE_CHECKING:
-    from graphattn.data import Corpus, Part, Tokenizer
 
 LENGTHS = {"text": 256, "nucleotide": 512, "protein": 512, "structures": 512}
 LARGE = 64 * 2**20  # bytes; for files of at least this size, the parsed data is cached
@@ -44,9 +42,9 @@ class Prepared:
 
     Example:
         >>> import graphattn as ga
-        >>> found = ga.train.prepare(ga.train.RunConfig(data="play.txt"))  # doctest: +SKIP
-        >>> ga.train.fit(found.model, found.objective, found.config.replace(out="runs/a"),
-        ...              found.train, found.validation)  # doctest: +SKIP
+        >>> made = ga.train.prepare(ga.train.RunConfig(data="play.txt"))  # doctest: +SKIP
+        >>> ga.train.fit(made.model, made.objective, made.config.replace(out="runs/a"),
+        ...              made.train, made.validation)  # doctest: +SKIP
     """
 
     config: RunConfig
@@ -61,21 +59,21 @@ class Prepared:
 
 
 class Examples(Sequence[Example]):
-    """Windows, or some of them, with the number of tokens of each.
+    """Windows of a part, or some of them, with the number of tokens of each, `lengths`.
 
     Args:
-        windows: :class:`graphattn.data.Windows`.
+        part: a part of a corpus.
+        length: the largest number of tokens of a window.
         tokens_each: number of tokens of an image; None if the windows know it.
         most_tokens: maximal number of tokens of all windows together, which are then evenly spread
             (at least one window); 0 for all.
-
-    Attributes:
-        lengths: number of tokens of every example.
     """
 
-    def __init__(self, windows: Any, tokens_each: int | None = None, most_tokens: int = 0) -> None:
-        self.windows = windows
-        lengths = windows.lengths
+    def __init__(
+        self, part: Part, length: int, tokens_each: int | None = None, most_tokens: int = 0
+    ) -> None:
+        self.windows = Windows(part, length)
+        lengths = self.windows.lengths
         self.lengths: Tensor = lengths if tokens_each is None else lengths * tokens_each
         self.indices: Tensor | None = None
         total = int(self.lengths.sum())
@@ -87,8 +85,7 @@ class Examples(Sequence[Example]):
     @property
     def fingerprint(self) -> str:
         """Return a fingerprint of the data; a run continues only with the same data."""
-        fingerprint: str = self.windows.part.corpus.fingerprint
-        return fingerprint
+        return self.windows.part.corpus.fingerprint
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -99,8 +96,7 @@ class Examples(Sequence[Example]):
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
         if self.indices is not None:
             indices = self.indices[torch.as_tensor(indices)].tolist()
-        examples: list[Example] = self.windows.__getitems__(indices)
-        return examples
+        return self.windows.__getitems__(indices)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -124,18 +120,20 @@ def prepare(config: RunConfig) -> Prepared:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "play.txt")
         ...     _ = path.write_text("to be or not to be " * 50)
-        ...     found = ga.train.prepare(ga.train.RunConfig(data=str(path)))
-        >>> found.config.kind, found.config.model, found.config.objective, found.config.length
+        ...     made = ga.train.prepare(ga.train.RunConfig(data=str(path)))
+        >>> made.config.kind, made.config.model, made.config.objective, made.config.length
         ('text', 'text-1m', 'causal', 256)
-        >>> len(found.train), len(found.validation), len(found.test)
+        >>> len(made.train), len(made.validation), len(made.test)
         (4, 1, 1)
     """
     corpus = read_corpus(config)
-    config = config.replace(
-        data=os.path.abspath(config.data),
-        kind=corpus.kind,
-        tokenizer=_tokenizer_name(config, corpus),
-    )
+    tokenizer = config.tokenizer  # "auto" for proteins and nucleotides
+    if os.path.isfile(tokenizer):
+        tokenizer = os.path.abspath(tokenizer)
+    elif corpus.kind == "text" and tokenizer == "auto":
+        tokenizer = "bytes"
+    data = os.path.abspath(config.data)
+    config = config.replace(data=data, kind=corpus.kind, tokenizer=tokenizer)
     config = choose_objective(config, corpus)
     corpus = as_read(corpus, config.objective)
     config, parts = split_data(config, corpus)
@@ -143,38 +141,22 @@ def prepare(config: RunConfig) -> Prepared:
     config = config.replace(objective_options=objective_options(config, corpus, model))
     of_image = None if corpus.image_shape is None else tokens_of_image(model)
     config = _length(config, parts["train"], of_image)
-    examples: dict[str, Examples | None] = {}
+    examples: dict[str, Any] = {}
     for name, part in parts.items():
         most = config.validation_tokens if name == "validation" else 0
-        examples[name] = examples_of(part, config.length, of_image, most) if len(part) else None
+        examples[name] = Examples(part, config.length, of_image, most) if len(part) else None
     objective = make_objective(config.objective, **config.objective_options)
-    train = examples["train"]
-    assert train is not None  # the config ensures that training data remains
-    return Prepared(
-        config,
-        corpus,
-        parts,
-        train,
-        examples["validation"],
-        examples["test"],
-        model,
-        objective,
-        corpus.tokenizer,
-    )
+    # The config ensures that data for training remains.
+    return Prepared(config, corpus, parts, **examples, model=model, objective=objective,
+                    tokenizer=corpus.tokenizer)  # fmt: skip
 
 
 def read_corpus(config: RunConfig, tokenizer: Any = None) -> Corpus:
-    """Read the records of ``config.data``.
+    """Read the records of ``config.data``, with the tokenizer of the config or another one.
 
     The parsed data of files of 64 MiB or more is cached in ``GRAPHATTN_CACHE``, or else in the
     user's cache folder; smaller files are read every time.
-
-    Args:
-        config: a config; only `data`, `kind` and `tokenizer` are read.
-        tokenizer: a tokenizer instead of that of the config.
     """
-    from graphattn.data import load_corpus
-
     if not config.data:
         raise ValueError("data must be the path of a file or a folder, got ''")
     path = Path(config.data)
@@ -196,15 +178,6 @@ def as_read(corpus: Corpus, objective: str) -> Corpus:
     return corpus.pixels() if objective == "causal" and corpus.image_shape else corpus
 
 
-def examples_of(
-    part: Part, length: int, tokens_each: int | None = None, most_tokens: int = 0
-) -> Examples:
-    """Return the windows of a part, or some of them; see :class:`Examples`."""
-    from graphattn.data import Windows
-
-    return Examples(Windows(part, length), tokens_each, most_tokens)
-
-
 def cut_records(part: Part, length: int, noun: str) -> str:
     """Say how many records of a part are longer than a window; "" if none is."""
     sizes = part.spans[:, 2] - part.spans[:, 1]
@@ -215,32 +188,21 @@ def cut_records(part: Part, length: int, noun: str) -> str:
     return f"{len(long):,} of {len(sizes):,} {noun} are cut into {pieces:,} pieces"
 
 
-def _tokenizer_name(config: RunConfig, corpus: Corpus) -> str:
-    """Return the name of the tokenizer for the config ("auto" for proteins and nucleotides)."""
-    if os.path.isfile(config.tokenizer):
-        return os.path.abspath(config.tokenizer)
-    if corpus.kind == "text" and config.tokenizer == "auto":
-        return "bytes"
-    return config.tokenizer
-
-
 def split_data(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, dict[str, Part]]:
     """Split the data; return the parts, and a config with the way they were split."""
-    from graphattn.data import split_corpus
-
-    shares: dict[str, Any] = {"validation": config.validation, "test": config.test}
     by = config.split
     if by == "auto":
         is_one = corpus.kind == "text" or len(corpus) == 1
         by = "group" if config.group else "position" if is_one else "record"
-    shares |= {"group": config.group, "seed": config.split_seed}
+    options: dict[str, Any] = {"validation": config.validation, "test": config.test}
+    options |= {"group": config.group, "seed": config.split_seed}
     try:
-        return config.replace(split=by), split_corpus(corpus, by=by, **shares)
+        return config.replace(split=by), split_corpus(corpus, by=by, **options)
     except ValueError:
         if config.split != "auto" or by != "record" or corpus.kind != "nucleotide":
             raise
     # There are few long sequences, and each is too large to be set aside as a whole.
-    return config.replace(split="position"), split_corpus(corpus, by="position", **shares)
+    return config.replace(split="position"), split_corpus(corpus, by="position", **options)
 
 
 def _length(config: RunConfig, train: Part, of_image: int | None) -> RunConfig:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from graphattn.data import Tokenizer, load_tokenizer
 from graphattn.nn.files import pretrained
 from graphattn.train.objectives.objective import Objective
 from graphattn.train.objectives.registry import objective as make_objective
 from graphattn.train.runs import checkpoints
 from graphattn.train.runs.folder import Run, read_run
-
-if TYPE_CHECKING:
-    from graphattn.data import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Trained:
 
     Example:
         >>> import graphattn as ga
-        >>> found = ga.train.load_trained("runs/a")  # doctest: +SKIP
-        >>> found.model.generate(found.tokenizer.encode("To be"), 20)  # doctest: +SKIP
+        >>> trained = ga.train.load_trained("runs/a")  # doctest: +SKIP
+        >>> trained.model.generate(trained.tokenizer.encode("To be"), 20)  # doctest: +SKIP
     """
 
     run: Run
@@ -59,14 +57,12 @@ def load_trained(folder: str | os.PathLike[str]) -> Trained:
         >>> ga.train.load_trained("runs/a").model  # doctest: +SKIP
         CausalLM(...)
     """
-    from graphattn.data import load_tokenizer
-
     run = read_run(folder)
     config, path = run.config, run.path / "tokenizer.json"
     tokenizer = load_tokenizer(path) if path.is_file() else None
     if config.kind == "auto" and (tokenizer is None or config.objective == "auto"):
         raise ValueError(
-            f"folder must be that of a run of `graphattn train` or of ga.train.prepare, got "
+            "folder must be that of a run of `graphattn train` or of ga.train.prepare, got "
             f"{os.fspath(folder)!r}, which ga.train.fit trained on examples of its own: evaluate "
             "its model in code, with ga.train.evaluate_model(model, objective, examples)"
         )

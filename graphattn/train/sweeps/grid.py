@@ -45,11 +45,7 @@ def trials_of(mixers: Iterable[str], lrs: Iterable[float], seeds: int) -> list[T
 
 
 def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]:
-    """Return the names of mixers, each once; check that at least one takes each of the `options`.
-
-    Raises:
-        ValueError: if an argument is not allowed; the message names it and says what is allowed.
-    """
+    """Return the names of mixers, each once; each of the `options` must be one of at least one."""
     names = [each.strip() for each in mixers.split(",")] if isinstance(mixers, str) else [*mixers]
     if not names:
         raise ValueError("mixers must name at least one mixer, got none")
@@ -67,17 +63,8 @@ def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]
 def as_rates(lrs: str | float | Sequence[float]) -> list[float]:
     """Return learning rates in ascending order, each once.
 
-    Args:
-        lrs: numbers, or text: ``1e-4,3e-4``, or ``1e-4..5e-2:7`` for 7 values from 1e-4 to 5e-2,
-            including both ends, each the same multiple of the one before (rounded to 4 digits).
-
-    Raises:
-        ValueError: if an argument is not allowed; the message names it and says what is allowed.
-
-    Example:
-        >>> from graphattn.train.sweeps.grid import as_rates
-        >>> as_rates("1e-4..1e-2:3"), as_rates("1e-2..4e-2:3")
-        ([0.0001, 0.001, 0.01], [0.01, 0.02, 0.04])
+    They are numbers, or text: ``1e-4,3e-4``, or ``1e-4..5e-2:7`` for 7 values from 1e-4 to 5e-2,
+    including both ends, each the same multiple of the one before (rounded to 4 digits).
     """
     if isinstance(lrs, str):
         rates = [rate for part in lrs.split(",") for rate in _rates(part.strip())]
@@ -123,15 +110,15 @@ def _rates(part: str) -> list[float]:
         raise ValueError(
             f"lrs: a range must have at least 2 values, which are its ends, got {part!r}"
         )
-    differ = (
-        f"lrs: the values of a range must differ when rounded to {DIGITS} digits, got {part!r}: "
-        "use fewer values"
-    )
-    if count > 9 * 10 ** (DIGITS - 1) * (math.log10(last / first) + 1) + 2:
-        raise ValueError(differ)  # more values than there are numbers with this number of digits
-    ratio = math.log(last / first) / (count - 1)
-    inner = [float(f"{first * math.exp(ratio * k):.{DIGITS}g}") for k in range(1, count - 1)]
-    rates = [first, *inner, last]
-    if any(high <= low for low, high in itertools.pairwise(rates)):
-        raise ValueError(differ)
+    rates: list[float] = []
+    # A larger count is more than there are numbers with this number of digits.
+    if count <= 9 * 10 ** (DIGITS - 1) * (math.log10(last / first) + 1) + 2:
+        ratio = math.log(last / first) / (count - 1)
+        inner = [float(f"{first * math.exp(ratio * k):.{DIGITS}g}") for k in range(1, count - 1)]
+        rates = [first, *inner, last]
+    if not rates or any(high <= low for low, high in itertools.pairwise(rates)):
+        raise ValueError(
+            f"lrs: the values of a range must differ when rounded to {DIGITS} digits, got "
+            f"{part!r}: use fewer values"
+        )
     return rates

@@ -15,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from graphattn.train.runs.config import FREE, RunConfig
-from graphattn.train.runs.folder import Run, origin, read_run
+from graphattn.train.runs.folder import Run, differences, origin, read_run
 from graphattn.train.runs.records import Row, finite, replace_file, replace_text
 from graphattn.train.sweeps.grid import Trial
 from graphattn.train.sweeps.results import ORIGIN, RESULTS, outcome
@@ -40,11 +40,8 @@ class TrialQueue:
     A process adds and takes trials only while it has the lock of the folder: with SQLite alone, two
     processes could take the same trial, because reading and writing its state are two statements. A
     trial that is being trained has its own lock, which ends with its process. Killed processes are
-    detected by that lock on the same machine, and by Optuna's heartbeat on other machines.
-
-    Args:
-        folder: folder of the sweep.
-        grace: number of seconds without a heartbeat after which a process counts as killed.
+    detected by that lock on the same machine, and on other machines by Optuna's heartbeat, which
+    has stopped for `grace` seconds.
     """
 
     def __init__(self, folder: Path, grace: int) -> None:
@@ -74,8 +71,7 @@ class TrialQueue:
 
     @contextmanager
     def _as_damaged(self) -> Iterator[None]:
-        """Raise a ValueError if the storage cannot be read, or is missing although results
-        exist."""
+        """Raise a ValueError if the storage cannot be read, or is missing beside results."""
         from sqlalchemy.exc import SQLAlchemyError
 
         path, rows = self.folder / STORAGE, self.folder / ROWS
@@ -102,8 +98,7 @@ class TrialQueue:
         logging.set_verbosity(logging.CRITICAL)
         try:
             with warnings.catch_warnings():
-                kind = self.optuna.exceptions.ExperimentalWarning
-                warnings.simplefilter("ignore", kind)
+                warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
                 yield
         finally:
             logging.set_verbosity(level)
@@ -116,14 +111,14 @@ class TrialQueue:
             known = self._enqueue_left()
             for tries in known.values() if retry_failed else ():
                 if _status(tries) == "failed":
-                    self._enqueue(_identity(tries[-1]))
+                    self._enqueue(_trial_of(tries))
             for trial in trials:
                 if trial.name not in known:
-                    self._enqueue(vars(trial) | {NAMED: trial.name})
+                    self._enqueue(trial)
             self._write_rows()
 
-    def _enqueue(self, attributes: dict[str, Any]) -> None:
-        self.study.enqueue_trial({}, user_attrs=attributes)
+    def _enqueue(self, trial: Trial) -> None:
+        self.study.enqueue_trial({}, user_attrs=vars(trial) | {NAMED: trial.name})
 
     def _enqueue_left(self) -> dict[str, list[Any]]:
         """Enqueue again trials without a result and without a process; return all tries so far.
@@ -138,10 +133,9 @@ class TrialQueue:
             with self._without_logs():
                 self.optuna.storages.fail_stale_trials(self.study)
             tries_of = self._by_name()
-        left = [tries for tries in tries_of.values() if tries[-1].state == states.FAIL]
-        for tries in left:
-            if _status(tries) == "interrupted":
-                self._enqueue(_identity(tries[-1]))
+        for tries in tries_of.values():
+            if tries[-1].state == states.FAIL and _status(tries) == "interrupted":
+                self._enqueue(_trial_of(tries))
         return tries_of
 
     def _fail_if_dead(self, trial: Any) -> None:
@@ -208,8 +202,7 @@ class TrialQueue:
 
     def _train(self, trial: Any, train: Train) -> float:
         """Train a trial; Optuna calls this with the lock of the folder, which is released here."""
-        attributes = trial.user_attrs
-        combination = Trial(attributes["mixer"], attributes["lr"], attributes["seed"])
+        combination = _trial_of([trial])
         self.alone = self._lock_of(combination.name)
         with suppress(Timeout):
             self.alone.acquire(timeout=0)  # before other processes can check this lock
@@ -244,13 +237,7 @@ class TrialQueue:
 
     def rows(self) -> list[Row]:
         """Return a row per trial, in the order in which they were enqueued."""
-        return [
-            _row(
-                Trial(attributes["mixer"], attributes["lr"], attributes["seed"]), self._state(tries)
-            )
-            for tries in self._by_name().values()
-            for attributes in [tries[-1].user_attrs]
-        ]
+        return [_row(_trial_of(tries), self._state(tries)) for tries in self._by_name().values()]
 
     def _state(self, tries: list[Any]) -> Row:
         row: Row = {"status": _status(tries)}
@@ -282,10 +269,7 @@ class TrialQueue:
 
 
 def check_folder(folder: Path, shared: RunConfig) -> None:
-    """Check that a folder is new or contains this sweep.
-
-    Raises: ValueError: if it contains something else; the message names the differences.
-    """
+    """Check that a folder is new or contains this sweep."""
     # Check the config first: if another process makes the folder, it writes the config first.
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not (folder / SHARED).is_file():
@@ -298,11 +282,10 @@ def check_folder(folder: Path, shared: RunConfig) -> None:
     there, here = (config.as_dict() for config in (RunConfig.load(folder / SHARED), shared))
     names = [name for name in here if name not in OF_TRIALS and there[name] != here[name]]
     if names:
-        differences = [f"{name} was {there[name]!r}, is now {here[name]!r}" for name in names]
         raise ValueError(
             "out must be a new folder or that of a sweep with the same options, got "
-            f"{str(folder)!r}, whose options differ: {'; '.join(differences)}. Choose another "
-            "folder, or continue with the old options (you can add mixers, lrs and seeds)"
+            f"{str(folder)!r}, whose options differ: {differences(names, there, here)}. Choose "
+            "another folder, or continue with the old options (you can add mixers, lrs and seeds)"
         )
 
 
@@ -316,11 +299,7 @@ def open_folder(folder: Path, shared: RunConfig) -> None:
 
 
 def outcome_of(train: Train, config: RunConfig) -> Row:
-    """Train, and return the result.
-
-    Raises:
-        Interrupted: if the run was asked to stop.
-    """
+    """Train, and return the result; raise Interrupted if the run was asked to stop."""
     run = train(config)
     if run.status == "interrupted":
         raise Interrupted
@@ -329,8 +308,8 @@ def outcome_of(train: Train, config: RunConfig) -> Row:
     return outcome(run)
 
 
-def _identity(trial: Any) -> dict[str, Any]:
-    return {name: trial.user_attrs[name] for name in ("mixer", "lr", "seed", NAMED)}
+def _trial_of(tries: list[Any]) -> Trial:
+    return Trial(*(tries[-1].user_attrs[name] for name in ("mixer", "lr", "seed")))
 
 
 def _status(tries: list[Any]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -47,7 +47,7 @@ def run_sweep(
     processes: int = 1,
     grace: int = 60,
     retry_failed: bool = False,
-    train: Callable[[RunConfig], Run] | None = None,
+    train: Train | None = None,
     tell: Tell | None = None,
 ) -> list[Row]:
     """Train a model with every mixer at every learning rate, several times.
@@ -106,10 +106,16 @@ def run_sweep(
             "loss, got 0"
         )
     folder = Path(config.out)
-    shared = _with_whole_paths(config.replace(mixer=None, out="", seed=0))
+    given = {name: getattr(config, name) for name in ("data", "tokenizer", "model")}
+    # With absolute paths, the sweep can be continued from another working folder.
+    paths = {name: os.path.abspath(path) for name, path in given.items() if os.path.exists(path)}
+    shared = config.replace(mixer=None, out="", seed=0, **paths)
     check_folder(folder, shared)
-    if train is None:
-        _try_to_prepare(trials, shared, folder)
+    if train is None:  # check data and model before many trials fail because of them
+        for first in {trial.mixer: trial for trial in trials}.values():
+            of_trial = folder / "trials" / first.name
+            if not of_trial.exists():
+                prepare(first.config(shared, os.fspath(of_trial)))
     open_folder(folder, shared)
     return _run(folder, trials, processes, grace, retry_failed, train, tell)
 
@@ -120,7 +126,7 @@ def resume_sweep(
     processes: int = 1,
     grace: int = 60,
     retry_failed: bool = False,
-    train: Callable[[RunConfig], Run] | None = None,
+    train: Train | None = None,
     tell: Tell | None = None,
 ) -> list[Row]:
     """Continue the sweep in a folder, or help other processes that work on it.
@@ -165,10 +171,15 @@ def read_sweep(folder: str | os.PathLike[str]) -> list[Row]:
     """
     path = Path(folder)
     _check_is_sweep(path)
-    try:
+    with contextlib.suppress(ImportError):
         return TrialQueue(path, grace=60).rows()
-    except ImportError:  # results can be read without the packages for training
-        return _read_rows(path / ROWS)
+    rows = []  # results can be read without the packages for training
+    for number, line in enumerate((path / ROWS).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path / ROWS}, line {number}: is not valid JSON: {error}") from None
+    return rows
 
 
 def prepare_and_fit(config: RunConfig) -> Run:
@@ -209,34 +220,10 @@ def _check_is_sweep(path: Path) -> None:
         )
 
 
-def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """Make paths absolute, so that the sweep can be continued from another working folder."""
-    given = {name: getattr(config, name) for name in ("data", "tokenizer", "model")}
-    paths = {name: os.path.abspath(path) for name, path in given.items() if os.path.exists(path)}
-    return config.replace(**paths)
-
-
-def _try_to_prepare(trials: Sequence[Trial], config: RunConfig, folder: Path) -> None:
-    """Check data and model before many trials fail because of them."""
-    for first in {trial.mixer: trial for trial in trials}.values():
-        if not (folder / "trials" / first.name).exists():
-            prepare(first.config(config, os.fspath(folder / "trials" / first.name)))
-
-
-def _read_rows(path: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: is not valid JSON: {error}") from None
-    return rows
-
-
 # Processes.
 
 
-def _work_until_over(queue: TrialQueue, train: Callable[[RunConfig], Run], tell: Any) -> None:
+def _work_until_over(queue: TrialQueue, train: Train, tell: Tell | None) -> None:
     while True:
         row = queue.work(train)
         if row is not None:
@@ -291,7 +278,7 @@ def _end_with_parent() -> None:
 def _threads(processes: int) -> Any:
     """Limit each process to its share of the cores."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, math.floor(before / processes)))
+    torch.set_num_threads(max(1, before // processes))
     try:
         yield
     finally:

@@ -82,8 +82,7 @@ def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
             labels = ["1"] * atom_site.row_count
             if "label_seq_id" in atom_site:  # only polymers have it
                 labels = atom_site["label_seq_id"].as_array(str).tolist()
-            groups = ["HETATM" if label in (".", "?") else "ATOM" for label in labels]
-            atom_site["group_PDB"] = groups
+            atom_site["group_PDB"] = ["HETATM" if x in (".", "?") else "ATOM" for x in labels]
         for column, default in (("pdbx_PDB_ins_code", "?"), ("pdbx_PDB_model_num", "1")):
             if column not in atom_site:
                 atom_site[column] = [default] * atom_site.row_count
@@ -181,12 +180,7 @@ class _Quoted(str):
 
 
 def cif_blocks(path: str | os.PathLike[str], text: str) -> list[Tables]:
-    """Parse the data blocks of a file.
-
-    Raises:
-        FileFormatError: if a loop ends within a row, a name has no value, a value has no name, or a
-            text between semicolons does not end.
-    """
+    """Parse the data blocks of a file."""
     blocks: list[Tables] = [{}]
     columns: list[list[str]] = []  # of the loop, or of the one item, that is being read
     values: list[str] = []
@@ -208,9 +202,8 @@ def cif_blocks(path: str | os.PathLike[str], text: str) -> list[Tables]:
             values += words  # most lines are such rows
             continue
         for word in words:
-            if isinstance(word, _Quoted) or not (
-                word[0] == "_" or word.lower().startswith(_KEYWORDS)
-            ):
+            is_keyword = word.lower().startswith(("_", *_KEYWORDS))
+            if isinstance(word, _Quoted) or not is_keyword:
                 values.append(word)
             elif word[0] == "_":
                 if values or not in_loop:

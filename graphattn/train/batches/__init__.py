@@ -1,1 +1,0 @@
-"""Batches of training examples: order, collation, and calls of a model."""
