@@ -204,8 +204,8 @@ MUTATIONS = [
     Mutation(
         "nearest neighbours trust a tree to have left nobody out",
         "graphattn/graphs/search/kd_tree.py",
-        "some[last <= ",
-        "some[last < 0 * ",
+        "return rows[last <= ",
+        "return rows[last < 0 * ",
         (f"{EXACT_NEIGHBORS}::test_neighbours_are_those_of_float64[tree-lattice-3]",),
     ),
     Mutation(

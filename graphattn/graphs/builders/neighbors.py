@@ -20,7 +20,7 @@ from graphattn.graphs.search.distances import (
     squared_reach,
     with_rounding,
 )
-from graphattn.graphs.search.kd_tree import is_for_trees, pairs_by_tree
+from graphattn.graphs.search.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tree
 from graphattn.graphs.search.nearest_neighbors import nearest_in_items, nearest_index
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu.neighbors import edges_within, has_nearest, nearest
@@ -218,13 +218,20 @@ class _Ball(NamedTuple):
                 return [untraced(edges_within)(points, candidates, reach, *selves)]
             index = untraced(nearest)(points, candidates, min(max_neighbors, k), *selves, reach)
             return [edges_of_rows(index)]
-        if self.to_self and is_for_trees(points, points):
+        if max_neighbors is not None:
+            k = min(max_neighbors, k)
+            if is_for_trees(points, candidates, k):
+                by_tree = untraced(nearest_by_tree)(points, candidates, k, *selves, reach)
+                if by_tree is not None and not len(by_tree[1]):
+                    return [edges_of_rows(by_tree[0])]
+        elif self.to_self and is_for_trees(points, points):
             pairs = untraced(pairs_by_tree)(points, reach)
             if pairs is not None:
-                return [self._selected(*_both_ways(pairs, points, self.self_loops), points, 0)]
-        return self.edges_by_differences()
+                squared = exact_squared_distances(points, points, *pairs)
+                return [_sorted_both_ways(pairs[:, squared <= reach], points, self.self_loops)]
+        return self._edges_by_differences()
 
-    def edges_by_differences(self) -> list[Tensor]:
+    def _edges_by_differences(self) -> list[Tensor]:
         """List the edges from the distances of all pairs, a tile of rows at a time."""
         points, candidates, pieces = self.points, self.candidates, []
         largest = max(
@@ -234,35 +241,37 @@ class _Ball(NamedTuple):
         if largest > torch.finfo(points.dtype).max ** 0.5 / 2:  # rounded distances would overflow
             points, candidates = points.double(), candidates.double()
         limit = with_rounding(self.reach**0.5, points)
-        rows = max(1, TILE // len(candidates))
+        M = len(candidates)
+        rows = max(1, TILE // M)
         for start in range(0, len(points), rows):
             tile = points[start : start + rows]
             row, source = (rounded_distances(tile, candidates) <= limit).nonzero().T
-            pieces.append(self._selected(row, source, tile, start))
+            squared = exact_squared_distances(tile, candidates, row, source)
+            squared.masked_fill_(squared > self.reach, torch.inf)
+            if self.to_self:
+                place_self(squared, row + start == source, self.self_loops)
+            if self.max_neighbors is None:
+                inside = squared < torch.inf
+                pieces.append(torch.stack([source[inside], row[inside] + start]))
+            else:
+                k = min(self.max_neighbors, M)
+                index = nearest_pairs(row, source, squared, len(tile), k)
+                pieces.append(edges_of_rows(index, start))
         return pieces
 
-    def _selected(self, row: Tensor, source: Tensor, points: Tensor, start: int) -> Tensor:
-        """Select the edges [2, n] among sorted pairs of points, of which row 0 is `start`."""
-        squared = exact_squared_distances(points, self.candidates, row, source)
-        squared.masked_fill_(squared > self.reach, torch.inf)
-        if self.to_self:
-            place_self(squared, row + start == source, self.self_loops)
-        if self.max_neighbors is None:
-            inside = squared < torch.inf
-            return torch.stack([source[inside], row[inside] + start])
-        k = min(self.max_neighbors, len(self.candidates))
-        return edges_of_rows(nearest_pairs(row, source, squared, len(points), k), start)
 
-
-def _both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> tuple[Tensor, Tensor]:
-    """Return the targets and sources of both directions of pairs [2, P], sorted by both."""
+def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor:
+    """Return both directions of pairs [2, P] as edges [2, E], sorted by target, then source."""
     N = len(points)
     keys = [pairs[0] * N + pairs[1], pairs[1] * N + pairs[0]]
     if self_loops:
         keys.append(points.isfinite().all(dim=1).nonzero()[:, 0] * (N + 1))
-    key = torch.cat(keys).sort().values
+    key = torch.cat(keys)
+    if torch.iinfo(torch.int32).max >= N * N:  # int32 is sorted in half the time
+        key = key.int()
+    key = key.sort().values.long()
     target = key.div(N, rounding_mode="floor")
-    return target, key - target * N
+    return torch.stack([key - target * N, target])
 
 
 def _items(

@@ -89,8 +89,12 @@ class DistanceProducts:
     ) -> tuple[Tensor, Tensor] | None:
         """Select the pairs that may be among the k nearest, sorted; None if they are too many.
 
-        `to_itself` replaces s of a token with itself; it is None if targets and sources are
-        different tokens.
+        Args:
+            start: the first row.
+            count: the number of rows.
+            k: neighbours per row.
+            own: the value that replaces s of a token with itself; None if targets and sources are
+                different tokens.
         """
         M = len(self.columns)
         blocks = -(-M // self.BLOCK)

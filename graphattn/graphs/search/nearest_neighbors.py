@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int, as_points, as_sources
 from graphattn.graphs.search.distances import (
+    IN_ORDER,
     PAIRS,
     exact_squared_distances,
     nearest_by_pairs,
@@ -93,9 +94,7 @@ def nearest_index(
 ) -> Tensor:
     """Return only the indices of :func:`knn`: sources in order of distance, int64 [N, k]."""
     search = _checked(x, k, source, within, bool(self_loops))
-    if _takes_kernels(search, backend):
-        return untraced(_nearest_by_kernels)(search)
-    return _nearest_by_torch(search)
+    return _choose(search, backend).run(search)
 
 
 def nearest_in_items(
@@ -111,17 +110,23 @@ def nearest_in_items(
     `sizes` are the (targets, sources) of the items. If an item has fewer than k possible sources,
     its tokens get all of them, and -1 for the rest.
     """
-    k, sources = as_int("k", k, 1), as_sources(source, x, bool(self_loops))
+    k, sources = as_int("k", k, 1), x if source is None else source
     as_choice("backend", backend, NAMES)
     to_self = source is None
+    if self_loops and not to_self:
+        raise ValueError(
+            "self_loops must be False if source is given, because sources are then other tokens; "
+            "got self_loops=True"
+        )
     possible = [max(count - int(to_self and not self_loops), 0) for _, count in sizes]
     k = max(min(k, max(possible, default=0)), 1)
     if max(possible, default=0) > 0 and backend != "reference":
         parts = tuple(Complete(*pair) for pair in sizes)
         within = TokenGraph(structure=Parts(parts), device=x.device)
         search = _checked(x, k, source, within, bool(self_loops))
-        if _takes_kernels(search, backend):  # They search all items in one call.
-            return untraced(_nearest_by_kernels)(search)
+        chosen = _choose(search, backend)
+        if chosen.name == "triton":  # The kernels search all items in one call.
+            return chosen.run(search)
     index = torch.full((len(x), k), -1, dtype=torch.int64, device=x.device)
     t = s = 0
     for (num_targets, num_sources), most in zip(sizes, possible, strict=True):
@@ -170,15 +175,18 @@ def _checked(
     possible = max(len(sources) - int(to_self and not self_loops), 0)
     if k > possible:
         raise ValueError(f"k must be <= {possible}, the number of possible sources, got {k}")
-    graph = None
-    if within is not None:
-        try:
-            graph = as_token_graph(within, len(x), len(sources))
-        except ValueError as error:
-            raise ValueError(f"within must fit the tokens, but it does not: {error}") from None
-        if graph.device != x.device:
-            raise ValueError(f"within must be on the device of x, {x.device}, got {graph.device}")
+    graph = None if within is None else _candidate_graph(within, x, sources)
     return _Search((x, sources), k, graph, to_self, self_loops)
+
+
+def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) -> TokenGraph:
+    try:
+        graph = as_token_graph(within, len(x), len(sources))
+    except ValueError as error:
+        raise ValueError(f"within must fit the tokens, but it does not: {error}") from None
+    if graph.device != x.device:
+        raise ValueError(f"within must be on the device of x, {x.device}, got {graph.device}")
+    return graph
 
 
 def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
@@ -193,6 +201,11 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     if not differentiated and has_neighbors(x):
         row = torch.arange(N, device=index.device).repeat_interleave(k)
         return untraced(squared_distances)(x, sources, row, index.flatten()).view(N, k)
+    if not differentiated and not is_transformed() and x.shape[1] <= IN_ORDER:
+        squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)
+        row, slot = is_neighbor.nonzero().unbind(1)
+        squared[row, slot] = exact_squared_distances(x, sources, row, place[row, slot])
+        return squared
     step = max(1, PAIRS // max(k * x.shape[1], 1))
     pieces = [x.new_empty((0, k), dtype=torch.float64)]
     for i in range(0, N, step):
@@ -277,12 +290,41 @@ def _nearest_by_torch(search: _Search) -> Tensor:
     return index
 
 
-def _takes_kernels(search: _Search, backend: str) -> bool:
-    """Whether the fused kernels run a search; "auto" takes them on a GPU where they can."""
+class SearchBackend(NamedTuple):
+    """A row of the table of backends.
+
+    Attributes:
+        name: one of :data:`NAMES`.
+        run: runs a search.
+        why_not: returns the reason why the backend cannot run a search, or None if it can.
+        is_default: whether "auto" may take the backend for a search.
+    """
+
+    name: str
+    run: Callable[[_Search], Tensor]
+    why_not: Callable[[_Search], str | None] = lambda search: None
+    is_default: Callable[[_Search], bool] = lambda search: True
+
+
+BACKENDS = (  # fastest first
+    SearchBackend(
+        "triton",
+        lambda search: untraced(_nearest_by_kernels)(search),
+        why_not=_why_no_kernels,
+        is_default=lambda search: search.tokens[0].device.type == "cuda",
+    ),
+    SearchBackend("reference", _nearest_by_torch),
+)
+
+
+def _choose(search: _Search, backend: str) -> SearchBackend:
+    """Return the backend of this name, or for "auto" the first that can run the search."""
     as_choice("backend", backend, NAMES)
-    if backend == "reference" or (backend == "auto" and search.tokens[0].device.type != "cuda"):
-        return False
-    reason = _why_no_kernels(search)
-    if reason is not None and backend == "triton":
-        raise ValueError(f"backend 'triton' cannot run this case: {reason}")
-    return reason is None
+    for row in BACKENDS:
+        if backend == row.name or (backend == "auto" and row.is_default(search)):
+            reason = row.why_not(search)
+            if reason is None:
+                return row
+            if backend != "auto":
+                raise ValueError(f"backend {backend!r} cannot run this case: {reason}")
+    raise AssertionError(backend)  # "reference" can run every search

@@ -76,7 +76,7 @@ class EdgePiece(NamedTuple):
         assert places is not None
         x = x if len(x) == 1 else x[self.batch]
         x = x[:, places] if isinstance(places, slice) else x.index_select(1, places)
-        return x if self.counts is None else x.masked_fill(~self.counts[..., None, None], 0)
+        return self.clear(x)
 
     def add_to_edges(self, total: Tensor, values: Tensor) -> None:
         """Add values [b, n, 1 or G, features] to those of all edges; they are 0 for other pairs."""
