@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from graphattn.cli.options import option_parameter, unset, with_options
 from graphattn.cli.terminal import terminal
 from graphattn.cli.training.commands import evaluate, generate, report, sweep, train
 from graphattn.version import __version__
@@ -169,35 +170,29 @@ def embed(
     ],
     model: Annotated[
         Path | None,
-        typer.Option(
+        unset(
             file_okay=False,
             help="Folder of a saved model, which is a ProteinModel or a SequenceEncoder of "
             "proteins.",
-            show_default=False,
         ),
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(
+        unset(
             help="Instead of --model: a preset with random weights, for instance "
-            "protein-structure-1m.",
-            show_default=False,
+            "protein-structure-1m."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
+        unset(
             help="A .npz or .pt file, or a folder for one .npz file per protein. Default: the "
-            "name of FILE with -embeddings.npz, in the current folder.",
-            show_default=False,
+            "name of FILE with -embeddings.npz, in the current folder."
         ),
     ] = None,
     chains: Annotated[
         str | None,
-        typer.Option(
-            help="Names of the chains of a structure, separated by commas. Default: all chains.",
-            show_default=False,
-        ),
+        unset(help="Names of the chains of a structure, separated by commas. Default: all chains."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights of --preset.")] = 0,
     batch_size: Annotated[
@@ -250,35 +245,29 @@ def clusters(
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(
+        unset(
             help="Columns of the features of a table: names or numbers, separated by commas. "
-            "Default: all numeric columns.",
-            show_default=False,
+            "Default: all numeric columns."
         ),
     ] = None,
     per_class: Annotated[
         int | None,
-        typer.Option(
-            help="Number of rows per class of --labels, drawn at random. Default: all rows.",
-            show_default=False,
-        ),
+        unset(help="Number of rows per class of --labels, drawn at random. Default: all rows."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for drawing the rows of --per-class.")] = 0,
     size: Annotated[
         int | None,
-        typer.Option(
+        unset(
             help="Maximal side length of an image in tokens; larger images are averaged over "
-            "blocks of pixels. Default: 64.",
-            show_default=False,
+            "blocks of pixels. Default: 64."
         ),
     ] = None,
     global_tokens: Annotated[
         str | None,
-        typer.Option(
+        unset(
             help="Global tokens of longformer: numbers or first, middle, last, separated by "
             "commas (-1 is the last). Default: the middle of an image, the first row of a "
-            "table.",
-            show_default=False,
+            "table."
         ),
     ] = None,
     max_pixels: Annotated[
@@ -313,7 +302,32 @@ def clusters(
     )
 
 
+GRAPH_SIZES: dict[str, tuple[type, str]] = {
+    "tokens": (int, "Number of tokens."),
+    "window": (int, "Number of tokens on each side; for causal-window, the number of keys."),
+    "self_loops": (bool, "Whether a token sees itself."),
+    "block_size": (int, "Number of tokens per block; on a grid, along each axis."),
+    "shift": (int, "Shift of the borders of the blocks, in tokens."),
+    "dilation": (int, "Distance between neighbouring hops, in tokens."),
+    "global_tokens": (int, "Number of tokens that see all tokens and are seen by all."),
+    "random": (int, "Number of random sources of every token."),
+    "seed": (int, "Seed of the random sources."),
+    "height": (int, "Height of the image or volume, in tokens."),
+    "width": (int, "Width of the image or volume, in tokens."),
+    "radius": (int, "Radius of the window on the image or volume, in tokens."),
+    "metric": (str, "Distance on the grid: chebyshev or manhattan."),
+    "class_token": (bool, "Add a token before the image that sees all and is seen by all."),
+    "depth": (int, "Depth of the volume, in tokens."),
+    "causal": (bool, "On a grid: no token sees later tokens along any axis."),
+    "border": (str, "At the border of a grid: cut windows, or shift them inside."),
+}
+
+
 @app.command()
+@with_options(
+    "sizes",
+    [option_parameter(name, kind, unset(help=text)) for name, (kind, text) in GRAPH_SIZES.items()],
+)
 def graph(
     kind: Annotated[
         str | None,
@@ -324,92 +338,10 @@ def graph(
             show_default=False,
         ),
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Number of tokens.", show_default=False)
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of tokens on each side; for causal-window, the number of keys.",
-            show_default=False,
-        ),
-    ] = None,
-    self_loops: Annotated[
-        bool | None, typer.Option(help="Whether a token sees itself.", show_default=False)
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of tokens per block; on a grid, along each axis.", show_default=False
-        ),
-    ] = None,
-    shift: Annotated[
-        int | None,
-        typer.Option(help="Shift of the borders of the blocks, in tokens.", show_default=False),
-    ] = None,
-    dilation: Annotated[
-        int | None,
-        typer.Option(help="Distance between neighbouring hops, in tokens.", show_default=False),
-    ] = None,
-    global_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of tokens that see all tokens and are seen by all.", show_default=False
-        ),
-    ] = None,
-    random: Annotated[
-        int | None,
-        typer.Option(help="Number of random sources of every token.", show_default=False),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the random sources.", show_default=False)
-    ] = None,
-    height: Annotated[
-        int | None,
-        typer.Option(help="Height of the image or volume, in tokens.", show_default=False),
-    ] = None,
-    width: Annotated[
-        int | None,
-        typer.Option(help="Width of the image or volume, in tokens.", show_default=False),
-    ] = None,
-    radius: Annotated[
-        int | None,
-        typer.Option(
-            help="Radius of the window on the image or volume, in tokens.", show_default=False
-        ),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(help="Distance on the grid: chebyshev or manhattan.", show_default=False),
-    ] = None,
-    class_token: Annotated[
-        bool | None,
-        typer.Option(
-            help="Add a token before the image that sees all and is seen by all.",
-            show_default=False,
-        ),
-    ] = None,
-    depth: Annotated[
-        int | None, typer.Option(help="Depth of the volume, in tokens.", show_default=False)
-    ] = None,
-    causal: Annotated[
-        bool | None,
-        typer.Option(
-            help="On a grid: no token sees later tokens along any axis.", show_default=False
-        ),
-    ] = None,
-    border: Annotated[
-        str | None,
-        typer.Option(
-            help="At the border of a grid: cut windows, or shift them inside.", show_default=False
-        ),
-    ] = None,
+    sizes: Any = None,
     step_size: Annotated[
         float | None,
-        typer.Option(
-            help="Step size of consensus. Default: the largest with which no mode changes sign.",
-            show_default=False,
-        ),
+        unset(help="Step size of consensus. Default: the largest with which no mode changes sign."),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -421,25 +353,8 @@ def graph(
     """Print facts about a token graph (sizes, reach, spectrum, memory), and draw it."""
     from graphattn.cli.graph import run_graph
 
-    sizes = {
-        "num_tokens": tokens,
-        "window": window,
-        "self_loops": self_loops,
-        "block_size": block_size,
-        "shift": shift,
-        "dilation": dilation,
-        "global_tokens": global_tokens,
-        "num_random": random,
-        "seed": seed,
-        "height": height,
-        "width": width,
-        "radius": radius,
-        "metric": metric,
-        "class_token": class_token,
-        "depth": depth,
-        "causal": causal,
-        "border": border,
-    }
+    names = {"tokens": "num_tokens", "random": "num_random"}  # of the builders
+    sizes = {names.get(name, name): size for name, size in sizes.items()}
     run_graph(kind, sizes, step_size, plot, html, json, terminal())
 
 
@@ -454,11 +369,10 @@ def models(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
+        unset(
             min=1,
             help="Length of the sequence for which the graphs of the layers are shown. Default: "
             "512.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from graphattn.cli.options import unset
 from graphattn.cli.terminal import terminal
 from graphattn.cli.training.run_options import with_run_options
 
@@ -21,14 +22,11 @@ def train(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="The same file as CONFIG, given as an option.", show_default=False),
+        unset(help="The same file as CONFIG, given as an option."),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            help="Continue the run in this folder; --steps may be larger than before.",
-            show_default=False,
-        ),
+        unset(help="Continue the run in this folder; --steps may be larger than before."),
     ] = None,
     *,
     options: dict[str, Any],
@@ -53,10 +51,9 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
     data: Annotated[
         str | None,
-        typer.Option(
+        unset(
             help="Another file or folder, which is used completely. Default: a part of the data "
-            "of the run.",
-            show_default=False,
+            "of the run."
         ),
     ] = None,
     split: Annotated[
@@ -72,17 +69,14 @@ def evaluate(
     ] = 512,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Number of tokens per batch. Default: as in training.", show_default=False
-        ),
+        unset(min=1, help="Number of tokens per batch. Default: as in training."),
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(
+        unset(
             min=1,
             help="Largest number of tokens that the model reads together. Default: whole "
             "structures; for other data, the length of the run.",
-            show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of masks and noise.")] = 0,
@@ -112,16 +106,11 @@ def generate(
     ] = 1.0,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Draw from this number of most likely tokens.", show_default=False
-        ),
+        unset(min=1, help="Draw from this number of most likely tokens."),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            help="Draw from the smallest set of most likely tokens with this probability.",
-            show_default=False,
-        ),
+        unset(help="Draw from the smallest set of most likely tokens with this probability."),
     ] = None,
     seed: Annotated[
         int,
@@ -133,20 +122,17 @@ def generate(
     ] = 0,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Number of steps for masked and diffusion models. Default: one per token.",
-            show_default=False,
+        unset(
+            min=1, help="Number of steps for masked and diffusion models. Default: one per token."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
     method: Annotated[
         str | None,
-        typer.Option(
+        unset(
             help="Method for masked and diffusion models: ancestral, tweedie or "
             "top-probability. Default: ancestral for diffusion, top-probability for masked "
-            "models.",
-            show_default=False,
+            "models."
         ),
     ] = None,
 ) -> None:
@@ -177,10 +163,8 @@ def sweep(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Number of training runs per combination, with different seeds. Default: 1.",
-            show_default=False,
+        unset(
+            min=1, help="Number of training runs per combination, with different seeds. Default: 1."
         ),
     ] = None,
     out: Annotated[
@@ -256,16 +240,13 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
+        unset(
             dir_okay=False,
             help="The HTML file to write; an older one is replaced. Default: report.html in the "
             "folder, or in the current folder if there are several.",
-            show_default=False,
         ),
     ] = None,
-    title: Annotated[
-        str | None, typer.Option(help="Title of the page.", show_default=False)
-    ] = None,
+    title: Annotated[str | None, unset(help="Title of the page.")] = None,
     certify: Annotated[
         bool,
         typer.Option(

@@ -6,10 +6,9 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-import typer
-
+from graphattn.cli.options import option_parameter, unset, with_options
 from graphattn.train.runs.config import RunConfig
 
 
@@ -23,26 +22,7 @@ def with_run_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[
         panel = field.metadata.get("panel", panel)
         if field.name not in left_out:
             run_options.append(_parameter(field, panel))
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        own_options = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            if parameter.name != "options"
-        ]
-        parameters = [*own_options, *run_options]
-
-        def call(**values: Any) -> Any:
-            texts = {option.name: values.pop(option.name) for option in run_options}
-            given = {name: value for name, value in texts.items() if value is not None}
-            return command(**values, options=given)
-
-        call.__name__, call.__doc__ = command.__name__, command.__doc__
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {each.name: each.annotation for each in parameters}
-        return call
-
-    return add
+    return with_options("options", run_options)
 
 
 def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
@@ -80,19 +60,13 @@ def _parameter(field: dataclasses.Field[Any], panel: str) -> inspect.Parameter:
     help_text = help_text[:1].upper() + help_text[1:]
     if field.default not in ("", None, dataclasses.MISSING):
         help_text += f" [default: {field.default}]"
-    option = typer.Option(
+    option = unset(
         f"{name}/--no-{name[2:]}" if kind is bool else name,
         metavar=metavar,
-        show_default=False,
         help=help_text.replace("[", r"\["),
         rich_help_panel=panel,
     )
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
+    return option_parameter(field.name, kind, option)
 
 
 _METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
