@@ -1304,7 +1304,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the demo judges by what it learnt from",
-        "graphattn/cli/demo/split.py",
+        "graphattn/cli/demo/pieces.py",
         "return Split(training, choosing, held_out)",
         "return Split(training + held_out, choosing, held_out)",
         (f"{DEMO}::test_records_that_are_copies_stand_on_one_side",),

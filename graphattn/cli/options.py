@@ -1,41 +1,48 @@
-"""Options of commands: those without a default, and those that come from a table."""
+"""Arguments and options of commands, one call each; a command gets their values by name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, get_origin
 
 import typer
 
-unset = partial(typer.Option, show_default=False)  # an option that has no default to be shown
+Command = Callable[..., Any]
 
 
-def option_parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """Return the parameter of a command for an option of this type."""
-    annotation = Annotated[kind | None, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
+def argument(name: str, kind: Any, text: str, *, required: bool = False, **more: Any) -> Any:
+    """Return a positional argument; it is None if it is not given."""
+    return _parameter(name, kind, typer.Argument(help=text, **more), required=required)
 
 
-def with_options(
-    replaced: str, options: Sequence[inspect.Parameter]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command `options` in place of a parameter, which gets a dict of the given ones."""
+def option(name: str, value: Any, text: str, *declarations: str, **more: Any) -> Any:
+    """Return an option with the default `value`, or of the type `value` and None if not given."""
+    if _is_type(value):
+        more.setdefault("show_default", False)
+    return _parameter(name, value, typer.Option(*declarations, help=text, **more))
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        parameters: list[inspect.Parameter] = []
-        for parameter in inspect.signature(command, eval_str=True).parameters.values():
-            is_replaced = parameter.name == replaced
-            keyword = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            parameters += options if is_replaced else [keyword]
 
+def _is_type(value: Any) -> bool:
+    return isinstance(value, type) or get_origin(value) is not None
+
+
+def _parameter(name: str, value: Any, described: Any, *, required: bool = False) -> Any:
+    kind, default = (value, None) if _is_type(value) else (type(value), value)
+    if required:
+        default = inspect.Parameter.empty
+    elif default is None:
+        kind = kind | None
+    keyword, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[kind, described]
+    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
+
+
+def with_options(*parameters: inspect.Parameter) -> Callable[[Command], Command]:
+    """Give a command these parameters, and it their values as keyword arguments."""
+
+    def add(command: Command) -> Command:
         def call(**values: Any) -> Any:
-            all_values = {option.name: values.pop(option.name) for option in options}
-            given = {name: value for name, value in all_values.items() if value is not None}
-            return command(**values, **{replaced: given})
+            return command(**values)
 
         call.__name__, call.__doc__ = command.__name__, command.__doc__
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 import types
@@ -273,6 +272,7 @@ def test_what_fails_and_what_is_not_installed_is_listed(monkeypatch, tmp_path):
     results, output = measured(tmp_path, "window")
     assert "missing: window, index_add: out of everything" in output
     assert "missing: window, torch-scatter: torch_scatter is not installed" in output
+    assert output.index("missing:") < output.index("Targets")
     timed = {row.contender for row in results.rows}
     rivals = [set(target.over) for target in targets_on(CASES["window"], "cpu") if target.over]
     assert output.count("not measured") == sum(not over & timed for over in rivals) > 0
@@ -288,28 +288,22 @@ def test_what_would_not_fit_is_not_tried(monkeypatch):
 
 
 def test_a_case_that_a_layer_cannot_run_yet_is_one_line(monkeypatch):
-    case = CASES["streaming"]
-
     def make(*_):
         raise MISSING("not available yet: no step()")
 
-    monkeypatch.setattr(bench, "CASES", [replace(case, make=make)])
-    result = run("streaming")
-    assert result.exit_code == 0
-    assert result.output.count("missing: streaming: not available yet: no step()") == 1
-    assert result.output.count("not measured") == len(targets_on(case, "cpu"))
+    case = replace(CASES["streaming"], make=make)
+    monkeypatch.setattr(bench, "CASES", [case])
+    output = run("streaming").output
+    assert output.count("missing: streaming: not available yet: no step()") == 1
+    assert output.count("not measured") == len(targets_on(case, "cpu"))
 
 
 def test_an_older_record_stands_beside_the_new_numbers(tmp_path):
-    file = tmp_path / "old.json"
-    assert run("knn", "--json", file).exit_code == 0
-    rows = json.loads(file.read_text())
-    for row in rows["rows"]:
-        row["ratio"] = 77.0
-    file.write_text(json.dumps(rows))
-    output = run("knn", "--compare", file).output
-    table = output.split("Ratios, compared with")[1]
-    assert table.count("77.00x") == len(rows["rows"])
+    results, _ = measured(tmp_path, "knn")
+    rows = [replace(row, ratio=77.0) for row in results.rows]
+    replace(results, rows=rows).write(tmp_path / "rows.json")
+    table = run("knn", "--compare", tmp_path / "rows.json").output.split("Ratios, compared with")[1]
+    assert table.count("77.00x") == len(rows)
     assert "1.00x" in table
 
 
@@ -458,24 +452,11 @@ def test_the_targets_of_a_gpu_are_those_of_the_design():
     )
 
 
-def test_a_gpu_has_sizes_of_its_own():
-    by_name = {case.name: case for case in cases.CASES}
-    sizes = {name: case.size("paper", "cuda") for name, case in by_name.items()}
-    assert sizes["gka"] == {"batch": 16, "tokens": 4096, "heads": 16, "features": 64}
-    assert (sizes["causal-window"]["tokens"], sizes["causal-window"]["window"]) == (65536, 256)
-    assert sizes["window"] == by_name["window"].size("paper", "cpu")  # where nothing else is said
-    assert (sizes["knn"]["tokens"], sizes["knn"]["features"], sizes["knn"]["k"]) == (65536, 64, 16)
-    assert (sizes["knn-graph"]["tokens"], sizes["knn-graph"]["k"]) == (65536, 16)
-    assert (sizes["longformer"]["tokens"], sizes["longformer"]["window"]) == (65536, 256)
-    assert (sizes["krause"]["window"], sizes["krause"]["top_k"]) == (256, 192)
-    assert sizes["consensus"] == sizes["consensus-layer"] == {
-        "batch": 64, "tokens": 1024, "window": 2, "dim": 768, "heads": 12, "edge_hidden": 256,
-        "rank": 4,
-    }  # fmt: skip
-    assert sizes["streaming"]["window"] == sizes["streaming-krause"]["window"] == 256
-    assert sizes["gka"] != by_name["gka"].size("paper", "cpu")
-    assert [sizes[name]["images"] for name in MODELS] == [256, 256, 128]
-    assert all(sizes[name]["pixels"] == 224 for name in MODELS)
+def test_a_gpu_has_sizes_of_its_own_or_those_of_a_cpu():
+    gka, window = (next(c for c in cases.CASES if c.name == name) for name in ("gka", "window"))
+    assert gka.size("paper", "cuda") == {"batch": 16, "tokens": 4096, "heads": 16, "features": 64}
+    assert gka.size("paper", "cuda") != gka.size("paper", "cpu")
+    assert window.size("paper", "cuda") == window.size("paper", "cpu")
 
 
 def test_a_share_of_the_bound_is_judged_and_shown_in_percent():
@@ -502,9 +483,9 @@ def test_scaling_stands_for_the_cases_of_many_lengths_and_fits_their_slopes(tmp_
 
 
 def test_a_slope_is_the_exponent():
+    (row,) = rows_of(graphattn=1.0)[0].values()
     rows = [
-        record.Row("c", "forward", f"{n}", {"tokens": n}, 3e-6 * n**1.5, 0.0, 3, None, n, None, 0.0)
-        for n in (1000, 2000, 8000)
+        replace(row, size={"tokens": n}, median=3e-6 * n**1.5, peak=n) for n in (1000, 2000, 8000)
     ]
     assert runner.slopes(rows[:2]) == []
     exponents = {slope.quantity: slope.exponent for slope in runner.slopes(rows)}
@@ -587,12 +568,6 @@ def test_a_run_of_another_machine_or_size_is_not_continued(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.json cannot be continued: its size is paper"):
         record.resumed(path, now)
     assert record.resumed(tmp_path / "new.json", now).rows == []
-
-
-@pytest.mark.long
-def test_the_table_of_targets_comes_last():
-    lines = run("window").output
-    assert lines.index("missing:") < lines.index("Targets")
 
 
 # The figure.

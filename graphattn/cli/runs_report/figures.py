@@ -11,7 +11,7 @@ from graphattn.cli.report import Figure
 from graphattn.cli.runs_report.reading import RunFiles
 from graphattn.cli.runs_report.words import is_number, number
 from graphattn.plot.drawing.style import page_figure
-from graphattn.plot.training.runs import LAYER_MEASURES
+from graphattn.plot.runs import LAYER_MEASURES
 from graphattn.train.runs.records import Row
 
 WHAT_LAYERS_SAY = {
@@ -40,7 +40,6 @@ def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figur
 
 
 def curves_of(files: RunFiles, reference: Mapping[str, float]) -> list[Figure]:
-    """Draw loss and learning rate of a run, and other numbers of its evaluations."""
     run, pictures = files.run, []
     if _has(run.rows, "loss"):
         caption = "The mean per guess since the point before"
@@ -81,7 +80,6 @@ def curves_of(files: RunFiles, reference: Mapping[str, float]) -> list[Figure]:
 
 
 def layers_of(files: RunFiles) -> list[Figure]:
-    """Draw a figure for every number that layers have."""
     run, pictures = files.run, []
     for measure, label in LAYER_MEASURES.items():
         layers = [layer for row in run.layers for layer in (row.get("layers") or {}).values()]
@@ -101,7 +99,6 @@ def layers_of(files: RunFiles) -> list[Figure]:
 
 
 def reliability(name: str, bins: list[Row], error: Any) -> Figure:
-    """Draw the reliability diagram of an evaluation."""
     ece = f" The expected calibration error is {number(error)}." if is_number(error) else ""
     return drawn(
         f"Calibration ({name})" if name else "Calibration",
@@ -115,7 +112,6 @@ def reliability(name: str, bins: list[Row], error: Any) -> Figure:
 
 
 def comparison(runs: list[RunFiles]) -> list[Figure]:
-    """Draw the losses of several runs in one figure."""
     known = {files.name: files.run for files in runs if _has(files.run.rows, "loss")}
     if len(known) < 2:
         return []

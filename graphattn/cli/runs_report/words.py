@@ -96,6 +96,5 @@ def status(files: RunFiles) -> str:
 
 
 def best_row(files: RunFiles) -> dict[str, Any] | None:
-    """Return the evaluation with the lowest loss."""
     known = [row for row in files.run.evaluations if is_number(row.get("loss"))]
     return min(known, key=lambda row: row["loss"], default=None)
