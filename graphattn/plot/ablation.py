@@ -53,8 +53,10 @@ def attention_ablation(
     change = torch.stack([getattr(spectra[name], measure) - whole for name in blocks])
     ax = axes_or_new(ax, 1.8 + 0.4 * change.shape[1], 1.2 + 0.3 * len(blocks))
     limit = float(change.abs().nan_to_num().max()) or 1.0
-    scale = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "interpolation": "nearest"}
-    image = ax.imshow(change.numpy(), aspect="auto", **scale)
+    image = ax.imshow(
+        change.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto",
+        interpolation="nearest",
+    )  # fmt: skip
     label = "dimensions" if measure == "participation_ratio" else "leading share"
     colour_bar(image, f"change of {label}")
     ax.set_yticks(range(len(blocks)), [str(i + 1) for i in range(len(blocks))])

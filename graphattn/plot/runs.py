@@ -102,9 +102,10 @@ def training_curves(
     for name, splits in curves.items() if measure == "loss" else ():
         if _has_diverged(named[name]) and (points := splits["train"] or splits["validation"]):
             step, last = points[-1]
-            cross = {"color": "#b00020", "markersize": 9, "markeredgewidth": 2, "clip_on": False}
-            label = "diverged" if alone else "_"
-            ax.plot(step, min(last, top), "x", label=label, zorder=4, **cross)
+            ax.plot(
+                step, min(last, top), "x", color="#b00020", markersize=9, markeredgewidth=2,
+                clip_on=False, zorder=4, label="diverged" if alone else "_",
+            )  # fmt: skip
     _label(ax, measure.replace("_", " "))
     return ax
 
@@ -235,8 +236,10 @@ def reliability_diagram(
         *((row["from"], row["to"] - row["from"], row["count"] / total, row["confidence"],
            row["accuracy"]) for row in rows), strict=True,
     )  # fmt: skip
-    bars = {"align": "edge", "color": "#dddddd", "edgecolor": "white", "label": "share of guesses"}
-    ax.bar(edges, shares, widths, **bars)
+    ax.bar(
+        edges, shares, widths, align="edge", color="#dddddd", edgecolor="white",
+        label="share of guesses",
+    )  # fmt: skip
     ax.plot([0, 1], [0, 1], color="#777777", linewidth=1, linestyle=(0, (4, 3)), label="as it says")
     line: dict[str, Any] = {"color": COLOURS[0], "markersize": 4, "linewidth": 1.4}
     ax.plot(confidence, accuracy, "o-", label="model", **line)

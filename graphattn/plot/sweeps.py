@@ -53,9 +53,12 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
         trials = [row for row in done if row["mixer"] == summary.mixer]
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
-        by_rate, line = losses_by_rate(trials), {"linewidth": 1.6, "markersize": 3.5}
+        by_rate = losses_by_rate(trials)
         means = [statistics.fmean(x) if x else math.nan for x in by_rate.values()]
-        ax.plot(list(by_rate), means, marker=marker, color=colour, label=summary.mixer, **line)
+        ax.plot(
+            list(by_rate), means, linewidth=1.6, marker=marker, markersize=3.5,
+            color=colour, label=summary.mixer,
+        )  # fmt: skip
         if len(points) > len(by_rate):
             rates, losses = zip(*points, strict=True)
             ax.scatter(rates, losses, s=9, alpha=0.45, linewidths=0, color=colour, marker=marker)

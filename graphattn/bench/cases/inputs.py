@@ -187,8 +187,8 @@ def consensus_inputs(size: Size, device: torch.device, dtype: torch.dtype) -> Co
     D = size["dim"] // H
     shapes = [(H, xi), (H,), (H, xi), (H,), (H, r, D, xi), (H, r, D)]
     network = ga.EdgeNetworkParameters(*(random(*shape, scale=xi**-0.5) for shape in shapes))
-    state, *hidden = random(B, N, H, D), random(B, N, H, xi), random(B, N, H, xi)
-    return ConsensusTensors(state, *hidden, network, graph.to(device))
+    state, target, source = random(B, N, H, D), random(B, N, H, xi), random(B, N, H, xi)
+    return ConsensusTensors(state, target, source, network, graph.to(device))
 
 
 def layer_inputs(

@@ -126,9 +126,11 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
             torch.manual_seed(0)
             model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
         # `capturable` stores the number of steps on the GPU, so the host need not wait.
-        options = {"lr": LEARNING_RATE, "fused": True, "capturable": device.type == "cuda"}
-        parameters = model.to(device, dtype).parameters()
-        return VisionTraining(model, torch.optim.AdamW(parameters, **options))
+        optimizer = torch.optim.AdamW(
+            model.to(device, dtype).parameters(), lr=LEARNING_RATE, fused=True,
+            capturable=device.type == "cuda",
+        )  # fmt: skip
+        return VisionTraining(model, optimizer)
 
     models = {mixer: trained(mixer) for mixer in ("dot", "gka")}
     return VisionInputs(images.to(device, dtype), labels.to(device), models)

@@ -154,9 +154,10 @@ def _energy(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measur
         graph,
     )
     source, target = graph.edge_index
-    energies = []
-    for u in (seen["source_proj"], seen["before output_proj"]):
+
+    def energy(u: Tensor) -> float:
         v = seen.get("context_proj", u)
         d = (u[..., target, :] - v[..., source, :]).unflatten(-1, (layer.heads, -1))
-        energies.append(float(0.5 * torch.einsum("...i,...ij,...j->", d, R, d)))
-    return "energy", *energies
+        return float(0.5 * torch.einsum("...i,...ij,...j->", d, R, d))
+
+    return "energy", energy(seen["source_proj"]), energy(seen["before output_proj"])

@@ -27,7 +27,8 @@ def run_report(
     check_output("--out", path, (".html",))
     lines = [f"{run.name}: {run_page.opening(run)}" for run in runs]
     lines += [f"{sweep.name}: {sweep_page.opening(sweep)}" for sweep in sweeps]
-    lines += [f"{files.name}: {line}" for files in (*runs, *sweeps) for line in files.missing]
+    folders_read: list[RunFiles | SweepFiles] = [*runs, *sweeps]
+    lines += [f"{files.name}: {line}" for files in folders_read for line in files.missing]
     for line in lines:
         console.print(line, markup=False, highlight=False)
     with console.status("drawing, and certifying layers" if certify else "drawing"):

@@ -225,5 +225,5 @@ def _read_sweep(path: Path, name: str) -> SweepFiles:
 
 
 def _is_trial(row: Row) -> bool:
-    kinds = {"mixer": str, "lr": (int, float), "status": str}
-    return all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+    named = all(isinstance(row.get(name), str) for name in ("mixer", "status"))
+    return named and isinstance(row.get("lr"), (int, float))

@@ -109,8 +109,8 @@ def _evaluation(name: str, row: Mapping[str, Any]) -> Evaluation:
     if is_number(calibration.get("error")):
         numbers["calibration_error"] = calibration["error"]
     guesses = {guess: row[key] for key, guess in GUESSES.items() if is_number(row.get(key))}
-    has_bins = isinstance(bins, list) and _are_bins(bins)
-    return Evaluation(name, numbers, guesses, bins if has_bins else [])
+    drawn = bins if isinstance(bins, list) and _are_bins(bins) else []
+    return Evaluation(name, numbers, guesses, drawn)
 
 
 def _are_bins(rows: list[Any]) -> bool:

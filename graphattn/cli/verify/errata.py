@@ -86,8 +86,8 @@ def limit_of_equation_12() -> Exhibit:
         "(1/N) 1ᵀ1 u as printed": float(printed[0]),
         "(1/N) 1 1ᵀ u": float(right[0]),
     }
-    errors = (float(np.abs(stated - limit).max()) for stated in (printed, right))
-    return Exhibit(*errors, numbers)
+    wrong, error = (float(np.abs(stated - limit).max()) for stated in (printed, right))
+    return Exhibit(wrong, error, numbers)
 
 
 @erratum("Eq. 24", "L_sym v = 0 for v = (1_d, 0, …, 0)", "for v = 1_N ⊗ e_k, one per coordinate")
