@@ -20,6 +20,12 @@ def plain_table(title: str) -> Table:
     )
 
 
+def number_columns(table: Table, *names: str) -> None:
+    """Add columns of numbers, which stand at the right edge and are never broken into lines."""
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
 def short(number: float) -> str:
     """Three digits, and no exponent where commas are shorter."""
     return f"{number:,.0f}" if 100 <= number < 1e6 else f"{number:.3g}"

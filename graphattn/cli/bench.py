@@ -16,37 +16,32 @@ from graphattn.bench.measuring.runner import SECONDS, Runner, measure_all
 from graphattn.bench.models.mixers import MIXERS
 from graphattn.bench.reporting import record, tables
 from graphattn.bench.reporting.record import Record, Row
+from graphattn.cli.outputs import check_output
 from graphattn.graphs.arguments import as_choice
 from graphattn.near_names import did_you_mean
 
 
 def run_bench(
-    names: list[str],
+    cases: list[str] | None,
     device: str,
     size: str,
     json: Path | None,
+    resume: bool,
     compare: Path | None,
     plot: Path | None,
     console: Console,
-    *,
-    resume: bool = False,
 ) -> None:
     """Measure the named cases (all if none), and write, draw and compare the results.
 
     With `resume`, cases are left out that the file `json` has from an interrupted run.
     """
-    cases = chosen(names)
+    to_measure = chosen(cases or [])
     as_choice("size", size, tuple(SECONDS))
     as_choice("device", device, ("cpu", "cuda"))
     older = None if compare is None else record.read(compare)
-    for option, path in (("--json", json), ("--plot", plot)):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(
-                f"{option} must be a file in an existing folder, but there is no folder "
-                f"{path.parent}"
-            )
+    check_output("--json", json)
+    check_output("--plot", plot, (".png", ".svg", ".pdf"))
     if plot is not None:
-        as_choice("--plot: the ending", plot.suffix, (".png", ".svg", ".pdf"))
         from graphattn.bench.reporting import figure
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
@@ -67,7 +62,7 @@ def run_bench(
         console.print()
         console.print(tables.case_table(case, rows, results.slopes, size, device))
 
-    measure_all(cases, runner, json, show)
+    measure_all(to_measure, runner, json, show)
     for line in results.missing:
         console.print(f"missing: {line}", highlight=False, markup=False)
     if older is not None:

@@ -1,5 +1,4 @@
-"""`graphattn embed`: compute the features of every residue of a file of proteins, and their
-means."""
+"""`graphattn embed`: compute the features of every residue of a file, and their means."""
 
 from __future__ import annotations
 
@@ -33,12 +32,10 @@ from graphattn.data import (
 )
 from graphattn.data.files import STRUCTURE_FORMATS
 from graphattn.near_names import did_you_mean
-from graphattn.plain_tables import plain_table
+from graphattn.plain_tables import number_columns, plain_table
 
 LETTERS = ProteinTokenizer().vocab_size
-MOST_OTHER_TOKENS = (
-    12  # tokens of a protein model besides the letters; ESM's alphabet has 33 tokens
-)
+MOST_OTHER_TOKENS = 12  # of a protein model besides the letters; ESM's alphabet has 33 tokens
 SHOWN = 10  # rows of the table
 
 
@@ -56,7 +53,7 @@ class Protein:
 
 def run_embed(
     file: Path,
-    model_folder: Path | None,
+    model: Path | None,
     preset: str | None,
     out: Path | None,
     chains: str | None,
@@ -71,20 +68,19 @@ def run_embed(
     target = Path(f"{name_of(file)}-embeddings.npz") if out is None else out
     if target.suffix and not target.is_dir():
         check_output("--out", target, (".npz", ".pt"))
-    elif inner := next((own for own in (target, *target.parents) if own.is_file()), None):
+    elif inner := next((path for path in (target, *target.parents) if path.is_file()), None):
         raise ValueError(f"--out must not be inside a file, but {inner} is a file")
     with rereadable(file, max_bytes) as copy:
         proteins = read_proteins(copy, chains, max_bytes)
-    model = model_of(model_folder, preset, seed)
+    network = model_of(model, preset, seed)
     with console.status(f"computing {len(proteins):,} proteins"):
-        residues = features_of(model, proteins, batch_size)
-    table = plain_table(f"{type(model).__name__}: {residues[0].shape[1]} features per residue")
+        residues = features_of(network, proteins, batch_size)
+    table = plain_table(f"{type(network).__name__}: {residues[0].shape[1]} features per residue")
     table.add_column("protein")
-    table.add_column("residues", justify="right", no_wrap=True)
-    table.add_column("norm of the mean", justify="right", no_wrap=True)
-    for protein, found in list(zip(proteins, residues, strict=True))[:SHOWN]:
-        norm = float(found.mean(0).norm())
-        table.add_row(printable(protein.name[:40]), f"{len(found):,}", f"{norm:.3f}")
+    number_columns(table, "residues", "norm of the mean")
+    for protein, features in list(zip(proteins, residues, strict=True))[:SHOWN]:
+        norm = float(features.mean(0).norm())
+        table.add_row(printable(protein.name[:40]), f"{len(features):,}", f"{norm:.3f}")
     if len(proteins) > SHOWN:
         table.caption = f"and {len(proteins) - SHOWN:,} more"
     console.print(table)
@@ -96,7 +92,6 @@ def run_embed(
 
 
 def name_of(file: Path) -> str:
-    """Return the name of a file without its ending."""
     return file.name.removesuffix(".gz").rpartition(".")[0] or file.name
 
 
@@ -116,11 +111,7 @@ def rereadable(file: Path, max_bytes: int) -> Iterator[Path]:
 
 
 def read_proteins(file: Path, chains: str | None, max_bytes: int) -> list[Protein]:
-    """Read the proteins of a file: records of FASTA, or one structure.
-
-    Raises: FileFormatError: if the file is neither, or is malformed. ValueError: if chains are
-        given for FASTA, or do not exist.
-    """
+    """Read the proteins of a file: records of FASTA, or one structure with some chains."""
     kind = sniff_format(file, "")
     if kind == "text":  # the name says nothing
         kind = sniff_format(file, read_text(file, max_bytes=max_bytes))
@@ -140,38 +131,33 @@ def read_proteins(file: Path, chains: str | None, max_bytes: int) -> list[Protei
 
 
 def _of_fasta(file: Path, max_bytes: int) -> list[Protein]:
-    tokenizer, found, nucleic, empty = ProteinTokenizer(), [], 0, 0
+    tokenizer, proteins, nucleic, empty = ProteinTokenizer(), [], 0, 0
     for record in read_fasta(file, max_bytes=max_bytes):
         sequence = tokenizer.decode(tokenizer.encode(record.sequence))
         if sequence:
             nucleic += isinstance(tokenizer_for_sequence(record.sequence), NucleotideTokenizer)
             numbers = list(range(1, len(sequence) + 1))
             blank = [""] * len(sequence)
-            found.append(Protein(record.header, sequence, sequence, blank, numbers, blank))
+            proteins.append(Protein(record.header, sequence, sequence, blank, numbers, blank))
         else:
             empty += 1
-    if not found:
+    if not proteins:
         raise FileFormatError(file, "all its sequences contain only gaps")
     if empty:
-        typer.echo(
-            f"graphattn: warning: {empty:,} of {len(found) + empty:,} records contain only gaps "
-            "and are omitted",
-            err=True,
-        )
+        records = len(proteins) + empty
+        warn(f"{empty:,} of {records:,} records contain only gaps and are omitted")
     if nucleic:
-        typer.echo(
-            f"graphattn: warning: {nucleic:,} of {len(found):,} records look like DNA or RNA, but "
-            "are read as proteins",
-            err=True,
-        )
-    return found
+        many = f"{nucleic:,} of {len(proteins):,} records"
+        warn(f"{many} look like DNA or RNA, but are read as proteins")
+    return proteins
+
+
+def warn(text: str) -> None:
+    typer.echo(f"graphattn: warning: {text}", err=True)
 
 
 def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
-    """Load the model of a folder, or make that of a preset with random weights, with a warning.
-
-    Raises: ValueError: if neither is given, or both, or the model is not one of proteins.
-    """
+    """Load the model of a folder, or make that of a preset with random weights, with a warning."""
     if (folder is None) == (preset is None):
         raise ValueError(
             "give either --model FOLDER (a saved model) or --preset NAME (a model with random "
@@ -182,17 +168,16 @@ def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
     else:
         assert preset is not None
         known = {
-            name: getattr(ga.models, found.model)
-            for name, found in ga.models.presets().items()
-            if name.startswith("protein") and found.model in ("ProteinModel", "SequenceEncoder")
+            name: getattr(ga.models, entry.model)
+            for name, entry in ga.models.presets().items()
+            if name.startswith("protein") and entry.model in ("ProteinModel", "SequenceEncoder")
         }
         if preset not in known:
             near = did_you_mean(preset, known)
             raise ValueError(f"--preset must be one of {', '.join(known)}, got {preset!r}{near}")
-        typer.echo(
-            f"graphattn: warning: the weights of --preset {preset} are random (seed {seed}), so "
-            "the features have no biological meaning",
-            err=True,
+        warn(
+            f"the weights of --preset {preset} are random (seed {seed}), so the features have no "
+            "biological meaning"
         )
         torch.manual_seed(seed)
         model = known[preset].from_preset(preset)
@@ -215,18 +200,18 @@ def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
 def features_of(model: Any, proteins: list[Protein], batch_size: int) -> list[Tensor]:
     """Return the features of the residues of every protein, float32 [N, dim]."""
     if isinstance(model, ga.models.ProteinModel):
-        found = model.embed([own.content for own in proteins], batch_size=batch_size)
-        return [own.float().cpu() for own in found]
-    return [_by_chains(model, own) for own in proteins]
+        contents = [protein.content for protein in proteins]
+        residues = model.embed(contents, batch_size=batch_size)
+        return [features.float().cpu() for features in residues]
+    return [_by_chains(model, protein) for protein in proteins]
 
 
 @torch.no_grad()
 def _by_chains(model: Any, protein: Protein) -> Tensor:
-    """Compute the features of the chains of a structure separately, for a model of sequences."""
     content = protein.content
     parts = content.split() if isinstance(content, Structure) else [protein]
     encode: Callable[[str], Tensor] = ProteinTokenizer().encode
-    return torch.cat([model.encode(encode(own.sequence)) for own in parts]).float()
+    return torch.cat([model.encode(encode(part.sequence)) for part in parts]).float()
 
 
 # Output.
@@ -235,19 +220,18 @@ def _by_chains(model: Any, protein: Protein) -> Tensor:
 def arrays_of(proteins: list[Protein], residues: list[Tensor]) -> dict[str, Any]:
     """Join the arrays of all proteins, in the format of `docs/protein_models.md`."""
     return {
-        "names": [own.name for own in proteins],
-        "lengths": torch.tensor([len(own) for own in residues]),
-        "means": torch.stack([own.mean(0) for own in residues]),
+        "names": [protein.name for protein in proteins],
+        "lengths": torch.tensor([len(features) for features in residues]),
+        "means": torch.stack([features.mean(0) for features in residues]),
         "residues": torch.cat(residues),
-        "letters": [letter for own in proteins for letter in own.sequence],
-        "chains": [chain for own in proteins for chain in own.chains],
-        "numbers": torch.tensor([number for own in proteins for number in own.numbers]),
-        "insertion_codes": [code for own in proteins for code in own.codes],
+        "letters": [letter for protein in proteins for letter in protein.sequence],
+        "chains": [chain for protein in proteins for chain in protein.chains],
+        "numbers": torch.tensor([number for protein in proteins for number in protein.numbers]),
+        "insertion_codes": [code for protein in proteins for code in protein.codes],
     }
 
 
 def write_file(path: Path, proteins: list[Protein], residues: list[Tensor]) -> None:
-    """Write one file: numpy's .npz or torch's .pt."""
     arrays = arrays_of(proteins, residues)
     if path.suffix == ".pt":
         torch.save(arrays, path)
@@ -259,10 +243,9 @@ def write_file(path: Path, proteins: list[Protein], residues: list[Tensor]) -> N
 
 
 def write_folder(folder: Path, proteins: list[Protein], residues: list[Tensor]) -> None:
-    """Write one .npz file per protein, with the name of the protein as far as possible."""
     folder.mkdir(parents=True, exist_ok=True)
     taken: set[str] = set()
-    for protein, own in zip(proteins, residues, strict=True):
+    for protein, features in zip(proteins, residues, strict=True):
         words = protein.name.split()[0]
         stem = re.sub(r"[^\w.=-]+", "_", words).strip("._")[:100] or "protein"
         name, again = stem, 1
@@ -270,4 +253,4 @@ def write_folder(folder: Path, proteins: list[Protein], residues: list[Tensor]) 
             again += 1
             name = f"{stem}-{again}"
         taken.add(name.lower())
-        write_file(folder / f"{name}.npz", [protein], [own])
+        write_file(folder / f"{name}.npz", [protein], [features])

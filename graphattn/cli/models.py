@@ -1,5 +1,4 @@
-"""`graphattn models`: list the presets of models with their sizes, and show what every layer
-sees."""
+"""`graphattn models`: list the presets of models, and show what every layer sees."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from torch import nn
 import graphattn as ga
 from graphattn.graphs.arguments import as_choice
 from graphattn.models.overview import layer_rows, neighborhood, takes_num_tokens
-from graphattn.plain_tables import plain_table
+from graphattn.plain_tables import number_columns, plain_table
 
 TOKENS = 512  # default length of a sequence
 
@@ -38,10 +37,8 @@ def run_models(name: str | None, tokens: int | None, console: Console) -> None:
     console.print(arguments_table(model, preset.arguments))
     console.print(layers_table(model, graphs))
     if known := neighborhood(model):
-        console.print(
-            f"Shown without a structure. With one, each sees: {known}.",
-            highlight=False,
-        )
+        text = f"Shown without a structure. With one, each sees: {known}."
+        console.print(text, highlight=False)
 
 
 def on_meta(name: str) -> Any:
@@ -52,7 +49,6 @@ def on_meta(name: str) -> Any:
 
 
 def graphs_of(name: str, model: Any, tokens: int | None) -> list[ga.TokenGraph]:
-    """Return the graph of every layer for this number of tokens."""
     if takes_num_tokens(model):
         return list(model.graphs(TOKENS if tokens is None else tokens))
     if tokens is not None:
@@ -64,10 +60,9 @@ def graphs_of(name: str, model: Any, tokens: int | None) -> list[ga.TokenGraph]:
 
 
 def presets_table() -> Table:
-    """Make the table of presets, grouped by class."""
     table = plain_table("Presets of models, with random weights: ga.models.CLASS.from_preset(NAME)")
     table.add_column("NAME", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
+    number_columns(table, "parameters")
     table.add_column("what it is")
     presets = ga.models.presets()
     for model in dict.fromkeys(preset.model for preset in presets.values()):
@@ -95,15 +90,13 @@ def arguments_table(model: Any, given: dict[str, Any]) -> Table:
 
 
 def layers_table(model: nn.Module, graphs: list[ga.TokenGraph]) -> Table:
-    """Make the table of layers, with one line for equal layers."""
-    rows = layer_rows(model, graphs)
     table = plain_table("What every layer sees")
     table.add_column("layers", no_wrap=True)
     table.add_column("mixer", no_wrap=True)
-    table.add_column("tokens", justify="right", no_wrap=True)
+    number_columns(table, "tokens")
     table.add_column("each sees")
-    table.add_column("edges", justify="right", no_wrap=True)
-    for row in rows:
+    number_columns(table, "edges")
+    for row in layer_rows(model, graphs):
         tokens = f"{row.graph.num_targets:,}"
         table.add_row(row.numbers, row.mixer, tokens, row.pattern, f"{row.graph.num_edges:,}")
     return table

@@ -111,7 +111,7 @@ def _section(section: ReportSection) -> dict[str, Any]:
 
 
 def _parts(parts: Iterable[Any]) -> Iterable[tuple[str, Any]]:
-    """Return the template's variables for every part; successive figures stay together."""
+    """Yield the template's variables for every part; successive figures stay together."""
     for kind, group in groupby(parts, type):
         if kind is Figure:
             yield "figures", [_picture(one) for one in group]

@@ -22,19 +22,23 @@ from graphattn.plot.diagnostics import (
     patch_attention,
     sink_shares,
 )
-from graphattn.plot.filters import filter_response
 from graphattn.plot.matrices import adjacency, attention_weights
 from graphattn.plot.models import model_graphs
-from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
-from graphattn.plot.structures import structure_attention
-from graphattn.plot.training.curves import loss_curves
-from graphattn.plot.training.runs import (
+from graphattn.plot.runs import (
     layer_curves,
     learning_rates,
+    loss_curves,
     reliability_diagram,
     training_curves,
 )
-from graphattn.plot.training.sweeps import sweep_curves
+from graphattn.plot.spectra import (
+    filter_response,
+    laplacian_spectrum,
+    path_fiedler_values,
+    theorem_margins,
+)
+from graphattn.plot.structures import structure_attention
+from graphattn.plot.sweeps import sweep_curves
 
 __all__ = [
     "adjacency",

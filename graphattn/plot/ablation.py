@@ -9,7 +9,7 @@ import torch
 
 from graphattn.diagnostics import HiddenSpectra
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.drawing.style import axes_or_new, colour_bar, integer_ticks, style_axes
+from graphattn.plot.drawing.style import axes_or_new, colour_bar, integer_ticks, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,9 +31,6 @@ def attention_ablation(
         spectra: the result of :func:`graphattn.diagnostics.spectra_without_attention`.
         measure: "participation_ratio" (the effective number of dimensions) or "leading_share".
         ax: where to draw; new axes if None. A colour bar is drawn next to them.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if `spectra` lacks "none" or a block, or the measure is unknown.
@@ -57,13 +54,11 @@ def attention_ablation(
     ax = axes_or_new(ax, 1.8 + 0.4 * change.shape[1], 1.2 + 0.3 * len(blocks))
     limit = float(change.abs().nan_to_num().max()) or 1.0
     image = ax.imshow(
-        change.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest"
-    )
+        change.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto",
+        interpolation="nearest",
+    )  # fmt: skip
     label = "dimensions" if measure == "participation_ratio" else "leading share"
     colour_bar(image, f"change of {label}")
-    ax.set(xlabel="state after block (0: input)", ylabel="attention disabled in block")
-    ax.set(aspect="auto")
     ax.set_yticks(range(len(blocks)), [str(i + 1) for i in range(len(blocks))])
     integer_ticks(ax.xaxis)
-    style_axes(ax, frame=True)
-    return ax
+    return styled(ax, "state after block (0: input)", "attention disabled in block", frame=True)

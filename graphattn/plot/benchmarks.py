@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,9 +28,6 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
         rows: the "rows" of a file that `graphattn bench --json` has written; rows without a ratio
             are left out.
         ax: where to draw; new axes if None, whose height fits the number of rows.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if no row has a ratio to graphattn.
@@ -92,7 +89,7 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
         frameon=False,
         fontsize=8,
     )
-    style_axes(ax)
+    styled(ax)
     ax.tick_params(axis="y", length=0)
     return ax
 
@@ -108,9 +105,6 @@ def benchmark_scaling(rows: Rows, *, quantity: str = "time", ax: Axes | None = N
             fewer than two lengths is left out.
         quantity: "time" (median, in ms) or "memory" (peak without the inputs, in MB).
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if `quantity` is unknown, or no case has two lengths.
@@ -132,9 +126,8 @@ def benchmark_scaling(rows: Rows, *, quantity: str = "time", ax: Axes | None = N
     for row in rows:
         number = row["median"] * 1e3 if quantity == "time" else (row["peak"] or 0) / 1e6
         if number > 0:
-            lines.setdefault((row["case"], row["passes"]), []).append(
-                (row["size"]["tokens"], number)
-            )
+            points = lines.setdefault((row["case"], row["passes"]), [])
+            points.append((row["size"]["tokens"], number))
     lines = {key: sorted(set(p)) for key, p in lines.items() if len({n for n, _ in p}) > 1}
     if not lines:
         raise ValueError("rows must have at least one case with two lengths or more, got none")
@@ -159,10 +152,8 @@ def benchmark_scaling(rows: Rows, *, quantity: str = "time", ax: Axes | None = N
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:,g}")
     ax.minorticks_off()
-    ax.set_xlabel("tokens N")
-    ax.set_ylabel("time (ms)" if quantity == "time" else "peak memory beyond the inputs (MB)")
     ax.grid(color="#eeeeee", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
-    style_axes(ax)
-    return ax
+    label = "time (ms)" if quantity == "time" else "peak memory beyond the inputs (MB)"
+    return styled(ax, "tokens N", label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from graphattn.plot.drawing.style import (
     axes_or_new,
     integer_ticks,
     plain_legend,
-    style_axes,
+    styled,
 )
 
 if TYPE_CHECKING:
@@ -48,9 +48,6 @@ def cluster_scatter(
         leaders: tokens to mark with a star, as in Figure 8 of Attention Clusters, integers [K].
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if the shapes do not fit together, or a feature or token does not exist.
 
@@ -76,34 +73,18 @@ def cluster_scatter(
     shown = labels.clamp(max=len(COLOURS))
     for cluster in range(int(shown.max()), -1, -1):  # The largest cluster is drawn last, on top.
         members = points[shown == cluster]
-        ax.scatter(
-            members[:, across],
-            members[:, up],
-            s=size,
-            color=_colour(cluster),
-            alpha=0.6,
-            linewidths=0,
-        )
+        dots: dict[str, Any] = {"s": size, "color": _colour(cluster), "alpha": 0.6, "linewidths": 0}
+        ax.scatter(members[:, across], members[:, up], **dots)
     if leaders is not None:
         chosen = torch.as_tensor(leaders).reshape(-1).tolist()
         for token in chosen:
             if as_int("leaders", token, 0) >= len(points):
                 raise ValueError(f"leaders must be tokens from 0 to {len(points) - 1}, got {token}")
-        marked = points[chosen]
-        ax.scatter(
-            marked[:, across],
-            marked[:, up],
-            s=160,
-            marker="*",
-            facecolors="none",  # The colour of the point remains visible.
-            edgecolors="#d62728",
-            linewidths=1.4,
-            zorder=3,
-        )
-    ax.set_xlabel(f"feature {across}")
-    ax.set_ylabel(f"feature {up}" if num_features > 1 else "")
-    style_axes(ax)
-    return ax
+        # The colour of the point remains visible inside its star.
+        star: dict[str, Any] = {"s": 160, "marker": "*", "facecolors": "none", "zorder": 3}
+        x, y = points[chosen][:, [across, up]].T
+        ax.scatter(x, y, edgecolors="#d62728", linewidths=1.4, **star)
+    return styled(ax, f"feature {across}", f"feature {up}" if num_features > 1 else "")
 
 
 def cluster_image(labels: Tensor, height: int, width: int, *, ax: Axes | None = None) -> Axes:
@@ -117,9 +98,6 @@ def cluster_image(labels: Tensor, height: int, width: int, *, ax: Axes | None = 
         height: height of the image in pixels.
         width: width of the image in pixels.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if there is not one label per pixel.
@@ -154,9 +132,6 @@ def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | Non
             only the 32 largest eigenvalues are drawn.
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if `trajectory` is neither.
 
@@ -178,14 +153,11 @@ def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | Non
     for k in range(share.shape[1] - 1, -1, -1):
         name = f"λ{k + 1}" if k < len(COLOURS) else None
         ax.plot(range(len(share)), share[:, k], color=_colour(k), linewidth=1.6, label=name)
-    ax.set(
-        xlabel="layer" if is_model else "step", ylabel="share of the variance", ylim=(-0.02, 1.02)
-    )
+    ax.set_ylim(-0.02, 1.02)
     integer_ticks(ax.xaxis)
     handles, names = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=8)
-    style_axes(ax)
-    return ax
+    return styled(ax, "layer" if is_model else "step", "share of the variance")
 
 
 def cluster_counts(
@@ -199,9 +171,6 @@ def cluster_counts(
             :func:`graphattn.dynamics.cluster`.
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if there is no trajectory, or one without steps.
 
@@ -212,6 +181,10 @@ def cluster_counts(
         >>> [line.get_label() for line in ga.plot.cluster_counts({"global": run}).lines]
         ['global']
     """
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    from graphattn.plot.drawing.ticks import IntegerTicks
+
     if not trajectories:
         raise ValueError("trajectories must have at least one trajectory, got none")
     tolerance = as_float("tolerance", tolerance, positive=True)
@@ -219,33 +192,16 @@ def cluster_counts(
     for i, (name, trajectory) in enumerate(trajectories.items()):
         if _checked(f"trajectories[{name!r}]", trajectory).num_steps == 0:
             raise ValueError(f"each of trajectories must have steps, got none for {name!r}")
-        counts = merged_counts(trajectory, tolerance=tolerance)
-        ax.plot(
-            range(1, len(counts) + 1),
-            counts,
-            marker="o",
-            markersize=3,
-            linewidth=1.6,
-            color=COLOURS[i % len(COLOURS)],
-            label=name,
-        )
+        counts, colour = merged_counts(trajectory, tolerance=tolerance), COLOURS[i % len(COLOURS)]
+        steps = range(1, len(counts) + 1)
+        ax.plot(steps, counts, "o-", markersize=3, linewidth=1.6, color=colour, label=name)
     ax.set_yscale("log")
-    ax.set(xlabel="step", ylabel="merged clusters")
     integer_ticks(ax.xaxis)
-    _integer_counts(ax)
-    plain_legend(ax, ax.lines[-len(trajectories) :], list(trajectories))
-    style_axes(ax)
-    return ax
-
-
-def _integer_counts(ax: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    from graphattn.plot.drawing.ticks import IntegerTicks
-
     ax.yaxis.set_major_locator(IntegerTicks())
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
+    plain_legend(ax, ax.lines[-len(trajectories) :], list(trajectories))
+    return styled(ax, "step", "merged clusters")
 
 
 def _checked(name: str, trajectory: Trajectory) -> Trajectory:

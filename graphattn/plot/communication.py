@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed import CommunicationPlan
-from graphattn.plot.drawing.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +33,6 @@ def communication_plan(
     Args:
         plan: what :func:`graphattn.distributed.plan` returns, or a sequence of such plans.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if `plan` is neither a plan nor a sequence of plans, or is an empty sequence.
@@ -81,33 +78,27 @@ def _matrix(plan: CommunicationPlan, ax: Axes | None) -> Axes:
             colour = "white" if count > rows.max() / 2 else INK
             text = f"{count:,.0f}"
             ax.text(sender, receiver, text, ha="center", va="center", color=colour, fontsize=6)
-    ax.set_xlabel("rank that sends")
-    ax.set_ylabel("rank that receives")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator("auto", integer=True))
     ax.set_title("rows that ranks send each other", color=INK, fontsize=9)
-    style_axes(ax, frame=True)
-    return ax
+    return styled(ax, "rank that sends", "rank that receives", frame=True)
 
 
 def _profile(plan: CommunicationPlan, ax: Axes | None) -> Axes:
     ax = axes_or_new(ax, 4.8, 3.4)
     ax.plot(_gathered(plan).tolist(), label="all-gather", **ALL_GATHER)
     ax.plot(plan.received_rows.tolist(), color=COLOURS[0], linewidth=1.4, label="this plan")
-    ax.set_xlabel("rank")
-    ax.set_ylabel("rows that it receives")
-    return _finish(ax, int(_gathered(plan).max()))
+    return _finish(ax, "rank", "rows that it receives", int(_gathered(plan).max()))
 
 
 def _lines(plans: Sequence[CommunicationPlan], ax: Axes | None) -> Axes:
     ax = axes_or_new(ax, 4.8, 3.8)
     lines: dict[str, dict[int, int]] = {}
+    gathered: dict[str, dict[int, int]] = {}
     for plan in sorted(plans, key=lambda one: one.ranks):
         seen = plan.graph.num_edges / plan.graph.num_targets
         name = f"a token sees {seen:,.0f} tokens" + (", both move" * (plan.moves == "both"))
         lines.setdefault(name, {})[plan.ranks] = int(plan.received_rows.max())
-    gathered: dict[str, dict[int, int]] = {}
-    for plan in sorted(plans, key=lambda one: one.ranks):
         name = f"all-gather of {plan.graph.num_sources:,} rows"
         gathered.setdefault(name, {})[plan.ranks] = int(_gathered(plan).max())
     for number, (name, rows) in enumerate(lines.items()):
@@ -118,9 +109,8 @@ def _lines(plans: Sequence[CommunicationPlan], ax: Axes | None) -> Axes:
     ax.set_xscale("log", base=2)
     ticks = sorted({plan.ranks for plan in plans})[:: 1 + len({p.ranks for p in plans}) // 9]
     ax.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
-    ax.set_xlabel("number of ranks")
-    ax.set_ylabel("rows that the busiest rank receives")
-    return _finish(ax, max(max(rows.values()) for rows in gathered.values()))
+    most = max(max(rows.values()) for rows in gathered.values())
+    return _finish(ax, "number of ranks", "rows that the busiest rank receives", most)
 
 
 def _gathered(plan: CommunicationPlan) -> Tensor:
@@ -128,12 +118,11 @@ def _gathered(plan: CommunicationPlan) -> Tensor:
     return plan.all_gather_bytes(torch.int8, 1)
 
 
-def _finish(ax: Axes, most: int) -> Axes:
+def _finish(ax: Axes, xlabel: str, ylabel: str, most: int) -> Axes:
     ax.set_yscale("symlog", linthresh=1)  # like a logarithm, and there may be 0 rows
     ax.set_ylim(0, 3 * max(most, 1))
     ax.minorticks_off()
     ax.grid(color="#eeeeee", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
-    style_axes(ax)
-    return ax
+    return styled(ax, xlabel, ylabel)

@@ -20,7 +20,7 @@ from graphattn.plot.drawing.style import (
     colour_bar,
     integer_ticks,
     plain_legend,
-    style_axes,
+    styled,
 )
 from graphattn.plot.matrices import EMPTY, attention_weights, checked_weights
 
@@ -40,9 +40,6 @@ def bandwidth_map(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
             grey (it stands for a head that a layer does not have).
         ax: where to draw; new axes if None. A colour bar is drawn next to them.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if `sigma` is not a matrix of numbers > 0.
 
@@ -55,10 +52,9 @@ def bandwidth_map(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
     sigma = _per_head("sigma", sigma)
     ax = axes_or_new(ax, 0.8 + 0.35 * len(sigma), 1.4 + 0.25 * sigma.shape[1])
     _image(ax, sigma.T, BANDWIDTH, vmin=None)
-    ax.set(xlabel="layer", ylabel="head", aspect="auto")
+    ax.set_aspect("auto")
     integer_ticks(ax.xaxis, ax.yaxis)
-    style_axes(ax, frame=True)
-    return ax
+    return styled(ax, "layer", "head", frame=True)
 
 
 def bandwidth_lines(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
@@ -67,9 +63,6 @@ def bandwidth_lines(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
     Args:
         sigma: [layers, heads], the values of :func:`graphattn.diagnostics.bandwidths`.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if `sigma` is not a matrix of numbers > 0.
@@ -90,9 +83,6 @@ def sink_shares(values: Tensor, *, ax: Axes | None = None) -> Axes:
         values: [layers, heads] from 0 to 1, as :func:`graphattn.diagnostics.sinks_per_layer`
             returns them.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if `values` is not a matrix of numbers from 0 to 1.
@@ -124,9 +114,6 @@ def effective_ranks(
             :func:`graphattn.diagnostics.effective_rank_per_layer`.
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if there is no curve, or one has no layers.
 
@@ -147,12 +134,10 @@ def effective_ranks(
             )
         colour = COLOURS[i % len(COLOURS)]
         ax.plot(range(len(ranks)), ranks, "o-", color=colour, markersize=3, linewidth=1.6)
-    ax.set(xlabel="layer", ylabel="effective rank (dimensions)")
     ax.set_ylim(bottom=0)
     integer_ticks(ax.xaxis)
     plain_legend(ax, ax.lines[-len(curves) :], list(curves))
-    style_axes(ax)
-    return ax
+    return styled(ax, "layer", "effective rank (dimensions)")
 
 
 def class_token_attention(
@@ -275,9 +260,6 @@ def off_diagonal_attention(
         colorbar: whether to draw a colour bar next to the axes.
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if `weights` do not fit the graph, or no edge off the diagonal is drawn.
 
@@ -341,11 +323,9 @@ def _lines_per_head(values: Tensor, label: str, ax: Axes | None) -> Axes:
             range(len(column)), column, color=colour, linestyle=style, linewidth=1.2,
             marker="o", markersize=2.5, label=f"head {head}",
         )  # fmt: skip
-    ax.set(xlabel="layer", ylabel=label)
     integer_ticks(ax.xaxis)
     _legend(ax, values.shape[1])
-    style_axes(ax)
-    return ax
+    return styled(ax, "layer", label)
 
 
 def _legend(ax: Axes, entries: int) -> None:
@@ -391,12 +371,7 @@ def _grid(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int, int]:
 
 
 def _row_on_image(
-    weights: Any,
-    graph: TokenGraph,
-    query: int,
-    image: tuple[int, int, int],
-    vmax: float | None,
-    ax: Axes | None,
+    weights: Any, graph: TokenGraph, query: int, image: tuple[int, int, int], vmax: Any, ax: Any
 ) -> Axes:
     """Draw the weights of one query over the patches."""
     weights = checked_weights(weights, graph)
@@ -408,7 +383,5 @@ def _row_on_image(
     row[source[target == query]] = weights[target == query].float()
     ax = axes_or_new(ax, 3.6, 3, square=True)
     _image(ax, row[lead:].view(height, width), "attention weight", vmin=0, vmax=vmax)
-    ax.set(xlabel="column (patches)", ylabel="row (patches)")
     integer_ticks(ax.xaxis, ax.yaxis)
-    style_axes(ax, frame=True)
-    return ax
+    return styled(ax, "column (patches)", "row (patches)", frame=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.plot.drawing.cells import Cut, edge_counts
-from graphattn.plot.drawing.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,9 +45,6 @@ def adjacency(graph: TokenGraph, *, colorbar: bool = True, ax: Axes | None = Non
             edges.
         colorbar: whether to draw a colour bar next to the axes if cells stand for several pairs.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if `graph` is not a :class:`~graphattn.TokenGraph`, or has no targets or
@@ -140,9 +137,6 @@ def attention_weights(
             several axes from ``ax.images[0]``.
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if `weights` is not one finite number >= 0 per edge, `tokens` is not a range of
             at most 2,048 tokens, or `labels` is not one text per token that is drawn.
@@ -194,11 +188,10 @@ def attention_weights(
         )
     cells = torch.full((rows, columns), torch.nan)
     cells[target[inside] - first, source[inside] - first] = weights.float()[inside]
-    longest = max((len(text) for text in labels), default=0) if labels is not None else 0
+    side = 4.0
     if labels is not None:
+        longest = max((len(text) for text in labels), default=0)
         side = min(14.0, max(4.0, 0.13 * max(rows, columns) + 0.08 * longest + 1.2))
-    else:
-        side = 4.0
     ax = axes_or_new(ax, side + 0.6 * colorbar, side, square=True)
     shades = LinearSegmentedColormap.from_list("weight", SHADES).with_extremes(bad=EMPTY)
     _limits(ax, (rows, columns), first)
@@ -211,8 +204,7 @@ def attention_weights(
         bar = colour_bar(image, "attention weight")
 
         def update_label(rows: int, columns: int) -> None:
-            several = rows * columns > 1
-            of = f"\n(largest of {rows} × {columns})" if several else ""
+            of = f"\n(largest of {rows} × {columns})" if rows * columns > 1 else ""
             bar.set_label(f"attention weight{of}")
 
         update_label(*image.sizes)
@@ -272,13 +264,12 @@ def _limits(ax: Axes, shape: tuple[int, int], first: int = 0) -> None:
 def _label(ax: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    ax.set(xlabel="source j", ylabel="target i")
     for axis, limits in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
         long = max(limits) >= 10_000
         axis.set_major_locator(MaxNLocator(4 if long else "auto", integer=True))
         if long:
             axis.set_major_formatter(FuncFormatter(lambda token, _: f"{token:,.0f}"))
-    style_axes(ax, frame=True)
+    styled(ax, "source j", "target i", frame=True)
 
 
 def _name_tokens(ax: Axes, labels: list[str], shape: tuple[int, int], first: int) -> None:

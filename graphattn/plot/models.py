@@ -70,8 +70,8 @@ def model_graphs(
         layers 3-5: consensus
         window 2, 186 edges
     """
-    own = graphs is None
-    rows = layer_rows(model, _graphs(model, sizes, named_sizes, graphs), each=each, own=own)
+    block_graphs = _graphs(model, sizes, named_sizes, graphs)
+    rows = layer_rows(model, block_graphs, each=each, own=graphs is None)
     width = _columns(len(rows)) if columns is None else as_int("columns", columns, 1)
     width = min(width, len(rows))
     height = math.ceil(len(rows) / width)
@@ -97,15 +97,11 @@ def model_graphs(
 
 
 def _graphs(
-    model: Any,
-    sizes: tuple[Any, ...],
-    named_sizes: dict[str, Any],
-    graphs: Sequence[TokenGraph] | None,
+    model: Any, sizes: Any, named_sizes: dict[str, Any], graphs: Sequence[TokenGraph] | None
 ) -> list[TokenGraph]:
     """Return one graph per block: the given ones, or the model's own."""
-    if not isinstance(getattr(model, "blocks", None), nn.ModuleList) or not hasattr(
-        model, "graphs"
-    ):
+    has_blocks = isinstance(getattr(model, "blocks", None), nn.ModuleList)
+    if not has_blocks or not hasattr(model, "graphs"):
         raise ValueError(
             f"model must be a model of graphattn.models, which has blocks and graphs, got a "
             f"{type(model).__name__}"

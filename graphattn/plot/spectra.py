@@ -6,16 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy
+import torch
 from torch import Tensor
 
 from graphattn.graphs import TokenGraph, window_path_graph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
-from graphattn.plot.filters import MOST_EIGENVALUES
-from graphattn.spectral import fiedler_value, laplacian, path_fiedler_bounds
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, styled
+from graphattn.spectral import fiedler_value, laplacian, max_eigenvalue, path_fiedler_bounds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+MOST_EIGENVALUES = 1024  # Up to this number of tokens, a dense spectrum is computed and drawn.
 
 
 def laplacian_spectrum(
@@ -58,10 +61,7 @@ def laplacian_spectrum(
         raise ValueError(f"graph must have 1 to {MOST_EIGENVALUES} tokens, got {L.shape[0]}")
     values = numpy.linalg.eigvalsh(L.toarray()).clip(min=0)
     top = values[-1]
-    if step_size is None:
-        eta = 1 / (2 * top) if top > 0 else 1.0  # Without edges every step size is safe.
-    else:
-        eta = as_float("step_size", step_size, positive=True)
+    eta = _step_size(step_size, top)
     ax = axes_or_new(ax, 5, 3.2)
     dots = 4.0 if len(values) <= 128 else 2.0
     ax.plot(numpy.arange(len(values)), values, ".", color=COLOURS[0], markersize=dots)
@@ -79,10 +79,72 @@ def laplacian_spectrum(
     if 2 * eta * top > 1 + 1e-9:
         # Modes above this line change their sign at every step.
         ax.axhline(1 / (2 * eta), color="#999999", linewidth=0.6)
-    ax.set_xlabel("mode k (smooth → rough)")
-    ax.set_ylabel("eigenvalue λ")
-    style_axes(ax)
-    return ax
+    return styled(ax, "mode k (smooth → rough)", "eigenvalue λ")
+
+
+def filter_response(
+    graph: TokenGraph,
+    step_size: float | None = None,
+    *,
+    steps: Sequence[int] = (1, 4, 16, 64),
+    edge_weight: Tensor | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    r"""Draw the factor by which n consensus steps multiply a mode, over its eigenvalue lambda.
+
+    One step is :math:`H = I - 2 \eta L_{sym}` (consensus paper, Eq. 7 and 9), so n steps multiply a
+    mode by :math:`(1 - 2 \eta \lambda)^n`. Dots mark the eigenvalues of the graph (if it has at
+    most 1,024 tokens). The constant mode, lambda = 0, is not changed. With a step size up to
+    :func:`graphattn.spectral.max_step_size` no factor is negative.
+
+    Args:
+        graph: a graph with as many targets as sources.
+        step_size: eta; if None, :func:`graphattn.spectral.max_step_size`, the largest step size
+            that changes the sign of no mode.
+        steps: numbers of steps n, one curve for each.
+        edge_weight: [E], one positive number per edge; all 1 if None.
+        ax: where to draw; new axes if None.
+
+    Raises:
+        ValueError: if the step size is <= 0, a number of steps is < 1, or
+            :func:`graphattn.spectral.laplacian` does not accept the weights.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ax = ga.plot.filter_response(ga.window_path_graph(64, window=2), steps=[1, 8])
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['1 step', '8 steps']
+    """
+    if not isinstance(steps, Sequence) or len(steps) == 0:
+        raise ValueError(f"steps must be a non-empty sequence of integers >= 1, got {steps!r}")
+    counts = [as_int("steps", n, 1) for n in steps]
+    if edge_weight is not None:
+        edge_weight = edge_weight.detach()
+    top = max_eigenvalue(graph, edge_weight)
+    eta = _step_size(step_size, top)
+    ax = axes_or_new(ax, 5, 3.2)
+    grid = torch.linspace(0, top, 400, dtype=torch.float64)
+    eigenvalues = None
+    if graph.num_tokens <= MOST_EIGENVALUES:
+        dense = laplacian(graph, edge_weight, layout="dense").cpu().double()
+        eigenvalues = torch.linalg.eigvalsh(dense).clamp_min(0)
+    for i, n in enumerate(counts):
+        colour = COLOURS[i % len(COLOURS)]
+        label = "1 step" if n == 1 else f"{n:,} steps"
+        ax.plot(grid, (1 - 2 * eta * grid) ** n, color=colour, linewidth=1.6, label=label)
+        if eigenvalues is not None:
+            factors = (1 - 2 * eta * eigenvalues) ** n
+            ax.plot(eigenvalues, factors, ".", color=colour, markersize=6, alpha=0.7)
+    ax.axhline(0, color="#999999", linewidth=0.6)
+    ax.legend(frameon=False, fontsize=8, title=f"η = {eta:.3g}", title_fontsize=8)
+    return styled(ax, "eigenvalue λ (smooth → rough)", "share that is left")
+
+
+def _step_size(step_size: float | None, largest: float) -> float:
+    """Return the step size that was given, or the largest that changes the sign of no mode."""
+    if step_size is None:
+        return 1 / (2 * largest) if largest > 0 else 1.0  # Without edges every step size is safe.
+    return as_float("step_size", step_size, positive=True)
 
 
 def path_fiedler_values(
@@ -136,12 +198,9 @@ def path_fiedler_values(
         ax.plot(x, bound, style, color=COLOURS[0], linewidth=1.2, label=label)
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.set_xlabel("window w" if over_windows else "tokens N")
-    ax.set_ylabel("Fiedler value")
     title = f"N = {num_tokens:,}" if over_windows else f"w = {window:,}"
     ax.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
-    style_axes(ax)
-    return ax
+    return styled(ax, "window w" if over_windows else "tokens N", "Fiedler value")
 
 
 def theorem_margins(
@@ -163,9 +222,6 @@ def theorem_margins(
         equations: for each claim a pair: the errors >= 0, one per case, and the largest error
             allowed, >= 0.
         ax: where to draw; new axes if None, whose height fits the number of claims.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if there is no claim, or a claim has no cases.
@@ -210,7 +266,6 @@ def theorem_margins(
     ax.set_xlim(smallest / 2, None)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_yticks(range(len(names)), names, parse_math=False)
-    ax.set_xlabel("room left (blue),\nerror (green)")
-    style_axes(ax)
+    styled(ax, "room left (blue),\nerror (green)")
     ax.tick_params(axis="y", length=0)
     return ax

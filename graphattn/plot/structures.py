@@ -164,10 +164,8 @@ def _checked_positions(positions: Any) -> Tensor:
 
 
 def _checked_weights(weights: Any, graph: Any, residues: int) -> Tensor:
-    if not isinstance(graph, TokenGraph) or (graph.num_targets, graph.num_sources) != (
-        residues,
-        residues,
-    ):
+    size = (residues, residues)
+    if not isinstance(graph, TokenGraph) or (graph.num_targets, graph.num_sources) != size:
         raise ValueError(f"graph must be a TokenGraph of {residues} tokens, got {graph!r}")
     return checked_weights(weights, graph).double()
 
@@ -251,7 +249,7 @@ def _pieces(rotated: Tensor, chain: Tensor) -> list[Tensor]:
     return list(torch.arange(len(rotated)).tensor_split(ends))
 
 
-def _draw_trace(ax: Axes, rotated: Tensor, depth: Tensor, chain: Tensor) -> Any:
+def _draw_trace(ax: Axes, rotated: Tensor, depth: Tensor, chain: Tensor) -> None:
     """Draw the chains as smooth lines with a white rim, from the back to the front."""
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
@@ -271,28 +269,17 @@ def _draw_trace(ax: Axes, rotated: Tensor, depth: Tensor, chain: Tensor) -> Any:
             overlapping = points[max(k - 1, 0) : k + 3, :2].numpy()
             lines.append((nearness, overlapping, width, shade))
     lines.sort(key=lambda line: line[0])
-    trace = LineCollection(
-        [points for _, points, _, _ in lines],
-        linewidths=[width for _, _, width, _ in lines],
-        colors=[colour for _, _, _, colour in lines],
-        capstyle="butt",
-        joinstyle="round",
-        zorder=2,
-    )
-    ax.add_collection(trace)
+    _, segments, widths, colours = zip(*lines, strict=True) if lines else ((),) * 4
+    style: dict[str, Any] = {"capstyle": "butt", "joinstyle": "round", "zorder": 2}
+    ax.add_collection(LineCollection(segments, linewidths=widths, colors=colours, **style))
     for number in chain.unique():
         known = rotated[(chain == number) & rotated.isfinite().all(dim=1)]
         if not len(known):
             continue
-        dot: dict[str, Any] = {
-            "color": _colour(int(number)),
-            "markeredgecolor": INK,
-            "markeredgewidth": 0.6,
-        }
-        ax.plot(*known[0, :2].tolist(), "o", markersize=5, zorder=4, **dot)
+        dot: dict[str, Any] = {"color": _colour(int(number)), "markeredgecolor": INK}
+        ax.plot(*known[0, :2].tolist(), "o", markersize=5, markeredgewidth=0.6, zorder=4, **dot)
     ax.autoscale_view()
     ax.margins(0.04)
-    return trace
 
 
 def _smooth(points: Tensor, steps: int = 6) -> Tensor:
@@ -336,14 +323,10 @@ def _mark(ax: Axes, rotated: Tensor, targets: list[int], labels: Sequence[str] |
     """Draw a ring around every target and write its label."""
     from matplotlib.patheffects import withStroke
 
-    ring: dict[str, Any] = {
-        "markerfacecolor": "white",
-        "markeredgecolor": EDGES[-1],
-        "markeredgewidth": 1.6,
-    }
+    ring: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": EDGES[-1]}
     for target in targets:
         position = (float(rotated[target, 0]), float(rotated[target, 1]))
-        ax.plot(*position, "o", markersize=7, zorder=5, **ring)
+        ax.plot(*position, "o", markersize=7, markeredgewidth=1.6, zorder=5, **ring)
         if labels is not None:
             ax.annotate(
                 str(labels[target]), position, (5, 5), textcoords="offset points", fontsize=8,

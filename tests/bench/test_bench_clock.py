@@ -104,13 +104,12 @@ def test_the_time_of_a_contender_does_not_depend_on_its_company(company, monkeyp
     """After anyone else a pass takes three times as long: cold caches, sleeping threads."""
     machine = Machine(monkeypatch, lambda name, _, last: 0.01 if name == last else 0.03)
     clocks = {name: host_clock.fastest(machine.contender(name)) for name in ["a", *company]}
-    timings = measure.time_interleaved(clocks, seconds=0.0)
+    timings, _ = measure.time_interleaved(clocks, seconds=0.0)
     assert timings["a"].median == pytest.approx(0.01)
 
 
 def test_short_passes_are_timed_together(monkeypatch):
-    machine = Machine(monkeypatch, lambda *_: 1e-4)
-    clock = host_clock.HostClock(machine.contender("a"), 1)
+    clock = host_clock.HostClock(Machine(monkeypatch, lambda *_: 1e-4).contender("a"), 1)
     assert clock.repeats in (10, 11)
     assert clock.sample() == pytest.approx(1e-4)
 
@@ -119,7 +118,7 @@ def test_contenders_take_turns(monkeypatch):
     machine = Machine(monkeypatch, lambda *_: 2.75)
     clocks = {n: host_clock.HostClock(machine.contender(n), 1) for n in ("a", "b")}
     machine.order.clear()
-    timings = measure.time_interleaved(clocks, seconds=0.0)
+    timings, _ = measure.time_interleaved(clocks, seconds=0.0)
     assert machine.order == ["a", "b"] * 3
     assert {len(timing.times) for timing in timings.values()} == {3}
 
@@ -127,7 +126,7 @@ def test_contenders_take_turns(monkeypatch):
 def test_who_needs_seconds_takes_part_in_two_rounds(monkeypatch):
     machine = Machine(monkeypatch, lambda name, *_: 10.0 if name == "slow" else 2.75)
     clocks = {n: host_clock.HostClock(machine.contender(n), 1) for n in ("slow", "a")}
-    timings = measure.time_interleaved(clocks, seconds=5.0)
+    timings, _ = measure.time_interleaved(clocks, seconds=5.0)
     assert timings["slow"].times == [10.0, 10.0]
     assert len(timings["a"].times) == 4  # two beside it, and for five seconds alone
     assert measure.ratio_of_rounds(timings["slow"], timings["a"])[0] == pytest.approx(10.0 / 2.75)
@@ -139,20 +138,16 @@ def test_who_fails_in_a_round_leaves_the_others_their_times():
             raise MemoryError("taken by others")
 
     clocks = {n: host_clock.HostClock(lambda: None, 1) for n in ("a", "c")}
-    failures = []
-    timings = measure.time_interleaved(
-        {"a": clocks["a"], "b": Fails(), "c": clocks["c"]},
-        seconds=0.0,
-        failed=lambda name, failure: failures.append((name, str(failure))),
-    )
-    assert failures == [("b", "taken by others")]
+    clocks = {"a": clocks["a"], "b": Fails(), "c": clocks["c"]}
+    timings, failures = measure.time_interleaved(clocks, seconds=0.0)
+    assert {name: str(failure) for name, failure in failures.items()} == {"b": "taken by others"}
     assert {name: len(timing.times) for name, timing in timings.items()} == {"a": 3, "c": 3}
 
 
 def test_who_needs_half_a_minute_runs_twice_in_all(monkeypatch):
     machine = Machine(monkeypatch, lambda name, *_: 30.0 if name == "slow" else 1.0)
     clocks = {n: host_clock.fastest(machine.contender(n)) for n in ("slow", "a")}
-    timings = measure.time_interleaved(clocks, seconds=0.0)
+    timings, _ = measure.time_interleaved(clocks, seconds=0.0)
     assert machine.order.count("slow") == 2
     assert timings["slow"].times == [30.0, 30.0]
     assert measure.ratio_of_rounds(timings["slow"], timings["a"])[0] == 30.0
@@ -190,15 +185,15 @@ def test_who_is_fastest_with_one_thread_and_when_the_machine_was_busy_stand_unde
 
 def test_threads_and_speed_are_recorded_and_older_records_have_none(tmp_path):
     Record({}, [row(threads=1, speed=0.9)]).write(tmp_path / "new.json")
-    (found,) = record.read(tmp_path / "new.json").rows
-    assert (found.threads, found.speed) == (1, 0.9)
+    (new,) = record.read(tmp_path / "new.json").rows
+    assert (new.threads, new.speed) == (1, 0.9)
     text = (tmp_path / "new.json").read_text()
     for name in ('"threads": 1,', '"speed": 0.9'):
         assert name in text
-    old = text.replace('"threads": 1,', "").replace(',\n   \n   "speed": 0.9', "")
-    (tmp_path / "old.json").write_text(old)
-    (found,) = record.read(tmp_path / "old.json").rows
-    assert (found.threads, found.speed) == (None, None)
+    text = text.replace('"threads": 1,', "").replace(',\n   \n   "speed": 0.9', "")
+    (tmp_path / "old.json").write_text(text)
+    (old,) = record.read(tmp_path / "old.json").rows
+    assert (old.threads, old.speed) == (None, None)
 
 
 # A workload stands in one row.
@@ -215,14 +210,13 @@ def workload(case, entry) -> tuple[object, ...]:
 
 
 def test_no_workload_stands_in_two_rows():
-    found: dict[tuple[object, ...], str] = {}
+    places: dict[tuple[object, ...], str] = {}
     for case in cases.CASES:
         for name, entry in case.entries("small").items():
             if {"heads", "features"} <= set(entry.size):
-                own, here = workload(case, entry), f"{case.name}: {name}"
-                assert own not in found, f"{here} is {found[own]}"
-                found[own] = here
-    assert len(found) > 20
+                work, here = workload(case, entry), f"{case.name}: {name}"
+                assert places.setdefault(work, here) == here
+    assert len(places) > 20
 
 
 def test_twice_the_tokens_run_in_the_same_rounds_as_once():

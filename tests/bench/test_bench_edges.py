@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench_helpers import CPU, error_of, measured, quick_runs
 from torch.nn.attention import SDPBackend
-from typer.testing import CliRunner
 
 import graphattn as ga
 from graphattn.bench.cases import catalogue as cases
@@ -18,13 +18,11 @@ from graphattn.bench.cases import least_work as work
 from graphattn.bench.contenders import flex, fused_attention, ours
 from graphattn.bench.contenders import peers as contenders
 from graphattn.bench.measuring import correctness as gate
-from graphattn.bench.measuring import memory, runner
 from graphattn.bench.measuring import passes as measure
+from graphattn.bench.measuring import runner
 from graphattn.bench.reporting import record, tables
 from graphattn.cli import bench
-from graphattn.cli.app import app
 
-CPU = torch.device("cpu")
 SIZES = {
     "knn-graph": {"tokens": 60, "k": 4},
     "knn-graph-reordered": {"tokens": 60, "k": 4},
@@ -114,18 +112,10 @@ def test_a_sample_has_the_first_row_and_no_row_twice(count):
 
 
 def small_crossover(monkeypatch) -> None:
-    size = {"tokens": 48, "heads": 2, "features": 4}
-    few = {name: run for name, run in CASES["crossover"].dot_products.items() if "Flex" not in name}
-    case = replace(
-        CASES["crossover"],
-        dot_products=few,  # compiling takes a minute
-        sizes={"small": size},
-        degrees={"small": (2, 12, 48)},
-    )
-    monkeypatch.setattr(bench, "CASES", [case])
-    monkeypatch.setitem(runner.SECONDS, "small", 0.0)
-    monkeypatch.setattr(runner, "measure_machine", lambda *_: measure.Machine(1e11, 1e10))
-    monkeypatch.setattr(memory.Peak, "of", lambda *_, **__: 2.0**20)
+    case, size = CASES["crossover"], {"tokens": 48, "heads": 2, "features": 4}
+    few = {name: run for name, run in case.dot_products.items() if "Flex" not in name}
+    degrees = {"small": (2, 12, 48)}
+    quick_runs(monkeypatch, replace(case, dot_products=few, sizes={"small": size}, degrees=degrees))
 
 
 def test_a_ratio_is_to_graphattn_at_the_same_degree(monkeypatch, tmp_path):
@@ -135,24 +125,17 @@ def test_a_ratio_is_to_graphattn_at_the_same_degree(monkeypatch, tmp_path):
         def seconds(name):
             return float(name.split("degree ")[1]) if name.startswith("graphattn") else 6.0
 
-        return {name: measure.Timing([seconds(name)] * 3) for name in timings}
+        return {name: measure.Timing([seconds(name)] * 3) for name in timings}, {}
 
     monkeypatch.setattr(runner, "time_interleaved", takes)
-    file = tmp_path / "rows.json"
-    result = CliRunner().invoke(app, ["bench", "crossover", "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    rows = [row for row in record.read(file).rows if row.passes == "forward"]
-    ratios = {row.contender: row.ratio for row in rows}
-    assert ratios == {
-        "graphattn, degree 2": None,
-        "graphattn, degree 12": None,
-        "graphattn, degree 48": None,
-        "SDPA, masked, degree 2": 3.0,
-        "SDPA, masked, degree 12": 0.5,
-        "SDPA, masked, degree 48": 0.125,
+    results, output = measured(tmp_path, "crossover")
+    rows = [row for row in results.rows if row.passes == "forward"]
+    assert {row.contender: row.ratio for row in rows} == {
+        **{f"graphattn, degree {degree}": None for degree in (2, 12, 48)},
+        **{f"SDPA, masked, degree {degree}": 6 / degree for degree in (2, 12, 48)},
     }
     assert all(row.size["degree"] == int(row.contender.split()[-1]) for row in rows)
-    assert "forward: SDPA, masked is faster from degree 6 on (12.5% of all)" in result.output
+    assert "forward: SDPA, masked is faster from degree 6 on (12.5% of all)" in output
 
 
 def row_at(degree: int, ratio: float, contender: str = "dense") -> record.Row:
@@ -184,8 +167,7 @@ def test_one_degree_is_no_curve():
 def test_masked_sdpa_makes_its_mask_once():
     x = inputs_of("crossover")
     run = fused_attention.masked_sdpa(SDPBackend.EFFICIENT_ATTENTION)
-    truth = gate.truth_of(x, backward=True, dot_product=True)
-    assert max(truth.errors_of(run)) < 1e-5
+    assert error_of(run, x, is_dot=True) < 1e-5
     mask = x.prepared["additive_mask"]
     assert torch.equal(mask.exp().bool(), x.graph.to_mask())
     run(x)
@@ -204,8 +186,7 @@ def stand_in_for_faiss(monkeypatch, **members):
     """`knn` as FAISS has it: squared distances and indices, a point its own nearest."""
 
     def knn(queries, points, k):
-        found = (queries[:, None] - points).square().sum(-1).topk(k, largest=False)
-        return found.values, found.indices
+        return (queries[:, None] - points).square().sum(-1).topk(k, largest=False)
 
     module = types.SimpleNamespace(knn=knn, **members)
     monkeypatch.setattr(contenders, "installed", lambda _: module)

@@ -3,66 +3,41 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_helpers import CPU, NEEDS_COMPILER, error_of, measured, quick_runs
 
 import graphattn as ga
 from graphattn.bench.cases import catalogue as cases
 from graphattn.bench.cases import inputs
-from graphattn.bench.contenders import flex, fused_attention
+from graphattn.bench.contenders import flex
 from graphattn.bench.measuring import correctness as gate
-from graphattn.bench.measuring import memory, runner
-from graphattn.bench.measuring import passes as measure
 from graphattn.bench.reporting import record
-from graphattn.cli import bench
-from graphattn.cli.app import app
 
-attention = pytest.importorskip("torch.nn.attention.flex_attention")
-CPU = torch.device("cpu")
+pytest.importorskip("torch.nn.attention.flex_attention")
 CASES = {case.name: case for case in cases.CASES}
 SIZES = {  # 300 tokens make three blocks of 128
-    "complete": {"tokens": 300},
-    "gka": {"tokens": 300},
-    "causal-window": {"tokens": 300},
-    "window": {"tokens": 300},
+    **{n: {"tokens": 300} for n in ("complete", "gka", "causal-window", "window", "longformer")},
     "grid": {"tokens": 1 + 17**2},
-    "longformer": {"tokens": 300},
     "crossover": {"tokens": 300, "degree": 10},
 }
-NEEDS_COMPILER = pytest.mark.skipif(
-    shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU"
-)
 
 
 def inputs_of(name: str, **size: int) -> inputs.AttentionInputs:
-    case = CASES[name]
-    return case.make(
-        {**case.sizes["small"], "features": 16, **SIZES[name], **size}, CPU, torch.float32
-    )
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Run FlexAttention uncompiled and with gradients, which torch refuses on a CPU."""
-    monkeypatch.setattr(flex, "compile_once", lambda function: function)
-    monkeypatch.setattr(flex, "operands", fused_attention.by_head)
-    monkeypatch.setattr(attention, "_validate_device", lambda *_: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
-        yield
+    sizes = {**CASES[name].sizes["small"], "features": 16, **SIZES[name], **size}
+    return CASES[name].make(sizes, CPU, torch.float32)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("score", ["flex_rbf", "flex_dot"])
-def test_flex_attention_with_the_mask_of_the_graph_is_the_same_attention(name, score, uncompiled):
+def test_flex_attention_with_the_mask_of_the_graph_is_the_same_attention(
+    name, score, flex_on_a_cpu
+):
     x = inputs_of(name)
-    truth = gate.truth_of(x, backward=True, dot_product=score == "flex_dot")
-    assert max(truth.errors_of(getattr(flex, score))) < 1e-5
+    assert error_of(getattr(flex, score), x, is_dot=score == "flex_dot") < 1e-5
     mask = x.prepared.get("block_mask")
     assert (mask is None) == (name in ("complete", "gka"))  # all pairs need none
     assert flex.block_mask(x) is mask  # listed once
@@ -77,11 +52,11 @@ def test_the_blocks_that_hold_edges_are_those_that_all_pairs_give(name, monkeypa
     monkeypatch.setattr(flex, "compile_once", lambda function: function)
     monkeypatch.setattr(flex, "block_size", lambda x: 128)
     x = inputs_of(name)
-    found = flex.block_mask(x)
-    expected = flex.list_blocks(found.mask_mod, None, None, x)
-    assert torch.equal(found.to_dense(), expected.to_dense())
-    assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
-    assert found.seq_lengths == expected.seq_lengths
+    mask = flex.block_mask(x)
+    expected = flex.list_blocks(mask.mask_mod, None, None, x)
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    assert torch.equal(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
+    assert mask.seq_lengths == expected.seq_lengths
 
 
 @pytest.mark.long
@@ -130,16 +105,10 @@ def test_without_a_compiler_it_is_missing(monkeypatch):
 def run_window(monkeypatch, tmp_path, stand_in) -> tuple[record.Record, str]:
     """A run of one case with graphattn and, in place of FlexAttention, a stand-in."""
     case = replace(CASES["window"], dot_products={}, targets=())
-    peers = {record.OURS: case.contenders[record.OURS], "FlexAttention": stand_in}
+    contenders = {record.OURS: case.contenders[record.OURS], "FlexAttention": stand_in}
     size = {"tokens": 40, "window": 5, "heads": 2, "features": 4}
-    case = replace(case, contenders=peers, sizes={"small": size})
-    monkeypatch.setattr(bench, "CASES", [case])
-    monkeypatch.setitem(runner.SECONDS, "small", 0.0)
-    monkeypatch.setattr(runner, "measure_machine", lambda *_: measure.Machine(1e11, 1e10))
-    monkeypatch.setattr(memory.Peak, "of", lambda *_, **__: 2.0**20)
-    result = CliRunner().invoke(app, ["bench", "window", "--json", str(tmp_path / "rows.json")])
-    assert result.exit_code == 0, result.output
-    return record.read(tmp_path / "rows.json"), result.output
+    quick_runs(monkeypatch, replace(case, contenders=contenders, sizes={"small": size}))
+    return measured(tmp_path, "window")
 
 
 def forward_only(factor: float):
@@ -152,14 +121,11 @@ def forward_only(factor: float):
 
 
 def test_it_stands_in_the_forward_rows_and_is_missing_in_the_others(monkeypatch, tmp_path):
-    found, output = run_window(monkeypatch, tmp_path, forward_only(1.0))
-    passes = [row.passes for row in found.rows if row.contender == "FlexAttention"]
-    assert passes == ["forward"]
-    assert [row.passes for row in found.rows if row.contender == record.OURS] == [
-        "forward",
-        "forward + backward",
-    ]
-    (line,) = found.missing
+    results, output = run_window(monkeypatch, tmp_path, forward_only(1.0))
+    rows = {(row.contender, row.passes) for row in results.rows}
+    both = {(record.OURS, "forward"), (record.OURS, "forward + backward")}
+    assert rows == {("FlexAttention", "forward"), *both}
+    (line,) = results.missing
     assert line == (
         "window, FlexAttention, forward + backward: FlexAttention has no backward pass on a CPU"
     )
@@ -167,6 +133,6 @@ def test_it_stands_in_the_forward_rows_and_is_missing_in_the_others(monkeypatch,
 
 
 def test_its_forward_pass_is_checked_like_any_other(monkeypatch, tmp_path):
-    found, _ = run_window(monkeypatch, tmp_path, forward_only(1.001))
-    assert {row.contender for row in found.rows} == {record.OURS}
-    assert found.missing[0].startswith("window, FlexAttention: not timed: wrong result")
+    results, _ = run_window(monkeypatch, tmp_path, forward_only(1.001))
+    assert {row.contender for row in results.rows} == {record.OURS}
+    assert results.missing[0].startswith("window, FlexAttention: not timed: wrong result")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from bench_helpers import CPU, error_of
 
 import graphattn as ga
 from graphattn.bench.cases import catalogue as cases
 from graphattn.bench.cases import inputs
 from graphattn.bench.cases import least_work as work
 from graphattn.bench.contenders import consensus as consensus_contenders
-from graphattn.bench.contenders import flex, fused_attention, ours
+from graphattn.bench.contenders import flex, ours
 from graphattn.bench.contenders import peers as contenders
 from graphattn.bench.measuring import correctness as gate
 from graphattn.bench.measuring import memory
 
-CPU = torch.device("cpu")
 CASES = {case.name: case for case in cases.CASES}
 KRAUSE = {"tokens": 300, "window": 40, "top_k": 12, "heads": 2, "features": 16}
 LAYER = {"batch": 2, "tokens": 20, "window": 2, "dim": 24, "heads": 2, "edge_hidden": 8, "rank": 3}
@@ -30,18 +29,6 @@ def inputs_of(name: str, size: dict[str, int], dtype: torch.dtype = torch.float3
 
 
 # Top-k in windows.
-
-
-@pytest.fixture
-def flex_on_a_cpu(monkeypatch):
-    """Uncompiled and with gradients, which torch refuses on a CPU."""
-    attention = pytest.importorskip("torch.nn.attention.flex_attention")
-    monkeypatch.setattr(flex, "compile_once", lambda function: function)
-    monkeypatch.setattr(flex, "operands", fused_attention.by_head)
-    monkeypatch.setattr(attention, "_validate_device", lambda *_: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
-        yield
 
 
 GRAPHS = {
@@ -60,11 +47,11 @@ def test_what_is_chosen_before_are_the_sources_with_a_weight(name):
     expected[:, target, source] = (weights > 0).T
 
     kept = flex.kept_in_window(x)[0]
-    found = torch.zeros_like(expected)
+    chosen = torch.zeros_like(expected)
     head, i, place = kept.nonzero().T
-    found[head, i, i + place - x.graph.structure.before] = True
-    assert torch.equal(found, expected)
-    assert found.sum(-1).unique().tolist()[-1] == 12
+    chosen[head, i, i + place - x.graph.structure.before] = True
+    assert torch.equal(chosen, expected)
+    assert chosen.sum(-1).unique().tolist()[-1] == 12
 
 
 def test_of_equally_near_sources_the_first_are_chosen_before():
@@ -85,10 +72,9 @@ def test_flex_attention_over_what_was_chosen_before_is_krause_attention(
 ):
     size = KRAUSE if batch is None else {**KRAUSE, "batch": batch}
     x = inputs_of("krause", size, dtype)
-    truth = gate.truth_of(x, backward=True)
     limit = 1e-5 if dtype == torch.float32 else gate.ALLOWED[dtype]
-    assert max(truth.errors_of(flex.flex_kept)) < limit
-    assert max(truth.errors_of(flex.flex_rbf)) > gate.ALLOWED[dtype]  # no top-k
+    assert error_of(flex.flex_kept, x) < limit
+    assert error_of(flex.flex_rbf, x) > gate.ALLOWED[dtype]  # no top-k
     mask = x.prepared["kept_mask"]
     flex.flex_kept(x)
     assert x.prepared["kept_mask"] is mask  # made once
@@ -132,10 +118,9 @@ def test_products_in_tf32_are_those_of_before_afterwards():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_message_passing_is_the_layer_with_the_same_weights(dtype):
     x = inputs_of("consensus-layer", LAYER, dtype)
-    truth = gate.truth_of(x, backward=True)
     limit = 1e-5 if dtype == torch.float32 else gate.ALLOWED[dtype]
     for run in (ours.layer, consensus_contenders.gather_scatter_layer):
-        assert max(truth.errors_of(run)) < limit
+        assert error_of(run, x) < limit
 
 
 def test_the_truth_of_a_few_rows_of_a_layer_is_that_of_all():
@@ -146,10 +131,8 @@ def test_the_truth_of_a_few_rows_of_a_layer_is_that_of_all():
     with ga.use_backend("reference"):
         out = twin.layer(twin.tokens, twin.graph)[:, truth.rows]
     torch.testing.assert_close(truth.out, out.detach(), rtol=0, atol=1e-12)
-    for mine, other in zip(
-        truth.gradients, torch.autograd.grad((out * truth.loss).sum(), twin.learned()), strict=True
-    ):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+    gradients = torch.autograd.grad((out * truth.loss).sum(), twin.learned())
+    torch.testing.assert_close(truth.gradients, list(gradients), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("part", ["source_proj.weight", "edge_net.target.bias", "edge_net.shear"])

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_helpers import CPU, measured, quick_runs
 
 import graphattn as ga
 from graphattn.bench.cases import mixers as mixer_cases
 from graphattn.bench.measuring import host_clock, runner
-from graphattn.bench.measuring import passes as measure
 from graphattn.bench.measuring.passes import leaves, one_pass, time_interleaved
 from graphattn.bench.models import mixers
 from graphattn.bench.models.mixers import (
@@ -22,10 +21,8 @@ from graphattn.bench.models.mixers import (
     WholeRun,
     mixer_inputs,
 )
-from graphattn.bench.reporting import record, tables
+from graphattn.bench.reporting import tables
 from graphattn.bench.reporting.record import OURS, Row
-from graphattn.cli import bench
-from graphattn.cli.app import app
 from graphattn.cli.bench import chosen
 from graphattn.models.mixers import KINDS
 from graphattn.ops.backends import wanted_backend
@@ -33,7 +30,6 @@ from graphattn.ops.backends import wanted_backend
 SIZE = {
     "tokens": 40, "dim": 24, "heads": 6, "blocks": 2, "window": 7, "top_k": 5, "edge_hidden": 8,
 }  # fmt: skip
-CPU = torch.device("cpu")
 
 
 def inputs(mixer: str, **changes: int) -> mixers.MixerInputs:
@@ -44,14 +40,14 @@ def gradients(run, x):
     """Compute the gradients of all parameters that a run has read, by name."""
     out = run(x)
     read = leaves(out)
-    found = torch.autograd.grad(out, read, torch.ones_like(out))
+    computed = torch.autograd.grad(out, read, torch.ones_like(out))
     names = {id(p): name for name, p in x.models[OURS].named_parameters()}
-    pairs = zip(read, found, strict=True)
+    pairs = zip(read, computed, strict=True)
     return {names[id(p)]: gradient for p, gradient in pairs if id(p) in names}
 
 
 def test_every_mixer_of_the_models_has_a_case_at_both_lengths():
-    assert {own["mixer"] for own in MIXERS.values()} == set(KINDS)
+    assert {options["mixer"] for options in MIXERS.values()} == set(KINDS)
     assert [case.name for case in chosen(["mixers"])] == [
         f"mixer-{mixer}-{tokens}" for tokens in (2048, 8192) for mixer in MIXERS
     ]
@@ -121,19 +117,19 @@ def test_one_tensor_is_one_tensor_for_an_operation_by_itself():
 @pytest.mark.parametrize("backend", ["auto", "structured"])
 def test_a_run_uses_the_backend_that_it_names(backend, monkeypatch):
     x = inputs("dot-window")
-    seen = []
+    backends = []
     layer = type(x.models[OURS].blocks[0].mixer)
-    own = layer.fused
+    fused = layer.fused
 
     def looks(*args, **options):
-        seen.append(wanted_backend("auto"))
-        return own(*args, **options)
+        backends.append(wanted_backend("auto"))
+        return fused(*args, **options)
 
     x.operations()
     monkeypatch.setattr(layer, "fused", looks)
     for run in (WholeRun(backend=backend), OperationsRun(backend)):
         one_pass(run, x, backward=True)
-    assert seen == [backend] * (2 * SIZE["blocks"])
+    assert backends == [backend] * (2 * SIZE["blocks"])
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -161,9 +157,9 @@ def test_another_window_or_another_weight_is_wrong():
     truth = MixerTruth(x)
     assert max(truth.errors_of(WholeRun())) < 1e-5
     model = x.models[OURS]
-    model.windows = [own - 1 for own in model.windows]
+    model.windows = [window - 1 for window in model.windows]
     assert min(truth.errors_of(WholeRun())) > 1e-3
-    model.windows = [own + 1 for own in model.windows]
+    model.windows = [window + 1 for window in model.windows]
     with torch.no_grad():
         model.blocks[0].mixer.value_proj.weight *= 1.1
     assert truth.errors_of(WholeRun())[0] > 1e-4
@@ -176,10 +172,7 @@ def test_the_peer_has_the_weights_of_ours_and_sees_no_later_token():
     x.tokens[0, 30:] = 0
     changed = WholeRun(mixers.PEER).features(x)
     torch.testing.assert_close(changed[:, :30], features[:, :30], rtol=0, atol=1e-6)
-    ours, theirs = (
-        sum(p.numel() for p in x.models[name].parameters()) for name in (OURS, mixers.PEER)
-    )
-    assert ours == theirs
+    assert x.models[OURS].num_parameters() == x.models[mixers.PEER].num_parameters()
 
 
 # Times and tables.
@@ -214,9 +207,9 @@ def test_a_model_takes_three_passes_and_no_more():
     passes = []
     clock = host_clock.LongClock(lambda: passes.append(torch.get_num_threads()))
     assert passes == []
-    timing = time_interleaved({"model": clock}, seconds=0.0)["model"]
+    timings, _ = time_interleaved({"model": clock}, seconds=0.0)
     assert passes == [torch.get_num_threads()] * 3
-    assert len(timing.times) == 3
+    assert len(timings["model"].times) == 3
 
 
 @pytest.mark.parametrize("size", ["small", "paper"])
@@ -233,15 +226,11 @@ def test_models_are_timed_three_times_but_at_the_small_size(size, monkeypatch, t
         contenders={OURS: WholeRun()},
         backward=False,
     )
-    monkeypatch.setattr(bench, "CASES", [case])
-    monkeypatch.setattr(runner, "SECONDS", {"small": 0.0, "paper": 60.0})
-    monkeypatch.setattr(runner, "measure_machine", lambda *_: measure.Machine(1e11, 1e10))
+    quick_runs(monkeypatch, case)
+    monkeypatch.setitem(runner.SECONDS, "paper", 60.0)
     sampled = []
     sample = host_clock.HostClock._mean
-    monkeypatch.setattr(host_clock.HostClock, "_mean", lambda own: sampled.append(0) or sample(own))
-    options = ["bench", case.name, "--size", size, "--json", str(tmp_path / "rows.json")]
-    result = CliRunner().invoke(app, options)
-    assert result.exit_code == 0, result.output
-    (found,) = record.read(tmp_path / "rows.json").rows
-    assert found.rounds == 3
+    monkeypatch.setattr(host_clock.HostClock, "_mean", lambda its: sampled.append(0) or sample(its))
+    results, _ = measured(tmp_path, case.name, "--size", size)
+    assert [row.rounds for row in results.rows] == [3]
     assert (len(sampled) == 3) == (size == "paper")

@@ -32,6 +32,12 @@ def few_dots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "savefig", savefig)
 
 
+@pytest.fixture
+def in_an_empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> None:
+    """Run commands in a folder that nothing else uses."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
 @pytest.fixture(autouse=True)
 def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and sweeps wait until a disk has their files, which only matters when power fails."""
@@ -50,11 +56,10 @@ class OnAPhone(list["Figure"]):
         for figure in self:
             inches = figure.get_figwidth()
             shown = min(96 * inches, PHONE - 2 * MARGIN)
-            texts = [text for text in figure.findobj(Text) if text.get_visible()]
             sizes += [
                 text.get_fontsize() / 72 * shown / inches
-                for text in texts
-                if text.get_text().strip()
+                for text in figure.findobj(Text)
+                if text.get_visible() and text.get_text().strip()
             ]
         return min(sizes)
 
@@ -63,11 +68,11 @@ class OnAPhone(list["Figure"]):
 def on_a_phone(few_dots: None, monkeypatch: pytest.MonkeyPatch) -> OnAPhone:
     """Collect the figures that are saved."""
     matplotlib = pytest.importorskip("matplotlib.figure", reason="figures need the extra `plots`")
-    found, save = OnAPhone(), matplotlib.Figure.savefig
+    figures, save = OnAPhone(), matplotlib.Figure.savefig
 
     def savefig(self: Figure, *file: Any, **options: Any) -> None:
-        found.append(self)
+        figures.append(self)
         save(self, *file, **options)
 
     monkeypatch.setattr(matplotlib.Figure, "savefig", savefig)
-    return found
+    return figures

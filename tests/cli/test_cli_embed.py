@@ -10,18 +10,15 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from cli_helpers import call, done, refused, shared
+from typer.testing import Result
 
 import graphattn as ga
-from graphattn.cli.app import app
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 FASTA = ">sp|P1 first\nMKVLAGHWY\n>second\nacd-ef\n>second\nGGWXK\n"
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path_factory, monkeypatch):
-    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture(scope="module")
@@ -37,45 +34,36 @@ def folder(model, tmp_path_factory) -> Path:
     return path
 
 
-def embed(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["embed", *map(str, arguments)])
-
-
 def fasta(text: str = FASTA, name: str = "three.fasta") -> Path:
     Path(name).write_text(text)
     return Path(name)
 
 
-def shared(name: str) -> Path:
-    if not (SHARED / name).exists():
-        pytest.skip(f"real data not there: {name}")
-    return SHARED / name
-
-
 def test_every_record_has_its_features_and_their_mean(model, folder):
-    result = embed(fasta(), "--model", folder)
-    assert result.exit_code == 0, result.output
+    result = done("embed", fasta(), "--model", folder)
     assert result.stdout.splitlines()[-1] == "three-embeddings.npz"
     assert not result.stderr
     with numpy.load("three-embeddings.npz") as file:
-        found = dict(file)
-    assert found["names"].tolist() == ["sp|P1 first", "second", "second"]
-    assert found["lengths"].tolist() == [9, 5, 5]
-    assert "".join(found["letters"]) == "MKVLAGHWYACDEFGGWXK"
-    assert found["numbers"].tolist() == [*range(1, 10), *range(1, 6), *range(1, 6)]
-    assert set(found["chains"]) == {""}
-    assert found["residues"].dtype == numpy.float32
-    parts = numpy.split(found["residues"], [9, 14])
-    for own, mean, text in zip(parts, found["means"], ("MKVLAGHWY", "ACDEF", "GGWXK"), strict=True):
+        arrays = dict(file)
+    assert arrays["names"].tolist() == ["sp|P1 first", "second", "second"]
+    assert arrays["lengths"].tolist() == [9, 5, 5]
+    assert "".join(arrays["letters"]) == "MKVLAGHWYACDEFGGWXK"
+    assert arrays["numbers"].tolist() == [*range(1, 10), *range(1, 6), *range(1, 6)]
+    assert set(arrays["chains"]) == {""}
+    assert arrays["residues"].dtype == numpy.float32
+    parts = numpy.split(arrays["residues"], [9, 14])
+    for features, mean, text in zip(
+        parts, arrays["means"], ("MKVLAGHWY", "ACDEF", "GGWXK"), strict=True
+    ):
         expected = model.embed(text)
-        torch.testing.assert_close(torch.tensor(own), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(features), expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(torch.tensor(mean), expected.mean(0), rtol=0, atol=1e-5)
 
 
 def test_a_file_of_torch_and_a_folder_hold_the_same(folder):
-    assert embed(fasta(), "--model", folder).exit_code == 0
-    assert embed(fasta(), "--model", folder, "--out", "a.pt").exit_code == 0
-    assert embed(fasta(), "--model", folder, "--out", "parts").exit_code == 0
+    done("embed", fasta(), "--model", folder)
+    done("embed", fasta(), "--model", folder, "--out", "a.pt")
+    done("embed", fasta(), "--model", folder, "--out", "parts")
     tensors = torch.load("a.pt", weights_only=True)
     with numpy.load("three-embeddings.npz") as file:
         assert numpy.array_equal(tensors["residues"].numpy(), file["residues"])
@@ -90,40 +78,34 @@ def test_a_file_of_torch_and_a_folder_hold_the_same(folder):
 
 def test_a_structure_is_read_in_space_with_its_own_numbers(model, folder):
     path = shared("structure/pdb/1a8o.pdb")
-    result = embed(path, "--model", folder, "--out", "one.npz")
-    assert result.exit_code == 0, result.output
+    done("embed", path, "--model", folder, "--out", "one.npz")
     structure = ga.data.read_structure(path)
     with numpy.load("one.npz") as file:
         assert file["names"].tolist() == ["1a8o"]
         assert file["numbers"].tolist() == structure.residue_numbers.tolist()
         assert set(file["chains"]) == {"A"}
-        found = torch.tensor(file["residues"])
-    torch.testing.assert_close(found, model.embed(structure), rtol=0, atol=1e-5)
-    assert (found - model.embed(structure.sequence)).abs().max() > 1e-3
+        features = torch.tensor(file["residues"])
+    torch.testing.assert_close(features, model.embed(structure), rtol=0, atol=1e-5)
+    assert (features - model.embed(structure.sequence)).abs().max() > 1e-3
 
 
 def test_chains_are_chosen_by_name(model, folder):
     path = shared("structure/pdb/1tim.cif")
-    result = embed(path, "--model", folder, "--chains", "B", "--out", "b.npz")
-    assert result.exit_code == 0, result.output
+    done("embed", path, "--model", folder, "--chains", "B", "--out", "b.npz")
     with numpy.load("b.npz") as file:
         assert set(file["chains"]) == {"B"}
-        found = torch.tensor(file["residues"])
+        features = torch.tensor(file["residues"])
     expected = model.embed(ga.data.read_structure(path, chains="B"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    result = embed(path, "--model", folder, "--chains", "B,Q")
-    assert result.exit_code == 2
-    assert "'Q'" in result.stderr
-    result = embed(fasta(), "--model", folder, "--chains", "A")
-    assert result.exit_code == 2
-    assert "--chains can only be used with a structure" in result.stderr
+    torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
+    assert "'Q'" in refused("embed", path, "--model", folder, "--chains", "B,Q")
+    reason = refused("embed", fasta(), "--model", folder, "--chains", "A")
+    assert "--chains can only be used with a structure" in reason
 
 
 def test_a_preset_warns_that_its_weights_are_random_and_repeats_them_by_the_seed():
     runs = []
     for seed in (0, 0, 1):
-        result = embed(fasta(), "--preset", "protein-structure-1m", "--seed", str(seed))
-        assert result.exit_code == 0, result.output
+        result = done("embed", fasta(), "--preset", "protein-structure-1m", "--seed", str(seed))
         assert "are random" in result.stderr
         with numpy.load("three-embeddings.npz") as file:
             runs.append(file["means"])
@@ -135,8 +117,7 @@ def test_a_model_of_sequences_reads_chains_one_by_one(tmp_path):
     encoder = ga.models.SequenceEncoder(22, 8, 1, 2).eval()
     encoder.save_pretrained(tmp_path / "encoder")
     path = shared("structure/pdb/1tim.cif")
-    result = embed(path, "--model", tmp_path / "encoder", "--out", "e.npz")
-    assert result.exit_code == 0, result.output
+    done("embed", path, "--model", tmp_path / "encoder", "--out", "e.npz")
     encode = ga.data.ProteinTokenizer().encode
     chains = ga.data.read_structure(path).split()
     expected = torch.cat([encoder.encode(encode(chain.sequence)) for chain in chains])
@@ -153,14 +134,11 @@ def test_no_weights_are_made_unless_asked_for(folder, tmp_path):
         (("--model", folder, "--out", "a.csv"), "the ending must be one of '.npz', '.pt'"),
         (("--model", folder, "--out", "no/a.npz"), "there is no folder no"),
     ]:
-        result = embed(fasta(), *arguments)
-        assert result.exit_code == 2
-        assert says in " ".join(result.stderr.split())
+        assert says in refused("embed", fasta(), *arguments)
         assert len(list(Path().iterdir())) == 1
     ga.models.SequenceEncoder(5, 8, 1, 2).save_pretrained(tmp_path / "dna")
-    result = embed(fasta(), "--model", tmp_path / "dna")
-    assert result.exit_code == 2
-    assert "got a SequenceEncoder of 5 tokens" in result.stderr
+    reason = call("embed", fasta(), "--model", tmp_path / "dna").stderr
+    assert "got a SequenceEncoder of 5 tokens" in reason
 
 
 def test_broken_and_other_files_are_refused_in_a_line(folder):
@@ -169,17 +147,14 @@ def test_broken_and_other_files_are_refused_in_a_line(folder):
         (">a\n", "b.fasta", "no sequence"),
         (">a\n---\n", "c.fasta", "all its sequences contain only gaps"),
     ]:
-        result = embed(fasta(text, name), "--model", folder)
-        assert result.exit_code == 2
-        assert says in result.stderr
-    assert embed("missing.fasta", "--model", folder).exit_code == 2
+        assert says in refused("embed", fasta(text, name), "--model", folder)
+    refused("embed", "missing.fasta", "--model", folder)
 
 
 def test_dna_is_warned_of_and_gzip_is_read(folder):
     path = Path("dna.fasta.gz")
     path.write_bytes(gzip.compress(b">chr1\n" + b"ACGTTGCA" * 5))
-    result = embed(path, "--model", folder)
-    assert result.exit_code == 0, result.output
+    result = done("embed", path, "--model", folder)
     assert "1 of 1 records look like DNA" in result.stderr
     assert result.stdout.splitlines()[-1] == "dna-embeddings.npz"
 
@@ -191,7 +166,7 @@ def test_a_pipe_is_read_as_the_file_that_it_holds(folder, is_packed):
 
     A pipe can be read but once, and the command looks at its content first.
     """
-    assert embed(fasta(), "--model", folder).exit_code == 0
+    done("embed", fasta(), "--model", folder)
     name = "pipe.gz" if is_packed else "pipe"
     os.mkfifo(name)
 
@@ -199,7 +174,7 @@ def test_a_pipe_is_read_as_the_file_that_it_holds(folder, is_packed):
         content = gzip.compress(text.encode()) if is_packed else text.encode()
         writer = threading.Thread(target=Path(name).write_bytes, args=(content,), daemon=True)
         writer.start()
-        result = embed(name, "--model", folder, "--out", "pipe.npz")
+        result = call("embed", name, "--model", folder, "--out", "pipe.npz")
         writer.join(timeout=10)
         return result
 
@@ -212,8 +187,7 @@ def test_a_pipe_is_read_as_the_file_that_it_holds(folder, is_packed):
 
 
 def test_records_of_gaps_are_left_out_with_a_warning(folder):
-    result = embed(fasta(">a\nMK\n>b\n--\n>c\nVL\n"), "--model", folder, "--out", "ac.npz")
-    assert result.exit_code == 0, result.output
+    result = done("embed", fasta(">a\nMK\n>b\n--\n>c\nVL\n"), "--model", folder, "--out", "ac.npz")
     assert "1 of 3 records contain only gaps" in result.stderr
     with numpy.load("ac.npz") as file:
         assert file["names"].tolist() == ["a", "c"]
@@ -227,8 +201,7 @@ def test_inserted_residues_are_told_apart(folder):
         for place, number in enumerate(["  52 ", "  52A", "  53 "])
     ]
     Path("fv.pdb").write_text("\n".join(lines))
-    result = embed("fv.pdb", "--model", folder, "--chains", "L, H", "--out", "fv.npz")
-    assert result.exit_code == 0, result.output
+    done("embed", "fv.pdb", "--model", folder, "--chains", "L, H", "--out", "fv.npz")
     with numpy.load("fv.npz") as file:
         assert file["chains"].tolist() == ["L"] * 3 + ["H"] * 3
         assert file["numbers"].tolist() == [52, 52, 53] * 2
@@ -239,6 +212,5 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(folder, monkeyp
     monkeypatch.setattr("graphattn.cli.embed.features_of", None)
     Path("taken").write_text("")
     for out in ("taken", "taken/inside"):
-        result = embed(fasta(), "--model", folder, "--out", out)
-        assert result.exit_code == 2
-        assert "--out must not be inside a file, but taken is a file" in result.stderr
+        reason = refused("embed", fasta(), "--model", folder, "--out", out)
+        assert "--out must not be inside a file, but taken is a file" in reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import math
 import re
@@ -14,21 +13,15 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from typer.testing import CliRunner, Result
+from cli_helpers import call, done, refused
 
 import graphattn as ga
-from graphattn.cli.app import app
-from graphattn.cli.graph.facts import diameter_bounds, farthest_path, fiedler_value
-from graphattn.cli.graph.kinds import KINDS, build, sizes_of
-
-
-def run(*arguments: str | int | Path) -> Result:
-    return CliRunner().invoke(app, ["graph", *map(str, arguments)])
+from graphattn.cli.graph.facts import diameter_bounds, fiedler_value
+from graphattn.cli.graph.kinds import KINDS, build
 
 
 def facts(folder: Path, *arguments: str | int) -> dict:
-    result = run(*arguments, "--json", folder / "facts.json")
-    assert result.exit_code == 0, result.output
+    done("graph", *arguments, "--json", folder / "facts.json")
     return json.loads((folder / "facts.json").read_text(encoding="utf-8"))
 
 
@@ -50,64 +43,64 @@ SMALL = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_facts_are_those_that_networkx_finds(kind, tmp_path):
-    said = facts(tmp_path, kind, *SMALL[kind])
-    graph = build(kind, {n: range(*v) if n == "global_tokens" else v for n, v in as_built(said)})
+    record = facts(tmp_path, kind, *SMALL[kind])
+    graph = build(kind, {n: range(*v) if n == "global_tokens" else v for n, v in as_built(record)})
     looks = graph.to_networkx()
     N = looks.number_of_nodes()
-    assert (said["tokens"], said["edges"]) == (N, looks.number_of_edges())
+    assert (record["tokens"], record["edges"]) == (N, looks.number_of_edges())
     degrees = [degree for _, degree in looks.in_degree()]
-    assert (said["least_degree"], said["most_degree"]) == (min(degrees), max(degrees))
-    assert said["mean_degree"] == pytest.approx(np.mean(degrees))
-    assert said["density"] == pytest.approx(looks.number_of_edges() / N**2)
-    assert said["is_causal"] == (kind.startswith("causal"))
+    assert (record["least_degree"], record["most_degree"]) == (min(degrees), max(degrees))
+    assert record["mean_degree"] == pytest.approx(np.mean(degrees))
+    assert record["density"] == pytest.approx(looks.number_of_edges() / N**2)
+    assert record["is_causal"] == (kind.startswith("causal"))
 
     both = looks.to_undirected()
     parts = list(networkx.connected_components(both))
-    assert said["components"] == len(parts)
+    assert record["components"] == len(parts)
     largest = both.subgraph(max(parts, key=len))
-    assert said["diameter"] == [networkx.diameter(largest)] * 2
+    assert record["diameter"] == [networkx.diameter(largest)] * 2
 
     W = networkx.to_numpy_array(looks)
     W = (W + W.T) / 2
     values = np.linalg.eigvalsh(np.diag(W.sum(1)) - W)
-    assert said["fiedler_value"] == pytest.approx(values[1], abs=1e-12)
-    assert said["max_eigenvalue"] == pytest.approx(values[-1])
-    assert said["max_step_size"] == said["step_size"] == pytest.approx(1 / (2 * values[-1]))
-    eta = said["step_size"]
-    rate, steps = said["smoothing_rate"], said["steps_until_consensus"]
+    assert record["fiedler_value"] == pytest.approx(values[1], abs=1e-12)
+    assert record["max_eigenvalue"] == pytest.approx(values[-1])
+    assert record["max_step_size"] == record["step_size"] == pytest.approx(1 / (2 * values[-1]))
+    eta = record["step_size"]
+    rate, steps = record["smoothing_rate"], record["steps_until_consensus"]
     assert rate == pytest.approx(ga.spectral.smoothing_rate(graph, eta), abs=1e-12)
     expected = ga.spectral.steps_until_consensus(graph, eta)
     assert steps == (expected if math.isfinite(expected) else None)
-    assert said["mask_bytes"] == N**2
-    assert said["edge_index_bytes"] == graph.edge_index.nbytes
+    assert record["mask_bytes"] == N**2
+    assert record["edge_index_bytes"] == graph.edge_index.nbytes
 
 
-def as_built(said: dict) -> list[tuple[str, object]]:
+def as_built(record: dict) -> list[tuple[str, object]]:
     """The sizes of a record; global tokens are listed in it."""
     return [
         (name, (0, len(value)) if name == "global_tokens" else value)
-        for name, value in said["sizes"].items()
+        for name, value in record["sizes"].items()
     ]
 
 
 def test_steps_to_consensus_are_counted_as_the_filter_does_them(tmp_path):
-    said = facts(tmp_path, "window-path", "--tokens", 30, "--window", 2, "--step-size", 0.05)
+    record = facts(tmp_path, "window-path", "--tokens", 30, "--window", 2, "--step-size", 0.05)
     L = ga.spectral.laplacian(ga.window_path_graph(30, 2)).toarray()
     H = np.eye(30) - 2 * 0.05 * L
     factors = np.sort(np.abs(np.linalg.eigvalsh(H)))
-    assert said["smoothing_rate"] == pytest.approx(factors[-2])
-    steps = said["steps_until_consensus"]
+    assert record["smoothing_rate"] == pytest.approx(factors[-2])
+    steps = record["steps_until_consensus"]
     for n, below in ((steps, True), (steps - 1, False)):
         rest = np.linalg.matrix_power(H, n) - np.full((30, 30), 1 / 30)
         assert (np.linalg.norm(rest, 2) <= 1e-3) == below
 
 
 def test_a_step_that_is_too_large_never_ends_in_consensus(tmp_path):
-    result = run("complete", "--tokens", 8, "--step-size", 0.2)
+    result = call("graph", "complete", "--tokens", 8, "--step-size", 0.2)
     assert "never" in result.output
     assert "the step is too large" in result.output
     assert facts(tmp_path, "complete", "--step-size", 1)["steps_until_consensus"] is None
-    assert "because the graph is not connected" in run("block-window").output
+    assert "because the graph is not connected" in call("graph", "block-window").output
 
 
 THEORY = {
@@ -139,20 +132,15 @@ THEORY = {
         for token in (False, True)
     ]
     + [
-        {"height": 5, "width": 6, "radius": 1, "metric": "chebyshev", "class_token": token, **own}
-        for own in ({"dilation": 2}, {"causal": True}, {"border": "shift"})
+        {"height": 5, "width": 6, "radius": 1, "metric": "chebyshev", "class_token": token, **more}
+        for more in ({"dilation": 2}, {"causal": True}, {"border": "shift"})
         for token in (False, True)
     ],
     "grid-block": [
         {"height": h, "width": w, "block_size": b, "shift": s}
         for h, w, b, s in (
-            (4, 4, 2, 0),
-            (4, 6, 4, 2),
-            (3, 4, 4, 0),
-            (3, 4, 9, 4),
-            (3, 4, 9, 3),
-            (1, 5, 3, 1),
-            (1, 1, 1, 0),
+            *((4, 4, 2, 0), (4, 6, 4, 2), (3, 4, 4, 0), (3, 4, 9, 4)),
+            *((3, 4, 9, 3), (1, 5, 3, 1), (1, 1, 1, 0)),
         )
     ],
     "volume-window": [
@@ -176,16 +164,16 @@ def test_what_theory_says_of_a_kind_holds_in_every_corner(kind, sizes):
 
 def test_a_theory_that_fails_is_marked(monkeypatch):
     monkeypatch.setattr(ga.spectral, "cycle_fiedler_value", lambda N, w: 0.5)
-    assert "VIOLATED" in run("window-cycle").output
+    assert "VIOLATED" in call("graph", "window-cycle").output
     monkeypatch.undo()
-    assert "VIOLATED" not in run("window-cycle").output
+    assert "VIOLATED" not in call("graph", "window-cycle").output
 
 
 @pytest.mark.long
 def test_the_title_is_what_to_type_for_the_same_graph(tmp_path):
     for kind, arguments in SMALL.items():
         first = facts(tmp_path, kind, *arguments)
-        title = run(kind, *arguments).output.splitlines()[0]
+        title = call("graph", kind, *arguments).output.splitlines()[0]
         name, typed = re.fullmatch(r"\s*([\w-]+): (.*?)\s*", title).groups()
         assert name == kind
         assert facts(tmp_path, kind, *typed.split()) == first
@@ -208,23 +196,12 @@ def test_large_diameters_are_bounded_from_both_sides():
     assert (lower, upper) in {(429, 429), (429, 430)}  # from the middle, twice the radius
 
 
-def test_the_farthest_path_is_a_shortest_path_to_a_farthest_token():
-    tree = networkx.random_labeled_tree(60, seed=1)
-    adjacency = scipy.sparse.csr_array(networkx.to_scipy_sparse_array(tree))
-    path = farthest_path(adjacency, 7)
-    distance = networkx.single_source_shortest_path_length(tree, 7)
-    assert path[0] == 7
-    assert all(tree.has_edge(a, b) for a, b in itertools.pairwise(path))
-    assert distance[path[-1]] == len(path) - 1 == max(distance.values())
-
-
 def test_pictures_are_written(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-    result = run("bigbird", "--plot", tmp_path / "g.png", "--html", tmp_path / "g.html")
-    assert result.exit_code == 0, result.output
+    result = done("graph", "bigbird", "--plot", tmp_path / "g.png", "--html", tmp_path / "g.html")
     assert result.output.split()[-2:] == [str(tmp_path / "g.png"), str(tmp_path / "g.html")]
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
-    run("complete", "--tokens", 20, "--plot", tmp_path / "g.svg")
+    call("graph", "complete", "--tokens", 20, "--plot", tmp_path / "g.svg")
     assert "<svg" in (tmp_path / "g.svg").read_text()
     html = (tmp_path / "g.html").read_text(encoding="utf-8")
     pictures = re.findall(r'src="data:image/png;base64,([^"]*)"', html)
@@ -234,20 +211,12 @@ def test_pictures_are_written(tmp_path):
         assert number in html
 
 
-@pytest.mark.parametrize("tokens", [20, 1000])  # with single edges, and with a colour bar
-def test_labels_of_figures_can_be_read_on_a_phone(tmp_path, tokens, on_a_phone):
-    run("window-path", "--tokens", tokens, "--html", tmp_path / "g.html")
-    assert len(on_a_phone) == 3
+# With single edges, with a colour bar, and too long for a spectrum.
+@pytest.mark.parametrize(("tokens", "figures"), [(20, 3), (1000, 3), (1500, 2)])
+def test_labels_of_figures_can_be_read_on_a_phone(tmp_path, tokens, figures, on_a_phone):
+    done("graph", "window-path", "--tokens", tokens, "--html", tmp_path / "g.html")
+    assert len(on_a_phone) == figures
     assert on_a_phone.smallest_label() >= 9
-
-
-@pytest.mark.long
-def test_a_long_graph_is_drawn_without_its_spectrum(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-    html = tmp_path / "g.html"
-    result = run("window-path", "--tokens", 1500, "--html", html)
-    assert result.exit_code == 0, result.output
-    assert html.read_text(encoding="utf-8").count("data:image/png") == 2
 
 
 @pytest.mark.parametrize(
@@ -285,22 +254,21 @@ def test_beside_a_global_token_a_hundred_thousand_tokens_take_seconds():
 
 def test_a_graph_with_too_many_edges_is_counted_and_not_listed(monkeypatch, tmp_path):
     monkeypatch.setattr(ga.TokenGraph, "edge_index", property(lambda self: pytest.fail("listed")))
-    said = facts(tmp_path, "complete", "--tokens", 100_000)
-    assert said["edges"] == 10**10
-    assert said["mask_bytes"] == 10**10
-    assert "fiedler_value" not in said
-    assert "20,000,000 edges" in said["left_out"]
-    result = run("complete", "--tokens", 100_000, "--plot", tmp_path / "g.png")
-    assert result.exit_code == 2
-    assert "10,000,000,000" in result.stderr
+    record = facts(tmp_path, "complete", "--tokens", 100_000)
+    assert record["edges"] == 10**10
+    assert record["mask_bytes"] == 10**10
+    assert "fiedler_value" not in record
+    assert "20,000,000 edges" in record["left_out"]
+    reason = refused("graph", "complete", "--tokens", 100_000, "--plot", tmp_path / "g.png")
+    assert "10,000,000,000" in reason
 
 
 @pytest.mark.long
 def test_without_a_kind_all_of_them_are_listed_with_options_that_are_taken():
-    listing = run().output
+    listing = done("graph").output
     for kind in KINDS:
         assert [line.split()[0] for line in listing.splitlines() if line.strip()].count(kind) == 1
-        assert run(kind).exit_code == 0
+        assert call("graph", kind).exit_code == 0
     assert "--block-size 16" in listing
     assert "--no-class-token" in listing
 
@@ -310,59 +278,28 @@ def test_without_a_kind_all_of_them_are_listed_with_options_that_are_taken():
     [
         (["window"], r"KIND must be one of window-path, .*got 'window'"),
         (["longformr"], r"got 'longformr': did you mean 'longformer'\?"),
-        (
-            ["causal", "--window", 3],
-            r"--window is not an option of causal, which has the options --tokens$",
-        ),
+        (["causal", "--window", 3], r"not an option of causal, which has the options --tokens$"),
         (["window-path", "--tokens", -1], r"--tokens must be >= 0, got -1"),
         (["window-path", "--window", 0], r"--window must be >= 1, got 0"),
         (["block-window", "--shift", 20], r"--shift must be < block_size = 16, got 20"),
         (["longformer", "--global-tokens", 65], r"--global-tokens must be from 0 to --tokens = 64"),
         (["grid-window", "--metric", "round"], r"--metric must be one of 'chebyshev', 'manhattan'"),
         (["complete", "--step-size", 0], r"--step-size must be a finite number > 0, got 0"),
-        (
-            ["complete", "--plot", "nowhere/a.png"],
-            r"--plot must be a file in an existing folder, but there is no folder nowhere",
-        ),
-        (
-            ["complete", "--plot", "a.jpg"],
-            r"--plot: the ending must be one of '.png', '.svg', '.pdf', got '.jpg'",
-        ),
-        (
-            ["complete", "--json", "nowhere/a.json"],
-            r"--json must be a file in an existing folder, but there is no folder nowhere",
-        ),
+        (["complete", "--plot", "nowhere/a.png"], r"--plot must be .*there is no folder nowhere"),
+        (["complete", "--plot", "a.jpg"], r"--plot: the ending must be one of '.png'.*'.jpg'"),
+        (["complete", "--json", "nowhere/a.json"], r"--json must .*there is no folder nowhere"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, words):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("graphattn: ")
-    assert re.search(words, line)
-    assert "Traceback" not in result.output
+    assert re.search(words, refused("graph", *arguments))
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "num_tokens" in KINDS[kind].options])
 def test_the_smallest_graphs_have_facts_too(kind, tokens):
     hubs = ["--global-tokens", 0] if "global_tokens" in KINDS[kind].options else []
-    result = run(kind, "--tokens", tokens, *hubs)
-    assert result.exit_code == 0, result.output
+    result = done("graph", kind, "--tokens", tokens, *hubs)
     assert re.search(rf"tokens\s+{tokens}\b", result.output)
-
-
-def test_defaults_and_given_sizes_are_put_together():
-    assert sizes_of("window-path", {"window": 5, "num_tokens": None}) == {
-        "num_tokens": 64,
-        "window": 5,
-        "self_loops": False,
-    }
-    assert list(sizes_of("longformer", {"global_tokens": 2})["global_tokens"]) == [0, 1]
-    assert torch.equal(
-        build("longformer", sizes_of("longformer", {})).edge_index,
-        ga.longformer_graph(64, 4, [0]).edge_index,
-    )
 
 
 @pytest.mark.parametrize("share", [0.3, 1.5, 1.99, 2.5])
@@ -370,7 +307,7 @@ def test_smoothing_beyond_the_largest_step_is_the_library_s(share, tmp_path):
     """Between the largest step and twice it the top mode is the last to go; then it stays."""
     graph = ga.window_path_graph(64, 2)
     eta = share * ga.spectral.max_step_size(graph)
-    said = facts(tmp_path, "window-path", "--step-size", repr(eta))
-    assert said["smoothing_rate"] == pytest.approx(ga.spectral.smoothing_rate(graph, eta))
+    record = facts(tmp_path, "window-path", "--step-size", repr(eta))
+    assert record["smoothing_rate"] == pytest.approx(ga.spectral.smoothing_rate(graph, eta))
     expected = ga.spectral.steps_until_consensus(graph, eta)
-    assert said["steps_until_consensus"] == (expected if math.isfinite(expected) else None)
+    assert record["steps_until_consensus"] == (expected if math.isfinite(expected) else None)

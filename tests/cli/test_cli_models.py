@@ -7,15 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from cli_helpers import done, refused
 
 import graphattn as ga
-from graphattn.cli.app import app
 from graphattn.models.presets import _PRESETS
-
-
-def run(*arguments: str | int) -> Result:
-    return CliRunner().invoke(app, ["models", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +29,13 @@ def tiny() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def everything(tiny: str) -> str:
     """Print all presets: no name is given, and every model is made to count its parameters."""
-    result = run()
-    assert result.exit_code == 0, result.output
-    return result.output
+    return done("models").output
 
 
 @pytest.fixture(scope="module")
 def one(tiny: str) -> str:
     """Print one preset by its name."""
-    result = run(tiny)
-    assert result.exit_code == 0, result.output
-    return result.output
+    return done("models", tiny).output
 
 
 def counted(text: str) -> int:
@@ -53,17 +44,17 @@ def counted(text: str) -> int:
 
 @pytest.mark.long
 def test_every_preset_is_listed_once_with_its_class_and_its_parameters(everything: str) -> None:
-    found: dict[str, tuple[str, int]] = {}
+    listed: dict[str, tuple[str, int]] = {}
     model = ""
     for line in everything.splitlines():
         if heading := re.fullmatch(r" ([A-Z]\w+) *", line):
             model = heading[1]
         elif row := re.fullmatch(r"  ([\w.+-]+) +([\d,]+) +\S.*", line):
-            assert row[1] not in found
-            found[row[1]] = model, counted(row[2])
+            assert row[1] not in listed
+            listed[row[1]] = model, counted(row[2])
     presets = ga.models.presets()
-    assert set(found) == set(presets)
-    for name, (model, parameters) in found.items():
+    assert set(listed) == set(presets)
+    for name, (model, parameters) in listed.items():
         assert model == presets[name].model
         with torch.device("meta"):
             made = getattr(ga.models, model)(**presets[name].arguments)
@@ -81,8 +72,7 @@ def test_the_size_is_that_of_the_model_in_memory(tiny: str, everything: str) -> 
 
 @pytest.mark.parametrize("tokens", [None, 2, 40])
 def test_layers_are_shown_with_the_edges_that_they_have(tiny: str, tokens: int | None) -> None:
-    result = run(tiny) if tokens is None else run(tiny, "--tokens", tokens)
-    assert result.exit_code == 0, result.output
+    result = done("models", tiny, *([] if tokens is None else ["--tokens", tokens]))
     N = 512 if tokens is None else tokens
     shown = re.findall(
         r"^ *([\d, -]+?) +(\w+) +([\d,]+) +(\S.*?) +([\d,]+) *$", result.output, re.M
@@ -103,15 +93,13 @@ def test_arguments_are_those_of_the_config_the_presets_own_first(tiny: str, one:
         name: repr(value) for name, value in config.items()
     }
     assert list(config) != list(shown)
-    own = list(ga.models.presets()[tiny].arguments)
-    assert [name for name in shown if name in config][: len(own)] == own
+    given = list(ga.models.presets()[tiny].arguments)
+    assert [name for name in shown if name in config][: len(given)] == given
 
 
 @pytest.mark.parametrize("name", list(ga.models.presets()))
 def test_every_preset_can_be_shown(name: str) -> None:
-    result = run(name)
-    assert result.exit_code == 0, result.output
-    assert "each sees" in result.output
+    assert "each sees" in done("models", name).output
 
 
 def test_bad_input_is_answered_in_one_line(tiny: str) -> None:
@@ -120,10 +108,7 @@ def test_bad_input_is_answered_in_one_line(tiny: str) -> None:
         (["TinyMix"], "did you mean 'tiny-mix'?"),
         (["--tokens", "5"], "--tokens needs the name of a model"),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert message in result.output
-        assert "Traceback" not in result.output
+        assert message in refused("models", *arguments)
 
 
 def test_nobody_takes_a_preset_for_a_trained_model(everything: str, one: str) -> None:
@@ -132,9 +117,9 @@ def test_nobody_takes_a_preset_for_a_trained_model(everything: str, one: str) ->
 
 
 def test_what_a_structure_changes_is_said_where_it_does() -> None:
-    said = "With one, each sees: 16 nearest, 4 along the chain"
-    assert said in run("protein-structure-1m").output
-    assert "structure" not in run("protein-6m").output
+    text = "With one, each sees: 16 nearest, 4 along the chain"
+    assert text in done("models", "protein-structure-1m").output
+    assert "structure" not in done("models", "protein-6m").output
 
 
 def test_no_line_is_wider_than_80_columns(everything: str, one: str) -> None:

@@ -6,16 +6,14 @@ import gc
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
+from cli_helpers import Page, done, page_of, refused
 
 import graphattn as ga
-from graphattn.cli.app import app
 from graphattn.cli.runs_report import certificates
 
 pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
@@ -25,35 +23,9 @@ pytest.importorskip("accelerate")
 HOSTILE = """<script>alert(1)</script>"><img src=x onerror=alert(2)>{{ 7 * 7 }} \ud800"""
 
 
-class Page(HTMLParser):
-    """Tags, headings, alternative texts and visible text of a page."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.html, self.text = path.read_text(encoding="utf-8"), ""
-        self.tags: list[str] = []
-        self.levels: list[int] = []
-        self.alts: list[str] = []
-        self.links: list[str] = []
-        self.feed(self.html)
-
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self.tags.append(tag)
-        self.levels += [int(tag[1])] if re.fullmatch(r"h[1-6]", tag) else []
-        self.alts += [given.get("alt", "")] if tag == "img" else []
-        self.links += [value for name, value in attributes if name in ("src", "href")]
-
-    def handle_data(self, data):
-        self.text += data
-
-
 def report(*folders, out: Path, options=("--no-certify",)):
-    arguments = ["report", *map(str, folders), "--out", str(out), *options]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == str(out)
-    return Page(out)
+    assert done("report", *folders, "--out", out, *options).output.splitlines()[-1] == str(out)
+    return page_of(out)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +45,10 @@ def finished(tmp_path_factory):
     ga.train.fit(model, objective, config, data[:15], data[15:])
     batch = objective.collate(data[15:])
     calibration = ga.train.Calibration.of(objective, model, [batch])
-    found = objective.evaluate(model, [batch])
-    found |= {"frequency_loss": 1.8125, "bigram_loss": 1.625, "model": "model"}
-    found["calibration"] = {"error": calibration.error, "bins": calibration.rows()}
-    (folder / "evaluation.json").write_text(json.dumps({"some.txt test": found}))
+    numbers = objective.evaluate(model, [batch])
+    numbers |= {"frequency_loss": 1.8125, "bigram_loss": 1.625, "model": "model"}
+    numbers["calibration"] = {"error": calibration.error, "bins": calibration.rows()}
+    (folder / "evaluation.json").write_text(json.dumps({"some.txt test": numbers}))
     sample = {"prompt": "ab", "text": "abracadabra", "seed": 3, "temperature": 0.75}
     (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     yield folder
@@ -149,7 +121,7 @@ def test_whatever_files_hold_is_text(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "sentence"),
     [
         ({"status": "diverged"}, "Diverged: the run ended at step 6 of 6"),
         ({"status": "interrupted"}, "Interrupted: the log ends at step 6 of 6"),
@@ -158,10 +130,10 @@ def test_whatever_files_hold_is_text(run, tmp_path):
         ({"status": "failed"}, "its error is not known"),
     ],
 )
-def test_how_a_run_ended_is_said_plainly(run, tmp_path, state, said):
+def test_how_a_run_ended_is_said_plainly(run, tmp_path, state, sentence):
     kept = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**kept, "error": None, **state}))
-    assert said in report(run, out=tmp_path / "page.html").text
+    assert sentence in report(run, out=tmp_path / "page.html").text
 
 
 @pytest.mark.parametrize(
@@ -188,10 +160,10 @@ def test_what_is_absent_or_damaged_is_said_and_all_else_is_shown(
         (run / name).write_text(content)
     page = report(run, out=tmp_path / "page.html")
     assert said in page.text
-    found = sections(page)
-    assert found[0] == "Missing data"
+    shown = sections(page)
+    assert shown[0] == "Missing data"
     for part in ("What was trained", "Curves", "Samples", "Origin"):
-        assert (part in found) == (part != gone)
+        assert (part in shown) == (part != gone)
 
 
 @pytest.mark.long
@@ -235,9 +207,9 @@ def test_runs_that_differ_in_many_options_are_columns_of_the_comparison(finished
     page = report(finished, run, out=tmp_path / "page.html")
     table = page.html.split("<table>")[1].split("</table>")[0]
     assert table.count("<th ") == 1 + 2  # what is told, and two runs
-    told = re.findall(r"<tr>\s*<td[^>]*>(.*?)</td>", table)
-    assert told[0] == "ended"
-    assert set(others) <= set(told)
+    names = re.findall(r"<tr>\s*<td[^>]*>(.*?)</td>", table)
+    assert names[0] == "ended"
+    assert set(others) <= set(names)
 
 
 TRIALS = [
@@ -281,8 +253,7 @@ def test_a_sweep_without_results_or_with_damaged_ones_is_said(tmp_path):
 
 @pytest.mark.long
 def test_by_default_the_page_of_one_folder_lies_in_it(run):
-    result = CliRunner().invoke(app, ["report", str(run), "--no-certify"])
-    assert result.exit_code == 0
+    done("report", run, "--no-certify")
     assert (run / "report.html").is_file()
 
 
@@ -291,10 +262,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path, make):
     other = tmp_path / "other"
     if make:
         other.mkdir()
-    result = CliRunner().invoke(app, ["report", str(other)])
-    assert result.exit_code == 2
-    assert "FOLDER must be the folder of a run or of a sweep" in result.output
-    assert "Traceback" not in result.output
+    assert "FOLDER must be the folder of a run or of a sweep" in refused("report", other)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +274,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path, make):
     ids=["VisionTransformer", "SwinTransformer"],
 )
 def test_models_of_images_are_certified_on_an_image_of_their_size(model):
-    image, told = certificates._probe(model, None)
+    image, name = certificates._probe(model, None)
     assert model(image).shape == (1, 3)
-    assert told == "an image of random pixels"
+    assert name == "an image of random pixels"

@@ -15,20 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_helpers import call, done, refused
 from structure_files import pdb_line
-from typer.testing import CliRunner, Result
 
 import graphattn as ga
-from graphattn.cli.app import app
 
 TINY = '{"dim": 16, "depth": 2, "heads": 2}'
 SMALL = ("--model-options", TINY, "--batch-tokens", "64", "--length", "16")
 TEXT = "the quick brown fox jumps over the lazy dog, and again: né! " * 30
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path_factory, monkeypatch):
-    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +34,11 @@ def data(tmp_path_factory) -> Path:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     draws = torch.Generator().manual_seed(0)
     for name, letters in (("proteins", "ACDEFGHIKLMNPQRSTVWY"), ("bases", "ACGT")):
-        made = [
-            "".join(letters[i] for i in torch.randint(len(letters), (40,), generator=draws))
-            for _ in range(40)
-        ]
-        text = "".join(f">r{n} [group {n % 7}]\n{own}\n" for n, own in enumerate(made))
-        (folder / f"{name}.fasta").write_text(text)
+        records = []
+        for n in range(40):
+            drawn = torch.randint(len(letters), (40,), generator=draws).tolist()
+            records.append(f">r{n} [group {n % 7}]\n{''.join(letters[i] for i in drawn)}\n")
+        (folder / f"{name}.fasta").write_text("".join(records))
     return folder
 
 
@@ -50,8 +46,7 @@ def data(tmp_path_factory) -> Path:
 def run(data, tmp_path_factory) -> Path:
     """A causal model of a text."""
     out = tmp_path_factory.mktemp("runs") / "a"
-    result = call("train", "--data", data / "text.txt", "--out", out, *SMALL, "--steps", 30)
-    assert result.exit_code == 0, result.output
+    done("train", "--data", data / "text.txt", "--out", out, *SMALL, "--steps", 30)
     return out
 
 
@@ -59,23 +54,8 @@ def run(data, tmp_path_factory) -> Path:
 def masked(data, tmp_path_factory) -> Path:
     """A model of masked residues."""
     out = tmp_path_factory.mktemp("runs") / "m"
-    result = call("train", "--data", data / "proteins.fasta", "--out", out, *SMALL, "--steps", 2)
-    assert result.exit_code == 0, result.output
+    done("train", "--data", data / "proteins.fasta", "--out", out, *SMALL, "--steps", 2)
     return out
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(own) for own in arguments])
-
-
-def refused(*arguments: object) -> str:
-    """The one line that says why."""
-    result = call(*arguments)
-    assert result.exit_code == 2, result.output
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.output
-    assert lines[0].startswith("graphattn: ")
-    return lines[0]
 
 
 # Options.
@@ -98,8 +78,7 @@ def test_options_take_the_place_of_what_the_file_says(data):
         f"data: {data / 'text.txt'}\nout: a\nsteps: 1\nlr: 1e-4\nbatch_tokens: 64\nlength: 16\n"
         "model_options: {dim: 16, depth: 2, heads: 2, dropout: 1e-1}\n"
     )
-    result = call("train", "run.yaml", "--seed", 3, "--mixer", "gka")
-    assert result.exit_code == 0, result.output
+    result = done("train", "run.yaml", "--seed", 3, "--mixer", "gka")
     assert result.stdout.splitlines()[-1] == "a"
     assert "train: 1 of 1 texts are cut into 103 pieces of at most 16 tokens" in result.stdout
     config = ga.train.read_run("a").config
@@ -118,7 +97,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
     Path("empty.txt").write_text("")
     Path("odd.fasta").write_text(">one\nMKV\n>two\nMK1V\n")
     Path("wrong.yaml").write_text("data: x\nout: y\nbatch_token: 5\n")
-    for arguments, said in (
+    for arguments, reason in (
         (("train", "--data", "empty.txt", "--out", "b"), "empty.txt"),
         (("train", "--data", "odd.fasta", "--out", "b"), "odd.fasta: line 4"),
         (("train", "--data", "gone.txt", "--out", "b"), "gone.txt"),
@@ -144,10 +123,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         (("train", "--resume", "gone"), "'gone'"),
         (("train", "--resume", run, "--lr", "1"), "--lr must not change"),
         (("train", "--resume", run, "--steps", "3"), "--steps must be at least"),
-        (
-            ("train", "--data", text, "--out", run),
-            "a new folder or that of a run with the same config",
-        ),
+        (("train", "--data", text, "--out", run), "that of a run with the same config"),
         (("evaluate", "gone"), "'gone'"),
         (("evaluate", run, "--split", "half"), "--split must be one of"),
         (("evaluate", masked, "--data", "odd.fasta"), "odd.fasta: line 4"),
@@ -156,7 +132,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         (("generate", masked, "--top-k", "3"), "--top-k must not be given"),
         (("generate", masked, "--prompt", "MK1"), "--prompt"),
     ):
-        assert said in refused(*arguments), arguments
+        assert reason in refused(*arguments), arguments
     assert not Path("b").exists()
     assert proteins.exists()
 
@@ -190,18 +166,18 @@ def test_a_folder_whose_files_are_of_two_runs_is_refused(run, masked, tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_auto_fits_the_data_and_stays_as_it_is(data, name, given, expected):
-    found = ga.train.prepare(ga.train.RunConfig(data=str(data / name), **given))
-    c = found.config
+    prepared = ga.train.prepare(ga.train.RunConfig(data=str(data / name), **given))
+    c = prepared.config
     assert (c.kind, c.split, c.model, c.objective, c.length) == expected
     again = ga.train.prepare(c)
     assert again.config == c
-    ours, theirs = found.model.state_dict(), again.model.state_dict()
+    ours, theirs = prepared.model.state_dict(), again.model.state_dict()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    batch = found.objective.collate([found.train[0], found.train[1]])
-    loss = found.objective.loss(found.model, batch, torch.Generator().manual_seed(0))
+    batch = prepared.objective.collate([prepared.train[0], prepared.train[1]])
+    loss = prepared.objective.loss(prepared.model, batch, torch.Generator().manual_seed(0))
     assert loss.count
     assert loss.mean.isfinite()
-    parts = [set(map(tuple, part.spans.tolist())) for part in found.parts.values()]
+    parts = [set(map(tuple, part.spans.tolist())) for part in prepared.parts.values()]
     assert not parts[0] & parts[1]
 
 
@@ -238,20 +214,20 @@ def test_a_schedule_of_a_preset_goes_over_the_depth_that_is_asked_for(pictures, 
     config = ga.train.RunConfig(
         data=str(pictures), mixer="krause", mixer_options=options, model_options={"depth": depth}
     )
-    found = ga.train.prepare(config)
+    prepared = ga.train.prepare(config)
     expected = ga.models.top_k_schedule(2, 4, depth)
-    assert [block.mixer.top_k for block in found.model.blocks] == expected
-    assert ga.train.prepare(found.config).config == found.config
+    assert [block.mixer.top_k for block in prepared.model.blocks] == expected
+    assert ga.train.prepare(prepared.config).config == prepared.config
     with pytest.raises(ValueError, match="model_options: depth must be an integer"):
         ga.train.prepare(config.replace(model_options={"depth": "four"}))
 
 
 def test_images_are_cut_into_patches_and_classified(pictures):
-    found = ga.train.prepare(ga.train.RunConfig(data=str(pictures), batch_tokens=72))
-    c = found.config
+    prepared = ga.train.prepare(ga.train.RunConfig(data=str(pictures), batch_tokens=72))
+    c = prepared.config
     assert (c.kind, c.model, c.objective, c.length) == ("images", "digits", "classification", 36)
     assert c.model_options["patch_size"] == [2, 2]
-    assert found.train.lengths.tolist() == [36] * len(found.train)
+    assert prepared.train.lengths.tolist() == [36] * len(prepared.train)
     assert ga.train.prepare(c).config == c
 
 
@@ -296,9 +272,9 @@ def test_validation_while_training_is_spread_over_the_part(data):
     config = ga.train.RunConfig(
         data=str(data / "text.txt"), length=8, validation=0.4, validation_tokens=64
     )
-    found = ga.train.prepare(config)
-    windows = found.validation.windows
-    places = [found.validation[k]["tokens"].tolist() for k in range(len(found.validation))]
+    prepared = ga.train.prepare(config)
+    windows = prepared.validation.windows
+    places = [prepared.validation[k]["tokens"].tolist() for k in range(len(prepared.validation))]
     everything = [windows[k]["tokens"].tolist() for k in range(len(windows))]
     assert len(places) == 64 * len(windows) // int(windows.lengths.sum())
     assert places == [everything[k * len(windows) // len(places)] for k in range(len(places))]
@@ -324,7 +300,7 @@ def test_a_stopped_run_says_how_to_go_on_and_ends_as_one_that_never_stopped(data
     assert "continue with: graphattn train --resume a" in stopped.stderr
     gone_on = call("train", "--resume", "a")
     assert gone_on.exit_code == 0, gone_on.output
-    assert call(*given, "--out", "b").exit_code == 0
+    done(*given, "--out", "b")
     assert ga.train.read_run("a").training == ga.train.read_run("b").training
 
 
@@ -359,18 +335,20 @@ def test_an_evaluation_stands_beside_guessing(run):
     result = call("evaluate", run)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == str(run / "evaluation.json")
-    (found,) = json.loads((run / "evaluation.json").read_text()).values()
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] / 0.6931471805599453)
+    (written,) = json.loads((run / "evaluation.json").read_text()).values()
+    assert written["bits_per_byte"] == pytest.approx(written["loss"] / 0.6931471805599453)
     info = ga.train.read_run(run).info
-    assert found["origin"] == {own: info[own] for own in ("commit", "config", "seed", "versions")}
-    assert 0 <= found["calibration"]["error"] <= 1
+    assert written["origin"] == {
+        name: info[name] for name in ("commit", "config", "seed", "versions")
+    }
+    assert 0 <= written["calibration"]["error"] <= 1
     prepared = ga.train.prepare(ga.train.read_run(run).config)
     tokens = torch.cat([prepared.train[k]["tokens"] for k in range(len(prepared.train))])
     share = (tokens.bincount(minlength=256) + 1.0) / (len(tokens) + 256)
     asked = torch.cat(
         [w["tokens"][1:] for w in (prepared.test[k] for k in range(len(prepared.test)))]
     )
-    assert found["frequency_loss"] == pytest.approx(-float(share[asked].log().mean()), rel=1e-5)
+    assert written["frequency_loss"] == pytest.approx(-float(share[asked].log().mean()), rel=1e-5)
     model = ga.load(run / "model")
     total = count = 0.0
     model.requires_grad_(False)
@@ -379,7 +357,7 @@ def test_an_evaluation_stands_beside_guessing(run):
         logits = model(window[None])[0, :-1]
         total += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
         count += len(window) - 1
-    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert written["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
 def test_an_evaluation_is_kept_when_nobody_reads_its_table(run, monkeypatch):
@@ -397,33 +375,30 @@ def test_an_evaluation_is_kept_when_nobody_reads_its_table(run, monkeypatch):
 
 def test_other_data_is_added_to_the_evaluation(run):
     Path("other.txt").write_text("something else entirely, which it has not read")
-    assert call("evaluate", run, "--data", "other.txt").exit_code == 0
-    found = json.loads((run / "evaluation.json").read_text())
-    assert found["other.txt"]["examples"] == 3  # 46 bytes in windows of 16
+    done("evaluate", run, "--data", "other.txt")
+    written = json.loads((run / "evaluation.json").read_text())
+    assert written["other.txt"]["examples"] == 3  # 46 bytes in windows of 16
 
 
 def test_the_test_split_is_the_one_that_training_left_out(data):
     given = ("--steps", 1, "--seed", 3, "--split-seed", 8)
-    result = call("train", "--data", data / "proteins.fasta", "--out", "a", *SMALL, *given)
-    assert result.exit_code == 0, result.output
+    done("train", "--data", data / "proteins.fasta", "--out", "a", *SMALL, *given)
     prepared = ga.train.prepare(ga.train.read_run("a").config)
-    result = call("evaluate", "a", "--pseudo-tokens", 0)
-    assert result.exit_code == 0, result.output
-    (found,) = json.loads(Path("a/evaluation.json").read_text()).values()
+    done("evaluate", "a", "--pseudo-tokens", 0)
+    (written,) = json.loads(Path("a/evaluation.json").read_text()).values()
     expected = ga.train.evaluate_model(
         ga.load("a/model"), prepared.objective, prepared.test,
         train=prepared.parts["train"], batch_tokens=64, pseudo_tokens=0,
     )  # fmt: skip
-    assert found["loss"] == expected["loss"]
-    assert found["frequency_loss"] == expected["frequency_loss"]
+    assert written["loss"] == expected["loss"]
+    assert written["frequency_loss"] == expected["frequency_loss"]
 
 
 def test_masked_models_have_a_pseudo_perplexity_of_few_tokens(masked):
-    result = call("evaluate", masked, "--pseudo-tokens", 32)
-    assert result.exit_code == 0, result.output
-    (found,) = json.loads((masked / "evaluation.json").read_text()).values()
-    assert found["pseudo_tokens"] == 32
-    assert 10 < found["pseudo_perplexity"] < 40  # random letters of 20
+    done("evaluate", masked, "--pseudo-tokens", 32)
+    (written,) = json.loads((masked / "evaluation.json").read_text()).values()
+    assert written["pseudo_tokens"] == 32
+    assert 10 < written["pseudo_perplexity"] < 40  # random letters of 20
 
 
 def chain(name: str, start: float, residues: int, seed: int = 0) -> str:
@@ -446,33 +421,28 @@ def structures(tmp_path_factory) -> Path:
         (folder / f"{k}.pdb").write_text(chain("A", 0.0, 12, seed=k))
     out = tmp_path_factory.mktemp("runs") / "s"
     options = ("--model-options", TINY, "--batch-tokens", "64", "--steps", 1)
-    result = call("train", "--data", folder, "--out", out, *options)
-    assert result.exit_code == 0, result.output
+    done("train", "--data", folder, "--out", out, *options)
     return out
 
 
 def test_structures_are_evaluated_whole(structures, monkeypatch):
     """Two chains that touch: pieces of the length of the training would have no edge between."""
     Path("complex.pdb").write_text(chain("A", 0.0, 20) + "\n" + chain("B", 5.0, 20))
-    seen = []
-    model = ga.models.ProteinModel
-    monkeypatch.setattr(
-        model,
-        "forward",
-        lambda self, tokens, *rest, _call=model.forward, **given: (
-            seen.append(tokens.shape[-1]),
-            _call(self, tokens, *rest, **given),
-        )[1],
-    )
-    result = call("evaluate", structures, "--data", "complex.pdb", "--pseudo-tokens", 0)
-    assert result.exit_code == 0, result.output
-    assert set(seen) == {40}
+    lengths, forward = [], ga.models.ProteinModel.forward
+
+    def spy(self, tokens, *rest, **given):
+        lengths.append(tokens.shape[-1])
+        return forward(self, tokens, *rest, **given)
+
+    monkeypatch.setattr(ga.models.ProteinModel, "forward", spy)
+    result = done("evaluate", structures, "--data", "complex.pdb", "--pseudo-tokens", 0)
+    assert set(lengths) == {40}
     assert "complex.pdb: 1 examples, " in result.stdout
     assert "cut" not in result.stdout
-    seen.clear()
-    found = call("evaluate", structures, "--data", "complex.pdb", "--length", 15)
-    assert "1 of 1 sequences are cut into 3 pieces" in " ".join(found.stdout.split())
-    assert max(seen) == 15
+    lengths.clear()
+    output = call("evaluate", structures, "--data", "complex.pdb", "--length", 15).stdout
+    assert "1 of 1 sequences are cut into 3 pieces" in " ".join(output.split())
+    assert max(lengths) == 15
 
 
 def test_numbers_have_their_error_and_no_digits_beyond_it(masked):
@@ -484,18 +454,17 @@ def test_numbers_have_their_error_and_no_digits_beyond_it(masked):
     assert _number(0.5, 1e-9) == "0.5000 ± 0.0000"
     assert _number(0.25, None) == "0.2500"
     text = " ".join(call("evaluate", masked).stdout.split())
-    (found,) = json.loads((masked / "evaluation.json").read_text()).values()
-    assert f"{found['guesses']} guesses" in text
+    (written,) = json.loads((masked / "evaluation.json").read_text()).values()
+    assert f"{written['guesses']} guesses" in text
     for name, key in (("loss", "loss"), ("guessing by frequency", "frequency_loss")):
-        assert f"{name} (nats) {_number(found[key], found[f'{key}_error'])}" in text
+        assert f"{name} (nats) {_number(written[key], written[f'{key}_error'])}" in text
 
 
 # Generation.
 
 
 def test_a_text_is_what_the_model_writes_and_is_kept(run):
-    result = call("generate", run, "--prompt", "né ", "--tokens", 20, "--seed", 5, "--top-k", 9)
-    assert result.exit_code == 0, result.output
+    done("generate", run, "--prompt", "né ", "--tokens", 20, "--seed", 5, "--top-k", 9)
     row = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
     assert row["text"].startswith("né ")
     assert row["origin"]["seed"] == 5
@@ -509,8 +478,7 @@ def test_a_text_is_what_the_model_writes_and_is_kept(run):
 
 
 def test_residues_are_unmasked_around_what_is_given(masked):
-    result = call("generate", masked, "--prompt", "MK__W", "--samples", 2)
-    assert result.exit_code == 0, result.output
+    result = done("generate", masked, "--prompt", "MK__W", "--samples", 2)
     for line in result.stdout.split():
         assert line[:2] == "MK"
         assert (line[4], len(line)) == ("W", 5)
@@ -523,7 +491,7 @@ def test_diffusion_trains_and_writes(data):
     given = ("--objective", "diffusion", "--steps", 2)
     trained = call("train", "--data", data / "bases.fasta", "--out", "a", *SMALL, *given)
     assert trained.exit_code == 0, trained.output
-    assert call("evaluate", "a").exit_code == 0
+    done("evaluate", "a")
     result = call("generate", "a", "--tokens", 12, "--steps", 4)
     assert len(result.stdout.strip()) == 12
     assert set(result.stdout.strip()) <= set("ACGTN")
@@ -534,18 +502,18 @@ def test_a_tokenizer_without_its_unknown_token_is_named(data, tmp_path):
     words = tokenizers.models.WordLevel({"to": 0, "be": 1}, unk_token="?")
     tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
     text, chosen = data / "text.txt", ("--tokenizer", tmp_path / "words.json")
-    said = refused("train", "--data", text, *chosen, "--out", tmp_path / "run", *SMALL)
-    assert "words.json: the tokenizers library cannot encode" in said
+    reason = refused("train", "--data", text, *chosen, "--out", tmp_path / "run", *SMALL)
+    assert "words.json: the tokenizers library cannot encode" in reason
 
 
 def test_a_run_of_fit_is_evaluated_in_code(data, tmp_path):
     tokenizer = ga.data.ByteTokenizer()
     examples = [{"tokens": tokenizer.encode(TEXT[:20])}] * 4
-    for name, own in (("none", None), ("bytes", tokenizer)):
+    for name, its_tokenizer in (("none", None), ("bytes", tokenizer)):
         model = ga.models.CausalLM(256, dim=8, depth=1, heads=1)
         config = ga.train.RunConfig(steps=1, batch_tokens=64, out=str(tmp_path / name))
-        ga.train.fit(model, ga.train.NextToken(), config, examples, tokenizer=own)
+        ga.train.fit(model, ga.train.NextToken(), config, examples, tokenizer=its_tokenizer)
         for command in (("evaluate", "--data", data / "text.txt"), ("generate",)):
-            said = refused(command[0], tmp_path / name, *command[1:])
-            assert "which ga.train.fit trained on examples of its own" in said
-            assert "tokenizer.json" not in said
+            reason = refused(command[0], tmp_path / name, *command[1:])
+            assert "which ga.train.fit trained on examples of its own" in reason
+            assert "tokenizer.json" not in reason

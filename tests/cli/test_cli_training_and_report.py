@@ -6,13 +6,11 @@ import base64
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from cli_helpers import Page, done, page_of, refused, shared
 
-from graphattn.cli.app import app
 from graphattn.cli.demo import training
 from graphattn.cli.demo.sample import printable
 
@@ -21,10 +19,6 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib (the extra `pl
 FIGURES = 9 + 3 + 2 + 1  # of graphs, mechanisms, filters and losses
 
 HOSTILE = """<script>document.title='owned'</script>"><img src=x onerror=alert(1)>&amp;{{7*7}}"""
-
-
-def demo(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +31,7 @@ def output(folder) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "CHOOSING_TOKENS", 1024)
         patch.setattr(training, "JUDGING_TOKENS", 2048)
-        result = demo("--tokens", "64", "--steps", "6", "--out", folder)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-class Page(HTMLParser):
-    """Tags, images and visible text of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href")]
-
-    def handle_data(self, data):
-        self.text += data
+        return done("demo", "--tokens", 64, "--steps", 6, "--out", folder).output
 
 
 def test_the_report_s_path_is_the_last_line(output, folder):
@@ -77,7 +51,7 @@ def test_both_models_are_trained_from_near_the_guess_by_frequency(output):
 
 
 def test_the_report_holds_every_picture_and_table_and_needs_no_other_file(output, folder):
-    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    page = page_of(folder / "report.html")
     assert page.tags.count("img") == FIGURES
     assert page.tags.count("table") == 3
     assert "script" not in page.tags
@@ -90,28 +64,26 @@ def test_the_report_holds_every_picture_and_table_and_needs_no_other_file(output
 
 
 def test_every_number_of_the_terminal_is_in_the_report(output, folder):
-    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    page = page_of(folder / "report.html")
     tables = output.split("done in")[0].split("\n", 1)[1]
     tables = "\n".join(line for line in tables.splitlines() if "━" not in line)
-    said = set(re.findall(r"\d[\d,.]*\d", page.text))
-    assert set(re.findall(r"\d[\d,.]*\d", tables)) <= said
+    numbers = set(re.findall(r"\d[\d,.]*\d", page.text))
+    assert set(re.findall(r"\d[\d,.]*\d", tables)) <= numbers
 
 
 @pytest.mark.long
 def test_a_hostile_file_name_and_header_are_text_in_the_report(tmp_path):
     file = tmp_path / (HOSTILE.replace("/", "\u2215") + "\x1b[31m.fasta")
     file.write_text(f">{HOSTILE[:39]}\n{'MKVLAAGHNQ' * 8}\n")
-    result = demo(file, "--steps", "2", "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = done("demo", file, "--steps", "2", "--out", tmp_path / "out")
     assert "\x1b[31m" not in result.output
-    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    page = Page(html)
+    page = page_of(tmp_path / "out" / "report.html")
     assert "script" not in page.tags
     assert page.tags.count("img") == FIGURES
     assert "onerror=alert(1)" in page.text  # as text
     assert "{{7*7}}" in page.text
     assert HOSTILE[:39] in page.text
-    assert "\x1b" not in html
+    assert "\x1b" not in page.html
 
 
 def test_a_file_name_that_is_no_text_is_shown_by_its_escapes():
@@ -127,21 +99,10 @@ def chromium() -> str:
 
 @pytest.mark.long
 def test_the_report_opens_in_a_browser_without_errors(output, folder):
-    run = subprocess.run(
-        [
-            chromium(),
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            "--virtual-time-budget=2000",
-            "--dump-dom",
-            (folder / "report.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
+    command = [chromium(), *options.split(), "--virtual-time-budget=2000"]
+    command.append((folder / "report.html").as_uri())
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0
     assert "CONSOLE" not in run.stderr  # what the page itself complains of
     assert Page(run.stdout).tags.count("img") == FIGURES
@@ -149,17 +110,13 @@ def test_the_report_opens_in_a_browser_without_errors(output, folder):
 
 @pytest.mark.long
 def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_held_out(tmp_path):
-    file = Path(__file__).parents[3] / "shared" / "data" / "structure" / "pdb" / "1aki.pdb"
-    if not file.exists():
-        pytest.skip("real data not there: structure/pdb/1aki.pdb")
-    result = demo(file, "--steps", "2", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert "attention, consensus (MIX)" in said
-    assert "a residue sees the 16 residues with the nearest C-alpha atoms in any chain" in said
-    assert "Nothing is held out, because there is only this structure" in said
-    assert "Attention weights among neighbours in space" in (tmp_path / "report.html").read_text()
-    page = " ".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).text.split())
+    file = shared("structure/pdb/1aki.pdb")
+    text = " ".join(done("demo", file, "--steps", 2, "--out", tmp_path).output.split())
+    assert "attention, consensus (MIX)" in text
+    assert "a residue sees the 16 residues with the nearest C-alpha atoms in any chain" in text
+    assert "Nothing is held out, because there is only this structure" in text
+    page = " ".join(page_of(tmp_path / "report.html").text.split())
+    assert "Attention weights among neighbours in space" in page
     assert not re.search(r"[Hh]eld[- ]out", page.replace("Nothing is held out", ""))
 
 
@@ -167,17 +124,13 @@ def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_he
 def test_no_training_without_steps_and_none_on_too_few_tokens(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("abc")
-    result = demo(file, "--steps", "5", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = done("demo", file, "--steps", "5", "--out", tmp_path)
     assert "no training, because it needs 32 tokens" in result.output
-    page = Page((tmp_path / "report.html").read_text())
+    page = page_of(tmp_path / "report.html")
     assert page.tags.count("img") == FIGURES - 1
     assert page.tags.count("table") == 2
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    result = demo("--steps", "0", "--out", tmp_path / "file" / "below")
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert "Traceback" not in result.output
+    refused("demo", "--steps", 0, "--out", tmp_path / "file" / "below")

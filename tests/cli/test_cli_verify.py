@@ -7,16 +7,14 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from cli_helpers import call, done, refused
 
 import graphattn as ga
 from graphattn.cli import verify
-from graphattn.cli.app import app
 from graphattn.cli.verify import claims, errata, matrix_weights, windows
 from graphattn.cli.verify.claims import Claim, Erratum, Exhibit, MeasuredCase, Size
 from graphattn.cli.verify.graphs import random_digraph
@@ -29,10 +27,6 @@ BY_NAME = {claim.name: claim for claim in verify.CLAIMS}
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setitem(claims.SIZES, "small", TINY)
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -57,28 +51,26 @@ def test_every_erratum_is_shown_and_its_correction_holds(erratum):
 
 
 def test_the_command_ends_with_0_and_writes_everything_down(tmp_path):
-    result = run("--json", tmp_path / "v.json")
-    assert result.exit_code == 0, result.output
+    result = done("verify", "--json", tmp_path / "v.json")
     assert result.output.splitlines()[-1] == str(tmp_path / "v.json")
     assert "FAILED" not in result.output
-    found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
-    assert found["passed"]
-    assert [claim["name"] for claim in found["claims"]] == list(BY_NAME)
-    assert all(claim["holds"] and claim["cases"] >= 2 for claim in found["claims"])
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert record["passed"]
+    assert [claim["name"] for claim in record["claims"]] == list(BY_NAME)
+    assert all(claim["holds"] and claim["cases"] >= 2 for claim in record["claims"])
     assert all(
-        claim["tightest"]["margin"] >= -claim["tightest"]["slack"] for claim in found["claims"]
+        claim["tightest"]["margin"] >= -claim["tightest"]["slack"] for claim in record["claims"]
     )
-    assert len(found["errata"]) == len(verify.ERRATA)
-    assert all(erratum["shown"] and erratum["exhibit"]["numbers"] for erratum in found["errata"])
-    for claim in found["claims"]:
+    assert len(record["errata"]) == len(verify.ERRATA)
+    assert all(erratum["shown"] and erratum["exhibit"]["numbers"] for erratum in record["errata"])
+    for claim in record["claims"]:
         assert claim["statement"]
         assert claim["source"]
 
 
 @pytest.mark.long
 def test_the_report_has_both_tables_and_figures_that_a_phone_can_show(tmp_path, on_a_phone):
-    result = run("--html", tmp_path / "v.html")
-    assert result.exit_code == 0, result.output
+    done("verify", "--html", tmp_path / "v.html")
     html = (tmp_path / "v.html").read_text(encoding="utf-8")
     assert html.count("data:image/png") == len(on_a_phone) == 3
     assert on_a_phone.smallest_label() >= 9
@@ -114,7 +106,8 @@ PATH, LONG_PATH = "path: 2 S ≤ λ₁ ≤ 4 S", "long path: 2 S ≤ λ₁ ≤ 4
 SIGNS, FALLS = "below 1 / (2 λ_max): signs stay", "below 1 / λ_max: energy falls"
 FLIPS, RISES = "above it: the top mode flips", "above it: energy can rise"
 FORM, STEPS = "E(u) = uᵀ L u", "steps to consensus: enough, none idle"
-SANDWICH = "matrix weights: a λ₁ ≤ λ ≤ b λ₁"
+SANDWICH, FIEDLER = "matrix weights: a λ₁ ≤ λ ≤ b λ₁", "matrix weights: the Fiedler value"
+CLASSES = "eigenvalue 1: once a closed class"
 
 # What is made wrong, how, and the claims that must notice.
 BROKEN = [
@@ -137,16 +130,8 @@ BROKEN = [
     ("steps_until_consensus", changed(lambda n: n // 3), ["the limit is the mean"]),
     ("matrix_fiedler_bounds", changed(lambda b: (1.01 * b[0], b[1])), [SANDWICH]),
     ("matrix_fiedler_bounds", changed(lambda b: (b[0], 0.99 * b[1])), [SANDWICH]),
-    (
-        "matrix_fiedler_value",
-        changed(lambda v: v * (1 + 1e-6)),
-        ["matrix weights: the Fiedler value"],
-    ),
-    (
-        "eigenvalue_one_multiplicity",
-        changed(lambda m: m + 1),
-        ["eigenvalue 1: once a closed class"],
-    ),
+    ("matrix_fiedler_value", changed(lambda v: v * (1 + 1e-6)), [FIEDLER]),
+    ("eigenvalue_one_multiplicity", changed(lambda m: m + 1), [CLASSES]),
     ("closed_classes", changed(lambda c: c[1:]), ["closed classes: as networkx finds"]),
 ]
 
@@ -166,12 +151,12 @@ def test_a_broken_bound_makes_the_command_end_with_1_and_say_where(monkeypatch, 
     monkeypatch.setattr(
         ga.spectral, "path_fiedler_bounds", lambda N, w: (0.0, original(N, w)[1] * 0.99)
     )
-    result = run("--json", tmp_path / "v.json")
+    result = call("verify", "--json", tmp_path / "v.json")
     assert result.exit_code == 1
     assert re.search(r"FAILED path: 2 S ≤ λ₁ ≤ 4 S: \d+ cases, N \d, w 1: -0\.01\b", result.output)
-    found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
-    assert not found["passed"]
-    broken = {claim["name"] for claim in found["claims"] if not claim["holds"]}
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert not record["passed"]
+    broken = {claim["name"] for claim in record["claims"] if not claim["holds"]}
     assert broken == {"path: 2 S ≤ λ₁ ≤ 4 S", "long path: 2 S ≤ λ₁ ≤ 4 S"}
 
 
@@ -191,7 +176,7 @@ def test_an_erratum_that_is_no_longer_one_ends_the_command_with_1(monkeypatch):
     gone = Erratum("Eq. 0", "2 + 2 = 5", "4", lambda: Exhibit(0.0, 0.0, {"2 + 2": 4.0}))
     monkeypatch.setattr(verify, "CLAIMS", [BY_NAME["the limit is the mean"]])
     monkeypatch.setattr(verify, "ERRATA", [gone])
-    result = run()
+    result = call("verify")
     assert result.exit_code == 1
     assert "FAILED Eq. 0" in result.output
 
@@ -208,7 +193,7 @@ def test_a_check_that_cannot_finish_has_not_passed(monkeypatch):
 
     monkeypatch.setattr(verify, "CLAIMS", [claim_of(fails())])
     monkeypatch.setattr(verify, "ERRATA", [Erratum("there", "", "", lambda: 1 / 0)])
-    result = run()
+    result = call("verify")
     assert result.exit_code == 1
     assert "FAILED a claim: ValueError: no such graph" in result.output
     assert "FAILED there: ZeroDivisionError" in result.output
@@ -251,9 +236,7 @@ def test_bad_input_is_one_line_and_exit_code_2():
             "--json must be a file in an existing folder, but there is no folder nowhere",
         ),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert result.stderr == f"graphattn: {words}\n"
+        assert refused("verify", *arguments) == f"graphattn: {words}"
 
 
 # The oracles of the claims, beside other ways.

@@ -5,16 +5,9 @@ import math
 import numpy
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import graphattn as ga
-
-matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-from matplotlib.figure import Figure  # noqa: E402
-
-
-@pytest.fixture
-def ax():
-    return Figure().add_subplot()
 
 
 def test_adjacency_is_the_mask_with_targets_down_and_a_dark_diagonal(ax):
@@ -26,10 +19,12 @@ def test_adjacency_is_the_mask_with_targets_down_and_a_dark_diagonal(ax):
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("source j", "target i")
 
 
-def test_adjacency_of_two_tracks_is_a_rectangle(ax):
+def test_two_tracks_are_a_rectangle(ax):
     ga.plot.adjacency(ga.bipartite_complete_graph(2, 5), ax=ax)
     assert ax.images[0].get_array().shape == (2, 5)
     assert ax.images[0].get_array().max() == 1
+    ga.plot.attention_weights(torch.ones(15) / 5, ga.bipartite_complete_graph(3, 5), ax=ax)
+    assert ax.images[1].get_array().shape == (3, 5)
 
 
 def test_a_large_graph_is_drawn_as_a_density_that_counts_every_edge(ax):
@@ -77,12 +72,6 @@ def test_a_part_of_the_weights_keeps_its_token_numbers_and_labels(ax):
     dense[graph.edge_index[1], graph.edge_index[0]] = weights.detach()
     numpy.testing.assert_array_equal(cells, dense[7:13, 7:13].numpy())
     ax.figure.draw_without_rendering()  # "$" is no mathematics
-
-
-def test_attention_weights_of_two_tracks(ax):
-    graph = ga.bipartite_complete_graph(3, 5)
-    ga.plot.attention_weights(torch.ones(15) / 5, graph, ax=ax)
-    assert ax.images[0].get_array().shape == (3, 5)
 
 
 def test_the_filter_curve_is_its_formula_and_safe_steps_stay_above_zero(ax):
@@ -168,6 +157,7 @@ def test_growth_is_a_line_with_its_exponent(ax, quantity, exponent, last):
     ax.figure.draw_without_rendering()
 
 
+weights = ga.plot.attention_weights
 GRAPH = ga.causal_graph(3)
 LONG = ga.window_path_graph(3000, 1)
 
@@ -177,30 +167,18 @@ LONG = ga.window_path_graph(3000, 1)
     [
         (lambda: ga.plot.adjacency(torch.eye(3)), "graph must be a TokenGraph"),
         (lambda: ga.plot.adjacency(ga.complete_graph(0)), "graph must have targets and sources"),
-        (
-            lambda: ga.plot.attention_weights(torch.ones(6, 2), GRAPH),
-            r"shape \[6\], one .*got \[6, 2\]",
-        ),
-        (
-            lambda: ga.plot.attention_weights(-torch.ones(6), GRAPH),
-            "weights must be finite .* >= 0",
-        ),
-        (lambda: ga.plot.attention_weights(math.nan * torch.ones(6), GRAPH), "weights must be fin"),
-        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, vmax=-1), "vmax must be"),
-        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=5), "tokens must be"),
-        (
-            lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(0.0, 2)),
-            "tokens must be",
-        ),
-        (lambda: ga.plot.attention_weights(torch.ones(LONG.num_edges), LONG), "at most 2,048"),
+        (lambda: weights(torch.ones(6, 2), GRAPH), r"shape \[6\], one .*got \[6, 2\]"),
+        (lambda: weights(-torch.ones(6), GRAPH), "weights must be finite .* >= 0"),
+        (lambda: weights(math.nan * torch.ones(6), GRAPH), "weights must be fin"),
+        (lambda: weights(torch.ones(6), GRAPH, vmax=-1), "vmax must be"),
+        (lambda: weights(torch.ones(6), GRAPH, tokens=5), "tokens must be"),
+        (lambda: weights(torch.ones(6), GRAPH, tokens=(0.0, 2)), "tokens must be"),
+        (lambda: weights(torch.ones(LONG.num_edges), LONG), "at most 2,048"),
         (lambda: ga.plot.filter_response(GRAPH, steps=[]), "steps must be a non-empty sequence"),
         (lambda: ga.plot.filter_response(GRAPH, steps=5), "steps must be a non-empty sequence"),
-        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(2, 2)), "tokens must be"),
-        (
-            lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(0, 4)),
-            r"last \+ 1 <= 3, got",
-        ),
-        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, labels="ab"), "labels must be 3"),
+        (lambda: weights(torch.ones(6), GRAPH, tokens=(2, 2)), "tokens must be"),
+        (lambda: weights(torch.ones(6), GRAPH, tokens=(0, 4)), r"last \+ 1 <= 3, got"),
+        (lambda: weights(torch.ones(6), GRAPH, labels="ab"), "labels must be 3"),
         (lambda: ga.plot.filter_response(GRAPH, 0.0), "step_size must be a finite number > 0"),
         (lambda: ga.plot.filter_response(GRAPH, steps=[0]), "steps must be >= 1"),
         (lambda: ga.plot.loss_curves({}), "at least one curve"),

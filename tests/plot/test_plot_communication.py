@@ -6,14 +6,6 @@ import torch
 
 import graphattn as ga
 
-matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-from matplotlib.figure import Figure  # noqa: E402
-
-
-@pytest.fixture
-def ax():
-    return Figure().add_subplot()
-
 
 @pytest.mark.parametrize("ranks", [1, 5, 12])
 def test_a_matrix_has_the_rows_of_every_pair_of_ranks(ax, ranks):

@@ -7,16 +7,15 @@ import io
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 import graphattn as ga
 from graphattn.graphs.pattern import pattern_of
 
-matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-
 OPTIONS = {"window": 3, "edge_hidden": 4, "rank": 2}
+PIXELS = ga.models.VisionTransformer((8, 12), 2, 2, 8, 1, 1, mixer="consensus", pooling="mean")
+SWIN = ga.models.SwinTransformer(8, 1, 4, 8, (2,), (1,), window_size=4)
 
 
 def encoder(mixer) -> ga.models.SequenceEncoder:
@@ -74,9 +73,8 @@ def test_without_a_size_windows_are_a_quarter_of_the_tokens_that_are_drawn():
     ):
         shown = [ax.images[0].sizes for ax in page(model)]
         drawn = [ax.images[0].get_array().shape for ax in page(model)]
-        assert {(n * a, m * b) for (n, m), (a, b) in zip(drawn, shown, strict=True)} == {
-            (tokens, tokens)
-        }
+        sizes = {(n * a, m * b) for (n, m), (a, b) in zip(drawn, shown, strict=True)}
+        assert sizes == {(tokens, tokens)}
 
 
 def test_residues_near_in_space_are_named_by_what_the_model_chose_them_by():
@@ -141,18 +139,10 @@ def test_bad_input_is_refused_by_name():
         (ga.block_window_graph(50, 8, shift=3), "blocks of 8, shifted by 3"),
         (ga.batch([ga.complete_graph(3)] * 2), "2 sequences: all tokens"),
         (ga.batch([ga.complete_graph(3), ga.causal_graph(4)]), "2 sequences: several patterns"),
-        (
-            ga.models.VisionTransformer(
-                (8, 12), 2, 2, 8, 1, 1, mixer="consensus", pooling="mean"
-            ).graphs()[0],
-            "radius 1 on 4 × 6, 1 token apart",
-        ),
+        (PIXELS.graphs()[0], "radius 1 on 4 × 6, 1 token apart"),
         (ga.grid_window_graph(4, 6, 1, class_token=True), "radius 1 on 4 × 6, class token"),
         (ga.neighborhood_graph((6, 9), 3), "3 × 3 on 6 × 9"),
-        (
-            ga.models.SwinTransformer(8, 1, 4, 8, (2,), (1,), window_size=4).graphs()[1],
-            "blocks of 4 × 4 on 8 × 8, shifted by 2 × 2",
-        ),
+        (SWIN.graphs()[1], "blocks of 4 × 4 on 8 × 8, shifted by 2 × 2"),
     ],
 )
 def test_patterns_have_their_usual_names(graph, words):

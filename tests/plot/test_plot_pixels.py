@@ -15,15 +15,12 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 import graphattn as ga
 from graphattn.plot.drawing.cells import Cut, edge_counts
-
-matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.image import imread  # noqa: E402
 
 
 def figure_of(graph: ga.TokenGraph, inches: float = 3.0, dpi: float = 100) -> Figure:
@@ -51,9 +48,8 @@ class Pixels:
     def place(self, target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Pixel rows and columns of the middles of pairs of tokens."""
         at = self.ax.transData.transform(np.column_stack([source, target]).astype(float))
-        return len(self.contrast) - 1 - np.floor(at[:, 1]).astype(int), np.floor(at[:, 0]).astype(
-            int
-        )
+        column, row = np.floor(at).astype(int).T
+        return len(self.contrast) - 1 - row, column
 
     def near(self, target: np.ndarray, source: np.ndarray) -> np.ndarray:
         """The strongest contrast within a pixel of these pairs."""
@@ -130,10 +126,9 @@ def test_pictures_inside_vector_files_lose_no_line_either():
     for dpi in (30, 72, 300):
         file = io.BytesIO()
         figure_of(ga.longformer_graph(2000, 3, [0])).savefig(file, format="svg", dpi=dpi)
-        found = re.findall(
-            r'xlink:href="data:image/png;base64,\s*([^"]+)"', file.getvalue().decode()
-        )
-        pictures = [imread(io.BytesIO(base64.b64decode(data)))[..., :3] for data in found]
+        svg = file.getvalue().decode()
+        encoded = re.findall(r'xlink:href="data:image/png;base64,\s*([^"]+)"', svg)
+        pictures = [imread(io.BytesIO(base64.b64decode(data)))[..., :3] for data in encoded]
         matrix = max(pictures, key=lambda picture: min(picture.shape[:2]))
         coloured = 1.05 / (luminance(matrix) + 0.05) > PLAIN
         # Some backends store pictures upside down; resampling may leave a margin of a pixel.
@@ -143,6 +138,8 @@ def test_pictures_inside_vector_files_lose_no_line_either():
 
 def builders() -> dict[str, ga.TokenGraph]:
     generator = torch.Generator().manual_seed(0)
+    points = torch.randn(50, 3, generator=generator)
+    edges = torch.randint(0, 50, (2, 80), generator=generator)
     graphs = {
         "path": ga.window_path_graph(50, 3),
         "wide path": ga.window_path_graph(50, 10**12, self_loops=True),
@@ -160,10 +157,8 @@ def builders() -> dict[str, ga.TokenGraph]:
         "grid with class token": ga.grid_window_graph(7, 6, 1, class_token=True),
         "complete": ga.complete_graph(50),
         "two tracks": ga.bipartite_complete_graph(7, 50),
-        "nearest": ga.knn_graph(torch.randn(50, 3, generator=generator), 5),
-        "edges": ga.from_edge_index(
-            torch.randint(0, 50, (2, 80), generator=generator).unique(dim=1), 50
-        ),
+        "nearest": ga.knn_graph(points, 5),
+        "edges": ga.from_edge_index(edges.unique(dim=1), 50),
         "union": ga.union(ga.window_path_graph(50, 5), ga.block_window_graph(50, 9)),
     }
     mixed = [graphs[name] for name in ("causal", "grid with class token", "dilated", "two tracks")]

@@ -5,16 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-
-import graphattn as ga
-
-pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
 from matplotlib.figure import Figure
 
-
-@pytest.fixture
-def ax():
-    return Figure().add_subplot()
+import graphattn as ga
 
 
 def train(step, loss, lr=1e-3):
@@ -77,8 +70,8 @@ def test_learning_rates_start_at_zero(ax):
 
 
 def layers(step, **values):
-    own = {name: {"sink_share": value, "alpha_max": value} for name, value in values.items()}
-    return {"step": step, "split": "layers", "alpha_max": 0.5, "layers": own}
+    named = {name: {"sink_share": value, "alpha_max": value} for name, value in values.items()}
+    return {"step": step, "split": "layers", "alpha_max": 0.5, "layers": named}
 
 
 def test_layers_are_lines_in_their_order_and_unknown_numbers_are_left_out(ax):

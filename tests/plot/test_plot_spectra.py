@@ -6,16 +6,9 @@ import networkx
 import numpy
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import graphattn as ga
-
-matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-from matplotlib.figure import Figure  # noqa: E402
-
-
-@pytest.fixture
-def ax():
-    return Figure().add_subplot()
 
 
 def test_a_spectrum_is_networkx_s_in_ascending_order(ax):

@@ -6,12 +6,10 @@ import math
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 import graphattn as ga
-
-matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
 
 
 def row(mixer: str, lr: float, loss: float | None, seed: int = 0) -> dict[str, Any]:
@@ -34,24 +32,22 @@ def ax() -> Axes:
 
 def curves(ax: Axes) -> dict[str, dict[float, float]]:
     names = [text.get_text() for text in ax.get_legend().get_texts()]
-    found = {}
-    for line in ax.lines:
-        if line.get_label() in names:
-            found[str(line.get_label())] = dict(zip(*map(list, line.get_data()), strict=True))
-    return found
+    lines = [line for line in ax.lines if line.get_label() in names]
+    return {
+        str(line.get_label()): dict(zip(*map(list, line.get_data()), strict=True)) for line in lines
+    }
 
 
 def test_a_curve_is_the_mean_over_seeds_with_a_gap_where_one_diverged(ax: Axes) -> None:
-    found = curves(ax)
-    assert list(found) == ["dot", "mix"]
-    assert found["dot"][1e-3] == 3.5
-    assert found["dot"][1e-2] == 2.0
-    assert math.isnan(found["dot"][1e-1])
-    assert set(found["mix"]) == {1e-3, 1e-1}  # what is waiting is not drawn
+    by_mixer = curves(ax)
+    assert list(by_mixer) == ["dot", "mix"]
+    assert (by_mixer["dot"][1e-3], by_mixer["dot"][1e-2]) == (3.5, 2.0)
+    assert math.isnan(by_mixer["dot"][1e-1])
+    assert set(by_mixer["mix"]) == {1e-3, 1e-1}  # trials without a result are not drawn
 
 
 def test_every_trial_is_seen(ax: Axes) -> None:
-    points = {tuple(point) for own in ax.collections for point in own.get_offsets().tolist()}
+    points = {tuple(point) for dots in ax.collections for point in dots.get_offsets().tolist()}
     assert {(1e-3, 3.0), (1e-3, 4.0), (1e-1, 5.0)} <= points
 
 
@@ -77,7 +73,5 @@ def test_where_all_diverged_the_figure_still_stands_and_names_are_no_mathematics
 
 
 def test_without_results_there_is_nothing_to_draw() -> None:
-    with pytest.raises(
-        ValueError, match="rows must have at least one trial with a result, got none"
-    ):
+    with pytest.raises(ValueError, match="rows must have at least one trial with a result"):
         ga.plot.sweep_curves([{**row("mix", 1.0, None), "status": "running"}])

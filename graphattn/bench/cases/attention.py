@@ -9,10 +9,18 @@ from torch.nn.attention import SDPBackend
 
 import graphattn as ga
 from graphattn.bench.cases import least_work as work
-from graphattn.bench.cases.case import BOTH, FORWARD, TWICE, BenchmarkCase
+from graphattn.bench.cases.case import (
+    BOTH,
+    TWICE,
+    BenchmarkCase,
+    Target,
+    fast,
+    fast_and_small,
+    share_of_bound,
+    sizes,
+)
 from graphattn.bench.cases.inputs import AttentionInputs, attention_inputs
 from graphattn.bench.cases.least_work import Size
-from graphattn.bench.cases.targets import Target
 from graphattn.bench.contenders import flex, ours
 from graphattn.bench.contenders import fused_attention as fused
 from graphattn.bench.contenders import peers as other
@@ -44,7 +52,6 @@ def attention_over(
 
 
 def everything(size: Size) -> ga.TokenGraph:
-    """Every token sees every token."""
     return ga.complete_graph(size["tokens"])
 
 
@@ -59,7 +66,6 @@ def centred_window(size: Size) -> ga.TokenGraph:
 
 
 def all_pairs(size: Size) -> int:
-    """Edges of a complete graph."""
     return size["tokens"] ** 2
 
 
@@ -70,9 +76,8 @@ def in_window(size: Size) -> int:
 
 HEADS = {"heads": 8, "features": 64}
 THOUSANDS = {
-    "small": (512, 1024, 2048, 4096),
-    "paper": tuple(1024 * 2**i for i in range(8)),
-    "long": tuple(1024 * 2**i for i in range(10)),
+    name: tuple(first * 2**i for i in range(count))
+    for name, first, count in (("small", 512, 4), ("paper", 1024, 8), ("long", 1024, 10))
 }
 GATHER_SCATTER: dict[str, other.Run] = {
     "index_add": other.index_add,
@@ -110,52 +115,11 @@ WINDOWED_DOTS: dict[str, other.Run] = {
 }
 
 
-def in_both_passes(
-    rivals: tuple[str, ...], forward: float, both: float, *contenders: str
-) -> tuple[Target, ...]:
-    """Require a speed relative to the fastest rival on a CPU; graphattn, or what else is named."""
-    return tuple(
-        Target("time", rivals, at_least=times, of=of, passes=passes)
-        for of in contenders or (OURS,)
-        for passes, times in ((FORWARD, forward), (BOTH, both))
-    )
-
-
-def share_on_a_cpu(share: float, *contenders: str) -> tuple[Target, ...]:
-    """Require a share of the best that a CPU could do, in both passes."""
-    return tuple(
-        Target("share of bound", at_least=share, of=of, passes=passes)
-        for of in contenders or (OURS,)
-        for passes in (FORWARD, BOTH)
-    )
-
-
-def on_gpu(*targets: tuple[str, str, float]) -> tuple[Target, ...]:
-    """How many times as fast (rival, ours, times), in both passes, as the GPU table has it."""
-    return tuple(
-        Target("time", (rival,), at_least=times, of=contender, passes=passes, device="cuda")
-        for rival, contender, times in targets
-        for passes in (FORWARD, BOTH)
-    )
-
-
-def most_of_the_bound() -> tuple[Target, ...]:
-    """Require 60 % of the best that the GPU could do."""
-    return tuple(
-        Target("share of bound", at_least=0.6, passes=passes, device="cuda")
-        for passes in (FORWARD, BOTH)
-    )
-
-
 ATTENTION = [
     BenchmarkCase(
         "complete",
         "RBF attention, complete graph",
-        {
-            "small": {"tokens": 512, **HEADS},
-            "paper": {"tokens": 4096, **HEADS},
-            "long": {"tokens": 16384, **HEADS},
-        },
+        sizes(tokens=(512, 4096, 16384), **HEADS),
         attention_over(everything),
         {
             OURS: ours.rbf,
@@ -174,21 +138,11 @@ ATTENTION = [
     BenchmarkCase(
         "gka",
         "Gaussian kernel attention: query, key and value are one tensor, complete graph",
-        {
-            "small": {"batch": 2, "tokens": 256, **HEADS},
-            "paper": {"batch": 1, "tokens": 4096, **HEADS},
-            "long": {"batch": 1, "tokens": 16384, **HEADS},
-        },
+        sizes(batch=(2, 1, 1), tokens=(256, 4096, 16384), **HEADS),
         attention_over(everything, shared=True),
         {OURS: ours.rbf, FLEX: flex.flex_rbf, "masked dense": other.masked_dense},
         {**DENSE, FLASH_WINDOW: fused.flash_window},
-        targets=(
-            *(
-                Target("time", (FLASH, CUDNN), at_least=1.0, passes=passes, device="cuda")
-                for passes in (FORWARD, BOTH)
-            ),
-            *most_of_the_bound(),
-        ),
+        targets=(*fast((FLASH, CUDNN), 1.0, device="cuda"), *share_of_bound(0.6, device="cuda")),
         work=work.attention(all_pairs, tensors=2),
         cuda={
             "paper": {"batch": 16, "tokens": 4096, "heads": 16, "features": 64},
@@ -198,11 +152,7 @@ ATTENTION = [
     BenchmarkCase(
         "causal-window",
         "Attention, causal window",
-        {
-            "small": {"tokens": 1024, "window": 64, **HEADS},
-            "paper": {"tokens": 16384, "window": 256, **HEADS},
-            "long": {"tokens": 131072, "window": 256, **HEADS},
-        },
+        sizes(tokens=(1024, 16384, 131072), window=(64, 256, 256), **HEADS),
         attention_over(causal_window),
         {
             OURS: ours.rbf,
@@ -214,14 +164,15 @@ ATTENTION = [
         WINDOWED_DOTS,
         CAUSAL_DENSE,
         (
-            *in_both_passes((CAUSAL_FLASH,), 30, 30, OURS, OUR_DOT),
+            *fast((CAUSAL_FLASH,), 30, of=(OURS, OUR_DOT)),
             Target("time", (FLEX_DOT,), at_least=2, of=OUR_DOT),
-            *in_both_passes((BLOCKS_DOT,), 2.5, 2.5, OUR_DOT),
-            *share_on_a_cpu(0.75, OURS, OUR_DOT),
+            *fast((BLOCKS_DOT,), 2.5, of=(OUR_DOT,)),
+            *share_of_bound(0.75, of=(OURS, OUR_DOT)),
             Target("time", (OURS,), at_most=2.2, of=TWICE),
-            *on_gpu((FLEX, OURS, 1.3), (FLEX_DOT, OUR_DOT, 1.3)),
-            *on_gpu((FLASH_WINDOW, OURS, 0.9), (FLASH_WINDOW, OUR_DOT, 0.9)),
-            *most_of_the_bound(),
+            *fast((FLEX,), 1.3, device="cuda"),
+            *fast((FLEX_DOT,), 1.3, of=(OUR_DOT,), device="cuda"),
+            *fast((FLASH_WINDOW,), 0.9, of=(OURS, OUR_DOT), device="cuda"),
+            *share_of_bound(0.6, device="cuda"),
         ),
         twice=True,
         work=work.attention(in_window),
@@ -230,11 +181,7 @@ ATTENTION = [
     BenchmarkCase(
         "window",
         "Attention, 8 tokens on each side",
-        {
-            "small": {"tokens": 2048, "window": 17, **HEADS},
-            "paper": {"tokens": 65536, "window": 17, **HEADS},
-            "long": {"tokens": 131072, "window": 17, **HEADS},
-        },
+        sizes(tokens=(2048, 65536, 131072), window=17, **HEADS),
         attention_over(centred_window),
         {
             OURS: ours.rbf,
@@ -246,29 +193,19 @@ ATTENTION = [
         },
         WINDOWED_DOTS,
         targets=(
-            *in_both_passes((FLEX, "compiled", "compiled slices", *LISTED), 1.7, 2),
-            *share_on_a_cpu(0.75, OURS, OUR_DOT),
-            *(
-                target
-                for passes in (FORWARD, BOTH)
-                for target in (
-                    Target("time", MESSAGES, at_least=10, passes=passes),
-                    Target("memory", MESSAGES, at_most=1 / 5, passes=passes),
-                )
-            ),
-            *on_gpu((FLEX, OURS, 2.5), (FLEX_DOT, OUR_DOT, 2.5)),
-            *most_of_the_bound(),  # here the bytes
+            *fast((FLEX, "compiled", "compiled slices", *LISTED), 1.7, 2),
+            *share_of_bound(0.75, of=(OURS, OUR_DOT)),
+            *fast_and_small(MESSAGES, 10, 1 / 5),
+            *fast((FLEX,), 2.5, device="cuda"),
+            *fast((FLEX_DOT,), 2.5, of=(OUR_DOT,), device="cuda"),
+            *share_of_bound(0.6, device="cuda"),  # here the bytes
         ),
         work=work.attention(in_window),
     ),
     BenchmarkCase(
         "krause",
         "Krause attention: causal window, top-k",
-        {
-            "small": {"tokens": 512, "window": 64, "top_k": 48, **HEADS},
-            "paper": {"tokens": 8192, "window": 256, "top_k": 192, **HEADS},
-            "long": {"tokens": 65536, "window": 256, "top_k": 192, **HEADS},
-        },
+        sizes(tokens=(512, 8192, 65536), window=(64, 256, 256), top_k=(48, 192, 192), **HEADS),
         attention_over(causal_window),
         {
             OURS: ours.rbf,
@@ -279,12 +216,13 @@ ATTENTION = [
         },
         yardsticks={"without top-k": ours.rbf_without_top_k},
         targets=(
-            *in_both_passes(("blocks + topk",), 20, 15),
-            *in_both_passes((STRUCTURED,), 15, 15),
-            *share_on_a_cpu(0.75),
+            *fast(("blocks + topk",), 20, 15),
+            *fast((STRUCTURED,), 15),
+            *share_of_bound(0.75),
             Target("time", ("masked dense",), at_least=30),
             Target("time", ("without top-k",), at_most=3),
-            *on_gpu(("masked dense", OURS, 5), (FLEX_KEPT, OURS, 1.5)),
+            *fast(("masked dense",), 5, device="cuda"),
+            *fast((FLEX_KEPT,), 1.5, device="cuda"),
         ),
         work=work.attention(in_window),
         # Twice as many tokens: masked dense would take 100 GB.
@@ -293,25 +231,17 @@ ATTENTION = [
     BenchmarkCase(
         "krause-dense",
         "Krause attention of fewer tokens, beside all pairs",
-        {
-            "small": {"tokens": 256, "window": 64, "top_k": 48, **HEADS},
-            "paper": {"tokens": 4096, "window": 256, "top_k": 192, **HEADS},
-            "long": {"tokens": 16384, "window": 256, "top_k": 192, **HEADS},
-        },
+        sizes(tokens=(256, 4096, 16384), window=(64, 256, 256), top_k=(48, 192, 192), **HEADS),
         attention_over(causal_window),
         {OURS: ours.rbf, "masked dense": other.masked_dense},
-        targets=in_both_passes(("masked dense",), 80, 60),
+        targets=fast(("masked dense",), 80, 60),
         work=work.attention(in_window),
         devices=("cpu",),
     ),
     BenchmarkCase(
         "million",
         "RBF attention, causal window, a million tokens",
-        {
-            "small": {"tokens": 20_000, "window": 64, "heads": 2, "features": 16},
-            "paper": {"tokens": 1_000_000, "window": 64, "heads": 2, "features": 16},
-            "long": {"tokens": 4_000_000, "window": 64, "heads": 2, "features": 16},
-        },
+        sizes(tokens=(20_000, 1_000_000, 4_000_000), window=64, heads=2, features=16),
         attention_over(causal_window),
         {OURS: ours.rbf, "index_add": other.index_add},
         targets=(Target("memory", at_most=3e9, passes=BOTH),),
@@ -320,11 +250,7 @@ ATTENTION = [
     BenchmarkCase(
         "scaling-window",
         "RBF attention, causal window, by length",
-        {
-            "small": {"window": 32, "heads": 2, "features": 32},
-            "paper": {"window": 256, "heads": 2, "features": 64},
-            "long": {"window": 256, "heads": 2, "features": 64},
-        },
+        sizes(window=(32, 256, 256), heads=2, features=(32, 64, 64)),
         attention_over(causal_window),
         {OURS: ours.rbf},
         lengths=THOUSANDS,

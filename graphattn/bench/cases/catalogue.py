@@ -11,23 +11,21 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+import graphattn as ga
 from graphattn.bench.cases import least_work as work
 from graphattn.bench.cases.attention import ATTENTION
-from graphattn.bench.cases.case import BOTH, FORWARD, BenchmarkCase
+from graphattn.bench.cases.case import BenchmarkCase, Target, Targets, fast_and_small, sizes
 from graphattn.bench.cases.consensus import CONSENSUS, SCALING_CONSENSUS
 from graphattn.bench.cases.edges import OVER_EDGES
 from graphattn.bench.cases.inputs import (
     NeighborInputs,
     WindowSize,
-    dot_product_layer,
-    krause_layer,
     spectral_inputs,
     streams_of,
 )
 from graphattn.bench.cases.least_work import Size
 from graphattn.bench.cases.mixers import WHOLE_MODELS
 from graphattn.bench.cases.small_layers import SMALL
-from graphattn.bench.cases.targets import Target
 from graphattn.bench.contenders import ours
 from graphattn.bench.contenders import peers as other
 from graphattn.bench.models.generation import (
@@ -81,7 +79,7 @@ A_TOKEN: dict[str, Any] = {
 }
 
 
-def of_a_token(device: str) -> tuple[Target, ...]:
+def of_a_token(device: str) -> Targets:
     """A step takes as long late as early, and twice as long as the layer's projections at most."""
     return (
         Target("time", ("early in a stream",), at_most=1.1, device=device),
@@ -95,48 +93,32 @@ def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> Ben
     return BenchmarkCase(
         name,
         f"{title}: inference, and a step of training in place of the backward pass",
-        {
-            "small": {"images": 2, "pixels": 64, "depth": 2, **model},
-            "paper": {"images": 4, "pixels": 224, "depth": 12, **model},
-            "long": {"images": 8, "pixels": 224, "depth": 12, **model},
-        },
+        sizes(images=(2, 4, 8), pixels=(64, 224, 224), depth=(2, 12, 12), **model),
         vision_inputs,
         {
             OURS: VisionRun("gka"),
             DEIT_FLASH: VisionRun("dot"),
             DEIT_CUDNN: VisionRun("dot", SDPBackend.CUDNN_ATTENTION),
         },
-        targets=tuple(
-            target
-            for passes in (FORWARD, BOTH)
-            for target in (
-                Target(
-                    "time", (DEIT_FLASH, DEIT_CUDNN), at_least=1.15, passes=passes, device="cuda"
-                ),
-                Target(
-                    "memory", (DEIT_FLASH, DEIT_CUDNN), at_most=0.9, passes=passes, device="cuda"
-                ),
-            )
-        ),
-        cuda={
-            size: {"images": count, "pixels": 224, "depth": 12, **model}
-            for size, count in (("small", 8), ("paper", images), ("long", 2 * images))
-        },
+        targets=fast_and_small((DEIT_FLASH, DEIT_CUDNN), 1.15, 0.9, device="cuda"),
+        cuda=sizes(images=(8, images, 2 * images), pixels=224, depth=12, **model),
     )
 
 
 def language_case(tokens: int) -> BenchmarkCase:
     """A language model of so many tokens, all of whose layers attend in a window."""
-    small = {"window": 16, "top_k": 4, "dim": 48, "heads": 4, "kv_heads": 2, "layers": 2}
-    paper = {"window": 256, "top_k": 64, "dim": 768, "heads": 12, "kv_heads": 4, "layers": 6}
     return BenchmarkCase(
         f"llama-{tokens}",
         "A language model of transformers, in a window",
-        {
-            "small": {"tokens": tokens // 16, **small},
-            "paper": {"tokens": tokens, **paper},
-            "long": {"tokens": 2 * tokens, **paper},
-        },
+        sizes(
+            tokens=(tokens // 16, tokens, 2 * tokens),
+            window=(16, 256, 256),
+            top_k=(4, 64, 64),
+            dim=(48, 768, 768),
+            heads=(4, 12, 12),
+            kv_heads=(2, 4, 4),
+            layers=(2, 6, 6),
+        ),
         language_inputs,
         {OURS: LanguageRun(WINDOW), "SDPA, sliding window": LanguageRun(SLIDING)},
         yardsticks={
@@ -160,11 +142,7 @@ CASES = [
     BenchmarkCase(
         "knn",
         "Nearest neighbours",
-        {
-            "small": {"tokens": 1024, "features": 64, "k": 16},
-            "paper": {"tokens": 16384, "features": 64, "k": 16},
-            "long": {"tokens": 32768, "features": 64, "k": 16},
-        },
+        sizes(tokens=(1024, 16384, 32768), features=64, k=16),
         points,
         {OURS: ours.neighbors, **SEARCHES},
         targets=(
@@ -180,11 +158,7 @@ CASES = [
     BenchmarkCase(
         "edges",
         "The edges of a window-path graph",
-        {
-            "small": {"tokens": 100_000, "window": 8},
-            "paper": {"tokens": 1_000_000, "window": 8},
-            "long": {"tokens": 4_000_000, "window": 8},
-        },
+        sizes(tokens=(100_000, 1_000_000, 4_000_000), window=8),
         lambda size, device, dtype: WindowSize(size["tokens"], size["window"]),
         {OURS: ours.list_edges, "offsets and mask": other.offsets_and_mask},
         yardsticks={"graph without edges": ours.build_graph},
@@ -199,11 +173,7 @@ CASES = [
     BenchmarkCase(
         "fiedler",
         "Fiedler value, random weights",
-        {
-            "small": {"tokens": 5_000, "window": 8},
-            "paper": {"tokens": 100_000, "window": 8},
-            "long": {"tokens": 1_000_000, "window": 8},
-        },
+        sizes(tokens=(5_000, 100_000, 1_000_000), window=8),
         lambda size, device, dtype: spectral_inputs(size["tokens"], size["window"]),
         {OURS: ours.fiedler_value, "eigsh, shift-invert": other.shift_invert_lanczos},
         targets=(Target("time", at_most=1.0), Target("error", at_most=1e-9)),
@@ -213,27 +183,21 @@ CASES = [
     BenchmarkCase(
         "streaming",
         "One token of dot-product attention, late in a stream",
-        {
-            "small": {"window": 64, "dim": 512, "heads": 8, "early": 100, "late": 2_000},
-            "paper": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 100_000},
-            "long": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 300_000},
-        },
-        streams_of(dot_product_layer),
+        sizes(window=(64, 256, 256), **LAYER, early=(100, 1_000, 1_000),
+              late=(2_000, 100_000, 300_000)),
+        streams_of(lambda size: ga.nn.DotProductAttention(size["dim"], size["heads"])),
         **A_TOKEN,
         targets=(*of_a_token("cpu"), *of_a_token("cuda")),
-        cuda={"paper": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 5_000}},
+        cuda={"paper": {"window": 256, **LAYER, "early": 1_000, "late": 5_000}},
     ),
     BenchmarkCase(
         "streaming-krause",
         "One token of Krause attention, late in a stream",
-        {
-            "small": {"batch": 1, "window": 64, "top_k": 48, **LAYER, "early": 100, "late": 2_000},
-            "paper": {"batch": 1, "window": 256, "top_k": 192, **LAYER, "early": 1_000,
-                      "late": 20_000},
-            "long": {"batch": 1, "window": 256, "top_k": 192, **LAYER, "early": 1_000,
-                     "late": 100_000},
-        },
-        streams_of(krause_layer),
+        sizes(batch=1, window=(64, 256, 256), top_k=(48, 192, 192), **LAYER,
+              early=(100, 1_000, 1_000), late=(2_000, 20_000, 100_000)),
+        streams_of(
+            lambda size: ga.nn.KrauseAttention(size["dim"], size["heads"], top_k=size["top_k"])
+        ),
         **A_TOKEN,
         targets=of_a_token("cuda"),
         cuda={
@@ -244,14 +208,8 @@ CASES = [
     BenchmarkCase(
         "generation",
         "Texts written token by token by a language model",
-        {
-            "small": {"texts": 2, "prompt": 32, "new_tokens": 32, "dim": 64, "depth": 2,
-                      "heads": 4, "window": 16},
-            "paper": {"texts": 4, "prompt": 512, "new_tokens": 128, "dim": 512, "depth": 8,
-                      "heads": 8, "window": 128},
-            "long": {"texts": 4, "prompt": 2048, "new_tokens": 512, "dim": 512, "depth": 8,
-                     "heads": 8, "window": 128},
-        },
+        sizes(texts=(2, 4, 4), prompt=(32, 512, 2048), new_tokens=(32, 128, 512),
+              dim=(64, 512, 512), depth=(2, 8, 8), heads=(4, 8, 8), window=(16, 128, 128)),
         generation_inputs,
         {OURS: GenerationRun(DOT), "SDPA with a cache": GenerationRun(PLAIN)},
         yardsticks={

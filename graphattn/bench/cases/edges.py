@@ -21,13 +21,16 @@ from graphattn.bench.cases.attention import (
     OUR_DOT,
     STRUCTURED,
     attention_over,
-    in_both_passes,
-    share_on_a_cpu,
 )
-from graphattn.bench.cases.case import BOTH, FORWARD, BenchmarkCase
+from graphattn.bench.cases.case import (
+    BenchmarkCase,
+    fast,
+    fast_and_small,
+    share_of_bound,
+    sizes,
+)
 from graphattn.bench.cases.inputs import AttentionInputs, attention_inputs
 from graphattn.bench.cases.least_work import Size
-from graphattn.bench.cases.targets import Target
 from graphattn.bench.contenders import flex, ours
 from graphattn.bench.contenders import fused_attention as fused
 from graphattn.bench.contenders import peers as other
@@ -39,11 +42,7 @@ CHUNKS, CHUNKS_DOT = "chunks + SDPA", "chunks + SDPA (dot product)"
 
 
 def near_in_space(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
-    """The nearest of points in a cube, found on the device.
-
-    Neighbours see nearly the same tokens, but points stand in no order: what is near in space is
-    anywhere in memory.
-    """
+    """The nearest of points in a cube; what is near in space is anywhere in memory."""
     graph = ga.knn_graph(points_in_a_cube(size).to(device), size["k"])
     return attention_inputs(graph, size["heads"], size["features"], device, dtype)
 
@@ -72,10 +71,7 @@ def num_within_a_radius(tokens: int, degree: int) -> int:
 
 
 def random_edges(size: Size) -> ga.TokenGraph:
-    """A list of edges: every target sees one random source in each of `degree` equal ranges.
-
-    They are different ones without any being drawn twice, up to a degree of all sources.
-    """
+    """Every target sees one random source in each of `degree` equal ranges, never twice."""
     N, degree = size["tokens"], size["degree"]
     M = size.get("sources", N)
     generator = torch.Generator().manual_seed(0)
@@ -97,46 +93,26 @@ def longformer(size: Size) -> ga.TokenGraph:
 
 
 def knn_edges(size: Size) -> int:
-    """Edges of a graph of nearest neighbours."""
     return size["tokens"] * size["k"]
 
 
 def num_random_edges(size: Size) -> int:
-    """Edges of a random graph."""
     return size["tokens"] * size["degree"]
-
-
-def times_as_fast_and_small(
-    rivals: tuple[str, ...], times: float, smaller: float
-) -> tuple[Target, ...]:
-    """Require a speed and a share of memory relative to the fastest rival, in both passes."""
-    return tuple(
-        target
-        for passes in (FORWARD, BOTH)
-        for target in (
-            Target("time", rivals, at_least=times, passes=passes, device="cuda"),
-            Target("memory", rivals, at_most=1 / smaller, passes=passes, device="cuda"),
-        )
-    )
 
 
 OVER_EDGES = [
     BenchmarkCase(
         "knn-graph",
         "RBF attention over the nearest neighbours of points in space",
-        {
-            "small": {"tokens": 1024, "k": 16, **HEADS},
-            "paper": {"tokens": 16384, "k": 16, **HEADS},
-            "long": {"tokens": 65536, "k": 16, **HEADS},
-        },
+        sizes(tokens=(1024, 16384, 65536), k=16, **HEADS),
         near_in_space,
         {OURS: ours.rbf, STRUCTURED: ours.rbf_structured, **GATHER_SCATTER, **LISTED},
         targets=(
-            *in_both_passes(("compiled", *LISTED), 1.05, 1.2),
-            *in_both_passes(("compiled",), 1.8, 2.5),
-            *share_on_a_cpu(0.05),
-            *times_as_fast_and_small(MESSAGES, 10, 10),
-            *times_as_fast_and_small(("compiled",), 4, 10),
+            *fast(("compiled", *LISTED), 1.05, 1.2),
+            *fast(("compiled",), 1.8, 2.5),
+            *share_of_bound(0.05),
+            *fast_and_small(MESSAGES, 10, 1 / 10, device="cuda"),
+            *fast_and_small(("compiled",), 4, 1 / 10, device="cuda"),
         ),
         work=work.attention(knn_edges, listed=True),
         cuda={"paper": {"tokens": 65536, "k": 16, **HEADS}},
@@ -144,17 +120,13 @@ OVER_EDGES = [
     BenchmarkCase(
         "knn-graph-reordered",
         "The same with tokens in reverse Cuthill-McKee order",
-        {
-            "small": {"tokens": 1024, "k": 16, **HEADS},
-            "paper": {"tokens": 16384, "k": 16, **HEADS},
-            "long": {"tokens": 65536, "k": 16, **HEADS},
-        },
+        sizes(tokens=(1024, 16384, 65536), k=16, **HEADS),
         near_in_memory,
         {OURS: ours.rbf, STRUCTURED: ours.rbf_structured, "compiled": gathered.compiled, **LISTED},
         targets=(
-            *in_both_passes((STRUCTURED,), 8, 5),
-            *in_both_passes(("compiled",), 2.5, 2.5),
-            *share_on_a_cpu(0.15),
+            *fast((STRUCTURED,), 8, 5),
+            *fast(("compiled",), 2.5),
+            *share_of_bound(0.15),
         ),
         work=work.attention(knn_edges, listed=True),
         devices=("cpu",),
@@ -162,14 +134,10 @@ OVER_EDGES = [
     BenchmarkCase(
         "radius-graph",
         "RBF attention over points within a radius of each other",
-        {
-            "small": {"tokens": 1024, "degree": 16, **HEADS},
-            "paper": {"tokens": 16384, "degree": 16, **HEADS},
-            "long": {"tokens": 65536, "degree": 16, **HEADS},
-        },
+        sizes(tokens=(1024, 16384, 65536), degree=16, **HEADS),
         attention_over(within_a_radius),
         {OURS: ours.rbf, STRUCTURED: ours.rbf_structured, "compiled": gathered.compiled, **LISTED},
-        targets=(*in_both_passes(("compiled", *LISTED), 1.5, 1.5), *share_on_a_cpu(0.05)),
+        targets=(*fast(("compiled", *LISTED), 1.5), *share_of_bound(0.05)),
         work=work.attention(
             lambda size: num_within_a_radius(size["tokens"], size["degree"]), listed=True
         ),
@@ -178,11 +146,7 @@ OVER_EDGES = [
     BenchmarkCase(
         "bipartite",
         "RBF cross-attention over random edges from other tokens",
-        {
-            "small": {"tokens": 512, "sources": 1024, "degree": 32, **HEADS},
-            "paper": {"tokens": 4096, "sources": 8192, "degree": 32, **HEADS},
-            "long": {"tokens": 32768, "sources": 65536, "degree": 32, **HEADS},
-        },
+        sizes(tokens=(512, 4096, 32768), sources=(1024, 8192, 65536), degree=32, **HEADS),
         attention_over(random_edges),
         {
             OURS: ours.rbf,
@@ -191,18 +155,14 @@ OVER_EDGES = [
             **LISTED,
             "masked dense": other.masked_dense,
         },
-        targets=(*in_both_passes(("compiled", *LISTED), 1.5, 1.5), *share_on_a_cpu(0.05)),
+        targets=(*fast(("compiled", *LISTED), 1.5), *share_of_bound(0.05)),
         work=work.attention(num_random_edges, listed=True),
         cuda={"paper": {"tokens": 32768, "sources": 16384, "degree": 32, **HEADS}},
     ),
     BenchmarkCase(
         "grid",
         "Attention in windows on an image, with a class token",
-        {
-            "small": {"tokens": 1 + 24**2, "radius": 2, **HEADS},
-            "paper": {"tokens": 1 + 64**2, "radius": 2, **HEADS},
-            "long": {"tokens": 1 + 256**2, "radius": 2, **HEADS},
-        },
+        sizes(tokens=(1 + 24**2, 1 + 64**2, 1 + 256**2), radius=2, **HEADS),
         attention_over(image),
         {
             OURS: ours.rbf,
@@ -212,18 +172,14 @@ OVER_EDGES = [
             **LISTED,
             "masked dense": other.masked_dense,
         },
-        targets=in_both_passes((FLEX, "compiled", *LISTED), 1.5, 1.5),
+        targets=fast((FLEX, "compiled", *LISTED), 1.5),
         work=work.attention(lambda size: image(size).num_edges),
         cuda={"paper": {"tokens": 1 + 128**2, "radius": 2, **HEADS}},
     ),
     BenchmarkCase(
         "longformer",
         "Attention in a window with global tokens",
-        {
-            "small": {"tokens": 1024, "window": 32, "global_tokens": 4, **HEADS},
-            "paper": {"tokens": 4096, "window": 256, "global_tokens": 4, **HEADS},
-            "long": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS},
-        },
+        sizes(tokens=(1024, 4096, 65536), window=(32, 256, 256), global_tokens=4, **HEADS),
         attention_over(longformer),
         {
             OURS: ours.rbf,
@@ -235,18 +191,14 @@ OVER_EDGES = [
             "masked dense": other.masked_dense,
         },
         {OUR_DOT: ours.dot_product, FLEX_DOT: flex.flex_dot, CHUNKS_DOT: chunks.chunks_dot},
-        targets=in_both_passes((CHUNKS, FLEX, "compiled", *LISTED), 1.5, 1.5),
+        targets=fast((CHUNKS, FLEX, "compiled", *LISTED), 1.5),
         work=work.attention(lambda size: longformer(size).num_edges),
         cuda={"paper": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS}},
     ),
     BenchmarkCase(
         "crossover",
         "Dot-product attention over a list of random edges, by edges per target",
-        {
-            "small": {"tokens": 1024, "heads": 2, "features": 64},
-            "paper": {"tokens": 4096, "heads": 2, "features": 64},
-            "long": {"tokens": 8192, "heads": 2, "features": 64},
-        },
+        sizes(tokens=(1024, 4096, 8192), heads=2, features=64),
         attention_over(random_edges),
         {},
         {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 import graphattn as ga
+from graphattn.bench.cases.least_work import Size
 
 Made = TypeVar("Made")
 
@@ -20,10 +21,7 @@ class MissingError(Exception):
 
 
 class ForwardOnlyError(MissingError):
-    """Error of a contender that has no backward pass here.
-
-    Its forward pass, without gradients, may run.
-    """
+    """Error of a contender whose forward pass, without gradients, may run here."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,13 @@ class AttentionInputs:
         """Return what `make` derives from the graph; it is called once per case."""
         if name not in self.prepared:
             self.prepared[name] = make()
-        made: Made = self.prepared[name]
-        return made
+        return cast(Made, self.prepared[name])
 
     def learned(self) -> list[Tensor]:
         """Tensors that gradients are taken of: one tensor, or three."""
         return [self.query] if self.query is self.key else [self.query, self.key, self.value]
 
     def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> AttentionInputs:
-        """Return inputs of the same kind with other tensors and edges."""
         query, key, value = learned * 3 if len(learned) == 1 else learned
         return replace(self, query=query, key=key, value=value, graph=graph, prepared={})
 
@@ -67,32 +63,24 @@ class ConsensusTensors:
     step_size: float = 0.1
 
     def learned(self) -> list[Tensor]:
-        """Tensors that gradients are taken of."""
         return [self.state, self.target_hidden, self.source_hidden, *self.network]
 
     @property
-    def num_sequences(self) -> int:
-        """B."""
-        return self.state.shape[:-3].numel()
+    def num_edges(self) -> int:
+        """The number of edges of all sequences."""
+        return self.state.shape[:-3].numel() * self.graph.num_edges
 
     @cached_property
     def hidden_of_edges(self) -> Tensor:
         """Random hidden vectors [H, edges of all sequences, xi]: the operand of a yardstick."""
         H, _, _, xi = self.network.shear.shape
-        edges = self.state.shape[:-3].numel() * self.graph.num_edges
-        return torch.randn(H, edges, xi).to(self.state).requires_grad_()
+        return torch.randn(H, self.num_edges, xi).to(self.state).requires_grad_()
 
     def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> ConsensusTensors:
-        """Return inputs of the same kind with other tensors and edges."""
         state, target_hidden, source_hidden, *network = learned
-        return ConsensusTensors(
-            state,
-            target_hidden,
-            source_hidden,
-            ga.EdgeNetworkParameters(*network),
-            graph,
-            self.step_size,
-        )
+        parameters = ga.EdgeNetworkParameters(*network)
+        hidden = target_hidden, source_hidden
+        return ConsensusTensors(state, *hidden, parameters, graph, self.step_size)
 
 
 @dataclass(frozen=True)
@@ -104,24 +92,7 @@ class LayerInputs:
     graph: ga.TokenGraph
 
     def learned(self) -> list[Tensor]:
-        """Tensors that gradients are taken of."""
         return [self.tokens, *self.layer.parameters()]
-
-
-@dataclass(frozen=True)
-class ConsensusLayerInputs(LayerInputs):
-    """Inputs of a :class:`graphattn.nn.SelfConsensus`."""
-
-    @property
-    def num_sequences(self) -> int:
-        """B."""
-        return self.tokens.shape[:-2].numel()
-
-    @property
-    def network(self) -> ga.EdgeNetworkParameters:
-        """The second layer of the edge network."""
-        network: ga.EdgeNetworkParameters = self.layer.edge_net.second_layer()
-        return network
 
 
 @dataclass(frozen=True)
@@ -149,11 +120,7 @@ class SpectralInputs:
 
 
 class Stream:
-    """A layer that reads endless texts, one token of each per step.
-
-    The texts repeat `tokens`, [length, texts, dim], so that the tokens that the layer sees are
-    known at every position.
-    """
+    """A layer that reads endless texts, repeats of `tokens` [length, texts, dim], step by step."""
 
     def __init__(self, layer: Any, tokens: Tensor, window: int, read: int) -> None:
         self.layer, self.tokens, self.window, self.position = layer, tokens, window, 0
@@ -193,10 +160,7 @@ def attention_inputs(
     batch: int | None = None,
     shared: bool = False,
 ) -> AttentionInputs:
-    """Normal random queries, keys and values; sigma = sqrt(D), the layers' own default.
-
-    With `batch` of shape [B, N, H, D]; `shared` is one tensor in all three roles, as in GKA.
-    """
+    """Normal random tensors, or one that is `shared`; sigma = sqrt(D), as in the layers."""
     generator = torch.Generator().manual_seed(0)
     lead = () if batch is None else (batch,)
     tokens = [graph.num_targets] if shared else [graph.num_targets, *2 * [graph.num_sources]]
@@ -210,9 +174,7 @@ def attention_inputs(
     return AttentionInputs(query, key, value, graph.to(device), features**0.5, top_k)
 
 
-def consensus_inputs(
-    size: dict[str, int], device: torch.device, dtype: torch.dtype
-) -> ConsensusTensors:
+def consensus_inputs(size: Size, device: torch.device, dtype: torch.dtype) -> ConsensusTensors:
     """Normal random states and hidden vectors; an edge network at the scale layers start with."""
     graph = ga.window_path_graph(size["tokens"], size["window"])
     generator = torch.Generator().manual_seed(0)
@@ -223,39 +185,29 @@ def consensus_inputs(
 
     B, N, H, xi, r = (size[name] for name in ("batch", "tokens", "heads", "edge_hidden", "rank"))
     D = size["dim"] // H
-    small = xi**-0.5
-    network: Any = ga.EdgeNetworkParameters(
-        random(H, xi, scale=small),
-        random(H, scale=small),
-        random(H, xi, scale=small),
-        random(H, scale=small),
-        random(H, r, D, xi, scale=small),
-        random(H, r, D, scale=small),
-    )
-    return ConsensusTensors(
-        random(B, N, H, D),
-        random(B, N, H, xi),
-        random(B, N, H, xi),
-        network,
-        graph.to(device),
-    )
+    shapes = [(H, xi), (H,), (H, xi), (H,), (H, r, D, xi), (H, r, D)]
+    network = ga.EdgeNetworkParameters(*(random(*shape, scale=xi**-0.5) for shape in shapes))
+    state, target, source = random(B, N, H, D), random(B, N, H, xi), random(B, N, H, xi)
+    return ConsensusTensors(state, target, source, network, graph.to(device))
 
 
-def consensus_layer_inputs(
-    size: dict[str, int], device: torch.device, dtype: torch.dtype
-) -> ConsensusLayerInputs:
-    """Normal random tokens; weights as the layer starts with them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layer = ga.nn.SelfConsensus(
-            size["dim"], size["heads"], rank=size["rank"], edge_hidden=size["edge_hidden"]
+def layer_inputs(
+    make: Callable[[Size], Any], graph: Callable[[Size], ga.TokenGraph]
+) -> Callable[[Size, torch.device, torch.dtype], LayerInputs]:
+    """Normal random tokens; the layer that `make` gives for a size, with its first weights."""
+
+    def inputs(size: Size, device: torch.device, dtype: torch.dtype) -> LayerInputs:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layer = make(size)
+            tokens = torch.randn(size.get("batch", 1), size["tokens"], size["dim"])
+        return LayerInputs(
+            tokens.to(device, dtype).requires_grad_(),
+            layer.to(device, dtype),
+            graph(size).to(device),
         )
-        tokens = torch.randn(size["batch"], size["tokens"], size["dim"])
-    return ConsensusLayerInputs(
-        tokens.to(device, dtype).requires_grad_(),
-        layer.to(device, dtype),
-        ga.window_path_graph(size["tokens"], size["window"]).to(device),
-    )
+
+    return inputs
 
 
 def spectral_inputs(num_tokens: int, window: int) -> SpectralInputs:
@@ -267,11 +219,11 @@ def spectral_inputs(num_tokens: int, window: int) -> SpectralInputs:
 
 
 def streams_of(
-    make: Callable[[dict[str, int]], Any],
-) -> Callable[[dict[str, int], torch.device, torch.dtype], StreamInputs]:
+    make: Callable[[Size], Any],
+) -> Callable[[Size, torch.device, torch.dtype], StreamInputs]:
     """Two streams through the layer that `make` gives for a size; one text each, or a batch."""
 
-    def inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> StreamInputs:
+    def inputs(size: Size, device: torch.device, dtype: torch.dtype) -> StreamInputs:
         generator = torch.Generator().manual_seed(0)
         layer = make(size).to(device, dtype)
         if not hasattr(layer, "step"):
@@ -285,13 +237,3 @@ def streams_of(
         return StreamInputs(early, late)
 
     return inputs
-
-
-def dot_product_layer(size: dict[str, int]) -> Any:
-    """Dot-product attention: of all causal layers the one that does least beside projections."""
-    return ga.nn.DotProductAttention(size["dim"], size["heads"])
-
-
-def krause_layer(size: dict[str, int]) -> Any:
-    """Krause attention with top-k: the one that does most."""
-    return ga.nn.KrauseAttention(size["dim"], size["heads"], top_k=size["top_k"])

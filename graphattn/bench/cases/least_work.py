@@ -12,22 +12,16 @@ Count = Callable[[Size, int, bool], Work]  # of a size, bytes per number, with t
 
 
 def unknown(size: Size, itemsize: int, backward: bool) -> Work:
-    """Return that no bound is known."""
     return 0.0, 0.0
 
 
 def attention(edges: Callable[[Size], int], *, tensors: int = 4, listed: bool = False) -> Count:
     """Two products per edge and head; queries, keys, values and outputs moved once.
 
-    The backward pass has five products more, and twice the tensors: the same again and the
-    gradient of the output are read, one gradient per input is written. `tensors` is 2 where query,
-    key and value are one.
-
-    Edges that are `listed` are read too, 4 bytes each, once forward and twice backward (by target
-    and by source). That is all that memory must deliver: a key or value that several targets look
-    at is counted once, as if a cache held every tensor, and a gather as if it ran at the speed of
-    a copy. Where edges go to sources anywhere and tensors are larger than the cache, it is a bound
-    that no gather can come near.
+    Backward: five products more, and twice the tensors. `tensors` is 2 where query, key and value
+    are one. Edges that are `listed` are read, 4 bytes each, once forward and twice backward. A key
+    or value that several targets look at is counted once, as if a cache held every tensor: where
+    edges go anywhere and tensors are larger than the cache, no gather can come near this bound.
     """
 
     def work(size: Size, itemsize: int, backward: bool) -> Work:
@@ -42,10 +36,7 @@ def attention(edges: Callable[[Size], int], *, tensors: int = 4, listed: bool = 
 
 
 def consensus(size: Size, itemsize: int, backward: bool) -> Work:
-    """The product xi -> r D of every edge and head; state and hidden vectors moved once.
-
-    The backward pass reads them again, with one gradient, and writes two: 5/2 in all at least.
-    """
+    """The product xi -> r D of every edge; states and hidden vectors moved once, backward 5/2."""
     edges = size["batch"] * ga.window_path_graph(size["tokens"], size["window"]).num_edges
     tokens = size["batch"] * size["tokens"]
     moved = 1.0 * itemsize * tokens * (2 * size["dim"] + 2 * size["heads"] * size["edge_hidden"])
@@ -54,11 +45,9 @@ def consensus(size: Size, itemsize: int, backward: bool) -> Work:
 
 
 def consensus_layer(size: Size, itemsize: int, backward: bool) -> Work:
-    """Count the products of a consensus layer: its two projections and the first layer included.
+    """Count the products of a layer, with tokens, outputs and weights moved once.
 
-    Tokens, outputs and weights are moved once; hidden vectors may stay where they are made. The
-    backward pass has two products for each of the layer's projections, and reads the weights and
-    writes their gradients.
+    Backward: two products per projection; weights are read and their gradients written.
     """
     step, _ = consensus(size, itemsize, backward)
     tokens, dim = size["batch"] * size["tokens"], size["dim"]
@@ -73,9 +62,7 @@ def consensus_layer(size: Size, itemsize: int, backward: bool) -> Work:
 def neighbors(size: Size, itemsize: int, backward: bool) -> Work:
     """Count a product per pair, reading points, and writing an index and a distance per neighbour.
 
-    The other work of a search, which is large, is not counted. Points are float32, but the bound
-    uses the speed of bfloat16 on a GPU: products in bfloat16 can find candidates there, if the
-    final distances are exact.
+    Points are float32, but products in bfloat16 can find candidates on a GPU.
     """
     moved = size["tokens"] * (4.0 * size["features"] + 12.0 * size["k"])
     return 2.0 * size["tokens"] ** 2 * size["features"], moved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from graphattn.bench.cases.attention import STRUCTURED
-from graphattn.bench.cases.case import BOTH, FORWARD, BenchmarkCase
+from graphattn.bench.cases.case import BOTH, FORWARD, BenchmarkCase, sizes
 from graphattn.bench.contenders.peers import Run
 from graphattn.bench.models.mixers import (
     DOT,
@@ -38,24 +38,23 @@ def mixer_case(mixer: str, tokens: int) -> BenchmarkCase:
         yardsticks[STRUCTURED_OPERATIONS] = OperationsRun("structured")
     if mixer == DOT:
         contenders[PEER] = WholeRun(PEER)
-    small, paper = {"dim": 48, "heads": 6, "blocks": 2}, {"dim": 384, "heads": 6, "blocks": 6}
+    more: dict[str, tuple[int, int, int]] = {}
     if mixer == "consensus":
-        small |= {"window": 2, "edge_hidden": 16}
-        paper |= {"window": 2, "edge_hidden": 256}
+        more = {"window": (2, 2, 2), "edge_hidden": (16, 256, 256)}
     elif "window" in MIXERS[mixer]:
-        small |= {"window": 16}
-        paper |= {"window": 256}
+        more = {"window": (16, 256, 256)}
     if mixer == "krause":
-        small |= {"top_k": 12}
-        paper |= {"top_k": 192}
+        more["top_k"] = (12, 192, 192)
     return BenchmarkCase(
         f"mixer-{mixer}-{tokens}",
         f"A model of the mixer {mixer}",
-        {
-            "small": {"tokens": tokens // 16, **small},
-            "paper": {"tokens": tokens, **paper},
-            "long": {"tokens": 2 * tokens, **paper},
-        },
+        sizes(
+            tokens=(tokens // 16, tokens, 2 * tokens),
+            dim=(48, 384, 384),
+            heads=6,
+            blocks=(2, 6, 6),
+            **more,
+        ),
         mixer_inputs(mixer),
         contenders,
         yardsticks=yardsticks,

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import graphattn as ga
-from graphattn.bench.cases.case import BOTH, BenchmarkCase
-from graphattn.bench.cases.inputs import LayerInputs
-from graphattn.bench.cases.targets import Target
+from graphattn.bench.cases.case import BOTH, BenchmarkCase, Target, sizes
+from graphattn.bench.cases.inputs import LayerInputs, layer_inputs
+from graphattn.bench.cases.least_work import Size
 from graphattn.bench.contenders import ours
 from graphattn.bench.reporting.record import OURS
 
 PROJECTIONS = "its projections alone"
-SIZES = {
-    "small": {"tokens": 16, "dim": 64, "heads": 4},
-    "paper": {"tokens": 32, "dim": 128, "heads": 4},
-    "long": {"tokens": 64, "dim": 256, "heads": 8},
-}
+SIZES = sizes(tokens=(16, 32, 64), dim=(64, 128, 256), heads=(4, 4, 8))
 ATTENTION_SECONDS, CONSENSUS_SECONDS = 0.2e-3, 0.9e-3  # of a forward pass; with backward 3 times
-
-
-@dataclass(frozen=True)
-class SmallLayer:
-    """Maker of a layer's inputs: the layer, by the width of tokens and its heads, and its graph."""
-
-    make: Callable[[int, int], Any]
-    graph: Callable[[int], ga.TokenGraph]
-
-    def __call__(
-        self, size: dict[str, int], device: torch.device, dtype: torch.dtype
-    ) -> LayerInputs:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            layer = self.make(size["dim"], size["heads"])
-            tokens = torch.randn(1, size["tokens"], size["dim"])
-        return LayerInputs(
-            tokens.to(device, dtype).requires_grad_(),
-            layer.to(device, dtype),
-            self.graph(size["tokens"]).to(device),
-        )
 
 
 def projections_alone(x: LayerInputs) -> Tensor:
@@ -63,32 +36,30 @@ def by_messages(x: LayerInputs) -> Tensor:
     return out
 
 
-def _causal(tokens: int) -> ga.TokenGraph:
-    return ga.causal_window_graph(tokens, 8)
-
-
-def _both_ways(tokens: int) -> ga.TokenGraph:
-    return ga.window_path_graph(tokens, 2)
-
-
-LAYERS: dict[str, SmallLayer] = {
+LAYERS: dict[str, Callable[[int, int], Any]] = {  # by the width of tokens and the heads
     # The gradient of a key's bias is 0, of which nobody is right by a share.
-    "dot": SmallLayer(partial(ga.nn.DotProductAttention, bias=False), _causal),
-    "rope": SmallLayer(partial(ga.nn.DotProductAttention, rope=True), _causal),
-    "gka": SmallLayer(ga.nn.GaussianKernelAttention, _causal),
-    "krause": SmallLayer(partial(ga.nn.KrauseAttention, top_k=4), _causal),
-    "linear": SmallLayer(ga.nn.LinearAttention, _causal),
-    "consensus": SmallLayer(ga.nn.SelfConsensus, _both_ways),
+    "dot": partial(ga.nn.DotProductAttention, bias=False),
+    "rope": partial(ga.nn.DotProductAttention, rope=True),
+    "gka": ga.nn.GaussianKernelAttention,
+    "krause": partial(ga.nn.KrauseAttention, top_k=4),
+    "linear": ga.nn.LinearAttention,
+    "consensus": ga.nn.SelfConsensus,
 }
 
 
-def _case(name: str, inputs: SmallLayer) -> BenchmarkCase:
+def _graph(name: str, size: Size) -> ga.TokenGraph:
+    if name == "consensus":
+        return ga.window_path_graph(size["tokens"], 2)
+    return ga.causal_window_graph(size["tokens"], 8)
+
+
+def _case(name: str, make: Callable[[int, int], Any]) -> BenchmarkCase:
     seconds = CONSENSUS_SECONDS if name == "consensus" else ATTENTION_SECONDS
     return BenchmarkCase(
         f"small-{name}",
         f"A layer of {SIZES['paper']['tokens']} tokens: {name}",
         SIZES,
-        inputs,
+        layer_inputs(lambda size: make(size["dim"], size["heads"]), partial(_graph, name)),
         {OURS: ours.layer, "messages (PyG)": by_messages},
         yardsticks={PROJECTIONS: projections_alone},
         targets=(
@@ -100,4 +71,4 @@ def _case(name: str, inputs: SmallLayer) -> BenchmarkCase:
     )
 
 
-SMALL = [_case(name, inputs) for name, inputs in LAYERS.items()]
+SMALL = [_case(name, make) for name, make in LAYERS.items()]

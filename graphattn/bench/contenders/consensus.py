@@ -7,30 +7,28 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.bench.cases.inputs import ConsensusLayerInputs, ConsensusTensors
+from graphattn.bench.cases.inputs import ConsensusTensors, LayerInputs
 from graphattn.bench.contenders.peers import check_memory_of_edge_networks
 
 
 def gather_scatter_consensus(x: ConsensusTensors) -> Tensor:
     """Compute the energy step as hand-written message passing, with one message per edge."""
-    check_memory_of_edge_networks(x)
+    check_memory_of_edge_networks(x.num_edges, x.network)
     hidden = x.target_hidden, x.source_hidden
     return _consensus_step(x.state, *hidden, x.network, x.graph.edge_index, x.step_size)
 
 
-def gather_scatter_layer(x: ConsensusLayerInputs) -> Tensor:
-    """Compute a whole layer as hand-written message passing.
-
-    The layer consists of the projections, the edge network's first layer and the energy step.
-    """
-    check_memory_of_edge_networks(x)
+def gather_scatter_layer(x: LayerInputs) -> Tensor:
+    """Compute a whole layer as hand-written message passing."""
     layer, first = x.layer, x.layer.edge_net
+    network = first.second_layer()
+    check_memory_of_edge_networks(len(x.tokens) * x.graph.num_edges, network)
     by_head = x.tokens.unflatten(-1, (layer.heads, -1))
     new = _consensus_step(
         layer.source_proj(x.tokens).unflatten(-1, (layer.heads, -1)),
         torch.einsum("...hd,hxd->...hx", by_head, first.target.weight) + first.target.bias,
         torch.einsum("...hd,hxd->...hx", by_head, first.source.weight),
-        x.network,
+        network,
         x.graph.edge_index,
         layer.step_size,
     )
@@ -63,8 +61,5 @@ def _consensus_step(
 
 
 def dominant_product(x: ConsensusTensors) -> Tensor:
-    """Compute one product per edge, from the hidden vector to Lambda, and nothing else.
-
-    Every implementation has to compute these products, so their time is a lower limit.
-    """
+    """Compute the product per edge that every implementation needs, and nothing else."""
     return x.hidden_of_edges @ x.network.shear.flatten(1, 2).mT

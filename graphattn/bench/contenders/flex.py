@@ -25,7 +25,6 @@ FEW_SOURCES = 64  # blocks are smaller if targets have fewer sources (see `block
 
 
 def flex_dot(x: AttentionInputs) -> Tensor:
-    """Compute dot-product attention by FlexAttention."""
     return by_token(compile_once(dot_product)(*operands(x), block_mask(x)), x)
 
 
@@ -35,15 +34,12 @@ def flex_rbf(x: AttentionInputs) -> Tensor:
 
 
 def flex_kept(x: AttentionInputs) -> Tensor:
-    """Compute RBF attention by FlexAttention over the top-k sources of every target.
-
-    These sources are chosen once, before the time is measured.
-    """
+    """Compute RBF attention by FlexAttention over top-k sources that were chosen before."""
     return by_distance(x, kept_mask)
 
 
 def by_distance(x: AttentionInputs, mask: Callable[[AttentionInputs], Any]) -> Tensor:
-    """Compute RBF attention by FlexAttention; `mask` is the function that makes the mask."""
+    """Compute RBF attention by FlexAttention with the mask that `mask` makes."""
     query, key, value = operands(x)
     # The bias is compiled separately. If the compiled attention also computed it, the gradient of
     # the bias could be lost without a warning (pytorch/pytorch#162228).
@@ -52,10 +48,7 @@ def by_distance(x: AttentionInputs, mask: Callable[[AttentionInputs], Any]) -> T
 
 
 def operands(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value as [B, H, N, D].
-
-    On a CPU the tensors require no gradients, because FlexAttention accepts no others there.
-    """
+    """Return query, key and value as [B, H, N, D]; on a CPU FlexAttention takes no gradients."""
     query, key, value = by_head(x)
     if x.query.device.type == "cuda":
         return query, key, value
@@ -66,17 +59,13 @@ def operands(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-    """Compute dot-product attention with the scale 1 / sqrt(D)."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(query, key, value, block_mask=mask)
 
 
 def key_bias(key: Tensor, sigma: float) -> Tensor:
-    """Compute -|k|^2 / (2 sigma^2), [B, H, N].
-
-    The squared distance also contains |q|^2. The softmax of a row cancels this term.
-    """
+    """Compute -|k|^2 / (2 sigma^2), [B, H, N]; the softmax of a row cancels -|q|^2."""
     return -key.float().square().sum(-1) / (2 * sigma**2)
 
 
@@ -121,11 +110,7 @@ def block_mask(x: AttentionInputs) -> Any:
 
 
 def list_blocks(mask: Contains, batch: int | None, heads: int | None, x: AttentionInputs) -> Any:
-    """Return a block mask with all blocks that contain a pair of `mask`.
-
-    The list of blocks is separate for each of `batch` sequences and `heads` heads. If these are
-    None, all sequences and heads share one list.
-    """
+    """List the blocks that contain a pair of `mask`, per sequence and head if these are given."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     # The uncompiled function stores all pairs: 34 GB of distances for 65,536 tokens.
@@ -152,14 +137,7 @@ def edges_in_blocks(target: Tensor, source: Tensor, x: AttentionInputs, size: in
 
 
 def mask_of_counts(counts: Tensor, mask: Contains, x: AttentionInputs, size: int) -> Any:
-    """Return a block mask from the number of pairs in every block.
-
-    Args:
-        counts: number of pairs of `mask` in every block, [B, H, rows, columns].
-        mask: test of pairs, which is stored in the block mask, but not called here.
-        x: inputs of the case, which give the numbers of targets and sources.
-        size: number of rows and of columns of a block.
-    """
+    """Make a block mask from the number of pairs of `mask` in every block, [B, H, R, C]."""
     from torch.nn.attention.flex_attention import BlockMask
 
     full = counts == size * size  # FlexAttention does not call the mask for these blocks
@@ -203,12 +181,7 @@ def kept_mask(x: AttentionInputs) -> Any:
 
 @torch.no_grad()
 def kept_in_window(x: AttentionInputs) -> Tensor:
-    """Mark the top-k sources in the window of every target: bool [B, H, N, window].
-
-    Distances are computed in float32, for one chunk of targets after another. If two sources are
-    equally near, the earlier one is chosen. The last dimension lists the sources of the window in
-    their order.
-    """
+    """Mark the top-k sources in the window of every target, the earlier of equals: [B, H, N, W]."""
     band = x.graph.structure
     if not isinstance(band, Band) or band.dilation != 1:
         raise MissingError("it supports top-k only in windows")
@@ -232,15 +205,11 @@ def kept_in_window(x: AttentionInputs) -> Tensor:
 
 
 def looked_up(mask: Tensor) -> Contains:
-    """Return a test of pairs that reads the dense mask of the graph."""
     return lambda i, j: mask[i, j]
 
 
 def elementwise(structure: GraphStructure) -> Contains:
-    """Return a test of pairs equal to `structure.contains` that FlexAttention can compile.
-
-    The test uses only arithmetic and searches no lists.
-    """
+    """Return a test of pairs equal to `structure.contains` that FlexAttention can compile."""
     match structure:
         case Union(parts=parts):
             tests = [elementwise(part) for part in parts]

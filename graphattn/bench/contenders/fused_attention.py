@@ -16,10 +16,7 @@ from graphattn.graphs.structures.structure import Band
 
 
 def sdpa(backend: SDPBackend, *, is_causal: bool = False) -> Run:
-    """Return a run of dense dot-product SDPA with one backend.
-
-    The run attends over all pairs. With `is_causal`, no target sees a later source.
-    """
+    """Compute dense dot-product SDPA with one backend."""
 
     def run(x: AttentionInputs) -> Tensor:
         refuse_cudnn_on_a_cpu(backend, x.query.device)
@@ -37,10 +34,7 @@ def refuse_cudnn_on_a_cpu(backend: SDPBackend, device: torch.device) -> None:
 
 
 def by_head(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value as [B, H, N, D], with B = 1 if the inputs are no batch.
-
-    SDPA uses no fused kernel on a CPU for tensors without a batch dimension.
-    """
+    """Return [B, H, N, D]; without a batch dimension, SDPA uses no fused kernel on a CPU."""
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
     return (q, k, v) if q.dim() == 4 else (q[None], k[None], v[None])
 
@@ -51,11 +45,7 @@ def by_token(out: Tensor, x: AttentionInputs) -> Tensor:
 
 
 def masked_sdpa(backend: SDPBackend) -> Run:
-    """Return a run of dense dot-product SDPA with the graph as an additive mask, made once.
-
-    PyTorch has one fused kernel on a CPU, "flash", so the run always uses it there. The "flash"
-    kernel of a GPU accepts no masks.
-    """
+    """Compute dense dot-product SDPA with the graph as an additive mask, made once."""
 
     def run(x: AttentionInputs) -> Tensor:
         on_cpu = x.query.device.type == "cpu"
@@ -83,10 +73,7 @@ def dense_mask(x: AttentionInputs) -> Tensor:
 
 
 def flash_window(x: AttentionInputs) -> Tensor:
-    """Compute attention in a window, or over all pairs, by the package flash_attn.
-
-    The windows of flash_attn are those of a band, so no mask and no list of edges is needed.
-    """
+    """Compute attention in a window, or over all pairs, by the package flash_attn."""
     attend = installed("flash_attn").flash_attn_func
     structure = x.graph.structure
     if x.graph.num_edges == x.graph.num_targets * x.graph.num_sources:

@@ -36,10 +36,7 @@ def dot_product(x: AttentionInputs) -> Tensor:
 
 
 def rbf_structured(x: AttentionInputs) -> Tensor:
-    """Compute RBF attention on the structured backend, which uses only PyTorch's operators.
-
-    The difference to `rbf` shows how much time graphattn's compiled kernels save.
-    """
+    """Compute RBF attention with PyTorch's operators, without graphattn's compiled kernels."""
     only_on_a_cpu(x.query.device)
     return ga.rbf_attention(
         x.query, x.key, x.value, x.graph, x.sigma, top_k=x.top_k, backend="structured"
@@ -47,21 +44,22 @@ def rbf_structured(x: AttentionInputs) -> Tensor:
 
 
 def rbf_without_top_k(x: AttentionInputs) -> Tensor:
-    """Compute RBF attention without top-k; the difference to `rbf` is the cost of the selection."""
+    """Compute RBF attention without top-k: the difference to `rbf` is the cost of it."""
     return rbf(replace(x, top_k=None))
 
 
 def consensus(x: ConsensusTensors) -> Tensor:
     """Compute one consensus step on the backend that "auto" selects."""
     if ga.backends("consensus_update", x.graph, x.state)["structured"] is not None:
-        check_memory_of_edge_networks(x)  # "auto" selects the reference backend
+        check_memory_of_edge_networks(
+            x.num_edges, x.network
+        )  # "auto" selects the reference backend
     return ga.consensus_update(
         x.state, x.state, x.target_hidden, x.source_hidden, x.network, x.graph, x.step_size
     )
 
 
 def layer(x: LayerInputs) -> Tensor:
-    """Compute a whole layer on the backend that "auto" selects."""
     out: Tensor = x.layer(x.tokens, x.graph)
     return out
 
@@ -78,7 +76,6 @@ def build_graph(x: WindowSize) -> ga.TokenGraph:
 
 
 def list_edges(x: WindowSize) -> Tensor:
-    """Build a window graph and list its edges."""
     return build_graph(x).edge_index
 
 
@@ -88,10 +85,8 @@ def fiedler_value(x: SpectralInputs) -> float:
 
 
 def late_step(x: StreamInputs) -> Tensor:
-    """Process one more token of a long stream."""
     return x.late.step()
 
 
 def early_step(x: StreamInputs) -> Tensor:
-    """Process one more token of a short stream."""
     return x.early.step()

@@ -1,8 +1,4 @@
-"""Peers: the other ways to compute a case, with which the benchmark compares graphattn.
-
-Each peer takes the inputs of a case and returns its output. The code of a peer is written as the
-users of its library write it.
-"""
+"""Peers: how others compute a case, each written as the users of its library write it."""
 
 from __future__ import annotations
 
@@ -17,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import graphattn as ga
 from graphattn.bench.cases.inputs import (
     AttentionInputs,
-    ConsensusLayerInputs,
-    ConsensusTensors,
     MissingError,
     NeighborInputs,
     SpectralInputs,
@@ -44,11 +39,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def check_memory(numbers: float, what: str, like: Tensor) -> None:
-    """Raise a MissingError if a contender would need too much memory.
-
-    The estimate is six tensors with `numbers` elements of the dtype of `like`. The
-    limit is 80 % of the free memory. The message begins with `what`.
-    """
+    """Raise a MissingError if six tensors of `numbers` elements need 80 % of the free memory."""
     size = 6.0 * like.element_size() * numbers
     if size > 0.8 * free_memory(like.device):
         raise MissingError(f"{what} would need about {1e-9 * size:,.0f} GB")
@@ -61,10 +52,10 @@ def check_memory_of_edges(x: AttentionInputs) -> None:
     check_memory(numbers, "its messages", x.query)
 
 
-def check_memory_of_edge_networks(x: ConsensusTensors | ConsensusLayerInputs) -> None:
+def check_memory_of_edge_networks(num_edges: int, network: ga.EdgeNetworkParameters) -> None:
     """Raise a MissingError if the matrices Lambda of all edges would need too much memory."""
-    edges = float(x.num_sequences * x.graph.num_edges)
-    check_memory(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)
+    numbers = float(num_edges) * network.shear_bias.numel()
+    check_memory(numbers, "its edge networks", network.shear)
 
 
 def needs_compiler(device: torch.device) -> None:
@@ -89,10 +80,7 @@ def only_on_a_cpu(device: torch.device) -> None:
 
 
 def masked_dense(x: AttentionInputs) -> Tensor:
-    """Compute the logits of all pairs, then apply a mask, then select the top-k.
-
-    The code that accompanies papers usually does the same.
-    """
+    """Compute the logits of all pairs, mask them, select the top-k: as code of papers does."""
     rows = x.query.shape[:-3].numel() * x.query.shape[-2] * x.graph.num_targets
     check_memory(float(rows) * x.graph.num_sources, "all pairs", x.query)
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
@@ -114,10 +102,7 @@ def _logits(query: Tensor, key: Tensor, sigma: float) -> Tensor:
 
 @contextmanager
 def products_in_tf32() -> Iterator[None]:
-    """Multiply matrices in TF32 on a GPU inside this context.
-
-    TF32 represents every bfloat16 number exactly, so inputs that were bfloat16 are not rounded.
-    """
+    """Multiply in TF32, which represents every bfloat16 number exactly."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -191,14 +176,12 @@ def installed(name: str) -> Any:
 
 
 def cdist_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """Compute all distances at once, and select the nearest of every row."""
     distance = torch.cdist(x.points, x.points).fill_diagonal_(torch.inf)
     nearest, index = distance.topk(x.k, largest=False)
     return nearest.square(), index
 
 
 def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """Search by brute force with scikit-learn."""
     if x.points.device.type != "cpu":
         raise MissingError("scikit-learn searches only on a CPU")
     search = installed("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
@@ -207,10 +190,7 @@ def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
 
 
 def faiss_flat(x: NeighborInputs) -> tuple[Tensor, Tensor]:
-    """Search by brute force with FAISS, on the device of the points.
-
-    Every point finds itself first, so this result is removed.
-    """
+    """Search by brute force with FAISS; every point finds itself first, which is removed."""
     faiss = installed("faiss")
     installed("faiss.contrib.torch_utils")  # lets FAISS accept tensors
     if x.points.device.type == "cpu":
@@ -224,10 +204,7 @@ def faiss_flat(x: NeighborInputs) -> tuple[Tensor, Tensor]:
 
 @cache
 def faiss_resources() -> Any:
-    """Return FAISS' memory and streams on the GPU, made once.
-
-    Making them takes longer than a search.
-    """
+    """Return FAISS' memory and streams; making them takes longer than a search."""
     return installed("faiss").StandardGpuResources()
 
 
@@ -235,10 +212,7 @@ def faiss_resources() -> Any:
 
 
 def offsets_and_mask(x: WindowSize) -> Tensor:
-    """List the edges of a window as hand-written scripts do.
-
-    The code forms all offsets of all tokens, and removes the pairs beyond the ends of the sequence.
-    """
+    """List the edges of a window as scripts do: form all offsets, mask those beyond the ends."""
     target = torch.arange(x.num_tokens)[:, None]
     offsets = torch.arange(-x.window, x.window + 1)
     source = target + offsets[offsets != 0]
@@ -252,10 +226,7 @@ def shift_invert_lanczos(x: SpectralInputs) -> float:
 
 
 def smallest_eigenpairs(x: SpectralInputs, count: int) -> tuple[Any, Any]:
-    """Compute the `count` smallest eigenvalues, in ascending order, and their eigenvectors.
-
-    The matrix is the Laplacian of the symmetrised weights.
-    """
+    """Compute the smallest eigenpairs of the Laplacian of the symmetrised weights, ascending."""
     from scipy import sparse
     from scipy.sparse.linalg import eigsh
 

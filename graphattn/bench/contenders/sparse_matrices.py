@@ -1,22 +1,22 @@
 """Attention over listed edges: with sparse matrices by torch.sparse, and with loops by numba.
 
-Both contenders read the edges row by row. The backward pass also reads the rows of the transposed
-list, so it scatters nothing.
+Both read the edges row by row, and backward the rows of the transposed list: nothing is scattered.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 import graphattn as ga
 from graphattn.bench.cases.inputs import AttentionInputs
-from graphattn.bench.contenders.by_hand import loops
 from graphattn.bench.contenders.peers import check_memory, installed, only_on_a_cpu
 
 
@@ -33,12 +33,10 @@ class SparseRows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of targets and of sources."""
         return len(self.rowptr) - 1, len(self.of_sources) - 1
 
 
 def sparse_rows(graph: ga.TokenGraph) -> SparseRows:
-    """List the edges of a graph by their targets and by their sources."""
     rowptr, source = graph.csr()
     degree = rowptr.diff()
     target = torch.arange(graph.num_targets).repeat_interleave(degree)
@@ -52,7 +50,6 @@ def sparse_rows(graph: ga.TokenGraph) -> SparseRows:
 
 
 def rows_of(x: AttentionInputs) -> SparseRows:
-    """Return the rows of the graph, which are computed once per case."""
     return x.once("rows", lambda: sparse_rows(x.graph))
 
 
@@ -60,10 +57,7 @@ def rows_of(x: AttentionInputs) -> SparseRows:
 
 
 def torch_sparse(x: AttentionInputs) -> Tensor:
-    """Compute RBF attention for one head after another.
-
-    Each head takes the inner products at the edges, a softmax of every row, and a sparse product.
-    """
+    """Compute RBF attention one head after another, with inner products only at the edges."""
     only_on_a_cpu(x.query.device)
     rows = rows_of(x)
     check_memory(2.0 * len(rows.source) * x.query.shape[1], "its weights", x.query)
@@ -73,16 +67,12 @@ def torch_sparse(x: AttentionInputs) -> Tensor:
 
 
 class Sparse(Function):
-    """RBF attention by sparse products, forward and backward.
-
-    The tensors are copied to [H, N, D], because a sparse product reads one head at a time.
-    """
+    """RBF attention by sparse products, which read one head, [N, D], at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sigma: float, rows: SparseRows
     ) -> Tensor:
-        """[N, H, D]."""
         q, k, v = (t.transpose(0, 1).contiguous() for t in (query, key, value))
         logits = at_edges(q, k, rows)
         logits -= (k.square().sum(-1) / 2).index_select(1, rows.source)
@@ -94,7 +84,6 @@ class Sparse(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """Return the gradients of query, key and value."""
         q, k, v, weight, out = ctx.saved_tensors
         sigma, rows = ctx.given
         d = d_out.transpose(0, 1).contiguous()
@@ -132,11 +121,11 @@ def matrix_t(values: Tensor, rows: SparseRows) -> Tensor:
 def at_edges(of_targets: Tensor, of_sources: Tensor, rows: SparseRows) -> Tensor:
     """Compute the inner product of target and source of every edge, [H, E]."""
     pattern = matrix(of_targets.new_zeros(len(rows.source)), rows)
-    found = [
+    per_head = [
         torch.sparse.sampled_addmm(pattern, a, b.T, beta=0.0).values()
         for a, b in zip(of_targets, of_sources, strict=True)
     ]
-    return torch.stack(found)
+    return torch.stack(per_head)
 
 
 def softmax_of_rows(logits: Tensor, rows: SparseRows) -> Tensor:
@@ -170,13 +159,115 @@ def numba_rows(x: AttentionInputs) -> Tensor:
     return Looped.apply(x.query, x.key, x.value, x.sigma, rows_of(x), forward, backward)
 
 
+# Loops over rows of edges, in float32. Numba compiles them, but Python can also run them. One
+# target or source is one step of a parallel loop, so two threads never add to the same row. Without
+# constants of the dtype float32, numba would use float64 for all sums with them.
+prange: Any = range  # replaced by numba.prange before numba compiles the loops
+ZERO, ONE, HALF = numpy.float32(0), numpy.float32(1), numpy.float32(0.5)
+LOWEST = numpy.float32(-3e38)  # fast mathematics has no infinity
+
+
+def forward_loops(
+    query: Any, key: Any, value: Any, rowptr: Any, source: Any, out: Any, log_sum: Any, scale: Any
+) -> None:
+    """Write outputs [N, H, D] and log-sums [N, H]; the output of a row without edges is 0."""
+    N, H, D = query.shape
+    for i in prange(N):
+        begin = rowptr[i]
+        count = rowptr[i + 1] - begin
+        weight = numpy.empty((H, count), numpy.float32)
+        for e in range(count):
+            j = source[begin + e]
+            for h in range(H):
+                distance = ZERO
+                for d in range(D):
+                    difference = query[i, h, d] - key[j, h, d]
+                    distance += difference * difference
+                weight[h, e] = -HALF * scale * distance
+        for h in range(H):
+            highest, total = LOWEST, ZERO
+            for e in range(count):
+                highest = max(highest, weight[h, e])
+            for e in range(count):
+                weight[h, e] = math.exp(weight[h, e] - highest)
+                total += weight[h, e]
+            share = ONE / max(total, ONE)  # the largest term is 1 unless the row is empty
+            for e in range(count):
+                weight[h, e] *= share
+            log_sum[i, h] = highest + math.log(max(total, ONE))
+            for d in range(D):
+                out[i, h, d] = ZERO
+        for e in range(count):
+            j = source[begin + e]
+            for h in range(H):
+                w = weight[h, e]
+                for d in range(D):
+                    out[i, h, d] += w * value[j, h, d]
+
+
+def backward_loops(
+    query: Any,
+    key: Any,
+    value: Any,
+    rowptr: Any,
+    source: Any,
+    of_sources: Any,
+    target: Any,
+    edge: Any,
+    out: Any,
+    log_sum: Any,
+    d_out: Any,
+    d_query: Any,
+    d_key: Any,
+    d_value: Any,
+    weight: Any,
+    pull: Any,
+    scale: Any,
+) -> None:
+    """Write the gradients; `weight` and `pull`, [E, H], are stored for the loop over sources."""
+    N, H, D = query.shape
+    for i in prange(N):
+        mean = numpy.empty(H, numpy.float32)
+        for h in range(H):
+            inner = ZERO
+            for d in range(D):
+                inner += out[i, h, d] * d_out[i, h, d]
+                d_query[i, h, d] = ZERO
+            mean[h] = inner
+        for e in range(rowptr[i], rowptr[i + 1]):
+            j = source[e]
+            for h in range(H):
+                distance, along = ZERO, ZERO
+                for d in range(D):
+                    difference = query[i, h, d] - key[j, h, d]
+                    distance += difference * difference
+                    along += d_out[i, h, d] * value[j, h, d]
+                w = numpy.float32(math.exp(-HALF * scale * distance - log_sum[i, h]))
+                force = scale * w * (along - mean[h])
+                weight[e, h], pull[e, h] = w, force
+                for d in range(D):
+                    d_query[i, h, d] += force * (key[j, h, d] - query[i, h, d])
+    for j in prange(len(key)):
+        for h in range(H):
+            for d in range(D):
+                d_key[j, h, d] = ZERO
+                d_value[j, h, d] = ZERO
+        for e in range(of_sources[j], of_sources[j + 1]):
+            i = target[e]
+            for h in range(H):
+                w, force = weight[edge[e], h], pull[edge[e], h]
+                for d in range(D):
+                    d_key[j, h, d] += force * (query[i, h, d] - key[j, h, d])
+                    d_value[j, h, d] += w * d_out[i, h, d]
+
+
 @cache
 def compiled_loops() -> tuple[Any, Any]:
-    """Return the forward and the backward loops as functions that numba compiles."""
+    global prange
     numba = installed("numba")
-    loops.prange = numba.prange
+    prange = numba.prange
     compiled = numba.njit(parallel=True, fastmath=True, boundscheck=False)
-    return compiled(loops.forward), compiled(loops.backward)
+    return compiled(forward_loops), compiled(backward_loops)
 
 
 class Looped(Function):
@@ -193,7 +284,6 @@ class Looped(Function):
         forward: Any,
         backward: Any,
     ) -> Tensor:
-        """[N, H, D]."""
         query, key, value = (t.detach().contiguous() for t in (query, key, value))
         out, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2])
         scale = query.new_tensor(1 / sigma**2)
@@ -205,7 +295,6 @@ class Looped(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """Return the gradients of query, key and value."""
         query, key, value, out, log_sum, scale = ctx.saved_tensors
         rows, backward = ctx.given
         gradients = [torch.empty_like(t) for t in (query, key, value)]

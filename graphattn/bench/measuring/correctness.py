@@ -8,7 +8,7 @@ graph of these edges therefore gives the same outputs and gradients.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy
@@ -45,30 +45,11 @@ class Truth(Protocol):
 
 
 def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth:
-    """Compute the truth of one case, which all its contenders share.
-
-    With `dot_product`, the truth of attention is that of the dot product, else that of RBF
-    attention.
-    """
-    match inputs:
-        case NeighborInputs():
-            return NeighborTruth(inputs)
-        case WindowSize():
-            return EdgesTruth(inputs)
-        case SpectralInputs():
-            return SpectralTruth(inputs)
-        case StreamInputs():
-            return StreamTruth(inputs)
-        case VisionInputs():
-            return ModelTruth(inputs)
-        case LanguageInputs():
-            return LanguageTruth(inputs)
-        case GenerationInputs():
-            return GenerationTruth(inputs)
-        case MixerInputs():
-            return MixerTruth(inputs)
-        case LayerInputs():
-            return LayerTruth(inputs, backward=backward)
+    """Compute the truth of one case, by the dot product or by distance, for all its contenders."""
+    if isinstance(inputs, LayerInputs):
+        return LayerTruth(inputs, backward=backward)
+    if type(inputs) in TRUTHS:
+        return TRUTHS[type(inputs)](inputs)
     return OperationTruth(inputs, backward=backward, dot_product=dot_product)
 
 
@@ -84,20 +65,13 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def sample(count: int, generator: torch.Generator) -> Tensor:
-    """Choose the indices of up to 16 rows: the first row, and random other ones.
-
-    In some cases, the first row is a class token or a global token.
-    """
+    """Choose up to 16 rows: the first (a class token or a global one), and random others."""
     others = 1 + torch.randperm(max(count - 1, 0), generator=generator)[: SAMPLED_ROWS - 1]
     return torch.cat([torch.zeros(min(count, 1), dtype=torch.int64), others])
 
 
 class OperationTruth:
-    """Outputs of an operation, and gradients of a random loss on them.
-
-    In a batch, only the last sequence is compared, because a wrong stride has its largest effect
-    there.
-    """
+    """Outputs of an operation (of the last sequence of a batch), and gradients of a random loss."""
 
     def __init__(
         self,
@@ -117,19 +91,16 @@ class OperationTruth:
         self.keep(out, learned if backward else [], generator)
 
     def keep(self, out: Tensor, learned: list[Tensor], generator: torch.Generator) -> None:
-        """Keep the outputs, a random loss on them, and its gradients for the learned tensors."""
         self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
         loss = (out * self.loss).sum()
         self.gradients = list(torch.autograd.grad(loss, learned)) if learned else []
         self.out = out.detach()
 
     def edges_at_rows(self) -> ga.TokenGraph:
-        """Return a graph of the edges on which the outputs at the sampled rows depend."""
         is_energy = isinstance(self.inputs, ConsensusTensors)
         return edges_at(self.rows, self.inputs.graph, from_rows_too=is_energy)
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the errors of the output and of the gradients."""
         out = self.rows_of(run)
         gradients: list[Tensor] = []
         if self.gradients:
@@ -140,21 +111,15 @@ class OperationTruth:
         return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
 
     def forward_error_of(self, run: Run) -> float:
-        """Return the error of the output of a contender that has no backward pass."""
         with torch.no_grad():
             return relative_error(self.rows_of(run), self.out)
 
     def rows_of(self, run: Run) -> Tensor:
-        """Return a contender's results for the sampled rows."""
         return run(self.inputs)[self.last][..., self.rows, :, :]
 
 
 def edges_at(rows: Tensor, graph: ga.TokenGraph, *, from_rows_too: bool) -> ga.TokenGraph:
-    """Return a graph of the edges whose targets are in `rows`.
-
-    With `from_rows_too`, it also has the edges whose sources are in `rows`. The update "energy" of
-    consensus needs them, because an edge moves its source too.
-    """
+    """Return a graph of the edges with targets in `rows`, or also sources: energy moves both."""
     chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
     chosen[rows] = True
     if graph.structure is not None and graph.num_edges > 10**7:  # do not list all edges
@@ -195,7 +160,6 @@ class NeighborTruth:
         self.distance = distance.topk(inputs.k, largest=False).values.sqrt()
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the larger error of distances and indices, and 0 for missing gradients."""
         squared, indices = run(self.inputs)
         of_indices = (self.points[self.rows, None] - self.points[indices[self.rows]]).norm(dim=-1)
         returned = squared[self.rows].sqrt()
@@ -215,11 +179,7 @@ class EdgesTruth:
         ]
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the sum of two shares, and 0 because there are no gradients.
-
-        The first share is that of missing or additional edges. The second share is that of sampled
-        targets with wrong sources.
-        """
+        """Return the share of edges missing or added plus that of targets with wrong sources."""
         edges = run(self.inputs)
         source, target = edges.edge_index if isinstance(edges, ga.TokenGraph) else edges
         wrong = sum(
@@ -258,15 +218,13 @@ class SpectralTruth:
             )
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the relative error plus the possible error of the truth, and 0 for gradients."""
         return abs(run(self.inputs) / self.value - 1) + self.slack, 0.0
 
 
 class StreamTruth:
     """The last output of one float64 forward pass over all tokens that the next step sees.
 
-    Queries and keys are rounded to the dtype of the stream, as in the stream itself. A cache stores
-    rounded keys, and these decide which keys are the nearest.
+    Queries and keys are rounded as in the stream's cache: they decide which keys are the nearest.
     """
 
     def __init__(self, inputs: StreamInputs) -> None:
@@ -277,7 +235,6 @@ class StreamTruth:
             projection.register_forward_hook(lambda _, __, out: out.to(dtype).to(out.dtype))
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the relative error for the stream that the contender advances, and 0."""
         expected = [self.next_of(stream) for stream in (self.inputs.early, self.inputs.late)]
         before = self.inputs.early.position
         with torch.no_grad():
@@ -286,7 +243,6 @@ class StreamTruth:
         return relative_error(out, expected[moved]), 0.0
 
     def next_of(self, stream: Stream) -> Tensor:
-        """Return the right result of the next step, [texts, dim]."""
         tokens = stream.seen().double()
         graph = ga.causal_graph(tokens.shape[1]).to(tokens.device)
         with torch.no_grad(), ga.use_backend("reference"):
@@ -307,7 +263,6 @@ class LayerTruth(OperationTruth):
         self.keep(out, [tokens, *layer.parameters()] if backward else [], generator)
 
     def rows_of(self, run: Run) -> Tensor:
-        """Return a contender's results for the sampled rows."""
         rows: Tensor = run(self.inputs)[:, self.rows]
         return rows
 
@@ -319,7 +274,6 @@ class ModelTruth:
         self.inputs = inputs
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the relative error of the logits, and that of all gradients together."""
         assert isinstance(run, VisionRun)
         x, last = self.inputs, slice(-1, None)
         parameters = list(x.trained[run.mixer].model.parameters())
@@ -332,32 +286,37 @@ class ModelTruth:
             truth = model(x.images[last].double())
             loss = torch.nn.functional.cross_entropy(truth, x.labels[last])
             true_gradients = torch.autograd.grad(loss, list(model.parameters()))
-        return relative_error(logits, truth.detach()), relative_error(
-            flat(gradients), flat(true_gradients)
-        )
+        error = relative_error(logits, truth.detach())
+        return error, relative_error(flat(gradients), flat(true_gradients))
 
 
 class LanguageTruth:
-    """The last hidden state of a language model, and the gradients of the sum of its features.
-
-    Attention is limited to a window.
-    """
+    """The last hidden state of a language model in a window, and the gradients of its sum."""
 
     def __init__(self, inputs: LanguageInputs) -> None:
         self.inputs = inputs
         self.out, self.gradients = language_in_float64(inputs)
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Return the relative error of the state, and that of all gradients together."""
         assert isinstance(run, LanguageRun)
         out = run(self.inputs)[:, -1]
         parameters = list(self.inputs.models[run.name].parameters())
         gradients = torch.autograd.grad(out.sum(), parameters)
-        return relative_error(out.detach(), self.out), relative_error(
-            flat(gradients), flat(self.gradients)
-        )
+        error = relative_error(out.detach(), self.out)
+        return error, relative_error(flat(gradients), flat(self.gradients))
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Join all elements of the tensors into one vector, in float64."""
     return torch.cat([t.flatten().double() for t in tensors])
+
+
+TRUTHS: dict[type, Callable[[Any], Truth]] = {
+    NeighborInputs: NeighborTruth,
+    WindowSize: EdgesTruth,
+    SpectralInputs: SpectralTruth,
+    StreamInputs: StreamTruth,
+    VisionInputs: ModelTruth,
+    LanguageInputs: LanguageTruth,
+    GenerationInputs: GenerationTruth,
+    MixerInputs: MixerTruth,
+}

@@ -21,9 +21,8 @@ MOST_REPEATS = 100
 
 
 class GpuClock:
-    """Samples of the time of one pass, in seconds.
+    """Samples of the mean time of at most 100 passes, for a millisecond, in seconds.
 
-    One sample is the mean over as many passes as take a millisecond, but over at most 100.
     A buffer larger than the L2 cache is written before every pass, so that inputs come from memory.
     """
 
@@ -36,11 +35,7 @@ class GpuClock:
         self.repeats = min(MOST_REPEATS, max(1, math.ceil(LONG_ENOUGH / once)))
 
     def sample(self) -> float:
-        """Return the mean time of the passes of one sample.
-
-        The host queues the launches while the GPU writes the buffer, so the GPU need not wait for
-        the host.
-        """
+        """Return a mean; the host queues the launches while the GPU writes the buffer."""
         flush = larger_than_cache(torch.cuda.current_device())
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -87,10 +82,7 @@ def captured(work: Callable[[], object]) -> Callable[[], None] | None:
 
 
 def waits_for_gpu(work: Callable[[], object]) -> bool:
-    """Test whether `work` waits for the GPU.
-
-    The test comes before the capture, because a failed capture changes PyTorch's allocator.
-    """
+    """Test this before the capture, because a failed capture changes PyTorch's allocator."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         work()

@@ -25,7 +25,6 @@ WATCHED = 1024  # rows and columns of the matrices that measure the speed of the
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Set the number of PyTorch's threads, which are those of OpenMP, inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -35,10 +34,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 class HostClock:
-    """Samples of the time of one pass with `threads` threads, in seconds.
-
-    One sample is the mean over as many passes as take a millisecond, but over at most 100.
-    """
+    """Samples of the mean time of at most 100 passes, for a millisecond, in seconds."""
 
     is_captured: bool | None = None  # only passes on a GPU are captured
 
@@ -56,10 +52,7 @@ class HostClock:
         self.repeats = min(MOST_REPEATS, max(1, math.ceil(LONG_ENOUGH / self.seconds)))
 
     def sample(self) -> float:
-        """Return the mean time of the passes of one sample.
-
-        A pass that is not timed comes first, unless a pass takes 2.5 seconds or more.
-        """
+        """Return a mean; a pass that is not timed comes first, unless it takes 2.5 s or more."""
         if self.first is not None:
             first, self.first = self.first, None
             return first
@@ -80,10 +73,7 @@ class HostClock:
 
 
 class LongClock(HostClock):
-    """Samples of one pass each, with all threads, for whole models.
-
-    A pass of a model is so long that the pass before it has no effect. One thread is never faster.
-    """
+    """Samples of one pass each, with all threads: what ran before a whole model has no effect."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work, self.threads, self.repeats = work, torch.get_num_threads(), 1
@@ -91,20 +81,13 @@ class LongClock(HostClock):
 
 
 def num_compiled() -> int:
-    """Return the number of graphs that PyTorch has compiled so far.
-
-    If a pass increases this number, its time includes the compilation and is not used.
-    """
+    """Return how many graphs PyTorch has compiled: a pass that adds to it is not timed."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # imported by torch.compile only: slow
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def fastest(work: Callable[[], object]) -> HostClock:
-    """Return a clock with all threads or with one thread.
-
-    The faster one in a run before the rounds is chosen. One thread is tried only if a pass takes
-    less than 5 seconds with all threads.
-    """
+    """Return a clock with all threads, or with one if that is faster."""
     best = HostClock(work, torch.get_num_threads())
     if best.threads > 1 and best.seconds < SLOW:
         alone = HostClock(work, 1)
@@ -113,10 +96,7 @@ def fastest(work: Callable[[], object]) -> HostClock:
 
 
 class Watch:
-    """The speed of the machine at this moment, as a share of the best speed measured so far.
-
-    Other programs may use the machine at the same time and make it slower.
-    """
+    """The speed of the machine, which others may use, as a share of the best so far."""
 
     def __init__(self) -> None:
         self.factor = torch.randn(WATCHED, WATCHED)
@@ -124,7 +104,6 @@ class Watch:
         self.best = min(self._seconds() for _ in range(5))
 
     def speed(self) -> float:
-        """Measure the speed of a product of two matrices: the median of three tries."""
         seconds = sorted(self._seconds() for _ in range(3))[1]
         self.best = min(self.best, seconds)
         return self.best / seconds

@@ -1,7 +1,4 @@
-"""Peak memory of one pass, without its inputs.
-
-For a vision model, the number includes the weights and the state of the optimizer.
-"""
+"""Peak memory of one pass, without its inputs."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ from graphattn.bench.reporting.record import OURS
 
 
 class Peak:
-    """Peak memory on a CPU; every measurement runs in a new process.
+    """Peak memory on a CPU, in a new process for every measurement.
 
-    These processes are forked from a process that has imported PyTorch but has computed nothing.
+    They are forked from a process that has imported PyTorch but has computed nothing.
     """
 
     def __init__(self) -> None:
@@ -67,10 +64,7 @@ def _peak() -> int:
 
 
 def _forget_peak() -> bool:
-    """Return free memory to the system and reset the recorded peak to the memory in use.
-
-    The result is False if the system does not support this. Linux and glibc are needed.
-    """
+    """Reset the recorded peak to the memory in use; False where the system cannot (not Linux)."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -89,8 +83,5 @@ def cuda_peak(run: Run, inputs: Any, *, backward: bool) -> float:
 
 
 def held(run: Run, inputs: Any) -> float:
-    """Return the bytes that a contender occupies between two passes.
-
-    For a vision model these are its weights and the state of its optimizer. For others it is 0.
-    """
+    """Return the bytes between two passes: weights and optimizer of a vision model, else 0."""
     return run.held(inputs) if isinstance(run, VisionRun) else 0.0

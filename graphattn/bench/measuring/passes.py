@@ -27,10 +27,9 @@ class Timing(NamedTuple):
 
     @property
     def median(self) -> float:
-        """The median of all rounds.
+        """Return the median of all rounds, or for nine or more the smallest median of a third.
 
-        Nine rounds or more are divided into three parts, and this is the smallest median of a
-        part. Other work on the machine during one part then changes only the spread.
+        Other work on the machine during one third then changes only the spread.
         """
         n, parts = len(self.times), 3 if len(self.times) >= 9 else 1
         cuts = [n * part // parts for part in range(parts + 1)]
@@ -38,15 +37,12 @@ class Timing(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, divided by the median."""
+        """Return half the distance between the quartiles, divided by the median."""
         return _median_and_spread(self.times)[1]
 
 
 def ratio_of_rounds(top: Timing, bottom: Timing) -> tuple[float, float]:
-    """Compute the median and the spread of the ratios of single rounds.
-
-    Both contenders run in every round, so other work on the machine slows both sides of a ratio.
-    """
+    """Return median and spread of ratios of single rounds: a busy machine slows both sides."""
     rounds = zip(top.times, bottom.times, strict=False)  # a slow contender has only two rounds
     return _median_and_spread([a / b for a, b in rounds])
 
@@ -57,11 +53,7 @@ def _median_and_spread(values: list[float]) -> tuple[float, float]:
 
 
 def one_pass(run: Run, inputs: Any, *, backward: bool) -> None:
-    """Run one forward pass, or with `backward` one forward and one backward pass.
-
-    The backward pass starts from a gradient of ones and computes the gradients of all leaves. A
-    vision model takes one training step instead of both passes.
-    """
+    """Run a forward pass, or also a backward pass from ones; a vision model takes one step."""
     if not backward:
         with torch.no_grad():
             run(inputs)
@@ -93,10 +85,7 @@ Clock = HostClock | GpuClock
 def clock(
     run: Run, inputs: Any, *, backward: bool, device: torch.device, long_passes: bool = False
 ) -> Clock:
-    """Return the clock of a pass of this run.
-
-    Some passes come first, which load and compile code. A `LongClock` does without them.
-    """
+    """Return the clock of a pass; except for a `LongClock`, some passes have loaded code."""
 
     def work() -> None:
         one_pass(run, inputs, backward=backward)
@@ -108,20 +97,17 @@ def clock(
 
 
 def time_interleaved(
-    clocks: Mapping[str, Clock],
-    *,
-    seconds: float,
-    failed: Callable[[str, Exception], None] | None = None,
-) -> dict[str, Timing]:
-    """Time all contenders one after another, in several rounds.
+    clocks: Mapping[str, Clock], *, seconds: float
+) -> tuple[dict[str, Timing], dict[str, Exception]]:
+    """Time all contenders one after another, in several rounds; return times and failures.
 
     A busy machine then slows all contenders, so ratios remain valid. The rounds end after `seconds`
     in total, but there are at least 3 and at most 100. A contender that needs 3 seconds or more for
     its first pass takes part in two rounds only. In this case, `seconds` is counted from the end of
-    the second round. If a contender fails, for example for lack of memory, `failed` is called with
-    its name and the error, and it gets no times. Without `failed`, the error is raised.
+    the second round. A contender that fails, for example for lack of memory, gets no times.
     """
     times: dict[str, list[float]] = {name: [] for name in clocks}
+    failures: dict[str, Exception] = {}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < 100 and time.perf_counter() - started < seconds):
         for name in list(times):
@@ -129,14 +115,12 @@ def time_interleaved(
                 try:
                     times[name].append(clocks[name].sample())
                 except Exception as failure:
-                    if failed is None:
-                        raise
+                    failures[name] = failure
                     del times[name]
-                    failed(name, failure)
         rounds += 1
         if rounds == 2 and any(values[0] >= TWO_WILL_DO for values in times.values()):
             started = time.perf_counter()
-    return {name: Timing(values) for name, values in times.items()}
+    return {name: Timing(values) for name, values in times.items()}, failures
 
 
 # The bound: the shortest time that the machine could need.
@@ -154,12 +138,7 @@ class Machine(NamedTuple):
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure the speeds of the machine, each as the best of five samples.
-
-    The work is a product of two square matrices, and a copy, whose bytes count as read and as
-    written. On a CPU the matrices are 2048 x 2048 and the copy has 256 MB. On a GPU this would be
-    too small, so the matrices are 8192 x 8192 and the copy has 2 GB.
-    """
+    """Measure products of square matrices and copies (read and written), each the best of five."""
     on_gpu = device.type == "cuda"
     width, size = (8192, 2 * GIGABYTE) if on_gpu else (2048, GIGABYTE // 4)
     a = torch.randn(width, width).to(device, dtype)

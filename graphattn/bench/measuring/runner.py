@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,7 @@ Errors = dict[str, tuple[float, float | None] | None]
 
 
 class Runner:
-    """Measurement of cases on one device; the results are added to a record.
-
-    A contender may raise an error, for example for lack of memory, or because a kernel does not
-    compile. The error is noted in the record, and the run continues with the other contenders.
-    """
+    """Measures cases on one device; a contender that fails is noted, and the others go on."""
 
     def __init__(self, device: torch.device, size: str, record: Record, console: Console) -> None:
         self.device, self.size, self.record, self.console = device, size, record, console
@@ -61,7 +58,6 @@ class Runner:
         self.status: Status | None = None
 
     def measure(self, case: BenchmarkCase) -> list[Row]:
-        """Measure one case, add its rows and verdicts to the record, and return the rows."""
         first = len(self.record.rows)
         torch.compiler.reset()  # PyTorch compiles at most 8 variants of a function
         entries = case.entries(self.size, self.device.type)
@@ -72,21 +68,23 @@ class Runner:
                 clocks, peaks = self.warm(case, passes, entries, inputs, errors)
                 self.tell(f"{case.name}, {passes}: timing")
                 speeds = [] if self.watch is None else [self.watch.speed()]
-
-                def note_failure(name: str, failure: Exception, passes: str = passes) -> None:
-                    self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")
-
                 seconds = 0.0 if self.is_long(case) else self.seconds  # 0 s: three rounds
-                timings = time_interleaved(clocks, seconds=seconds, failed=note_failure)
+                timings, failures = time_interleaved(clocks, seconds=seconds)
+                for name, failure in failures.items():
+                    self.note(failure, case.name, name, passes)
                 if self.watch is not None:
                     speeds.append(self.watch.speed())
                 rows = {
-                    name: self.row(
-                        case, passes, name, entries[name], clocks[name], peaks[name], errors[name],
-                        timings, min(speeds, default=None),
+                    name: replace(
+                        self.row(case, passes, name, entries[name], timings, errors[name]),
+                        peak=peaks[name],
+                        captured=its_clock.is_captured,
+                        threads=its_clock.threads if isinstance(its_clock, HostClock) else None,
+                        speed=min(speeds, default=None),
                     )
-                    for name in timings
-                }  # fmt: skip
+                    for name, its_clock in clocks.items()
+                    if name in timings
+                }
             self.record.rows.extend(rows.values())
             self.record.targets.extend(
                 target.judge(case.name, rows, timings)
@@ -100,11 +98,9 @@ class Runner:
         return self.record.rows[first:]
 
     def is_long(self, case: BenchmarkCase) -> bool:
-        """Tell whether a pass of the case takes so long that three rounds are enough."""
         return case.long_passes and self.size != "small"
 
     def release(self) -> None:
-        """Free the memory of a GPU that finished passes no longer use."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -112,11 +108,7 @@ class Runner:
     def check(
         self, case: BenchmarkCase, entries: Mapping[str, Entry]
     ) -> tuple[dict[str, Any], Errors]:
-        """Return the inputs and the errors of all contenders that run and give right results.
-
-        The other contenders are noted as missing. Inputs and truth are computed once per size.
-        Every contender is checked once, with forward and backward pass together.
-        """
+        """Return inputs and errors of all contenders that run and are right, once per size."""
         by_size: dict[tuple[tuple[str, int], ...], list[str]] = {}
         for name, entry in entries.items():
             by_size.setdefault(tuple(entry.size.items()), []).append(name)
@@ -130,7 +122,7 @@ class Runner:
                 if case.dot_products:
                     of_dot_product = truth_of(case_inputs, backward=case.backward, dot_product=True)
             except Exception as failure:
-                self.note(f"{case.name}: {reason_of(failure)}")
+                self.note(failure, case.name)
                 continue
             for name in names:
                 run, contender = entries[name].run, entries[name].contender
@@ -141,19 +133,16 @@ class Runner:
                         errors[name] = None
                     else:
                         is_dot = contender in case.dot_products
-                        own_truth = of_dot_product if is_dot and of_dot_product else truth
-                        errors[name] = self.errors_of(own_truth, run)
+                        its_truth = of_dot_product if is_dot and of_dot_product else truth
+                        errors[name] = self.errors_of(its_truth, run)
                     inputs[name] = case_inputs
                 except Exception as failure:
-                    self.note(f"{case.name}, {name}: {reason_of(failure)}")
+                    self.note(failure, case.name, name)
                 self.release()
         return inputs, errors
 
     def errors_of(self, truth: Truth, run: Run) -> tuple[float, float | None]:
-        """Return the errors of output and gradients; raise a MissingError if one is too large.
-
-        The second error is None if the contender has no backward pass.
-        """
+        """Return the errors of output and gradients (None: no backward pass) if they are small."""
         try:
             error, worst = truth.errors_of(run)
         except ForwardOnlyError:
@@ -171,10 +160,7 @@ class Runner:
         inputs: Mapping[str, Any],
         errors: Errors,
     ) -> tuple[dict[str, Clock], dict[str, float | None]]:
-        """Return a clock and the peak memory of every contender with right results.
-
-        The clocks have already run their first passes. Failures are noted in the record.
-        """
+        """Return a warm clock and the peak memory of every contender with right results."""
         clocks: dict[str, Clock] = {}
         peaks: dict[str, float | None] = {}
         backward = passes == BOTH
@@ -183,14 +169,14 @@ class Runner:
             self.tell(f"{case.name}, {passes}: compiling and weighing {name}")
             try:
                 if backward and error is not None and error[1] is None:
-                    one_pass(
-                        entry.run, case_inputs, backward=True
-                    )  # raises an error with the reason
-                peak = None
+                    # This raises an error with the reason.
+                    one_pass(entry.run, case_inputs, backward=True)
+                peaks[name] = None
                 if case.memory and self.peak is None:
-                    peak = cuda_peak(entry.run, case_inputs, backward=backward)
+                    peaks[name] = cuda_peak(entry.run, case_inputs, backward=backward)
                 elif case.memory and self.peak is not None:
-                    peak = self.peak.of(case.name, entry.contender, entry.size, backward=backward)
+                    contender, size = entry.contender, entry.size
+                    peaks[name] = self.peak.of(case.name, contender, size, backward=backward)
                 clocks[name] = clock(
                     entry.run,
                     case_inputs,
@@ -198,9 +184,8 @@ class Runner:
                     device=self.device,
                     long_passes=self.is_long(case),
                 )
-                peaks[name] = peak
             except Exception as failure:
-                self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")
+                self.note(failure, case.name, name, passes)
                 self.release()
         return clocks, peaks
 
@@ -212,18 +197,19 @@ class Runner:
         return errors[0]
 
     def tell(self, doing: str) -> None:
-        """Report progress, because a run takes minutes.
-
-        A terminal shows a spinner with the text. Otherwise the text is a line of standard error.
-        """
+        """Report progress: by the spinner of a terminal, or as a line of standard error."""
         if self.status is not None:
             self.status.update(doing)
         if not self.console.is_terminal:
             print(doing, file=sys.stderr, flush=True)
 
-    def note(self, line: str) -> None:
-        """Note in the record that a measurement is missing, and the reason."""
-        self.record.missing.append(line)
+    def note(self, failure: Exception | str, *measurement: str) -> None:
+        """Note in the record that a measurement is missing, and the reason.
+
+        The reason is up to 100 characters of the first line of an error, or the error's type.
+        """
+        lines = str(failure).splitlines() or [type(failure).__name__]
+        self.record.missing.append(f"{', '.join(measurement)}: {lines[0][:100]}")
 
     def row(
         self,
@@ -231,13 +217,10 @@ class Runner:
         passes: str,
         name: str,
         entry: Entry,
-        own_clock: Clock,
-        peak: float | None,
-        errors: tuple[float, float | None] | None,
         timings: Mapping[str, Timing],
-        speed: float | None,
+        errors: tuple[float, float | None] | None,
     ) -> Row:
-        """Return the row of one contender, with all its numbers."""
+        """Return the row of one contender, without its peak and what its clock knows."""
         timing, backward = timings[name], passes == BOTH
         beside = timings.get(entry.beside or "")
         bound = self.machine.seconds(case.work(entry.size, self.dtype.itemsize, backward))
@@ -250,12 +233,9 @@ class Runner:
             timing.spread,
             len(timing.times),
             ratio=None if beside is None else ratio_of_rounds(timing, beside)[0],
-            peak=peak,
+            peak=None,
             share_of_bound=bound / timing.median if bound > 0 else None,
             error=None if errors is None else max(errors[0], errors[1] or 0 if backward else 0),
-            captured=own_clock.is_captured,
-            threads=own_clock.threads if isinstance(own_clock, HostClock) else None,
-            speed=speed,
         )
 
 
@@ -265,48 +245,37 @@ def measure_all(
     json: Path | None,
     show: Callable[[BenchmarkCase, list[Row]], None] = lambda case, rows: None,
 ) -> None:
-    """Measure the cases that the record does not have yet, and `show` the rows of each.
-
-    The record is written into the file `json` after every case, so an interruption keeps them.
-    """
+    """Measure the cases that the record lacks; write it after each, and `show` its rows."""
     record, device = runner.record, runner.device.type
     for case in cases:
         if case.name in record.measured:
             continue
         if device not in case.devices:
-            runner.note(f"{case.name}: it cannot run on {device}")
+            runner.note(f"it cannot run on {device}", case.name)
             record.measured.append(case.name)
             continue
         rows: list[Row] | None = None
-        interrupted = False
+        is_interrupted = False
         try:
             rows = runner.measure(case)
         except KeyboardInterrupt:
-            runner.note(f"{case.name} and all later cases: interrupted")
-            interrupted = True
+            runner.note("interrupted", f"{case.name} and all later cases")
+            is_interrupted = True
         except Exception as failure:  # other cases can still run
-            runner.note(f"{case.name}: {reason_of(failure)}")
-        if not interrupted:
+            runner.note(failure, case.name)
+        if not is_interrupted:
             record.measured.append(case.name)
         runner.release()
         if json is not None:
             record.write(json)
-        if interrupted:
+        if is_interrupted:
             return
         if rows is not None:
             show(case, rows)
 
 
-def reason_of(failure: Exception) -> str:
-    """Return up to 100 characters of the first line of an error message, or the error's type."""
-    return (str(failure).splitlines() or [type(failure).__name__])[0][:100]
-
-
 def slopes(rows: list[Row]) -> list[Slope]:
-    """Fit the exponents of time and memory over the lengths of one pass.
-
-    The fit is a line by least squares through the logarithms. At least three points are needed.
-    """
+    """Fit the exponents of time and memory over three or more lengths of one pass."""
     fitted: list[Slope] = []
     quantities: tuple[Quantity, ...] = ("time", "memory")
     for quantity in quantities:

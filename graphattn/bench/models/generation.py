@@ -23,6 +23,30 @@ VOCABULARY = 1000
 DOT, PLAIN, GKA, WINDOWED = "dot", "plain", "gka", "windowed"
 
 
+def fused_projection(mixer: Any) -> nn.Linear:
+    """Join the projections of a layer to queries, keys and values."""
+    parts = (mixer.query_proj, mixer.key_proj, mixer.value_proj)
+    projection = nn.Linear(mixer.dim, 3 * mixer.dim).to(mixer.query_proj.weight)
+    with torch.no_grad():
+        projection.weight.copy_(torch.cat([part.weight for part in parts]))
+        projection.bias.copy_(torch.cat([part.bias for part in parts]))
+    return projection
+
+
+def rotations(length: int, dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin of the rotary angles at all positions, [length, dim / 2]."""
+    k = torch.arange(dim // 2, device=like.device, dtype=torch.float64)
+    positions = torch.arange(length, device=like.device, dtype=torch.float64)
+    angles = positions[:, None] * base ** (-2 * k / dim)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs of features of every token, [..., N, dim]."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
 class PlainLanguageModel(nn.Module):
     """A model in plain PyTorch, equal to a :class:`~graphattn.models.CausalLM` of dot products.
 
@@ -47,21 +71,15 @@ class PlainLanguageModel(nn.Module):
         self.embedding, self.norm, self.head = model.embedding, model.norm, model.head
         self.blocks = nn.ModuleList()
         for block in model.blocks:
-            own: Any = copy.copy(block)
-            mixer, dim = own.mixer, model.embedding.embedding_dim
-            projection = nn.Linear(dim, 3 * dim).to(mixer.query_proj.weight)
-            parts = (mixer.query_proj, mixer.key_proj, mixer.value_proj)
-            with torch.no_grad():
-                projection.weight.copy_(torch.cat([part.weight for part in parts]))
-                projection.bias.copy_(torch.cat([part.bias for part in parts]))
+            shared: Any = copy.copy(block)
             self.blocks.append(
                 nn.ModuleDict(
                     {
-                        "mixer_norm": own.mixer_norm,
-                        "qkv": projection,
-                        "output": mixer.output_proj,
-                        "mlp_norm": own.mlp_norm,
-                        "mlp": own.mlp,
+                        "mixer_norm": shared.mixer_norm,
+                        "qkv": fused_projection(shared.mixer),
+                        "output": shared.mixer.output_proj,
+                        "mlp_norm": shared.mlp_norm,
+                        "mlp": shared.mlp,
                     }
                 )
             )
@@ -74,7 +92,7 @@ class PlainLanguageModel(nn.Module):
         like = self.embedding.weight
         shape = (len(self.blocks), 2, B, self.heads, N + count, self.head_dim)
         cache = torch.empty(shape, dtype=like.dtype, device=like.device)
-        cos, sin = self._rotations(N + count)
+        cos, sin = rotations(N + count, self.head_dim, self.base, like)
         here = slice(0, N)
         for t in range(N, N + count):
             logits = self._read(text[:, here], here, cache, cos[here], sin[here])
@@ -82,30 +100,17 @@ class PlainLanguageModel(nn.Module):
             here = slice(t, t + 1)
         return text
 
-    def _rotations(self, length: int) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin of the rotary angles at all positions, [length, D / 2]."""
-        like = self.embedding.weight
-        k = torch.arange(self.head_dim // 2, device=like.device, dtype=torch.float64)
-        positions = torch.arange(length, device=like.device, dtype=torch.float64)
-        angles = positions[:, None] * self.base ** (-2 * k / self.head_dim)
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
     def _read(self, tokens: Tensor, here: slice, cache: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Read some tokens, extend the cache, and return the logits after the last one, [B, V]."""
-
-        def turned(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, -1)
-            return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
         x = self.embedding(tokens)
         for block, (keys, values) in zip(self.blocks, cache, strict=True):
             parts: Any = block
             qkv = parts["qkv"](parts["mixer_norm"](x)).unflatten(-1, (3, self.heads, -1))
             q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            keys[:, :, here], values[:, :, here] = turned(k), v
+            q, keys[:, :, here], values[:, :, here] = rotated(q, cos, sin), rotated(k, cos, sin), v
             seen = slice(0, here.stop)
             mixed = functional.scaled_dot_product_attention(
-                turned(q), keys[:, :, seen], values[:, :, seen], is_causal=here.start == 0
+                q, keys[:, :, seen], values[:, :, seen], is_causal=here.start == 0
             )
             x = x + parts["output"](mixed.transpose(1, 2).flatten(2))
             x = x + parts["mlp"](parts["mlp_norm"](x))
@@ -115,11 +120,7 @@ class PlainLanguageModel(nn.Module):
 
 @dataclass(frozen=True)
 class GenerationInputs:
-    """Prompts [texts, N], the number of new tokens, and the models by name.
-
-    The models "plain" and "dot" have the same weights. Every pass fills a new cache, so the memory
-    of the pass includes the cache.
-    """
+    """Prompts [texts, N], the number of new tokens, and models ("plain" and "dot" are equal)."""
 
     prompts: Tensor
     new_tokens: int
@@ -129,8 +130,6 @@ class GenerationInputs:
 def generation_inputs(
     size: dict[str, int], device: torch.device, dtype: torch.dtype
 ) -> GenerationInputs:
-    """Draw random prompts, and make models with random weights."""
-
     def model(mixer: Any, window: int | None = None) -> ga.models.CausalLM:
         with torch.random.fork_rng(devices=[]), device:
             torch.manual_seed(0)
@@ -174,7 +173,6 @@ class GenerationTruth:
         self.inputs = inputs
 
     def errors_of(self, run: Any) -> tuple[float, float]:
-        """Return the largest error of all new tokens, and 0 because there are no gradients."""
         x = self.inputs
         N, name = x.prompts.shape[1], DOT if run.name == PLAIN else run.name
         text = run(x)

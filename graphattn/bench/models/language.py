@@ -8,6 +8,7 @@ more have graphattn as their attention implementation, with dot products and wit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,6 @@ class LanguageInputs:
 def language_inputs(
     size: dict[str, int], device: torch.device, dtype: torch.dtype
 ) -> LanguageInputs:
-    """Draw random tokens, and make models with random weights.
-
-    Raises:
-        MissingError: if transformers is not installed.
-    """
     models = _models(size)
     for model in models.values():
         model.to(device, dtype).train()
@@ -71,9 +67,7 @@ def _models(size: dict[str, int]) -> dict[str, Any]:
         return LlamaModel(LlamaConfig(**shape))
 
     makers: dict[str, Callable[[], Any]] = {
-        WINDOW: llama,
-        KRAUSE: llama,
-        ALL: llama,
+        **dict.fromkeys((WINDOW, KRAUSE, ALL), llama),
         SLIDING: lambda: MistralModel(MistralConfig(**shape, sliding_window=size["window"])),
     }
     with torch.random.fork_rng(devices=[]):
@@ -99,14 +93,10 @@ class LanguageRun:
 
 
 def in_float64(x: LanguageInputs) -> tuple[Tensor, list[Tensor]]:
-    """Compute the hidden state of the last token, and the gradients of its sum, in float64.
+    """Compute the state of the last token, and the gradients of its sum, in float64.
 
-    Attention is limited to a window, and the gradients are those of all weights. After L layers,
-    the state depends only on the last L (window - 1) + 1 tokens. Only these tokens are computed, by
-    the eager attention of transformers.
+    After L layers it depends only on the last L (window - 1) + 1 tokens, read by eager attention.
     """
-    import copy
-
     model = copy.deepcopy(x.models[SLIDING]).double()
     model.set_attn_implementation("eager")
     N = x.tokens.shape[1]

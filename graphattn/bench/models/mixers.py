@@ -12,9 +12,11 @@ the backward pass the recorded gradients. Both times together should be the time
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import graphattn as ga
+from graphattn.bench.models.generation import fused_projection, rotated, rotations
 from graphattn.bench.reporting.record import OURS
 
 VOCABULARY = 256
@@ -49,27 +52,16 @@ class FusedCausalAttention(nn.Module):
     def __init__(self, layer: ga.nn.DotProductAttention) -> None:
         super().__init__()
         self.dim, self.heads, self.output_proj = layer.dim, layer.heads, layer.output_proj
-        parts = layer.query_proj, layer.key_proj, layer.value_proj
-        self.qkv = nn.Linear(self.dim, 3 * self.dim)
-        with torch.no_grad():
-            self.qkv.weight.copy_(torch.cat([part.weight for part in parts if part is not None]))
-            self.qkv.bias.copy_(torch.cat([part.bias for part in parts if part is not None]))
+        self.qkv = fused_projection(layer)
         assert layer.rotary is not None
         self.base = layer.rotary.base
 
     def forward(self, x: Tensor, graph: Any, *, valid: Any = None, positions: Any = None) -> Tensor:
         """Mix tokens, [1, N, dim] -> [1, N, dim]; the graph is not used."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        half = torch.arange(0, 1, 2 / q.shape[-1], dtype=torch.float64, device=x.device)
-        places = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
-        angles = places[:, None] * self.base**-half
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-        def turned(t: Tensor) -> Tensor:
-            first, second = t.chunk(2, -1)
-            return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-        out = functional.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        angles = rotations(x.shape[1], q.shape[-1], self.base, x)
+        q, k = (rotated(t, *angles) for t in (q, k))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         projected: Tensor = self.output_proj(out.transpose(1, 2).flatten(2))
         return projected
 
@@ -86,7 +78,6 @@ class Operation:
     gradients: list[Tensor | None]  # of the tensors among its arguments
 
     def __call__(self) -> Tensor:
-        """Run the operation again."""
         return self.call(*self.args, **self.options)
 
 
@@ -101,10 +92,7 @@ class MixerInputs:
     _operations: list[Operation] = field(default_factory=list)
 
     def operations(self) -> list[Operation]:
-        """Return the operations of graphattn's model, one per block.
-
-        The first call records them in one pass of the model.
-        """
+        """Return the operations of graphattn's model, recorded in one pass at the first call."""
         if not self._operations:
             with torch.enable_grad():
                 self._operations = captured(self)
@@ -112,36 +100,30 @@ class MixerInputs:
 
 
 def mixer_inputs(mixer: str) -> Callable[[dict[str, int], torch.device, torch.dtype], MixerInputs]:
-    """Return a function that makes random tokens and the model of a mixer, with random weights.
-
-    For dot products over all tokens, the function also makes the model of the peer.
-    """
+    """Make random tokens, the model of a mixer, and for dot products the model of the peer."""
 
     def make(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> MixerInputs:
-        own = {**MIXERS[mixer]}
+        options = {**MIXERS[mixer]}
         kind: Any = ga.models.CausalLM
         reach = 0
-        if own.pop("window", False):
-            own["window"] = size["window"]
+        if options.pop("window", False):
+            options["window"] = size["window"]
         if mixer == "krause":
-            own["mixer_options"] = {**own["mixer_options"], "top_k": size["top_k"]}
+            options["mixer_options"] = {**options["mixer_options"], "top_k": size["top_k"]}
         if mixer == "consensus":
             kind, reach = ga.models.SequenceEncoder, size["window"]
-            own.update(window=reach, edge_hidden=size["edge_hidden"])
+            options.update(window=reach, edge_hidden=size["edge_hidden"])
         dim, heads = size["dim"], size["heads"]
         with torch.random.fork_rng(devices=[]), device:
             torch.manual_seed(0)
-            models = {OURS: kind(VOCABULARY, dim, size["blocks"], heads, **own)}
+            models = {OURS: kind(VOCABULARY, dim, size["blocks"], heads, **options)}
             nn.init.normal_(models[OURS].embedding.weight)  # so that tokens differ
             if mixer == DOT:
                 layers = [FusedCausalAttention(block.mixer) for block in models[OURS].blocks]
                 models[PEER] = kind(VOCABULARY, dim, size["blocks"], heads, mixer=layers)
-                theirs = {
-                    name: weight
-                    for name, weight in models[OURS].state_dict().items()
-                    if ".mixer." not in name
-                }
-                models[PEER].load_state_dict(theirs, strict=False)
+                weights = models[OURS].state_dict()
+                shared = {name: w for name, w in weights.items() if ".mixer." not in name}
+                models[PEER].load_state_dict(shared, strict=False)
         for model in models.values():
             model.to(dtype)
         generator = torch.Generator().manual_seed(0)
@@ -163,11 +145,9 @@ class WholeRun:
     backend: str = "auto"
 
     def __call__(self, x: MixerInputs) -> Tensor:
-        """Return the features times their gradient."""
         return self.features(x) * x.gradient
 
     def features(self, x: MixerInputs) -> Tensor:
-        """Return the features, [1, N, dim]."""
         with ga.use_backend(self.backend):
             features: Tensor = x.models[self.model].encode(x.tokens)
         return features
@@ -180,10 +160,7 @@ class OperationsRun:
     backend: str = "auto"
 
     def __call__(self, x: MixerInputs) -> Tensor:
-        """Run the operations and return a zero.
-
-        In a backward pass from this zero, every operation gets its recorded gradient.
-        """
+        """Return a zero; backward from it, every operation gets its recorded gradient."""
         operations = x.operations()
         with ga.use_backend(self.backend):
             outs = [operation() for operation in operations]
@@ -195,13 +172,11 @@ class RestRun:
     """The model without its operations."""
 
     def __call__(self, x: MixerInputs) -> Tensor:
-        """Return the features times their gradient."""
         operations = iter(x.operations())
 
-        def call(own: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        def call(_: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
             operation = next(operations)
-            given = _tensors((args, options))
-            return _HandedOn.apply(operation.out, operation.gradients, *given)
+            return _HandedOn.apply(operation.out, operation.gradients, *_tensors((args, options)))
 
         with operations_by(x.models[OURS], call):
             return WholeRun()(x)
@@ -239,11 +214,8 @@ def operations_by(model: Any, call: Callable[..., Tensor]) -> Iterator[None]:
     layers = [block.mixer for block in model.blocks]
     names = ["move" if hasattr(layer, "move") else "mix" for layer in layers]
 
-    def through(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **options: call(own, *args, **options)
-
     for layer, name in zip(layers, names, strict=True):
-        setattr(layer, name, through(getattr(layer, name)))
+        setattr(layer, name, partial(call, getattr(layer, name)))
     try:
         yield
     finally:
@@ -255,10 +227,10 @@ def captured(x: MixerInputs) -> list[Operation]:
     """Record inputs, outputs and gradients of the operations of graphattn's model in one pass."""
     calls: list[tuple[Callable[..., Tensor], Any, list[Tensor], Tensor]] = []
 
-    def call(own: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-        out = own(*args, **options)
+    def call(operation: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        out = operation(*args, **options)
         out.retain_grad()
-        calls.append((own, *_detached((args, options)), out))
+        calls.append((operation, *_detached((args, options)), out))
         return out
 
     model = x.models[OURS]
@@ -274,36 +246,30 @@ def _operation(
     gradient = out.grad
     assert gradient is not None
     learned = [t for t in tensors if t.requires_grad]
-    found = iter(torch.autograd.grad(call(*given[0], **given[1]), learned, gradient))
-    gradients = [next(found) if t.requires_grad else None for t in tensors]
+    computed = iter(torch.autograd.grad(call(*given[0], **given[1]), learned, gradient))
+    gradients = [next(computed) if t.requires_grad else None for t in tensors]
     return Operation(call, *given, out.detach(), gradient, gradients)
 
 
 def _tensors(given: Any) -> list[Tensor]:
-    """List all tensors among arguments, each of them once.
-
-    The same tensor can be query and key, and an operation can use this to save time.
-    """
-    found = (t for t in pytree.tree_leaves(given) if isinstance(t, Tensor))
-    return list({id(t): t for t in found}.values())
+    """List all tensors among arguments once: query and key may be the same tensor."""
+    tensors = (t for t in pytree.tree_leaves(given) if isinstance(t, Tensor))
+    return list({id(t): t for t in tensors}.values())
 
 
 def _detached(given: Any) -> tuple[Any, list[Tensor]]:
     """Detach arguments from their history, and list the tensors among them."""
-    own = {id(t): t.detach().requires_grad_(t.requires_grad) for t in _tensors(given)}
-    return pytree.tree_map(lambda t: own.get(id(t), t), given), list(own.values())
+    copies = {id(t): t.detach().requires_grad_(t.requires_grad) for t in _tensors(given)}
+    return pytree.tree_map(lambda t: copies.get(id(t), t), given), list(copies.values())
 
 
 class MixerTruth:
     """Features of one token, and the gradients of a loss on them by all weights, in float64.
 
-    The token is chosen so that its features depend only on the first 1,536 tokens. The structured
-    backend computes these tokens, because the reference backend would need gigabytes.
+    They depend on the first 1,536 tokens only; the reference backend would need gigabytes for them.
     """
 
     def __init__(self, inputs: MixerInputs) -> None:
-        import copy
-
         self.inputs = inputs
         N, x = inputs.tokens.shape[1], inputs
         read = min(N, CHECKED)
@@ -327,10 +293,7 @@ class MixerTruth:
         return out.detach(), dict(zip(learned, gradients, strict=True))
 
     def errors_of(self, run: Any) -> tuple[float, float]:
-        """Return the relative error of the features, and that of all gradients together.
-
-        The gradients are those of the weights that both models have under the same name.
-        """
+        """Return the errors of features and of all gradients that both models have by name."""
         out, gradients = self.of(run, self.inputs)
         names = [name for name in self.gradients if name in gradients]
         pairs = [(gradients[name].double(), self.gradients[name]) for name in names]

@@ -35,11 +35,9 @@ class FusedAttention(nn.Module):
         self.output_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, N, dim] -> [B, N, dim]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.output_proj(
-            functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        )
+        out = functional.scaled_dot_product_attention(q, k, v)
+        return self.output_proj(out.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -54,7 +52,6 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, N, dim] -> [B, N, dim]."""
         x = x + self.mixer(self.mixer_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -83,7 +80,6 @@ class PlainVisionTransformer(nn.Module):
         self.head = nn.Linear(dim, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of the images."""
         x = self.patches(images).flatten(2).mT
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
         return self.head(self.norm(self.blocks(x)[:, 0]))
@@ -129,20 +125,15 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
-        model.to(device, dtype)
         # `capturable` stores the number of steps on the GPU, so the host need not wait.
-        capturable = device.type == "cuda"
-        parameters = model.parameters()
-        return VisionTraining(
-            model,
-            torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True, capturable=capturable),
-        )
+        optimizer = torch.optim.AdamW(
+            model.to(device, dtype).parameters(), lr=LEARNING_RATE, fused=True,
+            capturable=device.type == "cuda",
+        )  # fmt: skip
+        return VisionTraining(model, optimizer)
 
-    return VisionInputs(
-        images.to(device, dtype),
-        labels.to(device),
-        {mixer: trained(mixer) for mixer in ("dot", "gka")},
-    )
+    models = {mixer: trained(mixer) for mixer in ("dot", "gka")}
+    return VisionInputs(images.to(device, dtype), labels.to(device), models)
 
 
 @dataclass(frozen=True)
@@ -153,18 +144,15 @@ class VisionRun:
     backend: SDPBackend = SDPBackend.FLASH_ATTENTION  # only the mixer "dot" uses it
 
     def __call__(self, x: VisionInputs) -> Tensor:
-        """Return the logits of all images."""
         return self.logits(x, x.images)
 
     def logits(self, x: VisionInputs, images: Tensor) -> Tensor:
-        """Return the logits of some images."""
         refuse_cudnn_on_a_cpu(self.backend, images.device)
         with sdpa_kernel(self.backend):
             logits: Tensor = x.trained[self.mixer].model(images)
             return logits
 
     def loss(self, x: VisionInputs, which: slice) -> Tensor:
-        """Return the cross-entropy of some images."""
         return functional.cross_entropy(self.logits(x, x.images[which]).float(), x.labels[which])
 
     def step(self, x: VisionInputs) -> None:

@@ -12,13 +12,7 @@ from graphattn.plot.drawing.style import INK
 
 
 def draw(record: Record) -> Figure:
-    """Draw the ratios above, and the growth of time and memory with the number of tokens below.
-
-    A part is left out if the record has no numbers for it.
-
-    Raises:
-        ValueError: if the record has numbers for neither part.
-    """
+    """Draw ratios above, growth below; raise a ValueError if the record has neither."""
     ratios = [asdict(row) for row in record.rows if row.ratio is not None and row.contender != OURS]
     by_length = {slope.case for slope in record.slopes}
     lengths = [asdict(row) for row in record.rows if row.case in by_length]

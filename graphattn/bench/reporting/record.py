@@ -42,7 +42,6 @@ class Row:
     speed: float | None = None  # on a CPU: speed of the machine, as a share of its best speed
 
     def number(self, quantity: Quantity) -> float | None:
-        """Return the median time, the peak memory, the error or the share of the bound."""
         return {
             "time": self.median,
             "memory": self.peak,
@@ -97,10 +96,7 @@ class Record:
     measured: list[str] = field(default_factory=list)  # cases that need not be measured again
 
     def write(self, path: Path) -> None:
-        """Write the record as JSON: one object with one key per field.
-
-        The file is written under another name and then renamed, so `path` is never half a record.
-        """
+        """Write the record as JSON under another name, then rename it: never half a record."""
         unfinished = path.with_name(path.name + ".part")
         unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)
@@ -129,13 +125,7 @@ SAME = ("device", "hardware", "size", "graphattn", "commit", "torch", "triton")
 
 
 def resumed(path: Path, provenance: dict[str, Any]) -> Record:
-    """Return what an interrupted run has left in a file: the cases that it measured to the end.
-
-    Where there is no file, the record is empty.
-
-    Raises:
-        ValueError: the file is of another machine, size or version.
-    """
+    """Return the cases that an interrupted run measured; a ValueError if it was another run."""
     if not path.exists():
         return Record(provenance)
     earlier = read(path)
@@ -182,16 +172,12 @@ def provenance(device: torch.device, size: str) -> dict[str, Any]:
 
 
 def _huge_pages() -> str:
-    """Describe whether PyTorch requests huge pages.
-
-    PyTorch requests them for tensors of 2 MB or more, and for all contenders in the same way.
-    """
+    """Say whether PyTorch requests huge pages for tensors of 2 MB or more."""
     asked = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
     return "asked for (THP_MEM_ALLOC_ENABLE=1)" if asked else "as the system gives them"
 
 
 def _version(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -208,10 +194,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout, or None for an installed package.
-
-    A "+" follows the commit if files of the package differ from it.
-    """
+    """Return the commit of the checkout, with "+" if files of the package differ; or None."""
     folder = Path(graphattn.__file__).parent
     try:
         run, changed = (

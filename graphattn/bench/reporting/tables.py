@@ -10,7 +10,7 @@ from rich.table import Table
 from graphattn.bench.cases.case import FORWARD, BenchmarkCase, degree_label
 from graphattn.bench.cases.mixers import parts_notes
 from graphattn.bench.reporting.record import Quantity, Record, Row, Slope, Verdict
-from graphattn.plain_tables import plain_table, short
+from graphattn.plain_tables import number_columns, plain_table, short
 
 MEGABYTE = 1e6
 BUSY = 0.8  # share of the best speed of the machine; a note appears if it is lower
@@ -25,8 +25,7 @@ def case_table(
     size = ", ".join(f"{name} {value:,}" for name, value in case.size(size_name, device).items())
     table = plain_table(f"{case.title} ({size})")
     table.add_column("", min_width=20)
-    for name in ROW_HEADER:
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(table, *ROW_HEADER)
     passes = ""
     for row in rows:
         if row.passes != passes and case.backward:
@@ -39,25 +38,12 @@ def case_table(
 
 
 def notes(rows: list[Row]) -> Iterable[str]:
-    """Yield the notes under a table.
-
-    They give images or tokens per second, the share of a model's parts, the degrees at which a
-    peer becomes faster, the threads and the speed of a CPU, and the contenders on a GPU whose time
-    includes that of the host.
-    """
+    """Yield what stands under a table: speeds, shares of parts, crossings, threads, launches."""
     for passes in dict.fromkeys(row.passes for row in rows if "images" in row.size):
-        speeds = (
-            f"{row.contender} {row.size['images'] / row.median:,.0f}"
-            for row in rows
-            if row.passes == passes
-        )
-        yield f"{passes}, images/s: {', '.join(speeds)}"
+        of_pass = [row for row in rows if row.passes == passes]
+        yield f"{passes}, images/s: {_speeds(of_pass, 'images')}"
     if written := [row for row in rows if "new_tokens" in row.size]:
-        speeds = (
-            f"{row.contender} {row.size['texts'] * row.size['new_tokens'] / row.median:,.0f}"
-            for row in written
-        )
-        yield f"tokens/s, the prompts' reading included: {', '.join(speeds)}"
+        yield f"tokens/s, the prompts' reading included: {_speeds(written, 'texts', 'new_tokens')}"
     yield from parts_notes(rows)
     yield from crossings(rows)
     yield from threads_and_speed(rows)
@@ -65,12 +51,16 @@ def notes(rows: list[Row]) -> Iterable[str]:
         yield f"Launched one by one, so with the time of the host: {', '.join(slow)}"
 
 
-def threads_and_speed(rows: list[Row]) -> Iterable[str]:
-    """Yield notes on the threads and the speed of a CPU.
+def _speeds(rows: list[Row], *sizes: str) -> str:
+    """Name the contenders, each with how much of the product of these sizes it does in a second."""
+    return ", ".join(
+        f"{row.contender} {math.prod(row.size[name] for name in sizes) / row.median:,.0f}"
+        for row in rows
+    )
 
-    They name the contenders that are fastest with one thread, and the passes during which the
-    machine was busy.
-    """
+
+def threads_and_speed(rows: list[Row]) -> Iterable[str]:
+    """Yield who is fastest with one thread, and when the CPU was busy."""
     has_more = any((row.threads or 1) > 1 for row in rows)
     for passes in dict.fromkeys(row.passes for row in rows):
         of_pass = [row for row in rows if row.passes == passes]
@@ -85,10 +75,9 @@ def threads_and_speed(rows: list[Row]) -> Iterable[str]:
 
 
 def crossings(rows: list[Row]) -> Iterable[str]:
-    """Yield, for each pass, the degree above which a contender is faster than graphattn.
+    """Yield the degree above which a contender is faster, between the measured ones.
 
-    The ratio of the times falls below 1 between two measured degrees. Between them, the ratio is
-    interpolated as a power of the degree.
+    There the ratio of times falls below 1; it is interpolated as a power of the degree.
     """
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
@@ -112,7 +101,6 @@ def crossings(rows: list[Row]) -> Iterable[str]:
 
 
 def row_cells(row: Row) -> list[str]:
-    """Format the numbers of a row for the columns of `ROW_HEADER`."""
     return [
         f"{1000 * row.median:,.4g} ms",
         f"±{row.spread:.0%}",
@@ -134,11 +122,9 @@ def times(ratio: float | None) -> str:
 
 
 def target_table(targets: list[Verdict], size_name: str) -> Table:
-    """Build the table of the measurements and their targets."""
     table = plain_table("Targets")
     table.add_column("", min_width=30)
-    for name in TARGET_HEADER:
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(table, *TARGET_HEADER)
     case = ""
     for target in targets:
         if target.case != case:
@@ -151,16 +137,12 @@ def target_table(targets: list[Verdict], size_name: str) -> Table:
 
 
 def target_text(target: Verdict) -> str:
-    """Format the subject of a target, for example ``time: graphattn / SDPA``.
-
-    The text begins with the pass, unless the pass is forward only.
-    """
+    """Format the subject of a target, for example ``time: graphattn / SDPA``."""
     text = f"{target.quantity}: {target.of}"
     return text if target.passes == FORWARD else f"{target.passes}, {text}"
 
 
 def target_cells(target: Verdict) -> list[str]:
-    """Format the numbers of a target for the columns of `TARGET_HEADER`."""
     bound = target.at_most if target.at_most is not None else target.at_least
     sign = "≤" if target.at_most is not None else "≥"
     measured = "not measured"
@@ -175,7 +157,6 @@ def target_cells(target: Verdict) -> list[str]:
 
 
 def amount(value: float, quantity: Quantity, is_ratio: bool) -> str:
-    """Format a number with its unit."""
     if is_ratio:
         return f"{short(value)}x"
     if quantity == "time":
@@ -186,16 +167,12 @@ def amount(value: float, quantity: Quantity, is_ratio: bool) -> str:
 
 
 def comparison(older: Record, rows: list[Row]) -> Table:
-    """Build a table of the ratios and times of an older record and of this run.
-
-    Ratios remain valid on a busy machine, but times do not.
-    """
+    """Build a table of ratios (valid on a busy machine) and times, then and now."""
     facts = older.provenance
     before = {key_of(row): row for row in older.rows}
     table = plain_table(f"Ratios, compared with {facts['date']} ({facts['commit']})")
     table.add_column("case", min_width=20)
-    for name in ("then", "now", "time then", "time now"):
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(table, "then", "now", "time then", "time now")
     for row in rows:
         old = before.get(key_of(row))
         if old is not None:
@@ -210,5 +187,4 @@ def comparison(older: Record, rows: list[Row]) -> Table:
 
 
 def key_of(row: Row) -> tuple[object, ...]:
-    """Return the key that corresponding rows of two records share."""
     return row.case, row.passes, row.contender, tuple(row.size.items())

@@ -27,16 +27,15 @@ COLOURED = "The six largest clusters have colours, from the largest: blue, orang
 
 
 def draw(
-    tokens: Tokens, found: list[Clustering], trajectory: dynamics.Trajectory, pattern: str
+    tokens: Tokens, clusterings: list[Clustering], trajectory: dynamics.Trajectory, pattern: str
 ) -> list[Figure]:
-    """Draw the clusters, the shares of the variance, and the number of clusters."""
     spectra, counts = page_figure(2.8), page_figure(2.8)
     covariance_spectra(trajectory, ax=spectra.add_subplot())
     cluster_counts({pattern: trajectory}, tolerance=TOLERANCE, ax=counts.add_subplot())
     clusters, caption = (
-        _cloud(tokens, found, trajectory)
+        _cloud(tokens, clusterings, trajectory)
         if tokens.image is None
-        else (_segments(tokens, found), "The input, and its pixels painted by cluster.")
+        else (_segments(tokens, clusterings), "The input, and its pixels painted by cluster.")
     )
     return [
         Figure("Clusters", f"{caption} {COLOURED}", clusters),
@@ -53,11 +52,15 @@ def draw(
     ]
 
 
-def _segments(tokens: Tokens, found: list[Clustering]) -> dict[str, figure.Figure]:
+def _segments(tokens: Tokens, clusterings: list[Clustering]) -> dict[str, figure.Figure]:
     """Draw the image, its mask if there is one, and three clusterings."""
     assert tokens.image is not None
     height, width, channels = tokens.image.shape
-    shown = [found[0], found[len(found) // 2], found[-1]]  # merged, KMeans after it, KMeans before
+    shown = [
+        clusterings[0],
+        clusterings[len(clusterings) // 2],
+        clusterings[-1],
+    ]  # merged, KMeans after it, KMeans before
     panels = {}
 
     def new_axes(name: str) -> Axes:
@@ -78,10 +81,10 @@ def _segments(tokens: Tokens, found: list[Clustering]) -> dict[str, figure.Figur
 
 
 def _cloud(
-    tokens: Tokens, found: list[Clustering], trajectory: dynamics.Trajectory
+    tokens: Tokens, clusterings: list[Clustering], trajectory: dynamics.Trajectory
 ) -> tuple[dict[str, figure.Figure], str]:
     """Draw the input and the last update in the plane of two features, coloured by cluster."""
-    _, update, labels = found[0]
+    _, update, labels = clusterings[0]
     # The leaders of the coloured clusters; the others are drawn as one cluster.
     few = labels.clamp(max=len(COLOURS))
     leaders = dynamics.leader_tokens(trajectory, few).tokens[: len(COLOURS)]

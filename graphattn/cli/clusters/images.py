@@ -44,9 +44,6 @@ def read_image(
     Returns:
         The image [height, width, 1 or 3]; height and width in the file; the side length of a block;
         and notes about omitted data.
-
-    Raises:
-        FileFormatError: if it cannot be read, or has more than `most_pixels`.
     """
     picture, frames = _decoded(file, data, most_pixels)
     notes = ["Only the first frame is used."] if frames > 1 else []
@@ -79,9 +76,6 @@ def read_mask(
 
     Returns:
         The classes [height, width]; whether they have a boundary; and a note about them.
-
-    Raises:
-        FileFormatError: if it cannot be read, has another size, or no foreground.
     """
     data = read_bytes(file)
     if image_format(data) is None:
@@ -128,18 +122,15 @@ def _classes(
     else:
         classes = (centre >= (128 if max(values) > 1 else 1)).astype(np.int64)
     if not (classes != 0).any():
-        found = ", ".join(str(value) for value in sorted(values)[:8])
+        got = ", ".join(str(value) for value in sorted(values)[:8])
         raise FileFormatError(
-            file, f"has no foreground: a mask must contain values >= 128, or 0 and 1, got {found}"
+            file, f"has no foreground: a mask must contain values >= 128, or 0 and 1, got {got}"
         )
     return classes, bool((classes == BOUNDARY).any()), note
 
 
 def _decoded(file: Path, data: bytes, most_pixels: int) -> tuple[Any, int]:
-    """Decode an image, upright, and count its frames, after checking its size.
-
-    A small file can unpack to gigabytes.
-    """
+    """Decode an image, upright, and count its frames; a small file can unpack to gigabytes."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -148,7 +139,7 @@ def _decoded(file: Path, data: bytes, most_pixels: int) -> tuple[Any, int]:
         ) from None
     form = image_format(data)
     # Switch off Pillow's own limit; the check below replaces it.
-    own, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata
@@ -168,7 +159,7 @@ def _decoded(file: Path, data: bytes, most_pixels: int) -> tuple[Any, int]:
     except Exception as error:  # a damaged file can raise any exception
         raise FileFormatError(file, f"cannot be read as {form}: {printable(str(error))}") from error
     finally:
-        Image.MAX_IMAGE_PIXELS = own
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def _is_opaque(picture: Any) -> bool:
@@ -177,7 +168,6 @@ def _is_opaque(picture: Any) -> bool:
 
 
 def _is_black_and_white(picture: Any) -> bool:
-    """Return whether a palette contains only black and white."""
     colours = picture.convert("RGB").getcolors(3) or []
     return {colour for _, colour in colours} == {(0, 0, 0), (255, 255, 255)}
 
@@ -187,9 +177,7 @@ def _shrunk(values: NDArray[Any], block: int) -> NDArray[np.float64]:
     height, width = (max(1, side // block) for side in values.shape[:2])
     rows, columns = min(block, values.shape[0]), min(block, values.shape[1])
     image = np.empty((height, width, values.shape[2]))
-    for row in range(
-        height
-    ):  # one row of blocks at a time, because float64 needs eight times the memory
+    for row in range(height):  # one row of blocks at a time, which saves memory in float64
         lines = values[row * rows : (row + 1) * rows, : width * columns].astype(np.float64)
         image[row] = lines.reshape(rows, width, columns, -1).mean(axis=(0, 2))
     return image

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphattn.cli.clusters.columns import is_missing, number, one_column, read_csv, some_columns
 from graphattn.cli.clusters.images import MOST_PIXELS, image_format, read_image, read_mask
 from graphattn.cli.demo.sample import printable
-from graphattn.data import FileFormatError
+from graphattn.data import FileFormatError, read_text
 from graphattn.data.files import read_bytes
 from graphattn.dynamics import standardize
 from graphattn.graphs.arguments import as_int
@@ -22,6 +23,7 @@ from graphattn.plain_tables import counted
 LONGEST_SIDE = 64  # of an image, as in the paper; larger ones are averaged over blocks of pixels
 MOST_TOKENS = 20_000
 MOST_CLASSES = 50
+MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 
 
 @dataclass(frozen=True)
@@ -41,47 +43,33 @@ class Tokens:
 
 def load_tokens(
     file: Path,
-    mask: Path | None,
-    labels: str | None,
-    *,
+    mask: Path | None = None,
+    labels: str | None = None,
     columns: str | None = None,
     per_class: int | None = None,
     seed: int = 0,
     size: int | None = None,
-    most_pixels: int = MOST_PIXELS,
+    max_pixels: int = MOST_PIXELS,
 ) -> Tokens:
-    """Load the pixels of an image, or the rows of a CSV file.
-
-    Args:
-        file: path of the image or the CSV file.
-        mask: for an image: path of the mask of its true foreground.
-        labels: for a table: column of the true classes.
-        columns: for a table: columns of the features, names or numbers, separated by commas; None
-            for all numeric columns.
-        per_class: number of rows per class, drawn at random; None for all rows.
-        seed: seed of that draw.
-        size: longest side of the image in tokens; 64 if None.
-        most_pixels: maximal number of pixels in the file.
+    """Load the pixels of an image, or the rows of a CSV file, as the options of the command say.
 
     Raises:
         FileFormatError: if a file cannot be read.
         ValueError: if an option does not fit the file.
     """
-    data = read_bytes(file)
-    name = printable(file.name)
+    seed = as_int("--seed", seed, 0)
+    data, name = read_bytes(file), printable(file.name)
     if image_format(data) is not None:
-        if labels is not None:
-            raise ValueError(f"--labels can only be used with a table, got the image {name}")
-        if columns is not None:
-            raise ValueError(f"--columns can only be used with a table, got the image {name}")
-        if per_class is not None:
-            raise ValueError(f"--per-class can only be used with a table, got the image {name}")
+        for option, given in (("labels", labels), ("columns", columns), ("per-class", per_class)):
+            if given is not None:
+                raise ValueError(f"--{option} can only be used with a table, got the image {name}")
         size = LONGEST_SIDE if size is None else as_int("--size", size, 2)
-        return _image_tokens(file, data, mask, size, as_int("--max-pixels", most_pixels, 1))
-    if mask is not None:
-        raise ValueError(f"--mask can only be used with an image (PNG, JPEG, ...), got {name}")
-    if size is not None:
-        raise ValueError(f"--size can only be used with an image (PNG, JPEG, ...), got {name}")
+        return _image_tokens(file, data, mask, size, as_int("--max-pixels", max_pixels, 1))
+    for option, value in (("mask", mask), ("size", size)):
+        if value is not None:
+            raise ValueError(
+                f"--{option} can only be used with an image (PNG, JPEG, ...), got {name}"
+            )
     if per_class is not None:
         per_class = as_int("--per-class", per_class, 1)
         if labels is None:
@@ -139,15 +127,11 @@ def _table_tokens(
     if columns is not None:
         chosen = some_columns("--columns", columns, names)
         for c in chosen:
+            got = f"got {printable(names[c])!r}"
             if c == label:
-                raise ValueError(
-                    "--columns must not contain the column of --labels, got "
-                    f"{printable(names[c])!r}"
-                )
+                raise ValueError(f"--columns must not contain the column of --labels, {got}")
             if c not in numeric:
-                raise ValueError(
-                    f"--columns must be columns of numbers, got {printable(names[c])!r}"
-                )
+                raise ValueError(f"--columns must be columns of numbers, {got}")
         numeric = chosen
     else:
         left_out = [printable(names[c]) for c in range(len(names)) if c not in (*numeric, label)]
@@ -199,8 +183,7 @@ def _table_tokens(
 def _balanced(
     index: NDArray[np.int64], kinds: NDArray[np.str_], per_class: int, seed: int
 ) -> NDArray[np.int64]:
-    """Draw `per_class` rows of every class, keeping their order (Attention Clusters, Section
-    2.2)."""
+    """Draw rows of every class, keeping their order (Attention Clusters, Section 2.2)."""
     counts = np.bincount(index, minlength=len(kinds))
     fewest = int(counts.argmin())
     if per_class > counts[fewest]:
@@ -214,3 +197,77 @@ def _balanced(
         for kind in range(len(kinds))
     ]
     return np.sort(np.concatenate(drawn))
+
+
+# Tables from CSV files, and the columns that options name.
+
+
+def read_csv(file: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns (numbers from 1, if the file has no names), and the rows."""
+    try:
+        rows = [row for row in csv.reader(io.StringIO(read_text(file))) if any(map(str.strip, row))]
+    except csv.Error as error:
+        raise FileFormatError(file, f"cannot be read as CSV: {error}") from error
+    if len(rows) < 2:
+        raise FileFormatError(file, "must have at least two rows to be a table")
+    head, body = rows[0], rows[1:]
+    width = len(body[0])
+    for place, row in enumerate(body, start=2):
+        if len(row) != width:
+            raise FileFormatError(
+                file, f"row {place} has {len(row)} columns, but the rows before it have {width}"
+            )
+    numbers = [str(c + 1) for c in range(width)]
+    if len(head) != width:  # an extra first line, such as the counts in files of scikit-learn
+        return numbers, body
+    if all(is_missing(cell) or number(cell) is not None for cell in head):
+        return numbers, rows
+    if any(number(cell) is not None for cell in head):
+        return numbers, rows  # the first line is a row of data that contains text
+    return [cell.strip() for cell in head], body
+
+
+def number(cell: str) -> float | None:
+    """Return the finite number in a cell, or None."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if np.isfinite(value) else None
+
+
+def is_missing(cell: str) -> bool:
+    return cell.strip().lower() in MISSING
+
+
+def one_column(option: str, wanted: str, names: list[str]) -> int:
+    """Find a column by name, or by number: 1 is the first, -1 the last."""
+    if wanted in names:
+        return names.index(wanted)
+    try:
+        place = int(wanted)
+    except ValueError:
+        place = 0
+    if 1 <= abs(place) <= len(names):
+        return place - 1 if place > 0 else len(names) + place
+    known = ", ".join(map(printable, names[:8])) + (", ..." if len(names) > 8 else "")
+    raise ValueError(
+        f"{option} must be the name of a column ({known}) or its number, 1 to {len(names)} or -1 "
+        f"for the last, got {printable(wanted)!r}"
+    )
+
+
+def some_columns(option: str, wanted: str, names: list[str]) -> list[int]:
+    """Find several columns, separated by commas; a name with a comma must be in double quotes."""
+    if wanted in names:
+        return [names.index(wanted)]
+    parts = next(csv.reader([wanted], skipinitialspace=True), [])
+    columns = [one_column(option, part.strip(), names) for part in parts]
+    if not columns:
+        raise ValueError(f"{option} must name at least one column, got {printable(wanted)!r}")
+    for place, column in enumerate(columns):
+        if column in columns[:place]:
+            raise ValueError(
+                f"{option} must name each column only once, got {printable(parts[place])!r} twice"
+            )
+    return columns

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn import dynamics
 from graphattn.cli.clusters.images import BOUNDARY
 from graphattn.cli.clusters.sample import Tokens
-from graphattn.plain_tables import counted, plain_table, short
+from graphattn.plain_tables import counted, number_columns, plain_table, short
 
 TOLERANCE = 0.1
 STEPS_SHOWN = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -26,41 +26,29 @@ class Clustering(NamedTuple):
 
 
 def clusterings(tokens: Tokens, trajectory: dynamics.Trajectory) -> list[Clustering]:
-    """Return clusterings: merged tokens, KMeans on that update, and KMeans on the input
-    (baseline)."""
+    """Return merged tokens, KMeans on that update, and KMeans on the input (the baseline)."""
     update = trajectory.updates[-1]
-    found = [
-        Clustering(
-            f"attention: merged (within {TOLERANCE} of the spread)",
-            update,
-            dynamics.cluster(update, tolerance=TOLERANCE),
-        )
-    ]
+    name = f"attention: merged (within {TOLERANCE} of the spread)"
+    clusters = [Clustering(name, update, dynamics.cluster(update, tolerance=TOLERANCE))]
     for where, points in (("attention", update), ("baseline, no attention", tokens.x)):
         labels = dynamics.cluster(points, method="kmeans")
-        found.append(Clustering(f"{where}: KMeans, k by silhouette", points, labels))
+        clusters.append(Clustering(f"{where}: KMeans, k by silhouette", points, labels))
         if tokens.classes is not None:
             labels = dynamics.cluster(points, method="kmeans", num_clusters=tokens.classes)
             name = f"{where}: KMeans, k = {tokens.classes} classes"
-            found.append(Clustering(name, points, labels))
-    return found
+            clusters.append(Clustering(name, points, labels))
+    return clusters
 
 
-def score_table(tokens: Tokens, found: list[Clustering], steps: int) -> Table:
-    """Make the table of scores, with one row per clustering."""
+def score_table(tokens: Tokens, clusters: list[Clustering], steps: int) -> Table:
     table = plain_table(f"Clusters after {counted(steps, 'step')}")
     table.add_column("method", min_width=24)
-    table.add_column("clusters", justify="right", no_wrap=True)
-    table.add_column("largest", justify="right", no_wrap=True)
-    table.add_column("silhouette", justify="right", no_wrap=True)
+    number_columns(table, "clusters", "largest", "silhouette")
     if tokens.mask is not None:
-        table.add_column("Dice", justify="right", no_wrap=True)
-        if tokens.has_boundary:
-            table.add_column("Dice, no\nboundary", justify="right", no_wrap=True)
+        number_columns(table, "Dice", *["Dice, no\nboundary"] * tokens.has_boundary)
     if tokens.truth is not None:
-        table.add_column("accuracy", justify="right", no_wrap=True)
-        table.add_column("clusters\nper class", justify="right", no_wrap=True)
-    for name, points, labels in found:
+        number_columns(table, "accuracy", "clusters\nper class")
+    for name, points, labels in clusters:
         row = [
             name,
             f"{int(labels.max()) + 1:,}",
@@ -93,12 +81,12 @@ def score_table(tokens: Tokens, found: list[Clustering], steps: int) -> Table:
 
 
 def step_table(trajectory: dynamics.Trajectory) -> Table:
-    """Make the table of variance, size and clusters, step by step."""
     steps = trajectory.num_steps
     counts = dynamics.cluster_counts(trajectory, tolerance=TOLERANCE).tolist()
     table = plain_table("Step by step")
-    for name in ("step", "merged clusters", "leading eigenvalue", "dimensions", "largest |x|"):
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(
+        table, "step", "merged clusters", "leading eigenvalue", "dimensions", "largest |x|"
+    )
     for t in sorted({t for t in STEPS_SHOWN if t <= steps} | {steps}):
         table.add_row(
             f"{t:,}",

@@ -23,18 +23,18 @@ from graphattn.plain_tables import cells_of
 
 def run_demo(
     file: Path | None,
-    num_tokens: int,
+    tokens: int,
     seed: int,
     steps: int,
-    folder: Path,
+    out: Path,
     max_bytes: int,
     console: Console,
 ) -> None:
     """Read, print tables, train and draw; the last line printed is the path of the report."""
     started = time.perf_counter()
     check_figures_can_be_drawn()  # before a minute of work
-    sample = load_sample(file, num_tokens, max_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
+    sample = load_sample(file, tokens, max_bytes)
+    out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     console.print(f"[bold]{escape(sample.title)}[/bold]", highlight=False)
     for note in sample.notes:
@@ -60,7 +60,7 @@ def run_demo(
         from graphattn.cli.report import write_report
 
         report = write_report(
-            folder / "report.html",
+            out / "report.html",
             sample.title,
             intro="Tokens are nodes, and every mechanism is message passing along explicit edges: "
             "build a token graph, apply a layer to it.",

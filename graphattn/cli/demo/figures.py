@@ -22,13 +22,11 @@ WINDOW, NEAREST, SHOWN_WINDOW = 8, 4, 22  # sizes for the figure of attention we
 
 
 def draw_figures(sample: Sample, training: Training | None, seed: int) -> list[Figure]:
-    """Draw all figures."""
     drawn = [_graphs(sample), _attention(sample, training, seed), _filter()]
     return drawn if training is None else [*drawn, _losses(training)]
 
 
 def _graphs(sample: Sample) -> Figure:
-    """Draw the adjacency matrix of each graph."""
     few = replace(
         sample,
         tokens=sample.tokens[:SHOWN_TOKENS],
@@ -128,7 +126,6 @@ def shown(letter: str) -> str:
 
 
 def _filter() -> Figure:
-    """Draw the low-pass filter of repeated consensus steps."""
     panels = {}
     for window in (2, 8):
         figure = panels[f"path of {SHOWN_TOKENS} tokens, window {window}"] = page_figure(2.8)

@@ -9,13 +9,12 @@ from rich.table import Table
 
 import graphattn as ga
 from graphattn.cli.demo.sample import Sample
-from graphattn.plain_tables import plain_table
+from graphattn.plain_tables import number_columns, plain_table
 
 
 @dataclass(frozen=True)
 class NamedGraph:
-    """A graph, its name, and theoretical bounds on its Fiedler value (None if no theorem
-    applies)."""
+    """A graph, its name, and bounds on its Fiedler value (None if no theorem applies)."""
 
     name: str
     graph: ga.TokenGraph
@@ -23,7 +22,6 @@ class NamedGraph:
 
 
 def graphs_that_fit(sample: Sample) -> list[NamedGraph]:
-    """Make one graph of each kind that fits the tokens."""
     N = len(sample.tokens)
     bounds = cycle = None
     if N > 4:
@@ -57,10 +55,9 @@ def graph_table(graphs: list[NamedGraph]) -> Table:
     """Make the table of facts about every graph; a violated bound is a bug, and is marked."""
     table = plain_table("Graphs: which tokens see which")
     table.add_column("graph", min_width=10)
-    for name in ("tokens", "edges", "degree", "at least", "Fiedler", "at most"):
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(table, "tokens", "edges", "degree", "at least", "Fiedler", "at most")
     table.add_column("", no_wrap=True)
-    table.add_column("max step", justify="right", no_wrap=True)
+    number_columns(table, "max step")
     for entry in graphs:
         graph, tokens = entry.graph, entry.graph.num_targets
         fiedler = ga.spectral.fiedler_value(graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,22 +14,12 @@ from torch import Tensor, nn
 
 import graphattn as ga
 from graphattn.cli.demo.sample import Sample
-from graphattn.plain_tables import plain_table, short
+from graphattn.plain_tables import number_columns, plain_table, short
 
 DIM, HEADS, EDGE_HIDDEN = 64, 4, 64
 
 
-class Measurement(NamedTuple):
-    """How far apart the tokens are before and after a layer, in some measure."""
-
-    what: str
-    before: float
-    after: float
-
-    def cells(self) -> tuple[str, str, str, str]:
-        """Return the cells of a row: name, before, after and the change in percent."""
-        change = f"{self.after / self.before - 1:+.1%}" if self.before > 0 else ""
-        return self.what, short(self.before), short(self.after), change
+Measurement = tuple[str, float, float]  # its name, and the value before and after a layer
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,6 @@ class LayerRun:
 
 
 def layer_runs(sample: Sample) -> list[LayerRun]:
-    """List every mechanism of the papers with a suitable graph."""
     N = len(sample.tokens)
     path = ga.window_path_graph(N, 2)
     causal = ga.causal_window_graph(N, 32)
@@ -84,9 +73,8 @@ def layer_runs(sample: Sample) -> list[LayerRun]:
 
 def embed(sample: Sample) -> Tensor:
     """Return normalised random features of the tokens, [1, N, DIM]."""
-    return nn.functional.layer_norm(nn.Embedding(sample.vocab_size, DIM)(sample.tokens), (DIM,))[
-        None
-    ]
+    features = nn.Embedding(sample.vocab_size, DIM)(sample.tokens)
+    return nn.functional.layer_norm(features, (DIM,))[None]
 
 
 @torch.no_grad()
@@ -98,11 +86,9 @@ def layer_table(sample: Sample, console: Console) -> Table:
         f"rank 4, edge_hidden {EDGE_HIDDEN}, step_size auto)"
     )
     table.add_column("layer\n  on graph", min_width=20)
-    for name in ("weights", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(table, "weights", "time")
     table.add_column("what", no_wrap=True)
-    for name in ("before", "after", "change"):
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(table, "before", "after", "change")
     with console.status("applying the layers") as status:
         for run in layer_runs(sample):
             status.update(f"applying {run.name}")
@@ -121,11 +107,15 @@ def layer_table(sample: Sample, console: Console) -> Table:
                 start = time.perf_counter()
                 run.layer(*inputs)
                 times.append(time.perf_counter() - start)
+            what, before, after = run.measure(run.layer, run.graph, seen)
             table.add_row(
                 f"{run.name}\n  [dim]{run.graph_name}[/dim]",
                 f"{sum(p.numel() for p in run.layer.parameters()):,}",
                 f"{short(1000 * min(times))} ms",
-                *run.measure(run.layer, run.graph, seen).cells(),
+                what,
+                short(before),
+                short(after),
+                f"{after / before - 1:+.1%}" if before > 0 else "",
             )
     table.caption = (
         "Time: best of five, a rough guide. Spread: variance of the features over the tokens, of "
@@ -150,7 +140,8 @@ def _spread(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measur
     """Measure the variance over tokens of the values (or of u), before and after mixing."""
     values = seen.get("value_proj", seen.get("source_proj", seen["context"]))
     mixed = seen["before output_proj"]
-    return Measurement("spread", *(float(t.var(-2, correction=0).mean()) for t in (values, mixed)))
+    before, after = (float(t.var(-2, correction=0).mean()) for t in (values, mixed))
+    return "spread", before, after
 
 
 def _energy(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measurement:
@@ -163,9 +154,10 @@ def _energy(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measur
         graph,
     )
     source, target = graph.edge_index
-    energies = []
-    for u in (seen["source_proj"], seen["before output_proj"]):
+
+    def energy(u: Tensor) -> float:
         v = seen.get("context_proj", u)
         d = (u[..., target, :] - v[..., source, :]).unflatten(-1, (layer.heads, -1))
-        energies.append(float(0.5 * torch.einsum("...i,...ij,...j->", d, R, d)))
-    return Measurement("energy", *energies)
+        return float(0.5 * torch.einsum("...i,...ij,...j->", d, R, d))
+
+    return "energy", energy(seen["source_proj"]), energy(seen["before output_proj"])

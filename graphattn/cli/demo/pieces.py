@@ -17,6 +17,7 @@ from graphattn.data.structures.structure import residues_of
 LONGEST_PIECE, LONGEST_PART = 32, 512
 BATCH, BATCH_TOKENS, BATCH_RESIDUES = 16, 2048, 512  # fewer residues, because their edges cost more
 MASK_RATIO = 0.15
+SHARE = 0.1  # of all tokens: share that is held out, and share that chooses the weights
 NEAREST = 16  # C-alpha atoms that a residue sees
 MOST_MASKINGS = 16  # maximal number of maskings of one piece in an evaluation
 
@@ -63,28 +64,27 @@ def cut(
         longest = max(1, min(LONGEST_PIECE, sum(map(len, sequences)) // 8))
     else:
         longest = LONGEST_PART
-    found: list[list[DemoPiece]] = []
+    pieces: list[list[DemoPiece]] = []
     first = 0
     for n, sequence in enumerate(sequences):
         parts = -(-len(sequence) // longest)
-        found.append([])
+        pieces.append([])
         begin = 0
         for tokens in sequence.tensor_split(parts) if parts else ():
             end = begin + len(tokens)
-            own = None if structures is None else structures[n]
-            if own is not None and parts > 1:
-                chains = own.chain_index[begin:end]
-                own = residues_of(own, torch.arange(begin, end), chains, own.chain_ids)
-            found[-1].append(DemoPiece(tokens, first + begin, own))
+            structure = None if structures is None else structures[n]
+            if structure is not None and parts > 1:
+                residues, chains = torch.arange(begin, end), structure.chain_index[begin:end]
+                structure = residues_of(structure, residues, chains, structure.chain_ids)
+            pieces[-1].append(DemoPiece(tokens, first + begin, structure))
             begin = end
         first += len(sequence)
-    return found
+    return pieces
 
 
 def batch_of(pieces: Sequence[DemoPiece]) -> Batch:
-    """Join pieces into one batch."""
     tokens = [piece.tokens for piece in pieces]
-    valid = [torch.ones(len(own), dtype=torch.bool) for own in tokens]
+    valid = [torch.ones(len(piece.tokens), dtype=torch.bool) for piece in pieces]
     place = [piece.first + torch.arange(len(piece.tokens)) for piece in pieces]
     first = [torch.full((len(piece.tokens),), piece.first) for piece in pieces]
     structures = [piece.structure for piece in pieces if piece.structure is not None]
@@ -108,7 +108,7 @@ def batches(pieces: Sequence[DemoPiece]) -> Iterator[Batch]:
     some: list[DemoPiece] = []
     for piece in pieces:
         room = BATCH_TOKENS if piece.structure is None else BATCH_RESIDUES
-        too_much = sum(len(own.tokens) for own in (*some, piece)) > room
+        too_much = sum(len(each.tokens) for each in (*some, piece)) > room
         if some and too_much:
             yield batch_of(some)
             some = []
@@ -118,7 +118,6 @@ def batches(pieces: Sequence[DemoPiece]) -> Iterator[Batch]:
 
 
 def hide(batch: Batch, mask_token: int, generator: torch.Generator) -> MaskedBatch:
-    """Mask a share of the tokens."""
     inputs, masked = ga.train.mask_tokens(
         batch.tokens, mask_token, mask_ratio=MASK_RATIO, valid=batch.valid, generator=generator
     )
@@ -126,10 +125,9 @@ def hide(batch: Batch, mask_token: int, generator: torch.Generator) -> MaskedBat
 
 
 def evaluation(pieces: Sequence[DemoPiece], mask_token: int, tokens: int) -> list[MaskedBatch]:
-    """Return batches for the evaluation of all models: pieces evenly spread over all.
+    """Return batches of about `tokens` tokens for the evaluation, evenly spread over all pieces.
 
-    They have about `tokens` tokens together, of which a share is masked. If there are few pieces,
-    each comes several times with different masks.
+    If there are few pieces, each comes several times with different masks.
     """
     total = sum(len(piece.tokens) for piece in pieces)
     count = max(1, min(len(pieces), round(len(pieces) * tokens / total)))
@@ -140,3 +138,39 @@ def evaluation(pieces: Sequence[DemoPiece], mask_token: int, tokens: int) -> lis
         hide(batch, mask_token, generator)
         for batch in batches([pieces[n] for n in spread] * maskings)
     ]
+
+
+# Training and held-out sequences, with relatives on the same side.
+
+
+@dataclass(frozen=True)
+class Split:
+    """Numbers of the sequences for training, for choosing weights, and held out."""
+
+    training: list[int]
+    choosing: list[int]  # their loss chooses the weights; empty if there are only two families
+    held_out: list[int]
+
+
+def split(lengths: Sequence[int], groups: Sequence[list[int]], seed: int) -> Split | None:
+    """Hold out random whole families, never the largest; return None if there is only one."""
+    if len(groups) < 2:
+        return None
+    sizes = [sum(lengths[n] for n in group) for group in groups]
+    room = SHARE * sum(sizes)
+    largest = max(range(len(groups)), key=sizes.__getitem__)
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+    left = [g for g in order if g != largest]
+    sides: list[list[int]] = []
+    for _ in range(2):
+        side: list[int] = []
+        for g in left:
+            taken = sum(sizes[other] for other in side)
+            if taken < room and (not side or taken + sizes[g] <= 2 * room):
+                side.append(g)
+        left = [g for g in left if g not in side]
+        sides.append(side)
+    held_out, choosing, training = (
+        sorted(n for g in part for n in groups[g]) for part in (*sides, [largest, *left])
+    )
+    return Split(training, choosing, held_out)

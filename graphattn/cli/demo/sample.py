@@ -44,11 +44,7 @@ class Sample:
 
 
 def load_sample(file: Path | None, num_tokens: int, max_bytes: int | None = MAX_BYTES) -> Sample:
-    """Load the first `num_tokens` tokens of a file, or of the text of Python's manual.
-
-    For a folder of structures, these are the tokens of its first structure; all structures are used
-    for training.
-    """
+    """Load the first tokens of a file, of a folder's first structure, or of Python's manual."""
     if file is None:
         text = "\n".join(topics[name] for name in sorted(topics))
         return _text_sample("Python's own manual (pydoc_data.topics)", text, num_tokens)
@@ -87,7 +83,7 @@ def _text_sample(name: str, text: str, num_tokens: int) -> Sample:
 def _structure_sample(name: str, structures: list[Structure], num_tokens: int) -> Sample:
     first = structures[0]
     tokenizer = ProteinTokenizer()
-    sequences = tuple(tokenizer.encode(own.sequence) for own in structures)
+    sequences = tuple(tokenizer.encode(structure.sequence) for structure in structures)
     chains = f"chain{'s' * (len(first.chain_ids) > 1)} {', '.join(first.chain_ids)}"
     tokens = sequences[0][:num_tokens]
     used = _part(len(tokens), len(sequences[0]))
@@ -118,27 +114,26 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
             notes.append(f"omitted: {len(files) - read - len(notes):,} more files")
             break
         try:
-            own = read_structure(file, max_bytes=max_bytes)
+            structure = read_structure(file, max_bytes=max_bytes)
         except FileFormatError as error:
             notes.append(f"omitted: {error}")
             continue
-        sizes = own.chain_index.bincount(minlength=len(own.chain_ids)).tolist()
-        long = [
-            name for name, size in zip(own.chain_ids, sizes, strict=True) if size >= SHORTEST_CHAIN
-        ]
+        sizes = structure.chain_index.bincount(minlength=len(structure.chain_ids)).tolist()
+        named = zip(structure.chain_ids, sizes, strict=True)
+        long = [name for name, size in named if size >= SHORTEST_CHAIN]
         too_short += len(sizes) - len(long)
         read += 1
         if not long:
             continue
         if first_file is None:
             first_file = file
-        structures.append(own if len(long) == len(sizes) else own.select(chains=long))
+        structures.append(structure if len(long) == len(sizes) else structure.select(chains=long))
         total += len(structures[-1])
         chains += len(long)
     if first_file is None:
-        found = f"none of its {len(files):,} files can be used" if files else "holds none"
+        reason = f"none of its {len(files):,} files can be used" if files else "holds none"
         raise FileFormatError(
-            folder, f"is a folder without structures (.pdb, .ent, .cif, .mmcif, .bcif): {found}"
+            folder, f"is a folder without structures (.pdb, .ent, .cif, .mmcif, .bcif): {reason}"
         )
     if too_short:
         notes.append(f"omitted: {too_short:,} chains with fewer than {SHORTEST_CHAIN} residues")
@@ -159,8 +154,8 @@ def _fasta_sample(file: Path, num_tokens: int, max_bytes: int | None) -> Sample:
     unit = "bases" if isinstance(tokenizer, NucleotideTokenizer) else "residues"
     sequences, total = [], 0
     for _, record in numbered:  # only records of the same kind as the first
-        own = tokenizer_for_sequence(record.sequence)
-        if total < MOST_TRAINING_TOKENS and type(own) is type(tokenizer):
+        is_alike = type(tokenizer_for_sequence(record.sequence)) is type(tokenizer)
+        if total < MOST_TRAINING_TOKENS and is_alike:
             sequences.append(tokenizer.encode(record.sequence[: MOST_TRAINING_TOKENS - total]))
             total += len(sequences[-1])
     tokens = sequences[0][:num_tokens]

@@ -20,9 +20,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import graphattn as ga
-from graphattn.cli.demo.pieces import NEAREST, DemoPiece, MaskedBatch, cut, drawn, evaluation, hide
+from graphattn.cli.demo.pieces import (
+    NEAREST,
+    SHARE,
+    DemoPiece,
+    MaskedBatch,
+    cut,
+    drawn,
+    evaluation,
+    hide,
+    split,
+)
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.demo.split import SHARE, split
 from graphattn.data.families import families
 from graphattn.models.mixers import Mixer
 
@@ -123,8 +132,7 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread: for small tensors, more threads are not faster, and slow on a busy
-    machine."""
+    """Use one thread: for small tensors, more are not faster, and slow on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -154,12 +162,9 @@ def material_of(sample: Sample, seed: int) -> Material | None:
             )
             return Material(training, choosing, held_out, True, how)
     if sample.structures is not None:
-        everything = [piece for own in pieces for piece in own]
-        what = (
-            f"this {sample.sequence_name}"
-            if len(pieces) == 1
-            else "these structures, all relatives"
-        )
+        everything = [piece for structure in pieces for piece in structure]
+        one = len(pieces) == 1
+        what = f"this {sample.sequence_name}" if one else "these structures, all relatives"
         how = (
             f"nothing is held out, because there is only {what}. These losses show how well it was "
             "memorised, and nothing about other data"
@@ -198,33 +203,24 @@ def start(mixer: Mixer, log_share: Tensor, in_space: bool) -> Model:
 
 
 def masked_loss(model: nn.Module, batch: MaskedBatch) -> Tensor:
-    """Return the nats per masked token."""
-    logits = _logits(model, batch)
-    return ga.train.masked_token_loss(logits, batch.batch.tokens, batch.masked)
+    tokens = batch.batch.tokens
+    return ga.train.masked_token_loss(_logits(model, batch), tokens, batch.masked)
 
 
 def _logits(model: nn.Module, batch: MaskedBatch) -> Tensor:
-    own = batch.batch
-    if own.structures:
-        return model(batch.inputs, structure=own.structures)
-    return model(batch.inputs, valid=own.valid)
+    if batch.batch.structures:
+        return model(batch.inputs, structure=batch.batch.structures)
+    return model(batch.inputs, valid=batch.batch.valid)
 
 
 @torch.no_grad()
 def losses_of(model: nn.Module, batches: Sequence[MaskedBatch]) -> Tensor:
-    """Return the nats of every guess, [guesses]."""
-    return torch.cat(
-        [
-            nn.functional.cross_entropy(
-                _logits(model, batch)[batch.masked], batch.hidden, reduction="none"
-            )
-            for batch in batches
-        ]
-    )
+    entropy = nn.functional.cross_entropy
+    guesses = ((_logits(model, batch)[batch.masked], batch.hidden) for batch in batches)
+    return torch.cat([entropy(logits, hidden, reduction="none") for logits, hidden in guesses])
 
 
 def frequency_losses(log_share: Tensor, batches: Sequence[MaskedBatch]) -> Tensor:
-    """Return the nats of every guess by frequency, [guesses]."""
     return torch.cat([-log_share[batch.hidden] for batch in batches])
 
 
@@ -248,9 +244,8 @@ def gain_of(
 ) -> tuple[float, float]:
     """Return the gain of losses [guesses] over guessing by frequency, and its standard error.
 
-    It is the larger of two standard errors: over positions (a position that is masked several times
-        counts once), and, if there are enough, over pieces, because a model can be good or bad on a
-        whole protein.
+    It is the larger of two: over positions (one that is masked several times counts once), and, if
+    there are enough, over pieces, because a model can be good or bad on a whole protein.
     """
     difference = (frequency_losses(log_share, batches) - losses).double()
     places, pieces = (

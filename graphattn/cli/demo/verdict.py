@@ -8,13 +8,12 @@ from rich.table import Table
 
 from graphattn.cli.demo.pieces import MASK_RATIO, NEAREST
 from graphattn.cli.demo.training import BESIDE, DemoTraining, Training
-from graphattn.plain_tables import plain_table
+from graphattn.plain_tables import number_columns, plain_table
 
 CERTAIN = 2.0  # standard errors from 0
 
 
 def training_table(training: Training) -> Table:
-    """Make the table of losses before and after training, and gains over guessing by frequency."""
     material = training.material
     others = "others" if material.is_held_out else "the same"
     table = plain_table(
@@ -22,8 +21,7 @@ def training_table(training: Training) -> Table:
         f"training, {training.num_guesses:,} guesses on {others})"
     )
     table.add_column("model", min_width=20)
-    for column in ("weights", "steps", "time", "before", "after", "gain", "±"):
-        table.add_column(column, justify="right", no_wrap=True)
+    number_columns(table, "weights", "steps", "time", "before", "after", "gain", "±")
     for run in training.runs:
         table.add_row(
             run.name,

@@ -14,12 +14,12 @@ from graphattn.cli.graph.facts import MOST_EDGES, GraphFact, facts_of
 from graphattn.cli.graph.kinds import KINDS, build, option, sizes_of
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output, write_json
 from graphattn.graphs.arguments import as_float
-from graphattn.plain_tables import cells_of, plain_table
+from graphattn.plain_tables import cells_of, number_columns, plain_table
 
 
 def run_graph(
     kind: str | None,
-    given: Mapping[str, Any],
+    sizes: Mapping[str, Any],
     step_size: float | None,
     plot: Path | None,
     html: Path | None,
@@ -30,13 +30,13 @@ def run_graph(
     if kind is None:
         console.print(kinds_table())
         return
-    sizes = sizes_of(kind, given)
+    arguments = sizes_of(kind, sizes)
     if step_size is not None:
         step_size = as_float("--step-size", step_size, positive=True)
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     check_output("--html", html)
     check_output("--json", json)
-    graph = build(kind, sizes)
+    graph = build(kind, arguments)
     if plot is not None or html is not None:
         check_figures_can_be_drawn()  # before the work
         if graph.num_edges > MOST_EDGES or not graph.num_edges:
@@ -45,15 +45,18 @@ def run_graph(
                 f"{graph.num_edges:,}: change the options of the graph, or leave out --plot and "
                 "--html"
             )
-    facts = facts_of(graph, KINDS[kind].theory(sizes), step_size)
-    title = f"{kind}: {sizes_text(sizes)}"
+    facts = facts_of(graph, KINDS[kind].theory(arguments), step_size)
+    title = f"{kind}: {sizes_text(arguments)}"
     table = facts_table(facts)
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(table)
     if json is not None:
-        record = {"kind": kind, "sizes": {name: plain(value) for name, value in sizes.items()}}
-        write_json(json, {**record, **{fact.key: fact.value for fact in facts}})
+        as_lists = {
+            n: list(size) if isinstance(size, range) else size for n, size in arguments.items()
+        }
+        values = {fact.key: fact.value for fact in facts}
+        write_json(json, {"kind": kind, "sizes": as_lists, **values})
         console.print(str(json), highlight=False, markup=False, soft_wrap=True)
     if plot is not None:
         from graphattn.cli.graph.figures import overview
@@ -70,11 +73,6 @@ def run_graph(
         console.print(str(html), highlight=False, markup=False, soft_wrap=True)
 
 
-def plain(value: Any) -> Any:
-    """Convert a size to a JSON value."""
-    return list(value) if isinstance(value, range) else value
-
-
 def sizes_text(sizes: Mapping[str, Any]) -> str:
     """Return the options for the same graph, such as ``--tokens 64 --window 2``."""
     words = []
@@ -87,10 +85,9 @@ def sizes_text(sizes: Mapping[str, Any]) -> str:
 
 
 def facts_table(facts: list[GraphFact]) -> Table:
-    """Make the table of facts."""
     table = plain_table("What is known of it")
     table.add_column("fact", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
+    number_columns(table, "value")
     table.add_column("  meaning")
     for fact in facts:
         table.add_row(fact.name, escape(fact.text), f"  {escape(fact.note)}")
@@ -102,7 +99,6 @@ def facts_table(facts: list[GraphFact]) -> Table:
 
 
 def kinds_table() -> Table:
-    """Make the table of kinds with their options and defaults."""
     table = plain_table(
         "graphattn graph KIND, with any of these options (the values shown are the defaults)"
     )

@@ -14,9 +14,7 @@ import graphattn as ga
 from graphattn.cli.graph.kinds import Theory
 from graphattn.plain_tables import short
 
-MOST_EDGES = (
-    20_000_000  # limit for facts that need a list of edges, which takes a minute and two gigabytes
-)
+MOST_EDGES = 20_000_000  # for facts that need a list of edges: a minute and two gigabytes
 EXACT_DIAMETER = 1024  # up to this number of tokens, all pairs are measured
 TOLERANCE = 1e-3  # consensus: share of the initial disagreement that may remain
 
@@ -50,24 +48,17 @@ def sizes_and_degrees(graph: ga.TokenGraph) -> list[GraphFact]:
     N, E = graph.num_tokens, graph.num_edges
     degree = graph.in_degree()
     least, most = (int(degree.min()), int(degree.max())) if N else (0, 0)
-    mean = E / N if N else 0.0
-    density = E / N**2 if N else 0.0
+    mean, density = (E / N, E / N**2) if N else (0.0, 0.0)
+    sees = "sources that a token sees"
+    causal = ("yes", "no token sees a later one") if graph.is_causal else ("no", "")
     return [
         GraphFact("tokens", "tokens", N, f"{N:,}"),
         GraphFact("edges", "edges", E, f"{E:,}"),
-        GraphFact(
-            "least_degree", "smallest degree", least, f"{least:,}", "sources that a token sees"
-        ),
+        GraphFact("least_degree", "smallest degree", least, f"{least:,}", sees),
         GraphFact("mean_degree", "mean degree", mean, f"{mean:,.4g}"),
         GraphFact("most_degree", "largest degree", most, f"{most:,}"),
         GraphFact("density", "density", density, f"{density:.3g}", "edges / tokens²"),
-        GraphFact(
-            "is_causal",
-            "causal",
-            graph.is_causal,
-            "yes" if graph.is_causal else "no",
-            "no token sees a later one" if graph.is_causal else "",
-        ),
+        GraphFact("is_causal", "causal", graph.is_causal, *causal),
     ]
 
 
@@ -90,13 +81,12 @@ def diameter_bounds(
 ) -> tuple[int, int]:
     """Bound the diameter of the largest component; for small graphs the two bounds are equal.
 
-    Small graphs: from all pairs. Large graphs: from the eccentricities of the two ends and the
-        middle of a long path, because the diameter is between the eccentricity of a token and twice
-        that.
+    Large graphs: from the eccentricities of the ends and the middle of a long path, because the
+    diameter is between the eccentricity of a token and twice that.
     """
-    own = np.flatnonzero(component == np.bincount(component).argmax())
-    part = scipy.sparse.csr_array(adjacency[own][:, own])
-    if len(own) <= EXACT_DIAMETER:
+    tokens = np.flatnonzero(component == np.bincount(component).argmax())
+    part = scipy.sparse.csr_array(adjacency[tokens][:, tokens])
+    if len(tokens) <= EXACT_DIAMETER:
         exact = int(shortest_path(part, directed=False, unweighted=True).max(initial=0))
         return exact, exact
     path = farthest_path(part, farthest_path(part, 0)[-1])
@@ -121,27 +111,20 @@ def spectrum(
     fiedler = fiedler_value(graph)
     largest = ga.spectral.max_eigenvalue(graph)
     limit = 1 / (2 * largest) if largest > 0 else math.inf
-    facts = [
-        GraphFact(
-            "fiedler_value", "Fiedler value λ₁", fiedler, f"{fiedler:.6g}", "how fast it mixes"
-        )
-    ]
+    value, note = f"{fiedler:.6g}", "how fast it mixes"
+    facts = [GraphFact("fiedler_value", "Fiedler value λ₁", fiedler, value, note)]
     if theory is not None:
         facts.append(theory_fact(theory, fiedler))
+    step = f"{limit:.6g}" if math.isfinite(limit) else "any"
+    signs = "1 / (2 λ_max): no mode changes sign"
     facts += [
         GraphFact("max_eigenvalue", "largest eigenvalue", largest, f"{largest:.6g}"),
-        GraphFact(
-            "max_step_size",
-            "largest step",
-            limit,
-            f"{limit:.6g}" if math.isfinite(limit) else "any",
-            "1 / (2 λ_max): no mode changes sign",
-        ),
+        GraphFact("max_step_size", "largest step", limit, step, signs),
     ]
     eta = step_size if step_size is not None else limit
     if math.isfinite(eta):
-        own = "the largest" if step_size is None else ""
-        facts.append(GraphFact("step_size", "step η", eta, f"{eta:.6g}", own))
+        note = "the largest" if step_size is None else ""
+        facts.append(GraphFact("step_size", "step η", eta, f"{eta:.6g}", note))
         facts += smoothing(graph, fiedler, largest, eta)
     return facts
 
@@ -186,21 +169,13 @@ def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) 
     elif taken > 0:
         steps = math.ceil(math.log(TOLERANCE) / math.log1p(-taken)) if taken < 1 else 1
         why = f"until every disagreement is at most {TOLERANCE:g} of the initial one"
+    count, factor = (
+        short(steps) if math.isfinite(steps) else "never",
+        "of the slowest mode per step",
+    )
     return [
-        GraphFact(
-            "smoothing_rate",
-            "smoothing rate",
-            1 - taken,
-            text,
-            "factor of the slowest mode per step",
-        ),
-        GraphFact(
-            "steps_until_consensus",
-            "steps to consensus",
-            steps,
-            short(steps) if math.isfinite(steps) else "never",
-            why,
-        ),
+        GraphFact("smoothing_rate", "smoothing rate", 1 - taken, text, f"factor {factor}"),
+        GraphFact("steps_until_consensus", "steps to consensus", steps, count, why),
     ]
 
 

@@ -29,7 +29,6 @@ class GraphKind(NamedTuple):
 
 
 def exactly(value: float, source: str) -> Theory:
-    """Make the statement that the value is exactly `value`."""
     return Theory(value, value, source)
 
 
@@ -185,16 +184,12 @@ SPELLED = {"num_tokens": "tokens", "num_random": "random"}
 
 
 def option(name: str) -> str:
-    """Return the option of an argument, such as ``--block-size`` for block_size."""
+    """Return the option of an argument, such as ``--block-size``."""
     return "--" + SPELLED.get(name, name).replace("_", "-")
 
 
 def sizes_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the builder: the defaults, replaced by those `given` (not None).
-
-    Raises:
-        ValueError: if the kind is unknown, or does not have an option.
-    """
+    """Return the arguments of the builder: the defaults, replaced by those `given` (not None)."""
     if kind not in KINDS:
         near = did_you_mean(kind, KINDS)
         raise ValueError(f"KIND must be one of {', '.join(KINDS)}, got {kind!r}{near}")
@@ -204,14 +199,12 @@ def sizes_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if name not in options:
-            has = ", ".join(option(own) for own in options)
+            has = ", ".join(map(option, options))
             raise ValueError(
                 f"{option(name)} is not an option of {kind}, which has the options {has}"
             )
         sizes[name] = value
-    if (
-        "global_tokens" in sizes
-    ):  # on the command line, this is the number of global tokens, which are the first ones
+    if "global_tokens" in sizes:  # on the command line: how many of the first tokens are global
         if not 0 <= sizes["global_tokens"] <= sizes["num_tokens"]:
             raise ValueError(
                 f"--global-tokens must be from 0 to --tokens = {sizes['num_tokens']}, "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import graphattn as ga
 from graphattn.cli.report import Notes, ReportSection
-from graphattn.cli.runs_report.reading import MODEL, FoundRun
+from graphattn.cli.runs_report.reading import MODEL, RunFiles
 from graphattn.cli.runs_report.words import number
 from graphattn.plain_tables import Cells, counted
 from graphattn.spectral import Certificate
@@ -24,9 +24,9 @@ NUMBERS = {  # the number that a cell shows for a fact
 }
 
 
-def certificates_of(found: FoundRun) -> ReportSection | None:
+def certificates_of(files: RunFiles) -> ReportSection | None:
     """Make the certificates of the layers of the model of a run, or None without a model."""
-    folder = found.run.path / MODEL
+    folder = files.run.path / MODEL
     if not folder.exists():
         return None
     title = "Certificates of the layers"
@@ -36,18 +36,17 @@ def certificates_of(found: FoundRun) -> ReportSection | None:
         return ReportSection(title, [Notes([f"The model cannot be made from its folder: {error}"])])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > MOST_PARAMETERS:
-        said = (
+        reason = (
             f"Omitted for a model of {parameters / 1e6:.0f} million parameters, because they would "
             "take long; ga.spectral.certify(model, tokens) computes them."
         )
-        return ReportSection(title, [said])
+        return ReportSection(title, [reason])
     try:
-        probe, what = _probe(model, found)
+        probe, what = _probe(model, files)
         certificate = ga.spectral.certify(model, probe, measure=True)
     except (ValueError, TypeError, RuntimeError) as error:
-        return ReportSection(
-            title, [Notes([f"There are no certificates for this model: {_line(error)}"])]
-        )
+        line = " ".join(str(error).split())
+        return ReportSection(title, [Notes([f"There are no certificates for this model: {line}"])])
     parts = dict(certificate.parts) or {type(model).__name__: certificate}
     sound = (
         "Nothing is violated."
@@ -60,11 +59,13 @@ def certificates_of(found: FoundRun) -> ReportSection | None:
         f"Theorems about the model in {MODEL}/ ({type(model).__name__}, "
         f"{counted(parameters, 'parameter')}) on {what}. {sound}"
     )
-    says = Cells("", "", ["fact", "state", "statement"], _statements(certificate), [False] * 3)
-    return ReportSection(
-        title,
-        [intro, _by_layer(parts), ReportSection("Statements of the theorems", [says], folded=True)],
-    )
+    rows = [
+        [fact.name, fact.status, f"{fact.statement}\n{fact.source}".strip()]
+        for fact in certificate.facts
+    ]
+    table = Cells("", "", ["fact", "state", "statement"], rows, [False] * 3)
+    statements = ReportSection("Statements of the theorems", [table], folded=True)
+    return ReportSection(title, [intro, _by_layer(parts), statements])
 
 
 def _by_layer(parts: dict[str, Certificate]) -> Cells:
@@ -83,33 +84,26 @@ def _by_layer(parts: dict[str, Certificate]) -> Cells:
 def _cell(fact: Any) -> str:
     if fact.status == "not applicable":
         return "–"
-    own = fact.numbers.get(NUMBERS.get(fact.name, ""))
-    told = "" if own is None else number(float(own))
+    measured = fact.numbers.get(NUMBERS.get(fact.name, ""))
+    text = "" if measured is None else number(float(measured))
     if fact.status == "measured":
-        return told or "measured"
-    return f"{fact.status}\n{told}" if told else fact.status
+        return text or "measured"
+    return f"{fact.status}\n{text}" if text else fact.status
 
 
-def _statements(certificate: Certificate) -> list[list[str]]:
-    return [
-        [fact.name, fact.status, f"{fact.statement}\n{fact.source}".strip()]
-        for fact in certificate.facts
-    ]
-
-
-def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
+def _probe(model: nn.Module, files: RunFiles) -> tuple[Tensor, str]:
     """Return the tokens for the model (the start of a sample, or random), and a name for them."""
     generator = torch.Generator().manual_seed(0)
-    own: Any = getattr(model, "model", model)  # inside a model with a head for classes
-    if isinstance(own, ga.models.VisionTransformer | ga.models.SwinTransformer):
-        size: Any = own.config["image_size"]
+    body: Any = getattr(model, "model", model)  # inside a model with a head for classes
+    if isinstance(body, ga.models.VisionTransformer | ga.models.SwinTransformer):
+        size: Any = body.config["image_size"]
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        image = torch.rand(1, own.config["channels"], height, width, generator=generator)
+        image = torch.rand(1, body.config["channels"], height, width, generator=generator)
         return image, "an image of random pixels"
-    vocabulary = getattr(own, "vocab_size", None)
+    vocabulary = getattr(body, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ValueError(f"the model must read tokens or images, got a {type(model).__name__}")
-    tokens = _tokens_of_samples(found, vocabulary)
+    tokens = _tokens_of_samples(files, vocabulary)
     if tokens is not None:
         return tokens, f"the first {len(tokens)} tokens of its first sample"
     real = max(1, vocabulary - 1)  # without the last token, which is often a mask
@@ -117,9 +111,9 @@ def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
     return tokens, f"{TOKENS} random tokens"
 
 
-def _tokens_of_samples(found: FoundRun, vocabulary: int) -> Tensor | None:
-    path: Path = found.run.path / TOKENIZER
-    texts = [row["text"] for row in found.samples if isinstance(row.get("text"), str)]
+def _tokens_of_samples(files: RunFiles, vocabulary: int) -> Tensor | None:
+    path: Path = files.run.path / TOKENIZER
+    texts = [row["text"] for row in files.samples if isinstance(row.get("text"), str)]
     if not texts or not path.is_file():
         return None
     try:
@@ -128,7 +122,3 @@ def _tokens_of_samples(found: FoundRun, vocabulary: int) -> Tensor | None:
         return None
     fits = len(tokens) >= 8 and int(tokens.max()) < vocabulary
     return tokens if fits else None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -8,10 +8,10 @@ from typing import Any
 
 import graphattn as ga
 from graphattn.cli.report import Figure
-from graphattn.cli.runs_report.reading import FoundRun
+from graphattn.cli.runs_report.reading import RunFiles
 from graphattn.cli.runs_report.words import is_number, number
 from graphattn.plot.drawing.style import page_figure
-from graphattn.plot.training.runs import LAYER_MEASURES
+from graphattn.plot.runs import LAYER_MEASURES
 from graphattn.train.runs.records import Row
 
 WHAT_LAYERS_SAY = {
@@ -39,9 +39,8 @@ def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figur
     return Figure(title, caption, figure, alt)
 
 
-def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:
-    """Draw loss and learning rate of a run, and other numbers of its evaluations."""
-    run, pictures = found.run, []
+def curves_of(files: RunFiles, reference: Mapping[str, float]) -> list[Figure]:
+    run, pictures = files.run, []
     if _has(run.rows, "loss"):
         caption = "The mean per guess since the point before"
         caption += ", and on the validation split." if run.evaluations else "."
@@ -53,41 +52,38 @@ def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:
             drawn(
                 "Loss",
                 caption,
-                f"Loss over training steps. {_told(run.training, 'training loss')} "
-                f"{_told(run.evaluations, 'validation loss')}",
+                f"Loss over training steps. {_summary(run.training, 'training loss')} "
+                f"{_summary(run.evaluations, 'validation loss')}",
                 partial(ga.plot.training_curves, run, reference=reference),
             )
         )
-    measures = ("accuracy", "pearson")
-    for measure in measures:
-        if not _has(run.evaluations, measure):
-            continue
-        pictures.append(
-            drawn(
-                measure.replace("_", " ").capitalize(),
-                "On the validation split.",
-                f"{_told(run.evaluations, measure.replace('_', ' '), measure)}",
-                partial(ga.plot.training_curves, run, measure=measure),
-            )
+    pictures += [
+        drawn(
+            measure.capitalize(),
+            "On the validation split.",
+            _summary(run.evaluations, measure, measure),
+            partial(ga.plot.training_curves, run, measure=measure),
         )
+        for measure in ("accuracy", "pearson")
+        if _has(run.evaluations, measure)
+    ]
     if _has(run.training, "lr"):
         pictures.append(
             drawn(
                 "Learning rate",
                 "Of the optimizer.",
-                _told(run.training, "learning rate", "lr"),
+                _summary(run.training, "learning rate", "lr"),
                 partial(ga.plot.learning_rates, run),
             )
         )
     return pictures
 
 
-def layers_of(found: FoundRun) -> list[Figure]:
-    """Draw a figure for every number that layers have."""
-    run, pictures = found.run, []
+def layers_of(files: RunFiles) -> list[Figure]:
+    run, pictures = files.run, []
     for measure, label in LAYER_MEASURES.items():
-        rows = [own for row in run.layers for own in (row.get("layers") or {}).values()]
-        known = [own[measure] for own in rows if is_number(own.get(measure))]
+        layers = [layer for row in run.layers for layer in (row.get("layers") or {}).values()]
+        known = [layer[measure] for layer in layers if is_number(layer.get(measure))]
         if not known or (measure == "alpha_max" and max(known) <= 0):
             continue
         pictures.append(
@@ -103,26 +99,25 @@ def layers_of(found: FoundRun) -> list[Figure]:
 
 
 def reliability(name: str, bins: list[Row], error: Any) -> Figure:
-    """Draw the reliability diagram of an evaluation."""
-    said = f" The expected calibration error is {number(error)}." if is_number(error) else ""
+    ece = f" The expected calibration error is {number(error)}." if is_number(error) else ""
     return drawn(
         f"Calibration ({name})" if name else "Calibration",
         "How often guesses are right, against the confidence of the model: below the dashed line "
-        f"it is overconfident.{said}",
+        f"it is overconfident.{ece}",
         "Accuracy beside confidence, in bins: "
-        + ", ".join(f"{number(own['accuracy'])} at {number(own['confidence'])}" for own in bins)
+        + ", ".join(f"{number(row['accuracy'])} at {number(row['confidence'])}" for row in bins)
         + ".",
         partial(ga.plot.reliability_diagram, bins),
     )
 
 
-def comparison(runs: list[FoundRun]) -> list[Figure]:
-    """Draw the losses of several runs in one figure."""
-    known = {found.name: found.run for found in runs if _has(found.run.rows, "loss")}
+def comparison(runs: list[RunFiles]) -> list[Figure]:
+    known = {files.name: files.run for files in runs if _has(files.run.rows, "loss")}
     if len(known) < 2:
         return []
     lowest = [
-        f"{name}: {_told(run.evaluations or run.training, 'loss')}" for name, run in known.items()
+        f"{name}: {_summary(run.evaluations or run.training, 'loss')}"
+        for name, run in known.items()
     ]
     return [
         drawn(
@@ -140,7 +135,7 @@ def _has(rows: list[Row], measure: str) -> bool:
     return any(is_number(row.get(measure)) for row in rows)
 
 
-def _told(rows: list[Row], what: str, measure: str = "loss") -> str:
+def _summary(rows: list[Row], what: str, measure: str = "loss") -> str:
     """Describe a curve in a sentence."""
     known = [(row["step"], row[measure]) for row in rows if is_number(row.get(measure))]
     if not known:

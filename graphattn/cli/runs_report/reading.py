@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +21,43 @@ OF_SWEEPS = (RESULTS, SHARED)
 
 
 @dataclass(frozen=True)
-class FoundRun:
-    """A run, with everything that its folder contains.
+class RunFiles:
+    """A run, with everything that its folder contains."""
 
-    Attributes:
-        name: its name on the page.
-        run: status, state and rows; the config is the default one if its file is broken.
-        options: contents of config.yaml, or None.
-        evaluation, samples: contents of these files.
-        missing: a line for everything that is missing or damaged.
-    """
-
-    name: str
-    run: Run
-    options: dict[str, Any] | None
+    name: str  # on the page
+    run: Run  # its config is the default one if the file is broken
+    options: dict[str, Any] | None  # of config.yaml
     evaluation: dict[str, Any]
     samples: list[Row]
-    missing: list[str]
+    missing: list[str]  # a line for everything that is missing or damaged
 
 
 @dataclass(frozen=True)
-class FoundSweep:
+class SweepFiles:
     """A sweep: the rows of its trials, and their common options."""
 
     name: str
     path: Path
     rows: list[Row]
     options: dict[str, Any] | None
-    missing: list[str] = field(default_factory=list)
+    missing: list[str]
 
 
-def read_folders(folders: Sequence[Path]) -> tuple[list[FoundRun], list[FoundSweep]]:
+def read_folders(folders: Sequence[Path]) -> tuple[list[RunFiles], list[SweepFiles]]:
     """Read the runs and the sweeps among some folders.
 
     Raises: ValueError: if a folder does not exist, or is neither that of a run nor of a sweep.
     """
     runs, sweeps = [], []
-    for folder, name in zip(folders, _names(folders), strict=True):
+    for folder, title in zip(folders, _names(folders), strict=True):
         if not folder.is_dir():
             raise ValueError(
                 f"FOLDER must be the folder of a run or of a sweep, got {str(folder)!r}"
             )
-        if any((folder / own).exists() for own in OF_SWEEPS):
-            sweeps.append(_read_sweep(folder, name))
-        elif any((folder / own).exists() for own in OF_RUNS):
-            runs.append(_read_run(folder, name))
+        if any((folder / name).exists() for name in OF_SWEEPS):
+            sweeps.append(_read_sweep(folder, title))
+        elif any((folder / name).exists() for name in OF_RUNS):
+            runs.append(_read_run(folder, title))
         else:
             raise ValueError(
                 f"FOLDER must be the folder of a run or of a sweep, got {str(folder)!r}, which "
@@ -78,18 +70,18 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return the last part of every path, with as many parts before it as make names unique."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     count = 1
-    while count < max(map(len, parts)) and len({own[-count:] for own in parts}) < len(set(parts)):
+    while count < max(map(len, parts)) and len({p[-count:] for p in parts}) < len(set(parts)):
         count += 1
-    names = ["/".join(own[-count:]) for own in parts]
+    names = ["/".join(p[-count:]) for p in parts]
     # The same folder twice has the same name twice.
-    return [f"{own} ({names[:k].count(own) + 1})" if own in names[:k] else own
-            for k, own in enumerate(names)]  # fmt: skip
+    return [f"{name} ({names[:k].count(name) + 1})" if name in names[:k] else name
+            for k, name in enumerate(names)]  # fmt: skip
 
 
 # Runs.
 
 
-def _read_run(path: Path, name: str) -> FoundRun:
+def _read_run(path: Path, name: str) -> RunFiles:
     missing: list[str] = []
     options = _read_options(path / CONFIG, missing)
     try:
@@ -104,9 +96,9 @@ def _read_run(path: Path, name: str) -> FoundRun:
         rows = _read_rows(path / LOG, missing, steps=True)
         config = RunConfig()
         if options is not None:
-            known = {own.name for own in dataclasses.fields(RunConfig)}
+            known = {field.name for field in dataclasses.fields(RunConfig)}
             try:
-                config = RunConfig(**{key: own for key, own in options.items() if key in known})
+                config = RunConfig(**{key: options[key] for key in options if key in known})
             except (ValueError, TypeError) as error:
                 missing.append(f"{CONFIG}: {error}")
         run = Run(path, config, _status(path, info), info, rows)
@@ -114,17 +106,17 @@ def _read_run(path: Path, name: str) -> FoundRun:
     if len(rows) < len(run.rows):
         missing.append(f"{LOG}: rows without numbers were omitted")
         run = dataclasses.replace(run, rows=rows)
-    for own, what in ((STATE, "the end and the origin of the run"), (LOG, "its curves")):
-        if not (path / own).exists():
-            missing.append(f"There is no {own}, so {what} are unknown.")
+    for file, what in ((STATE, "the end and the origin of the run"), (LOG, "its curves")):
+        if not (path / file).exists():
+            missing.append(f"There is no {file}, so {what} are unknown.")
     if (path / LOG).exists() and not rows:
         missing.append(f"{LOG} contains no rows, so there are no curves.")
     evaluation = _read_object(path / EVALUATION, missing)
     samples = _read_rows(path / SAMPLES, missing)
-    absent = [own for own in (EVALUATION, SAMPLES, MODEL) if not (path / own).exists()]
+    absent = [file for file in (EVALUATION, SAMPLES, MODEL) if not (path / file).exists()]
     if absent:
         missing.append(f"Missing (or not written yet): {', '.join(absent)}.")
-    return FoundRun(name, run, options, evaluation, samples, missing)
+    return RunFiles(name, run, options, evaluation, samples, missing)
 
 
 def _status(path: Path, info: dict[str, Any]) -> str:
@@ -141,7 +133,7 @@ def _is_row(row: Row) -> bool:
     """Return whether a row contains only numbers where it should."""
     layers = row.get("layers")
     return layers is None or (
-        isinstance(layers, dict) and all(isinstance(own, dict) for own in layers.values())
+        isinstance(layers, dict) and all(isinstance(numbers, dict) for numbers in layers.values())
     )
 
 
@@ -156,28 +148,29 @@ def _read_options(path: Path, missing: list[str]) -> dict[str, Any] | None:
             "reports of runs need PyYAML: install it with pip install 'graphattn[train]'"
         ) from error
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, OSError) as error:
         missing.append(f"{path.name} cannot be read: {_why(error, path.parent)}")
         return None
-    if not isinstance(found, dict):
-        missing.append(f"{path.name} must contain names and values, got a {type(found).__name__}.")
+    if not isinstance(options, dict):
+        kind = type(options).__name__
+        missing.append(f"{path.name} must contain names and values, got a {kind}.")
         return None
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in options.items()}
 
 
 def _read_object(path: Path, missing: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         missing.append(f"{path.name} cannot be read: {_why(error, path.parent)}")
         return {}
-    if not isinstance(found, dict):
-        missing.append(f"{path.name} must contain a JSON object, got a {type(found).__name__}.")
+    if not isinstance(content, dict):
+        missing.append(f"{path.name} must contain a JSON object, got a {type(content).__name__}.")
         return {}
-    return found
+    return content
 
 
 def _read_rows(path: Path, missing: list[str], *, steps: bool = False) -> list[Row]:
@@ -216,7 +209,7 @@ def _why(error: Exception, folder: Path) -> str:
 # Sweeps.
 
 
-def _read_sweep(path: Path, name: str) -> FoundSweep:
+def _read_sweep(path: Path, name: str) -> SweepFiles:
     missing: list[str] = []
     options = _read_options(path / SHARED, missing) if (path / SHARED).exists() else None
     rows = _read_rows(path / RESULTS, missing)
@@ -228,13 +221,9 @@ def _read_sweep(path: Path, name: str) -> FoundSweep:
             f"{RESULTS}: omitted, because mixer, lr or status is missing: {len(rows) - len(whole)} "
             f"of {len(rows)} rows."
         )
-    return FoundSweep(name, path, whole, options, missing)
+    return SweepFiles(name, path, whole, options, missing)
 
 
 def _is_trial(row: Row) -> bool:
-    lr = row.get("lr")
-    return (
-        isinstance(row.get("mixer"), str)
-        and isinstance(lr, int | float)
-        and isinstance(row.get("status"), str)
-    )
+    named = all(isinstance(row.get(name), str) for name in ("mixer", "status"))
+    return named and isinstance(row.get("lr"), (int, float))

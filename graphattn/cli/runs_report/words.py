@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from graphattn.cli.runs_report.reading import FoundRun
-from graphattn.plain_tables import counted, short
+from graphattn.cli.runs_report.reading import RunFiles
+from graphattn.plain_tables import Cells, counted, short
 
 NAMES = {  # names in an evaluation -> names in a table
     "loss": "loss",
@@ -42,8 +42,8 @@ def column(name: str) -> str:
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Return known measures first, then the others in their order."""
-    found = list(dict.fromkeys(names))
-    return [name for name in NAMES if name in found] + [name for name in found if name not in NAMES]
+    once = list(dict.fromkeys(names))
+    return [name for name in NAMES if name in once] + [name for name in once if name not in NAMES]
 
 
 def duration(seconds: Any) -> str:
@@ -58,7 +58,7 @@ def duration(seconds: Any) -> str:
 def value(given: Any) -> str:
     """Format an option as YAML on one line."""
     if isinstance(given, Mapping):
-        return ", ".join(f"{key}: {value(own)}" for key, own in given.items()) or "none"
+        return ", ".join(f"{key}: {value(inner)}" for key, inner in given.items()) or "none"
     if isinstance(given, list | tuple):
         return "[" + ", ".join(map(value, given)) + "]"
     if given is None or given == "":
@@ -68,33 +68,33 @@ def value(given: Any) -> str:
     return f"{given:g}" if isinstance(given, float) else str(given)
 
 
-def status(found: FoundRun) -> str:
+def option_table(options: Mapping[str, Any]) -> Cells:
+    """Make the table of some options."""
+    rows = [[name, value(given)] for name, given in options.items()]
+    return Cells("", "", ["option", "value"], rows, [False, False])
+
+
+def status(files: RunFiles) -> str:
     """Describe in one sentence how a run ended, or its present step."""
-    run = found.run
-    of = f"step {run.step:,} of {run.config.steps:,}" if found.options else f"step {run.step:,}"
+    run = files.run
+    of = f"step {run.step:,} of {run.config.steps:,}" if files.options else f"step {run.step:,}"
     time = duration(run.info.get("seconds"))
     taken = f" in {time}" if time else ""
-    if run.status == "finished":
-        return f"Finished: {counted(run.step, 'step')}{taken}."
-    if run.status == "diverged":
-        return (
-            f"Diverged: the run ended at {of}{taken}, because its loss was no longer finite, or "
-            "had stayed far above its first loss."
-        )
-    if run.status == "interrupted":
-        return (
-            f"Interrupted: the log ends at {of}. graphattn train --resume {run.path} continues it "
-            "from its last checkpoint."
-        )
-    if run.status == "failed":
-        error = run.info.get("error")
-        return f"Failed at {of}: {error}" if error else f"Failed at {of}; its error is not known."
-    if run.status == "running":
-        return f"Running when this page was written, at {of}: these are not its final results."
-    return f"How the run ended is not known; the log ends at {of}."
+    error = run.info.get("error")
+    sentences = {
+        "finished": f"Finished: {counted(run.step, 'step')}{taken}.",
+        "diverged": f"Diverged: the run ended at {of}{taken}, because its loss was no longer "
+        "finite, or had stayed far above its first loss.",
+        "interrupted": f"Interrupted: the log ends at {of}. graphattn train --resume {run.path} "
+        "continues it from its last checkpoint.",
+        "failed": f"Failed at {of}: {error}"
+        if error
+        else f"Failed at {of}; its error is not known.",
+        "running": f"Running when this page was written, at {of}: these are not its final results.",
+    }
+    return sentences.get(run.status, f"How the run ended is not known; the log ends at {of}.")
 
 
-def best_row(found: FoundRun) -> dict[str, Any] | None:
-    """Return the evaluation with the lowest loss."""
-    known = [row for row in found.run.evaluations if is_number(row.get("loss"))]
+def best_row(files: RunFiles) -> dict[str, Any] | None:
+    known = [row for row in files.run.evaluations if is_number(row.get("loss"))]
     return min(known, key=lambda row: row["loss"], default=None)

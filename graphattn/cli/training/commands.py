@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from graphattn.cli.options import argument, option, with_options
 from graphattn.cli.terminal import terminal
-from graphattn.cli.training.run_options import with_run_options
+from graphattn.cli.training.run_options import run_options
+
+RUN = argument("run", Path, "Folder of a training run.", required=True)
+LARGEST_SEED = 2**63 - 1
 
 
-@with_run_options()
-def train(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[CONFIG]", help="A YAML file with these options.", show_default=False
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="The same file as CONFIG, given as an option.", show_default=False),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Continue the run in this folder; --steps may be larger than before.",
-            show_default=False,
-        ),
-    ] = None,
-    *,
-    options: dict[str, Any],
-) -> None:
+def _given_run_options(options: dict[str, Any], *left_out: str) -> dict[str, Any]:
+    """Take the options of RunConfig out of all options; return the text of those given."""
+    texts = {each.name: options.pop(each.name) for each in run_options(*left_out)}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+@with_options(
+    argument(
+        "file", Path, "A YAML file with these options.", metavar="[CONFIG]", show_default=False
+    ),
+    option("config", Path, "The same file as CONFIG, given as an option."),
+    option("resume", Path, "Continue the run in this folder; --steps may be larger than before."),
+    *run_options(),
+)
+def train(*, file: Path | None, config: Path | None, resume: Path | None, **options: Any) -> None:
     """Train a model on a file or folder of data, or continue a run.
 
     Options replace those of the file.
@@ -44,192 +41,152 @@ def train(
 
     if file is not None and config is not None:
         raise ValueError("CONFIG and --config must not both be given: they mean the same file")
-    code = run_train(config if file is None else file, resume, options, terminal())
+    given = _given_run_options(options)
+    code = run_train(config if file is None else file, resume, given, terminal())
     if code:
         raise typer.Exit(code)
 
 
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Another file or folder, which is used completely. Default: a part of the data "
-            "of the run.",
-            show_default=False,
-        ),
-    ] = None,
-    split: Annotated[
-        str, typer.Option(help="Part of the data of the run: train, validation, test or all.")
-    ] = "test",
-    pseudo_tokens: Annotated[
+@with_options(
+    RUN,
+    option(
+        "data",
+        str,
+        "Another file or folder, which is used completely. Default: a part of the data of the run.",
+    ),
+    option("split", "test", "Part of the data of the run: train, validation, test or all."),
+    option(
+        "pseudo_tokens",
+        512,
+        "For masked models: number of tokens that are masked one at a time, for the "
+        "pseudo-perplexity.",
+        min=0,
+    ),
+    option("batch_tokens", int, "Number of tokens per batch. Default: as in training.", min=1),
+    option(
+        "length",
         int,
-        typer.Option(
-            min=0,
-            help="For masked models: number of tokens that are masked one at a time, for the "
-            "pseudo-perplexity.",
-        ),
-    ] = 512,
-    batch_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of tokens per batch. Default: as in training.", show_default=False
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Largest number of tokens that the model reads together. Default: whole "
-            "structures; for other data, the length of the run.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of masks and noise.")] = 0,
-) -> None:
+        "Largest number of tokens that the model reads together. Default: whole structures; for "
+        "other data, the length of the run.",
+        min=1,
+    ),
+    option("seed", 0, "Seed of masks and noise.", min=0, max=LARGEST_SEED),
+)
+def evaluate(*, run: Path, **options: Any) -> None:
     """Evaluate a trained model: loss, perplexity, calibration, compared with guessing.
 
     The numbers are added to evaluation.json in the folder of the run.
     """
     from graphattn.cli.training.evaluate import run_evaluate
 
-    run_evaluate(run, data, split, pseudo_tokens, batch_tokens, length, seed, terminal())
+    run_evaluate(run, **options, console=terminal())
 
 
-def generate(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    prompt: Annotated[
-        str,
-        typer.Option(
-            help="Beginning of the text. For proteins and nucleotides, with a masked or "
-            "diffusion model, each _ is a position to fill."
-        ),
-    ] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Maximal number of tokens to write.")] = 400,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0, help="Below 1: more likely texts; 0: always the most likely token."),
-    ] = 1.0,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Draw from this number of most likely tokens.", show_default=False
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Draw from the smallest set of most likely tokens with this probability.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[
+@with_options(
+    RUN,
+    option(
+        "prompt",
+        "",
+        "Beginning of the text. For proteins and nucleotides, with a masked or diffusion model, "
+        "each _ is a position to fill.",
+    ),
+    option("tokens", 400, "Maximal number of tokens to write.", min=1),
+    option(
+        "temperature",
+        1.0,
+        "Below 1: more likely texts; 0: always the most likely token.",
+        min=0,
+    ),
+    option("top_k", int, "Draw from this number of most likely tokens.", min=1),
+    option(
+        "top_p", float, "Draw from the smallest set of most likely tokens with this probability."
+    ),
+    option(
+        "seed",
+        0,
+        "Seed of the random draws; each further sample uses the next seed.",
+        min=0,
+        max=LARGEST_SEED,
+    ),
+    option(
+        "steps",
         int,
-        typer.Option(
-            min=0,
-            max=2**63 - 1,
-            help="Seed of the random draws; each further sample uses the next seed.",
-        ),
-    ] = 0,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of steps for masked and diffusion models. Default: one per token.",
-            show_default=False,
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Method for masked and diffusion models: ancestral, tweedie or "
-            "top-probability. Default: ancestral for diffusion, top-probability for masked "
-            "models.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
+        "Number of steps for masked and diffusion models. Default: one per token.",
+        min=1,
+    ),
+    option("samples", 1, "Number of texts.", min=1),
+    option(
+        "method",
+        str,
+        "Method for masked and diffusion models: ancestral, tweedie or top-probability. Default: "
+        "ancestral for diffusion, top-probability for masked models.",
+    ),
+)
+def generate(*, run: Path, **options: Any) -> None:
     """Generate text or sequences with a trained model, printed token by token if possible.
 
     The samples are added to samples.jsonl in the folder of the run.
     """
     from graphattn.cli.training.generate import run_generate
 
-    run_generate(
-        run, prompt, tokens, temperature, top_k, top_p, seed, steps, samples, method, terminal()
-    )
+    run_generate(run, **options, console=terminal())
     typer.echo()
 
 
-@with_run_options("mixer", "lr", "seed", "out")
-def sweep(
-    mixers: Annotated[
-        str | None,
-        typer.Option(help="Names of mixers, separated by commas: dot,consensus,mix,dot-window."),
-    ] = None,
-    lrs: Annotated[
-        str | None,
-        typer.Option(
-            help="Learning rates: 1e-4,3e-4, or 1e-4..5e-2:7 for 7 values from 1e-4 to 5e-2, each "
-            "the same multiple of the one before."
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of training runs per combination, with different seeds. Default: 1.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False, help="Folder of the sweep. If it exists, the sweep is continued."
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            help="Continue the sweep in this folder, or help other processes that work on it.",
-        ),
-    ] = None,
-    processes: Annotated[
+OF_TRIALS = ("mixer", "lr", "seed", "out")  # what the trials of a sweep differ in
+
+
+@with_options(
+    option("mixers", str, "Names of mixers, separated by commas: dot,consensus,mix,dot-window."),
+    option(
+        "lrs",
+        str,
+        "Learning rates: 1e-4,3e-4, or 1e-4..5e-2:7 for 7 values from 1e-4 to 5e-2, each the same "
+        "multiple of the one before.",
+    ),
+    option(
+        "seeds",
         int,
-        typer.Option(
-            min=1,
-            help="Number of processes that train at the same time, each with its share of the "
-            "cores.",
-        ),
-    ] = 1,
-    grace: Annotated[
-        int,
-        typer.Option(
-            min=2,
-            help="Number of seconds without a heartbeat after which a process on another "
-            "machine counts as killed.",
-        ),
-    ] = 60,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Train failed trials again.")
-    ] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="A YAML file with options; options on the command line replace those of the file.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Draw the curves into this file: .png, .svg or .pdf."),
-    ] = None,
-    *,
-    options: dict[str, Any],
-) -> None:
+        "Number of training runs per combination, with different seeds. Default: 1.",
+        min=1,
+    ),
+    option(
+        "out",
+        Path,
+        "Folder of the sweep. If it exists, the sweep is continued.",
+        file_okay=False,
+    ),
+    option(
+        "resume",
+        Path,
+        "Continue the sweep in this folder, or help other processes that work on it.",
+        file_okay=False,
+    ),
+    option(
+        "processes",
+        1,
+        "Number of processes that train at the same time, each with its share of the cores.",
+        min=1,
+    ),
+    option(
+        "grace",
+        60,
+        "Number of seconds without a heartbeat after which a process on another machine counts as "
+        "killed.",
+        min=2,
+    ),
+    option("retry_failed", False, "Train failed trials again.", "--retry-failed"),
+    option(
+        "config",
+        Path,
+        "A YAML file with options; options on the command line replace those of the file.",
+        exists=True,
+        dir_okay=False,
+    ),
+    option("plot", Path, "Draw the curves into this file: .png, .svg or .pdf.", dir_okay=False),
+    *run_options(*OF_TRIALS),
+)
+def sweep(**options: Any) -> None:
     """Train with every mixer at every learning rate, and compare the results.
 
     If it is started several times, also on several machines, all work on the same sweep.
@@ -238,42 +195,35 @@ def sweep(
     """
     from graphattn.cli.training.sweep import run_sweeps
 
-    grid = {"mixers": mixers, "lrs": lrs, "seeds": seeds}
+    grid = {name: options.pop(name) for name in ("mixers", "lrs", "seeds")}
+    given = _given_run_options(options, *OF_TRIALS)
     try:
-        is_whole = run_sweeps(
-            out, resume, grid, processes, grace, retry_failed, config, plot, options, terminal()
-        )
+        is_whole = run_sweeps(grid=grid, options=given, **options, console=terminal())
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if not is_whole:
         raise typer.Exit(1)
 
 
-def report(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="FOLDER", help="Folders of runs and of sweeps."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            help="The HTML file to write; an older one is replaced. Default: report.html in the "
-            "folder, or in the current folder if there are several.",
-            show_default=False,
-        ),
-    ] = None,
-    title: Annotated[
-        str | None, typer.Option(help="Title of the page.", show_default=False)
-    ] = None,
-    certify: Annotated[
-        bool,
-        typer.Option(
-            help="Compute certificates of the layers of trained models, about a second for each "
-            "layer."
-        ),
-    ] = True,
-) -> None:
+@with_options(
+    argument(
+        "folders", list[Path], "Folders of runs and of sweeps.", metavar="FOLDER", required=True
+    ),
+    option(
+        "out",
+        Path,
+        "The HTML file to write; an older one is replaced. Default: report.html in the folder, or "
+        "in the current folder if there are several.",
+        dir_okay=False,
+    ),
+    option("title", str, "Title of the page."),
+    option(
+        "certify",
+        True,
+        "Compute certificates of the layers of trained models, about a second for each layer.",
+    ),
+)
+def report(**options: Any) -> None:
     """Write training runs and sweeps as one page: curves, tables, samples, certificates.
 
     Runs that diverged, were interrupted or are still running are marked.
@@ -281,4 +231,4 @@ def report(
     """
     from graphattn.cli.runs_report import run_report
 
-    run_report(folders, out, title, certify, terminal())
+    run_report(**options, console=terminal())

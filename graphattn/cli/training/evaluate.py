@@ -15,7 +15,7 @@ from graphattn.cli.demo.sample import printable
 from graphattn.cli.outputs import as_json
 from graphattn.data import Part, split_corpus
 from graphattn.graphs.arguments import as_choice
-from graphattn.plain_tables import plain_table
+from graphattn.plain_tables import number_columns, plain_table
 from graphattn.train.evaluation.evaluate import evaluate_model
 from graphattn.train.runs.choices import tokens_of_image
 from graphattn.train.runs.folder import origin
@@ -165,7 +165,7 @@ def table_of(name: str, report: dict[str, Any]) -> Table:
     numbers = f"{report['examples']:,} examples, {report['guesses']:,} guesses"
     table = plain_table(f"{name}: {numbers}" + (f"; {report['cut']}" if "cut" in report else ""))
     table.add_column("what")
-    table.add_column("", justify="right", no_wrap=True)
+    number_columns(table, "")
     losses: list[str] = [key for key in ("loss", "frequency_loss", "bigram_loss") if key in report]
     errors = {key: report.get(f"{key}_error") for key in losses} | _errors_of_others(report)
     hidden = {*losses, *(f"{key}_error" for key in losses)}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
 from torch import Tensor
 
+from graphattn.cli.training.run_options import flag
 from graphattn.data import NucleotideTokenizer, ProteinTokenizer
 from graphattn.graphs.arguments import as_int
 from graphattn.models import CausalLM
@@ -24,21 +25,24 @@ GAP = "_"  # in a prompt of residues or bases: a position that the model fills
 UNREAD = "\N{REPLACEMENT CHARACTER}"
 
 
+class Sampling(NamedTuple):
+    """How texts are drawn."""
+
+    tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    steps: int | None
+    method: str | None
+
+
 def run_generate(
-    folder: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    steps: int | None,
-    samples: int,
-    method: str | None,
-    console: Console,
+    folder: Path, *, prompt: str, seed: int, samples: int, console: Console, **options: Any
 ) -> None:
-    """Write samples to stdout and into ``samples.jsonl`` of the run."""
-    tokens, samples = as_int("--tokens", tokens, 1), as_int("--samples", samples, 1)
+    """Write samples to stdout and into ``samples.jsonl`` of the run; `options` as in Sampling."""
+    how = Sampling(**options)
+    as_int("--tokens", how.tokens, 1)
+    samples = as_int("--samples", samples, 1)
     trained = load_trained(folder)
     if trained.objective.name not in ("causal", "masked", "diffusion"):
         raise ValueError(
@@ -52,12 +56,11 @@ def run_generate(
             "trained = ga.train.load_trained(RUN)"
         )
     is_causal = isinstance(trained.model, CausalLM)
-    given = [("--top-k", top_k)] if not is_causal else [("--steps", steps), ("--method", method)]
-    for option, value in given:
-        if value is not None:
+    for name in ("steps", "method") if is_causal else ("top_k",):
+        if (value := getattr(how, name)) is not None:
             kind = "a causal model" if is_causal else "a masked or diffusion model"
             raise ValueError(
-                f"{option} must not be given for {kind}, where it has no effect, got {value!r}"
+                f"{flag(name)} must not be given for {kind}, where it has no effect, got {value!r}"
             )
     made_by = origin(trained.run.config)
     for number in range(samples):
@@ -65,20 +68,14 @@ def run_generate(
         if number:
             typer.echo()
         if is_causal:
-            made = _write_on(trained, prompt, tokens, temperature, top_k, top_p, generator)
+            text = _write_on(trained, prompt, how, generator)
         else:
-            made = _unmask(
-                trained, prompt, tokens, steps, method, temperature, top_p, generator, console
-            )
+            text = _unmask(trained, prompt, how, generator, console)
         row = {
             "prompt": prompt,
-            "text": made,
+            "text": text,
             "seed": seed + number,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "steps": steps,
-            "method": method,
+            **{name: value for name, value in how._asdict().items() if name != "tokens"},
             "model": str(trained.source.relative_to(trained.run.path)),
             "origin": {**made_by, "seed": seed + number},
         }
@@ -97,15 +94,7 @@ def _encoded(trained: Trained, prompt: str) -> Tensor:
 # Causal models.
 
 
-def _write_on(
-    trained: Trained,
-    prompt: str,
-    count: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator,
-) -> str:
+def _write_on(trained: Trained, prompt: str, how: Sampling, generator: torch.Generator) -> str:
     """Write the prompt and its continuation to stdout, token by token."""
     assert isinstance(trained.model, CausalLM)
     if prompt:
@@ -124,10 +113,10 @@ def _write_on(
 
     trained.model.generate(
         start,
-        count,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        how.tokens,
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
         generator=generator,
         progress=add_last,
     )
@@ -176,7 +165,6 @@ class TextStream:
         self.text = ""
 
     def add(self, tokens: list[int]) -> None:
-        """Add more tokens."""
         self.tokens += tokens
         self._write_new(is_end=False)
 
@@ -212,15 +200,7 @@ def _to_stdout(piece: str) -> None:
 
 
 def _unmask(
-    trained: Trained,
-    prompt: str,
-    count: int,
-    steps: int | None,
-    method: str | None,
-    temperature: float,
-    top_p: float | None,
-    generator: torch.Generator,
-    console: Console,
+    trained: Trained, prompt: str, how: Sampling, generator: torch.Generator, console: Console
 ) -> str:
     mask = int(trained.objective.mask_token)  # type: ignore[attr-defined]
     pieces = [prompt] if _is_text(trained) else prompt.split(GAP)
@@ -230,16 +210,16 @@ def _unmask(
     is_diffusion = trained.objective.name == "diffusion"
     noise = {"noise": trained.objective.noise} if is_diffusion else {}  # type: ignore[attr-defined]
     # A prompt with gaps keeps its length; another one is continued.
-    length = len(start) if mask in start else len(start) + count
+    length = len(start) if mask in start else len(start) + how.tokens
     with console.status(f"unmasking {length:,} tokens"):
         made = sample_diffusion(
             trained.model,
             length,
-            steps,
+            how.steps,
             mask_token=mask,
-            method=method or ("ancestral" if is_diffusion else "top-probability"),  # type: ignore[arg-type]
-            temperature=temperature,
-            top_p=top_p,
+            method=how.method or ("ancestral" if is_diffusion else "top-probability"),  # type: ignore[arg-type]
+            temperature=how.temperature,
+            top_p=how.top_p,
             generator=generator,
             prompt=torch.tensor(start) if start else None,
             **noise,

@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-import typer
-
+from graphattn.cli.options import option
 from graphattn.train.runs.config import RunConfig
 
 
-def with_run_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command an option for every field of :class:`RunConfig`, instead of its `options`.
-
-    The command gets a dict ``options`` with the text of the options that were given.
-    """
-    panel, run_options = "", []
+def run_options(*left_out: str) -> list[inspect.Parameter]:
+    """Return an option for every field of :class:`RunConfig` but those `left_out`."""
+    panel, options = "", []
     for field in dataclasses.fields(RunConfig):
         panel = field.metadata.get("panel", panel)
         if field.name not in left_out:
-            run_options.append(_parameter(field, panel))
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        own_options = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            if parameter.name != "options"
-        ]
-        parameters = [*own_options, *run_options]
-
-        def call(**values: Any) -> Any:
-            texts = {option.name: values.pop(option.name) for option in run_options}
-            given = {name: value for name, value in texts.items() if value is not None}
-            return command(**values, options=given)
-
-        call.__name__, call.__doc__ = command.__name__, command.__doc__
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {each.name: each.annotation for each in parameters}
-        return call
-
-    return add
+            options.append(_option(field, panel))
+    return options
 
 
 def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
@@ -69,30 +45,22 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _parameter(field: dataclasses.Field[Any], panel: str) -> inspect.Parameter:
-    """Return the parameter of an option. RunConfig parses its text, with one-line errors."""
-    name = flag(field.name)
-    kind: Any = bool if field.type is bool else str
+def _option(field: dataclasses.Field[Any], panel: str) -> inspect.Parameter:
+    """Return the option of a field; RunConfig parses its text, with one-line errors."""
+    name, kind = flag(field.name), bool if field.type is bool else str
     metavar = None if kind is bool else _METAVARS.get(field.type, "YAML")
     if get_origin(field.type) is Literal:
         metavar = "|".join(get_args(field.type))
-    help_text = field.metadata["description"].replace("`", "")
-    help_text = help_text[:1].upper() + help_text[1:]
+    text = field.metadata["description"].replace("`", "")
+    text = text[:1].upper() + text[1:]
     if field.default not in ("", None, dataclasses.MISSING):
-        help_text += f" [default: {field.default}]"
-    option = typer.Option(
-        f"{name}/--no-{name[2:]}" if kind is bool else name,
-        metavar=metavar,
-        show_default=False,
-        help=help_text.replace("[", r"\["),
-        rich_help_panel=panel,
+        text += f" [default: {field.default}]"
+    declaration = f"{name}/--no-{name[2:]}" if kind is bool else name
+    more = {"metavar": metavar, "rich_help_panel": panel}
+    parameter: inspect.Parameter = option(
+        field.name, kind, text.replace("[", r"\["), declaration, **more
     )
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
+    return parameter
 
 
 _METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}

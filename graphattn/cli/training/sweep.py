@@ -13,7 +13,7 @@ from rich.table import Table
 
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
 from graphattn.cli.training.run_options import config_of, flag
-from graphattn.plain_tables import counted, plain_table, short
+from graphattn.plain_tables import counted, number_columns, plain_table, short
 from graphattn.train import MixerSummary, resume_sweep, run_sweep, summarize_sweep
 from graphattn.train.sweeps.results import RESULTS, TOLERANCE
 
@@ -27,7 +27,7 @@ def run_sweeps(
     processes: int,
     grace: int,
     retry_failed: bool,
-    file: Path | None,
+    config: Path | None,
     plot: Path | None,
     options: dict[str, Any],
     console: Console,
@@ -44,8 +44,8 @@ def run_sweeps(
     how: dict[str, Any] = {"grace": grace, "retry_failed": retry_failed, "tell": tell}
     given = [name for name, value in {**grid, **options}.items() if value is not None]
     if resume is not None:
-        if given or out is not None or file is not None:
-            other = [*given, *["out"] * (out is not None), *["config"] * (file is not None)]
+        if given or out is not None or config is not None:
+            other = [*given, *["out"] * (out is not None), *["config"] * (config is not None)]
             names = ", ".join(map(flag, other))
             raise ValueError(
                 f"--resume must be given without {names}, because it continues the sweep in its "
@@ -58,9 +58,12 @@ def run_sweeps(
         if out is None or missing:
             names = ", ".join(map(flag, missing))
             raise ValueError(f"{names} must be given, or --resume FOLDER to continue a sweep")
-        config = config_of(file, options).replace(out=os.fspath(out))
+        run_config = config_of(config, options).replace(out=os.fspath(out))
         options_of_grid = {**grid, "seeds": 1 if grid["seeds"] is None else grid["seeds"]}
-        folder, work = out, lambda: run_sweep(config, processes=processes, **options_of_grid, **how)
+        folder, work = (
+            out,
+            lambda: run_sweep(run_config, processes=processes, **options_of_grid, **how),
+        )
     try:
         rows = work()
     except KeyboardInterrupt:
@@ -68,7 +71,13 @@ def run_sweeps(
         raise
     console.print(summary_table(rows))
     if plot is not None and any(row["status"] in RESULTS for row in rows):
-        draw(rows, plot)
+        from matplotlib.figure import Figure
+
+        from graphattn.plot import sweep_curves
+
+        figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+        sweep_curves(rows, ax=figure.add_subplot())
+        figure.savefig(plot, dpi=160)
     typer.echo(os.fspath(folder / "results.jsonl"))
     return not any(row["status"] == "failed" for row in rows)
 
@@ -87,33 +96,27 @@ def tell(row: Row) -> None:
 
 
 def summary_table(rows: list[Row]) -> Table:
-    """Make the table with one line per mixer."""
     table = plain_table("Validation loss at the last step, by mixer")
     table.add_column("mixer", no_wrap=True)
-    table.add_column("best lr", justify="right", no_wrap=True)
-    table.add_column("loss there", justify="right", no_wrap=True)
-    table.add_column("stable lrs", justify="right", no_wrap=True)
-    table.add_column("at the highest", justify="right", no_wrap=True)
+    number_columns(table, "best lr", "loss there", "stable lrs", "at the highest")
     table.add_column("trials")
-    for summary in summarize_sweep(rows):
+    summaries = summarize_sweep(rows)
+    for summary in summaries:
         table.add_row(escape(summary.mixer), *_numbers(summary), _counts(summary))
     caption = (
         "Loss: mean over seeds, ± standard deviation. Stable: rates around the best at which no "
         f"trial diverged and the loss is at most {TOLERANCE:g} above the best. At the highest: "
         "difference between the loss at the highest stable rate and the best loss."
     )
-    if ends := [each.mixer for each in summarize_sweep(rows) if each.best_lr in _ends(rows)]:
+    rates = {row["lr"] for row in rows}
+    ends = {min(rates), max(rates)} if len(rates) > 1 else set()
+    if at_end := [summary.mixer for summary in summaries if summary.best_lr in ends]:
         caption += (
-            f" {escape(', '.join(ends))}: the best rate is the lowest or highest one tried, so "
+            f" {escape(', '.join(at_end))}: the best rate is the lowest or highest one tried, so "
             "rates beyond may be better, and the stable range may be larger."
         )
     table.caption = caption
     return table
-
-
-def _ends(rows: list[Row]) -> set[float]:
-    rates = [row["lr"] for row in rows]
-    return {min(rates), max(rates)} if len(set(rates)) > 1 else set()
 
 
 def _numbers(summary: MixerSummary) -> list[str]:
@@ -135,14 +138,3 @@ def _counts(summary: MixerSummary) -> str:
         if number := getattr(summary, name):
             parts.append(f"{number} {name}")
     return ", ".join(parts)
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Draw the curves into a file."""
-    from matplotlib.figure import Figure
-
-    import graphattn as ga
-
-    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
-    ga.plot.sweep_curves(rows, ax=figure.add_subplot())
-    figure.savefig(path, dpi=160)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphattn.cli.training.run_options import config_of, flag
-from graphattn.plain_tables import counted, plain_table, short
+from graphattn.plain_tables import counted, number_columns, plain_table, short
 from graphattn.train import Prepared, Run, prepare, read_run
 from graphattn.train.engine import fit_prepared
 from graphattn.train.evaluation.baselines import guesses_of
@@ -85,13 +85,11 @@ def run_train(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means too little memory, on a GPU or elsewhere."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def go_on(folder: str | os.PathLike[str]) -> str:
-    """Say how to continue an interrupted run."""
     return f"continue with: graphattn train --resume {shlex.quote(os.fspath(folder))}"
 
 
@@ -117,7 +115,6 @@ def tell_end(run: Run, prepared: Prepared, console: Console) -> int:
 
 
 def what_is_trained(prepared: Prepared) -> Table:
-    """Make the table that describes the run."""
     config, model = prepared.config, prepared.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     unit = "tokens" if prepared.corpus.image_shape is None else "images"
@@ -154,15 +151,14 @@ def result_table(run: Run, prepared: Prepared) -> Table:
     validation = prepared.validation
     table = plain_table(f"After {counted(run.step, 'step')}")
     table.add_column("validation")
-    table.add_column("nats", justify="right", no_wrap=True)
+    number_columns(table, "nats")
     if validation is None or not run.evaluations:
         losses = [row["loss"] for row in run.training if row["loss"] is not None]
         table.add_row("the last training loss", f"{losses[-1]:.4f}" if losses else "unknown")
         return table
     losses = [row["loss"] for row in run.evaluations if row.get("loss") is not None]
     table.add_row("the model", f"{min(losses):.4f}" if losses else "unknown")
-    for name, (value, _) in guesses_of(
-        prepared.objective, prepared.parts["train"], validation, prepared.model
-    ).items():
+    guesses = guesses_of(prepared.objective, prepared.parts["train"], validation, prepared.model)
+    for name, (value, _) in guesses.items():
         table.add_row(f"guessing by {name}", f"{value:.4f}")
     return table

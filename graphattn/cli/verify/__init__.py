@@ -1,5 +1,4 @@
-"""`graphattn verify`: check every theorem on many cases, and show counterexamples for errata of the
-consensus paper."""
+"""`graphattn verify`: check every theorem on many cases, and show counterexamples for errata."""
 
 from __future__ import annotations
 
@@ -16,14 +15,7 @@ from threadpoolctl import ThreadpoolController
 
 import graphattn
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output, write_json
-from graphattn.cli.verify import (
-    closed_classes,
-    errata,
-    filtering,
-    matrix_weights,
-    tables,
-    windows,
-)
+from graphattn.cli.verify import closed_classes, errata, filtering, matrix_weights, tables, windows
 from graphattn.cli.verify.claims import SIZES, Claim, Erratum
 from graphattn.graphs.arguments import as_choice
 from graphattn.plain_tables import cells_of
@@ -67,7 +59,14 @@ def run_verify(size: str, json: Path | None, html: Path | None, console: Console
         console.print(f"FAILED {line}", highlight=False, markup=False, style="red")
     passed = all(outcome.holds for outcome in outcomes) and all(item.holds for item in shown)
     if json is not None:
-        write_json(json, {**provenance(size), "passed": passed, **tables.record(outcomes, shown)})
+        provenance = {
+            "graphattn": graphattn.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "date": date.today().isoformat(),
+            "size": size,
+        }
+        write_json(json, {**provenance, "passed": passed, **tables.record(outcomes, shown)})
         console.print(str(json), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         from graphattn.cli.report import write_report
@@ -95,14 +94,3 @@ def _one_thread() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-
-
-def provenance(size: str) -> dict[str, str]:
-    """Return versions and settings for a record."""
-    return {
-        "graphattn": graphattn.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": date.today().isoformat(),
-        "size": size,
-    }

@@ -52,7 +52,6 @@ class MeasuredCase(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Return whether the case satisfies the claim (False for NaN)."""
         return self.margin >= -self.slack
 
 
@@ -108,12 +107,10 @@ class Outcome:
 
     @property
     def failures(self) -> list[MeasuredCase]:
-        """Return the cases that violate the claim."""
         return [case for case in self.cases if not case.holds]
 
     @property
     def holds(self) -> bool:
-        """Return whether there were cases, and all satisfy the claim."""
         return bool(self.cases) and not self.failures and not self.error
 
     @property
@@ -142,7 +139,6 @@ class Erratum:
     show: Callable[[], Exhibit]
 
     def run(self) -> Shown:
-        """Compute the counterexample; an exception counts as a failure."""
         try:
             return Shown(self, self.show())
         except Exception as error:

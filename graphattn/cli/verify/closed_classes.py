@@ -22,8 +22,7 @@ SAME = 1e-9  # eigenvalues this close to 1 count as 1; weights are of the order 
 
 
 def groups(seed: int) -> tuple[ga.TokenGraph, int]:
-    """Make separate random digraphs with shuffled tokens and self-loops, and return their
-    number."""
+    """Make separate random digraphs with shuffled tokens and self-loops, and count them."""
     draw = generator(seed)
     sizes = torch.randint(2, 8, (int(torch.randint(1, 6, (), generator=draw)),), generator=draw)
     masks = [torch.rand(n, n, generator=draw) < 0.6 for n in sizes.tolist()]
@@ -34,8 +33,7 @@ def groups(seed: int) -> tuple[ga.TokenGraph, int]:
 
 
 def weights_of(graph: ga.TokenGraph, seed: int, top_k: int | None) -> Tensor:
-    """Return RBF attention weights of random tokens, [E]; rows sum to 1, dropped edges are exactly
-    0."""
+    """Return RBF attention weights of random tokens, [E]; dropped edges are exactly 0."""
     draw = generator(seed)
     x = torch.randn(graph.num_tokens, 1, FEATURES, dtype=torch.float64, generator=draw)
     return ga.attention_weights(x, x, graph, sigma=FEATURES**0.5, top_k=top_k)[:, 0]
@@ -94,7 +92,6 @@ def closed_classes_as_networkx(case: RandomGroups) -> tuple[float, float]:
 
 
 def more_than_groups(size: Size) -> tuple[int, int]:
-    """Count the top-k draws with more closed classes than groups, and all top-k draws."""
     top_k = list(random_groups(size))[1::2]
     more = [
         ga.spectral.eigenvalue_one_multiplicity(case.graph, case.weight) > case.num_groups

@@ -86,9 +86,8 @@ def limit_of_equation_12() -> Exhibit:
         "(1/N) 1ᵀ1 u as printed": float(printed[0]),
         "(1/N) 1 1ᵀ u": float(right[0]),
     }
-    return Exhibit(
-        float(np.abs(printed - limit).max()), float(np.abs(right - limit).max()), numbers
-    )
+    wrong, error = (float(np.abs(stated - limit).max()) for stated in (printed, right))
+    return Exhibit(wrong, error, numbers)
 
 
 @erratum("Eq. 24", "L_sym v = 0 for v = (1_d, 0, …, 0)", "for v = 1_N ⊗ e_k, one per coordinate")
@@ -147,9 +146,7 @@ def _spectral_radius(rope: bool | Literal["isometric"]) -> float:
             bias.fill_(strength)
     graph = ga.window_path_graph(N, 2)
     unit = torch.eye(N * dim, dtype=torch.float64)
-    with (
-        torch.no_grad()
-    ):  # R does not depend on the tokens, so the map is linear: apply it to unit vectors
+    with torch.no_grad():  # R does not depend on the tokens: the map is linear
         step = layer(unit.view(N * dim, N, dim), graph).reshape(N * dim, N * dim).T
     return float(torch.linalg.eigvals(step).abs().max())
 
@@ -190,9 +187,8 @@ def _slowest_real(
 
     network = ga.EdgeNetworkParameters(
         alpha=torch.zeros(1, xi, dtype=torch.float64),
-        alpha_bias=torch.full(
-            (1,), -6.0, dtype=torch.float64
-        ),  # R is almost only beta Lambda^T Lambda
+        # R is almost only beta Lambda^T Lambda.
+        alpha_bias=torch.full((1,), -6.0, dtype=torch.float64),
         beta=normal(1, xi),
         beta_bias=torch.ones(1, dtype=torch.float64),
         shear=normal(1, 1, D, xi),

@@ -11,7 +11,6 @@ from graphattn.plot.drawing.style import page_figure
 
 
 def draw(outcomes: list[Outcome]) -> list[report.Figure]:
-    """Draw the bounds of Remark 4.2, and the margin of every case."""
     return [
         report.Figure(
             "Window paths mix as w³ / N²",
@@ -39,7 +38,6 @@ def fiedler_figures() -> dict[str, Figure]:
 
 
 def margin_figure(outcomes: list[Outcome]) -> Figure:
-    """Draw one row for every claim that has cases."""
     with_cases = [outcome for outcome in outcomes if outcome.cases]
     inequalities = {
         # An error within the rounding error is not a violation.
@@ -48,10 +46,7 @@ def margin_figure(outcomes: list[Outcome]) -> Figure:
         if o.claim.kind == "inequality"
     }
     equations = {
-        o.claim.name: (
-            [abs(case.margin) for case in o.cases],
-            max(case.slack for case in o.cases),
-        )
+        o.claim.name: ([abs(case.margin) for case in o.cases], max(case.slack for case in o.cases))
         for o in with_cases
         if o.claim.kind == "equation"
     }

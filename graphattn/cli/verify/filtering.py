@@ -23,10 +23,7 @@ SIGNALS = 8  # random signals per graph
 
 
 def gradient_step(graph: ga.TokenGraph, u: Tensor, eta: float, weight: Tensor | None) -> Tensor:
-    """Compute u - eta grad E(u) (Eq. 7).
-
-    The gradient comes from autograd, so the Laplacian is not used.
-    """
+    """Compute u - eta grad E(u) (Eq. 7) by autograd, so the Laplacian is not used."""
     u = u.detach().requires_grad_()
     (slope,) = torch.autograd.grad(ga.spectral.energy(graph, u, weight), u)
     return (u - eta * slope).detach()
@@ -49,13 +46,11 @@ class WeightedGraph:
 
     @property
     def signals(self) -> Tensor:
-        """Random signals, [N, SIGNALS]."""
         shape = self.graph.num_tokens, SIGNALS
         return torch.randn(shape, dtype=torch.float64, generator=generator(self.seed))
 
     @property
     def laplacian(self) -> Array:
-        """The Laplacian, [N, N]."""
         return ga.spectral.laplacian(self.graph, self.weight).toarray()
 
     @property
@@ -76,7 +71,6 @@ class WeightedGraph:
 
     @property
     def filter(self) -> Array:
-        """The matrix of a step of that size."""
         return filter_matrix(self.graph, self.eta, self.weight)
 
     def step(self, u: Tensor, share: float) -> Tensor:
@@ -84,11 +78,9 @@ class WeightedGraph:
         return gradient_step(self.graph, u, share * self.eta, self.weight)
 
     def energies(self, u: Tensor) -> Tensor:
-        """Compute the energy of every column of u."""
         return torch.stack([ga.spectral.energy(self.graph, c, self.weight) for c in u.T])
 
     def steps_until_consensus(self, tolerance: float) -> int:
-        """Return the number of steps that the library promises."""
         return int(
             ga.spectral.steps_until_consensus(
                 self.graph, self.eta, tolerance=tolerance, edge_weight=self.weight
@@ -97,7 +89,6 @@ class WeightedGraph:
 
 
 def weighted_graphs(size: Size) -> Iterator[WeightedGraph]:
-    """Yield graphs of several families without weights, then random graphs with weights."""
     families = {
         "path 24, w 2": ga.window_path_graph(24, 2),
         "cycle 21, w 3": ga.window_cycle_graph(21, 3),
@@ -208,12 +199,10 @@ class Iterated(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The graph and the number of steps."""
         return f"{self.case.name}, {counted(self.steps, 'step')}"
 
 
 def graphs_and_steps(size: Size) -> Iterator[Iterated]:
-    """Yield every graph with 1, 10 and 100 steps."""
     return (Iterated(case, n) for case in weighted_graphs(size) for n in (1, 10, 100))
 
 

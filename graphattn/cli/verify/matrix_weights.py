@@ -22,8 +22,8 @@ ZERO = 1e-11  # eigenvalues below this, relative to the largest, count as 0
 def random_matrices(graph: ga.TokenGraph, seed: int) -> Tensor:
     """Draw positive definite matrices R, [E, C, C], with C from 1 to 4.
 
-    The eigenvalues differ by up to a factor of 100. Every third draw has R = I up to rounding.
-    The lower and the upper bound of the claim are equal for R = I.
+    The eigenvalues differ by up to a factor of 100. Every third draw has R = I up to rounding, for
+    which the lower and the upper bound of the claim are equal.
     """
     draw = generator(seed)
     C, E = int(torch.randint(1, 5, (), generator=draw)), graph.num_edges
@@ -34,10 +34,7 @@ def random_matrices(graph: ga.TokenGraph, seed: int) -> Tensor:
 
 
 def block_laplacian(graph: ga.TokenGraph, R: Tensor) -> Array:
-    """Build the matrix of E(u) = 1/2 sum (u_i - u_j)^T R_ij (u_i - u_j), [N C, N C].
-
-    The code adds one edge after another. This is Eq. 21 to 23 with symmetrised weights.
-    """
+    """Build the matrix of E(u) edge by edge, [N C, N C]: Eq. 21 to 23, weights symmetrised."""
     N, C = graph.num_tokens, R.shape[-1]
     L = np.zeros((N, C, N, C))
     for j, i, block in zip(*graph.edge_index.tolist(), R.numpy(), strict=True):
@@ -62,12 +59,10 @@ class MatrixWeights(NamedTuple):
 
     @property
     def fiedler_value(self) -> float:
-        """The smallest eigenvalue beyond the constant modes."""
         return float(self.eigenvalues[self.R.shape[-1]])
 
 
 def random_weights(size: Size) -> Iterator[MatrixWeights]:
-    """Yield paths and digraphs, each with random matrices."""
     for seed in range(size.draws):
         N = 5 + seed % 12
         path = ga.window_path_graph(N, 2)
@@ -116,10 +111,7 @@ def zero_eigenvalues(case: MatrixWeights) -> tuple[float, float]:
 
 
 class RandomLayer(NamedTuple):
-    """A layer in float64 whose projections are the identity, a graph, and tokens [N, dim].
-
-    The layer computes only its step.
-    """
+    """A layer in float64 that computes only its step, a graph, and tokens [N, dim]."""
 
     name: str
     layer: ga.nn.SelfConsensus
@@ -128,7 +120,6 @@ class RandomLayer(NamedTuple):
 
     @property
     def steps(self) -> Tensor:
-        """The matrix of the step of every head, [H, ND, ND]; see `step_matrices`."""
         return step_matrices(self.layer, self.x, self.graph)
 
 
@@ -138,14 +129,7 @@ def random_layers(size: Size, rope: Rope = False) -> Iterator[RandomLayer]:
     for seed in range(size.draws):
         torch.manual_seed(seed)
         layer = ga.nn.SelfConsensus(
-            dim,
-            heads,
-            rank=1 + seed % 3,
-            edge_hidden=8,
-            step_size="auto",
-            update="energy",
-            rope=rope,
-            bias=False,
+            dim, heads, rank=1 + seed % 3, edge_hidden=8, step_size="auto", rope=rope, bias=False
         ).double()
         with torch.no_grad():
             for projection in (layer.source_proj, layer.output_proj):
@@ -211,7 +195,6 @@ class LayerState(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The layer."""
         return self.case.name
 
 

@@ -8,18 +8,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphattn.cli.verify.claims import Outcome, Shown
-from graphattn.plain_tables import plain_table, short
+from graphattn.plain_tables import number_columns, plain_table, short
 
 HOLDS, FAILED = "[green]holds[/green]", "[red]FAILED[/red]"
 
 
 def claim_table(outcomes: list[Outcome]) -> Table:
-    """Make the table of claims with their tightest cases."""
     table = plain_table("Claims, each with the case nearest to a violation")
     table.add_column("", min_width=24)
-    table.add_column("cases", justify="right", no_wrap=True)
-    for name in ("room", "error", "allowed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    number_columns(table, "cases", "room", "error", "allowed")
     table.add_column("", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
@@ -48,7 +45,6 @@ def margin_cells(outcome: Outcome) -> list[str]:
 
 
 def detail_lines(outcomes: list[Outcome], shown: list[Shown]) -> list[str]:
-    """List the failed claims and their cases."""
     lines = []
     for outcome in outcomes:
         if not outcome.holds:
@@ -64,7 +60,6 @@ def detail_lines(outcomes: list[Outcome], shown: list[Shown]) -> list[str]:
 
 
 def errata_table(shown: list[Shown]) -> Table:
-    """Make the table of printed and correct statements, with the numbers of a counterexample."""
     table = plain_table(
         "Errata of the consensus paper, and plausible false statements, with counterexamples"
     )
@@ -91,7 +86,6 @@ def number(value: float) -> str:
 
 
 def record(outcomes: list[Outcome], shown: list[Shown]) -> dict[str, Any]:
-    """Return all results for a JSON file."""
     return {
         "claims": [
             {

@@ -25,14 +25,10 @@ class WindowGraph(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The sizes of the graph."""
         return f"N {self.N:,}, w {self.w}"
 
     def rounding(self, value: float) -> float:
-        """Return the possible error of an eigensolver, relative to `value`.
-
-        The absolute error is 64 eps of the largest eigenvalue.
-        """
+        """Return the possible error of an eigensolver: 64 eps of the largest eigenvalue."""
         return 64 * EPS * float(self.eigenvalues[-1]) / float(value)
 
     def room(self, value: float) -> float:
@@ -47,17 +43,13 @@ def windows(num_tokens: int) -> range:
 
 
 def laplacians(build: Callable[[int, int], ga.TokenGraph], N: int) -> Array:
-    """Compute the Laplacians of all windows, [W, N, N]."""
     return np.stack([ga.spectral.laplacian(build(N, w)).toarray() for w in windows(N)])
 
 
 def circulant_spectrum(L: Array) -> Array:
-    """Compute the eigenvalues [*, N] of symmetric circulant matrices [*, N, N], in ascending order.
+    """Compute the eigenvalues [*, N] of symmetric circulant matrices, in ascending order.
 
-    Every row of a circulant matrix is the first row, shifted.
-
-    Raises:
-        ArithmeticError: if a matrix is not circulant.
+    Raises: ArithmeticError: if a row is not the first row, shifted.
     """
     place = np.arange(L.shape[-1])
     shift = (place[None, :] - place[:, None]) % L.shape[-1]
@@ -69,11 +61,9 @@ def circulant_spectrum(L: Array) -> Array:
 def mirror_spectrum(L: Array) -> Array:
     """Compute the eigenvalues [*, N] of symmetric matrices, in ascending order.
 
-    Reversing the order of the tokens must not change the matrices. Every mode is then even or odd
-    under reversal, which gives two problems of half the size.
+    Every mode is even or odd under reversal of the tokens: two problems of half the size.
 
-    Raises:
-        ArithmeticError: if reversing the order of the tokens changes a matrix.
+    Raises: ArithmeticError: if reversing the order of the tokens changes a matrix.
     """
     if not np.array_equal(L, L[..., ::-1, ::-1]):
         raise ArithmeticError("the Laplacian of a path is not symmetric under reversal")
@@ -89,14 +79,12 @@ def mirror_spectrum(L: Array) -> Array:
 
 
 def cycles(size: Size) -> Iterator[WindowGraph]:
-    """Yield every cycle, with its spectrum."""
     for N in range(3, size.every + 1):
         spectra = circulant_spectrum(laplacians(ga.window_cycle_graph, N))
         yield from (WindowGraph(N, w, values) for w, values in enumerate(spectra, start=1))
 
 
 def paths(size: Size) -> Iterator[WindowGraph]:
-    """Yield every path, with its spectrum."""
     for N in range(3, size.every + 1):
         spectra = mirror_spectrum(laplacians(ga.window_path_graph, N))
         yield from (WindowGraph(N, w, values) for w, values in enumerate(spectra, start=1))
@@ -109,7 +97,6 @@ def cycles_that_can_widen(size: Size) -> Iterator[WindowGraph]:
 
 
 def long_paths(size: Size) -> Iterator[WindowGraph]:
-    """Yield paths of up to 100,000 tokens."""
     yield from (WindowGraph(N, w) for N, w in size.paths)
 
 

@@ -45,12 +45,19 @@ def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = 
     return ax
 
 
-def style_axes(ax: Axes, *, frame: bool = False) -> None:
-    """Give the axes small ticks and a thin grey frame (only left and bottom without `frame`).
+def styled(
+    ax: Axes, xlabel: str | None = None, ylabel: str | None = None, *, frame: bool = False
+) -> Axes:
+    """Give the axes labels, small ticks and a thin grey frame (left and bottom without `frame`).
 
     Tick labels show complete numbers: 3.12, not 0.12 with the offset "+3" in a corner.
     """
     from matplotlib.ticker import ScalarFormatter
+
+    if xlabel is not None:
+        ax.set_xlabel(xlabel)
+    if ylabel is not None:
+        ax.set_ylabel(ylabel)
 
     for side, spine in ax.spines.items():
         spine.set(color="#999999", linewidth=0.6, visible=frame or side in ("left", "bottom"))
@@ -59,6 +66,7 @@ def style_axes(ax: Axes, *, frame: bool = False) -> None:
         axis.label.set(color=INK, fontsize=9)
         if isinstance(formatter := axis.get_major_formatter(), ScalarFormatter):
             formatter.set_useOffset(False)
+    return ax
 
 
 def integer_ticks(*axes: Any) -> None:

@@ -30,10 +30,7 @@ class Table(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """All rows, in one or several tables.
-
-    A table contains rows of similar degree, so a few rows with many edges do not widen the others.
-    """
+    """All rows, in tables of similar degree, so a few wide rows do not widen the others."""
 
     tables: list[Table]
     place: Tensor  # index of every row in the joined rows of all tables
@@ -41,7 +38,6 @@ class Tables(NamedTuple):
 
     @property
     def places(self) -> int:
-        """The number of places in all tables, with and without an edge."""
         return sum(table.ends.numel() for table in self.tables)
 
 
@@ -73,7 +69,6 @@ def tables_of(rows: Tensor, ends: Tensor, num_rows: int) -> Tables:
 
 
 def tables_of_both_ends(graph: ga.TokenGraph) -> tuple[Tables, Tables]:
-    """Make the tables of the targets, and those of the sources."""
     source, target = graph.edge_index
     return (
         tables_of(target, source, graph.num_targets),
@@ -90,10 +85,7 @@ def compiled(x: AttentionInputs) -> Tensor:
 
 
 class Gathered(Function):
-    """RBF attention with gathered rows and a hand-written backward pass.
-
-    The backward pass of autograd would scatter all gathered values.
-    """
+    """RBF attention with gathered rows; the backward pass of autograd would scatter."""
 
     @staticmethod
     def forward(
@@ -105,7 +97,6 @@ class Gathered(Function):
         of_targets: Tables,
         of_sources: Tables,
     ) -> Tensor:
-        """[N, H, D]."""
         parts, weights = [], []
         for table in of_targets.tables:
             out, weight = compile_once(attend)(
@@ -120,7 +111,6 @@ class Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """Return the gradients of query, key and value."""
         query, key, value, out, *weights = ctx.saved_tensors
         sigma, of_targets, of_sources = ctx.given
         parts = []

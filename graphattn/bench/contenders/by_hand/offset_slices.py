@@ -50,7 +50,6 @@ class SlicedWindows(Function):
         before: int,
         after: int,
     ) -> Tensor:
-        """[N, H, D]."""
         out, weight = compile_once(attend)(query, key, value, sigma, before, after)
         ctx.save_for_backward(query, key, value, out, weight)
         ctx.given = sigma, before, after
@@ -58,7 +57,6 @@ class SlicedWindows(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """Return the gradients of query, key and value."""
         query, key, value, out, weight = ctx.saved_tensors
         sigma, before, after = ctx.given
         d_query, pull = compile_once(d_targets)(
@@ -112,10 +110,7 @@ def d_targets(
 def d_sources(
     query: Tensor, key: Tensor, d_out: Tensor, weight: Tensor, pull: Tensor, before: int, after: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the keys and of the values.
-
-    Source j is at place o of the window of target j - o + before.
-    """
+    """Compute d_key and d_value; source j is at place o of the window of target j - o + before."""
     N, width = len(key), before + 1 + after
     padded = (pad(t, (0, 0, 0, 0, after, before)) for t in (query, d_out, weight, pull))
     queries, d_outs, weights, pulls = padded
@@ -125,7 +120,6 @@ def d_sources(
 
 
 def sum_of(parts: Any) -> Tensor:
-    """Add up tensors."""
     first, *others = parts
     for part in others:
         first = first + part

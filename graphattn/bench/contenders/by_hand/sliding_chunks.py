@@ -43,7 +43,6 @@ class Chunks(NamedTuple):
 
 
 def cut_chunks(x: AttentionInputs) -> Chunks:
-    """Cut the window of the graph into chunks."""
     structure = x.graph.structure
     match structure.parts if isinstance(structure, Union) else ():
         case GlobalTokens(tokens=tokens), Band(self_loops=True, dilation=1) as band:
@@ -53,21 +52,16 @@ def cut_chunks(x: AttentionInputs) -> Chunks:
 
 
 def chunks_of(x: AttentionInputs) -> Chunks:
-    """Return the chunks of the graph, which are computed once per case."""
     return x.once("chunks", lambda: cut_chunks(x))
 
 
 def chunks_dot(x: AttentionInputs) -> Tensor:
-    """Compute dot-product attention in chunks."""
     only_on_a_cpu(x.query.device)
     return Chunked.apply(x.query, x.key, x.value, x.query.shape[-1] ** -0.5, chunks_of(x))
 
 
 def chunks_rbf(x: AttentionInputs) -> Tensor:
-    """Compute RBF attention in chunks, as a dot product with one more feature.
-
-    This feature is 1 in a query and -|k|^2 / 2 in a key.
-    """
+    """Compute RBF attention as a dot product; one more feature is 1 in q and -|k|^2 / 2 in k."""
     only_on_a_cpu(x.query.device)
     chunks, D = chunks_of(x), x.query.shape[-1]
     query = pad(x.query, (0, 1), value=1.0)
@@ -83,7 +77,6 @@ class Chunked(Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, chunks: Chunks
     ) -> Tensor:
-        """[N, H, D]."""
         blocks, tokens = chunks
         q, k, v = operands(query, key, value, blocks)
         near, log_near = attend(q, k, v, attn_mask=blocks.additive, scale=scale)
@@ -100,7 +93,6 @@ class Chunked(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """Return the gradients of query, key and value."""
         query, key, value, out, log_sum, scores, of_rows, log_rows = ctx.saved_tensors
         scale, (blocks, tokens) = ctx.given
         d_rest = d_out.index_fill(0, tokens, 0.0)  # the global rows are a separate part

@@ -46,17 +46,13 @@ def of_band(x: AttentionInputs) -> Band:
 
 
 def blocks_of(x: AttentionInputs) -> WindowBlocks:
-    """Return the blocks of the graph and their masks, which are computed once per case."""
     return x.once("blocks", lambda: cut(of_band(x), x))
 
 
 def cut(
     band: Band, x: AttentionInputs, size: int = BLOCK, left_out: Tensor | None = None
 ) -> WindowBlocks:
-    """Cut the windows of all tokens into blocks.
-
-    The tokens `left_out` are removed as sources. The rows of these tokens have no meaning.
-    """
+    """Cut the windows of all tokens into blocks, without the tokens `left_out` as sources."""
     N = x.graph.num_targets
     count = -(-N // size)
     target = torch.arange(count * size).view(count, size, 1)
@@ -109,10 +105,7 @@ def blocks_sdpa(x: AttentionInputs) -> Tensor:
 
 
 def largest_by_topk(logits: Tensor, k: int) -> Tensor:
-    """Find the k-th largest number of every row with PyTorch.
-
-    The search without sorting takes a third of the time of a sorted one.
-    """
+    """Find the k-th largest number of every row; unsorted, in a third of the time."""
     return logits.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
 
 
@@ -123,10 +116,7 @@ def largest_by_numpy(logits: Tensor, k: int) -> Tensor:
 
 
 def blocks_top_k(select: Callable[[Tensor, int], Tensor]) -> Callable[[AttentionInputs], Tensor]:
-    """Return a run of RBF attention with top-k in blocks.
-
-    The function `select` finds the k-th largest logit of every row. Smaller logits are masked.
-    """
+    """Compute RBF attention in blocks; `select` finds the k-th largest logit of every row."""
 
     def run(x: AttentionInputs) -> Tensor:
         only_on_a_cpu(x.query.device)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, styled
 from graphattn.train.sweeps.results import losses_by_rate, summarize_sweep
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
         rows: the result of :func:`graphattn.train.read_sweep`; trials without a result yet are left
             out.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if no trial has a result.
@@ -56,17 +53,13 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
         trials = [row for row in done if row["mixer"] == summary.mixer]
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
-        means = losses_by_rate(trials)
+        by_rate = losses_by_rate(trials)
+        means = [statistics.fmean(x) if x else math.nan for x in by_rate.values()]
         ax.plot(
-            list(means),
-            [statistics.fmean(losses) if losses else math.nan for losses in means.values()],
-            linewidth=1.6,
-            marker=marker,
-            markersize=3.5,
-            color=colour,
-            label=summary.mixer,
-        )
-        if len(points) > len(means):
+            list(by_rate), means, linewidth=1.6, marker=marker, markersize=3.5,
+            color=colour, label=summary.mixer,
+        )  # fmt: skip
+        if len(points) > len(by_rate):
             rates, losses = zip(*points, strict=True)
             ax.scatter(rates, losses, s=9, alpha=0.45, linewidths=0, color=colour, marker=marker)
         if summary.best_lr is not None and summary.loss is not None:
@@ -75,13 +68,10 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
                 color=colour, markeredgewidth=1,
             )  # fmt: skip
     _draw_diverged(ax, done, [summary.mixer for summary in summaries])
-    ax.set_xlabel("learning rate")
-    ax.set_ylabel("validation loss (nats)")
     lines = [line for line in ax.lines if not str(line.get_label()).startswith("_child")]
     names = [summary.mixer for summary in summaries]
     plain_legend(ax, lines[: len(names)], names)
-    style_axes(ax)
-    return ax
+    return styled(ax, "learning rate", "validation loss (nats)")
 
 
 def _draw_diverged(ax: Axes, rows: list[dict[str, Any]], names: list[str]) -> None:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, styled
 from graphattn.train.evaluation.calibration import Calibration
 from graphattn.train.runs.folder import Run
 from graphattn.train.runs.records import Row
@@ -51,9 +53,6 @@ def training_curves(
         reference: for each name a value to compare with, such as that of guessing by frequency;
             drawn as a dashed line.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if no run has a finite value of the measure.
@@ -104,16 +103,9 @@ def training_curves(
         if _has_diverged(named[name]) and (points := splits["train"] or splits["validation"]):
             step, last = points[-1]
             ax.plot(
-                step,
-                min(last, top),
-                "x",
-                color="#b00020",
-                markersize=9,
-                markeredgewidth=2,
-                label="diverged" if alone else "_",
-                zorder=4,
-                clip_on=False,
-            )
+                step, min(last, top), "x", color="#b00020", markersize=9, markeredgewidth=2,
+                clip_on=False, zorder=4, label="diverged" if alone else "_",
+            )  # fmt: skip
     _label(ax, measure.replace("_", " "))
     return ax
 
@@ -124,9 +116,6 @@ def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
     Args:
         runs: a :class:`~graphattn.train.Run`, its rows, or a mapping from names to runs or rows.
         ax: where to draw; new axes if None.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: if no training row has a learning rate.
@@ -167,9 +156,6 @@ def layer_curves(
             have this number for the whole model too, it is drawn as a dashed line.
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if the measure is unknown, or no layer has it.
 
@@ -195,23 +181,16 @@ def layer_curves(
     layers = [name for name in curves if name != WHOLE]
     shades = colormaps["viridis"]
     for name, points in curves.items():
-        depth = layers.index(name) / max(len(layers) - 1, 1) if name in layers else 0.0
-        few = len(points) < 25
-        ax.plot(
-            *zip(*points, strict=True),
-            color=shades(0.05 + 0.8 * depth) if name in layers else INK,
-            linestyle="-" if name in layers else (0, (4, 3)),
-            linewidth=1.4,
-            marker="o" if few else None,
-            markersize=2.5,
-            label=name,
-        )
+        line: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3))}
+        if name in layers:
+            depth = layers.index(name) / max(len(layers) - 1, 1)
+            line = {"color": shades(0.05 + 0.8 * depth)}
+        line["marker"] = "o" if len(points) < 25 else None
+        ax.plot(*zip(*points, strict=True), linewidth=1.4, markersize=2.5, label=name, **line)
     if measure == "alpha_max":
         ax.set_yscale("log")
-        rates = _points(run, "train", "lr")
-        if rates:
+        if rates := _points(run, "train", "lr"):
             ax.plot(*zip(*rates, strict=True), color="#b00020", linewidth=1, label="learning rate")
-            ax.set_yscale("log")
     elif measure == "share_stable":
         ax.set_ylim(-0.03, 1.03)
     elif measure == "sink_share":
@@ -235,9 +214,6 @@ def reliability_diagram(
         calibration: a :class:`~graphattn.train.Calibration`, or its ``rows()``.
         ax: where to draw; new axes if None.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: if there are no predictions.
 
@@ -256,29 +232,63 @@ def reliability_diagram(
     if not total:
         raise ValueError("calibration must have at least one prediction, got none")
     ax = axes_or_new(ax, *SIZE)
+    edges, widths, shares, confidence, accuracy = zip(
+        *((row["from"], row["to"] - row["from"], row["count"] / total, row["confidence"],
+           row["accuracy"]) for row in rows), strict=True,
+    )  # fmt: skip
     ax.bar(
-        [row["from"] for row in rows],
-        [row["count"] / total for row in rows],
-        [row["to"] - row["from"] for row in rows],
-        align="edge",
-        color="#dddddd",
-        edgecolor="white",
+        edges, shares, widths, align="edge", color="#dddddd", edgecolor="white",
         label="share of guesses",
-    )
+    )  # fmt: skip
     ax.plot([0, 1], [0, 1], color="#777777", linewidth=1, linestyle=(0, (4, 3)), label="as it says")
-    ax.plot(
-        [row["confidence"] for row in rows],
-        [row["accuracy"] for row in rows],
-        "o-",
-        color=COLOURS[0],
-        markersize=4,
-        linewidth=1.4,
-        label="model",
-    )
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+    line: dict[str, Any] = {"color": COLOURS[0], "markersize": 4, "linewidth": 1.4}
+    ax.plot(confidence, accuracy, "o-", label="model", **line)
+    ax.set(xlim=(0, 1), ylim=(0, 1))
     ax.legend(frameon=False, fontsize=8, loc="upper left")
-    style_axes(ax)
-    return ax
+    return styled(ax, "confidence", "accuracy")
+
+
+def loss_curves(
+    curves: Mapping[str, Sequence[tuple[float, float | Tensor]]],
+    *,
+    reference: Mapping[str, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw losses over training steps, one line per model, with the names in the legend.
+
+    Args:
+        curves: for each name of a model its (step, loss) points; a loss is a number or a tensor
+            with one number.
+        reference: for each name a loss to compare with, such as that of guessing by frequency;
+            drawn as a dashed line.
+        ax: where to draw; new axes if None.
+
+    Raises:
+        ValueError: if there is no curve, or a curve has no points.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ax = ga.plot.loss_curves({"attention": [(0, 4.1), (10, 3.2)], "mix": [(0, 4.0)]})
+        >>> [line.get_label() for line in ax.lines]
+        ['attention', 'mix']
+    """
+    if not curves:
+        raise ValueError("curves must have at least one curve, got none")
+    for name, points in curves.items():
+        if len(points) == 0:
+            raise ValueError(f"each of curves must have points, got none for {name!r}")
+    ax = axes_or_new(ax, 5.5, 3.4)
+    for i, (name, points) in enumerate(curves.items()):
+        steps, losses = [step for step, _ in points], [loss for _, loss in points]
+        numbers = [loss.item() if isinstance(loss, Tensor) else loss for loss in losses]
+        line: dict[str, Any] = {"marker": "o"} if len(points) < 30 else {}
+        line |= {"markersize": 3, "linewidth": 1.6, "color": COLOURS[i % len(COLOURS)]}
+        ax.plot(steps, numbers, label=name, **line)
+    for name, loss in (reference or {}).items():
+        ax.axhline(loss, color="#777777", linewidth=1, linestyle=(0, (4, 3)), label=name)
+    names = [*curves, *(reference or {})]
+    plain_legend(ax, ax.lines[-len(names) :], names)
+    return styled(ax, "training step", "loss (nats per token)")
 
 
 # Reading rows.
@@ -358,8 +368,6 @@ def _some(names: list[str]) -> list[str]:
 def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    ax.set_xlabel("training step")
-    ax.set_ylabel(quantity)
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
     handles, labels = ax.get_legend_handles_labels()
     named = [
@@ -371,4 +379,4 @@ def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
         # A frame of white: on a narrow figure, no place for the legend may be free of lines.
         frame = {"frameon": True, "framealpha": 0.8, "edgecolor": "none"}
         plain_legend(ax, *zip(*named, strict=True), **frame)
-    style_axes(ax)
+    styled(ax, "training step", quantity)

@@ -1,1 +1,0 @@
-"""Figures of training: curves, runs and sweeps."""
