@@ -172,6 +172,24 @@ def exact(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
     return in_float64(case, case.tensors(dtype), case.upstream(dtype))
 
 
+def kernels_and_exact(device: str) -> tuple[tuple[str, str, torch.dtype], ...]:
+    """Backend, device and dtype of what is tested, and of what it is compared with."""
+    return ("triton", device, torch.float32), ("reference", "cpu", torch.float64)
+
+
+def hessian_products(case: Case, device: str) -> list[Tensors]:
+    """Hessian-vector products, through outputs and log-sums, by kernels and in float64."""
+    products = []
+    for backend, where, dtype in kernels_and_exact(device):
+        leaves = {n: x.to(where, dtype).requires_grad_() for n, x in case.tensors().items()}
+        out, lse = attend(case, leaves, backend=backend, device=where)
+        loss = out.square().sum() + lse[lse.isfinite()].square().sum()
+        first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), list(leaves.values()))
+        products.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
+    return products
+
+
 def plain(case: Case, dtype: torch.dtype) -> Tensors:
     """Dense attention in torch, every step rounded to `dtype`: what low precision must cost.
 

@@ -4,12 +4,11 @@ Random gradients come in through outputs and log-sums. Everything the kernels al
 before they write it (see `device`), so an element left out fails.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from cases_edges import CASES, EVERY, cut_at, gathering, large_tiles, nearest, only, some, top
+from cases_edges import CASES, EVERY, cut_at, gathering, nearest, only, some, top
 from cases_kernels import Case, attend, check, check_half, exact, kernels
 from watched_memory import watched_memory
 
@@ -18,16 +17,10 @@ from graphattn.kernels.edges import schedule
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import recording
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6  # relative RMS of float32
 HALF = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _tiles(device: str) -> Iterator[None]:
-    with large_tiles(device):
-        yield
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -172,3 +165,21 @@ def test_without_edges_everything_is_zero(
 def test_an_empty_batch_is_no_work(name: str, device: str) -> None:
     case = replace(CASES[name], batch=(0,))
     check(kernels(case, device), exact(case), 0.0)
+
+
+def test_a_union_with_a_window_keeps_its_window_a_band(device: str) -> None:
+    """Band kernels compute the window of a graph that joins a window with other edges.
+
+    The other edges are gathered, and the two results are merged. If there is a bias per edge, or no
+    window (the grid), all edges are gathered.
+    """
+    if device != "cpu":
+        pytest.skip("what is recorded does not run")
+    for name, bands in (("longformer", 1), ("bias of a longformer", 0), ("grid", 0)):
+        case = CASES[name]
+        with recording() as launches:
+            attend(case, case.tensors(), backend="triton")
+        first = [one for one in launches if not one.arguments.get("CAREFUL")]
+        names = [one.kernel.fn.__name__ for one in first]
+        assert names.count("band_forward_kernel") == bands, names
+        assert names.count("edges_forward_kernel") == 1, names

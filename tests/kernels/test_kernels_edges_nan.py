@@ -1,11 +1,10 @@
 """Attention over any edges keeps NaN where it is, reads nothing out of bounds, keeps digits."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from cases_edges import CASES, large_tiles
+from cases_edges import CASES
 from cases_kernels import (
     Tensors,
     attend,
@@ -19,15 +18,9 @@ from cases_kernels import (
 )
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6
-
-
-@pytest.fixture(autouse=True)
-def _tiles(device: str) -> Iterator[None]:
-    with large_tiles(device):
-        yield
 
 
 GUARDED = ["list", "fewer neighbours than k", "longformer", "hubs", "bias of neighbours",

@@ -1,25 +1,18 @@
 """Kernels keep exactly k edges of a row; of equal ones, those of the smaller sources."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from cases_edges import CASES, EVERY, cut_at, large_tiles, only, top
+from cases_edges import CASES, EVERY, cut_at, only, top
 from cases_kernels import Case, Tensors, check, in_float64, random, solve
 
 import graphattn as ga
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6
 HALF = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _tiles(device: str) -> Iterator[None]:
-    with large_tiles(device):
-        yield
 
 
 def with_ties(name: str) -> tuple[Case, Tensors]:

@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_kernels import Case, attend, check, check_half, errors, exact, kernels, solve
+from cases_kernels import (
+    Case,
+    attend,
+    check,
+    check_half,
+    errors,
+    exact,
+    kernels,
+    kernels_and_exact,
+    solve,
+)
 
 import graphattn as ga
 from graphattn.kernels.shared.launch import recording
@@ -111,10 +121,7 @@ def test_the_layer_learns_the_same_from_kernels(build, eps: float, device: str) 
     x = torch.randn(2, 20, 12)
     d_y = torch.randn(2, 20, 12)
     found = []
-    for backend, where, dtype in (
-        ("triton", device, torch.float32),
-        ("reference", "cpu", torch.float64),
-    ):
+    for backend, where, dtype in kernels_and_exact(device):
         layer.to(where, dtype)
         leaf = x.to(where, dtype).requires_grad_()
         with ga.use_backend(backend):

@@ -5,14 +5,14 @@ PyG computes in float64, the kernels in float32; random graphs come from PyG's o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases_edges import cut_at, gathering, large_tiles
+from cases_edges import cut_at, gathering
 from cases_kernels import check, random
 from torch import Tensor, nn
 from torch_geometric.datasets.graph_generator import BAGraph, ERGraph, GridGraph
@@ -22,18 +22,12 @@ from torch_geometric.utils import coalesce
 import graphattn as ga
 from graphattn.kernels.shared import tuning
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6  # relative RMS of float32
 ISOLATED = 3
 
 Layer = Callable[[nn.Module, tuple[Tensor, Tensor], ga.TokenGraph, Tensor | None], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _tiles(device: str) -> Iterator[None]:
-    with large_tiles(device):
-        yield
 
 
 def with_hubs_and_isolated_nodes(edge_index: Tensor) -> tuple[Tensor, int]:

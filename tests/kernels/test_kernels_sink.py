@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases_kernels import kernels_and_exact
 
 import graphattn as ga
 
@@ -27,10 +28,7 @@ def test_values_and_gradients_are_those_of_float64(name: str, score: str, device
     numbers = [draw(2, n, 2, 8), draw(2, n, 1, 8), draw(2, n, 1, 8)]
     numbers += [torch.tensor([0.5, -torch.inf]), draw(2, n, 2, 8), draw(2, n, 2)]
     found = []
-    for backend, where, dtype in (
-        ("triton", device, torch.float32),
-        ("reference", "cpu", torch.float64),
-    ):
+    for backend, where, dtype in kernels_and_exact(device):
         q, k, v, sink, d_out, d_lse = (
             x.to(where, dtype).requires_grad_(i < 4) for i, x in enumerate(numbers)
         )
