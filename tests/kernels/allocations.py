@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -137,9 +135,7 @@ def peak_of(work: Callable[[], object]) -> Peak:
 
     Kernels are started as they would be, if the caller has Triton's interpreter switched on.
     """
-    # Autocast, which operations switch off, knows no "meta".
-    no_autocast = mock.patch.object(torch, "autocast", return_value=nullcontext())
-    with no_autocast, recording() as launches, Allocations(launches) as found:
+    with recording() as launches, Allocations(launches) as found:
         work()
     found.let_go_of_launches()
     blocks = sorted(found.at_peak, key=lambda block: -block.bytes)

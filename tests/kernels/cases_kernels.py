@@ -272,6 +272,25 @@ def guarded(x: Tensor, device: str) -> Tensor:
     return inner.copy_(x)
 
 
+def solve_guarded(case: Case, device: str) -> tuple[Tensors, Tensors]:
+    """Results by kernels with NaN around every input, d_out and d_lse, and those in float64."""
+    tensors, upstream = case.tensors(), case.upstream()
+    inside = {n: guarded(x, device).requires_grad_() for n, x in tensors.items()}
+    d_out, d_lse = (guarded(d, device) for d in upstream)
+    out, lse = attend(case, inside, backend="triton", device=device)
+    return differentiated(out, lse, inside, (d_out, d_lse)), in_float64(case, tensors, upstream)
+
+
+def spoiled(tensors: Tensors, hit: Tensor, bad: float | Tensor) -> Tensors:
+    """Tokens that are hit [*, M] hold `bad` in query, key and value; a tensor has a number each."""
+    return {
+        n: torch.where(hit[..., None, None], torch.as_tensor(bad)[..., None, None], x).to(x.dtype)
+        if n in ("query", "key", "value")
+        else x
+        for n, x in tensors.items()
+    }
+
+
 def error(found: Tensor, expected: Tensor, floor: float = 1e-3) -> float:
     """Relative RMS over finite numbers (infinite ones must agree); `floor`: the least size."""
     found, expected = found.double(), expected.double()

@@ -78,15 +78,6 @@ def test_new_states_and_gradients_keep_their_dtypes(dtype: torch.dtype, device: 
     check(found, in_float64(case, tensors, case.upstream(dtype)), case, allowed)
 
 
-# Closed forms.
-
-
-# Step sizes.
-
-
-# Sizes.
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("features", "rank", "xi"),

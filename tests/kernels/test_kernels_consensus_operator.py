@@ -1,7 +1,7 @@
 """The operator behind fused consensus: torch.library, torch.compile, derivatives, refusals."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,9 +12,8 @@ from cases_consensus import BACKEND, CASES, Case, kernels, move
 from cases_edges import nearest, some
 from cases_kernels import kernels_and_exact
 from compiling import check_compilations, check_compiled
-from test_kernels_no_waiting import NoCopiesFromTheCPU
+from test_kernels_no_waiting import nothing_waits
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.kernels.shared.launch import recording
@@ -193,37 +192,6 @@ def test_only_the_gradients_that_are_wanted_are_there(device: str) -> None:
 # Waiting.
 
 
-class ImplementationsOnMeta(TorchDispatchMode):
-    """Runs what our operators do; on meta PyTorch would only ask for shapes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = torch._library.custom_ops.OPDEFS.get(getattr(func, "_schema", func).name)
-        return (own._init_fn if own else func)(*args, **(kwargs or {}))
-
-
-def _no_autocast(*_: Any, **__: Any) -> nullcontext[None]:
-    """Stand in for torch.autocast, which consensus switches off, and which "meta" does not have."""
-    return nullcontext()
-
-
-@contextmanager
-def nothing_waits(device: str) -> Iterator[None]:
-    """Raise wherever the block waits for the device.
-
-    Without a GPU the block runs on "meta", whose tensors hold nothing that could be read.
-    """
-    if device == "cuda":
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        return
-    with ImplementationsOnMeta(), NoCopiesFromTheCPU(), recording():
-        yield
-
-
 @pytest.mark.parametrize(
     ("build", "options"),
     [
@@ -248,12 +216,10 @@ def test_a_layer_waits_for_nothing(
         y = layer(x, graph)
         return [y, *torch.autograd.grad(y.square().mean(), [x, *layer.parameters()])]
 
-    on_meta, of_meta = where == "meta", mock.patch.object(torch, "autocast", _no_autocast)
-    with of_meta if on_meta else nullcontext():
-        with recording() if on_meta else nullcontext():
-            step()  # tables are made once, kernels compiled
-        with nothing_waits(where):
-            found = step()
+    with recording() if where == "meta" else nullcontext():
+        step()  # tables are made once, kernels compiled
+    with nothing_waits(where):
+        found = step()
     assert [t.shape for t in found] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
 
 

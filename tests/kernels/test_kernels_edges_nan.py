@@ -5,18 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases_edges import CASES
-from cases_kernels import (
-    Tensors,
-    attend,
-    check,
-    differentiated,
-    exact,
-    guarded,
-    in_float64,
-    kernels,
-    solve,
-)
-from torch import Tensor
+from cases_kernels import attend, check, exact, kernels, solve, solve_guarded, spoiled
 
 pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
@@ -30,21 +19,7 @@ GUARDED = ["list", "fewer neighbours than k", "longformer", "hubs", "bias of nei
 @pytest.mark.parametrize("name", GUARDED)
 def test_nothing_is_read_out_of_bounds(name: str, device: str) -> None:
     """NaN all around every input, and around d_out and d_lse, reaches no result."""
-    case = CASES[name]
-    tensors, upstream = case.tensors(), case.upstream()
-    inside = {n: guarded(x, device).requires_grad_() for n, x in tensors.items()}
-    around = tuple(guarded(d, device) for d in upstream)
-    out, lse = attend(case, inside, backend="triton", device=device)
-    found = differentiated(out, lse, inside, around)
-    check(found, in_float64(case, tensors, upstream), SINGLE, floor=0.1)
-
-
-def spoiled(tensors: Tensors, hit: Tensor, bad: float) -> Tensors:
-    """Tokens that are hit [*, M] hold `bad` in query, key and value."""
-    names = ("query", "key", "value")
-    return {
-        n: x.masked_fill(hit[..., None, None], bad) if n in names else x for n, x in tensors.items()
-    }
+    check(*solve_guarded(CASES[name], device), SINGLE, floor=0.1)
 
 
 @pytest.mark.parametrize(

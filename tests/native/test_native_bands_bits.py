@@ -8,6 +8,7 @@ from typing import Any
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -65,20 +66,10 @@ def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
 def test_any_number_of_threads_gives_the_same_bits(score: str, option: str) -> None:
     """Several tasks and sequences, a table, and rows that are done by themselves."""
     parts = [ga.window_path_graph(n, 40, self_loops=True) for n in (600, 9, 300)]
-    graph, before = ga.batch(parts), torch.get_num_threads()
-    given = tensors(2, tokens=909)
+    graph, given = ga.batch(parts), tensors(2, tokens=909)
     given[1][:, 77], given[1][:, 700:] = 1e25, given[1][:, 700:] * 30  # enormous; steep
     table = torch.randn(81, 4, generator=torch.Generator().manual_seed(0))
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(given, graph, score, edge_bias=table, **OPTIONS[option]))
-    finally:
-        torch.set_num_threads(before)
-    found = [[x.nan_to_num(7) for x in own] for own in found]
-    assert same_bits(found[0], found[1])
-    assert same_bits(found[0], found[2])
+    same_on_threads(lambda: run(given, graph, score, edge_bias=table, **OPTIONS[option]))
 
 
 @each_score

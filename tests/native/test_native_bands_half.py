@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -272,16 +274,13 @@ def test_strided_inputs_and_any_number_of_threads(dtype: torch.dtype) -> None:
     projected = torch.randn(2, 700, 3, 4, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
     projected.requires_grad_()
     plain = [x.clone() for x in projected.unbind(2)]
-    before, results = torch.get_num_threads(), []
-    for threads, leaves in ((1, plain), (1, projected.unbind(2)), (3, projected.unbind(2))):
-        torch.set_num_threads(threads)
-        try:
-            out, _ = attend(list(leaves), graph, "dot")
-            results.append((out, *torch.autograd.grad(out.float().square().sum(), projected)))
-        finally:
-            torch.set_num_threads(before)
-    for found in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+    def run(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        out, _ = attend(list(leaves), graph, "dot")
+        return out, *torch.autograd.grad(out.float().square().sum(), projected)
+
+    strided = same_on_threads(lambda: run(projected.unbind(2)), (1, 3))
+    assert all(torch.equal(a, b) for a, b in zip(strided, run(plain), strict=True))
 
 
 @each_dtype

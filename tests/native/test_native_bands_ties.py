@@ -21,8 +21,7 @@ SEEN = by_hand.path(90, 30, True)
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return by_hand.numbers(*shape, seed=seed, dtype=dtype)
 
 
 def attend(leaves: list[Tensor], score: str, scale: Tensor, **options: Any) -> Tensor:

@@ -19,9 +19,7 @@ each_score = pytest.mark.parametrize("score", ["dot", "rbf"])
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    return by_hand.numbers(*shape, seed=seed, dtype=dtype)
 
 
 def attend(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -216,15 +217,7 @@ def test_float32_is_as_exact_as_products_of_torch() -> None:
 def test_results_do_not_depend_on_the_number_of_threads(graph: str, update: str) -> None:
     own = GRAPHS[graph]()
     x = tensors_of(own, batch=30)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(both_passes(own, x, update=update, step_size="auto"))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+    same_on_threads(lambda: both_passes(own, x, update=update, step_size="auto"))
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

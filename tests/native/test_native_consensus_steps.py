@@ -11,6 +11,7 @@ from typing import Any
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -144,17 +145,9 @@ def test_where_the_tokens_stand_in_the_cache_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_and_other_texts_change_no_bit(name: str, dtype: torch.dtype) -> None:
     layer, x = layer_of(name, dtype), text(300, 3, dtype=dtype)
-    before, found = torch.get_num_threads(), []
     cache = layer.init_cache(3, 256)
     layer.step(x[:, :280], cache)
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(stream(layer, x[:, 280:], cache.clone()))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    same_on_threads(lambda: stream(layer, x[:, 280:], cache.clone()))
 
 
 @pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])

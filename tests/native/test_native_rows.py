@@ -14,6 +14,7 @@ from typing import Any
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -174,21 +175,17 @@ def test_long_rows_and_sources_that_many_see_add_up_in_blocks(top_k: int | None)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    before, found = torch.get_num_threads(), []
     points = torch.randn(700, 3, generator=torch.Generator().manual_seed(0))
     graph = ga.knn_graph(points, 16)
     torch.manual_seed(0)
     leaves = [torch.randn(2, 700, 4, 32).requires_grad_() for _ in range(3)]
     sigma = torch.full((4,), 2.0, requires_grad=True)
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            out = ga.rbf_attention(*leaves, graph, sigma, top_k=9, backend="native")
-            found.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+    def run() -> list[Tensor]:
+        out = ga.rbf_attention(*leaves, graph, sigma, top_k=9, backend="native")
+        return [out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))]
+
+    same_on_threads(run, (1, 2, 3, 7))
 
 
 def test_the_order_of_visits_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 from torch.nn import functional
 
@@ -211,19 +212,17 @@ def by_best(query: Tensor, key: Tensor, score: str) -> tuple[Tensor, Tensor]:
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    before, found = torch.get_num_threads(), []
     query, key, value = caches(3, 2, 2000, 4, 4, 64)
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            for keys, values in ((key, value), apart):
-                found.append(decoded(query, keys, values, 2000, "rbf", strength=3.0, top_k=500))
-    finally:
-        torch.set_num_threads(before)
-    for out, lse in found:
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(lse, found[0][1])
+    (out, lse), of_others = same_on_threads(
+        lambda: [
+            decoded(query, *kept, 2000, "rbf", strength=3.0, top_k=500)
+            for kept in ((key, value), apart)
+        ],
+        (1, 2, 3, 7),
+    )
+    assert torch.equal(out, of_others[0])
+    assert torch.equal(lse, of_others[1])
 
 
 # Layers.

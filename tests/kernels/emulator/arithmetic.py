@@ -369,110 +369,92 @@ def convert(machine: Machine, instruction: Instruction) -> Step:
     return run
 
 
-def logic(machine: Machine, instruction: Instruction) -> Step:
+def of_values(function: Callable[..., np.ndarray]) -> Callable[[Machine, Instruction], Step]:
+    """The translation of instructions that compute a number of 32 bits from some others.
+
+    `function` is given the parts of the instruction's name and the bits of its operands.
+    """
+
+    def translate(machine: Machine, instruction: Instruction) -> Step:
+        parts, put = instruction.parts, machine.setter(instruction.operands[0])
+        bits = 64 if parts[-1] == "b64" else 32
+        getters = [machine.getter(operand, bits) for operand in instruction.operands[1:]]
+        return lambda: put(function(parts, *[get() for get in getters]).astype(np.uint32))
+
+    return translate
+
+
+@of_values
+def logic(parts: list[str], *operands: np.ndarray) -> np.ndarray:
     """``lop3``: any function of three bits, by a table of its eight values."""
-    getters = [machine.getter(operand) for operand in instruction.operands[1:4]]
-    table, put = int(instruction.operands[4], 0), machine.setter(instruction.operands[0])
-
-    def run() -> None:
-        inputs = [get() for get in getters]
-        found = np.zeros(machine.threads, np.uint32)
-        for row in range(8):
-            if table >> row & 1:
-                term = ~np.uint32(0)
-                for place, x in enumerate(inputs):
-                    term = term & (x if row >> 2 - place & 1 else ~x)
-                found |= term
-        put(found)
-
-    return run
+    *inputs, table = operands
+    result = np.zeros(np.broadcast_shapes(*(x.shape for x in inputs)), np.uint32)
+    for row in range(8):
+        if int(table) >> row & 1:
+            term = ~np.uint32(0)
+            for place, x in enumerate(inputs):
+                term = term & (x if row >> 2 - place & 1 else ~x)
+            result |= term
+    return result
 
 
-def extract(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def extract(
+    parts: list[str], value: np.ndarray, place: np.ndarray, count: np.ndarray
+) -> np.ndarray:
     """``bfe``: some bits of a number."""
-    kind, operands = instruction.parts[-1], instruction.operands
-    get, place, count = (machine.getter(operand) for operand in operands[1:4])
-    put = machine.setter(operands[0])
-
-    def run() -> None:
-        n = count().astype(np.int64) & 255
-        value = get().astype(np.int64) >> (place().astype(np.int64) & 255)
-        value = value & ((np.int64(1) << n) - 1)
-        if kind == "s32":
-            negative = (value >> np.maximum(n, 1) - 1 & 1 == 1) & (n > 0)
-            value = np.where(negative, value - (np.int64(1) << n), value)
-        put((value & 0xFFFFFFFF).astype(np.uint32))
-
-    return run
+    n = count.astype(np.int64) & 255
+    value = value.astype(np.int64) >> (place.astype(np.int64) & 255)
+    value = value & ((np.int64(1) << n) - 1)
+    if parts[-1] == "s32":
+        negative = (value >> np.maximum(n, 1) - 1 & 1 == 1) & (n > 0)
+        value = np.where(negative, value - (np.int64(1) << n), value)
+    return value & 0xFFFFFFFF
 
 
-def insert(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def insert(
+    parts: list[str], new: np.ndarray, old: np.ndarray, place: np.ndarray, count: np.ndarray
+) -> np.ndarray:
     """``bfi``: some bits of a number, replaced by another one's lowest."""
-    operands = instruction.operands
-    new, old, place, count = (machine.getter(operand) for operand in operands[1:5])
-    put = machine.setter(operands[0])
-
-    def run() -> None:
-        by, n = (get().astype(np.int64) & 255 for get in (place, count))
-        mask = ((np.int64(1) << n) - 1) << by
-        found = (new().astype(np.int64) << by) & mask | old().astype(np.int64) & ~mask
-        put((found & 0xFFFFFFFF).astype(np.uint32))
-
-    return run
+    by, n = (x.astype(np.int64) & 255 for x in (place, count))
+    mask = ((np.int64(1) << n) - 1) << by
+    return ((new.astype(np.int64) << by) & mask | old.astype(np.int64) & ~mask) & 0xFFFFFFFF
 
 
-def count_bits(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def count_bits(parts: list[str], x: np.ndarray) -> np.ndarray:
     """``popc`` (bits that are set) and ``clz`` (zeros before the first one)."""
-    name, bits = instruction.parts[0], width_of(instruction.parts[-1])
-    get, put = (
-        machine.getter(instruction.operands[1], bits),
-        machine.setter(instruction.operands[0]),
-    )
-
-    def run() -> None:
-        x = get()
-        if name == "popc":
-            put(np.bitwise_count(x).astype(np.uint32))
-        else:
-            length = np.ceil(np.log2(x.astype(np.float64) + 1)).astype(np.uint32)
-            put(np.uint32(bits) - length)
-
-    return run
+    if parts[0] == "popc":
+        return np.bitwise_count(x)
+    length = np.ceil(np.log2(x.astype(np.float64) + 1)).astype(np.uint32)
+    return np.uint32(width_of(parts[-1])) - length
 
 
-def permute(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def permute(parts: list[str], x: np.ndarray, y: np.ndarray, choice: np.ndarray) -> np.ndarray:
     """``prmt``: four bytes, chosen from the eight of two numbers."""
-    x, y, choice = (machine.getter(operand) for operand in instruction.operands[1:4])
-    put = machine.setter(instruction.operands[0])
-
-    def run() -> None:
-        both = y().astype(np.uint64) << np.uint64(32) | x().astype(np.uint64)
-        chosen, found = choice(), np.uint32(0)
-        for i in range(4):
-            one = chosen >> np.uint32(4 * i) & np.uint32(15)
-            byte = both >> (one & np.uint32(7)).astype(np.uint64) * np.uint64(8) & np.uint64(255)
-            byte = byte.astype(np.uint32)
-            sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
-            found = found | np.where(one & np.uint32(8), sign, byte) << np.uint32(8 * i)
-        put(found)
-
-    return run
+    both = y.astype(np.uint64) << np.uint64(32) | x.astype(np.uint64)
+    result = np.uint32(0)
+    for i in range(4):
+        one = choice >> np.uint32(4 * i) & np.uint32(15)
+        byte = both >> (one & np.uint32(7)).astype(np.uint64) * np.uint64(8) & np.uint64(255)
+        byte = byte.astype(np.uint32)
+        sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
+        result = result | np.where(one & np.uint32(8), sign, byte) << np.uint32(8 * i)
+    return result
 
 
-def shift_pair(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def shift_pair(
+    parts: list[str], low: np.ndarray, high: np.ndarray, places: np.ndarray
+) -> np.ndarray:
     """``shf``: 32 of the 64 bits of two numbers, shifted."""
-    parts = instruction.parts
-    low, high, places = (machine.getter(operand) for operand in instruction.operands[1:4])
-    put = machine.setter(instruction.operands[0])
-
-    def run() -> None:
-        by = places().astype(np.uint64)
-        by = by & np.uint64(31) if "wrap" in parts else np.minimum(by, np.uint64(32))
-        both = high().astype(np.uint64) << np.uint64(32) | low().astype(np.uint64)
-        found = (both << by) >> np.uint64(32) if "l" in parts else both >> by
-        put((found & np.uint64(0xFFFFFFFF)).astype(np.uint32))
-
-    return run
+    by = places.astype(np.uint64)
+    by = by & np.uint64(31) if "wrap" in parts else np.minimum(by, np.uint64(32))
+    both = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+    result = (both << by) >> np.uint64(32) if "l" in parts else both >> by
+    return result & np.uint64(0xFFFFFFFF)
 
 
 INSTRUCTIONS = {

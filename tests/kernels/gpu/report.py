@@ -14,7 +14,7 @@ from graphattn.kernels.check.measured import as_file
 from graphattn.kernels.check.report import microseconds, table
 
 from . import benchmark, parity, sanitizer, times, tune
-from .session import ROOT, Progress, Session
+from .session import Progress, Session
 
 STEPS = {
     step.__name__.rpartition(".")[2]: step for step in (parity, times, sanitizer, benchmark, tune)
@@ -112,9 +112,7 @@ def parity_lines(session: Session) -> Iterator[str]:
             yield f"- WRONG: {row['job']}: {one_line(str(row['errors']))}"
         for found in row["findings"]:
             yield f"- {row['job']}: {one_line(found)}"
-    for job, row in session.rows("parity").ended().items():
-        if "error" in row:
-            yield f"- FAILED: {job}: {one_line(row['error'])}"
+    yield from failures(session, "parity")
 
 
 def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
@@ -133,9 +131,7 @@ def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
             "Copy `kernels.json` to `docs/benchmarks/kernels-NAME.json`. "
             "`python -m graphattn.kernels.check --measured FILE` shows it beside predictions."
         )
-    for job, row in rows.ended().items():
-        if "error" in row:
-            yield f"- FAILED: {job}: {one_line(row['error'])}"
+    yield from failures(session, "times")
 
 
 def sanitizer_lines(session: Session) -> Iterator[str]:
@@ -148,14 +144,12 @@ def sanitizer_lines(session: Session) -> Iterator[str]:
     found = [row for row in rows.all() if "found" in row]
     cells = [(row["tool"], row["problem"], str(row["found"]) if row["found"] else "clean")
              for row in found]  # fmt: skip
-    failed = [(job, row["error"]) for job, row in rows.ended().items() if "error" in row]
     yield from table(("tool", "problem", "found"), cells) if cells else ["Not run."]
     yield ""
     for row in found:
         if row["found"]:
             yield f"- {row['job']}: {one_line(row['log'])}"
-    for job, error in failed:
-        yield f"- NO VERDICT: {job}: {one_line(error)}"
+    yield from failures(session, "sanitizer", "NO VERDICT")
 
 
 def benchmark_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
@@ -238,38 +232,11 @@ def tune_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
         ],
     )
     yield ""
-    for job, row in session.rows("tune").ended().items():
-        if "error" in row:
-            yield f"- FAILED: {job}: {one_line(row['error'])}"
-
-
-# What documentation says as long as no GPU has run the kernels.
-NEVER = re.compile(
-    r"not\s+yet\s+(?:been\s+)?(?:run|measured|tested)\b(?:\s+on\s+a\s+GPU)?|"
-    r"nothing\s+has\s+been\s+run\s+on\s+a\s+GPU|not\s+been\s+tested\s+on\s+a\s+GPU",
-    re.IGNORECASE,
-)
-SAYS = ("README.md", "CHANGELOG.md", "docs", "graphattn", "kernels")
-DATED = "log.md"  # what was true on a day stays
-
-
-def claims() -> Iterator[str]:
-    """Yield the places ("README.md:370: ...") that say that no GPU has run the kernels."""
-    for top in SAYS:
-        path = ROOT / top
-        files = [path] if path.is_file() else sorted([*path.rglob("*.md"), *path.rglob("*.py")])
-        for file in files:
-            inside = file.relative_to(ROOT)
-            if file.name == DATED or any(part.startswith("_") for part in inside.parts[:-1]):
-                continue
-            text = file.read_text(encoding="utf-8")
-            for match in NEVER.finditer(text):
-                line = text.count("\n", 0, match.start()) + 1
-                yield f"{inside}:{line}: {one_line(match.group())}"
+    yield from failures(session, "tune")
 
 
 def documentation_lines(session: Session) -> Iterator[str]:
-    """Kernels that have run, and places in the documentation that still say that none has."""
+    """Kernels that have run, and what the documentation is to be given."""
     rows = [row for row in session.rows("parity").all() if "errors" in row]
     right = sorted({k for row in rows if parity.is_right(row) for k in row["kernels"]})
     wrong = sorted({k for row in rows if not parity.is_right(row) for k in row["kernels"]})
@@ -283,8 +250,13 @@ def documentation_lines(session: Session) -> Iterator[str]:
         "- Copy `benchmark.json` to `docs/benchmarks/cuda-NAME.json`: the note of the support "
         "matrix (`docs/support.py`) then says that a GPU has run the kernels."
     )
-    yield "- These places say that no GPU has run the kernels:"
-    yield from (f"  - {place}" for place in claims())
+
+
+def failures(session: Session, step: str, word: str = "FAILED") -> Iterator[str]:
+    """The jobs of a step that ended with an error."""
+    for job, row in session.rows(step).ended().items():
+        if "error" in row:
+            yield f"- {word}: {job}: {one_line(row['error'])}"
 
 
 def number(value: float | None) -> str:

@@ -103,14 +103,13 @@ def checked(command: list[str], problem: str) -> Row:
 
 def progress(session: Session) -> Progress:
     """How many checks have run, and how many found something; why they could not."""
-    rows = session.rows("sanitizer")
+    rows = session.rows("sanitizer").all()
     names = jobs(session.size, is_emulated=session.machine.is_emulated)
-    ended = rows.ended()
-    wrong = {name for name in names if "error" in ended.get(name, {})}
-    wrong |= {row["job"] for row in rows.all() if row.get("found")}
-    skipped = [row["skipped"] for row in rows.all() if "skipped" in row]
-    done = sum(name in ended for name in names)
-    return Progress(done, len(names), len(wrong), skipped[-1] if skipped and not done else "")
+    progress = session.progress(
+        "sanitizer", names, (row["job"] for row in rows if row.get("found"))
+    )
+    skipped = [row["skipped"] for row in rows if "skipped" in row]
+    return progress._replace(skipped=skipped[-1]) if skipped and not progress.done else progress
 
 
 if __name__ == "__main__":  # under the tool

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +181,14 @@ class Session:
     @property
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
+
+    def progress(
+        self, step: str, names: list[str], wrong: Iterable[str] = (), skipped: str = ""
+    ) -> Progress:
+        """How many of these jobs have ended, and how many are wrong, or ended with an error."""
+        ended = self.rows(step).ended()
+        failed = {name for name in names if "error" in ended.get(name, {})} | set(wrong)
+        return Progress(sum(name in ended for name in names), len(names), len(failed), skipped)
 
 
 def facts(machine: Machine, size: str) -> dict[str, Any]:

@@ -349,13 +349,6 @@ def test_the_best_choice_is_proposed_as_source() -> None:
     assert "# 2.00, 1.00" in text
 
 
-def test_places_that_say_that_no_gpu_has_run_the_kernels_are_found() -> None:
-    found = [place.partition(":")[0] for place in report.claims()]
-    if report.NEVER.search((report.ROOT / "README.md").read_text()):
-        assert {"README.md", "docs/support.py", "CHANGELOG.md"} <= set(found)
-    assert "docs/log.md" not in found
-
-
 def test_times_of_launches_become_a_file_that_stands_beside_predictions(tmp_path) -> None:
     rows = Rows(tmp_path / "times.jsonl")
     rows.add({"job": "bands 1", "name": "dots", "seconds": 3e-6})

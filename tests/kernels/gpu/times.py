@@ -8,7 +8,7 @@ emulator a launch of real size would take hours, so there this step is skipped.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -44,19 +44,14 @@ def work(name: str, known: list[Row], machine: Machine, size: str) -> Iterator[R
 
 
 def seconds_of(one: launch.Launch) -> float:
-    """The median time of a launch whose data is not in the cache."""
-    return median_of(lambda: start(one))
-
-
-def median_of(begin: Callable[[], object], samples: int = SAMPLES) -> float:
-    """The median time on the GPU, in seconds, of what a function starts there."""
+    """The median time on the GPU of a launch whose data is not in the cache."""
     cache = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
     found: list[float] = []
-    for i in range(3 + samples):
+    for i in range(3 + SAMPLES):
         cache.zero_()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        begin()
+        start(one)
         last.record()
         torch.cuda.synchronize()
         seconds = first.elapsed_time(last) / 1000
@@ -82,8 +77,5 @@ def launches(rows: Iterable[Row]) -> list[tuple[str, float]]:
 
 def progress(session: Session) -> Progress:
     """How many cases have been timed."""
-    rows = session.rows("times")
-    names, ended = jobs(), rows.ended()
-    wrong = sum("error" in ended.get(name, {}) for name in names)
     skipped = "the emulator has no time" if session.machine.is_emulated else ""
-    return Progress(sum(name in ended for name in names), len(names), wrong, skipped)
+    return session.progress("times", jobs(), skipped=skipped)

@@ -392,7 +392,4 @@ def source(found: list[Proposal], where: str) -> str:
 
 def progress(session: Session) -> Progress:
     """How many settings have been searched; one that gave no cost at all counts as wrong."""
-    rows = session.rows("tune")
-    names, ended = jobs(session.size), rows.ended()
-    wrong = sum("error" in ended.get(name, {}) for name in names)
-    return Progress(sum(name in ended for name in names), len(names), wrong)
+    return session.progress("tune", jobs(session.size))
