@@ -89,8 +89,8 @@ def leader_tokens(
         received(members).max(dim=0)  # the first of equal ones
         for members in _members(labels)
     ]
-    share = torch.cat([found.values for found in best])
-    return Leaders(torch.cat([found.indices for found in best]).cpu(), share.cpu())
+    share = torch.cat([top.values for top in best])
+    return Leaders(torch.cat([top.indices for top in best]).cpu(), share.cpu())
 
 
 def _checked_step(step: int, num_steps: int) -> int:

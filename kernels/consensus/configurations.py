@@ -117,14 +117,14 @@ def _describe(case: ConsensusCase, x: ConsensusInputs, launch: Launch, part: str
         width = arguments["WIDTH"]
         number = arguments["p_messages"].element_size()
         ends = 2 if arguments.get("AT_TARGET") and arguments.get("AT_SOURCE") else 1
-        found = arguments["p_found"].element_size()
+        of_total = arguments["p_total"].element_size()
         listed = "num_runs" not in arguments
         return Configuration(
             f"{name}, sums of {width}",
             launch,
             main=False,
             flops=0.0,
-            bytes=float(width * (messages * number + tokens * found)),
+            bytes=float(width * (messages * number + tokens * of_total)),
             # The loop over the runs of a window only adds, so it is not told apart from the rest.
             iterations=float(launch.grid[0]),
             target="",

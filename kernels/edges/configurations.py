@@ -93,12 +93,12 @@ def configurations_of(case: EdgeCase, device: str = "meta") -> list[Configuratio
             scale_gradient=case.rbf,
             bias_gradient=case.bias,
         )
-    return [_describe(case, found) for found in launches if found.kernel.fn.__name__ in GATHERED]
+    return [_describe(case, launch) for launch in launches if launch.kernel.fn.__name__ in GATHERED]
 
 
 def _describe(case: EdgeCase, launch: Launch) -> Configuration:
     kernel, arguments = launch.kernel.fn.__name__, launch.arguments
-    gathered, own = GATHERED[kernel]
+    gathered, of_tokens = GATHERED[kernel]
     tokens, edges_of_all = case.batch * case.tokens, case.batch * case.tokens * case.degree
     row = float(case.heads * case.features * case.dtype.itemsize)
     segments = case.batch * case.tokens * case.heads * -(-case.degree // LONGEST_SEGMENT)
@@ -113,7 +113,7 @@ def _describe(case: EdgeCase, launch: Launch) -> Configuration:
         main=False,
         flops=0.0,
         # Tensors are read at least once, and so is the list of edges, four bytes an edge.
-        bytes=(gathered + own) * tokens * row + 4.0 * case.tokens * case.degree,
+        bytes=(gathered + of_tokens) * tokens * row + 4.0 * case.tokens * case.degree,
         iterations=share * passes,
         target=case.target,
         gathered=gathered * edges_of_all * row,

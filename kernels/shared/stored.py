@@ -185,15 +185,15 @@ def stored(place: MutableMapping[K, Any], key: K, device: torch.device, make: Ca
         >>> tables
         {'ones': tensor([1., 1.])}
     """
-    found = place.get(key, NOT_STORED)
-    if found is NOT_STORED:
+    entry = place.get(key, NOT_STORED)
+    if entry is NOT_STORED:
         with kept_for_training(device):
-            found = make()
+            entry = make()
             if may_store(device):
-                place[key] = as_entry(found, device)
-    elif isinstance(found, OnStream):
-        found = found.read()
-    result: T = found
+                place[key] = as_entry(entry, device)
+    elif isinstance(entry, OnStream):
+        entry = entry.read()
+    result: T = entry
     return result
 
 

@@ -163,8 +163,8 @@ def test_a_tile_needs_no_mask_only_where_all_its_rows_see_it(device: str) -> Non
         graph = ga.window_path_graph(80, window, self_loops=True)
         wanted = ga.dot_product_attention(x, x, x, graph, backend="reference")
         q, k = x.float().to(device), x.float().to(device)
-        found = ga.dot_product_attention(q, k, k, graph.to(device), backend="triton")
-        torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+        out = ga.dot_product_attention(q, k, k, graph.to(device), backend="triton")
+        torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
@@ -202,8 +202,8 @@ def test_the_layout_of_the_inputs_does_not_matter(layout: str, device: str) -> N
     tensors["strength"] = case.tensors()["strength"]
     if layout != "views of one projection":
         assert any(not y.is_contiguous() for y in tensors.values())
-    found = solve(case, tensors, case.upstream(), backend="triton", device=device)
-    check(found, in_float64(case, tensors, case.upstream()), SINGLE)
+    results = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    check(results, in_float64(case, tensors, case.upstream()), SINGLE)
 
 
 @pytest.mark.long
@@ -218,8 +218,8 @@ def test_the_layout_of_the_upstream_gradient_does_not_matter(layout: str, device
     else:
         d_out = d_out.mT.contiguous().mT
     assert not d_out.is_contiguous()
-    found = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
-    check(found, in_float64(case, case.tensors(), (d_out, d_lse)), SINGLE)
+    results = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
+    check(results, in_float64(case, case.tensors(), (d_out, d_lse)), SINGLE)
 
 
 @pytest.mark.long
@@ -250,8 +250,8 @@ def test_gradients_are_given_to_those_who_ask(device: str) -> None:
         for name in wanted:
             leaves[name].requires_grad_()
         out, lse = attend(case, leaves, backend="triton", device=device)
-        found = differentiated(out, lse, {n: leaves[n] for n in wanted}, case.upstream())
-        check(found, {name: expected[name] for name in found}, SINGLE)
+        results = differentiated(out, lse, {n: leaves[n] for n in wanted}, case.upstream())
+        check(results, {name: expected[name] for name in results}, SINGLE)
 
 
 def test_log_sums_of_half_precision_are_float32_and_outputs_what_came_in(device: str) -> None:

@@ -134,7 +134,7 @@ def test_kernels_run_where_they_are_asked_for(device: str) -> None:
 )
 def test_second_derivatives_are_those_of_the_reference(case: Case, device: str) -> None:
     """Hessian-vector products, of every tensor."""
-    case, found = replace(case, features=3, xi=4), []
+    case, results = replace(case, features=3, xi=4), []
     for backend, where, dtype in kernels_and_exact(device):
         leaves = {n: x.to(where, dtype).requires_grad_() for n, x in case.tensors().items()}
         new = move(case, leaves, backend=backend, device=where)
@@ -143,9 +143,9 @@ def test_second_derivatives_are_those_of_the_reference(case: Case, device: str) 
         )
         along = sum(g.square().sum() for g in first)
         second = torch.autograd.grad(along, list(leaves.values()), materialize_grads=True)
-        found.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
-    for n, theirs in found[1].items():
-        off = (found[0][n].double() - theirs).norm()
+        results.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
+    for n, theirs in results[1].items():
+        off = (results[0][n].double() - theirs).norm()
         assert off <= 2e-5 * theirs.norm().clamp(min=1.0), n
 
 
@@ -219,8 +219,8 @@ def test_a_layer_waits_for_nothing(
     with recording() if where == "meta" else nullcontext():
         step()  # tables are made once, kernels compiled
     with nothing_waits(where):
-        found = step()
-    assert [t.shape for t in found] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
+        results = step()
+    assert [t.shape for t in results] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
 
 
 # Refusals.

@@ -27,8 +27,8 @@ HALF = (torch.float16, torch.bfloat16)
 def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> None:
     # Averages of one or few sources have small gradients: their rounding is measured beside 0.1.
     with watched_memory(device):
-        found = kernels(CASES[name], device)
-    check(found, exact(CASES[name]), SINGLE, floor=0.1)
+        results = kernels(CASES[name], device)
+    check(results, exact(CASES[name]), SINGLE, floor=0.1)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -75,8 +75,8 @@ def test_half_precision_costs_at_most_twice_what_it_must(
 def test_where_rows_are_cut_changes_no_result(name: str, longest: int, device: str) -> None:
     case = replace(CASES[name], batch=(1,))
     with cut_at(longest), watched_memory(device):
-        found = kernels(case, device)
-    check(found, exact(case), SINGLE, floor=0.1)
+        results = kernels(case, device)
+    check(results, exact(case), SINGLE, floor=0.1)
 
 
 def test_rows_are_cut_where_that_is_said(device: str) -> None:
@@ -114,8 +114,8 @@ def test_tiles_may_be_as_small_as_one_edge(size: tuple[int, int], device: str) -
         top(2, Case(nearest(4, 3), **one_head)),
     ):
         with tuning.override(**gathering(*size)), watched_memory(device):
-            found = kernels(case, device)
-        check(found, exact(case), SINGLE, floor=0.1)
+            results = kernels(case, device)
+        check(results, exact(case), SINGLE, floor=0.1)
 
 
 # Sizes.
@@ -155,10 +155,10 @@ def test_without_edges_everything_is_zero(
     name: str, per_edge: bool, top_k: int | None, device: str
 ) -> None:
     case = Case(EMPTY[name], per_edge=per_edge, options={"top_k": top_k})
-    found = kernels(case, device)
-    check(found, exact(case), 0.0)
-    assert all((found[n] == 0).all() for n in found if n != "lse")
-    assert (found["lse"] == -torch.inf).all()
+    results = kernels(case, device)
+    check(results, exact(case), 0.0)
+    assert all((results[n] == 0).all() for n in results if n != "lse")
+    assert (results["lse"] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("name", ["list", "neighbours", "longformer", "bias of a list"])

@@ -45,12 +45,12 @@ def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) ->
         d_out.masked_fill(~mask[..., None, None], bad),
         d_lse.masked_fill(~mask[..., None], bad),
     )
-    found = solve(
+    results = solve(
         case, spoiled(case.tensors(), ~mask, bad), upstream, backend="triton", device=device
     )
-    for n in found:
-        assert torch.equal(found[n], clean[n]), n
-    assert all((found[n][~mask] == 0).all() for n in ("out", "query", "key", "value"))
+    for n in results:
+        assert torch.equal(results[n], clean[n]), n
+    assert all((results[n][~mask] == 0).all() for n in ("out", "query", "key", "value"))
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,16 @@ def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, de
     sources = (edges & rows[:, None]).any(0) | hit
     assert not rows.all()
     clean = kernels(case, device)
-    found = solve(
+    results = solve(
         case, spoiled(case.tensors(), hit, bad), case.upstream(), backend="triton", device=device
     )
     if bad != bad and "top_k" not in case.options:
-        assert found["out"][:, rows & edges.any(1)].isnan().all(), "what is seen is not hidden"
+        assert results["out"][:, rows & edges.any(1)].isnan().all(), "what is seen is not hidden"
     moved = {"out": rows, "lse": rows, "query": rows, "key": sources, "value": sources}
     if case.shared:
         moved["query"] = rows | sources
-    for n in found.keys() & moved.keys():
-        assert torch.equal(found[n][:, ~moved[n]], clean[n][:, ~moved[n]]), n
+    for n in results.keys() & moved.keys():
+        assert torch.equal(results[n][:, ~moved[n]], clean[n][:, ~moved[n]]), n
 
 
 # Digits.

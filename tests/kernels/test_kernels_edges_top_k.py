@@ -46,8 +46,8 @@ def test_of_equal_sources_the_smaller_index_is_kept(
     case, tensors = with_ties(name)
     case = top(k, case, score=score)
     with cut_at(longest):
-        found = solve(case, tensors, case.upstream(), backend="triton", device=device)
-    check(found, in_float64(case, tensors, case.upstream()), SINGLE, floor=0.1)
+        results = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    check(results, in_float64(case, tensors, case.upstream()), SINGLE, floor=0.1)
 
 
 @pytest.mark.long

@@ -120,7 +120,7 @@ def test_the_layer_learns_the_same_from_kernels(build, eps: float, device: str) 
     layer = ga.nn.GaussianKernelAttention(12, 2, rope=True, eps=eps, init_sigma=1.5)
     x = torch.randn(2, 20, 12)
     d_y = torch.randn(2, 20, 12)
-    found = []
+    both = []
     for backend, where, dtype in kernels_and_exact(device):
         layer.to(where, dtype)
         leaf = x.to(where, dtype).requires_grad_()
@@ -128,8 +128,8 @@ def test_the_layer_learns_the_same_from_kernels(build, eps: float, device: str) 
             y = layer(leaf, graph.to(where))
         leaves = {"x": leaf, **dict(layer.named_parameters())}
         gradients = torch.autograd.grad(y, list(leaves.values()), d_y.to(where, dtype))
-        found.append({"y": y, **dict(zip(leaves, gradients, strict=True))})
-    kernel, expected = ({n: g.detach().cpu() for n, g in f.items()} for f in found)
+        both.append({"y": y, **dict(zip(leaves, gradients, strict=True))})
+    kernel, expected = ({n: g.detach().cpu() for n, g in f.items()} for f in both)
     assert "log_sigma" in expected
     check(kernel, expected, SINGLE)
 

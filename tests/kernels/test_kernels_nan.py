@@ -76,15 +76,15 @@ def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, de
     hit[[17, case.graph.num_sources - 2]] = True
     tensors, upstream = case.tensors(), case.upstream()
     clean = in_float64(case, tensors, upstream)
-    found = solve(case, spoiled(tensors, hit, bad), upstream, backend="triton", device=device)
+    results = solve(case, spoiled(tensors, hit, bad), upstream, backend="triton", device=device)
     rows, sources = touched(case.graph.to_mask(), hit)
     assert not rows.all()
     if bad != bad:
-        assert found["out"][:, rows].isnan().all(), "what is seen is not hidden"
+        assert results["out"][:, rows].isnan().all(), "what is seen is not hidden"
     for n in ("out", "lse") if case.shared else ("out", "lse", "query"):
-        check({n: found[n][:, ~rows]}, {n: clean[n][:, ~rows]}, SINGLE)
+        check({n: results[n][:, ~rows]}, {n: clean[n][:, ~rows]}, SINGLE)
     for n in ("query",) if case.shared else ("key", "value"):
-        check({n: found[n][:, ~sources]}, {n: clean[n][:, ~sources]}, SINGLE)
+        check({n: results[n][:, ~sources]}, {n: clean[n][:, ~sources]}, SINGLE)
 
 
 @pytest.mark.parametrize("name", ["path", "causal window of many tiles", "complete"])
@@ -138,9 +138,9 @@ def test_no_bit_changes_with_another_sequence(score: str, device: str) -> None:
         others = torch.ones(46, dtype=torch.bool)
         others[start:stop] = False
         tensors = spoiled(case.tensors(), ~others, MANY.repeat(12)[:46])
-        found = solve(case, tensors, case.upstream(), backend="triton", device=device)
+        results = solve(case, tensors, case.upstream(), backend="triton", device=device)
         for n in ("out", "lse", "query", "key", "value"):
-            assert torch.equal(found[n][:, others], clean[n][:, others]), n
+            assert torch.equal(results[n][:, others], clean[n][:, others]), n
 
 
 @pytest.mark.long
@@ -183,11 +183,11 @@ def _padding_is_never_read(dtype: torch.dtype, shared: bool, content: Tensor, de
     bad = content[None, :, None]
     d_out = torch.where(mask[..., None, None], d_out, bad[..., None].to(dtype))
     d_lse = torch.where(mask[..., None], d_lse, bad)
-    found = solve(case, tensors, (d_out, d_lse), backend="triton", device=device)
-    for n in found:
-        assert torch.equal(found[n], clean[n]), n
+    results = solve(case, tensors, (d_out, d_lse), backend="triton", device=device)
+    for n in results:
+        assert torch.equal(results[n], clean[n]), n
     for n in ("out", "query") if shared else ("out", "query", "key", "value"):
-        assert (found[n][~mask] == 0).all(), n
+        assert (results[n][~mask] == 0).all(), n
 
 
 @pytest.mark.long
@@ -198,12 +198,12 @@ def test_rows_without_edges_are_exactly_empty(score: str, dtype: torch.dtype, de
     parts = [ga.window_path_graph(1, 1), ga.window_path_graph(20, 2), ga.window_path_graph(1, 4)]
     graph = ga.batch(parts)
     case = Case(graph, score=score)
-    found = kernels(case, device, dtype)
-    check(found, exact(case, dtype), SINGLE if dtype == torch.float32 else 0.05)
+    results = kernels(case, device, dtype)
+    check(results, exact(case, dtype), SINGLE if dtype == torch.float32 else 0.05)
     for token in (0, 21):
-        assert (found["out"][:, token] == 0).all()
-        assert (found["lse"][:, token] == -torch.inf).all()
-        assert all((found[n][:, token] == 0).all() for n in ("query", "key", "value"))
+        assert (results["out"][:, token] == 0).all()
+        assert (results["lse"][:, token] == -torch.inf).all()
+        assert all((results[n][:, token] == 0).all() for n in ("query", "key", "value"))
 
 
 @pytest.mark.long
@@ -230,11 +230,11 @@ def test_a_bad_gradient_reaches_only_what_its_row_sees(name: str, device: str) -
     hit = torch.zeros(case.graph.num_targets, dtype=torch.bool)
     hit[3] = True
     d_out[:, hit] = torch.nan
-    found = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
+    results = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
     clean = kernels(case, device)
     seen = case.graph.to_mask()[3] | hit
     for n in ("query",) if case.shared else ("key", "value"):
-        assert torch.equal(found[n][:, ~seen], clean[n][:, ~seen]), n
-        assert found[n][:, case.graph.to_mask()[3]].isnan().all(), n
+        assert torch.equal(results[n][:, ~seen], clean[n][:, ~seen]), n
+        assert results[n][:, case.graph.to_mask()[3]].isnan().all(), n
     if not case.shared:
-        assert torch.equal(found["query"][:, ~hit], clean["query"][:, ~hit])
+        assert torch.equal(results["query"][:, ~hit], clean["query"][:, ~hit])

@@ -83,13 +83,13 @@ class NoCopiesFromTheCPU(TorchFunctionMode):
     COPIES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.copy_)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         from_cpu = func in self.COPIES and any(
             isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in args
         )
-        if (from_cpu or func in self.MAKERS) and found.device.type == "meta":
+        if (from_cpu or func in self.MAKERS) and result.device.type == "meta":
             raise RuntimeError("numbers are copied from the CPU")
-        return found
+        return result
 
 
 @contextmanager
@@ -130,8 +130,8 @@ def test_a_layer_whose_graph_is_made_from_its_features_waits_for_nothing(
     if watched == "cuda":  # kernels are compiled
         step(layer, x, clouds)
     with nothing_waits(watched) as kernels:
-        found = step(layer, x, clouds)
-    assert [t.shape for t in found] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
+        results = step(layer, x, clouds)
+    assert [t.shape for t in results] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
     if watched == "meta":
         # The search, attention over the edges and its gradients by target and by source all ran.
         assert {"candidates_kernel", "order_kernel", "search_kernel"} <= set(kernels)

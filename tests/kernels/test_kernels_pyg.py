@@ -121,9 +121,9 @@ def agree(
     tokens = len(x[1]), len(x[0])
     graph, order = ga.from_edge_index(edge_index, *tokens, return_permutation=True)
     upstream = random(tokens[0], conv.heads * conv.out_channels, seed=9).float()
-    found: list[dict[str, Tensor]] = []
+    results: list[dict[str, Tensor]] = []
     for dtype, where in ((torch.float32, device), (torch.float64, "cpu")):
-        own = deepcopy(conv).to(where, dtype)
+        model = deepcopy(conv).to(where, dtype)
         leaves = {"sources": x[0].to(where, dtype).requires_grad_()}
         if x[0] is not x[1]:
             leaves["targets"] = x[1].to(where, dtype).requires_grad_()
@@ -131,16 +131,16 @@ def agree(
         attr = None if edge_attr is None else edge_attr.to(where, dtype)
         if where is device and dtype == torch.float32:
             attr = None if attr is None else attr[order.to(where)]
-            out = layer(own, pair, graph.to(where), attr)
+            out = layer(model, pair, graph.to(where), attr)
         else:
             given = pair if "targets" in leaves else pair[0]
-            out = own(given, edge_index, **({} if attr is None else {"edge_attr": attr}))
-        leaves |= dict(own.named_parameters())
+            out = model(given, edge_index, **({} if attr is None else {"edge_attr": attr}))
+        leaves |= dict(model.named_parameters())
         gradients = torch.autograd.grad(out, list(leaves.values()), upstream.to(where, dtype))
-        found.append({"out": out.detach().cpu(), **{
+        results.append({"out": out.detach().cpu(), **{
             name: g.cpu() for name, g in zip(leaves, gradients, strict=True)
         }})  # fmt: skip
-    mine, theirs = found
+    mine, theirs = results
     # A bias that all keys share moves no weight: its gradient is 0, its rounding is beside 1.
     zero = {name for name in mine if name == "lin_key.bias"}
     for names, floor in ((mine.keys() - zero, 1e-3), (zero, 1.0)):

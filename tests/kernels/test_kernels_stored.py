@@ -57,14 +57,14 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    found = Cuda()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    state = Cuda()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: state.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda x, stream: found.recorded.append((x, stream))
+        torch.Tensor, "record_stream", lambda x, stream: state.recorded.append((x, stream))
     )
     monkeypatch.setattr(module, "_read_by_graphs", set())
-    yield found
+    yield state
     band_schedule_of.cache_clear()
 
 
@@ -256,7 +256,7 @@ WITHOUT_TENSORS = {"_structured", "_graph_of"}
 
 @pytest.mark.long
 def test_no_function_with_a_device_stores_results_by_lru_cache() -> None:
-    found = set()
+    names_of_cached = set()
     for folder in (ROOT, Path(module.__file__).parents[1]):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -264,5 +264,5 @@ def test_no_function_with_a_device_stores_results_by_lru_cache() -> None:
                     caches = [d for d in node.decorator_list if "cache" in ast.unparse(d)]
                     names = {argument.arg for argument in node.args.args}
                     if caches and "device" in names:
-                        found.add(node.name)
-    assert found - {"larger_than_cache"} == WITHOUT_TENSORS
+                        names_of_cached.add(node.name)
+    assert names_of_cached - {"larger_than_cache"} == WITHOUT_TENSORS

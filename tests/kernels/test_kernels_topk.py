@@ -80,9 +80,9 @@ CASES = {
 
 
 def check_choice(case: Case, tensors: Tensors, device: str) -> None:
-    found = chosen(case, tensors, device)
+    kept = chosen(case, tensors, device)
     expected = largest(case, logits_in_float64(case, tensors))
-    assert torch.equal(found, expected), f"{(found != expected).sum()} pairs differ"
+    assert torch.equal(kept, expected), f"{(kept != expected).sum()} pairs differ"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -213,13 +213,13 @@ def test_a_row_knows_nothing_of_tokens_outside_its_window(bad: float, device: st
     clean = kernels(case, device)
     for name in ("query", "key", "value"):
         tensors[name][:, 30] = bad
-    found = solve(case, tensors, upstream, backend="triton", device=device)
+    results = solve(case, tensors, upstream, backend="triton", device=device)
     for name in ("out", "lse", "query"):
         for rows in (slice(0, 30), slice(42, 60)):
-            assert torch.equal(found[name][:, rows], clean[name][:, rows]), name
+            assert torch.equal(results[name][:, rows], clean[name][:, rows]), name
     for name in ("key", "value"):  # rows 30 to 41 are bad; they see the sources 19 to 41
         for rows in (slice(0, 19), slice(42, 60)):
-            assert torch.equal(found[name][:, rows], clean[name][:, rows]), name
+            assert torch.equal(results[name][:, rows], clean[name][:, rows]), name
 
 
 def test_what_is_not_kept_is_not_averaged_even_if_it_is_bad(device: str) -> None:
@@ -232,12 +232,12 @@ def test_what_is_not_kept_is_not_averaged_even_if_it_is_bad(device: str) -> None
                       device=device)[0].cpu()  # fmt: skip
     seldom = int(kept.sum(0)[:30].argmin())
     tensors["value"][:, seldom] = torch.nan
-    found = attend(case, {n: t.to(device) for n, t in tensors.items()}, backend="triton",
+    out = attend(case, {n: t.to(device) for n, t in tensors.items()}, backend="triton",
                    device=device)[0].cpu()  # fmt: skip
     without = ~kept[:, seldom]
     assert (without & case.graph.to_mask()[:, seldom]).any()
-    assert torch.equal(found[:, without, 0], expected[:, without, 0])
-    assert found[:, ~without, 0].isnan().all()
+    assert torch.equal(out[:, without, 0], expected[:, without, 0])
+    assert out[:, ~without, 0].isnan().all()
 
 
 def test_a_key_that_is_not_a_number_is_the_first_to_be_kept(device: str) -> None:

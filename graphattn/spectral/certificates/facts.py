@@ -198,13 +198,14 @@ def _leaves(parts: Mapping[str, Certificate]) -> Iterator[tuple[str, Certificate
 
 
 def _worst_fact(name: str, leaves: Mapping[str, Certificate]) -> Fact:
-    found = {
+    by_place = {
         where: fact for where, leaf in leaves.items() for fact in leaf.facts if fact.name == name
     }
-    where = max(found, key=lambda place: _badness(found[place]))
-    worst = found[where]
-    alike = [fact for fact in found.values() if fact.status == worst.status]
-    count = f"all {len(found)}" if len(alike) == len(found) else f"{len(alike)} of {len(found)}"
+    where = max(by_place, key=lambda place: _badness(by_place[place]))
+    worst = by_place[where]
+    alike = [fact for fact in by_place.values() if fact.status == worst.status]
+    total = len(by_place)
+    count = f"all {total}" if len(alike) == total else f"{len(alike)} of {total}"
     numbers, place = worst.numbers, ""
     if name in WORSE:
         place = f", worst in {where}" if numbers else ""

@@ -42,10 +42,10 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 def width_of(kind: str) -> int:
     """Bits of a type: 32 of "s32", "b32", "f32" or "bf16x2"."""
-    found = re.fullmatch(r"[a-z]+(\d+)(?:x(\d))?", kind)
-    if found is None:
+    match = re.fullmatch(r"[a-z]+(\d+)(?:x(\d))?", kind)
+    if match is None:
         raise UnknownInstruction(kind)
-    return int(found[1]) * int(found[2] or 1)
+    return int(match[1]) * int(match[2] or 1)
 
 
 def decode(bits: np.ndarray, kind: str) -> np.ndarray:
@@ -135,10 +135,10 @@ def calculate(machine: Machine, instruction: Instruction) -> Step:
     put = machine.setter(instruction.operands[0])
 
     def run() -> None:
-        found = function(*[decode(get(), kind) for get in getters])
+        result = function(*[decode(get(), kind) for get in getters])
         if flushes:
-            found = np.where(np.abs(found) < TINY, found * np.float32(0), found)
-        put(encode(found, kind))
+            result = np.where(np.abs(result) < TINY, result * np.float32(0), result)
+        put(encode(result, kind))
 
     return run
 
@@ -166,15 +166,15 @@ def _wide_product(machine: Machine, instruction: Instruction) -> Step:
             high = [
                 (int(p) * int(q) >> 64) & (2**64 - 1) for p, q in zip(a.flat, b.flat, strict=True)
             ]
-            found = np.array(high, np.uint64).reshape(a.shape)
+            result = np.array(high, np.uint64).reshape(a.shape)
         else:
             wide = (SIGNED if kind[0] == "s" else UNSIGNED)[bits // 4]
-            found = (a.astype(wide) * b.astype(wide)).view(UNSIGNED[bits // 4])
+            result = (a.astype(wide) * b.astype(wide)).view(UNSIGNED[bits // 4])
             if not is_wide:
-                found = (found >> found.dtype.type(bits)).astype(UNSIGNED[bits // 8])
+                result = (result >> result.dtype.type(bits)).astype(UNSIGNED[bits // 8])
         if added is not None:
-            found = found + added().astype(found.dtype)
-        put(found)
+            result = result + added().astype(result.dtype)
+        put(result)
 
     return run
 
@@ -215,13 +215,13 @@ def shift(machine: Machine, instruction: Instruction) -> Step:
         value, by = decode(x(), signed), places().astype(np.int64)
         far = by >= bits
         if name == "shr" and kind[0] == "s":
-            found = value >> np.where(far, bits - 1, by).astype(value.dtype)
+            result = value >> np.where(far, bits - 1, by).astype(value.dtype)
         else:
             near = np.where(far, 0, by).astype(value.dtype)
-            found = np.where(
+            result = np.where(
                 far, value.dtype.type(0), value << near if name == "shl" else value >> near
             )
-        put(found.view(UNSIGNED[bits // 8]))
+        put(result.view(UNSIGNED[bits // 8]))
 
     return run
 
@@ -239,8 +239,8 @@ def compare(machine: Machine, instruction: Instruction) -> Step:
     is_pair = kind.endswith("x2")
 
     def run() -> None:
-        found = function(decode(x(), kind), decode(y(), kind))
-        results = [found[..., 0], found[..., 1]] if is_pair else [found, ~found]
+        result = function(decode(x(), kind), decode(y(), kind))
+        results = [result[..., 0], result[..., 1]] if is_pair else [result, ~result]
         for put, result in zip(puts, results, strict=False):
             put(result if join is None or other is None else join(result, other()))
 
@@ -298,10 +298,10 @@ def move(machine: Machine, instruction: Instruction) -> Step:
         getters = [machine.getter(part, bits) for part in parts]
 
         def put_together() -> None:
-            found = dtype(0)
+            result = dtype(0)
             for i, get in enumerate(getters):
-                found = found | get().astype(dtype) << dtype(bits * i)
-            put(np.asarray(found))
+                result = result | get().astype(dtype) << dtype(bits * i)
+            put(np.asarray(result))
 
         return put_together
     if dtype is np.bool_:
@@ -361,10 +361,10 @@ def convert(machine: Machine, instruction: Instruction) -> Step:
                 )
                 x = np.clip(whole, low, high).astype(np.int64 if low else np.uint64)
             sign = SIGNED if target[0] == "s" else UNSIGNED
-            found = x.astype(sign[bits // 8])
+            result = x.astype(sign[bits // 8])
             if np.dtype(held).itemsize * 8 > bits:  # the register is wider
-                found = found.astype(sign[np.dtype(held).itemsize])
-            put(found.view(UNSIGNED[found.dtype.itemsize]))
+                result = result.astype(sign[np.dtype(held).itemsize])
+            put(result.view(UNSIGNED[result.dtype.itemsize]))
 
     return run
 

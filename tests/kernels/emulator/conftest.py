@@ -30,13 +30,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     And what was taken out of kernels to see whether it is noticed.
     """
-    found = [
+    properties = [
         (report.nodeid.rstrip("]").rpartition("-")[2], name, rows)
         for report in terminalreporter.getreports("passed")
         for name, rows in report.user_properties
     ]
     removed: Counter[str] = Counter()
-    for _, name, rows in found:
+    for _, name, rows in properties:
         if name == "removals":
             removed.update({f"{kind}, {verdict}": count for kind, verdict, count in rows})
     if removed:
@@ -45,7 +45,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
     launches = [
         (arch, Emulated(*launch))
-        for arch, name, rows in found
+        for arch, name, rows in properties
         if name == "launches"
         for launch in rows
     ]
@@ -82,8 +82,8 @@ def markdown(rows: Sequence[tuple[str, Emulated]]) -> str:
         "and tensors that not all of its launches have.",
     ]
     for kernel in kernels:
-        own = [(arch, launch) for arch, launch in rows if launch.kernel == kernel]
-        text += ["", f"## {kernel}", "", *table(HEADER, list(_cells(own)))]
+        of_kernel = [(arch, launch) for arch, launch in rows if launch.kernel == kernel]
+        text += ["", f"## {kernel}", "", *table(HEADER, list(_cells(of_kernel)))]
     return "\n".join([*text, ""])
 
 

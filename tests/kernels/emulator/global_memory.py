@@ -94,28 +94,28 @@ class GlobalMemory:
             address: int64 [k].
             stamps: who reads, int64 [k] (see `BLOCK` and `EPOCH`).
         """
-        found = np.full((len(address), count), ~UNSIGNED[size](0), UNSIGNED[size])
+        values = np.full((len(address), count), ~UNSIGNED[size](0), UNSIGNED[size])
         for region, which in self._by_region(address, size * count, "read"):
-            own, who = address[which], stamps[which]
+            places, who = address[which], stamps[which]
             elements = region.bytes.view(UNSIGNED[size])
-            place = (own - region.base) // size
-            found[which] = elements[place[:, None] + np.arange(count)]
-            units = region.units(own, size * count)
+            place = (places - region.base) // size
+            values[which] = elements[place[:, None] + np.arange(count)]
+            units = region.units(places, size * count)
             if region.writers is not None:
                 self._check_reads(region.writers[units], who)
             region.note_reads(units, who)
-        return found
+        return values
 
     def write(self, address: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
         """Write values [k, count] at every address [k]."""
         size, count = values.dtype.itemsize, values.shape[1]
         for region, which in self._by_region(address, size * count, "write"):
-            own, who = address[which], stamps[which]
+            addresses, who = address[which], stamps[which]
             elements = region.bytes.view(values.dtype)
-            places = ((own - region.base) // size)[:, None] + np.arange(count)
+            places = ((addresses - region.base) // size)[:, None] + np.arange(count)
             elements[places] = values[which]
             differ = (elements[places] != values[which]).any()
-            units = region.units(own, size * count)
+            units = region.units(addresses, size * count)
             if region.writers is None:
                 region.writers = np.full(len(region.bytes) // region.unit + 1, -1, np.int64)
             region.write_down()
@@ -155,26 +155,26 @@ class GlobalMemory:
         known = written >= 0
         if not known.any():
             return
-        own = stamps[:, None]
-        elsewhere = known & (written >> BLOCK != own >> BLOCK)
+        stamp = stamps[:, None]
+        elsewhere = known & (written >> BLOCK != stamp >> BLOCK)
         if elsewhere.any():
             self.findings.add("global memory: read of what another block writes")
-        if (known & ~elsewhere & _unordered(written, own)).any():
+        if (known & ~elsewhere & _unordered(written, stamp)).any():
             self.findings.add("global memory: read of what another warp wrote, without a barrier")
 
     def _check_writes(self, written: np.ndarray, read: np.ndarray, stamps: np.ndarray) -> None:
-        own = stamps[:, None]
+        stamp = stamps[:, None]
         known = written >= 0
-        elsewhere = known & (written >> BLOCK != own >> BLOCK)
+        elsewhere = known & (written >> BLOCK != stamp >> BLOCK)
         if elsewhere.any():
             self.findings.add("global memory: two blocks write at one place")
-        if (known & ~elsewhere & _unordered(written, own)).any():
+        if (known & ~elsewhere & _unordered(written, stamp)).any():
             self.findings.add("global memory: two warps write at one place, without a barrier")
         known = read >= 0
-        elsewhere = known & (read >> BLOCK != own >> BLOCK)
+        elsewhere = known & (read >> BLOCK != stamp >> BLOCK)
         if elsewhere.any():
             self.findings.add("global memory: write of what another block reads")
-        if (known & ~elsewhere & _unordered(read, own)).any():
+        if (known & ~elsewhere & _unordered(read, stamp)).any():
             self.findings.add("global memory: write of what another warp read, without a barrier")
 
 

@@ -95,8 +95,8 @@ def removals(device: Device, started: launch.Launch, *, masks: bool = True) -> I
         verdict, why = "harmless", ""
         # A mask has nothing to do with the order of warps.
         for order in (0,) if kind in MASKS else (0, 1, -1):
-            found, results = run(text, order)
-            if new := found - known:
+            mistakes, results = run(text, order)
+            if new := mistakes - known:
                 verdict, why = "noticed", sorted(new)[0]
             elif any(not torch.equal(a, b) for a, b in zip(results, expected, strict=True)):
                 verdict, why = "seen in the results", ORDERS[order]
@@ -104,8 +104,8 @@ def removals(device: Device, started: launch.Launch, *, masks: bool = True) -> I
                 break
         if not why and kind not in MASKS:
             ended = f"{compiled.ptx[: match.start()]}ret;{compiled.ptx[match.end() :]}"
-            found, results = run(ended)
-            if found <= known and all(map(torch.equal, results, expected)):
+            mistakes, results = run(ended)
+            if mistakes <= known and all(map(torch.equal, results, expected)):
                 verdict = "not run"
         line = compiled.ptx[: match.start()].count("\n") + 1
         end = compiled.ptx.find("\n", match.start())

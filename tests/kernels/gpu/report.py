@@ -94,14 +94,14 @@ def parity_lines(session: Session) -> Iterator[str]:
     cells = []
     groups = dict.fromkeys((row["family"], row["dtype"]) for row in rows)
     for family, dtype in groups:
-        own = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
-        errors = [(e, a, name) for row in own for name, (e, a) in row["errors"].items()]
+        of_group = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
+        errors = [(e, a, name) for row in of_group for name, (e, a) in row["errors"].items()]
         largest, _, name = max(errors, key=lambda error: (error[0] != error[0], error[0]))
         nearest = max(e / a if a else float(e > 0) for e, a, _ in errors)
-        kernels = sorted({kernel for row in own for kernel in row["kernels"]})
-        right = sum(map(parity.is_right, own))
+        kernels = sorted({kernel for row in of_group for kernel in row["kernels"]})
+        right = sum(map(parity.is_right, of_group))
         cells.append((
-            family, dtype, f"{right} of {len(own)}", f"{largest:.1e} ({name})",
+            family, dtype, f"{right} of {len(of_group)}", f"{largest:.1e} ({name})",
             f"{100 * nearest:.0f} %", ", ".join(kernels),
         ))  # fmt: skip
     header = ("family", "precision", "right", "largest error", "of what is allowed", "kernels")
@@ -110,8 +110,8 @@ def parity_lines(session: Session) -> Iterator[str]:
     for row in rows:
         if not parity.is_right(row):
             yield f"- WRONG: {row['job']}: {one_line(str(row['errors']))}"
-        for found in row["findings"]:
-            yield f"- {row['job']}: {one_line(found)}"
+        for finding in row["findings"]:
+            yield f"- {row['job']}: {one_line(finding)}"
     yield from failures(session, "parity")
 
 
@@ -121,12 +121,12 @@ def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
     if skipped := times.progress(session).skipped:
         yield f"Skipped: {skipped}."
         return
-    found = times.launches(rows.all())
-    cells = [(name, microseconds(seconds)) for name, seconds in found]
+    launches = times.launches(rows.all())
+    cells = [(name, microseconds(seconds)) for name, seconds in launches]
     yield from table(("launch", "microseconds"), cells) if cells else ["Not run."]
     yield ""
-    if found:
-        (session.out / "kernels.json").write_text(as_file(facts, found), encoding="utf-8")
+    if launches:
+        (session.out / "kernels.json").write_text(as_file(facts, launches), encoding="utf-8")
         yield (
             "Copy `kernels.json` to `docs/benchmarks/kernels-NAME.json`. "
             "`python -m graphattn.kernels.check --measured FILE` shows it beside predictions."
@@ -141,12 +141,12 @@ def sanitizer_lines(session: Session) -> Iterator[str]:
     if progress.skipped:
         yield f"Skipped: {progress.skipped}. Nothing here has been checked."
         return
-    found = [row for row in rows.all() if "found" in row]
+    checks = [row for row in rows.all() if "found" in row]
     cells = [(row["tool"], row["problem"], str(row["found"]) if row["found"] else "clean")
-             for row in found]  # fmt: skip
+             for row in checks]  # fmt: skip
     yield from table(("tool", "problem", "found"), cells) if cells else ["Not run."]
     yield ""
-    for row in found:
+    for row in checks:
         if row["found"]:
             yield f"- {row['job']}: {one_line(row['log'])}"
     yield from failures(session, "sanitizer", "NO VERDICT")
@@ -211,8 +211,8 @@ def share_of(row: Timed, peak: Peak | None) -> float | None:
 def tune_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
     """Tables of the best sizes, ready to be pasted, and what was refused."""
     rows = session.rows("tune").all()
-    found = tune.proposals(rows)
-    if not found:
+    proposals = tune.proposals(rows)
+    if not proposals:
         yield "Not run."
         return
     emulated = session.machine.is_emulated
@@ -220,7 +220,7 @@ def tune_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
         yield "Ranked by executed instructions, which rehearses the search: paste nothing of it."
     else:
         yield "For `kernels/shared/tuning.py`; edge kernels follow a rule there, to be adapted."
-    text = tune.source(found, facts["hardware"])
+    text = tune.source(proposals, facts["hardware"])
     (session.out / "tuning.py.txt").write_text(text + "\n", encoding="utf-8")
     yield from ("", "```python", *text.splitlines(), "```", "")
     unit = "instructions" if emulated else "time"
@@ -228,7 +228,7 @@ def tune_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
         ("setting", "present", "best", f"{unit} of the present / of the best"),
         [
             (str(p.setting), str(tuple(p.present)), str(tuple(p.best)), f"{p.gain:.2f}")
-            for p in found
+            for p in proposals
         ],
     )
     yield ""

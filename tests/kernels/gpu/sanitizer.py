@@ -37,8 +37,8 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazar
 
 def tool() -> str | None:
     """Find compute-sanitizer, in PATH or a CUDA toolkit."""
-    if found := shutil.which("compute-sanitizer"):
-        return found
+    if path := shutil.which("compute-sanitizer"):
+        return path
     homes = [os.environ.get("CUDA_HOME", ""), *map(str, sorted(Path("/usr/local").glob("cuda*")))]
     for home in filter(None, homes):
         for place in ("bin", "compute-sanitizer"):
@@ -88,16 +88,16 @@ def checked(command: list[str], problem: str) -> Row:
         RuntimeError: the tool gave no summary, or the problem failed under it.
     """
     # Allocations of their own: accesses beyond a tensor end in no other tensor.
-    found = subprocess.run(
+    run = subprocess.run(
         [*command, "--error-exitcode", str(FOUND), sys.executable, "-m", "gpu.sanitizer", problem],
         env=environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    counts = [int(a or b) for a, b in SUMMARY.findall(found.stdout)]
-    tail = found.stdout[-2000:]
-    if not counts or found.returncode not in (0, FOUND):
-        raise RuntimeError(f"no verdict, exit code {found.returncode}: {tail}")
-    number = max(sum(counts), int(found.returncode == FOUND))
+    counts = [int(a or b) for a, b in SUMMARY.findall(run.stdout)]
+    tail = run.stdout[-2000:]
+    if not counts or run.returncode not in (0, FOUND):
+        raise RuntimeError(f"no verdict, exit code {run.returncode}: {tail}")
+    number = max(sum(counts), int(run.returncode == FOUND))
     return {"found": number, "log": tail if number else ""}
 
 
