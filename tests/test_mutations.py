@@ -698,8 +698,8 @@ MUTATIONS = [
     Mutation(
         "a warp is predicted to issue one instruction per clock",
         "kernels/check/prediction.py",
-        "issued = found.issue_s * WARP_CLOCKS * SCHEDULERS / warps",
-        "issued = found.issue_s * SCHEDULERS / warps",
+        "issued = prediction.issue_s * WARP_CLOCKS * SCHEDULERS / warps",
+        "issued = prediction.issue_s * SCHEDULERS / warps",
         (f"{PREDICTION}::test_a_warp_issues_an_instruction_only_when_the_one_before_it_is_done",),
     ),
     Mutation(
@@ -712,8 +712,8 @@ MUTATIONS = [
     Mutation(
         "a GPU without matrix instructions for bfloat16 gets kernels",
         "kernels/shared/launch.py",
-        "found < LEAST_CAPABILITY",
-        "found < (0, 0)",
+        "numbers < LEAST_CAPABILITY",
+        "numbers < (0, 0)",
         (f"{DEVICES}::test_a_device_before_ampere_gets_no_kernels",),
     ),
     Mutation(
@@ -1119,8 +1119,8 @@ MUTATIONS = [
     Mutation(
         "the certificate of a batch is that of its best sequence",
         "graphattn/spectral/certificates/facts.py",
-        "    where = max(found, key",
-        "    where = min(found, key",
+        "    where = max(by_place, key",
+        "    where = min(by_place, key",
         (f"{MODELS}::test_a_batch_is_certified_per_sequence_and_by_its_worst",),
     ),
     Mutation(

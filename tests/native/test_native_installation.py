@@ -177,8 +177,8 @@ def build_in_place(tree: Path, *options: str, **environment: str) -> tuple[list[
     """The libraries that lie in the tree after a build, and what it printed."""
     command = "setup.py", "--quiet", "build_ext", "--inplace", *options
     said = run_python(*command, cwd=tree, **environment)
-    found = (path.name.split(".")[0] for path in (tree / CPU).glob("_native_*"))
-    return sorted(name.removeprefix("_native_") for name in found), said
+    names = (path.name.split(".")[0] for path in (tree / CPU).glob("_native_*"))
+    return sorted(name.removeprefix("_native_") for name in names), said
 
 
 @needs_compiler
@@ -189,9 +189,9 @@ def test_a_build_in_place_makes_the_best_set_that_this_machine_runs_and_says_so_
     built, said = build_in_place(tree)
     assert built == [RUNNABLE[0]]
     assert said.count("seconds") == said.count("GRAPHATTN_NATIVE=0") == len(said.splitlines()) == 1
-    found = library.find(tree / CPU, "", torch.backends.cpu.get_cpu_capability()).library
-    found.graphattn_instruction_set.restype = ctypes.c_char_p
-    assert found.graphattn_instruction_set().decode() == library.NAMES[RUNNABLE[0]]
+    built_library = library.find(tree / CPU, "", torch.backends.cpu.get_cpu_capability()).library
+    built_library.graphattn_instruction_set.restype = ctypes.c_char_p
+    assert built_library.graphattn_instruction_set().decode() == library.NAMES[RUNNABLE[0]]
 
 
 @needs_compiler

@@ -78,8 +78,8 @@ def test_edges_within_a_radius_are_those_of_float64(dtype, width):
             inside = squared <= reach
             for self_loops in (True, False):
                 inside.fill_diagonal_(self_loops)
-                found = edges_within(x, x, reach, True, self_loops)
-                assert torch.equal(found, inside.nonzero().T.flip(0))
+                edges = edges_within(x, x, reach, True, self_loops)
+                assert torch.equal(edges, inside.nonzero().T.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -89,16 +89,16 @@ def test_squared_distances_are_those_of_float64(dtype, width):
     a, b = (torch.randn(9, width, generator=generator, dtype=dtype) for _ in range(2))
     row, column = (torch.randint(9, (3000,), generator=generator) for _ in range(2))
     column[::5] = -1
-    found = squared_distances(a, b, row, column)
+    squared = squared_distances(a, b, row, column)
     gap = a.double()[row] - b.double()[column]
     expected = gap.square()
     if width <= 3:  # one after the other, to the last bit
         expected = sum(expected[:, 1:].unbind(1), expected[:, 0])
-        assert torch.equal(found[column >= 0], expected[column >= 0])
+        assert torch.equal(squared[column >= 0], expected[column >= 0])
     else:
         expected = expected.sum(1)
-        torch.testing.assert_close(found[column >= 0], expected[column >= 0], rtol=1e-14, atol=0)
-    assert (found[column < 0] == math.inf).all()
+        torch.testing.assert_close(squared[column >= 0], expected[column >= 0], rtol=1e-14, atol=0)
+    assert (squared[column < 0] == math.inf).all()
 
 
 @pytest.mark.parametrize("width", [3, 16, 70])

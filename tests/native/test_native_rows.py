@@ -95,9 +95,9 @@ class Case:
         out, lse = attend(**given, graph=self.graph, backend=backend, return_lse=True, **options)
         d_out, d_lse = self.upstream(out, lse)
         sums = lse.masked_fill(lse == -torch.inf, 0)
-        found = torch.autograd.grad([out, sums], leaves, [d_out, d_lse], allow_unused=True)
+        gradients = torch.autograd.grad([out, sums], leaves, [d_out, d_lse], allow_unused=True)
         zeros = (
-            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
+            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)
         )
         return [out, lse, *zeros]
 
@@ -165,12 +165,12 @@ def test_long_rows_and_sources_that_many_see_add_up_in_blocks(top_k: int | None)
     torch.manual_seed(0)
     query = torch.randn(605, 2, 8, dtype=torch.float64, requires_grad=True)
     key, value = (torch.randn(1000, 2, 8, dtype=torch.float64).requires_grad_() for _ in "kv")
-    found = []
+    both = []
     for backend in ("native", "reference"):
         out = ga.dot_product_attention(query, key, value, graph, top_k=top_k, backend=backend)
         weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), (query, key, value))])
-    for mine, theirs in zip(*found, strict=True):
+        both.append([out, *torch.autograd.grad((out * weight).sum(), (query, key, value))])
+    for mine, theirs in zip(*both, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -193,14 +193,14 @@ def test_the_order_of_visits_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     leaves = [torch.randn(2, 1500, n, 8).requires_grad_() for n in (4, 2, 2)]
     sigma = torch.full((4,), 2.0, requires_grad=True)
-    found = []
+    both = []
     for cache in (1 << 40, 0):  # what is kept near a core: everything, nothing
         monkeypatch.setattr(rows, "CACHE", cache)
         graph = ga.knn_graph(points, 8)
         for _ in range(2):  # from the second call on
             out = ga.rbf_attention(*leaves, graph, sigma, backend="native")
-        found.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
-    (*lying, of_sigma), (*visited, again) = found
+        both.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
+    (*lying, of_sigma), (*visited, again) = both
     assert all(torch.equal(a, b) for a, b in zip(lying, visited, strict=True))
     torch.testing.assert_close(of_sigma, again, rtol=1e-5, atol=0)
 
@@ -211,9 +211,9 @@ def test_a_sample_has_the_bits_that_it_has_alone() -> None:
     shapes = (5, 4, 16), (400, 2, 16), (400, 2, 16)
     leaves = [torch.randn(3, *shape).requires_grad_() for shape in shapes]
 
-    def run(*own: Tensor) -> list[Tensor]:
-        out = ga.dot_product_attention(*own, graph, backend="native")
-        return [out, *torch.autograd.grad(out.square().sum(), own)]
+    def run(*tensors: Tensor) -> list[Tensor]:
+        out = ga.dot_product_attention(*tensors, graph, backend="native")
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
     together = run(*leaves)
     alone = run(*(x[1].detach().requires_grad_() for x in leaves))

@@ -159,9 +159,9 @@ def test_views_of_caches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch
     longer = [functional.pad(x, (0, 0, 0, 0, 5, 9), value=torch.nan)[:, 5:95] for x in (key, value)]
     with taken(monkeypatch) as calls:
         for keys, values in (apart, (both[..., :16], both[..., 16:]), longer):
-            found = decoded(query, keys, values, 70, "rbf", strength=2.0)
-            assert torch.equal(found[0], expected[0])
-            assert torch.equal(found[1], expected[1])
+            result = decoded(query, keys, values, 70, "rbf", strength=2.0)
+            assert torch.equal(result[0], expected[0])
+            assert torch.equal(result[1], expected[1])
     assert calls == [3]
 
 
@@ -189,13 +189,13 @@ def test_what_is_not_seen_changes_no_bit(score: str) -> None:
     for place in (slice(100, None), slice(0, 59)):
         for x in (key, value):
             x[0, place] = torch.nan
-    found = decoded(query, key, value, lengths, score, **options)[0]
-    assert torch.equal(found, expected)
+    out = decoded(query, key, value, lengths, score, **options)[0]
+    assert torch.equal(out, expected)
     key[1, 50, 1] = torch.nan
-    found = decoded(query, key, value, lengths, score, **options)[0]
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1, :, :2], expected[1, :, :2])  # they read another head
-    assert found[1, :, 2:].isnan().all()
+    out = decoded(query, key, value, lengths, score, **options)[0]
+    assert torch.equal(out[0], expected[0])
+    assert torch.equal(out[1, :, :2], expected[1, :, :2])  # they read another head
+    assert out[1, :, 2:].isnan().all()
     few = decoded(query, key, value, 100, score, strength=1.0, window=40, top_k=3)[0]
     kept = torch.zeros(100, dtype=torch.bool)
     for h in range(2):

@@ -53,12 +53,12 @@ def random_case(num_tokens, seed, density):
 def test_the_least_conductance_and_the_sweep_cut_lie_between_the_bounds(num_tokens, seed, density):
     graph, edge_weight, _ = random_case(num_tokens, seed, density)
     W = symmetrised(graph, edge_weight)
-    lower, upper, cut, found = cheeger_bounds(graph, edge_weight)
+    lower, upper, cut, of_cut = cheeger_bounds(graph, edge_weight)
     least = least_conductance(W)
     assert lower <= least * (1 + 1e-9)
-    assert least <= found * (1 + 1e-9)
-    assert found <= upper * (1 + 1e-9)
-    assert found == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
+    assert least <= of_cut * (1 + 1e-9)
+    assert of_cut <= upper * (1 + 1e-9)
+    assert of_cut == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
@@ -125,8 +125,8 @@ def test_every_route_gives_the_same_bounds(route, monkeypatch):
 
 
 def test_disconnected_graphs_have_a_group_without_links_outside():
-    lower, upper, cut, found = cheeger_bounds(ga.block_window_graph(7, 3))
-    assert (lower, upper, found) == (0.0, 0.0, 0.0)
+    lower, upper, cut, of_cut = cheeger_bounds(ga.block_window_graph(7, 3))
+    assert (lower, upper, of_cut) == (0.0, 0.0, 0.0)
     assert cut.tolist() == [True] * 3 + [False] * 4
     isolated = ga.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 3)
     assert cheeger_bounds(isolated).conductance == 0.0
@@ -171,12 +171,12 @@ def test_cuts_of_tiny_weights_lie_between_the_bounds(kind, dense, monkeypatch):
         W = W * (1 - np.eye(len(W)))
         graph = ga.from_mask(torch.from_numpy(W > 0))
         source, target = graph.edge_index
-        lower, upper, cut, found = cheeger_bounds(graph, torch.from_numpy(W)[target, source])
+        lower, upper, cut, of_cut = cheeger_bounds(graph, torch.from_numpy(W)[target, source])
         least = least_conductance(W)
         assert lower <= least * (1 + 1e-9)
-        assert least <= found * (1 + 1e-9)
-        assert found <= upper
-        assert found == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
+        assert least <= of_cut * (1 + 1e-9)
+        assert of_cut <= upper
+        assert of_cut == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
 
 
 def test_the_bounds_tell_two_weak_ties_apart():
