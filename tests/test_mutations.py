@@ -40,7 +40,7 @@ GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
 FAR_OFFSETS = "tests/kernels/test_kernels_offsets.py"
 EDGES = "tests/kernels/test_kernels_edges.py"
-EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
+KERNELS_TOP_K = "tests/kernels/test_kernels_topk.py"
 EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
 NEIGHBORS = "tests/kernels/test_kernels_knn.py"
 COMPILED = "tests/graphs/test_graphs_compiled_neighbors.py"
@@ -621,21 +621,21 @@ MUTATIONS = [
         "kernels/shared/ordered_integers.py",
         "<= b_left[:, None])",
         "<= b_left[:, None] + 1)",
-        (f"{EDGES_TOP_K}::test_of_equal_sources_the_smaller_index_is_kept",),
+        (f"{KERNELS_TOP_K}::test_of_equal_edges_of_a_row_the_first_are_kept",),
     ),
     Mutation(
         "-0.0 is less than 0.0 when a kernel selects",
         "kernels/shared/ordered_integers.py",
         "(b_logit + 0.0).to(tl.int32",
         "b_logit.to(tl.int32",
-        (f"{EDGES_TOP_K}::test_negative_zero_ties_with_zero",),
+        (f"{KERNELS_TOP_K}::test_negative_zero_ties_with_zero",),
     ),
     Mutation(
         "negative numbers are not turned round when they become ordered integers",
         "kernels/shared/ordered_integers.py",
         "return b_bits ^ ((b_bits >> 31) & LARGEST)",
         "return b_bits",
-        (f"{EDGES_TOP_K}::test_top_1_is_the_nearest_source",),
+        (f"{KERNELS_TOP_K}::test_top_1_is_the_nearest_source",),
     ),
     Mutation(
         "programs of neighbouring heads take the same one",

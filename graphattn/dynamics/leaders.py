@@ -121,12 +121,7 @@ def _by_attention(trajectory: Trajectory, step: int) -> Received:
     if rule.top_k is not None:
         sigma = rule.sigma if rule.score == "rbf" else None
         weights = attention_weights(
-            q,
-            k,
-            graph,
-            sigma=sigma,
-            scale=scale if sigma is None else None,
-            top_k=rule.top_k,
+            q, k, graph, sigma=sigma, scale=scale if sigma is None else None, top_k=rule.top_k
         )
         return _by_edge(weights[:, 0], graph)
     # a_ij = exp(scale q_i . k_j - b_i), where b_i is the log-sum of row i. (For "rbf", half of the

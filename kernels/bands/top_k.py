@@ -387,8 +387,7 @@ def select_streamed(
         b_edges = tl.zeros([ROWS, COLUMNS], tl.float32)
         for i_column in range(i_borders[0], i_borders[3], COLUMNS):
             b_edges = added(
-                b_edges,
-                edges_to(o_live, i_column, band, sources.p_valid, COLUMNS, HOLES, STRIDED),
+                b_edges, edges_to(o_live, i_column, band, sources.p_valid, COLUMNS, HOLES, STRIDED)
             )
         b_of_low = tl.sum(b_edges, axis=1)
     b_of_high = tl.zeros([ROWS], tl.float32)

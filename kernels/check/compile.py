@@ -185,7 +185,7 @@ def specialize(
             return "constexpr"
         known: list[list[Any]] = []
         aligned = within or not parameter.do_not_specialize_on_alignment
-        if special and aligned and _divisible(value):
+        if special and aligned and _is_divisible(value):
             known.append(["tt.divisibility", 16])
         if special and backend == "hip" and _fits_buffer_instructions(value):
             known.append(["tt.pointer_range", 32])
@@ -215,7 +215,7 @@ def _type_name(name: str, value: Any) -> str:
     raise ValueError(f"{name} must be a tensor, a number, a bool or None, got {got!r}")
 
 
-def _divisible(value: Any) -> bool:
+def _is_divisible(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.storage_offset() * value.element_size() % 16 == 0
     return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0

@@ -9,13 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-from graphattn.kernels.check.compile import (
-    KIB,
-    Compiled,
-    compile_launch,
-    matrix_families,
-    problems,
-)
+from graphattn.kernels.check.compile import KIB, Compiled, compile_launch, matrix_families, problems
 from graphattn.kernels.check.measured import Measured
 from graphattn.kernels.check.prediction import Prediction, predict
 from graphattn.kernels.shared import tuning

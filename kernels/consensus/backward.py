@@ -222,11 +222,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    inputs: ConsensusInputs,
-    d_gradient: Tensor,
-    d_degree: Tensor | None,
-    *,
-    network: bool,
+    inputs: ConsensusInputs, d_gradient: Tensor, d_degree: Tensor | None, *, network: bool
 ) -> Gradients:
     """Compute gradients from those of g [B, N, H, D] and of the degrees [B, N, H] (None: zero).
 

@@ -13,12 +13,7 @@ from graphattn.kernels.consensus.inputs import ConsensusInputs
 from graphattn.kernels.consensus.math import LOGITS, WIDE
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared import tuning
-from graphattn.kernels.shared.configuration import (
-    SHORT_NAMES,
-    Configuration,
-    made,
-    made_indices,
-)
+from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration, made, made_indices
 from graphattn.kernels.shared.launch import Launch, recording
 
 KERNELS = ("consensus_kernel", "consensus_backward_kernel")
@@ -82,19 +77,9 @@ def configurations_of(case: ConsensusCase, device: str = "meta") -> list[Configu
         moves = (*range(-w, 0), *range(1, w + 1))
         edges = ConsensusSchedule(N, N, device, moves)
     x = ConsensusInputs(
-        of_target,
-        of_source,
-        u,
-        u,
-        network,
-        edges,
-        True,
-        case.degrees,
-        valid,
-        valid,
-        True,
-        UNBOUNDED,
-    )
+        of_target, of_source, u, u, network, edges, energy=True, degrees=case.degrees,
+        valid_target=valid, valid_source=valid, shared=True, workspace=UNBOUNDED,
+    )  # fmt: skip
     d_degree = make(B, N, H, dtype=torch.float32) if case.degrees else None
     with recording() as launches:
         forward(x)
@@ -122,12 +107,9 @@ def _describe(case: ConsensusCase, x: ConsensusInputs, launch: Launch, part: str
         return Configuration(
             f"{name}, sums of {width}",
             launch,
-            main=False,
-            flops=0.0,
             bytes=float(width * (messages * number + tokens * of_total)),
             # The loop over the runs of a window only adds, so it is not told apart from the rest.
             iterations=float(launch.grid[0]),
-            target="",
             gathered=float(width * messages * number * ends),
             table=float(width * messages * number) if listed else 0.0,
             lookups=float(launch.grid[0]) if listed else 0.0,

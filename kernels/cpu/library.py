@@ -58,12 +58,6 @@ def instruction_set() -> str | None:
     return name.decode()
 
 
-def has_openmp() -> bool:
-    """Whether the library uses several threads: it is built with OpenMP."""
-    loaded = library()
-    return loaded is not None and bool(loaded.graphattn_has_openmp())
-
-
 def check(status: int) -> None:
     """Raises what the status of a function of the library stands for.
 

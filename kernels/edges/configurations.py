@@ -84,15 +84,7 @@ def configurations_of(case: EdgeCase, device: str = "meta") -> list[Configuratio
         if case.top_k is not None:
             x.kept = select(x, case.top_k)
         out, _, saved = forward(x)
-        backward(
-            x,
-            out,
-            saved,
-            d_out,
-            None,
-            scale_gradient=case.rbf,
-            bias_gradient=case.bias,
-        )
+        backward(x, out, saved, d_out, None, scale_gradient=case.rbf, bias_gradient=case.bias)
     return [_describe(case, launch) for launch in launches if launch.kernel.fn.__name__ in GATHERED]
 
 
@@ -110,8 +102,6 @@ def _describe(case: EdgeCase, launch: Launch) -> Configuration:
     return Configuration(
         f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",
         launch,
-        main=False,
-        flops=0.0,
         # Tensors are read at least once, and so is the list of edges, four bytes an edge.
         bytes=(gathered + of_tokens) * tokens * row + 4.0 * case.tokens * case.degree,
         iterations=share * passes,

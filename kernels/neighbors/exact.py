@@ -223,7 +223,7 @@ def search_again(
     """Overwrites the rows of `index` [N, k] that are `unsure` [N], both from `in_exact_order`."""
     k = index.shape[1]
     slots = triton.next_power_of_2(k)
-    rows, columns = again_sizes(slots)
+    rows, columns = (16, 64) if slots <= 128 else (8, 128)
     tiles = bands.tiles("targets", rows)
     launch(
         search_kernel,
@@ -247,8 +247,3 @@ def search_again(
         num_stages=1,
         fp_fusion=False,
     )
-
-
-def again_sizes(slots: int) -> tuple[int, int]:
-    """Rows and columns of the tiles of `search_kernel`."""
-    return (16, 64) if slots <= 128 else (8, 128)

@@ -96,19 +96,9 @@ def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> No
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "name",
-    [
-        "path",
-        "causal window",
-        "causal window of many tiles",
-        "complete",
-        "more sources",
-        "dilated",
-        "sequences of many kinds",
-        "table",
-        "padding of a complete graph",
-        "eps",
-    ],
-)
+    ["path", "causal window", "causal window of many tiles", "complete", "more sources", "dilated",
+     "sequences of many kinds", "table", "padding of a complete graph", "eps"],
+)  # fmt: skip
 def test_half_precision_costs_at_most_twice_what_it_must(
     name: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -126,14 +116,10 @@ def test_any_width_of_a_head(D: int, Dv: int, score: str, device: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(ga.causal_graph(20), batch=(0,)),
-        Case(ga.causal_graph(0)),
-        Case(ga.bipartite_complete_graph(3, 0)),
-        Case(ga.bipartite_complete_graph(0, 3)),
-    ],
+    [Case(ga.causal_graph(20), batch=(0,)), Case(ga.causal_graph(0)),
+     Case(ga.bipartite_complete_graph(3, 0)), Case(ga.bipartite_complete_graph(0, 3))],
     ids=["no batch", "no tokens", "no sources", "no targets"],
-)
+)  # fmt: skip
 def test_nothing_to_do_is_done(case: Case, device: str) -> None:
     check(kernels(case, device), exact(case), 0.0)
 

@@ -44,19 +44,10 @@ def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> No
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "name",
-    [
-        "path",
-        "path with self loops, target",
-        "dilated",
-        "windows side by side",
-        "tokens without edges",
-        "hubs",
-        "more sources",
-        "rotated, target",
-        "padding, target",
-        "one network for all heads",
-    ],
-)
+    ["path", "path with self loops, target", "dilated", "windows side by side",
+     "tokens without edges", "hubs", "more sources", "rotated, target", "padding, target",
+     "one network for all heads"],
+)  # fmt: skip
 def test_half_precision_costs_at_most_twice_what_it_must(
     name: str, dtype: torch.dtype, device: str
 ) -> None:

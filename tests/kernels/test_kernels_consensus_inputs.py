@@ -4,17 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_consensus import (
-    BACKEND,
-    CASES,
-    HALF,
-    Case,
-    check,
-    differentiated,
-    exact,
-    kernels,
-    move,
-)
+from cases_consensus import BACKEND, CASES, HALF, Case, check, differentiated, exact, kernels, move
 from cases_edges import only
 from torch import Tensor
 

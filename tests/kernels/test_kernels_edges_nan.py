@@ -24,17 +24,11 @@ def test_nothing_is_read_out_of_bounds(name: str, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [
-        ("padding", torch.nan),
-        ("padding", torch.inf),
-        ("padding of neighbours", torch.nan),
-        ("padding of neighbours", 1e30),
-        ("padding of hubs", torch.nan),
-        ("padding of a longformer", torch.nan),
-        ("top 2 with padding", torch.nan),
-        ("top 2 with padding", torch.inf),
-    ],
-)
+    [("padding", torch.nan), ("padding", torch.inf), ("padding of neighbours", torch.nan),
+     ("padding of neighbours", 1e30), ("padding of hubs", torch.nan),
+     ("padding of a longformer", torch.nan), ("top 2 with padding", torch.nan),
+     ("top 2 with padding", torch.inf)],
+)  # fmt: skip
 def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) -> None:
     """No bit of outputs and gradients changes; padding's own are 0."""
     case = replace(CASES[name], kv_heads=2)
@@ -55,17 +49,10 @@ def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) ->
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [
-        ("list", torch.nan),
-        ("list", torch.inf),
-        ("neighbours", torch.nan),
-        ("longformer", torch.nan),
-        ("hubs", torch.nan),
-        ("hubs", torch.inf),
-        ("top 3 of a list", torch.nan),
-        ("one tensor", torch.nan),
-    ],
-)
+    [("list", torch.nan), ("list", torch.inf), ("neighbours", torch.nan), ("longformer", torch.nan),
+     ("hubs", torch.nan), ("hubs", torch.inf), ("top 3 of a list", torch.nan),
+     ("one tensor", torch.nan)],
+)  # fmt: skip
 def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, device: str) -> None:
     """Rows that see NaN are NaN and spoil the gradients of what they see; no others change."""
     case, edges = CASES[name], CASES[name].graph.to_mask()

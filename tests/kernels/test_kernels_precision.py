@@ -4,17 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_kernels import (
-    Case,
-    Tensors,
-    attend,
-    check,
-    errors,
-    exact,
-    in_float64,
-    kernels,
-    solve,
-)
+from cases_kernels import Case, Tensors, attend, check, errors, exact, in_float64, kernels, solve
 
 import graphattn as ga
 

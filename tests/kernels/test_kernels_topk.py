@@ -1,4 +1,4 @@
-"""Kernels keep exactly k sources of a window; of equal ones, the smaller."""
+"""Kernels keep exactly k sources of a window, or of a row of edges; of equal ones, the smaller."""
 
 import random
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases_edges import CASES as EDGE_CASES
+from cases_edges import EVERY, cut_at, only
 from cases_kernels import (
     Case,
     Tensors,
@@ -13,10 +15,11 @@ from cases_kernels import (
     check,
     check_half,
     exact,
+    in_float64,
     kernels,
     solve,
 )
-from cases_top_k import chosen, inputs_of, largest, logits_in_float64, pairs_of
+from cases_top_k import chosen, inputs_of, largest, logits_in_float64, pairs_of, with_ties
 from test_kernels_sweep import CASES as SWEEP
 from test_kernels_sweep import case_over_bands, check_random
 
@@ -24,7 +27,7 @@ import graphattn as ga
 from graphattn.kernels.bands import top_k as selection
 from graphattn.kernels.shared import tuning
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6
 
@@ -92,14 +95,10 @@ def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("causal window", torch.bfloat16),
-        ("path", torch.float16),
-        ("masked sources", torch.bfloat16),
-        ("table", torch.float16),
-    ],
+    [("causal window", torch.bfloat16), ("path", torch.float16), ("masked sources", torch.bfloat16),
+     ("table", torch.float16)],
     ids=str,
-)
+)  # fmt: skip
 def test_half_precision_costs_at_most_twice_what_it_must(
     name: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -110,14 +109,11 @@ def test_half_precision_costs_at_most_twice_what_it_must(
 @pytest.mark.parametrize("held", [True, False], ids=["held", "streamed"])
 @pytest.mark.parametrize(
     "graph",
-    [
-        ga.causal_window_graph(90, 40),
-        ga.window_path_graph(70, 33),
-        ga.bipartite_complete_graph(20, 100),
-        ga.batch([ga.dilated_window_graph(75, 18, 2, self_loops=False), ga.causal_graph(37)]),
-    ],
+    [ga.causal_window_graph(90, 40), ga.window_path_graph(70, 33),
+     ga.bipartite_complete_graph(20, 100),
+     ga.batch([ga.dilated_window_graph(75, 18, 2, self_loops=False), ga.causal_graph(37)])],
     ids=["causal window", "path", "more sources", "sequences"],
-)
+)  # fmt: skip
 def test_sizes_of_tiles_change_no_choice(
     graph: ga.TokenGraph, held: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,14 +138,6 @@ def test_tiles_of_any_size_read_the_choice(size: tuple[int, int], table: bool, d
         check(kernels(case, device), exact(case), SINGLE, floor=0.1)
 
 
-def with_ties(case: Case) -> Tensors:
-    """Features and scales whose logits are exact, and few: equal ones are equal bit by bit."""
-    tensors = replace(case, strength=(0.5, 2.0)[: case.heads], features=2).tensors()
-    for name in ("query", "key"):
-        tensors[name] = tensors[name].clamp(-1.4, 1.4).round()
-    return tensors
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("k", "held"), [(1, True), (32, True), (45, True), (33, False)], ids=str)
 @pytest.mark.parametrize("score", ["rbf", "dot"])
@@ -164,17 +152,45 @@ def test_of_equal_sources_the_smaller_index_is_kept(
         check_choice(case, with_ties(case), device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_negative_zero_ties_with_zero(dtype: torch.dtype, device: str) -> None:
-    """Logits are -0.0 for even sources and 0.0 for odd: the first two must win."""
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "score", "k", "longest"),
+    [("list of many edges", "rbf", 1, 512), ("list of many edges", "dot", 5, 24),
+     ("grid with a class token", "rbf", 2, 512), ("grid with a class token", "dot", 5, 512),
+     ("hubs", "rbf", 2, 8), ("hubs", "dot", 1, 512), ("bias of neighbours", "rbf", 2, 512),
+     ("bias of neighbours", "dot", 1, 8), ("bias of every sample", "dot", 3, 512)],
+)  # fmt: skip
+def test_of_equal_edges_of_a_row_the_first_are_kept(
+    name: str, score: str, k: int, longest: int, device: str
+) -> None:
+    case = replace(EDGE_CASES[name], strength=(0.5, 2.0), features=2)
+    tensors = case.tensors()
+    for n in tensors.keys() & {"query", "key", "edge_bias"}:
+        tensors[n] = tensors[n].clamp(-1.4, 1.4).round()
+    case = replace(case, options={"top_k": k}, score=score)
+    with cut_at(longest):
+        results = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    check(results, in_float64(case, tensors, case.upstream()), SINGLE, floor=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_list", [False, True], ids=["window", "list"])
+def test_negative_zero_ties_with_zero(is_list: bool, dtype: torch.dtype, device: str) -> None:
+    """Logits and biases are -0.0 for even sources and 0.0 for odd: the first two must win."""
+    graph = only(1, 40, (0, EVERY)) if is_list else ga.bipartite_complete_graph(1, 40)
+    graph = graph.to(device)
     q = torch.tensor([1.0, 0.0], dtype=dtype, device=device).view(1, 1, 2)
     k = torch.tensor([-0.0, 0.0] * 20, dtype=dtype, device=device).view(40, 1, 1).repeat(1, 1, 2)
     v = torch.arange(40, device=device).to(dtype).view(40, 1, 1)
-    graph = ga.bipartite_complete_graph(1, 40).to(device)
-    for scale in (1.0, -1.0, 0.0):
-        out = ga.dot_product_attention(q, k, v, graph, scale=scale, top_k=2, backend="triton")
-        assert out.item() == 0.5
-    assert ga.rbf_attention(q, k, v, graph, 1.0, top_k=2, backend="triton").item() == 0.5
+    biases = ({}, {"edge_bias": k[:, :, 0]}) if is_list else ({},)
+    for bias in biases:
+        options = {"top_k": 2, "backend": "triton", **bias}
+        for scale in (1.0, -1.0, 0.0):
+            assert ga.dot_product_attention(q, k, v, graph, scale=scale, **options).item() == 0.5
+        assert ga.rbf_attention(q, k, v, graph, 1.0, **options).item() == 0.5
+        same = q.expand(40, 1, 2)  # distances 0, logits -0.0 plus the bias
+        assert ga.rbf_attention(q, same, v, graph, 1.0, **options).item() == 0.5
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
@@ -187,16 +203,18 @@ def test_an_offset_of_all_tokens_changes_no_choice(offset: float, device: str) -
     check_choice(case, tensors, device)
 
 
-def test_top_1_is_the_nearest_source(device: str) -> None:
+@pytest.mark.parametrize("is_list", [False, True], ids=["window", "list"])
+def test_top_1_is_the_nearest_source(is_list: bool, device: str) -> None:
     """The output with top_k=1 is exactly the value of the nearest source.
 
     No gradient flows through the one weight, which is always 1; only the log-sum, which is not used
     here, would bring one to query and key.
     """
-    graph = ga.window_path_graph(40, 6).to(device)
     x, value = (torch.randn(40, 1, n, device=device, requires_grad=True) for n in (3, 4))
+    within = None if is_list else ga.window_path_graph(40, 6).to(device)
+    graph = ga.knn_graph(x[:, 0].detach(), 6) if within is None else within
     out = ga.rbf_attention(x, x, value, graph, 1.0, top_k=1, backend="triton")
-    index, _ = ga.knn(x[:, 0].detach(), 1, within=graph)
+    index, _ = ga.knn(x[:, 0].detach(), 1, within=within)
     assert torch.equal(out, value[index[:, 0]])
     d_x, d_value = torch.autograd.grad(out, (x, value), torch.ones_like(out))
     assert d_x.abs().max() <= 1e-6

@@ -36,10 +36,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gaussian, a sink beside eps": ("GaussianKernelAttention", {"sink": True, "eps": 0.3}),
     "dot product, a sink, shared heads": ("DotProductAttention", {"kv_heads": 1, "sink": True}),
     "dot product, shared heads": ("DotProductAttention", {"kv_heads": 1, "rope": True}),
-    "values are the input, top 2": (
-        "DotProductAttention",
-        {"value_projection": False, "top_k": 2},
-    ),
+    "values are the input, top 2": ("DotProductAttention", {"value_projection": False, "top_k": 2}),
 }
 EVERY_LAYER = pytest.mark.parametrize("name", LAYERS)
 SOME = pytest.mark.parametrize(

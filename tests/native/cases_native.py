@@ -324,9 +324,7 @@ CASES = [
     Cases("reduce", reduce, itertools.product(DTYPES)),
     Cases("workers", native_entries.workers, itertools.product((0, 1, 2, 50), THREADS)),
     Cases(
-        "allocate",
-        native_entries.allocate,
-        itertools.product((0, 1, 100_000), (0, 1, 20), THREADS),
+        "allocate", native_entries.allocate, itertools.product((0, 1, 100_000), (0, 1, 20), THREADS)
     ),
     Cases(
         "attention_rows",

@@ -135,12 +135,7 @@ def test_activations_are_as_exact_as_one_rounding_near_one(native: ctypes.CDLL, 
     results = native_entries.activations(x, native).double().numpy()
     z = x.double().numpy()
     distribution, density = special.ndtr(z), np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
-    expected = (
-        z * distribution,
-        distribution + z * density,
-        np.logaddexp(0, z),
-        special.expit(z),
-    )
+    expected = (z * distribution, distribution + z * density, np.logaddexp(0, z), special.expit(z))
     unit = torch.finfo(dtype).eps
     for mine, exact in zip(results, expected, strict=True):
         assert (np.abs(mine - exact) / (1 + np.abs(z))).max() < unit

@@ -170,7 +170,7 @@ def test_threads_are_those_that_torch_was_told_to_use():
         for threads in (1, 2):
             torch.set_num_threads(threads)
             workers = native_entries.workers(40, torch.get_num_threads(), 5000)
-            assert len(set(workers)) == (threads if library.has_openmp() else 1)
+            assert len(set(workers)) == (threads if native_entries.has_openmp() else 1)
     finally:
         torch.set_num_threads(before)
 

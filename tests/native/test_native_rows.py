@@ -380,8 +380,7 @@ def test_a_table_of_offsets_is_read_in_either_width(
     assert rows.edges_of(plans._graph_of(structure, graph.device)).is_narrow == (most > 0)
     torch.testing.assert_close(out, exact)
     for mine, theirs in zip(
-        *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact)),
-        strict=True,
+        *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact)), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
     plans._graph_of.cache_clear()

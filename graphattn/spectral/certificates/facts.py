@@ -131,7 +131,10 @@ class Certificate:
 
     def __repr__(self) -> str:
         rows = [("fact", "status", "numbers", "what it says")]
-        rows += [_cells(fact) for fact in self.facts]
+        rows += [
+            (fact.name, fact.status, "\n".join(_number_lines(fact)), fact.statement)
+            for fact in self.facts
+        ]
         rule = "  ".join("-" * width for width in WIDTHS)
         lines = [self.subject, *_row(rows[0]), rule]
         for row in rows[1:]:
@@ -140,7 +143,7 @@ class Certificate:
         if self.parts:
             lines += [
                 f"the worst of {len(self.parts)} certificates, which are in .parts: "
-                f"{_some(self.parts)}",
+                f"{_some(self.parts)}"
             ]
         return "\n".join(lines)
 
@@ -239,10 +242,6 @@ def _listing(certificate: Certificate) -> list[str]:
 def _left_out(parts: Mapping[str, Any]) -> list[str]:
     more = len(parts) - SHOWN
     return [f"... and {more} more in .parts"] if more > 0 else []
-
-
-def _cells(fact: Fact) -> tuple[str, str, str, str]:
-    return fact.name, fact.status, "\n".join(_number_lines(fact)), fact.statement
 
 
 def _row(cells: tuple[str, str, str, str]) -> list[str]:

@@ -80,10 +80,7 @@ def bits(x: Tensor) -> np.ndarray:
 FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "add": ("add.f32 %r6, %r5, 0f3F800000;", lambda x: x + 1),
     "fma": ("fma.rn.f32 %r6, %r5, %r5, %r5;", lambda x: (x.double() * x.double() + x).float()),
-    "max beside NaN": (
-        "mov.b32 %r7, 0f7FC00000; max.f32 %r6, %r5, %r7;",
-        lambda x: x,
-    ),
+    "max beside NaN": ("mov.b32 %r7, 0f7FC00000; max.f32 %r6, %r5, %r7;", lambda x: x),
     "max that keeps NaN": (
         "mov.b32 %r7, 0f7FC00000; max.NaN.f32 %r6, %r5, %r7;",
         lambda x: x * math.nan,
