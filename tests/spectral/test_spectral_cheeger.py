@@ -8,18 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_digraph, weights_by_hand
 
 import graphattn as ga
 from graphattn.spectral import cheeger, cheeger_bounds, conductance
-
-
-def symmetrised(graph, edge_weight):
-    W = np.zeros((graph.num_targets, graph.num_targets))
-    for (j, i), w in zip(graph.edge_index.T.tolist(), edge_weight.tolist(), strict=True):
-        if i != j:
-            W[i, j] += w / 2
-            W[j, i] += w / 2
-    return W
 
 
 def conductance_by_hand(W, inside):
@@ -41,18 +33,12 @@ def least_conductance(W):
     )
 
 
-def random_case(num_tokens, seed, density):
-    rng = np.random.default_rng(seed)
-    graph = ga.from_mask(torch.from_numpy(rng.random((num_tokens, num_tokens)) < density))
-    return graph, torch.from_numpy(rng.exponential(size=graph.num_edges)), rng
-
-
 @pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(num_tokens=st.integers(2, 9), seed=st.integers(0, 2**32 - 1), density=st.floats(0.1, 1))
 def test_the_least_conductance_and_the_sweep_cut_lie_between_the_bounds(num_tokens, seed, density):
-    graph, edge_weight, _ = random_case(num_tokens, seed, density)
-    W = symmetrised(graph, edge_weight)
+    graph, edge_weight, _ = random_digraph(num_tokens, seed, density)
+    W = weights_by_hand(graph, edge_weight)
     lower, upper, cut, of_cut = cheeger_bounds(graph, edge_weight)
     least = least_conductance(W)
     assert lower <= least * (1 + 1e-9)
@@ -64,19 +50,19 @@ def test_the_least_conductance_and_the_sweep_cut_lie_between_the_bounds(num_toke
 @settings(max_examples=30, deadline=None)
 @given(num_tokens=st.integers(2, 9), seed=st.integers(0, 2**32 - 1), density=st.floats(0.1, 1))
 def test_conductance_is_the_definition_and_that_of_the_complement(num_tokens, seed, density):
-    graph, edge_weight, rng = random_case(num_tokens, seed, density)
+    graph, edge_weight, rng = random_digraph(num_tokens, seed, density)
     inside = rng.random(num_tokens) < 0.5
     inside[0], inside[-1] = True, False
     members = torch.from_numpy(inside)
     ours = conductance(graph, members, edge_weight)
-    expected = conductance_by_hand(symmetrised(graph, edge_weight), inside)
+    expected = conductance_by_hand(weights_by_hand(graph, edge_weight), inside)
     assert ours == pytest.approx(expected, rel=1e-12)
     assert conductance(graph, ~members, edge_weight) == ours
     assert 0 <= ours <= 1 + 1e-12
 
 
 def test_the_bounds_are_those_of_the_normalised_eigenvalue():
-    graph, edge_weight, _ = random_case(30, 3, 0.2)
+    graph, edge_weight, _ = random_digraph(30, 3, 0.2)
     L = ga.spectral.laplacian(graph, edge_weight, normalization="symmetric").toarray()
     second = np.linalg.eigvalsh(L)[1]
     bounds = cheeger_bounds(graph, edge_weight)
