@@ -813,7 +813,7 @@ MUTATIONS = [
     Mutation(
         "fused windows join the sequences of a batch",
         "kernels/consensus/math.py",
-        "m_edge & (b_other == b_own)",
+        "m_edge & (b_other == b_sequence)",
         "m_edge & (b_other != -1)",
         (f"{FUSED}::test_values_and_gradients_are_those_of_float64[windows side by side]",),
     ),

@@ -50,13 +50,13 @@ def d_table_kernel(
 
     The programs of a head take the tiles of all batch entries in turn.
     """
-    i_h, i_own = head_and_rest(H)
+    i_h, i_program = head_and_rest(H)
     i_key_head = i_h // REPEATS
     i_scale = tl.load(p_scale + i_h)
     p_table += origin * H + i_h
-    p_partial += (i_own * H + i_h).to(tl.int64) * num_offsets
+    p_partial += (i_program * H + i_h).to(tl.int64) * num_offsets
     o_diagonal = tl.arange(0, COLUMNS)
-    for i_work in range(i_own, B * num_tiles, tl.num_programs(0) // H):
+    for i_work in range(i_program, B * num_tiles, tl.num_programs(0) // H):
         i_tile = i_work % num_tiles
         i_b = tl.cast(i_work // num_tiles, tl.int64)  # interpreted, loops count in plain int
         i_row, band = row_and_band(bands.p_tiles + 2 * i_tile, bands.p_sequences)

@@ -19,7 +19,7 @@ from graphattn.kernels.shared.launch import Launch, recording
 
 
 class Work(NamedTuple):
-    """What a kernel does for every feature of a pair of tokens, or of a token."""
+    """The work of a kernel for every feature of a pair of tokens, or of a token."""
 
     products: int  # of a pair, two operations each
     tensors: int  # of the size of the queries, which it reads and writes once

@@ -225,9 +225,9 @@ def is_edge(o_target, o_source, band, HOLES: tl.constexpr):
 
 @triton.jit
 def within_reach(
-    o_own, i_other, n_other, n_before, n_after, i_hole, COUNT: tl.constexpr, HOLES: tl.constexpr
+    o_token, i_other, n_other, n_before, n_after, i_hole, COUNT: tl.constexpr, HOLES: tl.constexpr
 ):  # fmt: skip
-    """Whether tokens `o_own` [OWN] have edges with i_other, i_other + 1, ...: [OWN, COUNT].
+    """Whether tokens `o_token` [TOKENS] have edges with i_other, i_other + 1, ...: [TOKENS, COUNT].
 
     They have edges with those from `n_before` places before them to `n_after` after them, which are
     fewer than `n_other`; those that have none are at NOWHERE, or -NOWHERE. What :func:`is_edge`
@@ -235,12 +235,12 @@ def within_reach(
     unsigned numbers: a row has `n_row` edges from `o_first` on. `i_hole` is -2 times a hop that is
     left out (the other token minus the own one), or odd.
     """
-    o_first = tl.maximum(o_own - n_before, 0)
-    n_row = tl.maximum(tl.minimum(o_own + n_after + 1, n_other) - o_first, 0)
+    o_first = tl.maximum(o_token - n_before, 0)
+    n_row = tl.maximum(tl.minimum(o_token + n_after + 1, n_other) - o_first, 0)
     o_place = (i_other - o_first)[:, None] + tl.arange(0, COUNT)[None, :]
     m_edge = o_place.to(tl.uint32) < n_row.to(tl.uint32)[:, None]
     if HOLES:
-        m_edge = m_edge & (2 * o_place != (2 * (o_own - o_first) - i_hole)[:, None])
+        m_edge = m_edge & (2 * o_place != (2 * (o_token - o_first) - i_hole)[:, None])
     return m_edge
 
 
@@ -323,17 +323,17 @@ def row_and_band(p_tile, p_sequences):
 
 @triton.jit
 def part_borders(
-    i_row, n_own, n_other, n_before, n_after,
+    i_row, n_rows, n_other, n_before, n_after,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr = False,
 ):  # fmt: skip
     """Borders of the PARTS of a loop over tiles of the other side: four places, in ascending order.
 
-    The tile itself has the tokens i_row, i_row + 1, ... [ROWS] of `n_own`; those of the other side
+    The tile itself has the tokens i_row, i_row + 1, ... [ROWS] of `n_rows`; those of the other side
     come COLUMNS at a time, and `n_other` is their number. Part p goes from border p to border
     p + 1. With three PARTS, the tiles of part 1 are whole: all rows see all their tokens, so they
     need no mask. With one, part 0 goes to the end; if KEPT it begins where a word of bits does.
     """
-    i_last = tl.minimum(i_row + ROWS, n_own) - 1
+    i_last = tl.minimum(i_row + ROWS, n_rows) - 1
     i_begin = tl.maximum(i_row - n_before, 0)
     if KEPT:
         i_begin = i_begin // 32 * 32

@@ -104,8 +104,8 @@ class BandSchedule:
         begin = (first - before).clamp(min=0)
         end = torch.minimum(last + after + 1, others)
 
-        def whole(tokens: Tensor) -> Tensor:  # tiles
-            return (tokens.clamp(min=0) + columns - 1) // columns
+        def whole(count: Tensor) -> Tensor:  # tiles
+            return (count.clamp(min=0) + columns - 1) // columns
 
         masked = torch.minimum(whole(last - before - begin), whole(end - begin))
         common_end = torch.minimum(first + after + 1, others)

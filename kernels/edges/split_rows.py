@@ -117,10 +117,10 @@ def add_parts_kernel(
             m_tile = (o_part < i_count)[:, None] & m_feature[None, :]
             b_part = tl.load(p_tile + o_feature[None, :], mask=m_tile, other=0.0)
             b_sum += tl.sum(b_part, axis=0)
-        p_own = p_sum + ((i_b * N + i_row) * H + i_h) * D + o_feature
+        p_row = p_sum + ((i_b * N + i_row) * H + i_h) * D + o_feature
         if ADD:
-            b_sum += tl.load(p_own, mask=m_feature, other=0.0)
-        tl.store(p_own, b_sum.to(p_sum.dtype.element_ty), mask=m_feature)
+            b_sum += tl.load(p_row, mask=m_feature, other=0.0)
+        tl.store(p_row, b_sum.to(p_sum.dtype.element_ty), mask=m_feature)
 
 
 def launch_over_split(kernel: Any, rows: Rows, result: Tensor, **arguments: Any) -> None:

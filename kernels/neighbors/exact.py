@@ -35,9 +35,9 @@ def placed(b_squared, o_source, o_token, o_hole, i_hole, OWN: tl.constexpr):
     """
     b_squared = tl.where(b_squared < float("inf"), b_squared, float("inf"))
     if OWN != 0:
-        b_own = -1.0 if OWN == 1 else float("inf")
-        m_own = (o_source == o_token) & (b_squared < float("inf"))
-        b_squared = tl.where(m_own, b_own, b_squared)
+        b_rank = -1.0 if OWN == 1 else float("inf")
+        m_itself = (o_source == o_token) & (b_squared < float("inf"))
+        b_squared = tl.where(m_itself, b_rank, b_squared)
     return tl.where((o_source == o_hole) & (i_hole == 0), float("inf"), b_squared)
 
 

@@ -30,14 +30,14 @@ labelled = st.integers(2, 40).flatmap(
 def silhouette_by_hand(points, labels):
     """Eq. 4-6, token by token; 0 for a token alone (Rousseeuw)."""
     values = []
-    for i, label in enumerate(labels):
-        mates = [k for k, label in enumerate(labels) if label == label and k != i]
+    for i, cluster_of_i in enumerate(labels):
+        mates = [k for k, label in enumerate(labels) if label == cluster_of_i and k != i]
         if not mates:
             values.append(0.0)
             continue
         a = sum(math.dist(points[i], points[k]) for k in mates) / len(mates)
         others = []
-        for other in set(labels) - {label}:
+        for other in set(labels) - {cluster_of_i}:
             members = [k for k, label in enumerate(labels) if label == other]
             others.append(sum(math.dist(points[i], points[k]) for k in members) / len(members))
         values.append((min(others) - a) / max(a, min(others)))

@@ -213,8 +213,7 @@ def test_rows_of_lambda_of_any_size_are_normalised(case: Case, scale: float, dev
     for n in ("shear", "shear_bias"):
         torch.testing.assert_close(scaled[n][1] * scale, plain[n][1], **close)
         scaled[n][1] = plain[n][1]
-    for n in scaled:
-        torch.testing.assert_close(scaled[n], plain[n], **close)
+    torch.testing.assert_close(scaled, plain, **close)
     assert torch.equal(scaled["new"][..., 0, :], plain["new"][..., 0, :])
 
 

@@ -117,8 +117,7 @@ def test_weights_that_stay_on_chip_are_the_same_weights(name: str, xi: int, devi
             with tuning.compiling_for(architecture):
                 results.append(kernels(case, device, torch.float16))
     assert decisions == [False, True]
-    for tensor in results[0]:
-        torch.testing.assert_close(results[1][tensor], results[0][tensor], rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def layered(case: Case, groups: int) -> dict[str, Tensor]:
@@ -228,8 +227,7 @@ def test_autocast_around_the_backward_changes_nothing(device: str) -> None:
         with torch.autocast(device, torch.bfloat16, enabled=bool(options)):
             return torch.autograd.grad(new.square().sum(), list(leaves.values()), **options)
 
-    for ours, theirs in zip(gradients(retain_graph=True), gradients(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(retain_graph=True), gradients(), rtol=0, atol=0)
     for ours, theirs in zip(gradients(create_graph=True), gradients(), strict=True):
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 

@@ -84,7 +84,7 @@ def tree(tmp_path_factory) -> Path:
 
 
 def run_python(*arguments: str, cwd: Path, **environment: str) -> str:
-    """What Python prints; it must succeed."""
+    """Run Python, which must succeed, and return what it prints."""
     run = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -118,8 +118,8 @@ class Case:
 def test_it_is_the_reference(part: int) -> None:
     for seed in range(part, CASES, 4):
         case = Case(seed)
-        for mine, theirs in zip(case.run("native"), case.run("reference"), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11, msg=f"seed {seed}")
+        close = {"rtol": 1e-11, "atol": 1e-11, "msg": f"seed {seed}"}
+        torch.testing.assert_close(case.run("native"), case.run("reference"), **close)
 
 
 def test_float32_is_float64_to_its_rounding() -> None:
@@ -127,10 +127,8 @@ def test_float32_is_float64_to_its_rounding() -> None:
         case = Case(seed, torch.float32)
         case.options["top_k"] = None  # rounding may choose others
         exact = case.run("native", dtype=torch.float64)
-        for mine, theirs in zip(case.run("native"), exact, strict=True):
-            torch.testing.assert_close(
-                mine.double(), theirs, rtol=2e-5, atol=2e-5, msg=f"seed {seed}"
-            )
+        close = {"rtol": 2e-5, "atol": 2e-5, "check_dtype": False, "msg": f"seed {seed}"}
+        torch.testing.assert_close(case.run("native"), exact, **close)
 
 
 @pytest.mark.long
@@ -141,8 +139,8 @@ def test_every_build_is_the_reference(build: str) -> None:
         "import torch, test_native_rows as rows\n"
         "for seed in range(40):\n"
         "    case = rows.Case(seed)\n"
-        "    for a, b in zip(case.run('native'), case.run('reference'), strict=True):\n"
-        "        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)",
+        "    both = case.run('native'), case.run('reference')\n"
+        "    torch.testing.assert_close(*both, rtol=1e-11, atol=1e-11)",
     )
 
 
@@ -170,8 +168,7 @@ def test_long_rows_and_sources_that_many_see_add_up_in_blocks(top_k: int | None)
         out = ga.dot_product_attention(query, key, value, graph, top_k=top_k, backend=backend)
         weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         both.append([out, *torch.autograd.grad((out * weight).sum(), (query, key, value))])
-    for mine, theirs in zip(*both, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
@@ -261,12 +258,9 @@ def test_compiled_functions_hold_it_whole(build: Any, Layer: Any) -> None:
     for tokens in (20, 31, 47):
         graph = build(tokens)
         x = torch.randn(2, tokens, 16, requires_grad=True)
-        mine, theirs = compiled(x, graph), layer(x, graph)
-        torch.testing.assert_close(mine, theirs)
-        for a, b in zip(
-            *(torch.autograd.grad(y.square().sum(), x) for y in (mine, theirs)), strict=True
-        ):
-            torch.testing.assert_close(a, b)
+        both = compiled(x, graph), layer(x, graph)
+        torch.testing.assert_close(*both)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in both))
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
@@ -275,11 +269,9 @@ def test_half_precision_is_float64_rounded_once(dtype: torch.dtype, rounding: fl
         case = Case(seed, dtype)
         case.options["top_k"] = None
         exact = case.run("native", dtype=torch.float64)
-        for mine, theirs in zip(case.run("native"), exact, strict=True):
-            # The least number of float16 that has all its digits is 6e-5.
-            torch.testing.assert_close(
-                mine.double(), theirs, rtol=1.1 * rounding, atol=2e-5, msg=f"seed {seed}"
-            )
+        # The least number of float16 that has all its digits is 6e-5.
+        close = {"rtol": 1.1 * rounding, "atol": 2e-5, "check_dtype": False, "msg": f"seed {seed}"}
+        torch.testing.assert_close(case.run("native"), exact, **close)
 
 
 class Wrapped(Tensor):
@@ -358,8 +350,7 @@ def test_lists_of_64_bits_give_what_lists_of_32_bits_give(monkeypatch: pytest.Mo
                 assert not rows.edges_of(wide.graph).is_narrow
                 theirs = wide.run("native")
             assert rows.edges_of(narrow.graph).is_narrow
-            for mine, other in zip(narrow.run("native"), theirs, strict=True):
-                torch.testing.assert_close(mine, other, msg=f"seed {seed}, {dtype}")
+            torch.testing.assert_close(narrow.run("native"), theirs, msg=f"seed {seed}, {dtype}")
 
 
 @pytest.mark.parametrize("most", [index_width.MOST, -1])
@@ -379,8 +370,7 @@ def test_a_table_of_offsets_is_read_in_either_width(
     exact = ga.dot_product_attention(q, k, v, graph, edge_bias=bias, backend="reference")
     assert rows.edges_of(plans._graph_of(structure, graph.device)).is_narrow == (most > 0)
     torch.testing.assert_close(out, exact)
-    for mine, theirs in zip(
-        *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact)), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact))
+    )
     plans._graph_of.cache_clear()

@@ -1,4 +1,4 @@
-"""The same bits on any number of threads."""
+"""Comparison of what is computed on several numbers of threads, bit for bit."""
 
 from __future__ import annotations
 

@@ -149,12 +149,12 @@ def test_on_a_causal_graph_the_spectral_radius_is_that_of_the_diagonal_blocks():
 
         J = torch.autograd.functional.jacobian(step, torch.zeros(240).double())
         blocks = J.view(20, 3, 4, 20, 3, 4).diagonal(dim1=0, dim2=3)  # [H, D, H, D, N]
-        radius = max(
+        expected = max(
             float(torch.linalg.eigvals(blocks[h, :, h, :, i]).abs().max())
             for h in range(3)
             for i in range(20)
         )
-        assert radius == pytest.approx(radius, rel=1e-9)
+        assert radius == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_layer_with_its_own_step_claims_no_theorem():

@@ -239,8 +239,8 @@ def compare(machine: Machine, instruction: Instruction) -> Step:
     is_pair = kind.endswith("x2")
 
     def run() -> None:
-        result = function(decode(x(), kind), decode(y(), kind))
-        results = [result[..., 0], result[..., 1]] if is_pair else [result, ~result]
+        holds = function(decode(x(), kind), decode(y(), kind))
+        results = [holds[..., 0], holds[..., 1]] if is_pair else [holds, ~holds]
         for put, result in zip(puts, results, strict=False):
             put(result if join is None or other is None else join(result, other()))
 

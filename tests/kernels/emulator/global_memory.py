@@ -152,35 +152,36 @@ class GlobalMemory:
                 yield self.regions[number], which
 
     def _check_reads(self, written: np.ndarray, stamps: np.ndarray) -> None:
-        known = written >= 0
-        if not known.any():
-            return
-        stamp = stamps[:, None]
-        elsewhere = known & (written >> BLOCK != stamp >> BLOCK)
-        if elsewhere.any():
+        of_another_block, unordered = _conflict(written, stamps)
+        if of_another_block:
             self.findings.add("global memory: read of what another block writes")
-        if (known & ~elsewhere & _unordered(written, stamp)).any():
+        if unordered:
             self.findings.add("global memory: read of what another warp wrote, without a barrier")
 
     def _check_writes(self, written: np.ndarray, read: np.ndarray, stamps: np.ndarray) -> None:
-        stamp = stamps[:, None]
-        known = written >= 0
-        elsewhere = known & (written >> BLOCK != stamp >> BLOCK)
-        if elsewhere.any():
+        of_another_block, unordered = _conflict(written, stamps)
+        if of_another_block:
             self.findings.add("global memory: two blocks write at one place")
-        if (known & ~elsewhere & _unordered(written, stamp)).any():
+        if unordered:
             self.findings.add("global memory: two warps write at one place, without a barrier")
-        known = read >= 0
-        elsewhere = known & (read >> BLOCK != stamp >> BLOCK)
-        if elsewhere.any():
+        of_another_block, unordered = _conflict(read, stamps)
+        if of_another_block:
             self.findings.add("global memory: write of what another block reads")
-        if (known & ~elsewhere & _unordered(read, stamp)).any():
+        if unordered:
             self.findings.add("global memory: write of what another warp read, without a barrier")
 
 
-def _unordered(before: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Whether accesses of one block are of different warps, with no barrier between them."""
-    return (before != now) & (before | WARPS == now | WARPS)
+def _conflict(before: np.ndarray, stamps: np.ndarray) -> tuple[bool, bool]:
+    """Whether accesses [k, units] are of another block, or of another warp with no barrier since.
+
+    Places that nobody has accessed hold -1.
+    """
+    known, now = before >= 0, stamps[:, None]
+    if not known.any():
+        return False, False
+    elsewhere = known & (before >> BLOCK != now >> BLOCK)
+    unordered = known & ~elsewhere & (before != now) & (before | WARPS == now | WARPS)
+    return bool(elsewhere.any()), bool(unordered.any())
 
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:
