@@ -40,7 +40,7 @@ GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
 FAR_OFFSETS = "tests/kernels/test_kernels_offsets.py"
 EDGES = "tests/kernels/test_kernels_edges.py"
-EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
+KERNELS_TOP_K = "tests/kernels/test_kernels_topk.py"
 EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
 NEIGHBORS = "tests/kernels/test_kernels_knn.py"
 EXACT_NEIGHBORS = "tests/graphs/test_graphs_exact_neighbors.py"
@@ -621,21 +621,21 @@ MUTATIONS = [
         "kernels/shared/ordered_integers.py",
         "<= b_left[:, None])",
         "<= b_left[:, None] + 1)",
-        (f"{EDGES_TOP_K}::test_of_equal_sources_the_smaller_index_is_kept",),
+        (f"{KERNELS_TOP_K}::test_of_equal_edges_of_a_row_the_first_are_kept",),
     ),
     Mutation(
         "-0.0 is less than 0.0 when a kernel selects",
         "kernels/shared/ordered_integers.py",
         "(b_logit + 0.0).to(tl.int32",
         "b_logit.to(tl.int32",
-        (f"{EDGES_TOP_K}::test_negative_zero_ties_with_zero",),
+        (f"{KERNELS_TOP_K}::test_negative_zero_ties_with_zero",),
     ),
     Mutation(
         "negative numbers are not turned round when they become ordered integers",
         "kernels/shared/ordered_integers.py",
         "return b_bits ^ ((b_bits >> 31) & LARGEST)",
         "return b_bits",
-        (f"{EDGES_TOP_K}::test_top_1_is_the_nearest_source",),
+        (f"{KERNELS_TOP_K}::test_top_1_is_the_nearest_source",),
     ),
     Mutation(
         "programs of neighbouring heads take the same one",
@@ -698,8 +698,8 @@ MUTATIONS = [
     Mutation(
         "a warp is predicted to issue one instruction per clock",
         "kernels/check/prediction.py",
-        "issued = found.issue_s * WARP_CLOCKS * SCHEDULERS / warps",
-        "issued = found.issue_s * SCHEDULERS / warps",
+        "issued = prediction.issue_s * WARP_CLOCKS * SCHEDULERS / warps",
+        "issued = prediction.issue_s * SCHEDULERS / warps",
         (f"{PREDICTION}::test_a_warp_issues_an_instruction_only_when_the_one_before_it_is_done",),
     ),
     Mutation(
@@ -712,8 +712,8 @@ MUTATIONS = [
     Mutation(
         "a GPU without matrix instructions for bfloat16 gets kernels",
         "kernels/shared/launch.py",
-        "found < LEAST_CAPABILITY",
-        "found < (0, 0)",
+        "numbers < LEAST_CAPABILITY",
+        "numbers < (0, 0)",
         (f"{DEVICES}::test_a_device_before_ampere_gets_no_kernels",),
     ),
     Mutation(
@@ -813,7 +813,7 @@ MUTATIONS = [
     Mutation(
         "fused windows join the sequences of a batch",
         "kernels/consensus/math.py",
-        "m_edge & (b_other == b_own)",
+        "m_edge & (b_other == b_sequence)",
         "m_edge & (b_other != -1)",
         (f"{FUSED}::test_values_and_gradients_are_those_of_float64[windows side by side]",),
     ),
@@ -904,8 +904,8 @@ MUTATIONS = [
     Mutation(
         "compiled consensus reads what it saved twice",
         "graphattn/ops/consensus/native/sums.py",
-        "found = gradients_of_sums(graph, tensors, needed",
-        "found = gradients_of_sums(graph, ctx.saved_tensors, needed",
+        "gradients_of_sums(\n                    graph, tensors, needed",
+        "gradients_of_sums(\n                    graph, ctx.saved_tensors, needed",
         (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
     ),
     Mutation(
@@ -946,7 +946,7 @@ MUTATIONS = [
     Mutation(
         "an automatic step moves what is padding as a target",
         "graphattn/ops/consensus/api.py",
-        "if pair[0] is not None and step is None:",
+        "if of_target is not None and step is None:",
         "if False:",
         ("tests/ops/test_ops_consensus_roles.py::test_an_invalid_target_keeps_its_state",),
     ),
@@ -1119,8 +1119,8 @@ MUTATIONS = [
     Mutation(
         "the certificate of a batch is that of its best sequence",
         "graphattn/spectral/certificates/facts.py",
-        "    where = max(found, key",
-        "    where = min(found, key",
+        "    where = max(by_place, key",
+        "    where = min(by_place, key",
         (f"{MODELS}::test_a_batch_is_certified_per_sequence_and_by_its_worst",),
     ),
     Mutation(
@@ -1559,8 +1559,8 @@ MUTATIONS = [
     Mutation(
         "features of edges that touch padding are read",
         "graphattn/ops/consensus/pieces.py",
-        "return found if self.counts is None else found.masked_fill(",
-        "return found if True else found.masked_fill(",
+        "        return self.clear(x)\n",
+        "        return x\n",
         (f"{FEATURES}::test_features_of_edges_that_touch_padding_reach_nothing",),
     ),
     Mutation(
@@ -1984,7 +1984,7 @@ MUTATIONS = [
     Mutation(
         "first layers of consensus are computed outside of autocast",
         "graphattn/ops/consensus/backends.py",
-        "    hidden = (x.hidden() if isinstance(x, FirstLayer) else x for x in layers)\n",
+        "    hidden = [x.hidden() if isinstance(x, FirstLayer) else x for x in layers]\n",
         "    with full_precision(state.device):\n"
         "        hidden = [x.hidden() if isinstance(x, FirstLayer) else x for x in layers]\n",
         ("tests/ops/test_ops_consensus_structured.py",),

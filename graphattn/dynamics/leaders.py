@@ -89,8 +89,8 @@ def leader_tokens(
         received(members).max(dim=0)  # the first of equal ones
         for members in _members(labels)
     ]
-    share = torch.cat([found.values for found in best])
-    return Leaders(torch.cat([found.indices for found in best]).cpu(), share.cpu())
+    share = torch.cat([top.values for top in best])
+    return Leaders(torch.cat([top.indices for top in best]).cpu(), share.cpu())
 
 
 def _checked_step(step: int, num_steps: int) -> int:
@@ -121,12 +121,7 @@ def _by_attention(trajectory: Trajectory, step: int) -> Received:
     if rule.top_k is not None:
         sigma = rule.sigma if rule.score == "rbf" else None
         weights = attention_weights(
-            q,
-            k,
-            graph,
-            sigma=sigma,
-            scale=scale if sigma is None else None,
-            top_k=rule.top_k,
+            q, k, graph, sigma=sigma, scale=scale if sigma is None else None, top_k=rule.top_k
         )
         return _by_edge(weights[:, 0], graph)
     # a_ij = exp(scale q_i . k_j - b_i), where b_i is the log-sum of row i. (For "rbf", half of the

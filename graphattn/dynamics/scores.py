@@ -170,8 +170,8 @@ def dice(labels: Tensor, mask: Tensor, *, ignore: int | None = None) -> float:
     # 2 hits / (size + |M|) >= d means 2 hits - d size >= d |M|. So adding a cluster increases the
     # result if its share of foreground is at least d / 2.
     order = (hits / size.clamp(min=1)).argsort(descending=True)
-    sizes, found = size[order].cumsum(0), hits[order].cumsum(0)
-    return float((2 * found / (sizes + foreground.sum())).max())
+    sizes, covered = size[order].cumsum(0), hits[order].cumsum(0)
+    return float((2 * covered / (sizes + foreground.sum())).max())
 
 
 def participation_ratio(eigenvalues: Tensor) -> Tensor:

@@ -309,9 +309,7 @@ def _slowest_pair_by_elimination(
     return float(1 / (largest * size)), polished(pseudo_inverse, u)
 
 
-def _slowest_pair_of_wide_graph(
-    adjacency: scipy.sparse.csr_array,
-) -> tuple[float, Array] | None:
+def _slowest_pair_of_wide_graph(adjacency: scipy.sparse.csr_array) -> tuple[float, Array] | None:
     """Compute the Fiedler pair without elimination; None if rounding errors would be too large."""
     num_tokens = adjacency.shape[0]
     L = laplacian_of(adjacency)
@@ -392,9 +390,7 @@ def _shifted_solvers(
     return lambda shift: positive_definite_solver(shift * identity + whole)
 
 
-def positive_definite_solver(
-    matrix: scipy.sparse.csc_matrix,
-) -> Callable[[Array], Array] | None:
+def positive_definite_solver(matrix: scipy.sparse.csc_matrix) -> Callable[[Array], Array] | None:
     """Return u -> matrix^-1 u, or None unless the symmetric `matrix` is positive definite."""
     try:
         factor = splu(

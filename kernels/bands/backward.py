@@ -37,11 +37,11 @@ from graphattn.kernels.bands.math import (
     load_bias,
     load_center,
     load_features,
-    own_tile,
     part_borders,
     poisoned,
     row_pointers,
     store_features,
+    tile_of_program,
     within_reach,
 )
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
@@ -53,7 +53,7 @@ from graphattn.kernels.shared.row_dots import row_dots
 @triton.jit
 def d_query_tile(
     b_d_query, b_pulled, b_d_scale, b_query, b_d_out, b_saved, b_delta, b_center, i_scale,
-    key, value, sources, pairs, i_row, i_column, own,
+    key, value, sources, pairs, i_row, i_column, band,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
     STRIDED: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
     SCALE_GRADIENT: tl.constexpr,
@@ -65,7 +65,7 @@ def d_query_tile(
     """
     # [COLUMNS, BLOCK_D] and [ROWS, COLUMNS]
     b_key, b_affinity = load_affinities(
-        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, own,
+        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, band,
         COLUMNS, RBF, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
@@ -73,18 +73,18 @@ def d_query_tile(
     b_logit = b_affinity * (i_scale * LOG2E) - b_saved[:, None]
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
-        m_edge = edges_to(o_row, i_column, own, sources.p_valid, COLUMNS, HOLES, STRIDED)
+        m_edge = edges_to(o_row, i_column, band, sources.p_valid, COLUMNS, HOLES, STRIDED)
         if pairs.p_kept is not None:
-            m_edge = m_edge & is_kept(pairs, o_row, i_column, own, COLUMNS, 0)
+            m_edge = m_edge & is_kept(pairs, o_row, i_column, band, COLUMNS, 0)
     if pairs.p_table is not None:
-        m_pair = m_edge if MASKED else (o_row < own.n_targets)[:, None]
+        m_pair = m_edge if MASKED else (o_row < band.n_targets)[:, None]
         b_logit += load_bias(pairs, o_column[None, :] - o_row[:, None], m_pair) * LOG2E
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
     b_weight = weights_from(b_logit)
     # [COLUMNS, BLOCK_DV]
     b_value = load_features(
-        sources.p_value, value, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+        sources.p_value, value, i_column, band.i_step, band.n_sources, COLUMNS, STRIDED, MASKED
     )
     # [ROWS, COLUMNS]
     b_d_weight = product(b_d_out, tl.trans(b_value), PRECISION)
@@ -118,12 +118,12 @@ def d_query_kernel(
     if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
         if tl.load(p_again + tl.program_id(0)) == 0:
             return
-    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
+    i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
-    i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
-    i_numbers = (i_b * H + i_h) * N + own.i_first_target
+    i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
+    i_numbers = (i_b * H + i_h) * N + band.i_first_target
     if p_half_square is not None:
-        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + own.i_first_source
+        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source
     if p_valid_source is not None:
         p_valid_source += i_source
     if p_table is not None:
@@ -136,17 +136,17 @@ def d_query_kernel(
 
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
     b_query = load_features(
-        first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
+        first_row(query, i_target, i_h), query, i_row, band.i_step, band.n_targets, ROWS,
         bands.STRIDED, True,
     )  # fmt: skip
     b_d_out = load_features(
-        first_row(d_out, i_target, i_h), d_out, i_row, own.i_step, own.n_targets, ROWS,
+        first_row(d_out, i_target, i_h), d_out, i_row, band.i_step, band.n_targets, ROWS,
         bands.STRIDED, True,
     )  # fmt: skip
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < own.n_targets
+    m_row = o_row < band.n_targets
     # [ROWS]
-    o_number = i_numbers + o_row * own.i_step
+    o_number = i_numbers + o_row * band.i_step
     b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
     b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
     # What comes back to an empty row may be NaN, and 0 * NaN is NaN.
@@ -165,14 +165,14 @@ def d_query_kernel(
     b_d_scale = tl.zeros([ROWS], tl.float32)
     # Four places among the sources; part 1, the middle one of three, needs no mask.
     i_borders = part_borders(
-        i_row, own.n_targets, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS,
+        i_row, band.n_targets, band.n_sources, band.n_before, band.n_after, ROWS, COLUMNS, PARTS,
         p_kept is not None,
     )  # fmt: skip
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_query, b_pulled, b_d_scale = d_query_tile(
                 b_d_query, b_pulled, b_d_scale, b_query, b_d_out, b_saved, b_delta, b_center,
-                i_scale, key, value, sources, pairs, i_row, i_column, own, ROWS, COLUMNS, RBF,
+                i_scale, key, value, sources, pairs, i_row, i_column, band, ROWS, COLUMNS, RBF,
                 bands.HOLES, bands.STRIDED, i_part != 1, CAREFUL, PRECISION, p_d_scale is not None,
             )  # fmt: skip
     if p_again is not None and not CAREFUL:
@@ -186,7 +186,7 @@ def d_query_kernel(
         b_d_scale = b_d_scale - b_pulled * 0.5 * tl.sum(b_query * b_query, axis=1)
     b_d_query = tl.where(m_alive[:, None], b_d_query * i_scale, 0.0)
     store_features(
-        p_d_query, b_d_query, i_target, i_h, H, i_row, own.i_step, own.n_targets, query.WIDTH
+        p_d_query, b_d_query, i_target, i_h, H, i_row, band.i_step, band.n_targets, query.WIDTH
     )
     if p_d_scale is not None:
         i_share = tl.sum(tl.where(m_alive, b_d_scale, 0.0), axis=0)
@@ -196,7 +196,7 @@ def d_query_kernel(
 @triton.jit
 def d_source_tile(
     b_d_key, b_d_value, b_pulled, b_key, b_value, b_half_square, b_center, i_scale, o_column,
-    query, d_out, targets, pairs, i_row, i_column, own,
+    query, d_out, targets, pairs, i_row, i_column, band,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
     STRIDED: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, REPEATS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -208,17 +208,17 @@ def d_source_tile(
     """
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
     b_query = load_features(
-        targets.p_query, query, i_row, own.i_step, own.n_targets, ROWS, STRIDED, MASKED
+        targets.p_query, query, i_row, band.i_step, band.n_targets, ROWS, STRIDED, MASKED
     )
     b_d_out = load_features(
-        targets.p_d_out, d_out, i_row, own.i_step, own.n_targets, ROWS, STRIDED, MASKED
+        targets.p_d_out, d_out, i_row, band.i_step, band.n_targets, ROWS, STRIDED, MASKED
     )
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < own.n_targets
+    m_row = o_row < band.n_targets
     # [ROWS]
-    p_rows = row_pointers(targets.p_saved, i_row, own.i_step, ROWS, STRIDED)
+    p_rows = row_pointers(targets.p_saved, i_row, band.i_step, ROWS, STRIDED)
     b_saved = tl.load(p_rows, mask=m_row, other=float("inf"))
-    p_rows = row_pointers(targets.p_delta, i_row, own.i_step, ROWS, STRIDED)
+    p_rows = row_pointers(targets.p_delta, i_row, band.i_step, ROWS, STRIDED)
     b_delta = tl.load(p_rows, mask=m_row, other=0.0)
     if b_center is not None:
         b_query = b_query - b_center[None, :]
@@ -231,12 +231,12 @@ def d_source_tile(
     if MASKED:
         # Seen from a source, before and after change their places, and hops their sign.
         m_edge = within_reach(
-            o_column, i_row, own.n_targets, own.n_after, own.n_before, -own.i_hole, ROWS, HOLES
+            o_column, i_row, band.n_targets, band.n_after, band.n_before, -band.i_hole, ROWS, HOLES
         )  # fmt: skip
         if CAREFUL:  # an empty row, whose saved log-sum is +inf, has no edges if it holds NaN
             m_edge = m_edge & (b_saved != float("inf"))[None, :]
         if pairs.p_kept is not None:
-            m_edge = m_edge & is_kept(pairs, o_row, i_column, own, COLUMNS, 1)
+            m_edge = m_edge & is_kept(pairs, o_row, i_column, band, COLUMNS, 1)
     if pairs.p_table is not None:
         m_pair = m_edge if MASKED else (o_column < NOWHERE)[:, None]
         b_logit += load_bias(pairs, o_column[:, None] - o_row[None, :], m_pair) * LOG2E
@@ -274,18 +274,18 @@ def d_source_kernel(
         if tl.load(p_again + tl.program_id(0)) == 0:
             return
     Hk = H // REPEATS
-    i_b, i_key_head, i_tile, i_column, own = own_tile(
+    i_b, i_key_head, i_tile, i_column, band = tile_of_program(
         bands.p_tiles, bands.p_sequences, num_tiles, Hk
     )
-    i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
+    i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
     # [COLUMNS, BLOCK_D] and [COLUMNS, BLOCK_DV]
     b_key = load_features(
-        first_row(key, i_source, i_key_head), key, i_column, own.i_step, own.n_sources, COLUMNS,
+        first_row(key, i_source, i_key_head), key, i_column, band.i_step, band.n_sources, COLUMNS,
         bands.STRIDED, True,
     )  # fmt: skip
     b_value = load_features(
-        first_row(value, i_source, i_key_head), value, i_column, own.i_step, own.n_sources, COLUMNS,
-        bands.STRIDED, True,
+        first_row(value, i_source, i_key_head), value, i_column, band.i_step, band.n_sources,
+        COLUMNS, bands.STRIDED, True,
     )  # fmt: skip
     b_center = None
     if p_center is not None:
@@ -294,9 +294,9 @@ def d_source_kernel(
         b_key = b_key - b_center[None, :]
     b_half_square = half_square(b_key)
     o_column = i_column + tl.arange(0, COLUMNS)
-    m_column = o_column < own.n_sources
+    m_column = o_column < band.n_sources
     if p_valid_source is not None:
-        p_rows = p_valid_source + i_source + o_column * own.i_step
+        p_rows = p_valid_source + i_source + o_column * band.i_step
         m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
     o_column = tl.where(m_column, o_column, NOWHERE)
 
@@ -305,12 +305,12 @@ def d_source_kernel(
     b_pulled = tl.zeros([COLUMNS], tl.float32)
     # Four places among the targets; seen from a source, before and after change their places.
     i_borders = part_borders(
-        i_column, own.n_sources, own.n_targets, own.n_after, own.n_before, COLUMNS, ROWS, PARTS
+        i_column, band.n_sources, band.n_targets, band.n_after, band.n_before, COLUMNS, ROWS, PARTS
     )
     for i_repeat in range(REPEATS):
         i_h = i_key_head * REPEATS + i_repeat
         i_scale = tl.load(p_scale + i_h)
-        i_numbers = (i_b * H + i_h) * N + own.i_first_target
+        i_numbers = (i_b * H + i_h) * N + band.i_first_target
         targets = Targets(
             first_row(query, i_target, i_h), first_row(d_out, i_target, i_h),
             p_saved + i_numbers, p_delta + i_numbers,
@@ -325,7 +325,7 @@ def d_source_kernel(
             for i_row in range(i_borders[i_part], i_borders[i_part + 1], ROWS):
                 b_d_key, b_d_value, b_pulled = d_source_tile(
                     b_d_key, b_d_value, b_pulled, b_key, b_value, b_half_square, b_center, i_scale,
-                    o_column, query, d_out, targets, pairs, i_row, i_column, own, ROWS, COLUMNS,
+                    o_column, query, d_out, targets, pairs, i_row, i_column, band, ROWS, COLUMNS,
                     RBF, bands.HOLES, bands.STRIDED, i_part != 1, CAREFUL, REPEATS, PRECISION,
                 )  # fmt: skip
     if p_again is not None and not CAREFUL:
@@ -338,7 +338,7 @@ def d_source_kernel(
             # The keys are loaded again, because holding them takes registers, of which three loops
             # leave few, and in a branch, because Triton would keep the first copy otherwise.
             b_key = load_features(
-                first_row(key, i_source, i_key_head), key, i_column, own.i_step, own.n_sources,
+                first_row(key, i_source, i_key_head), key, i_column, band.i_step, band.n_sources,
                 COLUMNS, bands.STRIDED, True,
             )  # fmt: skip
             if b_center is not None:
@@ -349,10 +349,10 @@ def d_source_kernel(
     b_d_key = tl.where(m_column[:, None], b_d_key, 0.0)
     b_d_value = tl.where(m_column[:, None], b_d_value, 0.0)
     store_features(
-        p_d_key, b_d_key, i_source, i_key_head, Hk, i_column, own.i_step, own.n_sources, key.WIDTH
+        p_d_key, b_d_key, i_source, i_key_head, Hk, i_column, band.i_step, band.n_sources, key.WIDTH
     )
     store_features(
-        p_d_value, b_d_value, i_source, i_key_head, Hk, i_column, own.i_step, own.n_sources,
+        p_d_value, b_d_value, i_source, i_key_head, Hk, i_column, band.i_step, band.n_sources,
         value.WIDTH,
     )  # fmt: skip
 

@@ -25,8 +25,8 @@ from graphattn.kernels.bands.math import (
     load_bias,
     load_center,
     load_features,
-    load_own,
     part_borders,
+    row_and_band,
 )
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.launch import launch
@@ -50,18 +50,18 @@ def d_table_kernel(
 
     The programs of a head take the tiles of all batch entries in turn.
     """
-    i_h, i_own = head_and_rest(H)
+    i_h, i_program = head_and_rest(H)
     i_key_head = i_h // REPEATS
     i_scale = tl.load(p_scale + i_h)
     p_table += origin * H + i_h
-    p_partial += (i_own * H + i_h).to(tl.int64) * num_offsets
+    p_partial += (i_program * H + i_h).to(tl.int64) * num_offsets
     o_diagonal = tl.arange(0, COLUMNS)
-    for i_work in range(i_own, B * num_tiles, tl.num_programs(0) // H):
+    for i_work in range(i_program, B * num_tiles, tl.num_programs(0) // H):
         i_tile = i_work % num_tiles
         i_b = tl.cast(i_work // num_tiles, tl.int64)  # interpreted, loops count in plain int
-        i_row, own = load_own(bands.p_tiles + 2 * i_tile, bands.p_sequences)
-        i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
-        i_numbers = (i_b * H + i_h) * N + own.i_first_target
+        i_row, band = row_and_band(bands.p_tiles + 2 * i_tile, bands.p_sequences)
+        i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
+        i_numbers = (i_b * H + i_h) * N + band.i_first_target
         p_key = first_row(key, i_source, i_key_head)
         p_value = first_row(value, i_source, i_key_head)
         p_valid, p_bits = p_valid_source, p_kept
@@ -72,17 +72,17 @@ def d_table_kernel(
         pairs = PairTables(p_table, H, p_bits, num_words)
         # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
         b_query = load_features(
-            first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
+            first_row(query, i_target, i_h), query, i_row, band.i_step, band.n_targets, ROWS,
             bands.STRIDED, True,
         )  # fmt: skip
         b_d_out = load_features(
-            first_row(d_out, i_target, i_h), d_out, i_row, own.i_step, own.n_targets, ROWS,
+            first_row(d_out, i_target, i_h), d_out, i_row, band.i_step, band.n_targets, ROWS,
             bands.STRIDED, True,
         )  # fmt: skip
         o_row = i_row + tl.arange(0, ROWS)
-        m_row = o_row < own.n_targets
+        m_row = o_row < band.n_targets
         # [ROWS]
-        o_number = i_numbers + o_row * own.i_step
+        o_number = i_numbers + o_row * band.i_step
         b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
         b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
         o_live = tl.where(m_row & (b_saved != float("inf")), o_row, -NOWHERE)
@@ -93,24 +93,24 @@ def d_table_kernel(
             b_query = b_query - b_center[None, :]
             b_saved = around_center(b_saved, b_query, i_scale)
         i_begin, _, _, i_end = part_borders(
-            i_row, own.n_targets, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, 1,
+            i_row, band.n_targets, band.n_sources, band.n_before, band.n_after, ROWS, COLUMNS, 1,
             p_kept is not None,
         )  # fmt: skip
         for i_column in range(i_begin, i_end, COLUMNS):
             # [ROWS, COLUMNS], also of masks, weights and gradients below
             _b_key, b_affinity = load_affinities(
-                b_query, b_center, key, p_key, None, i_column, own, COLUMNS, RBF, bands.STRIDED,
+                b_query, b_center, key, p_key, None, i_column, band, COLUMNS, RBF, bands.STRIDED,
                 True, PRECISION,
             )  # fmt: skip
             o_column = i_column + tl.arange(0, COLUMNS)
-            m_edge = edges_to(o_live, i_column, own, p_valid, COLUMNS, bands.HOLES, bands.STRIDED)
+            m_edge = edges_to(o_live, i_column, band, p_valid, COLUMNS, bands.HOLES, bands.STRIDED)
             if p_kept is not None:
-                m_edge = m_edge & is_kept(pairs, o_row, i_column, own, COLUMNS, 0)
+                m_edge = m_edge & is_kept(pairs, o_row, i_column, band, COLUMNS, 0)
             b_bias = load_bias(pairs, o_column[None, :] - o_row[:, None], m_edge)
             b_logit = (b_affinity * i_scale + b_bias) * LOG2E - b_saved[:, None]
             # [COLUMNS, BLOCK_DV]
             b_value = load_features(
-                p_value, value, i_column, own.i_step, own.n_sources, COLUMNS, bands.STRIDED, True
+                p_value, value, i_column, band.i_step, band.n_sources, COLUMNS, bands.STRIDED, True
             )
             b_d_weight = product(b_d_out, tl.trans(b_value), PRECISION)
             b_d_logit = weights_from(b_logit) * (b_d_weight - b_delta[:, None])

@@ -14,23 +14,27 @@ from graphattn.kernels.bands.forward import forward
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.bands.top_k import FEW_ROWS, select
-from graphattn.kernels.shared.configuration import (
-    SHORT_NAMES,
-    Configuration,
-    made,
-    scales,
-)
+from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration, made, scales
 from graphattn.kernels.shared.launch import Launch, recording
 
-# Products of a pair of tokens, per feature: two operations each.
-PRODUCTS = {
-    "band_forward_kernel": 2,
-    "shared_forward_kernel": 2,
-    "d_query_kernel": 3,
-    "d_source_kernel": 4,
-    "shared_backward_kernel": 5,
-    "d_table_kernel": 2,
-    "band_select_kernel": 1,
+
+class Work(NamedTuple):
+    """The work of a kernel for every feature of a pair of tokens, or of a token."""
+
+    products: int  # of a pair, two operations each
+    tensors: int  # of the size of the queries, which it reads and writes once
+    read_again: int  # tensors of the other side, whose rows a program reads for each of its tiles
+
+
+WORK = {
+    "band_forward_kernel": Work(2, 4, 2),
+    "shared_forward_kernel": Work(2, 2, 1),
+    "d_query_kernel": Work(3, 5, 2),
+    "d_source_kernel": Work(4, 6, 2),
+    "shared_backward_kernel": Work(5, 3, 2),
+    "d_table_kernel": Work(2, 4, 2),
+    "band_select_kernel": Work(1, 2, 1),
+    "row_dots_kernel": Work(0, 2, 0),
 }
 # How often a selection whose ranks are held goes over its code. Until all of 64 rows of normally
 # distributed tokens are done, the interval is halved 17 times, which is a third of the code.
@@ -39,27 +43,6 @@ TIMES_HELD = 2.0
 # or chi-squared logits (512 of 4,096, simulated): to count, to write candidates down, to cut ties,
 # and to write bits. Outside of these loops, halvings repeat a tenth of the code a dozen times.
 TIMES_STREAMED, TIMES_OUTSIDE = (1.1, 1.1, 0.0, 1.0), 2.5
-# Tensors of the size of the queries that a kernel reads and writes once.
-TENSORS = {
-    "band_forward_kernel": 4,
-    "shared_forward_kernel": 2,
-    "d_query_kernel": 5,
-    "d_source_kernel": 6,
-    "shared_backward_kernel": 3,
-    "d_table_kernel": 4,
-    "band_select_kernel": 2,
-    "row_dots_kernel": 2,
-}
-# Tensors whose rows a program reads for each of its tiles of pairs: those of the other side.
-READ_AGAIN = {
-    "band_forward_kernel": 2,
-    "shared_forward_kernel": 1,
-    "d_query_kernel": 2,
-    "d_source_kernel": 2,
-    "shared_backward_kernel": 2,
-    "d_table_kernel": 2,
-    "band_select_kernel": 1,
-}
 
 
 class BandCase(NamedTuple):
@@ -163,10 +146,11 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
     kernel, arguments = launch.kernel.fn.__name__, launch.arguments
     edges = sum(_edges(row) for row in case.sequences) * case.batch * case.heads
     numbers = case.batch * tokens * case.heads * case.features
-    tensors = TENSORS[kernel]
+    work = WORK[kernel]
+    tensors = work.tensors
     if "a" in arguments and arguments["a"].p is arguments["b"].p:  # a square
         tensors = 1
-    iterations, gathered, products = 0.0, 0.0, float(PRODUCTS.get(kernel, 0))
+    iterations, gathered, products = 0.0, 0.0, float(work.products)
     passes: tuple[float, ...] = ()
     programs = 0.0
     width = case.features * (2 if case.rbf else 1)  # distances keep more numbers
@@ -183,7 +167,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
             passes = tuple(float(n * case.batch * case.heads) for n in bands.part_pairs(*sizes))
         elif "PARTS" in arguments:
             passes = (iterations,)
-        row = READ_AGAIN[kernel] * case.features * case.dtype.itemsize
+        row = work.read_again * case.features * case.dtype.itemsize
         gathered = iterations * others * row
     is_main = bool(products) and case.dtype != torch.float32 and width <= 128
     if kernel == "band_select_kernel":

@@ -34,10 +34,10 @@ from graphattn.kernels.bands.math import (
     load_bias,
     load_center,
     load_features,
-    own_tile,
     part_borders,
     poisoned,
     store_features,
+    tile_of_program,
 )
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
 from graphattn.kernels.shared.precision import add_product
@@ -46,7 +46,7 @@ from graphattn.kernels.shared.precision import add_product
 @triton.jit
 def attend_tile(
     b_out, b_sum, b_max, b_query, b_center, i_scale, key, value, sources, pairs, i_row, i_column,
-    own, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
+    band, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
     STRIDED: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the sources i_column, i_column + 1, ... to the running sums of a tile of targets.
@@ -58,18 +58,18 @@ def attend_tile(
     """
     # [ROWS, COLUMNS]
     _, b_affinity = load_affinities(
-        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, own,
+        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, band,
         COLUMNS, RBF, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
         # [ROWS, COLUMNS]
-        m_edge = edges_to(o_row, i_column, own, sources.p_valid, COLUMNS, HOLES, STRIDED)
+        m_edge = edges_to(o_row, i_column, band, sources.p_valid, COLUMNS, HOLES, STRIDED)
         if pairs.p_kept is not None:
-            m_edge = m_edge & is_kept(pairs, o_row, i_column, own, COLUMNS, 0)
+            m_edge = m_edge & is_kept(pairs, o_row, i_column, band, COLUMNS, 0)
     if pairs.p_table is not None:
-        m_pair = m_edge if MASKED else (o_row < own.n_targets)[:, None]
+        m_pair = m_edge if MASKED else (o_row < band.n_targets)[:, None]
         b_bias = load_bias(pairs, o_column[None, :] - o_row[:, None], m_pair)
         # A bias is not to be multiplied by the scale, so the scale is applied here, once. From here
         # on b_affinity holds logits, and the scale is 1. Without a table the scale is applied
@@ -88,7 +88,7 @@ def attend_tile(
     b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
     # [COLUMNS, BLOCK_DV]
     b_value = load_features(
-        sources.p_value, value, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+        sources.p_value, value, i_column, band.i_step, band.n_sources, COLUMNS, STRIDED, MASKED
     )
     if CAREFUL:
         b_value, m_bad = cleaned(b_value)
@@ -112,12 +112,12 @@ def band_forward_kernel(
     if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
         if tl.load(p_again + tl.program_id(0)) == 0:
             return
-    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
+    i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
-    i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
-    i_numbers = (i_b * H + i_h) * N + own.i_first_target
+    i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
+    i_numbers = (i_b * H + i_h) * N + band.i_first_target
     if p_half_square is not None:
-        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + own.i_first_source
+        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source
     if p_valid_source is not None:
         p_valid_source += i_source
     if p_table is not None:
@@ -130,7 +130,7 @@ def band_forward_kernel(
 
     # [ROWS, BLOCK_D]
     b_query = load_features(
-        first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
+        first_row(query, i_target, i_h), query, i_row, band.i_step, band.n_targets, ROWS,
         bands.STRIDED, True,
     )  # fmt: skip
     b_center = None
@@ -156,24 +156,24 @@ def band_forward_kernel(
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
     # Four places among the sources; part 1, the middle one of three, needs no mask.
     i_borders = part_borders(
-        i_row, own.n_targets, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS,
+        i_row, band.n_targets, band.n_sources, band.n_before, band.n_after, ROWS, COLUMNS, PARTS,
         p_kept is not None,
     )  # fmt: skip
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum, b_max = attend_tile(
                 b_out, b_sum, b_max, b_query, b_center, i_scale, key, value, sources, pairs, i_row,
-                i_column, own, ROWS, COLUMNS, RBF, bands.HOLES, bands.STRIDED, i_part != 1,
+                i_column, band, ROWS, COLUMNS, RBF, bands.HOLES, bands.STRIDED, i_part != 1,
                 CAREFUL, PRECISION,
             )  # fmt: skip
     if p_again is not None and not CAREFUL:
         tl.store(p_again + tl.program_id(0), is_unsound(b_out))
 
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < own.n_targets
+    m_row = o_row < band.n_targets
     m_empty = b_sum == 0  # rows without edges
     if p_valid_target is not None:
-        p_rows = p_valid_target + i_target + o_row * own.i_step
+        p_rows = p_valid_target + i_target + o_row * band.i_step
         m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
     # [ROWS]: base-2 log-sums
     if p_table is not None:  # the maximum is one of logits, to which the scale has been applied
@@ -189,8 +189,8 @@ def band_forward_kernel(
             b_saved = b_true
     b_inverse = 1.0 / tl.where(m_empty, 1.0, b_sum)  # one division per row
     b_out = tl.where(m_empty[:, None], 0.0, b_out * b_inverse[:, None])
-    store_features(p_out, b_out, i_target, i_h, H, i_row, own.i_step, own.n_targets, value.WIDTH)
-    o_number = i_numbers + o_row * own.i_step
+    store_features(p_out, b_out, i_target, i_h, H, i_row, band.i_step, band.n_targets, value.WIDTH)
+    o_number = i_numbers + o_row * band.i_step
     tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
     # The backward subtracts these from logits: +inf leaves an empty row no weight.
     tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)

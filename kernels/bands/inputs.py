@@ -128,8 +128,8 @@ class BandInputs:
         latest = torch.where(good, place, -1).cummax(1).values[:, near]
         next_good = torch.where(good, place, M - 1).flip(1).cummin(1).values.flip(1)[:, near]
         place = torch.where(latest < starts, next_good, latest)
-        found = self.key.gather(1, place[..., None, None].expand(-1, -1, Hk, D))
-        return torch.where(found.isfinite(), found, 0.0)
+        centers = self.key.gather(1, place[..., None, None].expand(-1, -1, Hk, D))
+        return torch.where(centers.isfinite(), centers, 0.0)
 
     @cached_property
     def _common(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphattn.kernels.bands.arguments import Sequence
+from graphattn.kernels.bands.arguments import Band
 from graphattn.kernels.shared.exponentials import LOG2E
 from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.programs import heads_first
@@ -14,12 +14,12 @@ NOWHERE = tl.constexpr(1 << 30)  # a place so far away that no window reaches it
 
 
 @triton.jit
-def load_sequence(p_row):
+def load_band(p_row):
     """A sequence, from a row of `BandSchedule.sequences`.
 
     Tokens are i_first + 0 * i_step, i_first + 1 * i_step, ...
     """
-    return Sequence(
+    return Band(
         tl.load(p_row),
         tl.load(p_row + 1).to(tl.int32),
         tl.load(p_row + 2),
@@ -122,12 +122,12 @@ def half_square(b_x):
 
 @triton.jit
 def half_squares(
-    b_key, p_half_square, i_column, own, COLUMNS: tl.constexpr, STRIDED: tl.constexpr
+    b_key, p_half_square, i_column, band, COLUMNS: tl.constexpr, STRIDED: tl.constexpr
 ):  # fmt: skip
     """||k||^2 / 2 of a tile of keys, [COLUMNS]: read if they are stored, computed otherwise."""
     if p_half_square is not None:
-        m_column = i_column + tl.arange(0, COLUMNS) < own.n_sources
-        p_rows = row_pointers(p_half_square, i_column, own.i_step, COLUMNS, STRIDED)
+        m_column = i_column + tl.arange(0, COLUMNS) < band.n_sources
+        p_rows = row_pointers(p_half_square, i_column, band.i_step, COLUMNS, STRIDED)
         b_half_square = tl.load(p_rows, mask=m_column, other=0.0)
     else:
         b_half_square = half_square(b_key)
@@ -136,7 +136,7 @@ def half_squares(
 
 @triton.jit
 def load_affinities(
-    b_query, b_center, key, p_key, p_half_square, i_column, own,
+    b_query, b_center, key, p_key, p_half_square, i_column, band,
     COLUMNS: tl.constexpr, RBF: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -147,13 +147,13 @@ def load_affinities(
     plus a bias: callers apply both. Keys are measured from `b_center` [BLOCK_D], unless it is None.
     """
     b_key = load_features(
-        p_key, key, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+        p_key, key, i_column, band.i_step, band.n_sources, COLUMNS, STRIDED, MASKED
     )  # fmt: skip
     if b_center is not None:
         b_key = b_key - b_center[None, :]
     b_affinity = product(b_query, tl.trans(b_key), PRECISION)
     if RBF:
-        b_half_square = half_squares(b_key, p_half_square, i_column, own, COLUMNS, STRIDED)
+        b_half_square = half_squares(b_key, p_half_square, i_column, band, COLUMNS, STRIDED)
         b_affinity = b_affinity - b_half_square[None, :]
     return b_key, b_affinity
 
@@ -210,24 +210,24 @@ def poisoned(b_weight, b_logit, m_bad):
 
 
 @triton.jit
-def is_edge(o_target, o_source, own, HOLES: tl.constexpr):
+def is_edge(o_target, o_source, band, HOLES: tl.constexpr):
     """Whether pairs are edges; `o_target` and `o_source` broadcast against each other.
 
     -before <= hop <= after is one unsigned comparison, 0 <= hop + before <= before + after, because
     negative numbers become large ones. Callers place tokens that have no edges at NOWHERE.
     """
     o_hop = o_source - o_target
-    m_edge = (o_hop + own.n_before).to(tl.uint32) <= (own.n_before + own.n_after).to(tl.uint32)
+    m_edge = (o_hop + band.n_before).to(tl.uint32) <= (band.n_before + band.n_after).to(tl.uint32)
     if HOLES:
-        m_edge = m_edge & (2 * o_hop + own.i_hole != 0)  # i_hole: -2 * hop, or 1 for none
+        m_edge = m_edge & (2 * o_hop + band.i_hole != 0)  # i_hole: -2 * hop, or 1 for none
     return m_edge
 
 
 @triton.jit
 def within_reach(
-    o_own, i_other, n_other, n_before, n_after, i_hole, COUNT: tl.constexpr, HOLES: tl.constexpr
+    o_token, i_other, n_other, n_before, n_after, i_hole, COUNT: tl.constexpr, HOLES: tl.constexpr
 ):  # fmt: skip
-    """Whether tokens `o_own` [OWN] have edges with i_other, i_other + 1, ...: [OWN, COUNT].
+    """Whether tokens `o_token` [TOKENS] have edges with i_other, i_other + 1, ...: [TOKENS, COUNT].
 
     They have edges with those from `n_before` places before them to `n_after` after them, which are
     fewer than `n_other`; those that have none are at NOWHERE, or -NOWHERE. What :func:`is_edge`
@@ -235,27 +235,27 @@ def within_reach(
     unsigned numbers: a row has `n_row` edges from `o_first` on. `i_hole` is -2 times a hop that is
     left out (the other token minus the own one), or odd.
     """
-    o_first = tl.maximum(o_own - n_before, 0)
-    n_row = tl.maximum(tl.minimum(o_own + n_after + 1, n_other) - o_first, 0)
+    o_first = tl.maximum(o_token - n_before, 0)
+    n_row = tl.maximum(tl.minimum(o_token + n_after + 1, n_other) - o_first, 0)
     o_place = (i_other - o_first)[:, None] + tl.arange(0, COUNT)[None, :]
     m_edge = o_place.to(tl.uint32) < n_row.to(tl.uint32)[:, None]
     if HOLES:
-        m_edge = m_edge & (2 * o_place != (2 * (o_own - o_first) - i_hole)[:, None])
+        m_edge = m_edge & (2 * o_place != (2 * (o_token - o_first) - i_hole)[:, None])
     return m_edge
 
 
 @triton.jit
 def edges_to(
-    o_row, i_column, own, p_valid,
+    o_row, i_column, band, p_valid,
     COLUMNS: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
     """Whether targets `o_row` [ROWS] see sources i_column, i_column + 1, ...: [ROWS, COLUMNS]."""
     m_edge = within_reach(
-        o_row, i_column, own.n_sources, own.n_before, own.n_after, own.i_hole, COLUMNS, HOLES
+        o_row, i_column, band.n_sources, band.n_before, band.n_after, band.i_hole, COLUMNS, HOLES
     )  # fmt: skip
     if p_valid is not None:
-        m_column = i_column + tl.arange(0, COLUMNS) < own.n_sources
-        p_rows = row_pointers(p_valid, i_column, own.i_step, COLUMNS, STRIDED)
+        m_column = i_column + tl.arange(0, COLUMNS) < band.n_sources
+        p_rows = row_pointers(p_valid, i_column, band.i_step, COLUMNS, STRIDED)
         m_edge = m_edge & (tl.load(p_rows, mask=m_column, other=0) != 0)[None, :]
     return m_edge
 
@@ -267,7 +267,7 @@ def first_word(o_row, n_before):
 
 
 @triton.jit
-def is_kept(pairs, o_row, i_column, own, COLUMNS: tl.constexpr, ROW_AXIS: tl.constexpr):
+def is_kept(pairs, o_row, i_column, band, COLUMNS: tl.constexpr, ROW_AXIS: tl.constexpr):
     """Whether top-k has chosen sources i_column, i_column + 1, ... for targets `o_row` [ROWS].
 
     The result is [ROWS, COLUMNS], or [COLUMNS, ROWS] with ROW_AXIS 1; for pairs that are no edges
@@ -275,18 +275,18 @@ def is_kept(pairs, o_row, i_column, own, COLUMNS: tl.constexpr, ROW_AXIS: tl.con
     :func:`graphattn.kernels.bands.top_k.select`.
     """
     o_source = tl.arange(0, COLUMNS)
-    o_word = i_column // 32 - first_word(o_row, own.n_before)
-    p_words = pairs.p_kept + (o_row * own.i_step) * pairs.n_words + o_word
+    o_word = i_column // 32 - first_word(o_row, band.n_before)
+    p_words = pairs.p_kept + (o_row * band.i_step) * pairs.n_words + o_word
     if COLUMNS < 32:
         o_bit = i_column % 32 + o_source
     else:
         o_bit = o_source % 32
     b_bit = tl.full([COLUMNS], 1, tl.int32) << o_bit
-    m_word = (o_row < own.n_targets) & (o_word >= 0) & (o_word < pairs.n_words)
+    m_word = (o_row < band.n_targets) & (o_word >= 0) & (o_word < pairs.n_words)
     b_words = tl.expand_dims(tl.load(p_words, mask=m_word, other=0), 1 - ROW_AXIS)
     for i_word in tl.static_range(1, (COLUMNS + 31) // 32):
         m_word = (
-            (o_row < own.n_targets) & (o_word + i_word >= 0) & (o_word + i_word < pairs.n_words)
+            (o_row < band.n_targets) & (o_word + i_word >= 0) & (o_word + i_word < pairs.n_words)
         )
         b_next = tl.expand_dims(tl.load(p_words + i_word, mask=m_word, other=0), 1 - ROW_AXIS)
         b_words = tl.where(tl.expand_dims(o_source >= 32 * i_word, ROW_AXIS), b_next, b_words)
@@ -305,35 +305,35 @@ def around_center(b_saved, b_query, i_scale):
 
 
 @triton.jit
-def own_tile(p_tiles, p_sequences, num_tiles, heads):
+def tile_of_program(p_tiles, p_sequences, num_tiles, heads):
     """Return the tile that a program takes: batch, head, tile, first row, sequence.
 
     Tiles are the rows of `BandSchedule.tiles`.
     """
     i_b, i_h, i_tile = heads_first(num_tiles, heads)
-    i_row, own = load_own(p_tiles + 2 * i_tile, p_sequences)
-    return i_b, i_h, i_tile, i_row, own
+    i_row, band = row_and_band(p_tiles + 2 * i_tile, p_sequences)
+    return i_b, i_h, i_tile, i_row, band
 
 
 @triton.jit
-def load_own(p_tile, p_sequences):
+def row_and_band(p_tile, p_sequences):
     """The first row of a tile, and its sequence."""
-    return tl.load(p_tile + 1), load_sequence(p_sequences + 8 * tl.load(p_tile))
+    return tl.load(p_tile + 1), load_band(p_sequences + 8 * tl.load(p_tile))
 
 
 @triton.jit
 def part_borders(
-    i_row, n_own, n_other, n_before, n_after,
+    i_row, n_rows, n_other, n_before, n_after,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr = False,
 ):  # fmt: skip
     """Borders of the PARTS of a loop over tiles of the other side: four places, in ascending order.
 
-    The tile itself has the tokens i_row, i_row + 1, ... [ROWS] of `n_own`; those of the other side
+    The tile itself has the tokens i_row, i_row + 1, ... [ROWS] of `n_rows`; those of the other side
     come COLUMNS at a time, and `n_other` is their number. Part p goes from border p to border
     p + 1. With three PARTS, the tiles of part 1 are whole: all rows see all their tokens, so they
     need no mask. With one, part 0 goes to the end; if KEPT it begins where a word of bits does.
     """
-    i_last = tl.minimum(i_row + ROWS, n_own) - 1
+    i_last = tl.minimum(i_row + ROWS, n_rows) - 1
     i_begin = tl.maximum(i_row - n_before, 0)
     if KEPT:
         i_begin = i_begin // 32 * 32

@@ -34,11 +34,11 @@ from graphattn.kernels.bands.math import (
     is_unsound,
     load_center,
     load_features,
-    own_tile,
     part_borders,
     poisoned,
     row_pointers,
     store_features,
+    tile_of_program,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E
@@ -51,7 +51,7 @@ WIDEST_BACKWARD = 64  # features of a head
 
 @triton.jit
 def log_affinities(
-    b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, own,
+    b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, band,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def log_affinities(
     from the centre the token is.
     """
     # [COLUMNS]
-    b_half_square = half_squares(b_other, p_half_square, i_column, own, COLUMNS, STRIDED)
+    b_half_square = half_squares(b_other, p_half_square, i_column, band, COLUMNS, STRIDED)
     # [ROWS, COLUMNS]
     b_dot = product(b_x, tl.trans(b_other), PRECISION)
     b_log = b_dot * i_scale - (b_half_square * i_scale)[None, :]
@@ -80,7 +80,7 @@ def log_affinities(
 @triton.jit
 def shared_tile(
     b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square, p_valid,
-    i_row, i_column, own,
+    i_row, i_column, band,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -90,18 +90,18 @@ def shared_tile(
     """
     # [COLUMNS, BLOCK_D]
     b_other = load_features(
-        p_x, x, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+        p_x, x, i_column, band.i_step, band.n_sources, COLUMNS, STRIDED, MASKED
     )  # fmt: skip
     if b_center is not None:
         b_other = b_other - b_center[None, :]
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, own,
+        b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, band,
         ROWS, COLUMNS, STRIDED, PRECISION, False,
     )  # fmt: skip
     if MASKED:
         o_row = i_row + tl.arange(0, ROWS)
-        m_edge = edges_to(o_row, i_column, own, p_valid, COLUMNS, False, STRIDED)
+        m_edge = edges_to(o_row, i_column, band, p_valid, COLUMNS, False, STRIDED)
         b_log = tl.where(m_edge, b_log, float("-inf"))
     if CAREFUL:
         # A token that holds NaN has a weight of NaN at every edge, so its own NaN is not needed.
@@ -127,8 +127,8 @@ def shared_forward_kernel(
     if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
         if tl.load(p_again + tl.program_id(0)) == 0:
             return
-    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
-    i_token, i_numbers = i_b * N + own.i_first_source, (i_b * H + i_h) * N + own.i_first_source
+    i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
+    i_token, i_numbers = i_b * N + band.i_first_source, (i_b * H + i_h) * N + band.i_first_source
     if p_half_square is not None:
         p_half_square += i_numbers
     if p_valid is not None:
@@ -136,7 +136,7 @@ def shared_forward_kernel(
 
     # [ROWS, BLOCK_D]
     p_x = first_row(x, i_token, i_h)
-    b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+    b_x = load_features(p_x, x, i_row, band.i_step, band.n_sources, ROWS, bands.STRIDED, True)
     b_center = None
     if p_center is not None:
         b_center = load_center(p_center, (i_b * num_tiles + i_tile) * H + i_h, x.WIDTH, x.BLOCK)
@@ -148,39 +148,39 @@ def shared_forward_kernel(
     b_sum = tl.zeros([ROWS], tl.float32)
     # Four places among the tokens; part 1, the middle one of three, needs no mask.
     i_borders = part_borders(
-        i_row, own.n_sources, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS
+        i_row, band.n_sources, band.n_sources, band.n_before, band.n_after, ROWS, COLUMNS, PARTS
     )
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum = shared_tile(
                 b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square,
-                p_valid, i_row, i_column, own, ROWS, COLUMNS, bands.STRIDED, i_part != 1, CAREFUL,
+                p_valid, i_row, i_column, band, ROWS, COLUMNS, bands.STRIDED, i_part != 1, CAREFUL,
                 PRECISION,
             )  # fmt: skip
     if p_again is not None and not CAREFUL:
         tl.store(p_again + tl.program_id(0), is_unsound(b_out))
 
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < own.n_sources
+    m_row = o_row < band.n_sources
     # A token's weight with itself is 1, so the sum is at least 1. Far from the centre, rounding may
     # make it smaller: what is missing is added, times the token itself.
     b_lost = tl.where(b_sum < 1, 1 - b_sum, 0.0)
     if tl.max(b_lost, axis=0) > 0:  # the tile is loaded again, because holding it takes registers
-        b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+        b_x = load_features(p_x, x, i_row, band.i_step, band.n_sources, ROWS, bands.STRIDED, True)
         if b_center is not None:
             b_x = b_x - b_center[None, :]
         b_out += b_lost[:, None] * b_x.to(tl.float32)
         b_sum += b_lost
     m_empty = ~m_row
-    o_number = i_numbers + o_row * own.i_step
+    o_number = i_numbers + o_row * band.i_step
     if p_valid is not None:
-        p_rows = p_valid + o_row * own.i_step
+        p_rows = p_valid + o_row * band.i_step
         m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
     b_out = b_out * (1.0 / b_sum)[:, None]  # one division per row
     if b_center is not None:
         b_out = b_out + b_center[None, :]
     b_out = tl.where(m_empty[:, None], 0.0, b_out)
-    store_features(p_out, b_out, i_token, i_h, H, i_row, own.i_step, own.n_sources, x.WIDTH)
+    store_features(p_out, b_out, i_token, i_h, H, i_row, band.i_step, band.n_sources, x.WIDTH)
     b_true = tl.log2(b_sum)
     tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
     b_saved = b_true
@@ -192,7 +192,7 @@ def shared_forward_kernel(
 @triton.jit
 def shared_backward_tile(
     b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta, b_center,
-    i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse, p_delta, p_valid, i_row, i_column, own,
+    i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse, p_delta, p_valid, i_row, i_column, band,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -203,33 +203,33 @@ def shared_backward_tile(
     """
     # [COLUMNS, BLOCK_D]
     b_other = load_features(
-        p_x, x, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+        p_x, x, i_column, band.i_step, band.n_sources, COLUMNS, STRIDED, MASKED
     )  # fmt: skip
     b_d_other = load_features(
-        p_d_out, d_out, i_column, own.i_step, own.n_sources, COLUMNS, STRIDED, MASKED
+        p_d_out, d_out, i_column, band.i_step, band.n_sources, COLUMNS, STRIDED, MASKED
     )
     o_row = i_row + tl.arange(0, ROWS)
     o_column = i_column + tl.arange(0, COLUMNS)
-    m_column = o_column < own.n_sources
+    m_column = o_column < band.n_sources
     # [COLUMNS]
-    p_rows = row_pointers(p_lse, i_column, own.i_step, COLUMNS, STRIDED)
+    p_rows = row_pointers(p_lse, i_column, band.i_step, COLUMNS, STRIDED)
     b_other_lse = tl.load(p_rows, mask=m_column, other=0.0)
     b_other_inverse = tl.exp2(-(b_other_lse * LOG2E))  # 1 / Z_j
     b_other_inverse = tl.where(b_other_lse == float("-inf"), 0.0, b_other_inverse)
-    p_rows = row_pointers(p_delta, i_column, own.i_step, COLUMNS, STRIDED)
+    p_rows = row_pointers(p_delta, i_column, band.i_step, COLUMNS, STRIDED)
     b_other_delta = tl.load(p_rows, mask=m_column, other=0.0)
     if b_center is not None:
         b_other = b_other - b_center[None, :]
         b_other_delta -= tl.sum(b_d_other * b_center[None, :], axis=1)
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half_square, b_other, p_half_square, i_scale * LOG2E, i_row, i_column, own,
+        b_x, b_own_half_square, b_other, p_half_square, i_scale * LOG2E, i_row, i_column, band,
         ROWS, COLUMNS, STRIDED, PRECISION, True,
     )  # fmt: skip
     b_there = product(b_d_out, tl.trans(b_other), PRECISION)  # dy_i . x_j
     b_back = product(b_x, tl.trans(b_d_other), PRECISION)  # dy_j . x_i
     if MASKED:
-        m_edge = edges_to(o_row, i_column, own, p_valid, COLUMNS, False, STRIDED)
+        m_edge = edges_to(o_row, i_column, band, p_valid, COLUMNS, False, STRIDED)
         b_kernel = tl.exp2(tl.where(m_edge, b_log, float("-inf")))
     else:
         b_kernel = tl.exp2(b_log)
@@ -263,8 +263,8 @@ def shared_backward_kernel(
     if CAREFUL:  # noqa: SIM102  # a constant; the inner condition is known at run time
         if tl.load(p_again + tl.program_id(0)) == 0:
             return
-    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
-    i_token, i_numbers = i_b * N + own.i_first_source, (i_b * H + i_h) * N + own.i_first_source
+    i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
+    i_token, i_numbers = i_b * N + band.i_first_source, (i_b * H + i_h) * N + band.i_first_source
     if p_half_square is not None:
         p_half_square += i_numbers
     if p_valid is not None:
@@ -272,9 +272,9 @@ def shared_backward_kernel(
 
     # [ROWS, BLOCK_D]
     p_x, p_d_out = first_row(x, i_token, i_h), first_row(d_out, i_token, i_h)
-    b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+    b_x = load_features(p_x, x, i_row, band.i_step, band.n_sources, ROWS, bands.STRIDED, True)
     b_d_out = load_features(
-        p_d_out, d_out, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True
+        p_d_out, d_out, i_row, band.i_step, band.n_sources, ROWS, bands.STRIDED, True
     )
     b_center = None
     if p_center is not None:
@@ -282,12 +282,12 @@ def shared_backward_kernel(
         b_x = b_x - b_center[None, :]
     b_own_half_square = half_square(b_x)
     o_row = i_row + tl.arange(0, ROWS)
-    m_row = o_row < own.n_sources
+    m_row = o_row < band.n_sources
     if p_valid is not None:
-        p_rows = p_valid + o_row * own.i_step
+        p_rows = p_valid + o_row * band.i_step
         m_row = m_row & (tl.load(p_rows, mask=m_row, other=0) != 0)
     # [ROWS]
-    o_number = i_numbers + o_row * own.i_step
+    o_number = i_numbers + o_row * band.i_step
     b_lse = tl.load(p_lse + o_number, mask=m_row, other=0.0)
     b_inverse = tl.exp2(-(b_lse * LOG2E))
     b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
@@ -302,14 +302,14 @@ def shared_backward_kernel(
     b_d_scale = tl.zeros([ROWS], tl.float32)
     # Four places among the tokens; part 1, the middle one of three, needs no mask.
     i_borders = part_borders(
-        i_row, own.n_sources, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS
+        i_row, band.n_sources, band.n_sources, band.n_before, band.n_after, ROWS, COLUMNS, PARTS
     )
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_x, b_pulled, b_d_scale = shared_backward_tile(
                 b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta,
                 b_center, i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse + i_numbers,
-                p_delta + i_numbers, p_valid, i_row, i_column, own, ROWS, COLUMNS, bands.STRIDED,
+                p_delta + i_numbers, p_valid, i_row, i_column, band, ROWS, COLUMNS, bands.STRIDED,
                 i_part != 1, CAREFUL, PRECISION,
             )  # fmt: skip
     if p_again is not None and not CAREFUL:
@@ -319,12 +319,12 @@ def shared_backward_kernel(
     if i_borders[0] < i_borders[PARTS]:
         # The tile is loaded again, because holding it takes registers, and in a branch, because
         # Triton would keep the first copy otherwise.
-        b_x = load_features(p_x, x, i_row, own.i_step, own.n_sources, ROWS, bands.STRIDED, True)
+        b_x = load_features(p_x, x, i_row, band.i_step, band.n_sources, ROWS, bands.STRIDED, True)
         if b_center is not None:
             b_x = b_x - b_center[None, :]
         b_d_x = b_d_x - b_pulled[:, None] * b_x.to(tl.float32)
     b_d_x = tl.where(m_row[:, None], b_d_x, 0.0)
-    store_features(p_d_x, b_d_x, i_token, i_h, H, i_row, own.i_step, own.n_sources, x.WIDTH)
+    store_features(p_d_x, b_d_x, i_token, i_h, H, i_row, band.i_step, band.n_sources, x.WIDTH)
     # Both ends of a pair count it, so each takes half. b_log holds the scale, hence the division.
     i_share = tl.sum(tl.where(m_row, b_d_scale, 0.0), axis=0) * 0.5 / (i_scale * LOG2E)
     tl.store(p_d_scale + (i_b * num_tiles + i_tile) * H + i_h, i_share)

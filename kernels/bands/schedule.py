@@ -72,11 +72,11 @@ class BandSchedule:
 
         def make() -> Tensor:
             sequence, first = self._in_order(side, rows).unbind(1)
-            _, own, start, other, step, before, after, _ = self.on_cpu[sequence].unbind(1)
+            _, count, start, others, step, before, after, _ = self.on_cpu[sequence].unbind(1)
             if side == "targets":
-                last = torch.minimum(first + rows, own) - 1
+                last = torch.minimum(first + rows, count) - 1
                 first = torch.minimum(torch.maximum(first, last - before), first + after)
-                first = torch.minimum(first, other - 1).clamp(min=0)
+                first = torch.minimum(first, others - 1).clamp(min=0)
             return copied(torch.stack([start + first * step, start]), self.device)
 
         return stored(self._nearby_sources, (side, rows), self.device, make)
@@ -97,18 +97,18 @@ class BandSchedule:
         (2, 3, 4)
         """
         table, _ = self._list_tiles(side, rows)
-        own, other, before, after = self._seen_from(side)
+        tokens, others, before, after = self._seen_from(side)
         sequence, first = table.unbind(1)
-        own, other, before, after = (x[sequence] for x in (own, other, before, after))
-        last = torch.minimum(first + rows, own) - 1
+        tokens, others, before, after = (x[sequence] for x in (tokens, others, before, after))
+        last = torch.minimum(first + rows, tokens) - 1
         begin = (first - before).clamp(min=0)
-        end = torch.minimum(last + after + 1, other)
+        end = torch.minimum(last + after + 1, others)
 
-        def whole(tokens: Tensor) -> Tensor:  # tiles
-            return (tokens.clamp(min=0) + columns - 1) // columns
+        def whole(count: Tensor) -> Tensor:  # tiles
+            return (count.clamp(min=0) + columns - 1) // columns
 
         masked = torch.minimum(whole(last - before - begin), whole(end - begin))
-        common_end = torch.minimum(first + after + 1, other)
+        common_end = torch.minimum(first + after + 1, others)
         unmasked = (common_end - begin - masked * columns).clamp(min=0) // columns
         rest = whole(end - begin) - masked - unmasked
         return int(masked.sum()), int(unmasked.sum()), int(rest.sum())
@@ -119,14 +119,14 @@ class BandSchedule:
 
     def _list_tiles(self, side: Side, rows: int) -> tuple[Tensor, Tensor]:
         """Tiles [tiles, 2], and how many tokens of the other side each has edges with [tiles]."""
-        own, other, before, after = self._seen_from(side)
-        count = (own + rows - 1) // rows
-        sequence = torch.arange(len(own)).repeat_interleave(count)
+        tokens, others, before, after = self._seen_from(side)
+        count = (tokens + rows - 1) // rows
+        sequence = torch.arange(len(tokens)).repeat_interleave(count)
         start = (count.cumsum(0) - count).repeat_interleave(count)
         first = (torch.arange(len(sequence)) - start) * rows
-        last = torch.minimum(first + rows, own[sequence]) - 1
+        last = torch.minimum(first + rows, tokens[sequence]) - 1
         low = (first - before[sequence]).clamp(min=0)
-        high = torch.minimum(last + after[sequence] + 1, other[sequence])
+        high = torch.minimum(last + after[sequence] + 1, others[sequence])
         return torch.stack([sequence, first], dim=1), (high - low).clamp(min=0)
 
     def _seen_from(self, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor]:

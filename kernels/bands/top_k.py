@@ -32,8 +32,8 @@ from graphattn.kernels.bands.math import (
     load_bias,
     load_center,
     load_features,
-    own_tile,
     part_borders,
+    tile_of_program,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
@@ -72,7 +72,7 @@ FEW_ROWS = tuning.Choice(16, 128, 4, 1)  # they see fewer sources together
 
 @triton.jit
 def logit_tile(
-    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, band,
     COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -84,12 +84,12 @@ def logit_tile(
     """
     # [ROWS, COLUMNS], here and below
     _, b_affinity = load_affinities(
-        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, own,
+        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, band,
         COLUMNS, RBF, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     b_logit = b_affinity * i_scale
     if MASKED:
-        m_edge = edges_to(o_live, i_column, own, sources.p_valid, COLUMNS, HOLES, STRIDED)
+        m_edge = edges_to(o_live, i_column, band, sources.p_valid, COLUMNS, HOLES, STRIDED)
     else:
         m_edge = (o_live >= 0)[:, None] & (tl.arange(0, COLUMNS) >= 0)[None, :]
     if pairs.p_table is not None:
@@ -100,7 +100,7 @@ def logit_tile(
 
 @triton.jit
 def rank_tile(
-    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, band,
     COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def rank_tile(
     :func:`logit_tile`.
     """
     b_logit, m_edge = logit_tile(
-        b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+        b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, band,
         COLUMNS, RBF, HOLES, STRIDED, True, PRECISION,
     )  # fmt: skip
     return tl.where(m_edge, rank_of(b_logit), NO_EDGE)
@@ -183,7 +183,7 @@ def halved(b_end, b_start, b_try, b_reach, top_k):
 
 @triton.jit
 def store_kept(
-    pairs, m_kept, o_row, i_column, own, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    pairs, m_kept, o_row, i_column, band, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Writes the mask `m_kept` [ROWS, COLUMNS] as bits, in words of 32 sources (see `select`)."""
     b_bit = tl.full([COLUMNS], 1, tl.int32) << (tl.arange(0, COLUMNS) % 32)
@@ -191,9 +191,9 @@ def store_kept(
     # [ROWS, COLUMNS / 32]
     b_words = tl.sum(tl.reshape(b_bits, [ROWS, COLUMNS // 32, 32]), axis=2)
     o_word = i_column // 32 + tl.arange(0, COLUMNS // 32)[None, :]
-    o_word = o_word - first_word(o_row, own.n_before)[:, None]
-    m_word = (o_row < own.n_targets)[:, None] & (o_word >= 0) & (o_word < pairs.n_words)
-    p_words = pairs.p_kept + (o_row * own.i_step)[:, None] * pairs.n_words + o_word
+    o_word = o_word - first_word(o_row, band.n_before)[:, None]
+    m_word = (o_row < band.n_targets)[:, None] & (o_word >= 0) & (o_word < pairs.n_words)
+    p_words = pairs.p_kept + (o_row * band.i_step)[:, None] * pairs.n_words + o_word
     tl.store(p_words, b_words, mask=m_word)
 
 
@@ -216,7 +216,7 @@ def reaches(b_logit, b_below):
 
 @triton.jit
 def sample_tile(
-    b_query, b_center, i_scale, key, sources, pairs, o_live, i_begin, i_apart, i_end, own,
+    b_query, b_center, i_scale, key, sources, pairs, o_live, i_begin, i_apart, i_end, band,
     RBF: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits of the sources i_begin, i_begin + i_apart, ... of a tile of targets, [ROWS, SAMPLE].
@@ -225,7 +225,7 @@ def sample_tile(
     """
     o_source = i_begin + i_apart * tl.arange(0, SAMPLE)
     m_source = o_source < i_end
-    o_token = o_source.to(tl.int64) * own.i_step
+    o_token = o_source.to(tl.int64) * band.i_step
     o_feature = tl.arange(0, key.BLOCK)
     # [SAMPLE, BLOCK_D]
     b_key = tl.load(
@@ -243,7 +243,7 @@ def sample_tile(
     if sources.p_valid is not None:
         m_source = m_source & (tl.load(sources.p_valid + o_token, mask=m_source, other=0) != 0)
     o_seen = tl.where(m_source, o_source, NOWHERE)
-    m_edge = is_edge(o_live[:, None], o_seen[None, :], own, HOLES)
+    m_edge = is_edge(o_live[:, None], o_seen[None, :], band, HOLES)
     if pairs.p_table is not None:
         b_logit += load_bias(pairs, o_source[None, :] - o_live[:, None], m_edge)
     return tl.where(m_edge, b_logit, float("-inf"))
@@ -273,7 +273,7 @@ def quantile(b_first, b_second, b_number):
 
 @triton.jit
 def guess_from_sample(
-    b_query, b_center, i_scale, key, sources, pairs, o_live, i_begin, i_end, own, b_edges, top_k,
+    b_query, b_center, i_scale, key, sources, pairs, o_live, i_begin, i_end, band, b_edges, top_k,
     RBF: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Two ranks of every row [ROWS] that the `top_k`-th is likely to lie between.
@@ -283,12 +283,12 @@ def guess_from_sample(
     """
     i_apart = tl.maximum((i_end - i_begin) // (2 * SAMPLE), 1)
     b_first = sample_tile(
-        b_query, b_center, i_scale, key, sources, pairs, o_live, i_begin, 2 * i_apart, i_end, own,
+        b_query, b_center, i_scale, key, sources, pairs, o_live, i_begin, 2 * i_apart, i_end, band,
         RBF, HOLES, STRIDED, PRECISION,
     )  # fmt: skip
     b_second = sample_tile(
         b_query, b_center, i_scale, key, sources, pairs, o_live, i_begin + i_apart, 2 * i_apart,
-        i_end, own, RBF, HOLES, STRIDED, PRECISION,
+        i_end, band, RBF, HOLES, STRIDED, PRECISION,
     )  # fmt: skip
     b_counts = tl.where(b_first != float("-inf"), 1.0, 0.0)
     b_sampled = tl.sum(added(b_counts, b_second != float("-inf")), axis=1)
@@ -363,7 +363,7 @@ def words_of(o_place, i_words, i_apart, STRIDED: tl.constexpr):
 
 @triton.jit
 def select_streamed(
-    b_query, b_center, i_scale, key, sources, pairs, o_row, o_live, i_row, own, b_of_low, top_k,
+    b_query, b_center, i_scale, key, sources, pairs, o_row, o_live, i_row, band, b_of_low, top_k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, HOLES: tl.constexpr,
     STRIDED: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -380,28 +380,28 @@ def select_streamed(
     instructions. Those of the sample need not be.
     """
     i_borders = part_borders(
-        i_row, own.n_targets, own.n_sources, own.n_before, own.n_after, ROWS, COLUMNS, PARTS, True
-    )
+        i_row, band.n_targets, band.n_sources, band.n_before, band.n_after, ROWS, COLUMNS, PARTS,
+        True,
+    )  # fmt: skip
     if HOLES or sources.p_valid is not None:  # edges are counted
         b_edges = tl.zeros([ROWS, COLUMNS], tl.float32)
         for i_column in range(i_borders[0], i_borders[3], COLUMNS):
             b_edges = added(
-                b_edges,
-                edges_to(o_live, i_column, own, sources.p_valid, COLUMNS, HOLES, STRIDED),
+                b_edges, edges_to(o_live, i_column, band, sources.p_valid, COLUMNS, HOLES, STRIDED)
             )
         b_of_low = tl.sum(b_edges, axis=1)
     b_of_high = tl.zeros([ROWS], tl.float32)
     b_low, b_high = tl.full([ROWS], LOWEST, tl.int32), tl.full([ROWS], LARGEST, tl.int32)
     b_from, b_to = guess_from_sample(
-        b_query, b_center, i_scale, key, sources, pairs, o_live, i_borders[0], i_borders[3], own,
+        b_query, b_center, i_scale, key, sources, pairs, o_live, i_borders[0], i_borders[3], band,
         b_of_low, top_k, RBF, HOLES, STRIDED, PRECISION,
     )  # fmt: skip
-    m_row = o_row < own.n_targets  # rows after the end keep nothing
+    m_row = o_row < band.n_targets  # rows after the end keep nothing
     # Where the words of the rows are.
-    p_words = pairs.p_kept + i_row * own.i_step * pairs.n_words
-    i_few = tl.minimum(own.n_targets - i_row, ROWS) * pairs.n_words // ROWS
+    p_words = pairs.p_kept + i_row * band.i_step * pairs.n_words
+    i_few = tl.minimum(band.n_targets - i_row, ROWS) * pairs.n_words // ROWS
     i_few = tl.minimum(i_few, CANDIDATES)
-    i_apart = own.i_step * pairs.n_words  # in 64 bits, because i_step has 64
+    i_apart = band.i_step * pairs.n_words  # in 64 bits, because i_step has 64
     i_pass = 0
     i_more = is_wide(b_low, b_high, b_of_low, b_of_high, top_k, 0).to(tl.int32)
     while i_more > 0:
@@ -420,7 +420,7 @@ def select_streamed(
         for i_part in tl.static_range(PARTS):
             for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
                 b_logit, m_edge = logit_tile(
-                    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+                    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, band,
                     COLUMNS, RBF, HOLES, STRIDED, i_part != 1, PRECISION,
                 )  # fmt: skip
                 if i_part != 1:
@@ -452,7 +452,7 @@ def select_streamed(
             i_stop = tl.where(i_more == 0, i_borders[i_part + 1], i_borders[i_part])
             for i_column in range(i_borders[i_part], i_stop, COLUMNS):
                 b_logit, m_edge = logit_tile(
-                    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+                    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, band,
                     COLUMNS, RBF, HOLES, STRIDED, i_part != 1, PRECISION,
                 )  # fmt: skip
                 if i_part != 1:
@@ -506,23 +506,23 @@ def select_streamed(
         b_places = tl.zeros([ROWS, COLUMNS], tl.float32)
         for i_column in range(i_borders[0], i_borders[3], COLUMNS):
             b_logit, m_edge = logit_tile(
-                b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+                b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, band,
                 COLUMNS, RBF, HOLES, STRIDED, True, PRECISION,
             )  # fmt: skip
             m_above = reaches(b_logit, b_below_next) & m_number[:, None]
             m_equal = reaches(b_logit, b_below_low) & ~m_above & m_edge
             b_place, b_places = numbered(b_places, m_equal, 1)
             m_kept = m_above | (m_equal & (b_place < b_left[:, None]))
-            store_kept(pairs, m_kept, o_row, i_column, own, ROWS, COLUMNS)
+            store_kept(pairs, m_kept, o_row, i_column, band, ROWS, COLUMNS)
     else:
         for i_part in tl.static_range(PARTS):
             for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
                 b_logit, m_edge = logit_tile(
-                    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, own,
+                    b_query, b_center, i_scale, key, sources, pairs, o_live, i_column, band,
                     COLUMNS, RBF, HOLES, STRIDED, i_part != 1, PRECISION,
                 )  # fmt: skip
                 m_kept = reaches(b_logit, b_below_low)
-                store_kept(pairs, m_kept, o_row, i_column, own, ROWS, COLUMNS)
+                store_kept(pairs, m_kept, o_row, i_column, band, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words", "top_k"])
@@ -537,22 +537,22 @@ def band_select_kernel(
     With CHUNKS > 0, rows see at most so many tiles, whose ranks are held in registers. With CHUNKS
     0, logits are computed anew in every pass (:func:`select_streamed`).
     """
-    i_b, i_h, i_tile, i_row, own = own_tile(bands.p_tiles, bands.p_sequences, num_tiles, H)
+    i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
-    i_target, i_source = i_b * N + own.i_first_target, i_b * M + own.i_first_source
+    i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
     if p_half_square is not None:
-        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + own.i_first_source
+        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source
     if p_valid_source is not None:
         p_valid_source += i_source
     if p_table is not None:
         p_table += origin * H + i_h
-    p_kept += ((i_b * H + i_h) * N + own.i_first_target) * num_words
+    p_kept += ((i_b * H + i_h) * N + band.i_first_target) * num_words
     p_key = first_row(key, i_source, i_key_head)
     sources = Sources(p_key, None, p_half_square, p_valid_source)
     pairs = PairTables(p_table, H, p_kept, num_words)
     # [ROWS, BLOCK_D]
     b_query = load_features(
-        first_row(query, i_target, i_h), query, i_row, own.i_step, own.n_targets, ROWS,
+        first_row(query, i_target, i_h), query, i_row, band.i_step, band.n_targets, ROWS,
         bands.STRIDED, True,
     )  # fmt: skip
     b_center = None
@@ -562,15 +562,15 @@ def band_select_kernel(
         b_query = b_query - b_center[None, :]
     i_scale = tl.load(p_scale + i_h)
     o_row = i_row + tl.arange(0, ROWS)
-    o_live = tl.where(o_row < own.n_targets, o_row, -NOWHERE)
-    i_begin = tl.maximum(i_row - own.n_before, 0) // 32 * 32
-    i_end = tl.minimum(tl.minimum(i_row + ROWS, own.n_targets) + own.n_after, own.n_sources)
+    o_live = tl.where(o_row < band.n_targets, o_row, -NOWHERE)
+    i_begin = tl.maximum(i_row - band.n_before, 0) // 32 * 32
+    i_end = tl.minimum(tl.minimum(i_row + ROWS, band.n_targets) + band.n_after, band.n_sources)
 
     # At first b_of_low is a bound: no row has more edges than its window has sources. A row with
     # fewer, as next to padding, takes more tries until it is found that all its edges are kept.
-    o_first = tl.maximum(o_row - own.n_before, 0)
-    o_past = tl.minimum(o_row + own.n_after + 1, own.n_sources)
-    b_of_low = tl.where(o_row < own.n_targets, (o_past - o_first).to(tl.float32), 0.0)
+    o_first = tl.maximum(o_row - band.n_before, 0)
+    o_past = tl.minimum(o_row + band.n_after + 1, band.n_sources)
+    b_of_low = tl.where(o_row < band.n_targets, (o_past - o_first).to(tl.float32), 0.0)
     b_of_high = tl.zeros([ROWS], tl.float32)
     b_low = tl.full([ROWS], LARGEST, tl.int32)
     b_most = tl.full([ROWS], NO_EDGE, tl.int32)
@@ -580,7 +580,7 @@ def band_select_kernel(
         for i_chunk in tl.static_range(CHUNKS):
             b_rank = rank_tile(
                 b_query, b_center, i_scale, key, sources, pairs, o_live,
-                i_begin + i_chunk * COLUMNS, own, COLUMNS, RBF, bands.HOLES, bands.STRIDED,
+                i_begin + i_chunk * COLUMNS, band, COLUMNS, RBF, bands.HOLES, bands.STRIDED,
                 PRECISION,
             )  # fmt: skip
             held = held + (b_rank,)  # type: ignore[assignment]  # noqa: RUF005
@@ -609,12 +609,12 @@ def band_select_kernel(
             b_end, b_start = halved(b_end, b_start, b_try, b_reach, top_k)
         for i_chunk in tl.static_range(CHUNKS):
             store_kept(
-                pairs, order[i_chunk] < b_end[:, None], o_row, i_begin + i_chunk * COLUMNS, own,
+                pairs, order[i_chunk] < b_end[:, None], o_row, i_begin + i_chunk * COLUMNS, band,
                 ROWS, COLUMNS,
             )  # fmt: skip
     else:
         select_streamed(
-            b_query, b_center, i_scale, key, sources, pairs, o_row, o_live, i_row, own, b_of_low,
+            b_query, b_center, i_scale, key, sources, pairs, o_row, o_live, i_row, band, b_of_low,
             top_k, ROWS, COLUMNS, RBF, bands.HOLES, bands.STRIDED, PARTS, CANDIDATES, PRECISION,
         )  # fmt: skip
 

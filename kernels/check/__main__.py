@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
         options.markdown.write_text(text, encoding="utf-8")
     if options.json:
         options.json.write_text(as_json(rows), encoding="utf-8")
-    found = sum(len(row.problems) for row in rows)
-    if found:
-        print(f"{found} problems, listed above", file=sys.stderr)
-    return 1 if found else 0
+    num_problems = sum(len(row.problems) for row in rows)
+    if num_problems:
+        print(f"{num_problems} problems, listed above", file=sys.stderr)
+    return 1 if num_problems else 0
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def specialize(
             return "constexpr"
         known: list[list[Any]] = []
         aligned = within or not parameter.do_not_specialize_on_alignment
-        if special and aligned and _divisible(value):
+        if special and aligned and _is_divisible(value):
             known.append(["tt.divisibility", 16])
         if special and backend == "hip" and _fits_buffer_instructions(value):
             known.append(["tt.pointer_range", 32])
@@ -215,7 +215,7 @@ def _type_name(name: str, value: Any) -> str:
     raise ValueError(f"{name} must be a tensor, a number, a bool or None, got {got!r}")
 
 
-def _divisible(value: Any) -> bool:
+def _is_divisible(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.storage_offset() * value.element_size() % 16 == 0
     return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
@@ -250,27 +250,27 @@ def problems(compiled: Compiled, *, main: bool = True) -> list[str]:
     has no wgmma (HGMMA), but HMMA
     """
     device = ARCHITECTURES[compiled.arch]
-    found = []
+    reasons = []
     if compiled.loop_spills * UNNOTICED > compiled.loop_instructions:
         what = "registers" if device.backend == "hip" else "times"
-        found.append(
+        reasons.append(
             f"spills {compiled.spills} {what}, {compiled.loop_spills} times in the main loop, "
             f"{compiled.stack} bytes of stack per thread"
         )
     if compiled.shared > device.shared_limit:
-        found.append(
+        reasons.append(
             f"needs {compiled.shared / KIB:.1f} KiB of shared memory, "
             f"{compiled.arch} has {device.shared_limit // KIB} KiB"
         )
     if compiled.tensor_memory > TENSOR_MEMORY_LIMIT:
-        found.append(
+        reasons.append(
             f"needs {compiled.tensor_memory} columns of tensor memory, "
             f"{compiled.arch} has {TENSOR_MEMORY_LIMIT}"
         )
     if main and not any(re.match(device.matrix, name) for name in compiled.matrix):
         others = ", ".join(sorted(matrix_families(compiled))) or "no other"
-        found.append(f"has no {device.matrix_name}, but {others}")
-    return found
+        reasons.append(f"has no {device.matrix_name}, but {others}")
+    return reasons
 
 
 def matrix_families(compiled: Compiled) -> dict[str, int]:

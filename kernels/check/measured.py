@@ -33,11 +33,11 @@ class Measured(NamedTuple):
 
         The first launch of a name has its first time, the second the second, and so on.
         """
-        found: dict[str, list[float]] = defaultdict(list)
+        times: dict[str, list[float]] = defaultdict(list)
         for name, seconds in reversed(self.launches):
-            found[name].append(seconds)
+            times[name].append(seconds)
         for name in names:
-            yield found[name].pop() if found[name] else None
+            yield times[name].pop() if times[name] else None
 
     @property
     def provenance(self) -> str:
@@ -52,9 +52,9 @@ class Measured(NamedTuple):
 
 def as_file(facts: Mapping[str, Any], launches: Iterable[tuple[str, float]]) -> str:
     """JSON text of times and of the facts that belong to them; other facts are left out."""
-    found = {name: str(facts.get(name, "unknown")) for name in FACTS}
+    known = {name: str(facts.get(name, "unknown")) for name in FACTS}
     lines = ",\n".join(f"  {json.dumps([name, seconds])}" for name, seconds in launches)
-    head = json.dumps(found, indent=1).removesuffix("\n}")
+    head = json.dumps(known, indent=1).removesuffix("\n}")
     return f'{head},\n "launches": [\n{lines}\n ]\n}}\n'
 
 
@@ -65,9 +65,9 @@ def read_measured(path: Path) -> Measured:
         ValueError: it is not such a file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        launches = [(str(name), float(seconds)) for name, seconds in found["launches"]]
-        return Measured({name: str(found[name]) for name in FACTS}, launches)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        launches = [(str(name), float(seconds)) for name, seconds in content["launches"]]
+        return Measured({name: str(content[name]) for name in FACTS}, launches)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"measured must be a JSON object with {', '.join(FACTS)} and launches, a list of "

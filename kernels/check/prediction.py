@@ -141,7 +141,7 @@ def predict(configuration: Configuration, compiled: Compiled) -> Prediction:
     if compiled.arch != "sm_90":
         raise ValueError(f"compiled must be for sm_90 (an H200), got {compiled.arch}")
     instructions, special = _issued(configuration, compiled)
-    found = Prediction(
+    prediction = Prediction(
         bytes_s=configuration.bytes / BYTES_PER_SECOND,
         cache_s=_gathering(configuration),
         matrix_s=configuration.flops / products_per_second(configuration, compiled),
@@ -150,7 +150,7 @@ def predict(configuration: Configuration, compiled: Compiled) -> Prediction:
         programs=programs_at_once(configuration, compiled),
         start_s=START,
     )
-    return found._replace(in_turn_s=_in_turn(found, configuration, compiled))
+    return prediction._replace(in_turn_s=_in_turn(prediction, configuration, compiled))
 
 
 def programs_at_once(configuration: Configuration, compiled: Compiled) -> int:
@@ -174,18 +174,18 @@ def _gathering(configuration: Configuration) -> float:
     return configuration.gathered * (missed / BYTES_PER_SECOND + (1 - missed) / CACHE_PER_SECOND)
 
 
-def _in_turn(found: Prediction, configuration: Configuration, compiled: Compiled) -> float:
+def _in_turn(prediction: Prediction, configuration: Configuration, compiled: Compiled) -> float:
     """Seconds of a launch with one program per multiprocessor, of what does not overlap."""
     warps, programs = configuration.launch.num_warps, math.prod(configuration.launch.grid)
-    products = found.matrix_s * max(1.0, SCHEDULERS / warps) if compiled.matrix else 0.0
+    products = prediction.matrix_s * max(1.0, SCHEDULERS / warps) if compiled.matrix else 0.0
     awaited = products * (1 - compiled.open_waits / max(compiled.waits, 1))
-    issued = found.issue_s * WARP_CLOCKS * SCHEDULERS / warps
+    issued = prediction.issue_s * WARP_CLOCKS * SCHEDULERS / warps
     computing = max(products, awaited + issued)
-    waiting = LATENCY * (WAITS * programs + configuration.lookups) / MULTIPROCESSORS
+    latency = LATENCY * (WAITS * programs + configuration.lookups) / MULTIPROCESSORS
     idle = max(1.0, MULTIPROCESSORS / programs)
-    memory = max(found.bytes_s, found.cache_s)
-    computing, waiting = computing * idle, waiting * idle
-    return waiting + (max(memory, computing) if compiled.copies else memory + computing)
+    memory = max(prediction.bytes_s, prediction.cache_s)
+    computing, latency = computing * idle, latency * idle
+    return latency + (max(memory, computing) if compiled.copies else memory + computing)
 
 
 def _issued(configuration: Configuration, compiled: Compiled) -> tuple[float, float]:

@@ -9,13 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-from graphattn.kernels.check.compile import (
-    KIB,
-    Compiled,
-    compile_launch,
-    matrix_families,
-    problems,
-)
+from graphattn.kernels.check.compile import KIB, Compiled, compile_launch, matrix_families, problems
 from graphattn.kernels.check.measured import Measured
 from graphattn.kernels.check.prediction import Prediction, predict
 from graphattn.kernels.shared import tuning
@@ -125,13 +119,13 @@ def markdown(rows: Sequence[ReportRow], measured: Measured | None = None) -> str
         cells = [predicted_cells(row) for row in predicted]
         if measured:
             cells = [
-                (*row[:-1], *found, row[-1])
-                for row, found in zip(cells, measured_cells(predicted, measured), strict=True)
+                (*row[:-1], *times, row[-1])
+                for row, times in zip(cells, measured_cells(predicted, measured), strict=True)
             ]
         header = (*PREDICTED[:-1], *(MEASURED if measured else ()), PREDICTED[-1])
         text += table(header, cells)
-    found = [f"- {row.name} on {row.arch} {problem}" for row in rows for problem in row.problems]
-    text += ["", "## Problems", "", *(found or ["None."]), ""]
+    lines = [f"- {row.name} on {row.arch} {problem}" for row in rows for problem in row.problems]
+    text += ["", "## Problems", "", *(lines or ["None."]), ""]
     return "\n".join(text)
 
 

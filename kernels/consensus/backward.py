@@ -125,10 +125,10 @@ def consensus_backward_kernel(
         b_e -= load_features(d_gradient, i_b, i_h, b_source, m_edge, D, BLOCK_D)
     b_d_strength = tl.zeros([ROWS], tl.float32)
     if p_d_degree is not None:
-        p_own = p_d_degree + (i_b * N * H + i_h)
-        b_d_strength += tl.load(p_own + b_target.to(tl.int64) * H, mask=m_edge, other=0.0)
+        p_of_head = p_d_degree + (i_b * N * H + i_h)
+        b_d_strength += tl.load(p_of_head + b_target.to(tl.int64) * H, mask=m_edge, other=0.0)
         if ENERGY:
-            b_d_strength += tl.load(p_own + b_source.to(tl.int64) * H, mask=m_edge, other=0.0)
+            b_d_strength += tl.load(p_of_head + b_source.to(tl.int64) * H, mask=m_edge, other=0.0)
 
     b_pull = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_alpha = tl.zeros([ROWS], tl.float32)
@@ -222,11 +222,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    inputs: ConsensusInputs,
-    d_gradient: Tensor,
-    d_degree: Tensor | None,
-    *,
-    network: bool,
+    inputs: ConsensusInputs, d_gradient: Tensor, d_degree: Tensor | None, *, network: bool
 ) -> Gradients:
     """Compute gradients from those of g [B, N, H, D] and of the degrees [B, N, H] (None: zero).
 

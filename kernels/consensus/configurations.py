@@ -13,12 +13,7 @@ from graphattn.kernels.consensus.inputs import ConsensusInputs
 from graphattn.kernels.consensus.math import LOGITS, WIDE
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared import tuning
-from graphattn.kernels.shared.configuration import (
-    SHORT_NAMES,
-    Configuration,
-    made,
-    made_indices,
-)
+from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration, made, made_indices
 from graphattn.kernels.shared.launch import Launch, recording
 
 KERNELS = ("consensus_kernel", "consensus_backward_kernel")
@@ -82,19 +77,9 @@ def configurations_of(case: ConsensusCase, device: str = "meta") -> list[Configu
         moves = (*range(-w, 0), *range(1, w + 1))
         edges = ConsensusSchedule(N, N, device, moves)
     x = ConsensusInputs(
-        of_target,
-        of_source,
-        u,
-        u,
-        network,
-        edges,
-        True,
-        case.degrees,
-        valid,
-        valid,
-        True,
-        UNBOUNDED,
-    )
+        of_target, of_source, u, u, network, edges, energy=True, degrees=case.degrees,
+        valid_target=valid, valid_source=valid, shared=True, workspace=UNBOUNDED,
+    )  # fmt: skip
     d_degree = make(B, N, H, dtype=torch.float32) if case.degrees else None
     with recording() as launches:
         forward(x)
@@ -117,17 +102,14 @@ def _describe(case: ConsensusCase, x: ConsensusInputs, launch: Launch, part: str
         width = arguments["WIDTH"]
         number = arguments["p_messages"].element_size()
         ends = 2 if arguments.get("AT_TARGET") and arguments.get("AT_SOURCE") else 1
-        found = arguments["p_found"].element_size()
+        of_total = arguments["p_total"].element_size()
         listed = "num_runs" not in arguments
         return Configuration(
             f"{name}, sums of {width}",
             launch,
-            main=False,
-            flops=0.0,
-            bytes=float(width * (messages * number + tokens * found)),
+            bytes=float(width * (messages * number + tokens * of_total)),
             # The loop over the runs of a window only adds, so it is not told apart from the rest.
             iterations=float(launch.grid[0]),
-            target="",
             gathered=float(width * messages * number * ends),
             table=float(width * messages * number) if listed else 0.0,
             lookups=float(launch.grid[0]) if listed else 0.0,

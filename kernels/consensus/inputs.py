@@ -166,8 +166,8 @@ class ConsensusInputs:
 
     def choice(self, kernel: str) -> Choice:
         """Edges of a tile and hidden features of a chunk (`columns`)."""
-        found = tuning.choose(kernel, self.u.dtype, self.block_features, tuning.NARROW)
-        return found._replace(columns=min(found.columns, self.block_xi))
+        choice = tuning.choose(kernel, self.u.dtype, self.block_features, tuning.NARROW)
+        return choice._replace(columns=min(choice.columns, self.block_xi))
 
     def common(self, piece: Piece) -> dict[str, Any]:
         """The arguments that both kernels take, whether they read them or not.

@@ -60,9 +60,9 @@ def load_edges(
         b_source = b_target + tl.load(edges.p_moves + i_step).to(tl.int32)
         m_edge = m_edge & (b_source >= 0) & (b_source < M)
         if edges.p_sequence is not None:
-            b_own = tl.load(edges.p_sequence + b_target, mask=m_edge, other=0)
+            b_sequence = tl.load(edges.p_sequence + b_target, mask=m_edge, other=0)
             b_other = tl.load(edges.p_sequence + b_source, mask=m_edge, other=-1)
-            m_edge = m_edge & (b_other == b_own)
+            m_edge = m_edge & (b_other == b_sequence)
     if valid.p_target is not None:
         p_valid = valid.p_target + i_b * N
         m_edge = m_edge & (tl.load(p_valid + b_target, mask=m_edge, other=0) != 0)

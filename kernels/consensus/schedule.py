@@ -106,11 +106,7 @@ class ConsensusSchedule:
             on_device = copied(torch.tensor(moves), torch.device(self.device))
             for start, stop in _runs(self.num_targets, max(1, places // len(moves))):
                 yield Piece(
-                    stop - start,
-                    len(moves),
-                    start,
-                    moves=on_device,
-                    reach=(moves[0], moves[-1]),
+                    stop - start, len(moves), start, moves=on_device, reach=(moves[0], moves[-1])
                 )
 
 

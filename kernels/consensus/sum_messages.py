@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.kernels.consensus.schedule import Piece
 from graphattn.kernels.edges.inputs import num_groups
-from graphattn.kernels.edges.math import own_segments
+from graphattn.kernels.edges.math import segments_of_program
 from graphattn.kernels.edges.schedule import Rows
 from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split, new_parts
 from graphattn.kernels.shared import tuning
@@ -31,14 +31,14 @@ NUMBERS = 1024  # elements of a tile of `sum_runs_kernel`
     ]
 )  # fmt: skip
 def sum_runs_kernel(
-    p_found, p_messages, p_moves, B, N, H, num_places, first, count, low, high, num_tiles, num_runs,
+    p_total, p_messages, p_moves, B, N, H, num_places, first, count, low, high, num_tiles, num_runs,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     AT_TARGET: tl.constexpr, AT_SOURCE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """found[b, n, h] = AT_TARGET * messages to n + AT_SOURCE * messages from n, for n = low ..
+    """total[b, n, h] = AT_TARGET * messages to n + AT_SOURCE * messages from n, for n = low ..
     high - 1.
 
-    found is [B, N, H, WIDTH]; with ADD, the sum is added to what it holds. A message from n belongs
+    total is [B, N, H, WIDTH]; with ADD, the sum is added to what it holds. A message from n belongs
     to an edge whose source is n. The signs AT_TARGET and AT_SOURCE are 1, -1 or 0.
     """
     BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
@@ -48,46 +48,48 @@ def sum_runs_kernel(
     m_token = o_token < high
     m_feature = (o_feature < WIDTH)[None, :]
     p_messages += (i_h.to(tl.int64) * B + i_b) * num_places * WIDTH
-    b_found = tl.zeros([TOKENS, BLOCK], tl.float32)
+    b_total = tl.zeros([TOKENS, BLOCK], tl.float32)
     for i_run in range(num_runs):
         p_run = p_messages + tl.cast(i_run, tl.int64) * count * WIDTH
         if AT_TARGET != 0:
             o_place = (o_token - first).to(tl.int64)
             m_tile = (m_token & (o_place >= 0) & (o_place < count))[:, None] & m_feature
             p_tile = p_run + o_place[:, None] * WIDTH + o_feature[None, :]
-            b_found += AT_TARGET * tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+            b_total += AT_TARGET * tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
         if AT_SOURCE != 0:
             o_place = o_token - first - tl.load(p_moves + i_run)
             m_tile = (m_token & (o_place >= 0) & (o_place < count))[:, None] & m_feature
             p_tile = p_run + o_place[:, None] * WIDTH + o_feature[None, :]
-            b_found += AT_SOURCE * tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
-    p_tile = p_found + ((i_b * N + o_token)[:, None] * H + i_h) * WIDTH + o_feature[None, :]
+            b_total += AT_SOURCE * tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+    p_tile = p_total + ((i_b * N + o_token)[:, None] * H + i_h) * WIDTH + o_feature[None, :]
     m_tile = m_token[:, None] & m_feature
     if ADD:
-        b_found += tl.load(p_tile, mask=m_tile, other=0.0)
-    tl.store(p_tile, b_found.to(p_found.dtype.element_ty), mask=m_tile)
+        b_total += tl.load(p_tile, mask=m_tile, other=0.0)
+    tl.store(p_tile, b_total.to(p_total.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit(do_not_specialize=["B", "N", "H", "num_places", "num_segments", "num_parts"])
 def sum_rows_kernel(
-    p_found, p_part, p_messages, p_segments, p_places,
+    p_total, p_part, p_messages, p_segments, p_places,
     B, N, H, num_places, num_segments, num_parts,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     SIGN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """found[b, n, h] = SIGN * the sum of the messages of row n; with ADD, plus what it holds.
+    """total[b, n, h] = SIGN * the sum of the messages of row n; with ADD, plus what it holds.
 
-    found is [B, N, H, WIDTH]; sums of parts of split rows are [B, parts, H, WIDTH], or None. The
+    total is [B, N, H, WIDTH]; sums of parts of split rows are [B, parts, H, WIDTH], or None. The
     places of a row's messages are listed in `p_places`; if that is None, they are consecutive.
     """
     BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
-    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(p_segments, num_segments, H, ROWS)
+    i_b, i_h, b_row, b_first, b_count, b_part = segments_of_program(
+        p_segments, num_segments, H, ROWS
+    )
     i_most = tl.max(b_count, axis=0)
     if not ADD or i_most > 0:
         p_messages += (i_h.to(tl.int64) * B + i_b) * num_places * WIDTH
         o_feature = tl.arange(0, BLOCK)
         m_feature = o_feature < WIDTH
-        b_found = tl.zeros([ROWS, BLOCK], tl.float32)
+        b_total = tl.zeros([ROWS, BLOCK], tl.float32)
         for i_slot in range(0, i_most, SLOTS):
             o_slot = i_slot + tl.arange(0, SLOTS)
             # [ROWS, SLOTS]
@@ -99,17 +101,17 @@ def sum_rows_kernel(
             p_tile = p_messages + (b_place * WIDTH)[:, :, None] + o_feature[None, None, :]
             m_tile = m_edge[:, :, None] & m_feature[None, None, :]
             # [ROWS, BLOCK]
-            b_found += tl.sum(tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32), axis=1)
-        b_found = SIGN * b_found
+            b_total += tl.sum(tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32), axis=1)
+        b_total = SIGN * b_total
         m_row = b_row >= 0
         if p_part is not None:
             p_part += (i_b * num_parts * H + i_h) * WIDTH
-            store_rows(p_part, b_found, b_part, m_row & (b_part >= 0), H * WIDTH, WIDTH)
+            store_rows(p_part, b_total, b_part, m_row & (b_part >= 0), H * WIDTH, WIDTH)
         m_row = m_row & (b_part < 0)
-        p_found += (i_b * N * H + i_h) * WIDTH
+        p_total += (i_b * N * H + i_h) * WIDTH
         if ADD:
-            b_found += load_rows(p_found, b_row, m_row, H * WIDTH, WIDTH)
-        store_rows(p_found, b_found, b_row, m_row, H * WIDTH, WIDTH)
+            b_total += load_rows(p_total, b_row, m_row, H * WIDTH, WIDTH)
+        store_rows(p_total, b_total, b_row, m_row, H * WIDTH, WIDTH)
 
 
 class Sum:
@@ -139,7 +141,7 @@ class Sum:
         # takes one launch for each side.
         self.is_whole = len(pieces) == 1 and not (pieces[0].schedule is not None and all(at))
         new = like.new_empty if self.is_whole else like.new_zeros
-        self.found = new(sizes, dtype=dtype if self.is_whole else torch.float32)
+        self.total = new(sizes, dtype=dtype if self.is_whole else torch.float32)
 
     def add(self, piece: Piece, messages: Tensor) -> None:
         """Add the messages [H, B, places, width] of a piece."""
@@ -155,10 +157,10 @@ class Sum:
 
     def result(self) -> Tensor:
         """The sums [B, N, H, width], in their dtype."""
-        return self.found.to(self.dtype)
+        return self.total.to(self.dtype)
 
     def _add_runs(self, piece: Piece, messages: Tensor) -> None:
-        B, N, H, width = self.found.shape
+        B, N, H, width = self.total.shape
         low, high = 0, N
         if not self.is_whole:
             # The piece's targets, and where its moves lead from them.
@@ -170,7 +172,7 @@ class Sum:
         launch(
             sum_runs_kernel,
             (B * H * tiles,),
-            p_found=self.found,
+            p_total=self.total,
             p_messages=messages,
             p_moves=piece.moves,
             B=B,
@@ -193,13 +195,13 @@ class Sum:
         )
 
     def _add_rows(self, rows: Rows, messages: Tensor, sign: int) -> None:
-        B, N, H, width = self.found.shape
+        B, N, H, width = self.total.shape
         choice = tuning.choose_for_edges("sum_messages", width, rows.mean_degree)
         part = new_parts(rows, messages, B, H, width)
         launch(
             sum_rows_kernel,
             (B * H * num_groups(choice, rows),),
-            p_found=self.found,
+            p_total=self.total,
             p_part=part,
             p_messages=messages,
             p_segments=rows.segments,
@@ -219,5 +221,5 @@ class Sum:
             num_stages=choice.num_stages,
         )
         launch_over_split(
-            add_parts_kernel, rows, self.found, p_part=part, p_sum=self.found, ADD=not self.is_whole
+            add_parts_kernel, rows, self.total, p_part=part, p_sum=self.total, ADD=not self.is_whole
         )

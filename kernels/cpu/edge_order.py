@@ -60,8 +60,8 @@ def sorted_edges(
     edges = torch.empty((2, num_edges), dtype=torch.int32, device="cpu")
     order = torch.empty(num_edges, dtype=torch.int64, device="cpu") if permutation else None
     rowptr = torch.empty(num_targets + 1, dtype=torch.int32, device="cpu")
-    found = torch.zeros(3, dtype=torch.int64, device="cpu")
-    ends = [*edge_index, *edges, order, rowptr, found]
+    mistake = torch.zeros(3, dtype=torch.int64, device="cpu")
+    ends = [*edge_index, *edges, order, rowptr, mistake]
     source, target, *written = (ctypes.c_void_p(None if x is None else x.data_ptr()) for x in ends)
     numbers = (edge_index.stride(1), num_edges, num_sources, num_targets)
     library.check(
@@ -73,7 +73,7 @@ def sorted_edges(
             ctypes.c_int32(edge_index.dtype == torch.int32),
         )
     )
-    kind, *place = found.tolist()
+    kind, *place = mistake.tolist()
     if kind:
         return Wrong(kind, (place[0], place[1]) if kind == REPEATED else place[0])
     return edges, order

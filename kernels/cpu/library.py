@@ -31,7 +31,7 @@ RUN_ON = {"AVX512": ("v4", "v3", "base"), "AVX2": ("v3", "base")}
 STATUS_OUT_OF_MEMORY = 1  # `Status` in interface.h; 0 is success
 
 
-class Found(NamedTuple):
+class Loaded(NamedTuple):
     """A library, or the reason why there is none."""
 
     library: ctypes.CDLL | None
@@ -40,12 +40,12 @@ class Found(NamedTuple):
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (`why_not` says why); looked for once in a process."""
-    return _found().library
+    return _loaded().library
 
 
 def why_not() -> str | None:
     """A sentence that says why `library` is None; None where there is a library."""
-    return _found().reason
+    return _loaded().reason
 
 
 def instruction_set() -> str | None:
@@ -56,12 +56,6 @@ def instruction_set() -> str | None:
     loaded.graphattn_instruction_set.restype = ctypes.c_char_p
     name: bytes = loaded.graphattn_instruction_set()
     return name.decode()
-
-
-def has_openmp() -> bool:
-    """Whether the library uses several threads: it is built with OpenMP."""
-    loaded = library()
-    return loaded is not None and bool(loaded.graphattn_has_openmp())
 
 
 def check(status: int) -> None:
@@ -78,13 +72,13 @@ def check(status: int) -> None:
 
 
 @functools.cache
-def _found() -> Found:
+def _loaded() -> Loaded:
     choice = os.environ.get(VARIABLE, "")
     capability = torch.backends.cpu.get_cpu_capability()
     return find(Path(__file__).parent, choice, capability)
 
 
-def find(folder: Path, choice: str, capability: str) -> Found:
+def find(folder: Path, choice: str, capability: str) -> Loaded:
     """The library for a processor among the builds in a folder.
 
     Args:
@@ -96,7 +90,7 @@ def find(folder: Path, choice: str, capability: str) -> Found:
         ValueError: ``choice`` is no build and no path.
     """
     if choice == "0":
-        return Found(None, f"the compiled CPU kernels are turned off by {VARIABLE}=0")
+        return Loaded(None, f"the compiled CPU kernels are turned off by {VARIABLE}=0")
     if os.sep in choice:
         return load(Path(choice))
     if choice and choice not in BUILDS:
@@ -104,7 +98,7 @@ def find(folder: Path, choice: str, capability: str) -> Found:
         raise ValueError(f"{VARIABLE}={choice!r} is none of {allowed}, and no path with {os.sep!r}")
     runnable = RUN_ON.get(capability, ("base",))
     if choice and choice not in runnable:
-        return Found(
+        return Loaded(
             None,
             f"{VARIABLE}={choice} asks for {NAMES[choice]}, and the best that torch uses on this "
             f"processor is {capability}",
@@ -115,8 +109,8 @@ def find(folder: Path, choice: str, capability: str) -> Found:
             if path.exists():
                 return load(path)
     if choice:
-        return Found(None, f"{VARIABLE}={choice} asks for a build that is not in {folder}")
-    return Found(
+        return Loaded(None, f"{VARIABLE}={choice} asks for a build that is not in {folder}")
+    return Loaded(
         None,
         "the compiled CPU kernels were not built: there was no C++ compiler (GCC or clang) when "
         "graphattn was installed; install one, then graphattn again: pip install "
@@ -124,21 +118,21 @@ def find(folder: Path, choice: str, capability: str) -> Found:
     )
 
 
-def load(path: Path) -> Found:
+def load(path: Path) -> Loaded:
     """The library in a file, if it is one that these Python files can call."""
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        return Found(None, f"the compiled CPU kernels cannot be loaded: {error}")
+        return Loaded(None, f"the compiled CPU kernels cannot be loaded: {error}")
     try:
         version = loaded.graphattn_abi_version()
     except AttributeError:
-        return Found(None, f"{path} is no library of graphattn's compiled CPU kernels")
+        return Loaded(None, f"{path} is no library of graphattn's compiled CPU kernels")
     if version != ABI_VERSION:
-        return Found(
+        return Loaded(
             None,
             f"the compiled CPU kernels in {path.name} are of another version of graphattn "
             f"(interface {version}, needed is {ABI_VERSION}): install graphattn again, or run "
             f"`make` in its checkout",
         )
-    return Found(loaded, None)
+    return Loaded(loaded, None)

@@ -104,11 +104,11 @@ def edges_within(
     room, edges = min(EDGES, len(candidates)) * N, -1
     while edges < 0 or edges > room:
         room = max(room, edges)
-        found = points.new_empty(room, dtype=torch.int32)  # touched as far as it is needed
-        _call("within_radius", points.dtype, *given, room, found, start, count, total)
+        sources = points.new_empty(room, dtype=torch.int32)  # touched as far as it is needed
+        _call("within_radius", points.dtype, *given, room, sources, start, count, total)
         edges = int(total)
     edge_index = points.new_empty((2, edges), dtype=torch.int64)
-    _call("edges_of_lists", None, found, start, count, N, edges, edge_index)
+    _call("edges_of_lists", None, sources, start, count, N, edges, edge_index)
     return edge_index
 
 

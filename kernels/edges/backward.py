@@ -25,7 +25,7 @@ from graphattn.kernels.edges.math import (
     gather_affinities,
     load_bias,
     load_edges,
-    own_segments,
+    segments_of_program,
     without_invalid,
 )
 from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split, new_parts
@@ -52,7 +52,7 @@ def edges_d_query_kernel(
     """d_query [B, N, H, D] and the sums of parts of split rows [B, parts, H, D]; d_bias [B, E, H],
     and every program's share of d_scale [B, groups, H]. All but d_query may be None."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
-    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
+    i_b, i_h, b_row, b_first, b_count, b_part = segments_of_program(
         edges.p_segments, num_segments, H, ROWS
     )
     m_row = b_row >= 0
@@ -126,7 +126,7 @@ def edges_d_source_kernel(
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     BLOCK_DV: tl.constexpr = triton.next_power_of_2(DV)
     Hk = H // REPEATS
-    i_b, i_key_head, b_row, b_first, b_count, b_part = own_segments(
+    i_b, i_key_head, b_row, b_first, b_count, b_part = segments_of_program(
         edges.p_segments, num_segments, Hk, ROWS
     )
     m_row = b_row >= 0

@@ -84,21 +84,13 @@ def configurations_of(case: EdgeCase, device: str = "meta") -> list[Configuratio
         if case.top_k is not None:
             x.kept = select(x, case.top_k)
         out, _, saved = forward(x)
-        backward(
-            x,
-            out,
-            saved,
-            d_out,
-            None,
-            scale_gradient=case.rbf,
-            bias_gradient=case.bias,
-        )
-    return [_describe(case, found) for found in launches if found.kernel.fn.__name__ in GATHERED]
+        backward(x, out, saved, d_out, None, scale_gradient=case.rbf, bias_gradient=case.bias)
+    return [_describe(case, launch) for launch in launches if launch.kernel.fn.__name__ in GATHERED]
 
 
 def _describe(case: EdgeCase, launch: Launch) -> Configuration:
     kernel, arguments = launch.kernel.fn.__name__, launch.arguments
-    gathered, own = GATHERED[kernel]
+    gathered, of_tokens = GATHERED[kernel]
     tokens, edges_of_all = case.batch * case.tokens, case.batch * case.tokens * case.degree
     row = float(case.heads * case.features * case.dtype.itemsize)
     segments = case.batch * case.tokens * case.heads * -(-case.degree // LONGEST_SEGMENT)
@@ -110,10 +102,8 @@ def _describe(case: EdgeCase, launch: Launch) -> Configuration:
     return Configuration(
         f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",
         launch,
-        main=False,
-        flops=0.0,
         # Tensors are read at least once, and so is the list of edges, four bytes an edge.
-        bytes=(gathered + own) * tokens * row + 4.0 * case.tokens * case.degree,
+        bytes=(gathered + of_tokens) * tokens * row + 4.0 * case.tokens * case.degree,
         iterations=share * passes,
         target=case.target,
         gathered=gathered * edges_of_all * row,

@@ -28,7 +28,7 @@ from graphattn.kernels.edges.math import (
     gather_affinities,
     load_bias,
     load_edges,
-    own_segments,
+    segments_of_program,
     without_invalid,
 )
 from graphattn.kernels.edges.split_rows import (
@@ -56,7 +56,7 @@ def edges_forward_kernel(
     which the edges here are added; None if there are none.
     """
     BLOCK_DV: tl.constexpr = triton.next_power_of_2(DV)
-    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
+    i_b, i_h, b_row, b_first, b_count, b_part = segments_of_program(
         edges.p_segments, num_segments, H, ROWS
     )
     m_row = b_row >= 0

@@ -13,7 +13,7 @@ from graphattn.kernels.shared.programs import heads_first
 
 
 @triton.jit
-def own_segments(p_segments, num_segments, heads, ROWS: tl.constexpr):
+def segments_of_program(p_segments, num_segments, heads, ROWS: tl.constexpr):
     """Return the segments that a program takes (rows of `Rows.segments`).
 
     These are batch, head, and of every segment [ROWS]: its row, which is the number of a token, its

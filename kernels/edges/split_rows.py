@@ -39,7 +39,7 @@ def new_parts(rows: Rows, like: Tensor, *sizes: int) -> Tensor | None:
 
 
 @triton.jit
-def own_split(p_split, num_split, heads):
+def split_of_program(p_split, num_split, heads):
     """Return the split row that a program takes (a row of `Rows.split`).
 
     These are batch, head, the number of the row (-1: there is none), the number of its first part,
@@ -60,7 +60,7 @@ def merge_averages_kernel(
     `part` and `start` are the same as those of
     :func:`graphattn.kernels.edges.forward.edges_forward_kernel`.
     """
-    i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
+    i_b, i_h, i_row, i_first, i_count = split_of_program(p_split, num_split, H)
     if i_row >= 0:
         BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
         o_feature = tl.arange(0, BLOCK_D)
@@ -105,7 +105,7 @@ def add_parts_kernel(
 ):  # fmt: skip
     """sum [B, N, H, D] of split rows, from the sums of their parts [B, parts, H, D]. With ADD, they
     are added to what `p_sum` holds."""
-    i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
+    i_b, i_h, i_row, i_first, i_count = split_of_program(p_split, num_split, H)
     if i_row >= 0:
         BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
         o_feature = tl.arange(0, BLOCK_D)
@@ -117,10 +117,10 @@ def add_parts_kernel(
             m_tile = (o_part < i_count)[:, None] & m_feature[None, :]
             b_part = tl.load(p_tile + o_feature[None, :], mask=m_tile, other=0.0)
             b_sum += tl.sum(b_part, axis=0)
-        p_own = p_sum + ((i_b * N + i_row) * H + i_h) * D + o_feature
+        p_row = p_sum + ((i_b * N + i_row) * H + i_h) * D + o_feature
         if ADD:
-            b_sum += tl.load(p_own, mask=m_feature, other=0.0)
-        tl.store(p_own, b_sum.to(p_sum.dtype.element_ty), mask=m_feature)
+            b_sum += tl.load(p_row, mask=m_feature, other=0.0)
+        tl.store(p_row, b_sum.to(p_sum.dtype.element_ty), mask=m_feature)
 
 
 def launch_over_split(kernel: Any, rows: Rows, result: Tensor, **arguments: Any) -> None:

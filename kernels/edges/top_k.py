@@ -21,7 +21,7 @@ from graphattn.kernels.edges.math import (
     gather_affinities,
     load_bias,
     load_edges,
-    own_segments,
+    segments_of_program,
     without_invalid,
 )
 from graphattn.kernels.shared import tuning
@@ -72,7 +72,9 @@ def edges_select_kernel(
     The ranks of the first SLOTS edges of a row are held in registers. If a row has more, their keys
     are gathered again for every try.
     """
-    i_b, i_h, b_row, b_first, b_count, _ = own_segments(edges.p_segments, num_segments, H, ROWS)
+    i_b, i_h, b_row, b_first, b_count, _ = segments_of_program(
+        edges.p_segments, num_segments, H, ROWS
+    )
     b_count = without_invalid(b_count, b_row, entry_of(valid.p_target, i_b, N))
     p_valid = entry_of(valid.p_source, i_b, M)
     if OWN_BIAS:

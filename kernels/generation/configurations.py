@@ -50,10 +50,6 @@ CASES = (
 
 def configurations_of(case: StepCase, device: str = "meta") -> list[Configuration]:
     """The one launch of a case."""
-    return [_describe(case, _launch_of(case, device))]
-
-
-def _launch_of(case: StepCase, device: str) -> Launch:
     make = partial(made, dtype=case.dtype, device=device)
     B, W, H, Hk, D = case.batch, case.window, case.heads, case.kv_heads, case.features
     query, key, keys = make(B, H, D), make(B, Hk, D), make(B * Hk, W, D)
@@ -73,8 +69,7 @@ def _launch_of(case: StepCase, device: str) -> Launch:
             valid=make(B, dtype=torch.bool) if case.valid else None,
             valids=make(B, W, dtype=torch.bool) if case.valid else None,
         )
-    (launch,) = launches
-    return launch
+    return [_describe(case, launch) for launch in launches]
 
 
 def _describe(case: StepCase, launch: Launch) -> Configuration:
@@ -85,8 +80,6 @@ def _describe(case: StepCase, launch: Launch) -> Configuration:
     return Configuration(
         f"{case.name}, {SHORT_NAMES[case.dtype]}",
         launch,
-        main=False,
-        flops=0.0,
         # The cache once, the new rows in and into the cache, the query and the output.
         bytes=tensors * B * Hk * (W + 2) * row + 2 * B * H * row,
         iterations=passes * (1 if case.top_k is None else 2),  # over keys, and over values

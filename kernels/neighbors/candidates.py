@@ -28,9 +28,9 @@ from torch import Tensor
 from graphattn.kernels.bands.math import (
     edges_to,
     load_tile,
-    own_tile,
     part_borders,
     row_pointers,
+    tile_of_program,
 )
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.neighbors.exact import OWN_FIRST, OWN_NEVER, in_exact_order, search_again
@@ -83,8 +83,8 @@ def candidates_kernel(
 
     Sources that a target sees and that are not among its candidates have an s of at least `bound`.
     """
-    _, _, _, i_row, own = own_tile(p_tiles, p_sequences, num_tiles, 1)
-    i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, _ = own
+    _, _, _, i_row, band = tile_of_program(p_tiles, p_sequences, num_tiles, 1)
+    i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, _ = band
     p_a += i_first_target * WIDTH
     p_b += i_first_source * WIDTH
     p_square += i_first_source
@@ -134,14 +134,14 @@ def candidates_kernel(
         o_place = tl.arange(0, COLUMNS)
         b_key = (ordered_bits(b_s.to(tl.int32, bitcast=True)) & ~LOW) | o_place[None, :]
         if (i_column < i_full) | (i_column >= i_full_end):  # otherwise all rows see all sources
-            m_edge = edges_to(o_row, i_column, own, None, COLUMNS, False, STRIDED)
+            m_edge = edges_to(o_row, i_column, band, None, COLUMNS, False, STRIDED)
             b_key = tl.where(m_edge, b_key, LARGEST)
         b_kept, b_index, b_top = merge(b_kept, b_index, b_top, b_key, i_column, LOW)
 
     m_row = o_row < n_targets
     o_token = i_first_target + o_row * i_step
-    b_found = tl.where(b_index >= 0, (i_first_source + b_index * i_step).to(tl.int32), -1)
-    tl.store(p_index + o_token[:, None] * KEPT + o_slot[None, :], b_found, mask=m_row[:, None])
+    b_nearest = tl.where(b_index >= 0, (i_first_source + b_index * i_step).to(tl.int32), -1)
+    tl.store(p_index + o_token[:, None] * KEPT + o_slot[None, :], b_nearest, mask=m_row[:, None])
     b_bound = ordered_bits(b_top & ~LOW).to(tl.float32, bitcast=True)
     tl.store(p_bound + o_token, b_bound, mask=m_row)
 
@@ -249,7 +249,7 @@ def nearest(
     one = y is x
     x = x.contiguous()
     y = x if one else y.contiguous()  # one tensor stays one: it is then centred once
-    own = (OWN_FIRST if self_loops else OWN_NEVER) if to_self else 0
+    own_rule = (OWN_FIRST if self_loops else OWN_NEVER) if to_self else 0
     tokens = centred(x, y, precision := product_precision(x.dtype))
     width = tokens.a.shape[1]
     sizes = choose(k, width)
@@ -278,6 +278,6 @@ def nearest(
         num_warps=sizes.num_warps,
         num_stages=1,
     )
-    index, unsure = in_exact_order(x, y, candidates, bound, tokens.margin, bands, k, own)
-    search_again(x, y, index, unsure, bands, own)
+    index, unsure = in_exact_order(x, y, candidates, bound, tokens.margin, bands, k, own_rule)
+    search_again(x, y, index, unsure, bands, own_rule)
     return index

@@ -38,7 +38,6 @@ def configurations_of(case: NeighborCase, device: str = "meta") -> list[Configur
         Configuration(
             f"kNN {TOKENS}, D {FEATURES}, k {case.k}, fp32: candidates",
             launch,
-            main=False,
             flops=2.0 * TOKENS**2 * FEATURES,
             bytes=4.0 * TOKENS * (2 * FEATURES + sizes["KEPT"]),
             iterations=float(bands.tile_pairs(sizes["ROWS"], sizes["COLUMNS"])),

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.math import edges_to, own_tile, part_borders
+from graphattn.kernels.bands.math import edges_to, part_borders, tile_of_program
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared.launch import launch
 
@@ -35,9 +35,9 @@ def placed(b_squared, o_source, o_token, o_hole, i_hole, OWN: tl.constexpr):
     """
     b_squared = tl.where(b_squared < float("inf"), b_squared, float("inf"))
     if OWN != 0:
-        b_own = -1.0 if OWN == 1 else float("inf")
-        m_own = (o_source == o_token) & (b_squared < float("inf"))
-        b_squared = tl.where(m_own, b_own, b_squared)
+        b_rank = -1.0 if OWN == 1 else float("inf")
+        m_itself = (o_source == o_token) & (b_squared < float("inf"))
+        b_squared = tl.where(m_itself, b_rank, b_squared)
     return tl.where((o_source == o_hole) & (i_hole == 0), float("inf"), b_squared)
 
 
@@ -49,15 +49,15 @@ def in_order(b_squared, b_index, k, ROWS: tl.constexpr, SLOTS: tl.constexpr):
     the last [ROWS] is squared, and infinite if a row has fewer than k.
     """
     o_slot = tl.arange(0, SLOTS)
-    b_found = tl.full([ROWS, SLOTS], -1, tl.int32)
+    b_nearest = tl.full([ROWS, SLOTS], -1, tl.int32)
     b_least = tl.full([ROWS], float("inf"), tl.float64)
     for i_slot in range(k):
         b_least = tl.min(b_squared, axis=1)
         b_first = tl.min(tl.where(b_squared == b_least[:, None], b_index, NONE), axis=1)
         m_slot = (o_slot == i_slot)[None, :] & (b_least < float("inf"))[:, None]
-        b_found = tl.where(m_slot, b_first[:, None], b_found)
+        b_nearest = tl.where(m_slot, b_first[:, None], b_nearest)
         b_squared = tl.where(b_index == b_first[:, None], float("inf"), b_squared)
-    return b_found, b_least
+    return b_nearest, b_least
 
 
 @triton.jit(do_not_specialize=["num_tiles", "k"])
@@ -68,8 +68,8 @@ def order_kernel(
 ):  # fmt: skip
     """Candidates in their exact order, [N, k], and 1 for targets to which a source that is no
     candidate may be nearer, [N]."""
-    _, _, _, i_row, own = own_tile(p_tiles, p_sequences, num_tiles, 1)
-    i_first_target, n_targets, i_first_source, _, i_step, _, _, i_hole = own
+    _, _, _, i_row, band = tile_of_program(p_tiles, p_sequences, num_tiles, 1)
+    i_first_target, n_targets, i_first_source, _, i_step, _, _, i_hole = band
     o_row = i_row + tl.arange(0, ROWS)
     o_slot = tl.arange(0, KEPT)
     m_row = o_row < n_targets
@@ -95,14 +95,14 @@ def order_kernel(
     b_squared = tl.where(m_kept, b_squared, float("inf"))
     o_hole = i_first_source + o_row * i_step
     b_squared = placed(b_squared, b_kept, o_token[:, None], o_hole[:, None], i_hole, OWN)
-    b_found, b_last = in_order(b_squared, b_kept, k, ROWS, KEPT)
+    b_nearest, b_last = in_order(b_squared, b_kept, k, ROWS, KEPT)
 
     b_margin = tl.load(p_margin + o_token, mask=m_row, other=float("inf"))
     b_bound = tl.load(p_bound + o_token, mask=m_row, other=float("inf")).to(tl.float64)
     m_none = b_margin == float("inf")  # a token that holds NaN has no neighbours
-    b_found = tl.where(m_none[:, None], -1, b_found)
-    p_found = p_index + o_token[:, None] * k + o_slot[None, :]
-    tl.store(p_found, b_found.to(tl.int64), mask=m_row[:, None] & (o_slot < k)[None, :])
+    b_nearest = tl.where(m_none[:, None], -1, b_nearest)
+    p_nearest = p_index + o_token[:, None] * k + o_slot[None, :]
+    tl.store(p_nearest, b_nearest.to(tl.int64), mask=m_row[:, None] & (o_slot < k)[None, :])
     # Either no source was left out, or all that were are farther than the last one found.
     m_all = (b_bound == float("inf")) & (b_margin > float("-inf"))
     m_sure = m_none | m_all | (b_bound + b_margin > b_last)
@@ -116,8 +116,8 @@ def search_kernel(
     STRIDED: tl.constexpr,
 ):  # fmt: skip
     """The k nearest [N, k] of the targets that are unsure, among all sources that they see."""
-    _, _, _, i_row, own = own_tile(p_tiles, p_sequences, num_tiles, 1)
-    i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole = own
+    _, _, _, i_row, band = tile_of_program(p_tiles, p_sequences, num_tiles, 1)
+    i_first_target, n_targets, i_first_source, n_sources, i_step, n_before, n_after, i_hole = band
     o_row = i_row + tl.arange(0, ROWS)
     o_token = i_first_target + o_row * i_step
     m_row = o_row < n_targets
@@ -148,7 +148,7 @@ def search_kernel(
             b_squared = placed(
                 b_squared, o_source[None, :], o_token[:, None], o_hole[:, None], i_hole, OWN
             )
-            m_edge = edges_to(o_row, i_column, own, None, COLUMNS, False, STRIDED)
+            m_edge = edges_to(o_row, i_column, band, None, COLUMNS, False, STRIDED)
             b_squared = tl.where(m_edge & m_row[:, None], b_squared, float("inf"))
             b_least = tl.min(b_squared, axis=1)
             # Columns come in order, so of equal distances those already kept have smaller indices.
@@ -164,14 +164,14 @@ def search_kernel(
                 m_column_taken = o_column[None, :] == b_column[:, None]
                 b_squared = tl.where(m_column_taken, float("inf"), b_squared)
                 b_least = tl.min(b_squared, axis=1)
-        b_found, _b_last = in_order(b_kept, b_index, k, ROWS, SLOTS)
-        p_found = p_index + o_token[:, None] * k + o_slot[None, :]
-        tl.store(p_found, b_found.to(tl.int64), mask=m_row[:, None] & (o_slot < k)[None, :])
+        b_nearest, _b_last = in_order(b_kept, b_index, k, ROWS, SLOTS)
+        p_nearest = p_index + o_token[:, None] * k + o_slot[None, :]
+        tl.store(p_nearest, b_nearest.to(tl.int64), mask=m_row[:, None] & (o_slot < k)[None, :])
 
 
 def in_exact_order(
     x: Tensor, y: Tensor, candidates: Tensor, bound: Tensor, margin: Tensor, bands: BandSchedule,
-    k: int, own: int,
+    k: int, own_rule: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The k nearest of the candidates, int64 [N, k], and whether there may be nearer, int8 [N].
 
@@ -183,7 +183,7 @@ def in_exact_order(
         margin: float64 [N]; a squared distance is at least s + margin.
         bands: which sources a target sees.
         k: neighbours of a token, at most `kept` - 2.
-        own: OWN_FIRST, OWN_NEVER, or 0 if targets and sources are different tokens.
+        own_rule: OWN_FIRST, OWN_NEVER, or 0 if targets and sources are different tokens.
     """
     N, kept = candidates.shape
     index = candidates.new_empty((N, k), dtype=torch.int64)
@@ -209,7 +209,7 @@ def in_exact_order(
         ROWS=rows,
         KEPT=kept,
         CHUNK=chunk,
-        OWN=own,
+        OWN=own_rule,
         num_warps=4,
         num_stages=1,
         fp_fusion=False,
@@ -218,12 +218,12 @@ def in_exact_order(
 
 
 def search_again(
-    x: Tensor, y: Tensor, index: Tensor, unsure: Tensor, bands: BandSchedule, own: int
+    x: Tensor, y: Tensor, index: Tensor, unsure: Tensor, bands: BandSchedule, own_rule: int
 ) -> None:
     """Overwrites the rows of `index` [N, k] that are `unsure` [N], both from `in_exact_order`."""
     k = index.shape[1]
     slots = triton.next_power_of_2(k)
-    rows, columns = again_sizes(slots)
+    rows, columns = (16, 64) if slots <= 128 else (8, 128)
     tiles = bands.tiles("targets", rows)
     launch(
         search_kernel,
@@ -241,14 +241,9 @@ def search_again(
         ROWS=rows,
         COLUMNS=columns,
         SLOTS=slots,
-        OWN=own,
+        OWN=own_rule,
         STRIDED=bands.is_strided,
         num_warps=8,
         num_stages=1,
         fp_fusion=False,
     )
-
-
-def again_sizes(slots: int) -> tuple[int, int]:
-    """Rows and columns of the tiles of `search_kernel`."""
-    return (16, 64) if slots <= 128 else (8, 128)

@@ -21,11 +21,11 @@ class Configuration(NamedTuple):
 
     name: str
     launch: Launch
-    main: bool  # it must use the widest matrix instructions of the device and spill nothing
-    flops: float  # operations of matrix products, two per multiply-add
-    bytes: float  # bytes that are read from and written to device memory
-    iterations: float  # passes through the main loop, over all programs
-    target: str  # the speed that is aimed at, for the table of predictions; "" for none
+    main: bool = False  # it must use the device's widest matrix instructions and spill nothing
+    flops: float = 0.0  # operations of matrix products, two per multiply-add
+    bytes: float = 0.0  # bytes that are read from and written to device memory
+    iterations: float = 0.0  # passes through the main loop, over all programs
+    target: str = ""  # the speed that is aimed at, for the table of predictions; "" for none
     gathered: float = 0.0  # bytes that are read again and again, at best from the cache
     # Passes through each innermost loop with products, in the order of the code. Loops beyond these
     # are not run: they are for values that are rare, such as NaN.

@@ -35,7 +35,7 @@ def saved_log_sums(lse: Tensor, shift: Tensor | None = None) -> Tensor:
     `lse` are natural ones, -inf for rows without edges. What kernels leave out of the logits of a
     row, they leave out of its log-sum, too: `shift`, a number in base 2 per row, is added.
     """
-    found = lse * LOG2E.value
+    saved = lse * LOG2E.value
     if shift is not None:
-        found += shift
-    return torch.where(lse == -torch.inf, torch.inf, found)
+        saved += shift
+    return torch.where(lse == -torch.inf, torch.inf, saved)

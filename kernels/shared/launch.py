@@ -37,10 +37,10 @@ def why_not_on(x: Tensor) -> str | None:
     if not HAS_TRITON:
         return "the package triton is not installed"
     if x.device.type == "cuda" and torch.version.hip is None:
-        found = capability(x.device)
-        if found is not None and found < LEAST_CAPABILITY:
-            least, own = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, found))
-            return f"its kernels need compute capability {least} or more, and {x.device} has {own}"
+        numbers = capability(x.device)
+        if numbers is not None and numbers < LEAST_CAPABILITY:
+            least, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, numbers))
+            return f"its kernels need compute capability {least} or more, and {x.device} has {has}"
     if x.dtype not in DTYPES:
         name = str(x.dtype).removeprefix("torch.")
         return f"its kernels take float32, float16 and bfloat16, not {name}"
@@ -55,13 +55,13 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
     It is None for the device of fake tensors, if there is no such device.
     """
-    found = _capabilities.get(device)
-    if found is None and torch.cuda.is_available():
+    numbers = _capabilities.get(device)
+    if numbers is None and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(device)
-        found = properties.major, properties.minor
+        numbers = properties.major, properties.minor
         if not torch.compiler.is_compiling():
-            _capabilities[device] = found
-    return found
+            _capabilities[device] = numbers
+    return numbers
 
 
 def why_not_heads(x: Tensor, *widths: int) -> str | None:
@@ -107,8 +107,8 @@ def on_its_device(run: Run) -> Run:
         with torch.cuda.device_of(first):
             return run(first, *others, **named)
 
-    found: Any = on_device
-    return found
+    decorated: Any = on_device
+    return decorated
 
 
 class Launch(NamedTuple):

@@ -17,10 +17,10 @@ NUMBERS = 2048  # elements of each tensor that one program reads
 
 @triton.jit(do_not_specialize=["N", "H", "factor", "stride_sb", "stride_sn", "stride_sh"])
 def row_dots_kernel(
-    a, b, p_subtracted, p_found, N, H, factor, stride_sb, stride_sn, stride_sh,
+    a, b, p_subtracted, p_dots, N, H, factor, stride_sb, stride_sn, stride_sh,
     D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """found[b, h, n] = factor * a[b, n, h] . b[b, n, h] - subtracted[b, n, h].
+    """dots[b, h, n] = factor * a[b, n, h] . b[b, n, h] - subtracted[b, n, h].
 
     `a` and `b` are Heads. `p_subtracted` may be None.
     """
@@ -35,11 +35,11 @@ def row_dots_kernel(
     b_a = tl.load(p_a[:, None] + o_feature[None, :], mask=m_tile, other=0.0).to(tl.float32)
     b_b = tl.load(p_b[:, None] + o_feature[None, :], mask=m_tile, other=0.0).to(tl.float32)
     # [TOKENS]
-    b_found = factor * tl.sum(b_a * b_b, axis=1)
+    b_dots = factor * tl.sum(b_a * b_b, axis=1)
     if p_subtracted is not None:
         o_number = i_b * stride_sb + o_token.to(tl.int64) * stride_sn + i_h.to(tl.int64) * stride_sh
-        b_found -= tl.load(p_subtracted + o_number, mask=m_token, other=0.0)
-    tl.store(p_found + (i_b * H + i_h) * N + o_token, b_found, mask=m_token)
+        b_dots -= tl.load(p_subtracted + o_number, mask=m_token, other=0.0)
+    tl.store(p_dots + (i_b * H + i_h) * N + o_token, b_dots, mask=m_token)
 
 
 def row_dots(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Tensor | None = None) -> Tensor:
@@ -49,7 +49,7 @@ def row_dots(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Tensor | Non
     returns tensors.
     """
     B, N, H, D = a.shape
-    found = a.new_empty((B, H, N), dtype=torch.float32)
+    dots = a.new_empty((B, H, N), dtype=torch.float32)
     tokens = NUMBERS // max(triton.next_power_of_2(D), 16)
     strides = (0, 0, 0) if subtracted is None else subtracted.stride()
     launch(
@@ -58,7 +58,7 @@ def row_dots(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Tensor | Non
         a=Heads.of(a),
         b=Heads.of(b),
         p_subtracted=subtracted,
-        p_found=found,
+        p_dots=dots,
         N=N,
         H=H,
         factor=factor,
@@ -71,4 +71,4 @@ def row_dots(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Tensor | Non
         num_stages=1,
         fp_fusion=False,  # threads that share a sum must hold the same bits of it
     )
-    return found
+    return dots

@@ -90,8 +90,13 @@ def kept_for_training(
     stack = ExitStack()
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(False))
-    if is_constant and makes_fakes() and _is_here(device) and _takes_constants():
-        stack.enter_context(_disable_current_modes())
+    if is_constant and makes_fakes():
+        # Fake tensors can be on any device; those with values only on one that is here.
+        kind = "cpu" if device is None else device.type
+        is_here = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+        fake: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if is_here and (fake is None or fake.allow_non_fake_inputs):
+            stack.enter_context(_disable_current_modes())
     if is_constant and (trace := torch._C._get_tracing_state()) is not None:
         resume: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
         resume(None)  # torch.jit.trace would draw random edges anew
@@ -99,18 +104,6 @@ def kept_for_training(
     if is_constant and torch._C._functorch.maybe_current_level() is not None:
         stack.enter_context(temporarily_clear_interpreter_stack())
     return stack
-
-
-def _is_here(device: torch.device | None) -> bool:
-    """Whether tensors with values can be made on a device; fake tensors can be on any."""
-    kind = "cpu" if device is None else device.type
-    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
-
-
-def _takes_constants() -> bool:
-    """Whether real tensors may be used beside those of the modes that are active."""
-    fake: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake is None or bool(fake.allow_non_fake_inputs)
 
 
 class OnStream(Generic[T]):
@@ -185,15 +178,15 @@ def stored(place: MutableMapping[K, Any], key: K, device: torch.device, make: Ca
         >>> tables
         {'ones': tensor([1., 1.])}
     """
-    found = place.get(key, NOT_STORED)
-    if found is NOT_STORED:
+    entry = place.get(key, NOT_STORED)
+    if entry is NOT_STORED:
         with kept_for_training(device):
-            found = make()
+            entry = make()
             if may_store(device):
-                place[key] = as_entry(found, device)
-    elif isinstance(found, OnStream):
-        found = found.read()
-    result: T = found
+                place[key] = as_entry(entry, device)
+    elif isinstance(entry, OnStream):
+        entry = entry.read()
+    result: T = entry
     return result
 
 
@@ -206,7 +199,8 @@ class StoredResults(Generic[P, T]):
     def __init__(self, make: Callable[P, T], most: int) -> None:
         update_wrapper(self, make)
         self._make = make
-        self._places: Any = lru_cache(maxsize=most)(_new_place)  # a dict for each device and key
+        # A dict for each device and key.
+        self._places: Any = lru_cache(maxsize=most)(lambda *_, **__: dict[str, Any]())
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
         key: Any = arguments
@@ -217,10 +211,6 @@ class StoredResults(Generic[P, T]):
     def cache_clear(self) -> None:
         """Forget all results."""
         self._places.cache_clear()
-
-
-def _new_place(*_: Any, **__: Any) -> dict[str, Any]:
-    return {}
 
 
 def stores_results(most: int) -> Callable[[Callable[P, T]], StoredResults[P, T]]:

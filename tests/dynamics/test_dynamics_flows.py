@@ -113,9 +113,9 @@ def test_top_k_keeps_at_least_as_many_clusters_as_groups_where_softmax_keeps_one
     flow = krause_flow(x, sigma=1.0, top_k=8, steps=400)
     assert flow.num_clusters() >= num_groups
     for g in range(num_groups):  # nobody ever left the hull of its group
-        own = flow.states[:, home == g, 0]
-        assert own.min() >= x[home == g].min() - 1e-12
-        assert own.max() <= x[home == g].max() + 1e-12
+        of_group = flow.states[:, home == g, 0]
+        assert of_group.min() >= x[home == g].min() - 1e-12
+        assert of_group.max() <= x[home == g].max() + 1e-12
     centred = (x - x.mean()) / x.std()
     assert consensus_flow(centred, ga.complete_graph(len(x)), steps=400).num_clusters() == 1
 
@@ -147,17 +147,17 @@ def test_groups_farther_apart_than_wide_never_exchange_a_token(
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(num_groups, size, features, generator=generator, dtype=torch.float64)
     x[..., 0] -= x[..., 0].amin(dim=1, keepdim=True)
-    widest = max(float(torch.pdist(own).max()) for own in x)
+    widest = max(float(torch.pdist(of_group).max()) for of_group in x)
     end = 0.0
-    for own in x:  # side by side: planes between them are `gap` apart, so hulls are too
-        own[:, 0] += end
-        end = float(own[:, 0].max()) + 1.001 * widest
+    for of_group in x:  # side by side: planes between them are `gap` apart, so hulls are too
+        of_group[:, 0] += end
+        end = float(of_group[:, 0].max()) + 1.001 * widest
     home = torch.arange(num_groups).repeat_interleave(size)
     if by_tokens:  # closer, until it is tokens that are just far enough from each other
         for g in range(1, num_groups):
-            others, own = x[:g].reshape(-1, features), x[g]
+            others, of_group = x[:g].reshape(-1, features), x[g]
             for shift in torch.linspace(2 * widest, 0, 400, dtype=torch.float64):
-                moved = own - shift * torch.eye(features, dtype=torch.float64)[0]
+                moved = of_group - shift * torch.eye(features, dtype=torch.float64)[0]
                 if torch.cdist(others, moved).min() > 1.001 * math.sqrt(2) * widest:
                     x[g] = moved
                     break
@@ -170,9 +170,9 @@ def test_groups_farther_apart_than_wide_never_exchange_a_token(
     for z in flow.states:
         assert strangers(z, home, everyone, k) == 0
     for g in range(num_groups):
-        own, start = flow.states[:, home == g], x[home == g]
-        assert (own.amin(1) >= start.amin(0) - 1e-12).all()
-        assert (own.amax(1) <= start.amax(0) + 1e-12).all()
+        of_group, start = flow.states[:, home == g], x[home == g]
+        assert (of_group.amin(1) >= start.amin(0) - 1e-12).all()
+        assert (of_group.amax(1) <= start.amax(0) + 1e-12).all()
 
 
 def test_a_window_in_which_a_token_sees_too_few_of_its_group_merges_two_groups():

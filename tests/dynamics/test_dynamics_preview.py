@@ -41,11 +41,11 @@ def test_every_number_is_that_of_its_parts():
     x, truth = two_clouds()
     graph = ga.block_window_graph(80, 16)
     result = preview(100 * x + 7, graph, steps=8, labels=truth)  # it is standardised first
-    found = {}
+    by_edges = {}
     for scores, g in ((result.pattern, graph), (result.baseline, ga.complete_graph(80))):
         run = simulate(standardize(x), g, steps=8)
         labels = cluster(run.updates[-1])
-        found[scores.num_edges] = labels
+        by_edges[scores.num_edges] = labels
         assert scores.num_edges == g.num_edges
         assert scores.num_clusters == len(labels.unique())
         assert scores.silhouette == pytest.approx(silhouette(run.updates[-1], labels), nan_ok=True)
@@ -53,7 +53,7 @@ def test_every_number_is_that_of_its_parts():
         assert scores.clusters_per_label == fragmentation(labels, truth).mean_clusters
         assert scores.largest_share == fragmentation(labels, truth).mean_largest_share
         assert scores.leading_share == pytest.approx(float(run.leading_share[-1]))
-    expected = sklearn_metrics.adjusted_rand_score(*(v.numpy() for v in found.values()))
+    expected = sklearn_metrics.adjusted_rand_score(*(v.numpy() for v in by_edges.values()))
     assert result.agreement == pytest.approx(expected)
 
 

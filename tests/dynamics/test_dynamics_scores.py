@@ -30,14 +30,14 @@ labelled = st.integers(2, 40).flatmap(
 def silhouette_by_hand(points, labels):
     """Eq. 4-6, token by token; 0 for a token alone (Rousseeuw)."""
     values = []
-    for i, own in enumerate(labels):
-        mates = [k for k, label in enumerate(labels) if label == own and k != i]
+    for i, cluster_of_i in enumerate(labels):
+        mates = [k for k, label in enumerate(labels) if label == cluster_of_i and k != i]
         if not mates:
             values.append(0.0)
             continue
         a = sum(math.dist(points[i], points[k]) for k in mates) / len(mates)
         others = []
-        for other in set(labels) - {own}:
+        for other in set(labels) - {cluster_of_i}:
             members = [k for k, label in enumerate(labels) if label == other]
             others.append(sum(math.dist(points[i], points[k]) for k in members) / len(members))
         values.append((min(others) - a) / max(a, min(others)))
@@ -103,10 +103,10 @@ def test_fragmentation_counts_the_pieces_of_every_label(case):
     labels, truth = case
     result = fragmentation(torch.tensor(labels), torch.tensor(truth))
     for k, kind in enumerate(sorted(set(truth))):
-        own = [c for c, y in zip(labels, truth, strict=True) if y == kind]
-        assert result.clusters[k] == len(set(own))
+        of_label = [c for c, y in zip(labels, truth, strict=True) if y == kind]
+        assert result.clusters[k] == len(set(of_label))
         assert result.largest_share[k].item() == pytest.approx(
-            max(own.count(c) for c in set(own)) / len(own)
+            max(of_label.count(c) for c in set(of_label)) / len(of_label)
         )
     assert result.mean_clusters == pytest.approx(np.mean(result.clusters.numpy()))
     assert result.mean_largest_share == pytest.approx(np.mean(result.largest_share.numpy()))

@@ -42,6 +42,13 @@ def numpy_simulation(x, mask, steps, *, logits, keep=lambda x: x, value=lambda x
     return np.stack(states)
 
 
+def check(x, graph, steps, *, by_hand, **options):
+    """A simulation with these options is the loop, given what it differs in by hand."""
+    expected = numpy_simulation(x.numpy(), graph.to_mask(), steps, **by_hand)
+    states = simulate(x, graph, steps=steps, **options).states
+    np.testing.assert_allclose(states.numpy(), expected, rtol=1e-9, atol=1e-11)
+
+
 GRAPHS = {
     "global": lambda n: ga.complete_graph(n),
     "blocks": lambda n: ga.block_window_graph(n, 5),
@@ -57,12 +64,8 @@ GRAPHS = {
 @pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("scaling", ["sdp", "sq"])
 def test_the_iteration_is_the_paper_s_loop(kind, scaling):
-    graph, x = GRAPHS[kind](13), cloud(13, 3)
-    expected = numpy_simulation(
-        x.numpy(), graph.to_mask(), 4, logits=lambda i, a, b: float(a @ b) / math.sqrt(3)
-    )
-    trajectory = simulate(x, graph, steps=4, scaling=scaling)
-    np.testing.assert_allclose(trajectory.states.numpy(), expected, rtol=1e-9, atol=1e-11)
+    by_hand = {"logits": lambda i, a, b: float(a @ b) / math.sqrt(3)}
+    check(cloud(13, 3), GRAPHS[kind](13), 4, by_hand=by_hand, scaling=scaling)
 
 
 @pytest.mark.parametrize(
@@ -70,42 +73,29 @@ def test_the_iteration_is_the_paper_s_loop(kind, scaling):
 )
 def test_scaling_in_place_shrinks_everything_and_scales_what_global_tokens_ask_twice(kind, hubs):
     """softmax(X X^T / d) on X / sqrt(d), X <- X / sqrt(d) + Zhat; x_0 . x_j / d^1.5 for hubs."""
-    graph, x = GRAPHS[kind](13), cloud(13, 3)
-    expected = numpy_simulation(
-        x.numpy(),
-        graph.to_mask(),
-        4,
-        logits=lambda i, a, b: float(a @ b) / (3**1.5 if i in hubs else 3),
-        keep=lambda x: x / math.sqrt(3),
-        value=lambda v: v / math.sqrt(3),
-    )
-    trajectory = simulate(x, graph, steps=4, scaling="sq_inplace")
-    np.testing.assert_allclose(trajectory.states.numpy(), expected, rtol=1e-9, atol=1e-11)
+    by_hand = {
+        "logits": lambda i, a, b: float(a @ b) / (3**1.5 if i in hubs else 3),
+        "keep": lambda x: x / math.sqrt(3),
+        "value": lambda v: v / math.sqrt(3),
+    }
+    check(cloud(13, 3), GRAPHS[kind](13), 4, by_hand=by_hand, scaling="sq_inplace")
 
 
 @pytest.mark.parametrize("options", [{}, {"border": "shift"}, {"dilation": 2, "causal": True}])
 def test_the_class_token_of_a_grid_is_a_global_token(options):
-    graph, x = ga.grid_window_graph(3, 4, 1, class_token=True, **options), cloud(13, 2)
-    expected = numpy_simulation(
-        x.numpy(),
-        graph.to_mask(),
-        3,
-        logits=lambda i, a, b: float(a @ b) / (2**1.5 if i == 0 else 2),
-        keep=lambda x: x / math.sqrt(2),
-    )
-    states = simulate(x, graph, steps=3, scaling="sq_inplace").states
-    np.testing.assert_allclose(states.numpy(), expected, rtol=1e-9, atol=1e-11)
+    graph = ga.grid_window_graph(3, 4, 1, class_token=True, **options)
+    by_hand = {
+        "logits": lambda i, a, b: float(a @ b) / (2**1.5 if i == 0 else 2),
+        "keep": lambda x: x / math.sqrt(2),
+    }
+    check(cloud(13, 2), graph, 3, by_hand=by_hand, scaling="sq_inplace")
 
 
 @pytest.mark.parametrize("sigma", [None, 0.7])
 def test_distances_may_be_the_score(sigma):
-    graph, x = GRAPHS["longformer"](13), cloud(13, 3)
     width = math.sqrt(3) if sigma is None else sigma
-    expected = numpy_simulation(
-        x.numpy(), graph.to_mask(), 4, logits=lambda i, a, b: -((a - b) ** 2).sum() / 2 / width**2
-    )
-    states = simulate(x, graph, steps=4, score="rbf", sigma=sigma).states
-    np.testing.assert_allclose(states.numpy(), expected, rtol=1e-9, atol=1e-11)
+    by_hand = {"logits": lambda i, a, b: -((a - b) ** 2).sum() / 2 / width**2}
+    check(cloud(13, 3), GRAPHS["longformer"](13), 4, by_hand=by_hand, score="rbf", sigma=sigma)
 
 
 def test_top_k_keeps_the_sources_of_largest_score():
@@ -168,12 +158,8 @@ def test_equal_tokens_never_move():
 def test_a_token_that_sees_nobody_averages_to_zero():
     mask = torch.ones(6, 6, dtype=torch.bool)
     mask[2] = False
-    x = cloud(6, 2) + 5
-    expected = numpy_simulation(
-        x.numpy(), mask, 2, logits=lambda i, a, b: float(a @ b) / math.sqrt(2)
-    )
-    states = simulate(x, ga.from_mask(mask), steps=2).states
-    np.testing.assert_allclose(states.numpy(), expected, rtol=1e-9, atol=1e-11)
+    by_hand = {"logits": lambda i, a, b: float(a @ b) / math.sqrt(2)}
+    check(cloud(6, 2) + 5, ga.from_mask(mask), 2, by_hand=by_hand)
 
 
 def test_updates_are_standardised_and_add_up_to_the_states():

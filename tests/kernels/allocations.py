@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -85,12 +83,12 @@ class Allocations(TorchDispatchMode):
         name = func._schema.name
         if name.startswith("graphattn::"):  # PyTorch would only ask for the shapes of its results
             with self:
-                found = OPDEFS[name]._init_fn(*args, **kwargs)
+                result = OPDEFS[name]._init_fn(*args, **kwargs)
         else:
-            found = func(*args, **kwargs)
-        for tensor in on_meta(found):
+            result = func(*args, **kwargs)
+        for tensor in on_meta(result):
             self.look_at_output(tensor, name)
-        return found
+        return result
 
     def let_go_of_launches(self) -> None:
         """Before anything new is made."""
@@ -137,10 +135,8 @@ def peak_of(work: Callable[[], object]) -> Peak:
 
     Kernels are started as they would be, if the caller has Triton's interpreter switched on.
     """
-    # Autocast, which operations switch off, knows no "meta".
-    no_autocast = mock.patch.object(torch, "autocast", return_value=nullcontext())
-    with no_autocast, recording() as launches, Allocations(launches) as found:
+    with recording() as launches, Allocations(launches) as allocations:
         work()
-    found.let_go_of_launches()
-    blocks = sorted(found.at_peak, key=lambda block: -block.bytes)
-    return Peak(found.peak, found.inputs, blocks, found.kernels)
+    allocations.let_go_of_launches()
+    blocks = sorted(allocations.at_peak, key=lambda block: -block.bytes)
+    return Peak(allocations.peak, allocations.inputs, blocks, allocations.kernels)

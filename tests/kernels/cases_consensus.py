@@ -49,24 +49,24 @@ class Case:
         N, M, s = self.graph.num_targets, self.graph.num_sources, 20 * self.seed
         H, D, r, xi = self.heads, self.features, self.rank, self.xi
         G = 1 if self.one_network else H
-        found = {"state": random(*self.batch, N, H, D, seed=s)}
+        tensors = {"state": random(*self.batch, N, H, D, seed=s)}
         if self.other_states or not self.square:
-            found["neighbor_state"] = random(*self.batch, M, H, D, seed=s + 1)
+            tensors["neighbor_state"] = random(*self.batch, M, H, D, seed=s + 1)
         if self.rotated:
-            found["u"] = random(*self.batch, N, H, D, seed=s + 2)
+            tensors["u"] = random(*self.batch, N, H, D, seed=s + 2)
         if self.rotated == "two tensors":
-            found["v"] = random(*self.batch, M, H, D, seed=s + 3)
-        found["target_hidden"] = random(*self.batch, N, G, xi, seed=s + 4)
-        found["source_hidden"] = random(*self.batch, M, G, xi, seed=s + 5)
+            tensors["v"] = random(*self.batch, M, H, D, seed=s + 3)
+        tensors["target_hidden"] = random(*self.batch, N, G, xi, seed=s + 4)
+        tensors["source_hidden"] = random(*self.batch, M, G, xi, seed=s + 5)
         shapes = ((H, xi), (H,), (H, xi), (H,), (H, r, D, xi), (H, r, D))
         for place, (name, shape) in enumerate(zip(NETWORK, shapes, strict=True)):
-            found[name] = random(*shape, seed=s + 6 + place)
+            tensors[name] = random(*shape, seed=s + 6 + place)
             if name not in WEIGHT_OF:
-                found[name] /= xi**0.5
-        found = {name: x.to(dtype) for name, x in found.items()}
+                tensors[name] /= xi**0.5
+        tensors = {name: x.to(dtype) for name, x in tensors.items()}
         if isinstance(self.step, tuple):
-            found["step_size"] = 0.1 * random(*self.step, seed=s + 12).float()
-        return found
+            tensors["step_size"] = 0.1 * random(*self.step, seed=s + 12).float()
+        return tensors
 
     def upstream(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The gradient of the new states, as numbers that come in."""
@@ -117,8 +117,8 @@ def differentiated(new: Tensor, leaves: Tensors, d_new: Tensor) -> Tensors:
     gradients = torch.autograd.grad(
         new, list(leaves.values()), d_new.to(new.device, new.dtype), materialize_grads=True
     )
-    found = {"new": new, **dict(zip(leaves, gradients, strict=True))}
-    return {name: x.detach().cpu() for name, x in found.items()}
+    results = {"new": new, **dict(zip(leaves, gradients, strict=True))}
+    return {name: x.detach().cpu() for name, x in results.items()}
 
 
 def solve(
@@ -173,20 +173,22 @@ def _size(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-def errors(found: Tensors, expected: Tensors, case: Case, floor: float = 1e-3) -> dict[str, float]:
+def errors(
+    results: Tensors, expected: Tensors, case: Case, floor: float = 1e-3
+) -> dict[str, float]:
     """Relative RMS of every result; `floor`: the least size.
 
     Biases and step sizes gather what many edges or tokens give, and may cancel to nearly 0: a bias
     is measured beside its weight, a step size beside what it would be without cancelling.
     """
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     result = {}
     for name, theirs in expected.items():
-        assert found[name].shape == theirs.shape, name
+        assert results[name].shape == theirs.shape, name
         size = max(_size(theirs), _size(expected.get(WEIGHT_OF.get(name, ""), theirs)), floor)
         if name == "step_size":
             size = max(size, _uncancelled(case, expected))
-        result[name] = _size(found[name].double() - theirs.double()) / size
+        result[name] = _size(results[name].double() - theirs.double()) / size
     return result
 
 
@@ -199,13 +201,13 @@ def _uncancelled(case: Case, expected: Tensors) -> float:
     return float(terms.square().sum_to_size(step.shape).mean().sqrt()) if step.numel() else 0.0
 
 
-def check(found: Tensors, expected: Tensors, case: Case, allowed: float) -> None:
+def check(results: Tensors, expected: Tensors, case: Case, allowed: float) -> None:
     """Every result within `allowed` relative RMS; NaN is not.
 
     The gradients that come in are about 1. Some that go out cancel to 0 (one edge a row under
     "auto" is an average of one, whatever its weight): rounding is measured beside 0.1.
     """
-    got = errors(found, expected, case, floor=0.1)
+    got = errors(results, expected, case, floor=0.1)
     assert all(e <= allowed for e in got.values()), {n: f"{e:.1e}" for n, e in got.items()}
 
 

@@ -59,27 +59,27 @@ class Case:
         """query, key and value in `dtype`; strength (and table or edge_bias) in float32."""
         N, M, s = self.graph.num_targets, self.graph.num_sources, 10 * self.seed
         H, Hk, D, Dv = self.heads, self.kv_heads, self.features, self.value_features
-        found = {"query": random(*self.batch, N, H, D, seed=s) + self.offset}
+        tensors = {"query": random(*self.batch, N, H, D, seed=s) + self.offset}
         if not self.shared:
-            found["key"] = random(*self.batch, M, Hk, D, seed=s + 1) + self.offset
-            found["value"] = random(*self.batch, M, Hk, Dv, seed=s + 2)
-        found = {name: x.to(dtype) for name, x in found.items()}
+            tensors["key"] = random(*self.batch, M, Hk, D, seed=s + 1) + self.offset
+            tensors["value"] = random(*self.batch, M, Hk, Dv, seed=s + 2)
+        tensors = {name: x.to(dtype) for name, x in tensors.items()}
         if self.strength is not None:
             strength = torch.tensor(self.strength, dtype=torch.float64)
         elif self.score == "rbf":
             strength = D**0.5 * (0.3 * random(H, seed=s + 3)).exp()
         else:
             strength = random(H, seed=s + 3) / D**0.5  # of either sign
-        found["strength"] = strength.float()
+        tensors["strength"] = strength.float()
         if self.table:
             assert self.graph.structure is not None
             rows = self.graph.structure.num_offsets
             assert rows is not None
-            found["table"] = random(rows, H, seed=s + 4).float()
+            tensors["table"] = random(rows, H, seed=s + 4).float()
         if self.per_edge:
             batch = self.batch if self.per_sample else ()
-            found["edge_bias"] = random(*batch, self.graph.num_edges, H, seed=s + 4).float()
-        return found
+            tensors["edge_bias"] = random(*batch, self.graph.num_edges, H, seed=s + 4).float()
+        return tensors
 
     def upstream(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Gradients of the output (in `dtype`) and of the log-sums, as numbers that come in."""
@@ -152,8 +152,8 @@ def differentiated(
 ) -> Tensors:
     d_out, d_lse = (d.to(x.device, x.dtype) for d, x in zip(upstream, (out, lse), strict=True))
     gradients = torch.autograd.grad((out, lse), list(leaves.values()), (d_out, d_lse))
-    found = {"out": out, "lse": lse, **dict(zip(leaves, gradients, strict=True))}
-    return {name: x.detach().cpu() for name, x in found.items()}
+    results = {"out": out, "lse": lse, **dict(zip(leaves, gradients, strict=True))}
+    return {name: x.detach().cpu() for name, x in results.items()}
 
 
 def in_float64(case: Case, tensors: Tensors, upstream: tuple[Tensor, Tensor]) -> Tensors:
@@ -170,6 +170,24 @@ def kernels(case: Case, device: str, dtype: torch.dtype = torch.float32) -> Tens
 def exact(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
     """Compute outputs, log-sums and gradients in float64, from inputs rounded to `dtype`."""
     return in_float64(case, case.tensors(dtype), case.upstream(dtype))
+
+
+def kernels_and_exact(device: str) -> tuple[tuple[str, str, torch.dtype], ...]:
+    """Backend, device and dtype of what is tested, and of what it is compared with."""
+    return ("triton", device, torch.float32), ("reference", "cpu", torch.float64)
+
+
+def hessian_products(case: Case, device: str) -> list[Tensors]:
+    """Hessian-vector products, through outputs and log-sums, by kernels and in float64."""
+    products = []
+    for backend, where, dtype in kernels_and_exact(device):
+        leaves = {n: x.to(where, dtype).requires_grad_() for n, x in case.tensors().items()}
+        out, lse = attend(case, leaves, backend=backend, device=where)
+        loss = out.square().sum() + lse[lse.isfinite()].square().sum()
+        first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), list(leaves.values()))
+        products.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
+    return products
 
 
 def plain(case: Case, dtype: torch.dtype) -> Tensors:
@@ -254,35 +272,54 @@ def guarded(x: Tensor, device: str) -> Tensor:
     return inner.copy_(x)
 
 
-def error(found: Tensor, expected: Tensor, floor: float = 1e-3) -> float:
+def solve_guarded(case: Case, device: str) -> tuple[Tensors, Tensors]:
+    """Results by kernels with NaN around every input, d_out and d_lse, and those in float64."""
+    tensors, upstream = case.tensors(), case.upstream()
+    inside = {n: guarded(x, device).requires_grad_() for n, x in tensors.items()}
+    d_out, d_lse = (guarded(d, device) for d in upstream)
+    out, lse = attend(case, inside, backend="triton", device=device)
+    return differentiated(out, lse, inside, (d_out, d_lse)), in_float64(case, tensors, upstream)
+
+
+def spoiled(tensors: Tensors, hit: Tensor, bad: float | Tensor) -> Tensors:
+    """Tokens that are hit [*, M] hold `bad` in query, key and value; a tensor has a number each."""
+    return {
+        n: torch.where(hit[..., None, None], torch.as_tensor(bad)[..., None, None], x).to(x.dtype)
+        if n in ("query", "key", "value")
+        else x
+        for n, x in tensors.items()
+    }
+
+
+def error(result: Tensor, expected: Tensor, floor: float = 1e-3) -> float:
     """Relative RMS over finite numbers (infinite ones must agree); `floor`: the least size."""
-    found, expected = found.double(), expected.double()
-    assert found.shape == expected.shape
+    result, expected = result.double(), expected.double()
+    assert result.shape == expected.shape
     infinite = expected.isinf()
-    assert torch.equal(found[infinite], expected[infinite]), "not infinite in the same places"
-    found, expected = found[~infinite], expected[~infinite]
+    assert torch.equal(result[infinite], expected[infinite]), "not infinite in the same places"
+    result, expected = result[~infinite], expected[~infinite]
     if not expected.numel():
         return 0.0
     size = expected.square().mean().sqrt().clamp(min=floor)
-    return float((found - expected).square().mean().sqrt() / size)
+    return float((result - expected).square().mean().sqrt() / size)
 
 
-def errors(found: Tensors, expected: Tensors, floor: float = 1e-3) -> dict[str, float]:
+def errors(results: Tensors, expected: Tensors, floor: float = 1e-3) -> dict[str, float]:
     """Compute the relative error of every result, by name.
 
     The gradient of `strength` sums what all tokens give and may cancel to 0: its error is measured
     beside a size of at least 1.
     """
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     return {
-        name: error(found[name], expected[name], 1.0 if name == "strength" else floor)
+        name: error(results[name], expected[name], 1.0 if name == "strength" else floor)
         for name in expected
     }
 
 
-def check(found: Tensors, expected: Tensors, allowed: float, floor: float = 1e-3) -> None:
+def check(results: Tensors, expected: Tensors, allowed: float, floor: float = 1e-3) -> None:
     """Every result within `allowed` relative RMS; NaN is not."""
-    got = errors(found, expected, floor)
+    got = errors(results, expected, floor)
     assert all(e <= allowed for e in got.values()), {n: f"{e:.1e}" for n, e in got.items()}
 
 
@@ -303,7 +340,7 @@ def check_half(case: Case, dtype: torch.dtype, device: str) -> None:
     assert_small(half_errors(case, dtype, device))
 
 
-def assert_small(found: Errors) -> None:
+def assert_small(measured: Errors) -> None:
     """Assert that every error is allowed; NaN is not."""
-    table = {name: f"{error:.1e} <= {allowed:.1e}" for name, (error, allowed) in found.items()}
-    assert all(error <= allowed for error, allowed in found.values()), table
+    table = {name: f"{error:.1e} <= {allowed:.1e}" for name, (error, allowed) in measured.items()}
+    assert all(error <= allowed for error, allowed in measured.values()), table

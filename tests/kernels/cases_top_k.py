@@ -52,8 +52,8 @@ def pairs_of(words: Tensor, case: Case, bands: BandSchedule) -> Tensor:
         i, c = torch.arange(targets)[:, None], torch.arange(sources)[None, :]
         o_word = c // 32 - (i - before).clamp(min=0) // 32
         inside = (o_word >= 0) & (o_word < words.shape[-1])
-        own = words[:, :, start + i * step, o_word.clamp(0, words.shape[-1] - 1)]
-        bits = (own >> (c % 32)) & 1 != 0
+        words_of_part = words[:, :, start + i * step, o_word.clamp(0, words.shape[-1] - 1)]
+        bits = (words_of_part >> (c % 32)) & 1 != 0
         kept[:, :, start + i * step, source + c * step] = bits & inside
     return kept & case.edges[:, None]
 

@@ -37,3 +37,20 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             stack.enter_context(watched(request.config.getoption("--arch")))
         stack.enter_context(tuning.override(**({} if chosen == "cuda" else SMALL)))
         yield "cuda" if chosen == "cuda" else "cpu"
+
+
+@pytest.fixture
+def edge_tiles(device: str) -> Iterator[None]:
+    """Large tiles of edge kernels where they are interpreted."""
+    from cases_edges import large_tiles
+
+    with large_tiles(device):
+        yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that was compiled before or is compiled in a test is used in another."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -46,20 +46,20 @@ def mapped(*shape: int, dtype: torch.dtype) -> Tensor:
 def last_of(near: Tensor, tokens: int, dim: int = 0) -> Tensor:
     """A tensor of so many tokens, the last of which are those that are given."""
     shape = [*near.shape[:dim], tokens, *near.shape[dim + 1 :]]
-    found = mapped(*shape, dtype=near.dtype)
-    found.narrow(dim, tokens - near.shape[dim], near.shape[dim]).copy_(near)
-    return found
+    whole = mapped(*shape, dtype=near.dtype)
+    whole.narrow(dim, tokens - near.shape[dim], near.shape[dim]).copy_(near)
+    return whole
 
 
 def apart(*near: Tensor) -> list[Tensor]:
     """Return tokens [1, T, 1, D] in one memory, far from each other."""
     tokens = near[0].shape[1]
     whole = mapped(tokens * STRIDE, dtype=near[0].dtype)
-    found = []
+    views = []
     for place, x in enumerate(near):
         stride = (tokens * STRIDE, STRIDE, x.shape[-1], 1)
-        found.append(whole.as_strided(x.shape, stride, 1000 * place).copy_(x))
-    return found
+        views.append(whole.as_strided(x.shape, stride, 1000 * place).copy_(x))
+    return views
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, bias: Tensor | None = None):
@@ -75,17 +75,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, bias: Tensor | Non
     return out, *torch.autograd.grad(out, leaves, d_out.double())
 
 
-def close(found: Any, expected: Any) -> None:
-    for mine, exact in zip(found, expected, strict=True):
+def close(results: Any, expected: Any) -> None:
+    for mine, exact in zip(results, expected, strict=True):
         assert mine.isfinite().all()
         assert (mine.double() - exact).norm() < 3e-3 * exact.norm()
 
 
 def row_dots_of_last(a: Tensor, b: Tensor, factor: float = 1.0, subtracted: Any = None) -> Tensor:
     """Compute the products of the few tokens; a program for all would go over 2^26."""
-    found = torch.empty(1, 1, a.shape[1])
-    found[0, 0, -T:] = (a[0, -T:, 0].float() * b[0, -T:, 0].float()).sum(-1)
-    return found
+    dots = torch.empty(1, 1, a.shape[1])
+    dots[0, 0, -T:] = (a[0, -T:, 0].float() * b[0, -T:, 0].float()).sum(-1)
+    return dots
 
 
 class Tables:
@@ -105,8 +105,8 @@ class Tables:
         order = j.argsort(stable=True)
         self.by_source = self.rows(M, j[order], (N - T + i[order]).int(), start + place[order], 0)
 
-    def rows(self, tokens: int, own: Tensor, others: Tensor, edges: Tensor | None, start: int):
-        count = torch.bincount(own, minlength=T)
+    def rows(self, tokens: int, of_rows: Tensor, others: Tensor, edges: Tensor | None, start: int):
+        count = torch.bincount(of_rows, minlength=T)
         first = start + count.cumsum(0) - count
         whole = torch.stack([tokens - T + torch.arange(T), first, count, torch.full((T,), -1)], 1)
         return Rows(others, edges, whole, whole, whole[:0, :3], 0, 10.0)
@@ -172,8 +172,8 @@ def far_edges() -> None:
         launch_over(*arguments, **named | ({"p_d_bias": d_bias} if "p_d_bias" in named else {}))
 
     edge_backward.launch_over = with_d_bias
-    found = [y[0, :, 0] for y in solved(x, d_out)]
-    close([*found, d_bias[0, start:, 0]], attention(*near, bias=bias[start:, 0]))
+    results = [y[0, :, 0] for y in solved(x, d_out)]
+    close([*results, d_bias[0, start:, 0]], attention(*near, bias=bias[start:, 0]))
 
 
 def far_segments() -> None:
@@ -194,8 +194,8 @@ def far_segments() -> None:
     edge_math.heads_first = two_last
     edge_inputs.launch = lambda kernel, grid, **arguments: launch(kernel, (2,), **arguments)
     edge_backward.row_dots = row_dots_of_last
-    found = solved(EdgeInputs(q, k, v, SCALE, tables, rbf=False), d_out)
-    close((x[0, -T:, 0] for x in found), attention(*near))
+    results = solved(EdgeInputs(q, k, v, SCALE, tables, rbf=False), d_out)
+    close((x[0, -T:, 0] for x in results), attention(*near))
 
 
 def neighbors(far: str, proved: bool = True) -> None:
@@ -235,23 +235,23 @@ def consensus(dtype: torch.dtype) -> None:
 
     for graph in (ga.window_path_graph(T, 2), ga.from_mask(torch.rand(T, T) < 0.2)):
         for update in ("energy", "target"):
-            found, expected = (
+            results, expected = (
                 step(x, graph, update) for x in (apart(*near), [x.clone() for x in near])
             )
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def new_token() -> None:
     """One token of a tensor [heads, tokens, features]: its heads lie far apart."""
     near = [x[None, :, None] for x in random(3, features=16)]  # heads in the place of tokens
     keys, values = torch.randn(2, T, 5, 16).half()
-    found = []
+    results = []
     for tokens in (near, apart(*near)):
         caches = keys.clone(), values.clone()
         token = [x[:, :, 0] for x in tokens]
         out = window_step(*token, *caches, first=3, held=4, window=4, log_sigma=None)
-        found.append((out, *caches))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append((out, *caches))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 PROGRAMS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {

@@ -199,8 +199,8 @@ def _attention(case: Case, dtype: torch.dtype, longest: int | None) -> Callable[
                 stack.enter_context(cut_at(longest))
             if dtype != FP32:
                 return cases_kernels.half_errors(case, dtype, device)
-            found, expected = cases_kernels.kernels(case, device), cases_kernels.exact(case)
-            return _single(cases_kernels.errors(found, expected))
+            results, expected = cases_kernels.kernels(case, device), cases_kernels.exact(case)
+            return _single(cases_kernels.errors(results, expected))
 
     return errors
 
@@ -230,14 +230,14 @@ def _consensus(case: cases_consensus.Case, dtype: torch.dtype) -> Callable[[str]
         with cut_at(16):
             if dtype != FP32:
                 return cases_consensus.half_errors(case, dtype, device)
-            found, expected = cases_consensus.kernels(case, device), cases_consensus.exact(case)
-            return _single(cases_consensus.errors(found, expected, case, floor=0.1))
+            results, expected = cases_consensus.kernels(case, device), cases_consensus.exact(case)
+            return _single(cases_consensus.errors(results, expected, case, floor=0.1))
 
     return errors
 
 
-def _single(found: dict[str, float]) -> Errors:
-    return {name: (error, SINGLE) for name, error in found.items()}
+def _single(errors: dict[str, float]) -> Errors:
+    return {name: (error, SINGLE) for name, error in errors.items()}
 
 
 def _neighbors(tokens: torch.Tensor, k: int) -> Callable[[str], Errors]:
@@ -250,8 +250,8 @@ def _neighbors(tokens: torch.Tensor, k: int) -> Callable[[str], Errors]:
             expected = ga.knn(tokens, k, backend="reference", **options)[0]
             if "within" in options:
                 options = {"within": options["within"].to(device)}
-            found = ga.knn(tokens.to(device), k, backend="triton", **options)[0].cpu()
-            wrong[name] = float((found != expected).double().mean()), 0.0
+            index = ga.knn(tokens.to(device), k, backend="triton", **options)[0].cpu()
+            wrong[name] = float((index != expected).double().mean()), 0.0
         return wrong
 
     return errors
@@ -274,8 +274,8 @@ def _steps(kind: str, options: dict[str, object], dtype: torch.dtype) -> Callabl
         def steps(backend: str, on: str) -> torch.Tensor:
             stepping, inputs = layer(backend).to(on), x.to(on)
             cache = stepping.init_cache(2, window)
-            found = [stepping.step(inputs[:, i], cache) for i in range(tokens)]
-            return torch.stack(found, dim=1).cpu().double()
+            outputs = [stepping.step(inputs[:, i], cache) for i in range(tokens)]
+            return torch.stack(outputs, dim=1).cpu().double()
 
         with torch.no_grad():
             exact = layer("reference").double()

@@ -173,8 +173,8 @@ def needs_rocm(row: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_the_command_succeeds_and_states_versions_not_times(sound: Any, folder: Path) -> None:
-    run, found = sound
-    for row in found.values():
+    run, table = sound
+    for row in table.values():
         needs_rocm(row)
     assert run.returncode == 0, run.stderr
     text = (folder / "sound.md").read_text()
@@ -187,13 +187,13 @@ def test_the_command_succeeds_and_states_versions_not_times(sound: Any, folder: 
 
 @pytest.mark.long
 def test_every_fault_is_found_and_fails_the_command(faulty: Any) -> None:
-    run, found = faulty
+    run, table = faulty
     assert run.returncode == 1
-    for (name, arch), row in found.items():
+    for (name, arch), row in table.items():
         for problem in row["problems"]:
             assert f"- {name} on {arch} {problem}" in run.stdout.splitlines()
-    assert found["sound", "sm_90"]["problems"] == []
-    spilling = found["spilling", "sm_90"]
+    assert table["sound", "sm_90"]["problems"] == []
+    spilling = table["spilling", "sm_90"]
     # Accumulators of 64 x 128 in one warp are 256 registers a thread; there are 255.
     assert spilling["compiled"]["registers"] == 255
     assert spilling["compiled"]["stack"] >= 4
@@ -201,10 +201,10 @@ def test_every_fault_is_found_and_fails_the_command(faulty: Any) -> None:
     assert any(problem.startswith("spills ") for problem in spilling["problems"])
     # A warpgroup is four warps: one warp alone has no wgmma.
     assert "has no wgmma (HGMMA), but HMMA" in spilling["problems"]
-    (large,) = found["large", "sm_90"]["problems"]
+    (large,) = table["large", "sm_90"]["problems"]
     assert "of shared memory, sm_90 has 227 KiB" in large
-    assert found["ieee", "sm_90"]["problems"] == ["has no wgmma (HGMMA), but no other"]
-    (refused,) = found["refused", "sm_90"]["problems"]
+    assert table["ieee", "sm_90"]["problems"] == ["has no wgmma (HGMMA), but no other"]
+    (refused,) = table["refused", "sm_90"]["problems"]
     assert refused.startswith("does not compile: ")
 
 
@@ -378,7 +378,7 @@ def test_matrix_instructions_are_grouped_over_shapes() -> None:
 
 def test_what_is_not_specialised_is_a_parameter() -> None:
     """Triton says nothing of other names, and compiles anew for every length."""
-    found = 0
+    decorators = 0
     for file in Path(graphattn.kernels.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             for decorator in getattr(node, "decorator_list", []):
@@ -386,5 +386,5 @@ def test_what_is_not_specialised_is_a_parameter() -> None:
                     if keyword.arg == "do_not_specialize":
                         names = {name.value for name in keyword.value.elts}
                         assert names <= {x.arg for x in node.args.args}, (file.name, node.name)
-                        found += 1
-    assert found > 20
+                        decorators += 1
+    assert decorators > 20

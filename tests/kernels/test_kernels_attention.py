@@ -96,19 +96,9 @@ def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> No
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "name",
-    [
-        "path",
-        "causal window",
-        "causal window of many tiles",
-        "complete",
-        "more sources",
-        "dilated",
-        "sequences of many kinds",
-        "table",
-        "padding of a complete graph",
-        "eps",
-    ],
-)
+    ["path", "causal window", "causal window of many tiles", "complete", "more sources", "dilated",
+     "sequences of many kinds", "table", "padding of a complete graph", "eps"],
+)  # fmt: skip
 def test_half_precision_costs_at_most_twice_what_it_must(
     name: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -126,14 +116,10 @@ def test_any_width_of_a_head(D: int, Dv: int, score: str, device: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(ga.causal_graph(20), batch=(0,)),
-        Case(ga.causal_graph(0)),
-        Case(ga.bipartite_complete_graph(3, 0)),
-        Case(ga.bipartite_complete_graph(0, 3)),
-    ],
+    [Case(ga.causal_graph(20), batch=(0,)), Case(ga.causal_graph(0)),
+     Case(ga.bipartite_complete_graph(3, 0)), Case(ga.bipartite_complete_graph(0, 3))],
     ids=["no batch", "no tokens", "no sources", "no targets"],
-)
+)  # fmt: skip
 def test_nothing_to_do_is_done(case: Case, device: str) -> None:
     check(kernels(case, device), exact(case), 0.0)
 
@@ -163,8 +149,8 @@ def test_a_tile_needs_no_mask_only_where_all_its_rows_see_it(device: str) -> Non
         graph = ga.window_path_graph(80, window, self_loops=True)
         wanted = ga.dot_product_attention(x, x, x, graph, backend="reference")
         q, k = x.float().to(device), x.float().to(device)
-        found = ga.dot_product_attention(q, k, k, graph.to(device), backend="triton")
-        torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+        out = ga.dot_product_attention(q, k, k, graph.to(device), backend="triton")
+        torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
@@ -202,8 +188,8 @@ def test_the_layout_of_the_inputs_does_not_matter(layout: str, device: str) -> N
     tensors["strength"] = case.tensors()["strength"]
     if layout != "views of one projection":
         assert any(not y.is_contiguous() for y in tensors.values())
-    found = solve(case, tensors, case.upstream(), backend="triton", device=device)
-    check(found, in_float64(case, tensors, case.upstream()), SINGLE)
+    results = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    check(results, in_float64(case, tensors, case.upstream()), SINGLE)
 
 
 @pytest.mark.long
@@ -218,8 +204,8 @@ def test_the_layout_of_the_upstream_gradient_does_not_matter(layout: str, device
     else:
         d_out = d_out.mT.contiguous().mT
     assert not d_out.is_contiguous()
-    found = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
-    check(found, in_float64(case, case.tensors(), (d_out, d_lse)), SINGLE)
+    results = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
+    check(results, in_float64(case, case.tensors(), (d_out, d_lse)), SINGLE)
 
 
 @pytest.mark.long
@@ -250,8 +236,8 @@ def test_gradients_are_given_to_those_who_ask(device: str) -> None:
         for name in wanted:
             leaves[name].requires_grad_()
         out, lse = attend(case, leaves, backend="triton", device=device)
-        found = differentiated(out, lse, {n: leaves[n] for n in wanted}, case.upstream())
-        check(found, {name: expected[name] for name in found}, SINGLE)
+        results = differentiated(out, lse, {n: leaves[n] for n in wanted}, case.upstream())
+        check(results, {name: expected[name] for name in results}, SINGLE)
 
 
 def test_log_sums_of_half_precision_are_float32_and_outputs_what_came_in(device: str) -> None:

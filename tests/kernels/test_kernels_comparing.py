@@ -57,20 +57,20 @@ def test_sources_of_windows_are_chosen_by_sums_of_rounded_products() -> None:
     with recording() as launches:
         inputs.kept = select(inputs, 4)
         forward(inputs)
-    found = fused(launches)
-    assert found.pop("band_forward_kernel")
-    assert list(found.values()) == [False]
+    kernels = fused(launches)
+    assert kernels.pop("band_forward_kernel")
+    assert list(kernels.values()) == [False]
 
 
 def test_a_step_chooses_by_sums_of_rounded_products() -> None:
     from graphattn.kernels.generation.step import window_step
 
     new, kept = torch.empty(3, 2, 8, device="meta"), torch.empty(6, 9, 8, device="meta")
-    sigma, found = torch.empty(2, device="meta"), {}
+    sigma, kernels = torch.empty(2, device="meta"), {}
     for top_k in (4, None):
         with recording() as launches:
             window_step(
                 new, new, new, kept, kept, first=0, held=9, window=9, log_sigma=sigma, top_k=top_k
             )
-        found[top_k] = fused(launches)
-    assert found == {4: {"window_step_kernel": False}, None: {"window_step_kernel": True}}
+        kernels[top_k] = fused(launches)
+    assert kernels == {4: {"window_step_kernel": False}, None: {"window_step_kernel": True}}

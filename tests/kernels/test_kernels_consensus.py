@@ -37,26 +37,17 @@ SINGLE = 5e-6  # relative RMS of float32; torch in float32: at most 1.4e-6
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> None:
     with watched_memory(device):
-        found = kernels(CASES[name], device)
-    check(found, exact(CASES[name]), CASES[name], SINGLE)
+        results = kernels(CASES[name], device)
+    check(results, exact(CASES[name]), CASES[name], SINGLE)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "name",
-    [
-        "path",
-        "path with self loops, target",
-        "dilated",
-        "windows side by side",
-        "tokens without edges",
-        "hubs",
-        "more sources",
-        "rotated, target",
-        "padding, target",
-        "one network for all heads",
-    ],
-)
+    ["path", "path with self loops, target", "dilated", "windows side by side",
+     "tokens without edges", "hubs", "more sources", "rotated, target", "padding, target",
+     "one network for all heads"],
+)  # fmt: skip
 def test_half_precision_costs_at_most_twice_what_it_must(
     name: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -69,22 +60,13 @@ def test_new_states_and_gradients_keep_their_dtypes(dtype: torch.dtype, device: 
     """States in half precision, a network in float32: what layers under autocast give."""
     case = CASES["path"]
     tensors = {n: x if n in NETWORK else x.to(dtype) for n, x in case.tensors().items()}
-    found = solve(case, tensors, case.upstream(dtype), device=device)
-    assert {n: x.dtype for n, x in found.items()} == {
+    results = solve(case, tensors, case.upstream(dtype), device=device)
+    assert {n: x.dtype for n, x in results.items()} == {
         "new": dtype, **{n: x.dtype for n, x in tensors.items()}
     }  # fmt: skip
     # A network rounded once more may cost what that costs.
     allowed = 4 * torch.finfo(dtype).eps
-    check(found, in_float64(case, tensors, case.upstream(dtype)), case, allowed)
-
-
-# Closed forms.
-
-
-# Step sizes.
-
-
-# Sizes.
+    check(results, in_float64(case, tensors, case.upstream(dtype)), case, allowed)
 
 
 @pytest.mark.long
@@ -146,9 +128,9 @@ def same_outputs_and_gradients(layer: torch.nn.Module, device: str, *inputs, **o
         moved = {n: x.to(where) for n, x in options.items()}
         y = model(leaves[0], graph.to(where), *leaves[1:], **moved)
         d_y = random(*y.shape, seed=9).to(y)
-        found = torch.autograd.grad(y, [*leaves, *model.parameters()], d_y)
+        gradients = torch.autograd.grad(y, [*leaves, *model.parameters()], d_y)
         names = [*(f"input {i}" for i in range(len(leaves))), *dict(model.named_parameters())]
-        results.append({"y": y, **dict(zip(names, found, strict=True))})
+        results.append({"y": y, **dict(zip(names, gradients, strict=True))})
     for name, theirs in results[1].items():
         off = results[0][name].detach().cpu().double() - theirs.detach()
         assert off.norm() <= 1e-5 * theirs.detach().norm().clamp(min=1e-2), name
@@ -188,5 +170,5 @@ def test_tokens_one_by_one_are_a_forward_over_all(device: str) -> None:
         whole = layer(x, ga.causal_window_graph(13, 4).to(device))
         cache = layer.init_cache(batch=2, window=4)
         steps = [layer.step(x[:, :6], cache), *(layer.step(x[:, t], cache) for t in range(6, 13))]
-    found = torch.cat([y if y.dim() == 3 else y[:, None] for y in steps], dim=1)
-    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    outputs = torch.cat([y if y.dim() == 3 else y[:, None] for y in steps], dim=1)
+    torch.testing.assert_close(outputs, whole, rtol=1e-5, atol=1e-5)

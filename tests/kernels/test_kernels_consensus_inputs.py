@@ -4,17 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_consensus import (
-    BACKEND,
-    CASES,
-    HALF,
-    Case,
-    check,
-    differentiated,
-    exact,
-    kernels,
-    move,
-)
+from cases_consensus import BACKEND, CASES, HALF, Case, check, differentiated, exact, kernels, move
 from cases_edges import only
 from torch import Tensor
 
@@ -49,8 +39,8 @@ def test_strides_change_no_result(name: str, laid_out, device: str) -> None:
     leaves = {n: laid_out(x.to(device)).requires_grad_() for n, x in case.tensors().items()}
     assert not leaves["target_hidden"].is_contiguous()
     d_new = laid_out(case.upstream().to(device))
-    found = differentiated(move(case, leaves, device=device), leaves, d_new)
-    check(found, exact(case), case, SINGLE)
+    results = differentiated(move(case, leaves, device=device), leaves, d_new)
+    check(results, exact(case), case, SINGLE)
 
 
 @pytest.mark.long
@@ -68,10 +58,10 @@ def test_what_all_entries_of_a_batch_share_may_be_expanded(device: str) -> None:
         }
         wider = replace(case, batch=(3,))
         d_new = case.upstream().expand(3, -1, -1, -1) / 3
-        found = differentiated(move(wider, expanded, device=device), tensors, d_new)
+        results = differentiated(move(wider, expanded, device=device), tensors, d_new)
         expected = exact(case)
         expected["new"] = expected["new"].expand(3, -1, -1, -1)
-        check(found, expected, case, SINGLE)
+        check(results, expected, case, SINGLE)
 
 
 # Nothing.
@@ -100,18 +90,18 @@ def test_without_edges_nothing_moves(name: str, step: float | str, device: str) 
         if update == "energy" and graph.num_targets != graph.num_sources:
             continue
         case = Case(graph, update, step=step, other_states=True, xi=3)
-        found = kernels(case, device)
-        assert torch.equal(found.pop("new"), case.tensors()["state"])
-        assert torch.equal(found.pop("state"), case.upstream())
-        assert all((x == 0).all() for x in found.values())
+        results = kernels(case, device)
+        assert torch.equal(results.pop("new"), case.tensors()["state"])
+        assert torch.equal(results.pop("state"), case.upstream())
+        assert all((x == 0).all() for x in results.values())
 
 
 @pytest.mark.parametrize("name", ["path", "list, target", "rotated rectangle", "padding"])
 def test_an_empty_batch_is_no_work(name: str, device: str) -> None:
     case = replace(CASES[name], batch=(0,))
-    found = kernels(case, device)
-    assert found["new"].shape == case.tensors()["state"].shape
-    assert all((x == 0).all() for x in found.values())
+    results = kernels(case, device)
+    assert results["new"].shape == case.tensors()["state"].shape
+    assert all((x == 0).all() for x in results.values())
 
 
 # Autocast.

@@ -31,10 +31,10 @@ def test_inside_of_an_operator_of_our_own_is_counted(device: str) -> None:
         pytest.skip('kernels take tensors on "meta" where they are interpreted')
     q = torch.empty(64, 2, 16, device="meta")
     graph = ga.causal_window_graph(64, 8).to("meta")
-    found = peak_of(lambda: ga.dot_product_attention(q, q, q, graph, backend="triton"))
-    assert found.kernels
+    peak = peak_of(lambda: ga.dot_product_attention(q, q, q, graph, backend="triton"))
+    assert peak.kernels
     out, log_sums = 4 * q.numel(), 4 * 64 * 2
-    assert found.bytes >= out + 2 * log_sums  # log-sums for the caller, and for the backward
+    assert peak.bytes >= out + 2 * log_sums  # log-sums for the caller, and for the backward
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
@@ -50,10 +50,10 @@ def test_the_peak_is_the_one_that_pytorch_sees_on_a_cpu(
     case, size = CASES[name], {**CASES[name].sizes["small"], "tokens": 64}
     run = case.contenders[EAGER]
     real, on_meta = (inputs_of(case, size, device, dtype) for device in ("cpu", "meta"))
-    found = peak_of(lambda: one_pass(run, on_meta, backward=backward))
+    on_paper = peak_of(lambda: one_pass(run, on_meta, backward=backward))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         one_pass(run, real, backward=backward)
-    assert found.bytes == pytest.approx(peak_of_events(profiler), rel=1e-2)
+    assert on_paper.bytes == pytest.approx(peak_of_events(profiler), rel=1e-2)
 
 
 def peak_of_events(profiler: Any) -> int:
@@ -84,8 +84,8 @@ def peak(run: Callable[[Any], Any], inputs: Any, *, backward: bool) -> tuple[flo
     if inputs.graph.device.type == "cuda":
         measured = cuda_peak(run, inputs, backward=backward)
         return measured, f"{measured / MEGABYTE:10,.1f} MB measured"
-    found = peak_of(lambda: one_pass(run, inputs, backward=backward))
-    return found.bytes, str(found)
+    predicted = peak_of(lambda: one_pass(run, inputs, backward=backward))
+    return predicted.bytes, str(predicted)
 
 
 @pytest.mark.long

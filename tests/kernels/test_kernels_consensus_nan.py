@@ -42,8 +42,8 @@ def test_nothing_is_read_out_of_bounds(name: str, device: str) -> None:
         case = replace(case, step=case.step[-2:])
     tensors, d_new = case.tensors(), case.upstream()
     inside = {n: guarded(x, device).requires_grad_() for n, x in tensors.items()}
-    found = differentiated(move(case, inside, device=device), inside, guarded(d_new, device))
-    check(found, in_float64(case, tensors, d_new), case, SINGLE)
+    results = differentiated(move(case, inside, device=device), inside, guarded(d_new, device))
+    check(results, in_float64(case, tensors, d_new), case, SINGLE)
 
 
 def spoiled(tensors: Tensors, hit: Tensor, bad: float) -> Tensors:
@@ -67,13 +67,13 @@ def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) ->
     assert mask is not None
     assert not mask.all()
     clean = kernels(case, device)
-    found = solve(case, spoiled(case.tensors(), ~mask, bad), case.upstream(), device=device)
-    for n in found:
-        own = mask if n in ("new", "state") else slice(None)
-        assert torch.equal(found[n][own], clean[n][own]), n
+    results = solve(case, spoiled(case.tensors(), ~mask, bad), case.upstream(), device=device)
+    for n in results:
+        kept_rows = mask if n in ("new", "state") else slice(None)
+        assert torch.equal(results[n][kept_rows], clean[n][kept_rows]), n
     kept = 1e30 if bad == 1e30 else 0.0  # NaN and infinity read as 0
-    assert (found["new"][~mask] == kept).all()
-    assert all((found[n][~mask] == 0).all() for n in ("target_hidden", "source_hidden"))
+    assert (results["new"][~mask] == kept).all()
+    assert all((results[n][~mask] == 0).all() for n in ("target_hidden", "source_hidden"))
 
 
 @pytest.mark.long
@@ -102,11 +102,11 @@ def test_a_bad_token_reaches_its_neighbours_and_nobody_else(
         touched = moved | sees[moved].any(0)
     assert not touched.all()
     clean = kernels(case, device)
-    found = solve(case, spoiled(case.tensors(), hit, bad), case.upstream(), device=device)
+    results = solve(case, spoiled(case.tensors(), hit, bad), case.upstream(), device=device)
     # inf - inf and inf * 0 are NaN, inf * 1 is not.
-    assert not found["new"][:, moved].isfinite().flatten(2).all(-1).any(), "it is hidden"
-    for n, unmoved in (("new", ~moved), *((n, ~touched) for n in TOKENS if n in found)):
-        assert torch.equal(found[n][:, unmoved], clean[n][:, unmoved]), n
+    assert not results["new"][:, moved].isfinite().flatten(2).all(-1).any(), "it is hidden"
+    for n, unmoved in (("new", ~moved), *((n, ~touched) for n in TOKENS if n in results)):
+        assert torch.equal(results[n][:, unmoved], clean[n][:, unmoved]), n
 
 
 @pytest.mark.long
@@ -122,11 +122,11 @@ def test_a_bad_sequence_changes_no_bit_of_the_others(
     hit = torch.zeros(2, N, dtype=torch.bool)
     hit[0], hit[1, :first] = True, True
     clean = kernels(case, device)
-    found = solve(case, spoiled(case.tensors(), hit, bad), case.upstream(), device=device)
-    assert found["new"][hit].isnan().any()
+    results = solve(case, spoiled(case.tensors(), hit, bad), case.upstream(), device=device)
+    assert results["new"][hit].isnan().any()
     for n in ("new", *TOKENS):
-        if n in found:
-            assert torch.equal(found[n][~hit], clean[n][~hit]), n
+        if n in results:
+            assert torch.equal(results[n][~hit], clean[n][~hit]), n
 
 
 @pytest.mark.long
@@ -152,12 +152,12 @@ def test_a_token_without_edges_keeps_its_state_to_the_last_bit(
         assert torch.equal(clean["state"][:, alone], case.upstream(dtype)[:, alone])
         bad = spoiled({n: x for n, x in tensors.items() if n != "state"}, alone, torch.nan)
         bad = {"state": tensors["state"], **bad}
-        found = solve(case, bad, case.upstream(dtype), device=device)
-        assert all(torch.equal(found[n], clean[n]) for n in found)
+        results = solve(case, bad, case.upstream(dtype), device=device)
+        assert all(torch.equal(results[n], clean[n]) for n in results)
         if update == "target":  # nobody reads what a row without edges is compared by
             bad = {**tensors, "target_hidden": spoiled(tensors, still, torch.nan)["target_hidden"]}
-            found = solve(case, bad, case.upstream(dtype), device=device)
-            assert all(torch.equal(found[n], clean[n]) for n in found)
+            results = solve(case, bad, case.upstream(dtype), device=device)
+            assert all(torch.equal(results[n], clean[n]) for n in results)
 
 
 @pytest.mark.long
@@ -192,12 +192,12 @@ def test_a_zero_row_of_lambda_stays_zero(case: Case, device: str) -> None:
     for n in ("shear", "shear_bias"):
         tensors[n][:, 0] = 0
         tensors[n][0] = 0  # and all rows of one head
-    found = solve(case, tensors, case.upstream(), device=device)
-    check(found, in_float64(case, tensors, case.upstream()), case, SINGLE)
+    results = solve(case, tensors, case.upstream(), device=device)
+    check(results, in_float64(case, tensors, case.upstream()), case, SINGLE)
     for n in ("shear", "shear_bias"):
-        assert (found[n][:, 0] == 0).all()
-        assert (found[n][0] == 0).all()
-        assert (found[n][1, 1] != 0).all()
+        assert (results[n][:, 0] == 0).all()
+        assert (results[n][0] == 0).all()
+        assert (results[n][1, 1] != 0).all()
 
 
 @pytest.mark.long
@@ -213,8 +213,7 @@ def test_rows_of_lambda_of_any_size_are_normalised(case: Case, scale: float, dev
     for n in ("shear", "shear_bias"):
         torch.testing.assert_close(scaled[n][1] * scale, plain[n][1], **close)
         scaled[n][1] = plain[n][1]
-    for n in scaled:
-        torch.testing.assert_close(scaled[n], plain[n], **close)
+    torch.testing.assert_close(scaled, plain, **close)
     assert torch.equal(scaled["new"][..., 0, :], plain["new"][..., 0, :])
 
 
@@ -232,12 +231,12 @@ def test_hidden_vectors_of_any_size(
     tensors = case.tensors(dtype)
     for n in ("target_hidden", "source_hidden"):
         tensors[n] = tensors[n] * size
-    found = solve(case, tensors, case.upstream(dtype), device=device)
+    results = solve(case, tensors, case.upstream(dtype), device=device)
     expected = in_float64(case, tensors, case.upstream(dtype))
-    for n in found:
+    for n in results:
         largest = expected[n].abs().max().clamp(min=1e-2)
         rounding = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-        assert (found[n].double() - expected[n]).abs().max() <= rounding * largest, n
+        assert (results[n].double() - expected[n]).abs().max() <= rounding * largest, n
 
 
 @pytest.mark.parametrize("logit", [-1e4, -90.0, 90.0, 1e4])
@@ -249,8 +248,8 @@ def test_softplus_neither_overflows_nor_loses_its_tail(
     tensors = case.tensors()
     case = replace(case, step=0.1)  # beside 1e4 all degrees are equally large, but for rounding
     tensors[which] = torch.full_like(tensors[which], logit)
-    found = solve(case, tensors, case.upstream(), device=device)
-    check(found, in_float64(case, tensors, case.upstream()), case, 2e-5)
+    results = solve(case, tensors, case.upstream(), device=device)
+    check(results, in_float64(case, tensors, case.upstream()), case, 2e-5)
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """The operator behind fused consensus: torch.library, torch.compile, derivatives, refusals."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,44 +10,22 @@ import pytest
 import torch
 from cases_consensus import BACKEND, CASES, Case, kernels, move
 from cases_edges import nearest, some
-from functorch.compile import make_boxed_func
-from test_kernels_no_waiting import NoCopiesFromTheCPU
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
+from cases_kernels import kernels_and_exact
+from compiling import check_compilations, check_compiled
+from test_kernels_no_waiting import nothing_waits
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.kernels.shared.launch import recording
 from graphattn.ops.consensus import operators
 
-pytestmark = pytest.mark.usefixtures("device")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("device", "fresh_compiler")
 
 
 def consensus_layer(backend: str = BACKEND, **options: Any) -> ga.nn.SelfConsensus:
     torch.manual_seed(0)
     options = {"step_size": "learned", **options}
     return ga.nn.SelfConsensus(8, 2, rank=2, edge_hidden=4, backend=backend, **options)
-
-
-class Calls(torch.fx.Interpreter):
-    """Runs a traced graph and notes what our operators are called with."""
-
-    def __init__(self, module: torch.fx.GraphModule, calls: list[tuple[Any, Any, Any]]) -> None:
-        super().__init__(module)
-        self.calls = calls
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if "graphattn" in str(target):
-            self.calls.append((target, args, kwargs))
-        return super().call_function(target, args, kwargs)
 
 
 LAYERS = {
@@ -72,30 +50,12 @@ def test_a_compiled_layer_is_one_node_and_gives_what_an_eager_one_gives(
     """
     graph, options = LAYERS[name]
     graph, model = graph.to(device), consensus_layer(**options).to(device)
-    calls: list[list[tuple[Any, Any, Any]]] = []
-
-    def note(module: torch.fx.GraphModule, _: object) -> Any:
-        calls.append([])
-        return make_boxed_func(Calls(module, calls[-1]).run)
-
-    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    x = torch.randn(1, 7, 8, device=device, requires_grad=True)
     valid = {"valid": torch.arange(7, device=device) != 5} if padded else {}
-    d_y, leaves = torch.randn(1, 7, 8, device=device), [x, *model.parameters()]
-    mine, theirs = compiled(x, graph, **valid), model(x, graph, **valid)
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    for a, b in zip(
-        torch.autograd.grad(mine, leaves, d_y),
-        torch.autograd.grad(theirs, leaves, d_y),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    forward, backward = calls
+    calls = check_compiled(model, torch.randn(1, 7, 8, device=device), graph, **valid)
     assert [len(nodes) for nodes in calls] == [1, 1], calls
-    for of_forward, nodes in ((True, forward), (False, backward)):
+    for nodes, is_forward in zip(calls, (True, False), strict=True):
         for target, args, kwargs in nodes:
-            torch.library.opcheck(target, *_leaves((args, kwargs), of_forward))
+            torch.library.opcheck(target, *_leaves((args, kwargs), is_forward))
 
 
 def _leaves(arguments: Any, requires_grad: bool) -> Any:
@@ -116,13 +76,7 @@ def test_two_compilations_serve_all_lengths_and_windows(
     step_size: float | str, device: str
 ) -> None:
     model = consensus_layer(update="target", step_size=step_size).to(device)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for n in (12, 17, 21, 9):
-        graph = ga.causal_window_graph(n, n // 4 + 1).to(device)
-        x = torch.randn(1, n, 8, device=device, requires_grad=True)
-        torch.testing.assert_close(compiled(x, graph), model(x, graph), rtol=1e-5, atol=1e-6)
-    assert counter.frame_count <= 2
+    check_compilations(model, 8, device)
 
 
 class Taken(Exception):
@@ -180,11 +134,8 @@ def test_kernels_run_where_they_are_asked_for(device: str) -> None:
 )
 def test_second_derivatives_are_those_of_the_reference(case: Case, device: str) -> None:
     """Hessian-vector products, of every tensor."""
-    case, found = replace(case, features=3, xi=4), []
-    for backend, where, dtype in (
-        (BACKEND, device, torch.float32),
-        ("reference", "cpu", torch.float64),
-    ):
+    case, results = replace(case, features=3, xi=4), []
+    for backend, where, dtype in kernels_and_exact(device):
         leaves = {n: x.to(where, dtype).requires_grad_() for n, x in case.tensors().items()}
         new = move(case, leaves, backend=backend, device=where)
         first = torch.autograd.grad(
@@ -192,9 +143,9 @@ def test_second_derivatives_are_those_of_the_reference(case: Case, device: str) 
         )
         along = sum(g.square().sum() for g in first)
         second = torch.autograd.grad(along, list(leaves.values()), materialize_grads=True)
-        found.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
-    for n, theirs in found[1].items():
-        off = (found[0][n].double() - theirs).norm()
+        results.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
+    for n, theirs in results[1].items():
+        off = (results[0][n].double() - theirs).norm()
         assert off <= 2e-5 * theirs.norm().clamp(min=1.0), n
 
 
@@ -241,37 +192,6 @@ def test_only_the_gradients_that_are_wanted_are_there(device: str) -> None:
 # Waiting.
 
 
-class ImplementationsOnMeta(TorchDispatchMode):
-    """Runs what our operators do; on meta PyTorch would only ask for shapes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = torch._library.custom_ops.OPDEFS.get(getattr(func, "_schema", func).name)
-        return (own._init_fn if own else func)(*args, **(kwargs or {}))
-
-
-def _no_autocast(*_: Any, **__: Any) -> nullcontext[None]:
-    """Stand in for torch.autocast, which consensus switches off, and which "meta" does not have."""
-    return nullcontext()
-
-
-@contextmanager
-def nothing_waits(device: str) -> Iterator[None]:
-    """Raise wherever the block waits for the device.
-
-    Without a GPU the block runs on "meta", whose tensors hold nothing that could be read.
-    """
-    if device == "cuda":
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        return
-    with ImplementationsOnMeta(), NoCopiesFromTheCPU(), recording():
-        yield
-
-
 @pytest.mark.parametrize(
     ("build", "options"),
     [
@@ -296,13 +216,11 @@ def test_a_layer_waits_for_nothing(
         y = layer(x, graph)
         return [y, *torch.autograd.grad(y.square().mean(), [x, *layer.parameters()])]
 
-    on_meta, of_meta = where == "meta", mock.patch.object(torch, "autocast", _no_autocast)
-    with of_meta if on_meta else nullcontext():
-        with recording() if on_meta else nullcontext():
-            step()  # tables are made once, kernels compiled
-        with nothing_waits(where):
-            found = step()
-    assert [t.shape for t in found] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
+    with recording() if where == "meta" else nullcontext():
+        step()  # tables are made once, kernels compiled
+    with nothing_waits(where):
+        results = step()
+    assert [t.shape for t in results] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
 
 
 # Refusals.

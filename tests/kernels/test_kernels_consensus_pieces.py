@@ -62,10 +62,10 @@ def counted() -> Iterator[list[str]]:
 def test_a_small_workspace_gives_the_same(name: str, device: str) -> None:
     case = FORMS[name]
     with workspace(5000), counted() as started, watched_memory(device):
-        found = kernels(case, device)
+        results = kernels(case, device)
     edges_kernels = [kernel for kernel in started if kernel.startswith("consensus")]
     assert len(edges_kernels) > 2, started  # or nothing was cut
-    check(found, exact(case), case, ALLOWED)
+    check(results, exact(case), case, ALLOWED)
 
 
 @pytest.mark.long
@@ -79,8 +79,8 @@ def test_a_large_workspace_takes_one_launch_forward_and_one_backward(device: str
 def test_more_offsets_than_a_piece_has_room_for(device: str) -> None:
     case = Case(ga.window_path_graph(12, 9), heads=1)
     with workspace(900):
-        found = kernels(case, device)
-    check(found, exact(case), case, ALLOWED)
+        results = kernels(case, device)
+    check(results, exact(case), case, ALLOWED)
 
 
 @pytest.mark.long
@@ -89,8 +89,8 @@ def test_rows_that_are_cut_and_edges_that_are_cut(size: int, device: str) -> Non
     for update in ("energy", "target"):
         case = Case(hubs(), update=update, heads=1, step="auto")
         with cut_at(4), workspace(size):
-            found = kernels(case, device)
-        check(found, exact(case), case, ALLOWED)
+            results = kernels(case, device)
+        check(results, exact(case), case, ALLOWED)
 
 
 @pytest.mark.long
@@ -104,21 +104,20 @@ def test_weights_that_stay_on_chip_are_the_same_weights(name: str, xi: int, devi
     if device != "cpu":
         pytest.skip("a GPU takes the way it has")
     case = replace(CASES[name], xi=xi)
-    results, found = [], []
+    results, decisions = [], []
     decide = inputs.ConsensusInputs.holds_weights
 
     def noted(self, choice) -> bool:
-        found.append(decide(self, choice))
-        return found[-1]
+        decisions.append(decide(self, choice))
+        return decisions[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs.ConsensusInputs, "holds_weights", noted)
         for architecture in ("sm_80", "sm_90"):
             with tuning.compiling_for(architecture):
                 results.append(kernels(case, device, torch.float16))
-    assert found == [False, True]
-    for tensor in results[0]:
-        torch.testing.assert_close(results[1][tensor], results[0][tensor], rtol=0, atol=0)
+    assert decisions == [False, True]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def layered(case: Case, groups: int) -> dict[str, Tensor]:
@@ -168,12 +167,12 @@ def test_a_first_layer_gives_what_its_hidden_vectors_give(
     case = FORMS[name]
     tensors = layered(case, 1 if case.one_network else case.heads)
     with workspace(size):
-        found = solve_layered(case, tensors, "triton", device)
+        results = solve_layered(case, tensors, "triton", device)
     expected = solve_layered(
         case, {name: x.double() for name, x in tensors.items()}, "reference", "cpu"
     )
     for tensor, theirs in expected.items():
-        error = (found[tensor].double() - theirs).square().mean().sqrt()
+        error = (results[tensor].double() - theirs).square().mean().sqrt()
         assert error <= ALLOWED * theirs.square().mean().sqrt(), tensor
 
 
@@ -213,8 +212,8 @@ def test_what_padding_of_a_first_layer_holds_is_not_read(backend: str, device: s
         tensors[name][:, 20:] = float("nan")
     leaves = {name: x.to(device).requires_grad_() for name, x in tensors.items()}
     new = move_layered(case, leaves, backend, device, valid=valid.to(device))
-    found = torch.autograd.grad(new[:, :20].sum(), list(leaves.values()))
-    assert all(x.isfinite().all() for x in found)
+    gradients = torch.autograd.grad(new[:, :20].sum(), list(leaves.values()))
+    assert all(x.isfinite().all() for x in gradients)
 
 
 @pytest.mark.long
@@ -228,8 +227,7 @@ def test_autocast_around_the_backward_changes_nothing(device: str) -> None:
         with torch.autocast(device, torch.bfloat16, enabled=bool(options)):
             return torch.autograd.grad(new.square().sum(), list(leaves.values()), **options)
 
-    for ours, theirs in zip(gradients(retain_graph=True), gradients(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(retain_graph=True), gradients(), rtol=0, atol=0)
     for ours, theirs in zip(gradients(create_graph=True), gradients(), strict=True):
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 

@@ -131,10 +131,10 @@ def test_random_problems_are_solved(seed: int, device: str) -> None:
     case, dtype = random_case(seed)
     if dtype == torch.float32:
         with watched_memory(device) if seed % 4 == 0 else nullcontext():  # it takes its time
-            found = kernels(case, device)
+            results = kernels(case, device)
         expected = exact(case)
         of_torch = errors(plain(case, dtype), expected, case, floor=0.1)
-        got = errors(found, expected, case, floor=0.1)
+        got = errors(results, expected, case, floor=0.1)
         assert all(got[n] <= SINGLE + 2 * of_torch[n] for n in got), (got, of_torch)
     else:
         check_half(case, dtype, device)

@@ -79,10 +79,9 @@ def on_gpu(*shape: int, index: int = 0) -> Any:
 
 def call_of(query: Any) -> AttentionCall:
     """A call of attention with these queries; nothing else of it is read."""
-    found = SimpleNamespace(
+    call: Any = SimpleNamespace(
         query=query, value=query, score=ga.DotProduct(), softcap=None, dropout=0.0
     )
-    call: Any = found
     return call
 
 
@@ -151,11 +150,11 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_tiles_are_chosen_for_the_current_device(two_kinds: list[int]) -> None:
-    found = []
+    choices = []
     for two_kinds[0] in (0, 1, 0):
-        found.append((tuning.architecture(), tuning.choose("forward", torch.bfloat16, 64, 4096)))
-    assert [name for name, _ in found] == ["sm_90", "sm_80", "sm_90"]
-    assert [choice for _, choice in found] == [
+        choices.append((tuning.architecture(), tuning.choose("forward", torch.bfloat16, 64, 4096)))
+    assert [name for name, _ in choices] == ["sm_90", "sm_80", "sm_90"]
+    assert [choice for _, choice in choices] == [
         table["forward"][64] for table in (tuning.HOPPER, tuning.OTHERS, tuning.HOPPER)
     ]
 
@@ -208,9 +207,9 @@ def test_operations_run_with_the_device_of_their_tensors_as_the_current_one(
     monkeypatch.setattr(tuning, "architecture", architecture)
     x = torch.randn(20, 1, 16, requires_grad=True)
     with mock.patch.object(tuning, "_override", {}):  # which is looked at before the device
-        found = run(x)
-        if found.requires_grad:
-            found.sum().backward()
+        result = run(x)
+        if result.requires_grad:
+            result.sum().backward()
     assert asked or run is generate
     assert 0 not in asked
 
@@ -231,12 +230,12 @@ def test_more_programs_than_a_device_can_start_are_refused(grid: tuple[int, ...]
     )
     with pytest.raises(ValueError, match=says):
         launch(kernel_that_is_not_started, grid, **arguments)  # type: ignore[arg-type]
-    with recording() as found, pytest.raises(ValueError, match=says):
+    with recording() as recorded, pytest.raises(ValueError, match=says):
         launch(kernel_that_is_not_started, grid, **arguments)  # type: ignore[arg-type]
-    assert not found
-    with recording() as found:
+    assert not recorded
+    with recording() as recorded:
         launch(kernel_that_is_not_started, (2**31 - 1,), **arguments)  # type: ignore[arg-type]
-    assert len(found) == 1
+    assert len(recorded) == 1
 
 
 # Tuples as arguments.
@@ -267,8 +266,8 @@ def test_few_features_never_meet_many_tokens_at_a_time_on_hopper() -> None:
         for kernel, side in tuning.OTHER_SIDE.items():
             for width, narrowest in ((24, None), (32, 32), (40, 24), (64, 1)):
                 for window in (17, 256, 4096):
-                    found = tuning.choose(kernel, torch.bfloat16, width, window, narrowest)
-                    assert getattr(found, side) <= 32
+                    choice = tuning.choose(kernel, torch.bfloat16, width, window, narrowest)
+                    assert getattr(choice, side) <= 32
         assert tuning.choose("forward", torch.bfloat16, 64, 4096, 40).columns == 128
     with tuning.compiling_for("sm_80"):
         assert tuning.choose("d_source", torch.bfloat16, 24, 4096).columns == 64

@@ -4,12 +4,11 @@ Random gradients come in through outputs and log-sums. Everything the kernels al
 before they write it (see `device`), so an element left out fails.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from cases_edges import CASES, EVERY, cut_at, gathering, large_tiles, nearest, only, some, top
+from cases_edges import CASES, EVERY, cut_at, gathering, nearest, only, some, top
 from cases_kernels import Case, attend, check, check_half, exact, kernels
 from watched_memory import watched_memory
 
@@ -18,39 +17,26 @@ from graphattn.kernels.edges import schedule
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import recording
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6  # relative RMS of float32
 HALF = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _tiles(device: str) -> Iterator[None]:
-    with large_tiles(device):
-        yield
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> None:
     # Averages of one or few sources have small gradients: their rounding is measured beside 0.1.
     with watched_memory(device):
-        found = kernels(CASES[name], device)
-    check(found, exact(CASES[name]), SINGLE, floor=0.1)
+        results = kernels(CASES[name], device)
+    check(results, exact(CASES[name]), SINGLE, floor=0.1)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "name",
-    [
-        "more sources",
-        "neighbours",
-        "longformer",
-        "hubs",
-        "bias of fewer neighbours than k",
-        "eps",
-        "top 3 with a bias",
-    ],
-)
+    ["more sources", "neighbours", "longformer", "hubs", "bias of fewer neighbours than k", "eps",
+     "top 3 with a bias"],
+)  # fmt: skip
 def test_half_precision_costs_at_most_twice_what_it_must(
     name: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -63,27 +49,16 @@ def test_half_precision_costs_at_most_twice_what_it_must(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "longest"),
-    [
-        ("list of many edges", 35),
-        ("neighbours", 4),
-        ("grid with a class token", 8),
-        ("longformer", 8),
-        ("hubs", 8),
-        ("hubs", 37),
-        ("all edges on one target", 8),
-        ("all edges from one source", 1),
-        ("bias of fewer neighbours than k", 5),
-        ("bias of hubs", 16),
-        ("padding of hubs", 12),
-        ("top 6 of hubs", 8),
-        ("top 3 with a bias and padding", 4),
-    ],
-)
+    [("list of many edges", 35), ("neighbours", 4), ("grid with a class token", 8),
+     ("longformer", 8), ("hubs", 8), ("hubs", 37), ("all edges on one target", 8),
+     ("all edges from one source", 1), ("bias of fewer neighbours than k", 5), ("bias of hubs", 16),
+     ("padding of hubs", 12), ("top 6 of hubs", 8), ("top 3 with a bias and padding", 4)],
+)  # fmt: skip
 def test_where_rows_are_cut_changes_no_result(name: str, longest: int, device: str) -> None:
     case = replace(CASES[name], batch=(1,))
     with cut_at(longest), watched_memory(device):
-        found = kernels(case, device)
-    check(found, exact(case), SINGLE, floor=0.1)
+        results = kernels(case, device)
+    check(results, exact(case), SINGLE, floor=0.1)
 
 
 def test_rows_are_cut_where_that_is_said(device: str) -> None:
@@ -121,8 +96,8 @@ def test_tiles_may_be_as_small_as_one_edge(size: tuple[int, int], device: str) -
         top(2, Case(nearest(4, 3), **one_head)),
     ):
         with tuning.override(**gathering(*size)), watched_memory(device):
-            found = kernels(case, device)
-        check(found, exact(case), SINGLE, floor=0.1)
+            results = kernels(case, device)
+        check(results, exact(case), SINGLE, floor=0.1)
 
 
 # Sizes.
@@ -162,13 +137,31 @@ def test_without_edges_everything_is_zero(
     name: str, per_edge: bool, top_k: int | None, device: str
 ) -> None:
     case = Case(EMPTY[name], per_edge=per_edge, options={"top_k": top_k})
-    found = kernels(case, device)
-    check(found, exact(case), 0.0)
-    assert all((found[n] == 0).all() for n in found if n != "lse")
-    assert (found["lse"] == -torch.inf).all()
+    results = kernels(case, device)
+    check(results, exact(case), 0.0)
+    assert all((results[n] == 0).all() for n in results if n != "lse")
+    assert (results["lse"] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("name", ["list", "neighbours", "longformer", "bias of a list"])
 def test_an_empty_batch_is_no_work(name: str, device: str) -> None:
     case = replace(CASES[name], batch=(0,))
     check(kernels(case, device), exact(case), 0.0)
+
+
+def test_a_union_with_a_window_keeps_its_window_a_band(device: str) -> None:
+    """Band kernels compute the window of a graph that joins a window with other edges.
+
+    The other edges are gathered, and the two results are merged. If there is a bias per edge, or no
+    window (the grid), all edges are gathered.
+    """
+    if device != "cpu":
+        pytest.skip("what is recorded does not run")
+    for name, bands in (("longformer", 1), ("bias of a longformer", 0), ("grid", 0)):
+        case = CASES[name]
+        with recording() as launches:
+            attend(case, case.tensors(), backend="triton")
+        first = [one for one in launches if not one.arguments.get("CAREFUL")]
+        names = [one.kernel.fn.__name__ for one in first]
+        assert names.count("band_forward_kernel") == bands, names
+        assert names.count("edges_forward_kernel") == 1, names

@@ -1,33 +1,15 @@
 """Attention over any edges keeps NaN where it is, reads nothing out of bounds, keeps digits."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from cases_edges import CASES, large_tiles
-from cases_kernels import (
-    Tensors,
-    attend,
-    check,
-    differentiated,
-    exact,
-    guarded,
-    in_float64,
-    kernels,
-    solve,
-)
-from torch import Tensor
+from cases_edges import CASES
+from cases_kernels import attend, check, exact, kernels, solve, solve_guarded, spoiled
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6
-
-
-@pytest.fixture(autouse=True)
-def _tiles(device: str) -> Iterator[None]:
-    with large_tiles(device):
-        yield
 
 
 GUARDED = ["list", "fewer neighbours than k", "longformer", "hubs", "bias of neighbours",
@@ -37,36 +19,16 @@ GUARDED = ["list", "fewer neighbours than k", "longformer", "hubs", "bias of nei
 @pytest.mark.parametrize("name", GUARDED)
 def test_nothing_is_read_out_of_bounds(name: str, device: str) -> None:
     """NaN all around every input, and around d_out and d_lse, reaches no result."""
-    case = CASES[name]
-    tensors, upstream = case.tensors(), case.upstream()
-    inside = {n: guarded(x, device).requires_grad_() for n, x in tensors.items()}
-    around = tuple(guarded(d, device) for d in upstream)
-    out, lse = attend(case, inside, backend="triton", device=device)
-    found = differentiated(out, lse, inside, around)
-    check(found, in_float64(case, tensors, upstream), SINGLE, floor=0.1)
-
-
-def spoiled(tensors: Tensors, hit: Tensor, bad: float) -> Tensors:
-    """Tokens that are hit [*, M] hold `bad` in query, key and value."""
-    names = ("query", "key", "value")
-    return {
-        n: x.masked_fill(hit[..., None, None], bad) if n in names else x for n, x in tensors.items()
-    }
+    check(*solve_guarded(CASES[name], device), SINGLE, floor=0.1)
 
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [
-        ("padding", torch.nan),
-        ("padding", torch.inf),
-        ("padding of neighbours", torch.nan),
-        ("padding of neighbours", 1e30),
-        ("padding of hubs", torch.nan),
-        ("padding of a longformer", torch.nan),
-        ("top 2 with padding", torch.nan),
-        ("top 2 with padding", torch.inf),
-    ],
-)
+    [("padding", torch.nan), ("padding", torch.inf), ("padding of neighbours", torch.nan),
+     ("padding of neighbours", 1e30), ("padding of hubs", torch.nan),
+     ("padding of a longformer", torch.nan), ("top 2 with padding", torch.nan),
+     ("top 2 with padding", torch.inf)],
+)  # fmt: skip
 def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) -> None:
     """No bit of outputs and gradients changes; padding's own are 0."""
     case = replace(CASES[name], kv_heads=2)
@@ -77,27 +39,20 @@ def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) ->
         d_out.masked_fill(~mask[..., None, None], bad),
         d_lse.masked_fill(~mask[..., None], bad),
     )
-    found = solve(
+    results = solve(
         case, spoiled(case.tensors(), ~mask, bad), upstream, backend="triton", device=device
     )
-    for n in found:
-        assert torch.equal(found[n], clean[n]), n
-    assert all((found[n][~mask] == 0).all() for n in ("out", "query", "key", "value"))
+    for n in results:
+        assert torch.equal(results[n], clean[n]), n
+    assert all((results[n][~mask] == 0).all() for n in ("out", "query", "key", "value"))
 
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [
-        ("list", torch.nan),
-        ("list", torch.inf),
-        ("neighbours", torch.nan),
-        ("longformer", torch.nan),
-        ("hubs", torch.nan),
-        ("hubs", torch.inf),
-        ("top 3 of a list", torch.nan),
-        ("one tensor", torch.nan),
-    ],
-)
+    [("list", torch.nan), ("list", torch.inf), ("neighbours", torch.nan), ("longformer", torch.nan),
+     ("hubs", torch.nan), ("hubs", torch.inf), ("top 3 of a list", torch.nan),
+     ("one tensor", torch.nan)],
+)  # fmt: skip
 def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, device: str) -> None:
     """Rows that see NaN are NaN and spoil the gradients of what they see; no others change."""
     case, edges = CASES[name], CASES[name].graph.to_mask()
@@ -107,16 +62,16 @@ def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, de
     sources = (edges & rows[:, None]).any(0) | hit
     assert not rows.all()
     clean = kernels(case, device)
-    found = solve(
+    results = solve(
         case, spoiled(case.tensors(), hit, bad), case.upstream(), backend="triton", device=device
     )
     if bad != bad and "top_k" not in case.options:
-        assert found["out"][:, rows & edges.any(1)].isnan().all(), "what is seen is not hidden"
+        assert results["out"][:, rows & edges.any(1)].isnan().all(), "what is seen is not hidden"
     moved = {"out": rows, "lse": rows, "query": rows, "key": sources, "value": sources}
     if case.shared:
         moved["query"] = rows | sources
-    for n in found.keys() & moved.keys():
-        assert torch.equal(found[n][:, ~moved[n]], clean[n][:, ~moved[n]]), n
+    for n in results.keys() & moved.keys():
+        assert torch.equal(results[n][:, ~moved[n]], clean[n][:, ~moved[n]]), n
 
 
 # Digits.

@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_kernels import Case, attend, check, check_half, errors, exact, kernels, solve
+from cases_kernels import (
+    Case,
+    attend,
+    check,
+    check_half,
+    errors,
+    exact,
+    kernels,
+    kernels_and_exact,
+    solve,
+)
 
 import graphattn as ga
 from graphattn.kernels.shared.launch import recording
@@ -110,19 +120,16 @@ def test_the_layer_learns_the_same_from_kernels(build, eps: float, device: str) 
     layer = ga.nn.GaussianKernelAttention(12, 2, rope=True, eps=eps, init_sigma=1.5)
     x = torch.randn(2, 20, 12)
     d_y = torch.randn(2, 20, 12)
-    found = []
-    for backend, where, dtype in (
-        ("triton", device, torch.float32),
-        ("reference", "cpu", torch.float64),
-    ):
+    both = []
+    for backend, where, dtype in kernels_and_exact(device):
         layer.to(where, dtype)
         leaf = x.to(where, dtype).requires_grad_()
         with ga.use_backend(backend):
             y = layer(leaf, graph.to(where))
         leaves = {"x": leaf, **dict(layer.named_parameters())}
         gradients = torch.autograd.grad(y, list(leaves.values()), d_y.to(where, dtype))
-        found.append({"y": y, **dict(zip(leaves, gradients, strict=True))})
-    kernel, expected = ({n: g.detach().cpu() for n, g in f.items()} for f in found)
+        both.append({"y": y, **dict(zip(leaves, gradients, strict=True))})
+    kernel, expected = ({n: g.detach().cpu() for n, g in f.items()} for f in both)
     assert "log_sigma" in expected
     check(kernel, expected, SINGLE)
 

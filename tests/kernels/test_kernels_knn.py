@@ -111,7 +111,7 @@ CASES = {
 
 def both_ways(case: Case, device: str, **options: Any) -> tuple[Tensor, Tensor]:
     """Indices by kernels on the device and by torch on the CPU."""
-    found = ga.knn(
+    index = ga.knn(
         case.x.to(device),
         case.k,
         source=None if case.source is None else case.source.to(device),
@@ -122,19 +122,19 @@ def both_ways(case: Case, device: str, **options: Any) -> tuple[Tensor, Tensor]:
     expected, _ = ga.knn(
         case.x, case.k, source=case.source, within=case.within, backend="reference", **options
     )
-    return found.cpu(), expected
+    return index.cpu(), expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_find_exactly_whom_torch_finds(name: str, device: str) -> None:
     case = CASES[name]
     with watched_memory(device):
-        found, expected = both_ways(case, device)
-    assert found.dtype == torch.int64
-    assert torch.equal(found, expected)
+        index, expected = both_ways(case, device)
+    assert index.dtype == torch.int64
+    assert torch.equal(index, expected)
     if case.both and case.source is None:
-        found, expected = both_ways(case, device, self_loops=True)
-        assert torch.equal(found, expected)
+        index, expected = both_ways(case, device, self_loops=True)
+        assert torch.equal(index, expected)
 
 
 @pytest.mark.long
@@ -147,21 +147,21 @@ def test_any_number_of_neighbours(k: int, device: str) -> None:
     """
     case = Case(random(4, 3), source=random(260, 3, seed=1), k=k)
     with watched_memory(device):
-        found, expected = both_ways(case, device)
-    assert torch.equal(found, expected)
+        index, expected = both_ways(case, device)
+    assert torch.equal(index, expected)
 
 
 def test_the_real_tiles_find_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("TRITON_INTERPRET", "1" if device == "cpu" else "0")
-    found, expected = both_ways(Case(random(140, 3)), device)
-    assert torch.equal(found, expected)
+    index, expected = both_ways(Case(random(140, 3)), device)
+    assert torch.equal(index, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_searched_in_float32(dtype: torch.dtype, device: str) -> None:
-    found, expected = both_ways(Case(random(TOKENS, 9).to(dtype)), device)
-    assert torch.equal(found, expected)
+    index, expected = both_ways(Case(random(TOKENS, 9).to(dtype)), device)
+    assert torch.equal(index, expected)
 
 
 def unsure(monkeypatch: pytest.MonkeyPatch, case: Case, device: str) -> Tensor:
@@ -173,8 +173,8 @@ def unsure(monkeypatch: pytest.MonkeyPatch, case: Case, device: str) -> Tensor:
         exact.search_again(x, y, index, unsure, *more)
 
     monkeypatch.setattr(candidates, "search_again", spy)
-    found, expected = both_ways(case, device)
-    assert torch.equal(found, expected)
+    index, expected = both_ways(case, device)
+    assert torch.equal(index, expected)
     return seen[0]
 
 

@@ -8,10 +8,11 @@ from cases_kernels import (
     attend,
     check,
     exact,
-    guarded,
     in_float64,
     kernels,
     solve,
+    solve_guarded,
+    spoiled,
 )
 from torch import Tensor
 
@@ -50,23 +51,7 @@ def test_memory_is_nan_until_a_kernel_writes_it(device: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_read_out_of_bounds(name: str, device: str) -> None:
     """NaN all around every input, and around d_out and d_lse, reaches no result."""
-    case = CASES[name]
-    tensors, upstream = case.tensors(), case.upstream()
-    inside = {n: guarded(x, device) for n, x in tensors.items()}
-    d_out, d_lse = (guarded(d, device) for d in upstream)
-    found = _solve_as_they_are(case, inside, (d_out, d_lse), device)
-    check(found, in_float64(case, tensors, upstream), SINGLE)
-
-
-def _solve_as_they_are(
-    case: Case, tensors: Tensors, upstream: tuple[Tensor, Tensor], device: str
-) -> Tensors:
-    """`solve` keeps strides too, but says so nowhere: here views must reach the operator."""
-    leaves = {n: x.requires_grad_() for n, x in tensors.items()}
-    out, lse = attend(case, leaves, backend="triton", device=device)
-    gradients = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
-    found = {"out": out, "lse": lse, **dict(zip(leaves, gradients, strict=True))}
-    return {n: x.detach().cpu() for n, x in found.items()}
+    check(*solve_guarded(CASES[name], device), SINGLE)
 
 
 def touched(edges: Tensor, hit: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,18 +76,15 @@ def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, de
     hit[[17, case.graph.num_sources - 2]] = True
     tensors, upstream = case.tensors(), case.upstream()
     clean = in_float64(case, tensors, upstream)
-    for n in ("query", "key", "value"):
-        if n in tensors:
-            tensors[n] = tensors[n].masked_fill(hit[:, None, None], bad)
-    found = solve(case, tensors, upstream, backend="triton", device=device)
+    results = solve(case, spoiled(tensors, hit, bad), upstream, backend="triton", device=device)
     rows, sources = touched(case.graph.to_mask(), hit)
     assert not rows.all()
     if bad != bad:
-        assert found["out"][:, rows].isnan().all(), "what is seen is not hidden"
+        assert results["out"][:, rows].isnan().all(), "what is seen is not hidden"
     for n in ("out", "lse") if case.shared else ("out", "lse", "query"):
-        check({n: found[n][:, ~rows]}, {n: clean[n][:, ~rows]}, SINGLE)
+        check({n: results[n][:, ~rows]}, {n: clean[n][:, ~rows]}, SINGLE)
     for n in ("query",) if case.shared else ("key", "value"):
-        check({n: found[n][:, ~sources]}, {n: clean[n][:, ~sources]}, SINGLE)
+        check({n: results[n][:, ~sources]}, {n: clean[n][:, ~sources]}, SINGLE)
 
 
 @pytest.mark.parametrize("name", ["path", "causal window of many tiles", "complete"])
@@ -130,13 +112,11 @@ MANY = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
 )
 def test_no_bit_changes_with_the_future(build, score: str, shared: bool, device: str) -> None:
     case = Case(build(35), score=score, shared=shared)
-    clean, tensors = case.tensors(), case.tensors()
-    for n in ("query", "key", "value"):
-        if n in tensors:
-            tensors[n][:, 20:] = MANY.repeat(4)[:15, None, None]
+    clean = case.tensors()
+    changed = spoiled(clean, torch.arange(35) >= 20, MANY.repeat(9)[:35])
     for x, y in zip(
         attend(case, _on(clean, device), backend="triton", device=device),
-        attend(case, _on(tensors, device), backend="triton", device=device),
+        attend(case, _on(changed, device), backend="triton", device=device),
         strict=True,
     ):
         assert x[:, :20].isfinite().all()
@@ -155,14 +135,12 @@ def test_no_bit_changes_with_another_sequence(score: str, device: str) -> None:
     case = Case(ga.batch([ga.complete_graph(n) for n in sizes]), score=score)
     clean = kernels(case, device)
     for start, stop in ((0, 19), (19, 41), (41, 46)):
-        tensors = case.tensors()
-        for n in ("query", "key", "value"):
-            tensors[n][:, start:stop] = MANY.repeat(6)[: stop - start, None, None]
-        found = solve(case, tensors, case.upstream(), backend="triton", device=device)
         others = torch.ones(46, dtype=torch.bool)
         others[start:stop] = False
+        tensors = spoiled(case.tensors(), ~others, MANY.repeat(12)[:46])
+        results = solve(case, tensors, case.upstream(), backend="triton", device=device)
         for n in ("out", "lse", "query", "key", "value"):
-            assert torch.equal(found[n][:, others], clean[n][:, others]), n
+            assert torch.equal(results[n][:, others], clean[n][:, others]), n
 
 
 @pytest.mark.long
@@ -200,19 +178,16 @@ def _padding_is_never_read(dtype: torch.dtype, shared: bool, content: Tensor, de
     case = Case(ga.causal_window_graph(25, 9), valid="both", shared=shared)
     mask = case.masks[0]
     assert mask is not None
-    clean, tensors = kernels(case, device, dtype), case.tensors(dtype)
+    clean, tensors = kernels(case, device, dtype), spoiled(case.tensors(dtype), ~mask, content)
     d_out, d_lse = case.upstream(dtype)
     bad = content[None, :, None]
-    for n in ("query", "key", "value"):
-        if n in tensors:
-            tensors[n] = torch.where(mask[..., None, None], tensors[n], bad[..., None].to(dtype))
     d_out = torch.where(mask[..., None, None], d_out, bad[..., None].to(dtype))
     d_lse = torch.where(mask[..., None], d_lse, bad)
-    found = solve(case, tensors, (d_out, d_lse), backend="triton", device=device)
-    for n in found:
-        assert torch.equal(found[n], clean[n]), n
+    results = solve(case, tensors, (d_out, d_lse), backend="triton", device=device)
+    for n in results:
+        assert torch.equal(results[n], clean[n]), n
     for n in ("out", "query") if shared else ("out", "query", "key", "value"):
-        assert (found[n][~mask] == 0).all(), n
+        assert (results[n][~mask] == 0).all(), n
 
 
 @pytest.mark.long
@@ -223,12 +198,12 @@ def test_rows_without_edges_are_exactly_empty(score: str, dtype: torch.dtype, de
     parts = [ga.window_path_graph(1, 1), ga.window_path_graph(20, 2), ga.window_path_graph(1, 4)]
     graph = ga.batch(parts)
     case = Case(graph, score=score)
-    found = kernels(case, device, dtype)
-    check(found, exact(case, dtype), SINGLE if dtype == torch.float32 else 0.05)
+    results = kernels(case, device, dtype)
+    check(results, exact(case, dtype), SINGLE if dtype == torch.float32 else 0.05)
     for token in (0, 21):
-        assert (found["out"][:, token] == 0).all()
-        assert (found["lse"][:, token] == -torch.inf).all()
-        assert all((found[n][:, token] == 0).all() for n in ("query", "key", "value"))
+        assert (results["out"][:, token] == 0).all()
+        assert (results["lse"][:, token] == -torch.inf).all()
+        assert all((results[n][:, token] == 0).all() for n in ("query", "key", "value"))
 
 
 @pytest.mark.long
@@ -255,11 +230,11 @@ def test_a_bad_gradient_reaches_only_what_its_row_sees(name: str, device: str) -
     hit = torch.zeros(case.graph.num_targets, dtype=torch.bool)
     hit[3] = True
     d_out[:, hit] = torch.nan
-    found = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
+    results = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
     clean = kernels(case, device)
     seen = case.graph.to_mask()[3] | hit
     for n in ("query",) if case.shared else ("key", "value"):
-        assert torch.equal(found[n][:, ~seen], clean[n][:, ~seen]), n
-        assert found[n][:, case.graph.to_mask()[3]].isnan().all(), n
+        assert torch.equal(results[n][:, ~seen], clean[n][:, ~seen]), n
+        assert results[n][:, case.graph.to_mask()[3]].isnan().all(), n
     if not case.shared:
-        assert torch.equal(found["query"][:, ~hit], clean["query"][:, ~hit])
+        assert torch.equal(results["query"][:, ~hit], clean["query"][:, ~hit])

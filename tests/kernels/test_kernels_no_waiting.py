@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.kernels.shared.launch import recording
-from graphattn.ops.attention import api, operators
 
 DIM, K = 8, 4
 SIZES = (9, 3, 12)  # points of three clouds; in the second one has fewer others than K
@@ -70,15 +69,11 @@ def step(layer: PointCloudLayer, x: torch.Tensor, clouds: ga.TokenGraph) -> list
 
 
 class ImplementationsOnMeta(TorchDispatchMode):
-    """Runs what the operators of attention do; on meta PyTorch would only ask for shapes."""
+    """Runs what our operators do; on meta PyTorch would only ask for shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = {
-            torch.ops.graphattn.attention.default: operators.OPERATORS[0],
-            torch.ops.graphattn.attention_backward.default: operators.OPERATORS[1],
-        }
-        run = own[func]._init_fn if func in own else func
-        return run(*args, **(kwargs or {}))
+        operator = OPDEFS.get(getattr(func, "_schema", func).name)
+        return (operator._init_fn if operator else func)(*args, **(kwargs or {}))
 
 
 class NoCopiesFromTheCPU(TorchFunctionMode):
@@ -88,13 +83,13 @@ class NoCopiesFromTheCPU(TorchFunctionMode):
     COPIES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.copy_)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         from_cpu = func in self.COPIES and any(
             isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in args
         )
-        if (from_cpu or func in self.MAKERS) and found.device.type == "meta":
+        if (from_cpu or func in self.MAKERS) and result.device.type == "meta":
             raise RuntimeError("numbers are copied from the CPU")
-        return found
+        return result
 
 
 @contextmanager
@@ -105,9 +100,7 @@ def nothing_waits(device: str) -> Iterator[list[str]]:
     """
     if device == "meta":
         names: list[str] = []
-        # Autocast, which attention switches off, knows no "meta".
-        no_autocast = mock.patch.object(api, "full_precision", return_value=nullcontext())
-        with no_autocast, ImplementationsOnMeta(), NoCopiesFromTheCPU(), recording() as launches:
+        with ImplementationsOnMeta(), NoCopiesFromTheCPU(), recording() as launches:
             yield names
         names.extend(launch.kernel.fn.__name__ for launch in launches)
         return
@@ -137,8 +130,8 @@ def test_a_layer_whose_graph_is_made_from_its_features_waits_for_nothing(
     if watched == "cuda":  # kernels are compiled
         step(layer, x, clouds)
     with nothing_waits(watched) as kernels:
-        found = step(layer, x, clouds)
-    assert [t.shape for t in found] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
+        results = step(layer, x, clouds)
+    assert [t.shape for t in results] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
     if watched == "meta":
         # The search, attention over the edges and its gradients by target and by source all ran.
         assert {"candidates_kernel", "order_kernel", "search_kernel"} <= set(kernels)

@@ -2,27 +2,21 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from cases_kernels import Case, attend, check
-from functorch.compile import make_boxed_func
+from cases_edges import CASES, nearest, some
+from cases_kernels import Case, check, hessian_products
+from compiling import check_compilations, check_compiled
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphattn as ga
+from graphattn.kernels.shared.launch import recording
 
-pytestmark = pytest.mark.usefixtures("device")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles", "fresh_compiler")
 
 
 class TwoLayers(nn.Module):
@@ -37,84 +31,76 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x, graph), graph)
 
 
-def operators(graph: torch.fx.GraphModule) -> dict[str, int]:
-    """Our operators in a traced graph, by name."""
-    names = (str(node.target) for node in graph.graph.nodes)
-    return dict(Counter(name for name in names if "graphattn" in name))
+PROMISES = {
+    "rbf": Case(ga.causal_window_graph(18, 5), kv_heads=1, batch=(2,)),
+    "padding": Case(ga.complete_graph(18), score="dot", valid="both"),
+    "table": Case(ga.window_path_graph(18, 3), table=True),
+    "one tensor": Case(ga.complete_graph(18), shared=True),
+    "one tensor, causal": Case(ga.causal_graph(18), shared=True),
+    "rectangle": Case(ga.bipartite_complete_graph(5, 18), score="dot", valid="sources"),
+    "top_k": Case(ga.causal_window_graph(18, 7), valid="both", options={"top_k": 3}),
+    "bias": Case(some(12, 12), per_edge=True, batch=(2,), kv_heads=1),
+    "bias per sample": Case(some(12, 12), per_edge=True, per_sample=True, batch=(2,)),
+    "neighbours": Case(nearest(12, 3), score="dot", valid="both"),
+    "top_k of a list": Case(some(5, 12), valid="sources", options={"top_k": 2}),
+    "longformer": Case(ga.longformer_graph(12, 1, [3])),
+    "one tensor of neighbours": Case(nearest(12, 3), shared=True),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(ga.causal_window_graph(18, 5), kv_heads=1, batch=(2,)),
-        Case(ga.complete_graph(18), score="dot", valid="both"),
-        Case(ga.window_path_graph(18, 3), table=True),
-        Case(ga.complete_graph(18), shared=True),
-        Case(ga.causal_graph(18), shared=True),
-        Case(ga.bipartite_complete_graph(5, 18), score="dot", valid="sources"),
-    ],
-    ids=["rbf", "padding", "table", "one tensor", "one tensor, causal", "rectangle"],
-)
-def test_the_operator_keeps_the_promises_of_torch_library(case: Case, device: str) -> None:
+@pytest.mark.parametrize("name", PROMISES)
+def test_the_operator_keeps_the_promises_of_torch_library(name: str, device: str) -> None:
+    case = PROMISES[name]
     leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
-    query = leaves["query"]
-    tensors = (query, leaves.get("key", query), leaves.get("value", query))
+    query, graph = leaves["query"], case.graph.to(device)
+    edges = graph.neighbors
+    if edges is None and graph.structure is None:
+        edges = graph.edge_index
     masks = (None if m is None else m.to(device) for m in case.masks)
     torch.library.opcheck(
         torch.ops.graphattn.attention.default,
         (
-            *tensors, leaves["strength"], leaves.get("table"), *masks, case.graph.code, None,
-            None, case.score, None, case.table, None, 0.0, 1, "triton", case.shared,
+            query, leaves.get("key", query), leaves.get("value", query), leaves["strength"],
+            leaves.get("table", leaves.get("edge_bias")), *masks, graph.code, edges, None,
+            case.score, case.options.get("top_k"), case.table, None, 0.0, 1, "triton", case.shared,
         ),
     )  # fmt: skip
 
 
+COMPILED = {
+    "causal window": (lambda: ga.causal_window_graph(20, 6), None),
+    "complete": (lambda: ga.complete_graph(20), None),
+    "list": (lambda: some(20, 20), {}),
+    "neighbours": (lambda: nearest(20, 5), {}),
+    "list, top 3": (lambda: some(20, 20), {"top_k": 3}),
+    "neighbours, top 3": (lambda: nearest(20, 5), {"top_k": 3}),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "build",
-    [lambda n: ga.causal_window_graph(n, 6), ga.complete_graph],
-    ids=["causal window", "complete"],
-)
-def test_two_compiled_layers_are_two_nodes_of_one_graph(build, device: str) -> None:
-    """Forward and backward each hold one operator per layer, and give what eager ones give."""
-    model, graph = TwoLayers("triton").to(device), build(20).to(device)
-    traced = []
-
-    def note(module: torch.fx.GraphModule, _: object):
-        traced.append(operators(module))
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    x = torch.randn(2, 20, 12, device=device, requires_grad=True)
-    d_y = torch.randn(2, 20, 12, device=device)
-    leaves = [x, *model.parameters()]
-    mine, theirs = compiled(x, graph), model(x, graph)
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    for a, b in zip(
-        torch.autograd.grad(mine, leaves, d_y),
-        torch.autograd.grad(theirs, leaves, d_y),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert traced == [
-        {"graphattn.attention.default": 2},
-        {"graphattn.attention_backward.default": 2},
+@pytest.mark.parametrize("name", COMPILED)
+def test_every_compiled_layer_is_one_node_and_gives_what_an_eager_one_gives(
+    name: str, device: str
+) -> None:
+    """Forward and backward each hold one operator per layer: two over bands, one over a list."""
+    build, options = COMPILED[name]
+    if options is None:
+        model: nn.Module = TwoLayers("triton")
+    else:
+        model = ga.nn.KrauseAttention(12, 2, backend="triton", **options)
+    x = torch.randn(2, 20, 12, device=device)
+    calls = check_compiled(model.to(device), x, build().to(device))
+    layers = 2 if options is None else 1
+    assert [[str(target) for target, *_ in of_pass] for of_pass in calls] == [
+        ["graphattn.attention.default"] * layers,
+        ["graphattn.attention_backward.default"] * layers,
     ]
 
 
 @pytest.mark.long
 def test_two_compilations_serve_all_lengths_and_windows(device: str) -> None:
-    model = TwoLayers("triton").to(device)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for n in (12, 17, 21, 9):
-        graph = ga.causal_window_graph(n, n // 4 + 1).to(device)
-        x = torch.randn(1, n, 12, device=device, requires_grad=True)
-        mine, theirs = compiled(x, graph), model(x, graph)
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    assert counter.frame_count <= 2
+    check_compilations(TwoLayers("triton").to(device), 12, device)
 
 
 def test_on_a_gpu_auto_takes_kernels_one_node_per_layer() -> None:
@@ -131,35 +117,28 @@ def test_on_a_gpu_auto_takes_kernels_one_node_per_layer() -> None:
             return torch.func.functional_call(model, parameters, (x, graph))
 
         traced = make_fx(run)(x)
-    assert operators(traced) == {"graphattn.attention.default": 2}
     nodes = [n for n in traced.graph.nodes if "graphattn" in str(n.target)]
+    assert Counter(str(n.target) for n in nodes) == {"graphattn.attention.default": 2}
     assert all("triton" in node.args for node in nodes)
 
 
+SECOND = {
+    "RBF": Case(ga.causal_window_graph(17, 4), kv_heads=1, table=True),
+    "dot": Case(ga.causal_window_graph(17, 4), score="dot", kv_heads=1, table=True),
+    "RBF of one tensor": Case(ga.causal_window_graph(17, 4), shared=True),
+    "dot of one tensor": Case(ga.causal_window_graph(17, 4), score="dot", shared=True),
+    "top 3": Case(ga.causal_window_graph(17, 6), kv_heads=1, options={"top_k": 3}),
+    **{
+        name: replace(CASES[name], batch=(1,))
+        for name in ("bias of fewer neighbours than k", "hubs", "top 3 of a list")
+    },
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
-@pytest.mark.parametrize("score", ["rbf", "dot"])
-def test_second_derivatives_are_those_of_the_reference(
-    score: str, shared: bool, device: str
-) -> None:
-    """Hessian-vector products, through outputs and log-sums."""
-    case = Case(
-        ga.causal_window_graph(17, 4), score=score, shared=shared, kv_heads=2 if shared else 1,
-        table=not shared,
-    )  # fmt: skip
-    found = []
-    for backend, where, dtype in (
-        ("triton", device, torch.float32),
-        ("reference", "cpu", torch.float64),
-    ):
-        leaves = {n: x.to(where, dtype).requires_grad_() for n, x in case.tensors().items()}
-        out, lse = attend(case, leaves, backend=backend, device=where)
-        loss = out.square().sum() + lse.square().sum()
-        first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-        along = sum(g.square().sum() for g in first)
-        second = torch.autograd.grad(along, list(leaves.values()))
-        found.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
-    check(*found, 1e-5)
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_are_those_of_the_reference(name: str, device: str) -> None:
+    check(*hessian_products(SECOND[name], device), 1e-5)
 
 
 def test_torch_func_is_told_to_take_the_reference(device: str) -> None:
@@ -178,26 +157,22 @@ def test_torch_func_is_told_to_take_the_reference(device: str) -> None:
 
 
 N = 7
-REFUSED = {
-    "float64": (ga.causal_graph(N), {"dtype": torch.float64}, "not float64"),
-    "wide heads": (ga.causal_graph(N), {"features": 257}, "1 to 256 features, not of 257"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_kernels_cannot_do_they_refuse_with_the_reason(name: str, device: str) -> None:
-    graph, options, says = REFUSED[name]
-    options, graph = dict(options), graph.to(device)
-    dtype, features = options.pop("dtype", torch.float32), options.pop("features", 4)
+@pytest.mark.parametrize(
+    ("features", "dtype", "says"),
+    [(4, torch.float64, "not float64"), (257, torch.float32, "1 to 256 features, not of 257")],
+    ids=["float64", "wide heads"],
+)
+def test_what_kernels_cannot_do_they_refuse_with_the_reason(
+    features: int, dtype: torch.dtype, says: str, device: str
+) -> None:
+    graph = ga.causal_graph(N).to(device)
     x = torch.randn(N, 2, features, dtype=dtype, device=device)
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run .*{says}"):
-        ga.rbf_attention(x, x, x, graph, 1.0, backend="triton", **options)
-    why_not = ga.backends("rbf_attention", graph, x)["triton"]
-    if options:  # it sees graph and query only
-        assert why_not is None
-    else:
-        assert says in why_not
-    assert ga.rbf_attention(x, x, x, graph, 1.0, **options).shape == x.shape
+        ga.rbf_attention(x, x, x, graph, 1.0, backend="triton")
+    assert says in ga.backends("rbf_attention", graph, x)["triton"]
+    assert ga.rbf_attention(x, x, x, graph, 1.0).shape == x.shape
 
 
 def test_a_wide_value_is_refused_too(device: str) -> None:
@@ -222,8 +197,6 @@ def test_auto_does_not_interpret(device: str) -> None:
 
     Torch is faster than interpreted kernels.
     """
-    from graphattn.kernels.shared.launch import recording
-
     if device != "cpu":
         pytest.skip("a GPU takes kernels")
     x, graph = torch.randn(N, 2, 4), ga.causal_graph(N)

@@ -4,17 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_kernels import (
-    Case,
-    Tensors,
-    attend,
-    check,
-    errors,
-    exact,
-    in_float64,
-    kernels,
-    solve,
-)
+from cases_kernels import Case, Tensors, attend, check, errors, exact, in_float64, kernels, solve
 
 import graphattn as ga
 
@@ -61,11 +51,11 @@ def with_outlier(name: str, place: int) -> tuple[Case, Tensors]:
 def test_an_outlier_costs_the_others_no_digits(name: str, device: str) -> None:
     """An outlier costs the results of other tokens no digits, unless it is the centre of a tile."""
     case, tensors = with_outlier(name, 10)
-    found = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    results = solve(case, tensors, case.upstream(), backend="triton", device=device)
     expected = in_float64(case, tensors, case.upstream())
     others = torch.arange(case.graph.num_targets) != 10
     check(
-        {n: found[n][:, others] for n in ("out", "lse", "query", "key", "value")},
+        {n: results[n][:, others] for n in ("out", "lse", "query", "key", "value")},
         {n: expected[n][:, others] for n in ("out", "lse", "query", "key", "value")},
         1e-5,
     )
@@ -82,10 +72,10 @@ def test_a_first_token_far_away_leaves_weights_weights(name: str, device: str) -
     d_out with weights from 0 to 1, must not grow.
     """
     case, tensors = with_outlier(name, 0)
-    found = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    results = solve(case, tensors, case.upstream(), backend="triton", device=device)
     seen = case.edges[0].float()  # [N, M]
     largest = torch.einsum("nm,nhd->mhd", seen, case.upstream()[0][0].abs())
-    assert (found["value"][0].abs() <= largest * 1.01).all()
+    assert (results["value"][0].abs() <= largest * 1.01).all()
 
 
 @pytest.mark.long
@@ -105,9 +95,9 @@ def test_left_padding_costs_no_digits(build, shared: bool, device: str) -> None:
             x[n][:, ~valid] = 1e6
     case = replace(case, options={"valid": valid.to(device)})
     cpu = replace(case, options={"valid": valid})
-    found = solve(case, x, case.upstream(), backend="triton", device=device)
+    results = solve(case, x, case.upstream(), backend="triton", device=device)
     expected = in_float64(cpu, x, case.upstream())
-    got = errors(found, expected)
+    got = errors(results, expected)
     if shared:  # values are at 100, too: gradients as good as in torch
         in_torch = errors(solve(cpu, x, cpu.upstream(), backend="reference"), expected)
         assert max(got["out"], got["lse"]) <= 1e-5
@@ -169,8 +159,8 @@ def test_gradients_are_no_nan_where_they_are_numbers(
 ) -> None:
     case, x = extreme(name, shared, dtype)
     expected = in_float64(case, x, case.upstream(dtype))
-    found = solve(case, x, case.upstream(dtype), backend="triton", device=device)
+    results = solve(case, x, case.upstream(dtype), backend="triton", device=device)
     for n, gradient in expected.items():
-        assert not found[n].isnan().any(), n
+        assert not results[n].isnan().any(), n
         if gradient.abs().max() <= torch.finfo(dtype).max / 4:
-            assert found[n].isfinite().all(), n
+            assert results[n].isfinite().all(), n

@@ -72,20 +72,22 @@ def test_a_multiprocessor_takes_two_clocks_for_a_warps_special_function() -> Non
 def test_loops_one_after_the_other_and_what_is_around_them_are_counted_each() -> None:
     twice = compiled(BF16, instructions=999)._replace(loops=((100, 4), (50, 0)), outside=(30, 1))
     # 2 passes of the first, 4 of the second, and 3 programs, of four warps each.
-    found = predict(configuration(passes=(2.0, 4.0), programs=3.0), twice)
+    prediction = predict(configuration(passes=(2.0, 4.0), programs=3.0), twice)
     once = predict(configuration(iterations=1.0), compiled(BF16, instructions=490, special=11))
-    assert (found.issue_s, found.special_s) == pytest.approx((once.issue_s, once.special_s))
+    assert (prediction.issue_s, prediction.special_s) == pytest.approx(
+        (once.issue_s, once.special_s)
+    )
     with pytest.raises(ValueError, match=r"passes must be at most one number for each of 2 loops"):
         predict(configuration(passes=(2.0, 4.0, 1.0), programs=3.0), twice)
 
 
 def test_code_outside_of_loops_is_run_once_by_every_program() -> None:
     code = compiled(BF16, instructions=198)._replace(loops=((198, 0),), outside=(99, 0))
-    found = predict(configuration(iterations=1320, programs_in_all=264), code)
-    assert found.issue_s == pytest.approx(1.1e-6)
+    prediction = predict(configuration(iterations=1320, programs_in_all=264), code)
+    assert prediction.issue_s == pytest.approx(1.1e-6)
     # Code without a loop is one pass.
-    found = predict(configuration(programs_in_all=1320), compiled(BF16, instructions=198))
-    assert found.issue_s == pytest.approx(1e-6)
+    prediction = predict(configuration(programs_in_all=1320), compiled(BF16, instructions=198))
+    assert prediction.issue_s == pytest.approx(1e-6)
 
 
 def test_matrix_time_follows_the_type_the_machine_code_multiplies() -> None:
@@ -128,8 +130,8 @@ def test_rows_of_a_table_that_does_not_fit_in_the_cache_come_from_memory() -> No
 
 
 def test_programs_wait_for_memory_when_they_start_and_when_they_look_rows_up() -> None:
-    found = predict(configuration(programs_in_all=1320, lookups=2640.0), compiled(BF16))
-    assert found.in_turn_s == pytest.approx(LATENCY * (10 * WAITS + 20))
+    prediction = predict(configuration(programs_in_all=1320, lookups=2640.0), compiled(BF16))
+    assert prediction.in_turn_s == pytest.approx(LATENCY * (10 * WAITS + 20))
 
 
 def test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees() -> None:
@@ -145,10 +147,10 @@ def test_every_program_of_a_band_kernel_reads_all_tiles_that_it_sees() -> None:
         "d_source": tuning.Choice(32, 64, 4, 2),
     }
     with tuning.compiling_for("sm_90"), tuning.override(**sizes):
-        found = {one.name.rpartition(": ")[2]: one.gathered for one in configurations_of(case)}
+        gathered = {one.name.rpartition(": ")[2]: one.gathered for one in configurations_of(case)}
     tensors = 2.0 * 4 * 16 * 4096 * 64 * 2
     tiles = {"band forward": 32, "row dots": 0, "d query": 32, "d source": 64}
-    assert found == {part: number * tensors for part, number in tiles.items()}
+    assert gathered == {part: number * tensors for part, number in tiles.items()}
 
 
 def test_kernels_of_windows_go_over_masked_tiles_before_and_after_the_others() -> None:
@@ -163,15 +165,15 @@ def test_kernels_of_windows_go_over_masked_tiles_before_and_after_the_others() -
         "d_source": tuning.Choice(64, 64, 4, 2),
     }
     with tuning.compiling_for("sm_90"), tuning.override(**sizes):
-        found = {one.name.rpartition(": ")[2]: one for one in configurations_of(case)}
+        by_part = {one.name.rpartition(": ")[2]: one for one in configurations_of(case)}
     tiles = 4096 // 64
     # The first tile sees only itself, the second one tile and itself, the third two, ...
     of_targets = (64.0 * (tiles - 3), 64.0 * (1 + 2 * (tiles - 2)), 64.0 * tiles)
     for part in ("band forward", "d query"):
-        assert found[part].passes == of_targets
-    assert found["d source"].passes == of_targets[::-1]
-    assert found["row dots"].passes == ()
-    for one in found.values():
+        assert by_part[part].passes == of_targets
+    assert by_part["d source"].passes == of_targets[::-1]
+    assert by_part["row dots"].passes == ()
+    for one in by_part.values():
         assert sum(one.passes) == one.iterations
 
 
@@ -207,8 +209,8 @@ def test_memory_adds_to_the_sum_unless_copies_are_in_flight() -> None:
     assert predict(configuration(**work), busy()).in_turn_s == pytest.approx(10e-6 + computing)
     assert predict(configuration(**work), busy(copies=4)).in_turn_s == pytest.approx(computing)
     slow = BUSY | {"bytes": 4.3e8}
-    found = predict(configuration(**slow), busy(copies=4))
-    assert found.in_turn_s == pytest.approx(100e-6 + STARTED)
+    prediction = predict(configuration(**slow), busy(copies=4))
+    assert prediction.in_turn_s == pytest.approx(100e-6 + STARTED)
 
 
 def test_programs_that_share_a_multiprocessor_fill_each_others_waits() -> None:
@@ -245,8 +247,8 @@ def test_registers_shared_memory_and_warps_decide_how_many_programs_share(
 ) -> None:
     """Compare with what CUDA's occupancy calculator computes for compute capability 9.0."""
     launch = configuration(programs_in_all=grid, warps=warps)
-    found = compiled(BF16)._replace(registers=registers, shared=shared)
-    assert programs_at_once(launch, found) == programs
+    resources = compiled(BF16)._replace(registers=registers, shared=shared)
+    assert programs_at_once(launch, resources) == programs
 
 
 def test_waits_and_copies_are_read_from_the_machine_code() -> None:
@@ -262,8 +264,8 @@ def test_waits_and_copies_are_read_from_the_machine_code() -> None:
         "EXIT",
     )
     text = "\n".join(f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines))
-    found = counts(read_sass(text))
-    assert (found["copies"], found["waits"], found["open_waits"]) == (1, 2, 1)
+    numbers = counts(read_sass(text))
+    assert (numbers["copies"], numbers["waits"], numbers["open_waits"]) == (1, 2, 1)
 
 
 def test_only_sm_90_is_predicted() -> None:

@@ -5,14 +5,14 @@ PyG computes in float64, the kernels in float32; random graphs come from PyG's o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases_edges import cut_at, gathering, large_tiles
+from cases_edges import cut_at, gathering
 from cases_kernels import check, random
 from torch import Tensor, nn
 from torch_geometric.datasets.graph_generator import BAGraph, ERGraph, GridGraph
@@ -22,18 +22,12 @@ from torch_geometric.utils import coalesce
 import graphattn as ga
 from graphattn.kernels.shared import tuning
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6  # relative RMS of float32
 ISOLATED = 3
 
 Layer = Callable[[nn.Module, tuple[Tensor, Tensor], ga.TokenGraph, Tensor | None], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _tiles(device: str) -> Iterator[None]:
-    with large_tiles(device):
-        yield
 
 
 def with_hubs_and_isolated_nodes(edge_index: Tensor) -> tuple[Tensor, int]:
@@ -127,9 +121,9 @@ def agree(
     tokens = len(x[1]), len(x[0])
     graph, order = ga.from_edge_index(edge_index, *tokens, return_permutation=True)
     upstream = random(tokens[0], conv.heads * conv.out_channels, seed=9).float()
-    found: list[dict[str, Tensor]] = []
+    results: list[dict[str, Tensor]] = []
     for dtype, where in ((torch.float32, device), (torch.float64, "cpu")):
-        own = deepcopy(conv).to(where, dtype)
+        model = deepcopy(conv).to(where, dtype)
         leaves = {"sources": x[0].to(where, dtype).requires_grad_()}
         if x[0] is not x[1]:
             leaves["targets"] = x[1].to(where, dtype).requires_grad_()
@@ -137,16 +131,16 @@ def agree(
         attr = None if edge_attr is None else edge_attr.to(where, dtype)
         if where is device and dtype == torch.float32:
             attr = None if attr is None else attr[order.to(where)]
-            out = layer(own, pair, graph.to(where), attr)
+            out = layer(model, pair, graph.to(where), attr)
         else:
             given = pair if "targets" in leaves else pair[0]
-            out = own(given, edge_index, **({} if attr is None else {"edge_attr": attr}))
-        leaves |= dict(own.named_parameters())
+            out = model(given, edge_index, **({} if attr is None else {"edge_attr": attr}))
+        leaves |= dict(model.named_parameters())
         gradients = torch.autograd.grad(out, list(leaves.values()), upstream.to(where, dtype))
-        found.append({"out": out.detach().cpu(), **{
+        results.append({"out": out.detach().cpu(), **{
             name: g.cpu() for name, g in zip(leaves, gradients, strict=True)
         }})  # fmt: skip
-    mine, theirs = found
+    mine, theirs = results
     # A bias that all keys share moves no weight: its gradient is 0, its rounding is beside 1.
     zero = {name for name in mine if name == "lin_key.bias"}
     for names, floor in ((mine.keys() - zero, 1e-3), (zero, 1.0)):

@@ -130,11 +130,11 @@ def test_nearest_neighbours_within_rows_without_self_loops_are_for_the_reference
 ) -> None:
     x = torch.randn(30, 3, device=device)
     part, seen = ga.window_path_graph(30, 4).targets(9, 21)
-    own = {"source": x[seen.start : seen.stop], "within": part.to(device)}
+    options = {"source": x[seen.start : seen.stop], "within": part.to(device)}
     with pytest.raises(ValueError, match="a section of a window without self-loops"):
-        ga.knn(x[9:21], 2, backend="triton", **own)
+        ga.knn(x[9:21], 2, backend="triton", **options)
     part, seen = ga.window_path_graph(30, 4, self_loops=True).targets(9, 21)
-    own = {"source": x[seen.start : seen.stop], "within": part.to(device)}
-    found, _ = ga.knn(x[9:21], 2, backend="triton", **own)
-    expected, _ = ga.knn(x[9:21], 2, backend="reference", **own)
-    assert torch.equal(found, expected)
+    options = {"source": x[seen.start : seen.stop], "within": part.to(device)}
+    index, _ = ga.knn(x[9:21], 2, backend="triton", **options)
+    expected, _ = ga.knn(x[9:21], 2, backend="reference", **options)
+    assert torch.equal(index, expected)

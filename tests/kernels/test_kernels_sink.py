@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases_kernels import kernels_and_exact
 
 import graphattn as ga
 
@@ -26,11 +27,8 @@ def test_values_and_gradients_are_those_of_float64(name: str, score: str, device
     n = graph.num_targets
     numbers = [draw(2, n, 2, 8), draw(2, n, 1, 8), draw(2, n, 1, 8)]
     numbers += [torch.tensor([0.5, -torch.inf]), draw(2, n, 2, 8), draw(2, n, 2)]
-    found = []
-    for backend, where, dtype in (
-        ("triton", device, torch.float32),
-        ("reference", "cpu", torch.float64),
-    ):
+    both = []
+    for backend, where, dtype in kernels_and_exact(device):
         q, k, v, sink, d_out, d_lse = (
             x.to(where, dtype).requires_grad_(i < 4) for i, x in enumerate(numbers)
         )
@@ -40,7 +38,7 @@ def test_values_and_gradients_are_those_of_float64(name: str, score: str, device
         else:
             out, lse = ga.dot_product_attention(q, k, v, graph.to(where), **options)
         loss = (out * d_out).sum() + (lse.masked_fill(lse == -torch.inf, 0) * d_lse).sum()
-        found.append((out, lse, *torch.autograd.grad(loss, (q, k, v, sink))))
-    for mine, exact in zip(*found, strict=True):
-        torch.testing.assert_close(mine.cpu().double(), exact, rtol=1e-4, atol=1e-5)
-    assert found[0][-1][1] == 0
+        both.append((out, lse, *torch.autograd.grad(loss, (q, k, v, sink))))
+    close = {"check_device": False, "check_dtype": False, "rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(*both, **close)
+    assert both[0][-1][1] == 0

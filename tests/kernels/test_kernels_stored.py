@@ -57,14 +57,14 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    found = Cuda()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    state = Cuda()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: state.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda x, stream: found.recorded.append((x, stream))
+        torch.Tensor, "record_stream", lambda x, stream: state.recorded.append((x, stream))
     )
     monkeypatch.setattr(module, "_read_by_graphs", set())
-    yield found
+    yield state
     band_schedule_of.cache_clear()
 
 
@@ -132,43 +132,39 @@ def test_a_cpu_asks_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         band_schedule_of(graph.structure, CPU).tiles("targets", 16)
 
 
-def of_edges(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    monkeypatch.setattr(EdgeSchedule, "device", GPU)
-    schedule = EdgeSchedule(3, 2, edge_index=torch.tensor([[0, 1, 1], [0, 0, 2]]))
-    return lambda: schedule.by_source
+Reader = Callable[[], object]
 
 
-def of_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    monkeypatch.setattr(EdgeSchedule, "device", GPU)
-    schedule = EdgeSchedule(2, 2, neighbors=torch.tensor([[-1, 0], [0, 1]]))
-    return lambda: schedule.by_target
+def of_schedule(side: str, sources: int, **edges: torch.Tensor) -> Callable[..., Reader]:
+    def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
+        monkeypatch.setattr(EdgeSchedule, "device", GPU)
+        schedule = EdgeSchedule(3, sources, **edges)
+        return lambda: getattr(schedule, side)
+
+    return reader
 
 
-def of_consensus(_: pytest.MonkeyPatch) -> Callable[[], object]:
-    edges = torch.tensor([[0, 1, 1], [0, 0, 2]])
-    schedule = ConsensusSchedule(3, 2, GPU, edge_index=edges)
+def of_consensus(_: pytest.MonkeyPatch) -> Reader:
+    schedule = ConsensusSchedule(3, 2, GPU, edge_index=EDGES)
     return lambda: schedule.pieces(2)
 
 
-def of_bands(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    monkeypatch.setattr(bands, "copied", lambda table, _: table.clone())
-    schedule = BandSchedule(torch.tensor([[0, 40, 0, 40, 1, 8, 8, 1]]), GPU)
-    return lambda: schedule.tiles("targets", 16)
+def of_bands(table: str) -> Callable[..., Reader]:
+    def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
+        monkeypatch.setattr(bands, "copied", lambda table, _: table.clone())
+        schedule = BandSchedule(torch.tensor([[0, 40, 0, 40, 1, 8, 8, 1]]), GPU)
+        return lambda: getattr(schedule, table)("targets", 16)
+
+    return reader
 
 
-def of_centers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    monkeypatch.setattr(bands, "copied", lambda table, _: table.clone())
-    schedule = BandSchedule(torch.tensor([[0, 40, 0, 40, 1, 8, 8, 1]]), GPU)
-    return lambda: schedule.nearby_sources("targets", 16)
-
-
-def of_structure(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+def of_structure(monkeypatch: pytest.MonkeyPatch) -> Reader:
     monkeypatch.setattr(bands, "copied", lambda table, _: table.clone())
     structure = ga.causal_window_graph(9, 3).structure
     return lambda: band_schedule_of(structure, GPU)
 
 
-def of_list(_: pytest.MonkeyPatch) -> Callable[[], object]:
+def of_list(_: pytest.MonkeyPatch) -> Reader:
     with FakeTensorMode():
         edges = torch.zeros(2, 1, dtype=torch.int64, device="cuda:0")
         graph = ga.TokenGraph(edge_index=edges, num_targets=2, num_sources=2)
@@ -192,50 +188,44 @@ def structured(monkeypatch: pytest.MonkeyPatch) -> ga.TokenGraph:
     return graph
 
 
-def of_listing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    graph = structured(monkeypatch)
-    return lambda: graph.compact_edges
+def of_graph(read: Callable[[ga.TokenGraph], object]) -> Callable[..., Reader]:
+    def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
+        graph = structured(monkeypatch)
+        return lambda: read(graph)
+
+    return reader
 
 
-def of_rowptr(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    graph = structured(monkeypatch)
-    return lambda: graph.compact_rowptr
-
-
-def of_positions(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    graph = structured(monkeypatch)
-    return lambda: graph.positions
-
-
-def of_transpose(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    graph = structured(monkeypatch)
-    return graph.transpose
-
-
-def of_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    graph = structured(monkeypatch)
-    return lambda: graph.derived("plan", lambda: torch.ones(1))
-
-
-def of_function(_: pytest.MonkeyPatch) -> Callable[[], object]:
+def of_function(_: pytest.MonkeyPatch) -> Reader:
     make = stores_results(4)(lambda number, device: torch.full((), number))
     return lambda: make(3, GPU)
 
 
-CACHES = (
-    of_edges, of_rows, of_consensus, of_bands, of_centers, of_structure, of_list, of_listing,
-    of_rowptr, of_positions, of_transpose, of_plans, of_function,
-)  # fmt: skip
+EDGES = torch.tensor([[0, 1, 1], [0, 0, 2]])
+NEIGHBORS = torch.tensor([[-1, 0], [0, 1], [1, -1]])
+CACHES: dict[str, Callable[[pytest.MonkeyPatch], Reader]] = {
+    "edges by source": of_schedule("by_source", 2, edge_index=EDGES),
+    "rows of a table": of_schedule("by_target", 2, neighbors=NEIGHBORS),
+    "pieces of consensus": of_consensus,
+    "tiles of bands": of_bands("tiles"),
+    "centers": of_bands("nearby_sources"),
+    "bands of a structure": of_structure,
+    "plans of a list": of_list,
+    "edges": of_graph(lambda graph: graph.compact_edges),
+    "rows": of_graph(lambda graph: graph.compact_rowptr),
+    "positions": of_graph(lambda graph: graph.positions),
+    "the transposed graph": of_graph(lambda graph: graph.transpose()),
+    "plans": of_graph(lambda graph: graph.derived("plan", lambda: torch.ones(1))),
+    "results of a function": of_function,
+}
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("cache", CACHES)
 def test_every_table_is_stored_but_not_by_a_capture_and_waited_for(
-    cache: Callable[[pytest.MonkeyPatch], Callable[[], object]],
-    cuda: Cuda,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = cache(monkeypatch)
+    read = CACHES[cache](monkeypatch)
     cuda.capturing = True
     captured = read()
     cuda.capturing, before = False, cuda.first.events
@@ -266,7 +256,7 @@ WITHOUT_TENSORS = {"_structured", "_graph_of"}
 
 @pytest.mark.long
 def test_no_function_with_a_device_stores_results_by_lru_cache() -> None:
-    found = set()
+    names_of_cached = set()
     for folder in (ROOT, Path(module.__file__).parents[1]):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -274,5 +264,5 @@ def test_no_function_with_a_device_stores_results_by_lru_cache() -> None:
                     caches = [d for d in node.decorator_list if "cache" in ast.unparse(d)]
                     names = {argument.arg for argument in node.args.args}
                     if caches and "device" in names:
-                        found.add(node.name)
-    assert found - {"larger_than_cache"} == WITHOUT_TENSORS
+                        names_of_cached.add(node.name)
+    assert names_of_cached - {"larger_than_cache"} == WITHOUT_TENSORS

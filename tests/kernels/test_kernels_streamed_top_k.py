@@ -98,8 +98,8 @@ def choices(
 @pytest.mark.parametrize("logits", LOGITS)
 def test_the_choice_is_that_of_a_sort(logits: str, k: int, device: str) -> None:
     """Rows keep one source, or up to all that they see; the sequence cuts windows off."""
-    found, expected = choices(LOGITS[logits], k, GRAPHS["window"], torch.float32, device)
-    assert torch.equal(found, expected)
+    kept, expected = choices(LOGITS[logits], k, GRAPHS["window"], torch.float32, device)
+    assert torch.equal(kept, expected)
 
 
 @pytest.mark.long
@@ -107,8 +107,8 @@ def test_the_choice_is_that_of_a_sort(logits: str, k: int, device: str) -> None:
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_every_kind_of_window_has_its_choice(graph: str, valid: str, device: str) -> None:
     for logits in ("normal", "everything"):
-        found, expected = choices(LOGITS[logits], 23, GRAPHS[graph], torch.bfloat16, device, valid)
-        assert torch.equal(found, expected), logits
+        kept, expected = choices(LOGITS[logits], 23, GRAPHS[graph], torch.bfloat16, device, valid)
+        assert torch.equal(kept, expected), logits
 
 
 @pytest.mark.long
@@ -131,8 +131,8 @@ def test_a_long_window_writes_many_candidates_down(logits: str, device: str) -> 
     }[logits]
     graph = ga.bipartite_complete_graph(20, tokens)
     for k in (1, 300, 2050):
-        found, expected = choices(logit, k, graph, torch.float32, device)
-        assert torch.equal(found, expected)
+        kept, expected = choices(logit, k, graph, torch.float32, device)
+        assert torch.equal(kept, expected)
 
 
 @pytest.mark.long
@@ -151,5 +151,5 @@ def test_exactly_k_are_kept(score: str, dtype: torch.dtype, device: str) -> None
 
 def test_no_sources_are_no_choice(device: str) -> None:
     graph = ga.bipartite_complete_graph(5, 0)
-    found, expected = choices(torch.zeros(0).double(), 3, graph, torch.float32, device)
-    assert torch.equal(found, expected)
+    kept, expected = choices(torch.zeros(0).double(), 3, graph, torch.float32, device)
+    assert torch.equal(kept, expected)

@@ -1,12 +1,13 @@
-"""Kernels keep exactly k sources of a window; of equal ones, the smaller."""
+"""Kernels keep exactly k sources of a window, or of a row of edges; of equal ones, the smaller."""
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from cases_edges import CASES as EDGE_CASES
+from cases_edges import EVERY, cut_at, only
 from cases_kernels import (
     Case,
     Tensors,
@@ -14,20 +15,21 @@ from cases_kernels import (
     check,
     check_half,
     exact,
+    in_float64,
     kernels,
     solve,
 )
-from cases_top_k import chosen, inputs_of, largest, logits_in_float64, pairs_of
-from test_kernels_sweep import random_case
+from cases_top_k import chosen, inputs_of, largest, logits_in_float64, pairs_of, with_ties
+from test_kernels_sweep import CASES as SWEEP
+from test_kernels_sweep import case_over_bands, check_random
 
 import graphattn as ga
 from graphattn.kernels.bands import top_k as selection
 from graphattn.kernels.shared import tuning
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "edge_tiles")
 
 SINGLE = 5e-6
-SWEEP = int(os.environ.get("GRAPHATTN_SWEEP_CASES", "30"))
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +83,9 @@ CASES = {
 
 
 def check_choice(case: Case, tensors: Tensors, device: str) -> None:
-    found = chosen(case, tensors, device)
+    kept = chosen(case, tensors, device)
     expected = largest(case, logits_in_float64(case, tensors))
-    assert torch.equal(found, expected), f"{(found != expected).sum()} pairs differ"
+    assert torch.equal(kept, expected), f"{(kept != expected).sum()} pairs differ"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,14 +95,10 @@ def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("causal window", torch.bfloat16),
-        ("path", torch.float16),
-        ("masked sources", torch.bfloat16),
-        ("table", torch.float16),
-    ],
+    [("causal window", torch.bfloat16), ("path", torch.float16), ("masked sources", torch.bfloat16),
+     ("table", torch.float16)],
     ids=str,
-)
+)  # fmt: skip
 def test_half_precision_costs_at_most_twice_what_it_must(
     name: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -111,14 +109,11 @@ def test_half_precision_costs_at_most_twice_what_it_must(
 @pytest.mark.parametrize("held", [True, False], ids=["held", "streamed"])
 @pytest.mark.parametrize(
     "graph",
-    [
-        ga.causal_window_graph(90, 40),
-        ga.window_path_graph(70, 33),
-        ga.bipartite_complete_graph(20, 100),
-        ga.batch([ga.dilated_window_graph(75, 18, 2, self_loops=False), ga.causal_graph(37)]),
-    ],
+    [ga.causal_window_graph(90, 40), ga.window_path_graph(70, 33),
+     ga.bipartite_complete_graph(20, 100),
+     ga.batch([ga.dilated_window_graph(75, 18, 2, self_loops=False), ga.causal_graph(37)])],
     ids=["causal window", "path", "more sources", "sequences"],
-)
+)  # fmt: skip
 def test_sizes_of_tiles_change_no_choice(
     graph: ga.TokenGraph, held: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,14 +138,6 @@ def test_tiles_of_any_size_read_the_choice(size: tuple[int, int], table: bool, d
         check(kernels(case, device), exact(case), SINGLE, floor=0.1)
 
 
-def with_ties(case: Case) -> Tensors:
-    """Features and scales whose logits are exact, and few: equal ones are equal bit by bit."""
-    tensors = replace(case, strength=(0.5, 2.0)[: case.heads], features=2).tensors()
-    for name in ("query", "key"):
-        tensors[name] = tensors[name].clamp(-1.4, 1.4).round()
-    return tensors
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("k", "held"), [(1, True), (32, True), (45, True), (33, False)], ids=str)
 @pytest.mark.parametrize("score", ["rbf", "dot"])
@@ -165,17 +152,45 @@ def test_of_equal_sources_the_smaller_index_is_kept(
         check_choice(case, with_ties(case), device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_negative_zero_ties_with_zero(dtype: torch.dtype, device: str) -> None:
-    """Logits are -0.0 for even sources and 0.0 for odd: the first two must win."""
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "score", "k", "longest"),
+    [("list of many edges", "rbf", 1, 512), ("list of many edges", "dot", 5, 24),
+     ("grid with a class token", "rbf", 2, 512), ("grid with a class token", "dot", 5, 512),
+     ("hubs", "rbf", 2, 8), ("hubs", "dot", 1, 512), ("bias of neighbours", "rbf", 2, 512),
+     ("bias of neighbours", "dot", 1, 8), ("bias of every sample", "dot", 3, 512)],
+)  # fmt: skip
+def test_of_equal_edges_of_a_row_the_first_are_kept(
+    name: str, score: str, k: int, longest: int, device: str
+) -> None:
+    case = replace(EDGE_CASES[name], strength=(0.5, 2.0), features=2)
+    tensors = case.tensors()
+    for n in tensors.keys() & {"query", "key", "edge_bias"}:
+        tensors[n] = tensors[n].clamp(-1.4, 1.4).round()
+    case = replace(case, options={"top_k": k}, score=score)
+    with cut_at(longest):
+        results = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    check(results, in_float64(case, tensors, case.upstream()), SINGLE, floor=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_list", [False, True], ids=["window", "list"])
+def test_negative_zero_ties_with_zero(is_list: bool, dtype: torch.dtype, device: str) -> None:
+    """Logits and biases are -0.0 for even sources and 0.0 for odd: the first two must win."""
+    graph = only(1, 40, (0, EVERY)) if is_list else ga.bipartite_complete_graph(1, 40)
+    graph = graph.to(device)
     q = torch.tensor([1.0, 0.0], dtype=dtype, device=device).view(1, 1, 2)
     k = torch.tensor([-0.0, 0.0] * 20, dtype=dtype, device=device).view(40, 1, 1).repeat(1, 1, 2)
     v = torch.arange(40, device=device).to(dtype).view(40, 1, 1)
-    graph = ga.bipartite_complete_graph(1, 40).to(device)
-    for scale in (1.0, -1.0, 0.0):
-        out = ga.dot_product_attention(q, k, v, graph, scale=scale, top_k=2, backend="triton")
-        assert out.item() == 0.5
-    assert ga.rbf_attention(q, k, v, graph, 1.0, top_k=2, backend="triton").item() == 0.5
+    biases = ({}, {"edge_bias": k[:, :, 0]}) if is_list else ({},)
+    for bias in biases:
+        options = {"top_k": 2, "backend": "triton", **bias}
+        for scale in (1.0, -1.0, 0.0):
+            assert ga.dot_product_attention(q, k, v, graph, scale=scale, **options).item() == 0.5
+        assert ga.rbf_attention(q, k, v, graph, 1.0, **options).item() == 0.5
+        same = q.expand(40, 1, 2)  # distances 0, logits -0.0 plus the bias
+        assert ga.rbf_attention(q, same, v, graph, 1.0, **options).item() == 0.5
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
@@ -188,16 +203,18 @@ def test_an_offset_of_all_tokens_changes_no_choice(offset: float, device: str) -
     check_choice(case, tensors, device)
 
 
-def test_top_1_is_the_nearest_source(device: str) -> None:
+@pytest.mark.parametrize("is_list", [False, True], ids=["window", "list"])
+def test_top_1_is_the_nearest_source(is_list: bool, device: str) -> None:
     """The output with top_k=1 is exactly the value of the nearest source.
 
     No gradient flows through the one weight, which is always 1; only the log-sum, which is not used
     here, would bring one to query and key.
     """
-    graph = ga.window_path_graph(40, 6).to(device)
     x, value = (torch.randn(40, 1, n, device=device, requires_grad=True) for n in (3, 4))
+    within = None if is_list else ga.window_path_graph(40, 6).to(device)
+    graph = ga.knn_graph(x[:, 0].detach(), 6) if within is None else within
     out = ga.rbf_attention(x, x, value, graph, 1.0, top_k=1, backend="triton")
-    index, _ = ga.knn(x[:, 0].detach(), 1, within=graph)
+    index, _ = ga.knn(x[:, 0].detach(), 1, within=within)
     assert torch.equal(out, value[index[:, 0]])
     d_x, d_value = torch.autograd.grad(out, (x, value), torch.ones_like(out))
     assert d_x.abs().max() <= 1e-6
@@ -214,13 +231,13 @@ def test_a_row_knows_nothing_of_tokens_outside_its_window(bad: float, device: st
     clean = kernels(case, device)
     for name in ("query", "key", "value"):
         tensors[name][:, 30] = bad
-    found = solve(case, tensors, upstream, backend="triton", device=device)
+    results = solve(case, tensors, upstream, backend="triton", device=device)
     for name in ("out", "lse", "query"):
         for rows in (slice(0, 30), slice(42, 60)):
-            assert torch.equal(found[name][:, rows], clean[name][:, rows]), name
+            assert torch.equal(results[name][:, rows], clean[name][:, rows]), name
     for name in ("key", "value"):  # rows 30 to 41 are bad; they see the sources 19 to 41
         for rows in (slice(0, 19), slice(42, 60)):
-            assert torch.equal(found[name][:, rows], clean[name][:, rows]), name
+            assert torch.equal(results[name][:, rows], clean[name][:, rows]), name
 
 
 def test_what_is_not_kept_is_not_averaged_even_if_it_is_bad(device: str) -> None:
@@ -233,12 +250,12 @@ def test_what_is_not_kept_is_not_averaged_even_if_it_is_bad(device: str) -> None
                       device=device)[0].cpu()  # fmt: skip
     seldom = int(kept.sum(0)[:30].argmin())
     tensors["value"][:, seldom] = torch.nan
-    found = attend(case, {n: t.to(device) for n, t in tensors.items()}, backend="triton",
+    out = attend(case, {n: t.to(device) for n, t in tensors.items()}, backend="triton",
                    device=device)[0].cpu()  # fmt: skip
     without = ~kept[:, seldom]
     assert (without & case.graph.to_mask()[:, seldom]).any()
-    assert torch.equal(found[:, without, 0], expected[:, without, 0])
-    assert found[:, ~without, 0].isnan().all()
+    assert torch.equal(out[:, without, 0], expected[:, without, 0])
+    assert out[:, ~without, 0].isnan().all()
 
 
 def test_a_key_that_is_not_a_number_is_the_first_to_be_kept(device: str) -> None:
@@ -257,54 +274,14 @@ def test_a_key_that_is_not_a_number_is_the_first_to_be_kept(device: str) -> None
     assert out[:, 30:].isfinite().all()
 
 
-@pytest.mark.long
-def test_the_operator_keeps_the_promises_of_torch_library(device: str) -> None:
-    case = top(3, ga.causal_window_graph(18, 7), heads=2, valid="both")
-    leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
-    masks = (None if m is None else m.to(device) for m in case.masks)
-    torch.library.opcheck(
-        torch.ops.graphattn.attention.default,
-        (
-            leaves["query"], leaves["key"], leaves["value"], leaves["strength"], None, *masks,
-            case.graph.code, None, None, case.score, 3, False, None, 0.0, 1, "triton", False,
-        ),
-    )  # fmt: skip
-
-
-@pytest.mark.long
-def test_second_derivatives_are_those_of_the_reference(device: str) -> None:
-    case = top(3, ga.causal_window_graph(17, 6), heads=2)
-    found = []
-    for backend, where, dtype in (
-        ("triton", device, torch.float32),
-        ("reference", "cpu", torch.float64),
-    ):
-        leaves = {n: x.to(where, dtype).requires_grad_() for n, x in case.tensors().items()}
-        out, lse = attend(case, leaves, backend=backend, device=where)
-        loss = out.square().sum() + lse.square().sum()
-        first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), list(leaves.values()))
-        found.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
-    check(*found, 1e-5)
-
-
-@pytest.mark.parametrize("seed", range(SWEEP))
+@pytest.mark.parametrize("seed", range(1000, 1000 + SWEEP))
 def test_random_problems_are_solved(
     seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random problems, drawn as in the sweep over bands, are solved with a top-k."""
-    draw = random.Random(seed + 1000)
-    case = random_case(seed + 1000)
-    case = replace(
-        case,
-        heads=case.heads // case.kv_heads,  # 1, 2 or 3
-        kv_heads=1,
-        options={"top_k": draw.choice([1, 2, 3, 8, 20])},
-    )
+    draw, case = random.Random(seed), case_over_bands(seed)
+    top_k = {"top_k": draw.choice([1, 2, 3, 8, 20])}
+    case = replace(case, heads=case.heads // case.kv_heads, kv_heads=1, options=top_k)
     if draw.random() < 0.3:
         monkeypatch.setattr(selection, "HELD", {dtype: {} for dtype in selection.HELD})
-    if draw.random() < 0.3:
-        check_half(replace(case, offset=0.0), torch.bfloat16, device)
-    else:
-        # Averages of few sources have small gradients: rounding is measured beside 0.1.
-        check(kernels(case, device), exact(case), 1e-5, floor=0.1)
+    check_random(case, draw, device)

@@ -36,10 +36,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gaussian, a sink beside eps": ("GaussianKernelAttention", {"sink": True, "eps": 0.3}),
     "dot product, a sink, shared heads": ("DotProductAttention", {"kv_heads": 1, "sink": True}),
     "dot product, shared heads": ("DotProductAttention", {"kv_heads": 1, "rope": True}),
-    "values are the input, top 2": (
-        "DotProductAttention",
-        {"value_projection": False, "top_k": 2},
-    ),
+    "values are the input, top 2": ("DotProductAttention", {"value_projection": False, "top_k": 2}),
 }
 EVERY_LAYER = pytest.mark.parametrize("name", LAYERS)
 SOME = pytest.mark.parametrize(
@@ -93,7 +90,7 @@ def stream(
     positions: Tensor | None = None,
 ) -> Tensor:
     """Outputs of x [*, T, dim] in pieces of these lengths, 1 for a single token; on the CPU."""
-    found, t, on = [], 0, cache.device
+    outputs, t, on = [], 0, cache.device
     for n in pieces or [1] * x.shape[-2]:
         here: Any = t if n == 1 else slice(t, t + n)
         y = layer.step(
@@ -102,9 +99,9 @@ def stream(
             valid=None if valid is None else valid[..., here].to(on),
             positions=None if positions is None else positions[..., here].to(on),
         )
-        found.append(y.unsqueeze(-2) if n == 1 else y)
+        outputs.append(y.unsqueeze(-2) if n == 1 else y)
         t += n
-    return torch.cat(found, dim=-2).cpu()
+    return torch.cat(outputs, dim=-2).cpu()
 
 
 def poisoned(cache: LayerCache) -> LayerCache:
@@ -115,8 +112,8 @@ def poisoned(cache: LayerCache) -> LayerCache:
     return cache
 
 
-def close(found: Tensor, expected: Tensor, allowed: float = 2e-5) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), rtol=allowed, atol=allowed)
+def close(outputs: Tensor, expected: Tensor, allowed: float = 2e-5) -> None:
+    torch.testing.assert_close(outputs.double(), expected.double(), rtol=allowed, atol=allowed)
 
 
 @contextmanager
@@ -403,12 +400,12 @@ def test_either_form_of_the_cache_serves_either_way(name: str, other: str, devic
     by_torch.backend = other
     expected = forward(by_kernel, x)
     for maker in (by_kernel, by_torch):
-        cache, found = poisoned(maker.init_cache(1, WINDOW)), []
+        cache, outputs = poisoned(maker.init_cache(1, WINDOW)), []
         with counting() as launched:
             for t, layer in enumerate([by_kernel, by_kernel, by_torch, by_torch] * 3):
-                found.append(stream(layer, x[:, t : t + 1], cache))
+                outputs.append(stream(layer, x[:, t : t + 1], cache))
         assert len(launched) == 6
-        close(torch.cat(found, dim=1), expected)
+        close(torch.cat(outputs, dim=1), expected)
 
 
 @SOME
@@ -484,9 +481,9 @@ def test_only_places_change_from_token_to_token(interpreted: None) -> None:
         numbers = [
             {
                 name: [number for number in tree_leaves(value) if not isinstance(number, Tensor)]
-                for name, value in found.arguments.items()
+                for name, value in step.arguments.items()
             }
-            for found in (one, other)
+            for step in (one, other)
         ]
         assert {k for k in numbers[0] if numbers[0][k] != numbers[1][k]} <= {"first", "held"}
         assert one.grid == other.grid

@@ -64,8 +64,8 @@ class _Memory:
         read, reader = np.concatenate([nothing, *self._read], axis=1)
         of_others = np.isin(read, once)
         place = np.searchsorted(once, read[of_others])
-        own = writer[first][place] == reader[of_others]
-        assert own.all(), f"{self._kernel} reads what another program writes"
+        of_itself = writer[first][place] == reader[of_others]
+        assert of_itself.all(), f"{self._kernel} reads what another program writes"
 
 
 @contextmanager

@@ -107,8 +107,8 @@ MUTATIONS = [
     Mutation(
         "tables that graphs share are kept as a trace makes them",
         "kernels/shared/stored.py",
-        "        with kept_for_training(device):\n            found = make()\n",
-        "        if True:\n            found = make()\n",
+        "        with kept_for_training(device):\n            entry = make()\n",
+        "        if True:\n            entry = make()\n",
         (f"{TRACES}::test_tables_that_graphs_share_are_not_made_in_a_trace[band]",),
     ),
     Mutation(

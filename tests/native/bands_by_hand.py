@@ -94,6 +94,12 @@ def side_by_side(parts: list[Seen]) -> Seen:
     )
 
 
+def numbers(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Normal numbers, the same in every dtype but for rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
 def rows(
     query: Tensor,
     key: Tensor,

@@ -29,23 +29,23 @@ class Process:
             text=True,
             env=os.environ | {"GRAPHATTN_NATIVE": build, "PYTHONPATH": folder},
         )
-        self.name, self.why_not = self._answer()
+        self.name, self.why_not = self._read()
 
     def run(self, code: str) -> str:
         """Run code in the process, and return its error, or an empty text."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(code) + "\n")
         self.process.stdin.flush()
-        return self._answer()[0]
+        return self._read()[0]
 
-    def _answer(self) -> list[str]:
+    def _read(self) -> list[str]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:  # a wrong address ends a process; the next test has a new one
             process_of.cache_clear()
             return [f"the process ended with status {self.process.wait()}"] * 2
-        found: list[str] = json.loads(line)
-        return found
+        fields: list[str] = json.loads(line)
+        return fields
 
 
 process_of = functools.cache(Process)
@@ -57,21 +57,21 @@ def run_with(build: str, code: str) -> None:
     if "is not in" in process.why_not or "this processor" in process.why_not:
         pytest.skip(f"there is no build {build} that this processor runs")
     assert process.name == library.NAMES[build], process.why_not
-    said = process.run(code)
-    assert not said, said
+    error = process.run(code)
+    assert not error, error
 
 
 def serve() -> None:
     """Run the code of every line, and answer with what went wrong."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what is printed is no answer
-    print(json.dumps([library.instruction_set(), str(library.why_not())]), file=answers, flush=True)
+    channel, sys.stdout = sys.stdout, sys.stderr  # what is printed is no result
+    print(json.dumps([library.instruction_set(), str(library.why_not())]), file=channel, flush=True)
     for line in sys.stdin:
-        said = ""
+        error = ""
         try:
             exec(json.loads(line), {})
         except BaseException:
-            said = traceback.format_exc()
-        print(json.dumps([said]), file=answers, flush=True)
+            error = traceback.format_exc()
+        print(json.dumps([error]), file=channel, flush=True)
 
 
 if __name__ == "__main__":

@@ -80,11 +80,11 @@ def attention_rows(tokens: int, width: int, dtype: torch.dtype, threads: int) ->
         return
     whole = torch.randn(2, tokens, 4, width, dtype=dtype), torch.zeros(2, tokens, 4, dtype=dtype)
     for score, given in ((ga.GaussianKernel(1.0), bias), (ga.DotProduct(1.0), None)):
-        found = part_gradients(
+        gradients = part_gradients(
             query, key, value, graph, score, whole=whole, d_whole=whole, backend="native",
             edge_bias=given, valid=valid,
         )  # fmt: skip
-        assert found is not None
+        assert gradients is not None
 
 
 def neighbors(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
@@ -126,8 +126,8 @@ def sort_edges(targets: int, sources: int, dtype: torch.dtype) -> None:
             )
     for bad in ([[sources], [0]], [[0], [targets]], [[-1], [0]], [[0, 0], [0, 0]]):
         given = torch.tensor(bad, dtype=dtype)
-        found = edge_order.sorted_edges(given, targets, sources, permutation=True)
-        assert isinstance(found, edge_order.Wrong)
+        result = edge_order.sorted_edges(given, targets, sources, permutation=True)
+        assert isinstance(result, edge_order.Wrong)
 
 
 def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
@@ -324,9 +324,7 @@ CASES = [
     Cases("reduce", reduce, itertools.product(DTYPES)),
     Cases("workers", native_entries.workers, itertools.product((0, 1, 2, 50), THREADS)),
     Cases(
-        "allocate",
-        native_entries.allocate,
-        itertools.product((0, 1, 100_000), (0, 1, 20), THREADS),
+        "allocate", native_entries.allocate, itertools.product((0, 1, 100_000), (0, 1, 20), THREADS)
     ),
     Cases(
         "attention_rows",

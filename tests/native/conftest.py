@@ -15,7 +15,7 @@ from graphattn.kernels.cpu import library
 def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """One build after the other."""
     capability = torch.backends.cpu.get_cpu_capability()
-    found = library.find(Path(library.__file__).parent, request.param, capability)
-    if found.library is None:
-        pytest.skip(found.reason)
-    return found.library
+    loaded = library.find(Path(library.__file__).parent, request.param, capability)
+    if loaded.library is None:
+        pytest.skip(loaded.reason)
+    return loaded.library

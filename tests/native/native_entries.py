@@ -24,6 +24,11 @@ def at(tensor: torch.Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
+def has_openmp() -> bool:
+    """Whether this process' own library uses several threads."""
+    return bool(loaded().graphattn_has_openmp())
+
+
 def exp(x: torch.Tensor, threads: int = 1, native: ctypes.CDLL | None = None) -> torch.Tensor:
     y = torch.full_like(x, torch.nan)
     entry = getattr(loaded(native), f"graphattn_exp_{NAMES[x.dtype]}")

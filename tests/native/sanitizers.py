@@ -79,7 +79,7 @@ def find_compiler() -> list[str] | None:
 
 def find_runtimes(compiler: list[str], sanitizer: Sanitizer) -> list[str] | None:
     """The shared libraries of a sanitizer, None where one is missing."""
-    found = []
+    paths = []
     for name in sanitizer.runtimes:
         run = subprocess.run(
             [*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False
@@ -87,8 +87,8 @@ def find_runtimes(compiler: list[str], sanitizer: Sanitizer) -> list[str] | None
         path = Path(run.stdout.strip())
         if run.returncode or not path.is_absolute() or not path.exists():
             return None
-        found.append(str(path))
-    return found
+        paths.append(str(path))
+    return paths
 
 
 def build(compiler: list[str], flags: str, library: Path, *sources: Path) -> str | None:
@@ -147,13 +147,13 @@ def missed(
     run = run_python(sanitizer, runtimes, library, "-c", load)
     if run.returncode:
         return [], f"a process cannot run with it: {(run.stderr.strip() or '?').splitlines()[-1]}"
-    found = {
+    runs = {
         name: run_python(sanitizer, runtimes, library, "-c", f"{load}; library.{name}()")
         for name in sanitizer.planted
     }
     return [
         name
-        for name, run in found.items()
+        for name, run in runs.items()
         if not run.returncode or not ("Sanitizer" in run.stderr or "runtime error" in run.stderr)
     ], None
 

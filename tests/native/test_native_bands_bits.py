@@ -8,6 +8,7 @@ from typing import Any
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -65,20 +66,10 @@ def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
 def test_any_number_of_threads_gives_the_same_bits(score: str, option: str) -> None:
     """Several tasks and sequences, a table, and rows that are done by themselves."""
     parts = [ga.window_path_graph(n, 40, self_loops=True) for n in (600, 9, 300)]
-    graph, before = ga.batch(parts), torch.get_num_threads()
-    given = tensors(2, tokens=909)
+    graph, given = ga.batch(parts), tensors(2, tokens=909)
     given[1][:, 77], given[1][:, 700:] = 1e25, given[1][:, 700:] * 30  # enormous; steep
     table = torch.randn(81, 4, generator=torch.Generator().manual_seed(0))
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(given, graph, score, edge_bias=table, **OPTIONS[option]))
-    finally:
-        torch.set_num_threads(before)
-    found = [[x.nan_to_num(7) for x in own] for own in found]
-    assert same_bits(found[0], found[1])
-    assert same_bits(found[0], found[2])
+    same_on_threads(lambda: run(given, graph, score, edge_bias=table, **OPTIONS[option]))
 
 
 @each_score
@@ -116,9 +107,9 @@ def test_a_sequence_has_the_bits_that_it_has_alone(
     given, graph = tensors(tokens=sum(lengths)), ga.batch([kind(n) for n in lengths])
     together, start = run(given, graph, score, **OPTIONS[option]), 0
     for n in lengths:
-        own = slice(start, start + n)
-        alone = run([x[own] for x in given], kind(n), score, **OPTIONS[option])
-        assert same_bits([x[own] for x in together], alone)
+        place = slice(start, start + n)
+        alone = run([x[place] for x in given], kind(n), score, **OPTIONS[option])
+        assert same_bits([x[place] for x in together], alone)
         start += n
 
 
@@ -171,7 +162,7 @@ def test_rows_that_see_something_bad_are_the_reference(
         given[places[which]][30, 1:, 2] = content
     elif which == "table":
         table[3, 1] = content
-    found = []
+    both = []
     for backend in ("native", "reference"):
         leaves = [x.detach().requires_grad_() for x in (*given, table)]
         out, lse = attend(leaves[:3], graph, score, backend, edge_bias=leaves[3])
@@ -180,9 +171,9 @@ def test_rows_that_see_something_bad_are_the_reference(
             d_out[30, 1, 2] = content
         # Of an infinite logit the reference says that the log-sum is infinite, the others NaN.
         lse = lse.masked_fill(lse == torch.inf, torch.nan)
-        found.append([out, lse, *torch.autograd.grad(out, leaves, d_out)])
+        both.append([out, lse, *torch.autograd.grad(out, leaves, d_out)])
     has_infinite_logits = content in (torch.inf, -torch.inf) and which in ("query", "key", "table")
-    for place, (mine, theirs) in enumerate(zip(*found, strict=True)):
+    for place, (mine, theirs) in enumerate(zip(*both, strict=True)):
         if has_infinite_logits and place > 1:
             # Rows with an infinite logit have no weights at all here; there finite ones have 0.
             assert which == "table" or place == 5 or mine[:20].isfinite().all()
@@ -200,7 +191,7 @@ def test_what_is_bad_reaches_only_gradients_of_those_who_share_a_row_with_it(
     which: str, score: str
 ) -> None:
     graph, mask = ga.window_path_graph(300, 5), ga.window_path_graph(300, 5).to_mask()
-    found = []
+    both = []
     for content in (None, torch.nan):
         leaves = tensors(tokens=300, width=5)
         out_of = torch.ones(300, 4, 5)
@@ -208,11 +199,11 @@ def test_what_is_bad_reaches_only_gradients_of_those_who_share_a_row_with_it(
             {"key": leaves[1], "value": leaves[2], "upstream": out_of}[which][100, 1] = content
         leaves = [x.requires_grad_() for x in leaves]
         out, _ = attend(leaves, graph, score)
-        found.append(torch.autograd.grad(out, leaves, out_of))
+        both.append(torch.autograd.grad(out, leaves, out_of))
     rows = torch.zeros(300, dtype=torch.bool).index_fill_(0, torch.tensor([100]), True)
     rows = rows if which == "upstream" else mask[:, 100]
     shared = mask[rows].any(0)
-    for k, (clean, spoilt) in enumerate(zip(*found, strict=True)):
+    for k, (clean, spoilt) in enumerate(zip(*both, strict=True)):
         away = ~(shared if k else rows)
         assert torch.equal(clean[away], spoilt[away])
         assert spoilt[~away].isnan().any() or (k == 2 and which == "value")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -136,8 +138,8 @@ def test_gradients_are_those_of_float32_rounded_once(
     name: str, score: str, dtype: torch.dtype
 ) -> None:
     graph = GRAPHS[name]()
-    found, exact = gradients_of(tensors(graph, dtype), graph, score, **OPTIONS.get(name, {}))
-    for mine, near in zip(found, exact, strict=True):
+    gradients, exact = gradients_of(tensors(graph, dtype), graph, score, **OPTIONS.get(name, {}))
+    for mine, near in zip(gradients, exact, strict=True):
         assert mine.dtype == dtype
         assert torch.equal(mine, near.to(dtype))
 
@@ -149,7 +151,7 @@ def gradients_of(
 
     The loss is a sum of outputs and log-sums with random weights.
     """
-    found = []
+    gradients = []
     for leaves in (halves, [x.float() for x in halves]):
         mine = [x.detach().requires_grad_() for x in leaves]
         inputs = mine + [x for x in options.values() if isinstance(x, Tensor) and x.requires_grad]
@@ -157,8 +159,8 @@ def gradients_of(
         generator = torch.Generator().manual_seed(2)
         d_out = torch.randn(out.shape, generator=generator).to(halves[0].dtype).to(out.dtype)
         d_lse = torch.where(lse.isfinite(), torch.randn(lse.shape, generator=generator), 0)
-        found.append(torch.autograd.grad([out, lse], inputs, [d_out, d_lse]))
-    return found
+        gradients.append(torch.autograd.grad([out, lse], inputs, [d_out, d_lse]))
+    return gradients
 
 
 @each_dtype
@@ -167,10 +169,10 @@ def test_values_far_from_zero(dtype: torch.dtype) -> None:
     graph = ga.causal_window_graph(200, 40)
     halves = tensors(graph, dtype)
     halves[2] += 100
-    found, near = gradients_of(halves, graph, "dot")
-    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(found, near, strict=True))
+    gradients, near = gradients_of(halves, graph, "dot")
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(gradients, near, strict=True))
     exact, _ = gradients_of([x.double() for x in halves], graph, "dot", backend="reference")
-    error = (found[0].double() - exact[0]).abs().max() / exact[0].abs().max()
+    error = (gradients[0].double() - exact[0]).abs().max() / exact[0].abs().max()
     assert error < torch.finfo(dtype).eps
 
 
@@ -217,9 +219,9 @@ def test_rows_computed_by_themselves(dtype: torch.dtype) -> None:
             d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
             d_out[:, 5:25] = 0  # whom NaN reaches
             d_out[1, 40:60] = 0
-            found = torch.autograd.grad(out, mine, d_out)
+            gradients = torch.autograd.grad(out, mine, d_out)
             expected = torch.autograd.grad(exact, floats, d_out.float())
-            for a, b in zip(found, expected, strict=True):
+            for a, b in zip(gradients, expected, strict=True):
                 assert b.isfinite().all()
                 assert torch.equal(a, b.to(dtype))
 
@@ -272,16 +274,13 @@ def test_strided_inputs_and_any_number_of_threads(dtype: torch.dtype) -> None:
     projected = torch.randn(2, 700, 3, 4, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
     projected.requires_grad_()
     plain = [x.clone() for x in projected.unbind(2)]
-    before, results = torch.get_num_threads(), []
-    for threads, leaves in ((1, plain), (1, projected.unbind(2)), (3, projected.unbind(2))):
-        torch.set_num_threads(threads)
-        try:
-            out, _ = attend(list(leaves), graph, "dot")
-            results.append((out, *torch.autograd.grad(out.float().square().sum(), projected)))
-        finally:
-            torch.set_num_threads(before)
-    for found in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+    def run(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        out, _ = attend(list(leaves), graph, "dot")
+        return out, *torch.autograd.grad(out.float().square().sum(), projected)
+
+    strided = same_on_threads(lambda: run(projected.unbind(2)), (1, 3))
+    assert all(torch.equal(a, b) for a, b in zip(strided, run(plain), strict=True))
 
 
 @each_dtype
@@ -298,5 +297,5 @@ def test_graphs_without_bands_are_computed_in_float32(dtype: torch.dtype) -> Non
         assert out.dtype == dtype
         assert torch.equal(out, exact.to(dtype))
         assert torch.equal(lse, sums)
-        found = torch.autograd.grad(out.float().square().sum(), leaves)
-        assert [x.dtype for x in found] == [dtype] * 3
+        gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+        assert [x.dtype for x in gradients] == [dtype] * 3

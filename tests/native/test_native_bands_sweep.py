@@ -122,8 +122,8 @@ class Case:
         return one(n, draw(0, 0, 1, 5, 70))
 
     def leaves(self) -> list[Tensor]:
-        found = [*self.tensors, self.strength, *([] if self.table is None else [self.table])]
-        return [x.detach().requires_grad_() for x in found]
+        leaves = [*self.tensors, self.strength, *([] if self.table is None else [self.table])]
+        return [x.detach().requires_grad_() for x in leaves]
 
     def gradients(self, out: Tensor, lse: Tensor, leaves: list[Tensor]) -> list[Tensor]:
         upstream = torch.Generator().manual_seed(2)
@@ -139,8 +139,10 @@ class Case:
             loss = loss + (lse[heard] * d_lse[heard]).sum()
         if not loss.requires_grad:  # no row to loop over
             return [torch.zeros_like(x) for x in leaves]
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return [
+            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)
+        ]
 
     def run(self, backend: str = "native") -> list[Tensor]:
         """Output, log-sums, and the gradients of all that has one."""

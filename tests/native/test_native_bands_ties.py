@@ -21,8 +21,7 @@ SEEN = by_hand.path(90, 30, True)
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return by_hand.numbers(*shape, seed=seed, dtype=dtype)
 
 
 def attend(leaves: list[Tensor], score: str, scale: Tensor, **options: Any) -> Tensor:
@@ -91,9 +90,9 @@ def test_near_ties_are_decided_as_by_float64(top_k: int, with_table: bool, score
         if with_table:  # whose entries are equal, and large
             table = torch.full((61, 2), 40.0)
             options["edge_bias"], exact["table"] = table, table.double()
-        found = attend([query, key, value], score, scale, **options)
+        out = attend([query, key, value], score, scale, **options)
         expected = exactly([query, key, value], score, scale, **exact)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 STEEP = {
@@ -130,11 +129,11 @@ def test_steep_rows_are_exact(name: str, options: dict[str, Any], with_table: bo
         loops[4] if with_table else None, **options,
     )  # fmt: skip
     upstream = numbers(*out.shape, seed=5)
-    found = torch.autograd.grad(out, mine[:3] + mine[4:] * with_table, upstream)
+    gradients = torch.autograd.grad(out, mine[:3] + mine[4:] * with_table, upstream)
     expected = torch.autograd.grad(
         exact, loops[:3] + loops[4:] * with_table, upstream.double()[None]
     )
-    for a, b in zip([out, *found], [exact[0], *expected], strict=True):
+    for a, b in zip([out, *gradients], [exact[0], *expected], strict=True):
         torch.testing.assert_close(
             a.double(), b, rtol=0, atol=2e-5 * float(b.detach().abs().max()) + 1e-6
         )

@@ -19,9 +19,7 @@ each_score = pytest.mark.parametrize("score", ["dot", "rbf"])
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    return by_hand.numbers(*shape, seed=seed, dtype=dtype)
 
 
 def attend(
@@ -44,15 +42,14 @@ def check(seen: by_hand.Seen, leaves: list[Tensor], score: str, **options: Any) 
     exact, sums = by_hand.rows(
         *(x[None] for x in loops), seen, by_hand.AFFINITIES[score], scale, **options
     )
-    found = [out, lse]
+    results = [out, lse]
     expected = [exact[0], sums[0]]
     heard = sums[0].isfinite()
     if heard.any():
-        found += torch.autograd.grad(out.sum() + lse[heard].square().sum(), mine)
+        results += torch.autograd.grad(out.sum() + lse[heard].square().sum(), mine)
         loss = exact.sum() + sums[0][heard].square().sum()
         expected += torch.autograd.grad(loss, loops)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(results, expected, rtol=1e-11, atol=1e-11)
 
 
 @each_score
@@ -82,13 +79,13 @@ def test_windows_of_several_long_sums(score: str, top_k: int | None) -> None:
 def test_only_what_asks_for_a_gradient_has_one(which: tuple[int, ...], score: str) -> None:
     graph = ga.causal_window_graph(40, 9)
     given = [numbers(40, 2, 5, seed=s) for s in range(3)] + [numbers(9, 2, seed=3)]
-    found = []
+    gradients = []
     for asks in (which, range(4)):
         leaves = [x.clone().requires_grad_(k in asks) for k, x in enumerate(given)]
         out, lse = attend(leaves[:3], graph, score, edge_bias=leaves[3])
         loss = out.sum() + lse.sum()
-        found.append(torch.autograd.grad(loss, [leaves[k] for k in which]))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append(torch.autograd.grad(loss, [leaves[k] for k in which]))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @each_score

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -91,8 +92,8 @@ class Case:
         new = step(backend, self.graph, x, **self.options)
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(new.shape, generator=generator, dtype=torch.float64).to(new.dtype)
-        found = torch.autograd.grad(new, list(x.values()), weight)
-        return {"new": new.detach(), **dict(zip(x, found, strict=True))}
+        gradients = torch.autograd.grad(new, list(x.values()), weight)
+        return {"new": new.detach(), **dict(zip(x, gradients, strict=True))}
 
 
 def step(backend: str, graph: ga.TokenGraph, x: dict[str, Tensor], **options: Any) -> Tensor:
@@ -118,8 +119,8 @@ def both_passes(graph: ga.TokenGraph, x: dict[str, Tensor], **options: Any) -> d
     """Compute the new state, and the gradients of everything, by compiled code."""
     leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
     new = step("native", graph, leaves, **options)
-    found = torch.autograd.grad(new.square().sum(), list(leaves.values()))
-    return {"new": new.detach(), **dict(zip(leaves, found, strict=True))}
+    gradients = torch.autograd.grad(new.square().sum(), list(leaves.values()))
+    return {"new": new.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
 # Functions of one number.
@@ -131,32 +132,27 @@ def test_activations_are_as_exact_as_one_rounding_near_one(native: ctypes.CDLL, 
     """Against scipy, in float64 or as near to it as that can tell."""
     torch.manual_seed(0)
     x = torch.cat([4 * torch.randn(20_000, dtype=dtype), torch.linspace(-9, 9, 5001, dtype=dtype)])
-    found = native_entries.activations(x, native).double().numpy()
+    results = native_entries.activations(x, native).double().numpy()
     z = x.double().numpy()
     distribution, density = special.ndtr(z), np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
-    expected = (
-        z * distribution,
-        distribution + z * density,
-        np.logaddexp(0, z),
-        special.expit(z),
-    )
+    expected = (z * distribution, distribution + z * density, np.logaddexp(0, z), special.expit(z))
     unit = torch.finfo(dtype).eps
-    for mine, exact in zip(found, expected, strict=True):
+    for mine, exact in zip(results, expected, strict=True):
         assert (np.abs(mine - exact) / (1 + np.abs(z))).max() < unit
     small = np.abs(z) < 20  # softplus is as exact where it is small
-    assert (np.abs(found[2] - expected[2]) / expected[2])[small].max() < 4 * unit
+    assert (np.abs(results[2] - expected[2]) / expected[2])[small].max() < 4 * unit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_activations_of_what_is_not_a_usual_number_are_those_of_torch(native: ctypes.CDLL, dtype):
     x = torch.tensor([0, -0.0, 1e-30, -1e30, 1e30, 25, -200, torch.nan], dtype=dtype)
-    found = native_entries.activations(x, native)
+    results = native_entries.activations(x, native)
     leaf = x.clone().requires_grad_()
     for k, function in enumerate((torch.nn.functional.gelu, torch.nn.functional.softplus)):
         y = function(leaf)
         (slope,) = torch.autograd.grad(y.sum(), leaf)
-        torch.testing.assert_close(found[2 * k], y.detach(), equal_nan=True)
-        torch.testing.assert_close(found[2 * k + 1], slope, equal_nan=True)
+        torch.testing.assert_close(results[2 * k], y.detach(), equal_nan=True)
+        torch.testing.assert_close(results[2 * k + 1], slope, equal_nan=True)
 
 
 # The reference's results.
@@ -211,63 +207,55 @@ def test_float32_is_as_exact_as_products_of_torch() -> None:
 # The same bits.
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("update", ["energy", "target"])
-def test_results_do_not_depend_on_the_number_of_threads(graph: str, update: str) -> None:
-    own = GRAPHS[graph]()
-    x = tensors_of(own, batch=30)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(both_passes(own, x, update=update, step_size="auto"))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+def test_results_do_not_depend_on_the_number_of_threads(kind: str, update: str) -> None:
+    graph = GRAPHS[kind]()
+    x = tensors_of(graph, batch=30)
+    same_on_threads(lambda: both_passes(graph, x, update=update, step_size="auto"))
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_a_sample_has_the_bits_that_it_has_alone(graph: str) -> None:
-    own = GRAPHS[graph]()
-    x = tensors_of(own, batch=5)
-    together = both_passes(own, x, step_size="auto")
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_a_sample_has_the_bits_that_it_has_alone(kind: str) -> None:
+    graph = GRAPHS[kind]()
+    x = tensors_of(graph, batch=5)
+    together = both_passes(graph, x, step_size="auto")
     alone = both_passes(
-        own, {name: t[3:4] if name in TOKENS else t for name, t in x.items()}, step_size="auto"
+        graph, {name: t[3:4] if name in TOKENS else t for name, t in x.items()}, step_size="auto"
     )
     for name in ("new", *TOKENS):
         assert torch.equal(together[name][3:4], alone[name]), name
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("kind", GRAPHS)
 def test_rounds_of_edges_change_no_bit_of_tokens(
-    monkeypatch: pytest.MonkeyPatch, graph: str
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    own = GRAPHS[graph]()
-    x = tensors_of(own)
-    whole = both_passes(own, x, step_size="auto")
+    graph = GRAPHS[kind]()
+    x = tensors_of(graph)
+    whole = both_passes(graph, x, step_size="auto")
     for edges in (1, 31, 160):
         monkeypatch.setattr(sums, "EDGES_OF_ROUND", edges)
-        found = both_passes(own, x, step_size="auto")
+        results = both_passes(graph, x, step_size="auto")
         for name in ("new", *TOKENS):
-            assert torch.equal(whole[name], found[name]), name
+            assert torch.equal(whole[name], results[name]), name
         for name in NETWORK:  # sums over all edges, which rounds put together in another order
-            torch.testing.assert_close(whole[name], found[name], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(whole[name], results[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("kind", GRAPHS)
 def test_what_is_kept_of_few_edges_gives_what_they_give_computed_again(
-    monkeypatch: pytest.MonkeyPatch, graph: str
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    own = GRAPHS[graph]()
-    x = tensors_of(own, batch=1)
+    graph = GRAPHS[kind]()
+    x = tensors_of(graph, batch=1)
     network = [x[name] for name in NETWORK]
-    call = sums.SumsCall(own, [x[name] for name in TOKENS] + network, (None, None), energy=True)
+    call = sums.SumsCall(graph, [x[name] for name in TOKENS] + network, (None, None), energy=True)
     assert call.new_storage() is not None
-    kept = both_passes(own, x)
+    kept = both_passes(graph, x)
     monkeypatch.setattr(sums, "MOST_STORED", 0)
     assert call.new_storage() is None
-    again = both_passes(own, x)
+    again = both_passes(graph, x)
     assert all(torch.equal(value, again[name]) for name, value in kept.items())
 
 
@@ -293,11 +281,11 @@ def test_halves_are_read_as_the_floats_that_they_are(dtype: torch.dtype) -> None
     x = tensors_of(graph, width=37)
     halves = {name: t.to(dtype) if name in TOKENS else t for name, t in x.items()}
     with torch.no_grad():
-        found = step("native", graph, halves, step_size="auto")
+        results = step("native", graph, halves, step_size="auto")
         expected = step(
             "native", graph, {n: t.float() for n, t in halves.items()}, step_size="auto"
         )
-    assert torch.equal(found, expected.to(dtype))
+    assert torch.equal(results, expected.to(dtype))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -305,16 +293,16 @@ def test_padding_is_never_read(bad: float) -> None:
     graph = GRAPHS["loops"]()
     x = tensors_of(graph)
     valid = torch.arange(50) % 4 != 1
-    clean = both_passes(graph, {n: own(t, n, valid, 0.0) for n, t in x.items()}, valid=valid)
-    dirty = {n: own(t, n, valid, bad) for n, t in x.items() if n != "u"} | {"u": x["u"]}
-    dirty["u"] = own(x["u"], "u", valid, 7.0)  # an invalid target keeps its state
-    found = both_passes(graph, dirty, valid=valid)
+    clean = both_passes(graph, {n: padded(t, n, valid, 0.0) for n, t in x.items()}, valid=valid)
+    dirty = {n: padded(t, n, valid, bad) for n, t in x.items() if n != "u"} | {"u": x["u"]}
+    dirty["u"] = padded(x["u"], "u", valid, 7.0)  # an invalid target keeps its state
+    results = both_passes(graph, dirty, valid=valid)
     for name in ("target_hidden", "source_hidden", "v", *NETWORK):
-        assert torch.equal(clean[name], found[name]), name
-    assert torch.equal(clean["new"][:, valid], found["new"][:, valid])
+        assert torch.equal(clean[name], results[name]), name
+    assert torch.equal(clean["new"][:, valid], results["new"][:, valid])
 
 
-def own(x: Tensor, name: str, valid: Tensor, bad: float) -> Tensor:
+def padded(x: Tensor, name: str, valid: Tensor, bad: float) -> Tensor:
     return x.masked_fill(~valid[:, None, None], bad) if name in TOKENS else x
 
 

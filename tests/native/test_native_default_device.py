@@ -38,23 +38,23 @@ def results():
         "batch": ga.batch([ga.complete_graph(100), ga.window_path_graph(N - 100, 2)]),
         "table": ga.knn_graph(points, k=4),
     }
-    found = {"far": ga.knn_graph(wide, k=4).edge_index}
-    found["near"] = ga.radius_graph(points, 0.5).edge_index
+    computed = {"far": ga.knn_graph(wide, k=4).edge_index}
+    computed["near"] = ga.radius_graph(points, 0.5).edge_index
     long = ga.window_path_graph(100_000, 3)
     several = ga.batch([long, ga.complete_graph(3)])
-    found["long"], found["several"] = long.edge_index, several.edge_index
-    found["star"] = ga.longformer_graph(100_000, 2, global_tokens=[0, 7]).edge_index
+    computed["long"], computed["several"] = long.edge_index, several.edge_index
+    computed["star"] = ga.longformer_graph(100_000, 2, global_tokens=[0, 7]).edge_index
     for kind, graph in graphs.items():
-        found[kind] = pickle.loads(pickle.dumps(graph)).edge_index
-        found[kind, "back"] = graph.transpose().edge_index
+        computed[kind] = pickle.loads(pickle.dumps(graph)).edge_index
+        computed[kind, "back"] = graph.transpose().edge_index
         for name, layer in layers.items():
             for options in ({}, {"valid": valid}):
                 leaf = x.clone().requires_grad_()
                 out = layer(leaf, graph, **options)
                 wanted = [leaf, *layer.parameters()]
                 gradients = torch.autograd.grad(out, wanted, other, allow_unused=True)
-                found[kind, name, len(options)] = out, *gradients
-    return found
+                computed[kind, name, len(options)] = out, *gradients
+    return computed
 
 valid = torch.ones(N, dtype=torch.bool)
 with torch.device("meta"):

@@ -33,15 +33,15 @@ def test_it_is_a_stable_sort_by_torch(
     by_source = given[0].argsort(stable=True)
     expected = by_source[given[1][by_source].argsort(stable=True)]
     for edges in (given, given.T.contiguous().T):
-        found = edge_order.sorted_edges(edges.to(dtype), targets, sources, permutation=True)
-        assert not isinstance(found, edge_order.Wrong)
-        assert found[1] is not None
-        assert torch.equal(found[1], expected)
-        assert torch.equal(found[0].long(), given[:, expected])
+        result = edge_order.sorted_edges(edges.to(dtype), targets, sources, permutation=True)
+        assert not isinstance(result, edge_order.Wrong)
+        assert result[1] is not None
+        assert torch.equal(result[1], expected)
+        assert torch.equal(result[0].long(), given[:, expected])
         alone = edge_order.sorted_edges(edges.to(dtype), targets, sources, permutation=False)
         assert not isinstance(alone, edge_order.Wrong)
         assert alone[1] is None
-        assert torch.equal(alone[0], found[0])
+        assert torch.equal(alone[0], result[0])
 
 
 @pytest.mark.parametrize("dtype", edge_order.DTYPES)
@@ -50,9 +50,9 @@ def test_edges_by_source_are_the_transposed_list(dtype: torch.dtype) -> None:
         edges, _ = edge_lists.sorted_edge_list(drawn(targets, sources, share, 0), targets, sources)
         degree = torch.bincount(edges[1], minlength=targets)
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)]).to(dtype)
-        found = edge_order.edges_by_source(rowptr, edges[0].to(dtype), sources)
-        assert {x.dtype for x in found} == {dtype}
-        colptr, target, edge = found
+        result = edge_order.edges_by_source(rowptr, edges[0].to(dtype), sources)
+        assert {x.dtype for x in result} == {dtype}
+        colptr, target, edge = result
         order = edges[0].argsort(stable=True)
         assert torch.equal(edge.long(), order)
         assert torch.equal(target.long(), edges[1][order].long())

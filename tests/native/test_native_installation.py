@@ -83,6 +83,20 @@ def tree(tmp_path_factory) -> Path:
     return tree
 
 
+def run_python(*arguments: str, cwd: Path, **environment: str) -> str:
+    """Run Python, which must succeed, and return what it prints."""
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "GRAPHATTN_NATIVE": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 def make(tree: Path, what: str, folder: Path, **environment: str) -> tuple[list[str], Path, str]:
     """The names in a distribution that the project's own backend makes, its file, and the log."""
     (tree / "kernels" / "cpu" / "_native_v9.abi3.so").write_text("old")
@@ -92,18 +106,10 @@ def make(tree: Path, what: str, folder: Path, **environment: str) -> tuple[list[
         (package / "old.py").write_text("old")
         (package / "kernels" / "cpu" / "_native_v4.abi3.so").write_text("old")
     folder.mkdir()
-    run = subprocess.run(
-        [sys.executable, "-c", BUILD, what, str(folder)],
-        cwd=tree,
-        env={**os.environ, "GRAPHATTN_NATIVE": "", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    log = run_python("-c", BUILD, what, str(folder), cwd=tree, **environment)
     (file,) = folder.iterdir()
     names = zipfile.ZipFile(file).namelist() if file.suffix == ".whl" else []
-    return names, file, run.stdout
+    return names, file, log
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +146,7 @@ x = torch.randn(6, 2, 4)
 assert ga.dot_product_attention(x, x, x, ga.window_path_graph(6, 1)).shape == x.shape
 print(library.why_not())
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "GRAPHATTN_NATIVE": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "there was no C++ compiler" in run.stdout
+    assert "there was no C++ compiler" in run_python("-c", code, cwd=tmp_path)
 
 
 @needs_compiler
@@ -178,17 +175,10 @@ def test_what_is_distributed_as_source_holds_the_cpp_files(tree, tmp_path):
 
 def build_in_place(tree: Path, *options: str, **environment: str) -> tuple[list[str], str]:
     """The libraries that lie in the tree after a build, and what it printed."""
-    run = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", *options],
-        cwd=tree,
-        env={**os.environ, "GRAPHATTN_NATIVE": "", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    found = (path.name.split(".")[0] for path in (tree / CPU).glob("_native_*"))
-    return sorted(name.removeprefix("_native_") for name in found), run.stdout
+    command = "setup.py", "--quiet", "build_ext", "--inplace", *options
+    said = run_python(*command, cwd=tree, **environment)
+    names = (path.name.split(".")[0] for path in (tree / CPU).glob("_native_*"))
+    return sorted(name.removeprefix("_native_") for name in names), said
 
 
 @needs_compiler
@@ -199,9 +189,9 @@ def test_a_build_in_place_makes_the_best_set_that_this_machine_runs_and_says_so_
     built, said = build_in_place(tree)
     assert built == [RUNNABLE[0]]
     assert said.count("seconds") == said.count("GRAPHATTN_NATIVE=0") == len(said.splitlines()) == 1
-    found = library.find(tree / CPU, "", torch.backends.cpu.get_cpu_capability()).library
-    found.graphattn_instruction_set.restype = ctypes.c_char_p
-    assert found.graphattn_instruction_set().decode() == library.NAMES[RUNNABLE[0]]
+    built_library = library.find(tree / CPU, "", torch.backends.cpu.get_cpu_capability()).library
+    built_library.graphattn_instruction_set.restype = ctypes.c_char_p
+    assert built_library.graphattn_instruction_set().decode() == library.NAMES[RUNNABLE[0]]
 
 
 @needs_compiler

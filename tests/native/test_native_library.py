@@ -66,9 +66,9 @@ def test_the_variable_turns_the_library_off():
 @pytest.mark.long
 @pytest.mark.parametrize("build", library.BUILDS)
 def test_the_variable_chooses_a_build(build):
-    found = library.find(FOLDER, build, torch.backends.cpu.get_cpu_capability())
-    if found.library is None:
-        pytest.skip(found.reason)
+    loaded = library.find(FOLDER, build, torch.backends.cpu.get_cpu_capability())
+    if loaded.library is None:
+        pytest.skip(loaded.reason)
     said = in_fresh_interpreter(SAY, GRAPHATTN_NATIVE=build)
     assert said == f"True {library.NAMES[build]} None"
 
@@ -79,37 +79,37 @@ def test_a_value_that_names_nothing_is_refused():
 
 
 def test_a_build_that_the_processor_cannot_run_is_not_taken():
-    found = library.find(FOLDER, "v4", "AVX2")
-    assert found.library is None
+    loaded = library.find(FOLDER, "v4", "AVX2")
+    assert loaded.library is None
     assert (
-        "asks for AVX-512, and the best that torch uses on this processor is AVX2" in found.reason
+        "asks for AVX-512, and the best that torch uses on this processor is AVX2" in loaded.reason
     )
 
 
 def test_without_any_build_the_reason_names_the_compiler(tmp_path):
-    found = library.find(tmp_path, "", "AVX512")
-    assert found.library is None
-    assert "no C++ compiler" in found.reason
-    found = library.find(tmp_path, "base", "AVX512")
-    assert found.reason == f"GRAPHATTN_NATIVE=base asks for a build that is not in {tmp_path}"
+    loaded = library.find(tmp_path, "", "AVX512")
+    assert loaded.library is None
+    assert "no C++ compiler" in loaded.reason
+    loaded = library.find(tmp_path, "base", "AVX512")
+    assert loaded.reason == f"GRAPHATTN_NATIVE=base asks for a build that is not in {tmp_path}"
 
 
 def test_a_file_that_is_missing_or_no_library_is_refused(tmp_path):
     missing = tmp_path / "missing.so"
     assert str(missing) in library.find(FOLDER, str(missing), "AVX2").reason
     (tmp_path / "_native_base.so").write_text("text")
-    found = library.find(tmp_path, "", "DEFAULT")
-    assert found.library is None
-    assert found.reason.startswith("the compiled CPU kernels cannot be loaded: ")
+    loaded = library.find(tmp_path, "", "DEFAULT")
+    assert loaded.library is None
+    assert loaded.reason.startswith("the compiled CPU kernels cannot be loaded: ")
 
 
 @needs_compiler
 def test_a_build_of_another_version_is_refused(tmp_path):
     later = library.ABI_VERSION + 1
     source = f'extern "C" int graphattn_abi_version() {{ return {later}; }}'
-    found = library.load(compile_library(source, tmp_path))
-    assert found.library is None
-    assert f"(interface {later}, needed is {library.ABI_VERSION})" in found.reason
+    loaded = library.load(compile_library(source, tmp_path))
+    assert loaded.library is None
+    assert f"(interface {later}, needed is {library.ABI_VERSION})" in loaded.reason
 
 
 @needs_compiler
@@ -170,7 +170,7 @@ def test_threads_are_those_that_torch_was_told_to_use():
         for threads in (1, 2):
             torch.set_num_threads(threads)
             workers = native_entries.workers(40, torch.get_num_threads(), 5000)
-            assert len(set(workers)) == (threads if library.has_openmp() else 1)
+            assert len(set(workers)) == (threads if native_entries.has_openmp() else 1)
     finally:
         torch.set_num_threads(before)
 

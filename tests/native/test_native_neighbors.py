@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from threads import same_on_threads
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
@@ -77,8 +78,8 @@ def test_edges_within_a_radius_are_those_of_float64(dtype, width):
             inside = squared <= reach
             for self_loops in (True, False):
                 inside.fill_diagonal_(self_loops)
-                found = edges_within(x, x, reach, True, self_loops)
-                assert torch.equal(found, inside.nonzero().T.flip(0))
+                edges = edges_within(x, x, reach, True, self_loops)
+                assert torch.equal(edges, inside.nonzero().T.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -88,29 +89,21 @@ def test_squared_distances_are_those_of_float64(dtype, width):
     a, b = (torch.randn(9, width, generator=generator, dtype=dtype) for _ in range(2))
     row, column = (torch.randint(9, (3000,), generator=generator) for _ in range(2))
     column[::5] = -1
-    found = squared_distances(a, b, row, column)
+    squared = squared_distances(a, b, row, column)
     gap = a.double()[row] - b.double()[column]
     expected = gap.square()
     if width <= 3:  # one after the other, to the last bit
         expected = sum(expected[:, 1:].unbind(1), expected[:, 0])
-        assert torch.equal(found[column >= 0], expected[column >= 0])
+        assert torch.equal(squared[column >= 0], expected[column >= 0])
     else:
         expected = expected.sum(1)
-        torch.testing.assert_close(found[column >= 0], expected[column >= 0], rtol=1e-14, atol=0)
-    assert (found[column < 0] == math.inf).all()
+        torch.testing.assert_close(squared[column >= 0], expected[column >= 0], rtol=1e-14, atol=0)
+    assert (squared[column < 0] == math.inf).all()
 
 
 @pytest.mark.parametrize("width", [3, 16, 70])
 def test_any_number_of_threads_finds_the_same(width):
     x = torch.randn(700, width, generator=torch.Generator().manual_seed(width))
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(ga.knn(x, 9))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    index, _ = same_on_threads(lambda: ga.knn(x, 9), (1, 3))
     distance = torch.cdist(x.double(), x.double()).fill_diagonal_(math.inf)
-    assert torch.equal(found[0][0], distance.sort(stable=True).indices[:, :9])
+    assert torch.equal(index, distance.sort(stable=True).indices[:, :9])

@@ -51,7 +51,7 @@ def test_it_has_the_bits_of_torch(
     monkeypatch.setattr(
         rotary, "view", lambda x, view=rotary.view: asked.append(x) or view(x), raising=True
     )
-    found = []
+    results = []
     for _ in range(2):
         for back in (False, True):
             apart = x.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -59,10 +59,10 @@ def test_it_has_the_bits_of_torch(
             for given in (x, apart, narrow, torch.stack([x, x], dim=-1)[..., 0]):
                 leaf = given.detach().requires_grad_()
                 out = turn(leaf, positions, back=back)
-                found.append((out.detach(), *torch.autograd.grad(out, leaf, upstream)))
+                results.append((out.detach(), *torch.autograd.grad(out, leaf, upstream)))
         assert asked  # compiled code was there the first time
         by_torch(monkeypatch)
-    for mine, other in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+    for mine, other in zip(results[: len(results) // 2], results[len(results) // 2 :], strict=True):
         for a, b in zip(mine, other, strict=True):
             assert a.dtype == dtype
             assert a.shape == shape

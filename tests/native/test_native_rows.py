@@ -14,6 +14,7 @@ from typing import Any
 import builds
 import pytest
 import torch
+from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -94,9 +95,9 @@ class Case:
         out, lse = attend(**given, graph=self.graph, backend=backend, return_lse=True, **options)
         d_out, d_lse = self.upstream(out, lse)
         sums = lse.masked_fill(lse == -torch.inf, 0)
-        found = torch.autograd.grad([out, sums], leaves, [d_out, d_lse], allow_unused=True)
+        gradients = torch.autograd.grad([out, sums], leaves, [d_out, d_lse], allow_unused=True)
         zeros = (
-            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
+            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)
         )
         return [out, lse, *zeros]
 
@@ -117,8 +118,8 @@ class Case:
 def test_it_is_the_reference(part: int) -> None:
     for seed in range(part, CASES, 4):
         case = Case(seed)
-        for mine, theirs in zip(case.run("native"), case.run("reference"), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11, msg=f"seed {seed}")
+        close = {"rtol": 1e-11, "atol": 1e-11, "msg": f"seed {seed}"}
+        torch.testing.assert_close(case.run("native"), case.run("reference"), **close)
 
 
 def test_float32_is_float64_to_its_rounding() -> None:
@@ -126,10 +127,8 @@ def test_float32_is_float64_to_its_rounding() -> None:
         case = Case(seed, torch.float32)
         case.options["top_k"] = None  # rounding may choose others
         exact = case.run("native", dtype=torch.float64)
-        for mine, theirs in zip(case.run("native"), exact, strict=True):
-            torch.testing.assert_close(
-                mine.double(), theirs, rtol=2e-5, atol=2e-5, msg=f"seed {seed}"
-            )
+        close = {"rtol": 2e-5, "atol": 2e-5, "check_dtype": False, "msg": f"seed {seed}"}
+        torch.testing.assert_close(case.run("native"), exact, **close)
 
 
 @pytest.mark.long
@@ -140,8 +139,8 @@ def test_every_build_is_the_reference(build: str) -> None:
         "import torch, test_native_rows as rows\n"
         "for seed in range(40):\n"
         "    case = rows.Case(seed)\n"
-        "    for a, b in zip(case.run('native'), case.run('reference'), strict=True):\n"
-        "        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)",
+        "    both = case.run('native'), case.run('reference')\n"
+        "    torch.testing.assert_close(*both, rtol=1e-11, atol=1e-11)",
     )
 
 
@@ -164,31 +163,26 @@ def test_long_rows_and_sources_that_many_see_add_up_in_blocks(top_k: int | None)
     torch.manual_seed(0)
     query = torch.randn(605, 2, 8, dtype=torch.float64, requires_grad=True)
     key, value = (torch.randn(1000, 2, 8, dtype=torch.float64).requires_grad_() for _ in "kv")
-    found = []
+    both = []
     for backend in ("native", "reference"):
         out = ga.dot_product_attention(query, key, value, graph, top_k=top_k, backend=backend)
         weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), (query, key, value))])
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        both.append([out, *torch.autograd.grad((out * weight).sum(), (query, key, value))])
+    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    before, found = torch.get_num_threads(), []
     points = torch.randn(700, 3, generator=torch.Generator().manual_seed(0))
     graph = ga.knn_graph(points, 16)
     torch.manual_seed(0)
     leaves = [torch.randn(2, 700, 4, 32).requires_grad_() for _ in range(3)]
     sigma = torch.full((4,), 2.0, requires_grad=True)
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            out = ga.rbf_attention(*leaves, graph, sigma, top_k=9, backend="native")
-            found.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+    def run() -> list[Tensor]:
+        out = ga.rbf_attention(*leaves, graph, sigma, top_k=9, backend="native")
+        return [out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))]
+
+    same_on_threads(run, (1, 2, 3, 7))
 
 
 def test_the_order_of_visits_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +190,14 @@ def test_the_order_of_visits_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     leaves = [torch.randn(2, 1500, n, 8).requires_grad_() for n in (4, 2, 2)]
     sigma = torch.full((4,), 2.0, requires_grad=True)
-    found = []
+    both = []
     for cache in (1 << 40, 0):  # what is kept near a core: everything, nothing
         monkeypatch.setattr(rows, "CACHE", cache)
         graph = ga.knn_graph(points, 8)
         for _ in range(2):  # from the second call on
             out = ga.rbf_attention(*leaves, graph, sigma, backend="native")
-        found.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
-    (*lying, of_sigma), (*visited, again) = found
+        both.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
+    (*lying, of_sigma), (*visited, again) = both
     assert all(torch.equal(a, b) for a, b in zip(lying, visited, strict=True))
     torch.testing.assert_close(of_sigma, again, rtol=1e-5, atol=0)
 
@@ -214,9 +208,9 @@ def test_a_sample_has_the_bits_that_it_has_alone() -> None:
     shapes = (5, 4, 16), (400, 2, 16), (400, 2, 16)
     leaves = [torch.randn(3, *shape).requires_grad_() for shape in shapes]
 
-    def run(*own: Tensor) -> list[Tensor]:
-        out = ga.dot_product_attention(*own, graph, backend="native")
-        return [out, *torch.autograd.grad(out.square().sum(), own)]
+    def run(*tensors: Tensor) -> list[Tensor]:
+        out = ga.dot_product_attention(*tensors, graph, backend="native")
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
     together = run(*leaves)
     alone = run(*(x[1].detach().requires_grad_() for x in leaves))
@@ -264,12 +258,9 @@ def test_compiled_functions_hold_it_whole(build: Any, Layer: Any) -> None:
     for tokens in (20, 31, 47):
         graph = build(tokens)
         x = torch.randn(2, tokens, 16, requires_grad=True)
-        mine, theirs = compiled(x, graph), layer(x, graph)
-        torch.testing.assert_close(mine, theirs)
-        for a, b in zip(
-            *(torch.autograd.grad(y.square().sum(), x) for y in (mine, theirs)), strict=True
-        ):
-            torch.testing.assert_close(a, b)
+        both = compiled(x, graph), layer(x, graph)
+        torch.testing.assert_close(*both)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in both))
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
@@ -278,11 +269,9 @@ def test_half_precision_is_float64_rounded_once(dtype: torch.dtype, rounding: fl
         case = Case(seed, dtype)
         case.options["top_k"] = None
         exact = case.run("native", dtype=torch.float64)
-        for mine, theirs in zip(case.run("native"), exact, strict=True):
-            # The least number of float16 that has all its digits is 6e-5.
-            torch.testing.assert_close(
-                mine.double(), theirs, rtol=1.1 * rounding, atol=2e-5, msg=f"seed {seed}"
-            )
+        # The least number of float16 that has all its digits is 6e-5.
+        close = {"rtol": 1.1 * rounding, "atol": 2e-5, "check_dtype": False, "msg": f"seed {seed}"}
+        torch.testing.assert_close(case.run("native"), exact, **close)
 
 
 class Wrapped(Tensor):
@@ -361,8 +350,7 @@ def test_lists_of_64_bits_give_what_lists_of_32_bits_give(monkeypatch: pytest.Mo
                 assert not rows.edges_of(wide.graph).is_narrow
                 theirs = wide.run("native")
             assert rows.edges_of(narrow.graph).is_narrow
-            for mine, other in zip(narrow.run("native"), theirs, strict=True):
-                torch.testing.assert_close(mine, other, msg=f"seed {seed}, {dtype}")
+            torch.testing.assert_close(narrow.run("native"), theirs, msg=f"seed {seed}, {dtype}")
 
 
 @pytest.mark.parametrize("most", [index_width.MOST, -1])
@@ -382,9 +370,7 @@ def test_a_table_of_offsets_is_read_in_either_width(
     exact = ga.dot_product_attention(q, k, v, graph, edge_bias=bias, backend="reference")
     assert rows.edges_of(plans._graph_of(structure, graph.device)).is_narrow == (most > 0)
     torch.testing.assert_close(out, exact)
-    for mine, theirs in zip(
-        *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact)),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact))
+    )
     plans._graph_of.cache_clear()

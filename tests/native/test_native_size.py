@@ -33,8 +33,8 @@ def instances(library: Path) -> Counter[str]:
     """How many forms of every function or class template are in a library."""
     run = subprocess.run(["nm", "-C", library], capture_output=True, text=True, check=True)
     names = (line.split(maxsplit=2)[-1] for line in run.stdout.splitlines())
-    found = re.findall(r"::(\w+)<((?:float|double)[^<>]*)>", "\n".join(names))
-    return Counter(name for name, _ in set(found))
+    templates = re.findall(r"::(\w+)<((?:float|double)[^<>]*)>", "\n".join(names))
+    return Counter(name for name, _ in set(templates))
 
 
 def test_a_library_is_small_and_has_few_instances_of_its_large_functions(native):
@@ -42,6 +42,6 @@ def test_a_library_is_small_and_has_few_instances_of_its_large_functions(native)
     assert library.stat().st_size < BYTES
     if shutil.which("nm") is None:
         pytest.skip("nm, which lists the functions of a library, is not installed")
-    found = instances(library)
-    assert found["Rows"] == found["BandRow"] == 2  # so names are read as they are written
-    assert {name: n for name, n in found.items() if n > INSTANCES.get(name, 2)} == {}
+    counts = instances(library)
+    assert counts["Rows"] == counts["BandRow"] == 2  # so names are read as they are written
+    assert {name: n for name, n in counts.items() if n > INSTANCES.get(name, 2)} == {}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from random_graphs import weighted
 from scipy.sparse.linalg import eigsh
 
 import graphattn as ga
@@ -11,11 +12,6 @@ from graphattn.spectral import eigenvalues
 from graphattn.spectral.laplacians import banded
 from graphattn.spectral.laplacians.elimination import elimination_order
 from graphattn.spectral.laplacians.laplacian import laplacian_of
-
-
-def weighted(graph, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return 0.01 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)
 
 
 def parts(graph, edge_weight=None):

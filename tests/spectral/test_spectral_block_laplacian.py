@@ -18,13 +18,13 @@ def laplacians(graph, features, *, rank=2, heads=3, seed=0, uneven=0.0):
     edge = source != target
     source, target = source[edge], target[edge]
     rng = np.random.default_rng(seed)
-    found = []
+    of_heads = []
     for _ in range(heads):
         alpha = 10 ** rng.uniform(-uneven, 0, len(source))
         rows = rng.standard_normal((len(source), rank, features)) / np.sqrt(rank * features)
         step = np.full(graph.num_targets, rng.uniform(0.05, 0.2))
-        found.append(BlockLaplacian(source, target, alpha, rows, step))
-    return found
+        of_heads.append(BlockLaplacian(source, target, alpha, rows, step))
+    return of_heads
 
 
 def plain_matrix(head):
@@ -89,9 +89,9 @@ def test_a_count_is_the_number_of_dense_eigenvalues_beyond(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_laplacian, "BLOCK", 1)  # many small blocks
         for side, expected in ((1, (values < shift).sum()), (-1, (values > shift).sum())):
-            found = head.count(shift, side)
+            number = head.count(shift, side)
             # A pivot is 0 where the shift is an eigenvalue of the first tokens alone.
-            assert found == expected or (found is None and is_eigenvalue_of_a_corner(head, shift))
+            assert number == expected or (number is None and is_eigenvalue_of_a_corner(head, shift))
 
 
 def is_eigenvalue_of_a_corner(head, shift):
@@ -136,12 +136,12 @@ def test_the_banded_solver_of_lapack_agrees_at_the_width_of_a_head():
     heads = laplacians(ga.window_path_graph(16, 2), 64, rank=4, heads=2)
     ends = largest_eigenvalue(heads), smallest_eigenvalue(heads)
     assert all(end.enclosed and end.error <= 1.01e-10 * max(1, end.value) for end in ends)
-    found = []
+    values = []
     for head in heads:
         M = plain_matrix(head)
         band = np.zeros((192, len(M)))
         for k in range(192):  # two tokens before, and itself
             band[k, : len(M) - k] = np.diagonal(M, -k)
-        found.append(scipy.linalg.eig_banded(band, lower=True, eigvals_only=True))
-    assert ends[0].value == pytest.approx(max(v[-1] for v in found), abs=1e-9)
-    assert ends[1].value == pytest.approx(min(v[64] for v in found), abs=1e-9)
+        values.append(scipy.linalg.eig_banded(band, lower=True, eigvals_only=True))
+    assert ends[0].value == pytest.approx(max(v[-1] for v in values), abs=1e-9)
+    assert ends[1].value == pytest.approx(min(v[64] for v in values), abs=1e-9)

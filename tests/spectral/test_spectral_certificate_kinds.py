@@ -58,8 +58,8 @@ def test_a_certificate_of_nothing_is_not_sound():
     assert certificate.sound is None
     assert (certificate.num_checked, certificate.num_facts) == (0, 3)  # "map" is no theorem
     assert "0 of 3 theorems apply, nothing is certified" in str(certificate)
-    found = json.loads(certificate.to_json())
-    assert (found["sound"], found["num_checked"], found["num_facts"]) == (None, 0, 3)
+    content = json.loads(certificate.to_json())
+    assert (content["sound"], content["num_checked"], content["num_facts"]) == (None, 0, 3)
 
 
 def test_theorems_are_counted_over_all_parts():
@@ -178,8 +178,8 @@ def test_entries_and_padding_of_two_tracks_are_certified_each_by_itself():
     alone = certify(layer, x[0], graph, context=context[0])
     short = certify(layer, x[1], ga.bipartite_complete_graph(5, 2), context=context[1, :2])
     assert list(whole.parts) == ["x[0]", "x[1]"]
-    for part, own in ((whole.parts["x[0]"], alone), (whole.parts["x[1]"], short)):
-        for fact in own.facts:
+    for part, mask in ((whole.parts["x[0]"], alone), (whole.parts["x[1]"], short)):
+        for fact in mask.facts:
             assert part[fact.name].numbers == pytest.approx(dict(fact.numbers), rel=1e-9, abs=1e-12)
 
 

@@ -8,18 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_digraph, weights_by_hand
 
 import graphattn as ga
 from graphattn.spectral import cheeger, cheeger_bounds, conductance
-
-
-def symmetrised(graph, edge_weight):
-    W = np.zeros((graph.num_targets, graph.num_targets))
-    for (j, i), w in zip(graph.edge_index.T.tolist(), edge_weight.tolist(), strict=True):
-        if i != j:
-            W[i, j] += w / 2
-            W[j, i] += w / 2
-    return W
 
 
 def conductance_by_hand(W, inside):
@@ -41,42 +33,36 @@ def least_conductance(W):
     )
 
 
-def random_case(num_tokens, seed, density):
-    rng = np.random.default_rng(seed)
-    graph = ga.from_mask(torch.from_numpy(rng.random((num_tokens, num_tokens)) < density))
-    return graph, torch.from_numpy(rng.exponential(size=graph.num_edges)), rng
-
-
 @pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(num_tokens=st.integers(2, 9), seed=st.integers(0, 2**32 - 1), density=st.floats(0.1, 1))
 def test_the_least_conductance_and_the_sweep_cut_lie_between_the_bounds(num_tokens, seed, density):
-    graph, edge_weight, _ = random_case(num_tokens, seed, density)
-    W = symmetrised(graph, edge_weight)
-    lower, upper, cut, found = cheeger_bounds(graph, edge_weight)
+    graph, edge_weight, _ = random_digraph(num_tokens, seed, density)
+    W = weights_by_hand(graph, edge_weight)
+    lower, upper, cut, of_cut = cheeger_bounds(graph, edge_weight)
     least = least_conductance(W)
     assert lower <= least * (1 + 1e-9)
-    assert least <= found * (1 + 1e-9)
-    assert found <= upper * (1 + 1e-9)
-    assert found == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
+    assert least <= of_cut * (1 + 1e-9)
+    assert of_cut <= upper * (1 + 1e-9)
+    assert of_cut == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
 @given(num_tokens=st.integers(2, 9), seed=st.integers(0, 2**32 - 1), density=st.floats(0.1, 1))
 def test_conductance_is_the_definition_and_that_of_the_complement(num_tokens, seed, density):
-    graph, edge_weight, rng = random_case(num_tokens, seed, density)
+    graph, edge_weight, rng = random_digraph(num_tokens, seed, density)
     inside = rng.random(num_tokens) < 0.5
     inside[0], inside[-1] = True, False
     members = torch.from_numpy(inside)
     ours = conductance(graph, members, edge_weight)
-    expected = conductance_by_hand(symmetrised(graph, edge_weight), inside)
+    expected = conductance_by_hand(weights_by_hand(graph, edge_weight), inside)
     assert ours == pytest.approx(expected, rel=1e-12)
     assert conductance(graph, ~members, edge_weight) == ours
     assert 0 <= ours <= 1 + 1e-12
 
 
 def test_the_bounds_are_those_of_the_normalised_eigenvalue():
-    graph, edge_weight, _ = random_case(30, 3, 0.2)
+    graph, edge_weight, _ = random_digraph(30, 3, 0.2)
     L = ga.spectral.laplacian(graph, edge_weight, normalization="symmetric").toarray()
     second = np.linalg.eigvalsh(L)[1]
     bounds = cheeger_bounds(graph, edge_weight)
@@ -125,8 +111,8 @@ def test_every_route_gives_the_same_bounds(route, monkeypatch):
 
 
 def test_disconnected_graphs_have_a_group_without_links_outside():
-    lower, upper, cut, found = cheeger_bounds(ga.block_window_graph(7, 3))
-    assert (lower, upper, found) == (0.0, 0.0, 0.0)
+    lower, upper, cut, of_cut = cheeger_bounds(ga.block_window_graph(7, 3))
+    assert (lower, upper, of_cut) == (0.0, 0.0, 0.0)
     assert cut.tolist() == [True] * 3 + [False] * 4
     isolated = ga.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 3)
     assert cheeger_bounds(isolated).conductance == 0.0
@@ -171,12 +157,12 @@ def test_cuts_of_tiny_weights_lie_between_the_bounds(kind, dense, monkeypatch):
         W = W * (1 - np.eye(len(W)))
         graph = ga.from_mask(torch.from_numpy(W > 0))
         source, target = graph.edge_index
-        lower, upper, cut, found = cheeger_bounds(graph, torch.from_numpy(W)[target, source])
+        lower, upper, cut, of_cut = cheeger_bounds(graph, torch.from_numpy(W)[target, source])
         least = least_conductance(W)
         assert lower <= least * (1 + 1e-9)
-        assert least <= found * (1 + 1e-9)
-        assert found <= upper
-        assert found == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
+        assert least <= of_cut * (1 + 1e-9)
+        assert of_cut <= upper
+        assert of_cut == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
 
 
 def test_the_bounds_tell_two_weak_ties_apart():

@@ -65,10 +65,10 @@ def test_numbers_are_those_of_the_layers_own_step(name: str, options: dict[str, 
     matrices = step_matrices(layer, x, graph, e)
     torch.testing.assert_close(matrices, matrices.mT, rtol=0, atol=1e-12)
     values = torch.linalg.eigvalsh(matrices)
-    found = certificate["low-pass filter"].numbers["1 - 2 eta lambda_max"]
-    assert found == pytest.approx(float(values.min()), abs=1e-9)
+    numbers = certificate["low-pass filter"].numbers["1 - 2 eta lambda_max"]
+    assert numbers == pytest.approx(float(values.min()), abs=1e-9)
     other = certify(layer, x, graph=graph, edge_features=0 * e)
-    assert abs(other["low-pass filter"].numbers["1 - 2 eta lambda_max"] - found) > 1e-4
+    assert abs(other["low-pass filter"].numbers["1 - 2 eta lambda_max"] - numbers) > 1e-4
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -84,23 +84,23 @@ def test_every_guarantee_holds_with_the_automatic_step(name: str, rope: Any) -> 
         assert certificate.sound
 
 
-def assert_same_numbers(found: Any, alone: Any) -> None:
+def assert_same_numbers(part: Any, alone: Any) -> None:
     for fact in alone.facts:
-        assert found[fact.name].status == fact.status
+        assert part[fact.name].status == fact.status
         for name, value in fact.numbers.items():
-            assert found[fact.name].numbers[name] == pytest.approx(value, abs=1e-8)
+            assert part[fact.name].numbers[name] == pytest.approx(value, abs=1e-8)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("per_sequence", [False, True], ids=["shared", "per sequence"])
 @pytest.mark.parametrize("update", ["energy", "target"])
 def test_a_sequence_of_a_batch_is_certified_with_its_own_features_and_without_padding(
-    update: str, own: bool
+    update: str, per_sequence: bool
 ) -> None:
     layer, graph = consensus(update=update), ga.window_path_graph(9, 2)
-    x, e = drawn(2, 9, DIM), drawn(*([2] if own else []), graph.num_edges, F)
+    x, e = drawn(2, 9, DIM), drawn(*([2] if per_sequence else []), graph.num_edges, F)
     valid = torch.stack([torch.arange(9) < 6, torch.arange(9) >= 0])
     certificate = certify(layer, x, graph=graph, valid=valid, edge_features=e)
-    first, second = (e[0], e[1]) if own else (e, e)
+    first, second = (e[0], e[1]) if per_sequence else (e, e)
     short = ga.window_path_graph(6, 2)
     source, target = graph.edge_index
     inside = (source < 6) & (target < 6)
@@ -141,8 +141,8 @@ def test_a_block_and_an_encoder_are_certified_with_the_features_they_are_called_
         assert list(parts) == ["blocks.0.mixer", "blocks.1.mixer"]
     other = certify(model, tokens, graph=graph, edge_features=0 * e).parts["blocks.1.mixer"]
     name = "1 - 2 eta lambda_max"
-    found = parts["blocks.1.mixer"]["low-pass filter"].numbers[name]
-    assert abs(other["low-pass filter"].numbers[name] - found) > 1e-7
+    part = parts["blocks.1.mixer"]["low-pass filter"].numbers[name]
+    assert abs(other["low-pass filter"].numbers[name] - part) > 1e-7
 
 
 def test_features_are_never_ignored() -> None:

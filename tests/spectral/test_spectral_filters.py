@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_digraph
 
 import graphattn as ga
 from graphattn.spectral import (
@@ -21,13 +22,6 @@ from graphattn.spectral import (
 )
 
 
-def random_case(num_tokens, seed, *, density=0.5):
-    rng = np.random.default_rng(seed)
-    graph = ga.from_mask(torch.from_numpy(rng.random((num_tokens, num_tokens)) < density))
-    edge_weight = torch.from_numpy(rng.exponential(size=graph.num_edges))
-    return graph, edge_weight, rng
-
-
 def filter_matrix(graph, step_size, edge_weight=None):
     L = laplacian(graph, edge_weight).toarray()
     return np.eye(len(L)) - 2 * step_size * L
@@ -37,7 +31,7 @@ def filter_matrix(graph, step_size, edge_weight=None):
 
 
 def test_response_is_the_spectrum_of_the_filter():
-    graph, edge_weight, _ = random_case(8, 0)
+    graph, edge_weight, _ = random_digraph(8, 0)
     for eta in (0.01, 0.3, 5.0):
         response = filter_response(spectrum(graph, edge_weight), eta)
         expected = np.linalg.eigvalsh(filter_matrix(graph, eta, edge_weight))[::-1]
@@ -65,7 +59,7 @@ def test_response_keeps_dtype_and_shape_and_is_differentiable():
 def test_rate_is_the_norm_of_the_filter_off_the_signals_constant_on_components(
     num_tokens, seed, density, step_size
 ):
-    graph, edge_weight, _ = random_case(num_tokens, seed, density=density)
+    graph, edge_weight, _ = random_digraph(num_tokens, seed, density=density)
     L = laplacian(graph, edge_weight).toarray()
     values, modes = np.linalg.eigh(L)
     moving = modes[:, values > 1e-9]
@@ -104,7 +98,7 @@ def test_without_edges_there_is_nothing_to_smooth():
     tolerance=st.floats(1e-4, 0.9),
 )
 def test_steps_are_the_first_power_within_the_tolerance(num_tokens, seed, share, tolerance):
-    graph, edge_weight, _ = random_case(num_tokens, seed, density=0.9)
+    graph, edge_weight, _ = random_digraph(num_tokens, seed, density=0.9)
     if ga.spectral.fiedler_value(graph, edge_weight) == 0:
         return
     eta = share * max_step_size(graph, edge_weight)
@@ -149,7 +143,7 @@ def test_steps_are_counted_where_the_rate_rounds_to_one():
 
 def test_gradient_is_autograds_and_twice_the_laplacian():
     for columns in ((), (3,)):
-        graph, edge_weight, rng = random_case(9, 1)
+        graph, edge_weight, rng = random_digraph(9, 1)
         signal = torch.from_numpy(rng.standard_normal((9, *columns))).requires_grad_()
         ours = energy_gradient(graph, signal, edge_weight)
         (theirs,) = torch.autograd.grad(energy(graph, signal, edge_weight), signal)
@@ -159,14 +153,14 @@ def test_gradient_is_autograds_and_twice_the_laplacian():
 
 
 def test_gradient_is_differentiable_in_signal_and_weights():
-    graph, edge_weight, rng = random_case(5, 2)
+    graph, edge_weight, rng = random_digraph(5, 2)
     signal = torch.from_numpy(rng.standard_normal((5, 2))).requires_grad_()
     inputs = (signal, edge_weight.requires_grad_())
     assert torch.autograd.gradcheck(lambda u, w: energy_gradient(graph, u, w), inputs)
 
 
 def test_gradient_takes_raw_edges_in_their_own_order():
-    graph, edge_weight, rng = random_case(6, 3)
+    graph, edge_weight, rng = random_digraph(6, 3)
     signal = torch.from_numpy(rng.standard_normal(6))
     shuffle = torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(0))
     raw = energy_gradient(graph.edge_index[:, shuffle], signal, edge_weight[shuffle])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from random_graphs import as_dense, random_digraph, weights_by_hand
 
 import graphattn as ga
 from graphattn.spectral import energy, laplacian
@@ -10,35 +11,13 @@ from graphattn.spectral import energy, laplacian
 LAYOUTS = ("scipy", "torch", "dense")
 
 
-def random_digraph(num_tokens, seed, *, density=0.5):
-    """A digraph with self-loops and one-sided edges, weights, and W[target, source] by hand."""
-    rng = np.random.default_rng(seed)
-    mask = rng.random((num_tokens, num_tokens)) < density
-    graph = ga.from_mask(torch.from_numpy(mask))
-    edge_weight = torch.from_numpy(rng.exponential(size=graph.num_edges))
-    W = np.zeros((num_tokens, num_tokens))
-    for (source, target), weight in zip(
-        graph.edge_index.T.tolist(), edge_weight.tolist(), strict=True
-    ):
-        W[target, source] = weight
-    return graph, edge_weight, W
-
-
-def as_dense(L, layout):
-    return L.toarray() if layout == "scipy" else L.to_dense().numpy()
-
-
-def by_hand(W):
-    W = (W + W.T) / 2
-    return np.diag(W.sum(axis=1)) - W
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_degrees_minus_symmetrised_weights(layout):
     for seed in range(5):
-        graph, edge_weight, W = random_digraph(9, seed)
+        graph, edge_weight, _ = random_digraph(9, seed)
+        W = weights_by_hand(graph, edge_weight)
         L = as_dense(laplacian(graph, edge_weight, layout=layout), layout)
-        np.testing.assert_allclose(L, by_hand(W), rtol=1e-14, atol=1e-14)
+        np.testing.assert_allclose(L, np.diag(W.sum(axis=1)) - W, rtol=1e-14, atol=1e-14)
         np.testing.assert_array_equal(L, L.T)
 
 

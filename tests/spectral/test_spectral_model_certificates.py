@@ -79,13 +79,13 @@ def test_threads_wait_for_nobody_and_are_given_back(monkeypatch):
     """One thread while a layer is certified: beside other work, two take many times as long."""
     seen, before = [], torch.get_num_threads()
     torch.set_num_threads(2)
-    own = BlockLaplacian.apply
+    apply = BlockLaplacian.apply
 
     def watched(self, u):
         pools = threadpoolctl.ThreadpoolController().info()
         blas = [pool["num_threads"] for pool in pools if pool["user_api"] == "blas"]
         seen.append((torch.get_num_threads(), *blas))
-        return own(self, u)
+        return apply(self, u)
 
     monkeypatch.setattr(BlockLaplacian, "apply", watched)
     try:
@@ -99,11 +99,11 @@ def test_threads_wait_for_nobody_and_are_given_back(monkeypatch):
 def test_a_graph_is_solved_once(monkeypatch):
     calls = []
     for name in ("slowest_pair", "_max_eigenvalue_from_above"):
-        own = getattr(eigenvalues, name)
+        solve = getattr(eigenvalues, name)
 
-        def counted(*given, own=own, name=name, **options):
+        def counted(*given, solve=solve, name=name, **options):
             calls.append(name)
-            return own(*given, **options)
+            return solve(*given, **options)
 
         for module in (eigenvalues, ga.spectral.filters):
             if hasattr(module, name):
@@ -133,7 +133,7 @@ def test_on_a_causal_graph_the_spectral_radius_is_that_of_the_diagonal_blocks():
     graph, x = ga.causal_window_graph(20, window=4), drawn(20, 12)
     for rope in (False, True):
         layer = consensus(update="target", step_size=0.4, rope=rope)
-        found = certify(layer, x, graph=graph, measure=True)["map"].numbers["spectral radius"]
+        radius = certify(layer, x, graph=graph, measure=True)["map"].numbers["spectral radius"]
         layer = layer.double()
         net, tokens = layer.edge_net, x.double()
         hidden = net.target_hidden(tokens), net.source_hidden(tokens)
@@ -149,12 +149,12 @@ def test_on_a_causal_graph_the_spectral_radius_is_that_of_the_diagonal_blocks():
 
         J = torch.autograd.functional.jacobian(step, torch.zeros(240).double())
         blocks = J.view(20, 3, 4, 20, 3, 4).diagonal(dim1=0, dim2=3)  # [H, D, H, D, N]
-        radius = max(
+        expected = max(
             float(torch.linalg.eigvals(blocks[h, :, h, :, i]).abs().max())
             for h in range(3)
             for i in range(20)
         )
-        assert found == pytest.approx(radius, rel=1e-9)
+        assert radius == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_layer_with_its_own_step_claims_no_theorem():
@@ -179,10 +179,10 @@ def test_a_block_is_certified_on_what_reaches_its_layer():
     assert list(certificate.parts) == ["mixer"]
     alone = certify(block.mixer, block.mixer_norm(x).detach(), graph=graph)
     for fact in alone.facts:
-        found = certificate.parts["mixer"][fact.name]
-        assert found.status == certificate[fact.name].status == fact.status
+        part = certificate.parts["mixer"][fact.name]
+        assert part.status == certificate[fact.name].status == fact.status
         for name, value in fact.numbers.items():
-            assert found.numbers[name] == pytest.approx(value, abs=1e-5)
+            assert part.numbers[name] == pytest.approx(value, abs=1e-5)
 
 
 def test_an_encoder_is_certified_layer_by_layer_on_its_activations():
@@ -312,8 +312,8 @@ def test_padding_is_no_part_of_a_sequence_and_positions_are_those_given():
     alone = certify(layer, x[1, :6], graph=ga.window_path_graph(6, 2), positions=positions[:6])
     for fact in alone.facts:
         for name, value in fact.numbers.items():
-            found = certificate.parts["x[1]"][fact.name].numbers[name]
-            assert found == pytest.approx(value, abs=1e-9)
+            part = certificate.parts["x[1]"][fact.name].numbers[name]
+            assert part == pytest.approx(value, abs=1e-9)
 
 
 # How it looks.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import as_dense, random_digraph, weights_by_hand
 
 import graphattn as ga
 from graphattn.graphs import TokenGraph
@@ -15,17 +16,6 @@ from graphattn.spectral import laplacian
 
 LAYOUTS = ("scipy", "torch", "dense", "operator")
 NORMALIZATIONS = (None, "symmetric", "random_walk")
-
-
-def weights_by_hand(graph, edge_weight=None):
-    """W_sym [N, N] summed up edge by edge, without self-loops."""
-    W = np.zeros((graph.num_targets, graph.num_targets))
-    values = np.ones(graph.num_edges) if edge_weight is None else edge_weight.tolist()
-    for (source, target), value in zip(graph.edge_index.T.tolist(), values, strict=True):
-        if source != target:
-            W[target, source] += value / 2
-            W[source, target] += value / 2
-    return W
 
 
 def by_hand(graph, edge_weight=None, normalization=None):
@@ -37,12 +27,6 @@ def by_hand(graph, edge_weight=None, normalization=None):
     if normalization == "symmetric":
         return np.sqrt(share)[:, None] * L * np.sqrt(share)
     return share[:, None] * L if normalization == "random_walk" else L
-
-
-def as_dense(L, layout):
-    if layout == "operator":
-        return L @ np.eye(L.shape[1])
-    return L.toarray() if layout == "scipy" else L.to_dense().numpy()
 
 
 STRUCTURED = {
@@ -113,9 +97,7 @@ def test_every_layout_and_normalisation_is_the_matrix_by_hand(layout, normalizat
 @settings(max_examples=30, deadline=None)
 @given(num_tokens=st.integers(1, 10), seed=st.integers(0, 2**32 - 1), density=st.floats(0, 1))
 def test_normalised_eigenvalues_are_the_same_and_lie_between_0_and_2(num_tokens, seed, density):
-    rng = np.random.default_rng(seed)
-    graph = ga.from_mask(torch.from_numpy(rng.random((num_tokens, num_tokens)) < density))
-    edge_weight = torch.from_numpy(rng.exponential(size=graph.num_edges))
+    graph, edge_weight, _ = random_digraph(num_tokens, seed, density)
     symmetric = laplacian(graph, edge_weight, normalization="symmetric").toarray()
     walk = laplacian(graph, edge_weight, normalization="random_walk").toarray()
     values = np.linalg.eigvalsh(symmetric)

@@ -7,14 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_digraph, weighted
 
 import graphattn as ga
 from graphattn.spectral import eigenvalues, fiedler_pair, fiedler_value, laplacian, spectrum
-
-
-def weighted(graph, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return 0.01 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)
 
 
 def check(graph, edge_weight=None, relative=1e-7):
@@ -35,9 +31,7 @@ def check(graph, edge_weight=None, relative=1e-7):
 @settings(max_examples=40, deadline=None)
 @given(num_tokens=st.integers(2, 14), seed=st.integers(0, 2**32 - 1), density=st.floats(0.2, 1))
 def test_random_digraphs_have_numpys_second_pair(num_tokens, seed, density):
-    rng = np.random.default_rng(seed)
-    graph = ga.from_mask(torch.from_numpy(rng.random((num_tokens, num_tokens)) < density))
-    edge_weight = torch.from_numpy(rng.exponential(size=graph.num_edges))
+    graph, edge_weight, _ = random_digraph(num_tokens, seed, density)
     L = laplacian(graph, edge_weight).toarray()
     value, vector, residual = fiedler_pair(graph, edge_weight)
     assert value == pytest.approx(np.linalg.eigvalsh(L)[1], abs=1e-12 * max(L.max(), 1))

@@ -131,7 +131,10 @@ class Certificate:
 
     def __repr__(self) -> str:
         rows = [("fact", "status", "numbers", "what it says")]
-        rows += [_cells(fact) for fact in self.facts]
+        rows += [
+            (fact.name, fact.status, "\n".join(_number_lines(fact)), fact.statement)
+            for fact in self.facts
+        ]
         rule = "  ".join("-" * width for width in WIDTHS)
         lines = [self.subject, *_row(rows[0]), rule]
         for row in rows[1:]:
@@ -140,7 +143,7 @@ class Certificate:
         if self.parts:
             lines += [
                 f"the worst of {len(self.parts)} certificates, which are in .parts: "
-                f"{_some(self.parts)}",
+                f"{_some(self.parts)}"
             ]
         return "\n".join(lines)
 
@@ -198,13 +201,14 @@ def _leaves(parts: Mapping[str, Certificate]) -> Iterator[tuple[str, Certificate
 
 
 def _worst_fact(name: str, leaves: Mapping[str, Certificate]) -> Fact:
-    found = {
+    by_place = {
         where: fact for where, leaf in leaves.items() for fact in leaf.facts if fact.name == name
     }
-    where = max(found, key=lambda place: _badness(found[place]))
-    worst = found[where]
-    alike = [fact for fact in found.values() if fact.status == worst.status]
-    count = f"all {len(found)}" if len(alike) == len(found) else f"{len(alike)} of {len(found)}"
+    where = max(by_place, key=lambda place: _badness(by_place[place]))
+    worst = by_place[where]
+    alike = [fact for fact in by_place.values() if fact.status == worst.status]
+    total = len(by_place)
+    count = f"all {total}" if len(alike) == total else f"{len(alike)} of {total}"
     numbers, place = worst.numbers, ""
     if name in WORSE:
         place = f", worst in {where}" if numbers else ""
@@ -238,10 +242,6 @@ def _listing(certificate: Certificate) -> list[str]:
 def _left_out(parts: Mapping[str, Any]) -> list[str]:
     more = len(parts) - SHOWN
     return [f"... and {more} more in .parts"] if more > 0 else []
-
-
-def _cells(fact: Fact) -> tuple[str, str, str, str]:
-    return fact.name, fact.status, "\n".join(_number_lines(fact)), fact.statement
 
 
 def _row(cells: tuple[str, str, str, str]) -> list[str]:

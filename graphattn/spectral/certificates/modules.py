@@ -88,14 +88,9 @@ def certify_module(
         check_finite(x if of_x is None else x.masked_fill(~of_x[..., None], 0))
         x = x.to(torch.float64)
     module = deepcopy(module).cpu().double().eval()
-    x, valid, positions = tree_map(
-        lambda t: t.detach().cpu() if isinstance(t, Tensor) else t, (x, valid, positions)
-    )
-    graph = _on_cpu(graph)
+    x, graph, valid, positions = _on_cpu((x, graph, valid, positions))
     keywords = {"valid": valid, "positions": positions}
-    if edge_features is not None:
-        keywords["edge_features"] = _in_full(edge_features)
-    keywords |= {name: _in_full(value) for name, value in given.items()}
+    keywords |= _on_cpu({"edge_features": edge_features, **given}, in_full=True)
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if isinstance(module, CrossConsensus) and not isinstance(keywords.get("context"), Tensor):
         raise ValueError(
@@ -118,22 +113,18 @@ def certify_module(
     return worst_of(f"{type(module).__name__} of {len(parts)} layers {on}", parts)
 
 
-def _in_full(given: Any) -> Any:
-    """Copy tensors, also in lists and dicts, to the CPU, and floating-point ones to float64."""
+def _on_cpu(given: Any, *, in_full: bool = False) -> Any:
+    """Copy tensors and graphs, also in lists and dicts, to the CPU; `in_full`: to float64, too."""
 
     def one(value: Any) -> Any:
+        if isinstance(value, TokenGraph):
+            return value.to("cpu")
         if not isinstance(value, Tensor):
             return value
         value = value.detach().cpu()
-        return value.double() if value.is_floating_point() else value
+        return value.double() if in_full and value.is_floating_point() else value
 
     return tree_map(one, given)
-
-
-def _on_cpu(graph: Any) -> Any:
-    if isinstance(graph, list | tuple):
-        return [_on_cpu(one) for one in graph]
-    return graph.to("cpu") if isinstance(graph, TokenGraph | Tensor) else graph
 
 
 def _check_tokens(layer: nn.Module, x: Tensor, graph: Any) -> None:

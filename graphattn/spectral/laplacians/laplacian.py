@@ -13,12 +13,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_choice
-from graphattn.spectral.arguments import (
-    as_edge_blocks,
-    as_edge_weight,
-    as_square_graph,
-    has_blocks,
-)
+from graphattn.spectral.arguments import as_edge_blocks, as_edge_weight, as_square_graph, has_blocks
 from graphattn.spectral.laplacians.operators import laplacian_operator
 
 Normalization = Literal["symmetric", "random_walk"] | None
@@ -155,7 +150,12 @@ def laplacian(
         return laplacian_operator(graph, edge_weight, normalization)
     if layout == "scipy":
         if edge_weight is not None and edge_weight.dim() == 3:
-            return _scipy_block_laplacian(graph, edge_weight)
+            blocks = edge_weight.detach().to("cpu", torch.float64)
+            sparse = _torch_laplacian(graph.to("cpu"), blocks, None)
+            entries = (sparse.values().numpy(), tuple(sparse.indices().numpy()))
+            L = scipy.sparse.csr_array(scipy.sparse.coo_array(entries, shape=tuple(sparse.shape)))
+            L.eliminate_zeros()
+            return L
         adjacency = symmetrised_adjacency(graph, float64_weights(edge_weight, graph.num_edges))
         return laplacian_of(adjacency, normalization)
     sparse = _torch_laplacian(graph, edge_weight, normalization)
@@ -241,11 +241,3 @@ def _torch_laplacian(
         (size, size),
         check_invariants=False,
     ).coalesce()
-
-
-def _scipy_block_laplacian(graph: TokenGraph, blocks: Tensor) -> scipy.sparse.csr_array:
-    sparse = _torch_laplacian(graph.to("cpu"), blocks.detach().to("cpu", torch.float64), None)
-    entries = (sparse.values().numpy(), tuple(sparse.indices().numpy()))
-    L = scipy.sparse.csr_array(scipy.sparse.coo_array(entries, shape=tuple(sparse.shape)))
-    L.eliminate_zeros()
-    return L

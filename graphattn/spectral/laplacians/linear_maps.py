@@ -17,33 +17,16 @@ Map = Callable[[Tensor], Tensor]
 
 def operator_of(step: Map, shape: tuple[int, ...]) -> LinearOperator:
     """Make an operator of a linear map of float64 tensors; autograd computes its transpose."""
-    size = int(np.prod(shape))
 
-    def apply(u: Array) -> Array:
+    def forward(u: Tensor) -> Tensor:
         with torch.no_grad():
-            result: Array = step(torch.from_numpy(np.array(u)).view(shape)).flatten().numpy()
-        return result
+            return step(u)
 
-    def transposed(v: Array) -> Array:
-        with torch.enable_grad():
-            zero = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-            (back,) = torch.autograd.grad(
-                step(zero), zero, torch.from_numpy(np.array(v)).view(shape), materialize_grads=True
-            )
-        return back.flatten().numpy()
-
-    return LinearOperator((size, size), matvec=apply, rmatvec=transposed, dtype=np.float64)
+    return _operator(shape, forward, _transposed(step, torch.zeros(shape, dtype=torch.float64)))
 
 
 def derivative_of(function: Map, x: Tensor) -> LinearOperator:
     """Make an operator of the derivative of a function [*] -> [*] at `x`, by autograd."""
-    shape = x.shape
-
-    def back(v: Tensor) -> Tensor:
-        with torch.enable_grad():
-            given = x.detach().clone().requires_grad_()
-            (product,) = torch.autograd.grad(function(given), given, v, materialize_grads=True)
-        return product
 
     def forward(u: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -55,10 +38,28 @@ def derivative_of(function: Map, x: Tensor) -> LinearOperator:
             (product,) = torch.autograd.grad(of_weight, weight, u, materialize_grads=True)
         return product
 
+    return _operator(x.shape, forward, _transposed(function, x))
+
+
+def _transposed(function: Map, x: Tensor) -> Map:
+    """The product of a vector with the derivative of a function at `x`, from the left."""
+
+    def back(v: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x.detach().clone().requires_grad_()
+            (product,) = torch.autograd.grad(function(given), given, v, materialize_grads=True)
+        return product
+
+    return back
+
+
+def _operator(shape: tuple[int, ...], forward: Map, back: Map) -> LinearOperator:
+    """Make an operator of flat arrays from maps of tensors."""
+
     def flat(apply: Map) -> Callable[[Array], Array]:
         return lambda u: apply(torch.from_numpy(np.array(u)).view(shape)).flatten().numpy()
 
-    size = x.numel()
+    size = int(np.prod(shape))
     return LinearOperator((size, size), matvec=flat(forward), rmatvec=flat(back), dtype=np.float64)
 
 

@@ -19,13 +19,7 @@ from torch import Tensor
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.structures.composites import Parts
 from graphattn.graphs.structures.grid_windows import Grid
-from graphattn.graphs.structures.structure import (
-    Band,
-    Blocks,
-    Complete,
-    Cycle,
-    GraphStructure,
-)
+from graphattn.graphs.structures.structure import Band, Blocks, Complete, Cycle, GraphStructure
 
 Array = NDArray[np.float64]
 Apply = Callable[[Array], Array]  # u -> L u, [N] or [N, k]

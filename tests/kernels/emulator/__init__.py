@@ -16,7 +16,6 @@ In this order:
 - `arithmetic`, `transfers`, `warps`, `matrices`: what every instruction does.
 - `shared_memory`, `global_memory`, `findings`: what is watched.
 - `device`: launches of the library on the emulator.
-- `mutations`: the emulator's own test: synchronisation that is taken out must be noticed.
 
 It is no model of time, of caches, or of the order in which different blocks see writes.
 """

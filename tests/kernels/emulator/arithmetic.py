@@ -42,10 +42,10 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 def width_of(kind: str) -> int:
     """Bits of a type: 32 of "s32", "b32", "f32" or "bf16x2"."""
-    found = re.fullmatch(r"[a-z]+(\d+)(?:x(\d))?", kind)
-    if found is None:
+    match = re.fullmatch(r"[a-z]+(\d+)(?:x(\d))?", kind)
+    if match is None:
         raise UnknownInstruction(kind)
-    return int(found[1]) * int(found[2] or 1)
+    return int(match[1]) * int(match[2] or 1)
 
 
 def decode(bits: np.ndarray, kind: str) -> np.ndarray:
@@ -135,10 +135,10 @@ def calculate(machine: Machine, instruction: Instruction) -> Step:
     put = machine.setter(instruction.operands[0])
 
     def run() -> None:
-        found = function(*[decode(get(), kind) for get in getters])
+        result = function(*[decode(get(), kind) for get in getters])
         if flushes:
-            found = np.where(np.abs(found) < TINY, found * np.float32(0), found)
-        put(encode(found, kind))
+            result = np.where(np.abs(result) < TINY, result * np.float32(0), result)
+        put(encode(result, kind))
 
     return run
 
@@ -166,15 +166,15 @@ def _wide_product(machine: Machine, instruction: Instruction) -> Step:
             high = [
                 (int(p) * int(q) >> 64) & (2**64 - 1) for p, q in zip(a.flat, b.flat, strict=True)
             ]
-            found = np.array(high, np.uint64).reshape(a.shape)
+            result = np.array(high, np.uint64).reshape(a.shape)
         else:
             wide = (SIGNED if kind[0] == "s" else UNSIGNED)[bits // 4]
-            found = (a.astype(wide) * b.astype(wide)).view(UNSIGNED[bits // 4])
+            result = (a.astype(wide) * b.astype(wide)).view(UNSIGNED[bits // 4])
             if not is_wide:
-                found = (found >> found.dtype.type(bits)).astype(UNSIGNED[bits // 8])
+                result = (result >> result.dtype.type(bits)).astype(UNSIGNED[bits // 8])
         if added is not None:
-            found = found + added().astype(found.dtype)
-        put(found)
+            result = result + added().astype(result.dtype)
+        put(result)
 
     return run
 
@@ -215,13 +215,13 @@ def shift(machine: Machine, instruction: Instruction) -> Step:
         value, by = decode(x(), signed), places().astype(np.int64)
         far = by >= bits
         if name == "shr" and kind[0] == "s":
-            found = value >> np.where(far, bits - 1, by).astype(value.dtype)
+            result = value >> np.where(far, bits - 1, by).astype(value.dtype)
         else:
             near = np.where(far, 0, by).astype(value.dtype)
-            found = np.where(
+            result = np.where(
                 far, value.dtype.type(0), value << near if name == "shl" else value >> near
             )
-        put(found.view(UNSIGNED[bits // 8]))
+        put(result.view(UNSIGNED[bits // 8]))
 
     return run
 
@@ -239,8 +239,8 @@ def compare(machine: Machine, instruction: Instruction) -> Step:
     is_pair = kind.endswith("x2")
 
     def run() -> None:
-        found = function(decode(x(), kind), decode(y(), kind))
-        results = [found[..., 0], found[..., 1]] if is_pair else [found, ~found]
+        holds = function(decode(x(), kind), decode(y(), kind))
+        results = [holds[..., 0], holds[..., 1]] if is_pair else [holds, ~holds]
         for put, result in zip(puts, results, strict=False):
             put(result if join is None or other is None else join(result, other()))
 
@@ -298,10 +298,10 @@ def move(machine: Machine, instruction: Instruction) -> Step:
         getters = [machine.getter(part, bits) for part in parts]
 
         def put_together() -> None:
-            found = dtype(0)
+            result = dtype(0)
             for i, get in enumerate(getters):
-                found = found | get().astype(dtype) << dtype(bits * i)
-            put(np.asarray(found))
+                result = result | get().astype(dtype) << dtype(bits * i)
+            put(np.asarray(result))
 
         return put_together
     if dtype is np.bool_:
@@ -361,118 +361,100 @@ def convert(machine: Machine, instruction: Instruction) -> Step:
                 )
                 x = np.clip(whole, low, high).astype(np.int64 if low else np.uint64)
             sign = SIGNED if target[0] == "s" else UNSIGNED
-            found = x.astype(sign[bits // 8])
+            result = x.astype(sign[bits // 8])
             if np.dtype(held).itemsize * 8 > bits:  # the register is wider
-                found = found.astype(sign[np.dtype(held).itemsize])
-            put(found.view(UNSIGNED[found.dtype.itemsize]))
+                result = result.astype(sign[np.dtype(held).itemsize])
+            put(result.view(UNSIGNED[result.dtype.itemsize]))
 
     return run
 
 
-def logic(machine: Machine, instruction: Instruction) -> Step:
+def of_values(function: Callable[..., np.ndarray]) -> Callable[[Machine, Instruction], Step]:
+    """The translation of instructions that compute a number of 32 bits from some others.
+
+    `function` is given the parts of the instruction's name and the bits of its operands.
+    """
+
+    def translate(machine: Machine, instruction: Instruction) -> Step:
+        parts, put = instruction.parts, machine.setter(instruction.operands[0])
+        bits = 64 if parts[-1] == "b64" else 32
+        getters = [machine.getter(operand, bits) for operand in instruction.operands[1:]]
+        return lambda: put(function(parts, *[get() for get in getters]).astype(np.uint32))
+
+    return translate
+
+
+@of_values
+def logic(parts: list[str], *operands: np.ndarray) -> np.ndarray:
     """``lop3``: any function of three bits, by a table of its eight values."""
-    getters = [machine.getter(operand) for operand in instruction.operands[1:4]]
-    table, put = int(instruction.operands[4], 0), machine.setter(instruction.operands[0])
-
-    def run() -> None:
-        inputs = [get() for get in getters]
-        found = np.zeros(machine.threads, np.uint32)
-        for row in range(8):
-            if table >> row & 1:
-                term = ~np.uint32(0)
-                for place, x in enumerate(inputs):
-                    term = term & (x if row >> 2 - place & 1 else ~x)
-                found |= term
-        put(found)
-
-    return run
+    *inputs, table = operands
+    result = np.zeros(np.broadcast_shapes(*(x.shape for x in inputs)), np.uint32)
+    for row in range(8):
+        if int(table) >> row & 1:
+            term = ~np.uint32(0)
+            for place, x in enumerate(inputs):
+                term = term & (x if row >> 2 - place & 1 else ~x)
+            result |= term
+    return result
 
 
-def extract(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def extract(
+    parts: list[str], value: np.ndarray, place: np.ndarray, count: np.ndarray
+) -> np.ndarray:
     """``bfe``: some bits of a number."""
-    kind, operands = instruction.parts[-1], instruction.operands
-    get, place, count = (machine.getter(operand) for operand in operands[1:4])
-    put = machine.setter(operands[0])
-
-    def run() -> None:
-        n = count().astype(np.int64) & 255
-        value = get().astype(np.int64) >> (place().astype(np.int64) & 255)
-        value = value & ((np.int64(1) << n) - 1)
-        if kind == "s32":
-            negative = (value >> np.maximum(n, 1) - 1 & 1 == 1) & (n > 0)
-            value = np.where(negative, value - (np.int64(1) << n), value)
-        put((value & 0xFFFFFFFF).astype(np.uint32))
-
-    return run
+    n = count.astype(np.int64) & 255
+    value = value.astype(np.int64) >> (place.astype(np.int64) & 255)
+    value = value & ((np.int64(1) << n) - 1)
+    if parts[-1] == "s32":
+        negative = (value >> np.maximum(n, 1) - 1 & 1 == 1) & (n > 0)
+        value = np.where(negative, value - (np.int64(1) << n), value)
+    return value & 0xFFFFFFFF
 
 
-def insert(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def insert(
+    parts: list[str], new: np.ndarray, old: np.ndarray, place: np.ndarray, count: np.ndarray
+) -> np.ndarray:
     """``bfi``: some bits of a number, replaced by another one's lowest."""
-    operands = instruction.operands
-    new, old, place, count = (machine.getter(operand) for operand in operands[1:5])
-    put = machine.setter(operands[0])
-
-    def run() -> None:
-        by, n = (get().astype(np.int64) & 255 for get in (place, count))
-        mask = ((np.int64(1) << n) - 1) << by
-        found = (new().astype(np.int64) << by) & mask | old().astype(np.int64) & ~mask
-        put((found & 0xFFFFFFFF).astype(np.uint32))
-
-    return run
+    by, n = (x.astype(np.int64) & 255 for x in (place, count))
+    mask = ((np.int64(1) << n) - 1) << by
+    return ((new.astype(np.int64) << by) & mask | old.astype(np.int64) & ~mask) & 0xFFFFFFFF
 
 
-def count_bits(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def count_bits(parts: list[str], x: np.ndarray) -> np.ndarray:
     """``popc`` (bits that are set) and ``clz`` (zeros before the first one)."""
-    name, bits = instruction.parts[0], width_of(instruction.parts[-1])
-    get, put = (
-        machine.getter(instruction.operands[1], bits),
-        machine.setter(instruction.operands[0]),
-    )
-
-    def run() -> None:
-        x = get()
-        if name == "popc":
-            put(np.bitwise_count(x).astype(np.uint32))
-        else:
-            length = np.ceil(np.log2(x.astype(np.float64) + 1)).astype(np.uint32)
-            put(np.uint32(bits) - length)
-
-    return run
+    if parts[0] == "popc":
+        return np.bitwise_count(x)
+    length = np.ceil(np.log2(x.astype(np.float64) + 1)).astype(np.uint32)
+    return np.uint32(width_of(parts[-1])) - length
 
 
-def permute(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def permute(parts: list[str], x: np.ndarray, y: np.ndarray, choice: np.ndarray) -> np.ndarray:
     """``prmt``: four bytes, chosen from the eight of two numbers."""
-    x, y, choice = (machine.getter(operand) for operand in instruction.operands[1:4])
-    put = machine.setter(instruction.operands[0])
-
-    def run() -> None:
-        both = y().astype(np.uint64) << np.uint64(32) | x().astype(np.uint64)
-        chosen, found = choice(), np.uint32(0)
-        for i in range(4):
-            one = chosen >> np.uint32(4 * i) & np.uint32(15)
-            byte = both >> (one & np.uint32(7)).astype(np.uint64) * np.uint64(8) & np.uint64(255)
-            byte = byte.astype(np.uint32)
-            sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
-            found = found | np.where(one & np.uint32(8), sign, byte) << np.uint32(8 * i)
-        put(found)
-
-    return run
+    both = y.astype(np.uint64) << np.uint64(32) | x.astype(np.uint64)
+    result = np.uint32(0)
+    for i in range(4):
+        one = choice >> np.uint32(4 * i) & np.uint32(15)
+        byte = both >> (one & np.uint32(7)).astype(np.uint64) * np.uint64(8) & np.uint64(255)
+        byte = byte.astype(np.uint32)
+        sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
+        result = result | np.where(one & np.uint32(8), sign, byte) << np.uint32(8 * i)
+    return result
 
 
-def shift_pair(machine: Machine, instruction: Instruction) -> Step:
+@of_values
+def shift_pair(
+    parts: list[str], low: np.ndarray, high: np.ndarray, places: np.ndarray
+) -> np.ndarray:
     """``shf``: 32 of the 64 bits of two numbers, shifted."""
-    parts = instruction.parts
-    low, high, places = (machine.getter(operand) for operand in instruction.operands[1:4])
-    put = machine.setter(instruction.operands[0])
-
-    def run() -> None:
-        by = places().astype(np.uint64)
-        by = by & np.uint64(31) if "wrap" in parts else np.minimum(by, np.uint64(32))
-        both = high().astype(np.uint64) << np.uint64(32) | low().astype(np.uint64)
-        found = (both << by) >> np.uint64(32) if "l" in parts else both >> by
-        put((found & np.uint64(0xFFFFFFFF)).astype(np.uint32))
-
-    return run
+    by = places.astype(np.uint64)
+    by = by & np.uint64(31) if "wrap" in parts else np.minimum(by, np.uint64(32))
+    both = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+    result = (both << by) >> np.uint64(32) if "l" in parts else both >> by
+    return result & np.uint64(0xFFFFFFFF)
 
 
 INSTRUCTIONS = {

@@ -226,5 +226,5 @@ def watched(arch: str) -> Iterator[list[Emulated]]:
     with gpu.emulating():
         yield launches
     launches += gpu.launches[before:]
-    found = [started for started in launches if started.findings != "none"]
-    assert not found, "\n".join(f"{started.kernel}: {started.findings}" for started in found)
+    mistaken = [started for started in launches if started.findings != "none"]
+    assert not mistaken, "\n".join(f"{started.kernel}: {started.findings}" for started in mistaken)

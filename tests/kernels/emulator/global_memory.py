@@ -94,28 +94,28 @@ class GlobalMemory:
             address: int64 [k].
             stamps: who reads, int64 [k] (see `BLOCK` and `EPOCH`).
         """
-        found = np.full((len(address), count), ~UNSIGNED[size](0), UNSIGNED[size])
+        values = np.full((len(address), count), ~UNSIGNED[size](0), UNSIGNED[size])
         for region, which in self._by_region(address, size * count, "read"):
-            own, who = address[which], stamps[which]
+            places, who = address[which], stamps[which]
             elements = region.bytes.view(UNSIGNED[size])
-            place = (own - region.base) // size
-            found[which] = elements[place[:, None] + np.arange(count)]
-            units = region.units(own, size * count)
+            place = (places - region.base) // size
+            values[which] = elements[place[:, None] + np.arange(count)]
+            units = region.units(places, size * count)
             if region.writers is not None:
                 self._check_reads(region.writers[units], who)
             region.note_reads(units, who)
-        return found
+        return values
 
     def write(self, address: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
         """Write values [k, count] at every address [k]."""
         size, count = values.dtype.itemsize, values.shape[1]
         for region, which in self._by_region(address, size * count, "write"):
-            own, who = address[which], stamps[which]
+            addresses, who = address[which], stamps[which]
             elements = region.bytes.view(values.dtype)
-            places = ((own - region.base) // size)[:, None] + np.arange(count)
+            places = ((addresses - region.base) // size)[:, None] + np.arange(count)
             elements[places] = values[which]
             differ = (elements[places] != values[which]).any()
-            units = region.units(own, size * count)
+            units = region.units(addresses, size * count)
             if region.writers is None:
                 region.writers = np.full(len(region.bytes) // region.unit + 1, -1, np.int64)
             region.write_down()
@@ -152,35 +152,36 @@ class GlobalMemory:
                 yield self.regions[number], which
 
     def _check_reads(self, written: np.ndarray, stamps: np.ndarray) -> None:
-        known = written >= 0
-        if not known.any():
-            return
-        own = stamps[:, None]
-        elsewhere = known & (written >> BLOCK != own >> BLOCK)
-        if elsewhere.any():
+        of_another_block, unordered = _conflict(written, stamps)
+        if of_another_block:
             self.findings.add("global memory: read of what another block writes")
-        if (known & ~elsewhere & _unordered(written, own)).any():
+        if unordered:
             self.findings.add("global memory: read of what another warp wrote, without a barrier")
 
     def _check_writes(self, written: np.ndarray, read: np.ndarray, stamps: np.ndarray) -> None:
-        own = stamps[:, None]
-        known = written >= 0
-        elsewhere = known & (written >> BLOCK != own >> BLOCK)
-        if elsewhere.any():
+        of_another_block, unordered = _conflict(written, stamps)
+        if of_another_block:
             self.findings.add("global memory: two blocks write at one place")
-        if (known & ~elsewhere & _unordered(written, own)).any():
+        if unordered:
             self.findings.add("global memory: two warps write at one place, without a barrier")
-        known = read >= 0
-        elsewhere = known & (read >> BLOCK != own >> BLOCK)
-        if elsewhere.any():
+        of_another_block, unordered = _conflict(read, stamps)
+        if of_another_block:
             self.findings.add("global memory: write of what another block reads")
-        if (known & ~elsewhere & _unordered(read, own)).any():
+        if unordered:
             self.findings.add("global memory: write of what another warp read, without a barrier")
 
 
-def _unordered(before: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Whether accesses of one block are of different warps, with no barrier between them."""
-    return (before != now) & (before | WARPS == now | WARPS)
+def _conflict(before: np.ndarray, stamps: np.ndarray) -> tuple[bool, bool]:
+    """Whether accesses [k, units] are of another block, or of another warp with no barrier since.
+
+    Places that nobody has accessed hold -1.
+    """
+    known, now = before >= 0, stamps[:, None]
+    if not known.any():
+        return False, False
+    elsewhere = known & (before >> BLOCK != now >> BLOCK)
+    unordered = known & ~elsewhere & (before != now) & (before | WARPS == now | WARPS)
+    return bool(elsewhere.any()), bool(unordered.any())
 
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:

@@ -147,10 +147,10 @@ class Machine:
 
     def address_getter(self, operand: str) -> Callable[[], np.ndarray]:
         """A function that returns the addresses ``[%rd1+8]``, int64 of all threads."""
-        found = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
-        if found is None:
+        match = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        if match is None:
             raise UnknownInstruction(f"address {operand}")
-        base, offset = self.getter(found[1], 64), int(found[2] or "0", 0)
+        base, offset = self.getter(match[1], 64), int(match[2] or "0", 0)
 
         def get() -> np.ndarray:
             value = base().astype(np.int64)
@@ -291,7 +291,7 @@ class Machine:
         end = len(code)
         place: int = 0
         places: np.ndarray | None = None  # of every thread, where they differ
-        waiting = np.zeros(self.threads, bool)
+        blocked = np.zeros(self.threads, bool)
         warp = self.order * (self.tid // WARP).astype(np.int64)
         if self.order:
             places = np.zeros(self.threads, np.int64)
@@ -300,13 +300,13 @@ class Machine:
                 alive = places < end
                 if not alive.any():
                     return
-                ready = alive & ~waiting
+                ready = alive & ~blocked
                 if not ready.any():
                     # Nobody can go on: threads wait for each other at different places.
                     self.now = int(places[alive].min())
                     self.findings.add("threads wait for each other at different places")
-                    waiting = alive & (places != self.now)
-                    self.mask = alive & ~waiting
+                    blocked = alive & (places != self.now)
+                    self.mask = alive & ~blocked
                     steps[self.now]()
                     self.executed += 1
                     places = np.where(self.mask, self.now + 1, places)
@@ -314,14 +314,14 @@ class Machine:
                 if self.order:
                     first = ready & (warp == warp[ready].min())
                     place = int(places[first].min())
-                    active = alive & (places == place) & (first | waiting)
+                    active = alive & (places == place) & (first | blocked)
                 else:
                     place = int(places[ready].min())
                     active = alive & (places == place)
                 scope = self.scopes[place]
                 if scope is not None:
                     complete = (active | ~alive).reshape(-1, scope).all(axis=1).repeat(scope)
-                    waiting = waiting & ~(active & complete) | active & ~complete
+                    blocked = blocked & ~(active & complete) | active & ~complete
                     active = active & complete
                     if not active.any():
                         continue

@@ -58,15 +58,15 @@ def _by_warp(machine: Machine, get) -> np.ndarray:
 
 def _load_fragment(machine: Machine, getters, kind: str, depth: int) -> np.ndarray:
     """The factor A [warps, 16, depth] of registers as ``mma`` takes it."""
-    found = np.zeros((machine.threads // WARP, 16, depth), np.float32)
+    fragment = np.zeros((machine.threads // WARP, 16, depth), np.float32)
     for i, get in enumerate(getters):
         bits, row = _by_warp(machine, get), G + 8 * (i & 1)
         if kind == "tf32":
-            found[:, row, T + 4 * (i >> 1)] = numbers(bits, kind)
+            fragment[:, row, T + 4 * (i >> 1)] = numbers(bits, kind)
         else:
             column = 2 * T + 8 * (i >> 1)
-            found[:, row, column], found[:, row, column + 1] = halves(bits, kind)
-    return found
+            fragment[:, row, column], fragment[:, row, column + 1] = halves(bits, kind)
+    return fragment
 
 
 def multiply(machine: Machine, instruction: Instruction) -> Step:
@@ -96,10 +96,10 @@ def multiply(machine: Machine, instruction: Instruction) -> Step:
         sums = np.zeros((warps, 16, 8), np.float32)
         for i, get in enumerate(c):
             sums[:, G + 8 * (i >> 1), 2 * T + (i & 1)] = _by_warp(machine, get).view(np.float32)
-        found = product(first, second, sums)
+        after = product(first, second, sums)
         for i, put in enumerate(puts):
-            own = found[:, G + 8 * (i >> 1), 2 * T + (i & 1)]
-            put(np.ascontiguousarray(own).reshape(-1).view(np.uint32))
+            of_thread = after[:, G + 8 * (i >> 1), 2 * T + (i & 1)]
+            put(np.ascontiguousarray(of_thread).reshape(-1).view(np.uint32))
 
     return run
 
@@ -122,8 +122,8 @@ def load_matrices(machine: Machine, instruction: Instruction) -> Step:
         warps = machine.active_warps()
         address, lanes = _row_addresses(machine, get, len(puts))
         rows = np.zeros((len(warps), 8 * len(puts), 8), np.uint16)
-        found = machine.shared.read(address[warps].reshape(-1), 2, 8, lanes[warps].reshape(-1))
-        rows[warps] = found.reshape(-1, 8 * len(puts), 8)
+        tiles = machine.shared.read(address[warps].reshape(-1), 2, 8, lanes[warps].reshape(-1))
+        rows[warps] = tiles.reshape(-1, 8 * len(puts), 8)
         for i, put in enumerate(puts):
             tile = rows[:, 8 * i : 8 * i + 8]
             if transposed:
@@ -187,18 +187,18 @@ def places(descriptor: int, rows: int, columns: int, size: int, transposed: bool
     if transposed:
         row, column = row * size, column // size
         if width:  # k: eight rows of `width` bytes; m or n: along such a row, then `leading`
-            found = row // width * leading + row % width
-            found = found + column // 8 * stride + column % 8 * width
+            place = row // width * leading + row % width
+            place = place + column // 8 * stride + column % 8 * width
         else:
-            found = row // 16 * stride + row % 16 + column // 8 * leading + column % 8 * 16
+            place = row // 16 * stride + row % 16 + column // 8 * leading + column % 8 * 16
     elif width:
-        found = row // 8 * stride + row % 8 * width + column
+        place = row // 8 * stride + row % 8 * width + column
     else:
-        found = row // 8 * stride + row % 8 * 16 + column // 16 * leading + column % 16
-    found = found + start
+        place = row // 8 * stride + row % 8 * 16 + column // 16 * leading + column % 16
+    place = place + start
     if width:  # chunks of 16 bytes change places, by the number of their row of 128 bytes
-        found = found ^ (found >> 7 & width // 16 - 1) << 4
-    return found
+        place = place ^ (place >> 7 & width // 16 - 1) << 4
+    return place
 
 
 def group_product(machine: Machine, instruction: Instruction) -> Step:
@@ -236,10 +236,10 @@ def group_product(machine: Machine, instruction: Instruction) -> Step:
 
 
 def _group_product(machine: Machine, instruction: Instruction) -> Step:
-    found = re.search(r"\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)$", instruction.name)
-    if found is None:
+    match = re.search(r"\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)$", instruction.name)
+    if match is None:
         raise UnknownInstruction(instruction.text)
-    n, k, kind = int(found[1]), int(found[2]), found[3]
+    n, k, kind = int(match[1]), int(match[2]), match[3]
     size = 4 if kind == "tf32" else 2
     operands = instruction.operands
     registers = elements(operands[0])
@@ -276,10 +276,10 @@ def _group_product(machine: Machine, instruction: Instruction) -> Step:
             fragment = _load_fragment(machine, a, kind, k)
             left = fragment.reshape(-1, 64, k)[groups]
         else:
-            left, own = from_shared(a[0], 64, a_turned, lanes)
-            units.append(own)
-        right, own = from_shared(b, n, b_turned, lanes)
-        units.append(own)
+            left, touched = from_shared(a[0], 64, a_turned, lanes)
+            units.append(touched)
+        right, touched = from_shared(b, n, b_turned, lanes)
+        units.append(touched)
         before = np.zeros((machine.threads // WARP, 16, n), np.float32)
         for i, get in enumerate(sums):
             bits = _by_warp(machine, get).view(np.float32)
@@ -291,13 +291,13 @@ def _group_product(machine: Machine, instruction: Instruction) -> Step:
         after[groups] = product(left, right.transpose(0, 2, 1), start)
         after = after.reshape(-1, 16, n)
         for i, put in enumerate(puts):
-            own = after[:, G + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * T + (i & 1)]
-            put(np.ascontiguousarray(own).reshape(-1).view(np.uint32))
+            touched = after[:, G + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * T + (i & 1)]
+            put(np.ascontiguousarray(touched).reshape(-1).view(np.uint32))
         for slot in slots:
             machine.written[slot] = machine.fenced  # products follow each other in order
         for i, lane in enumerate(lanes):
-            own = np.concatenate([of_groups[i] for of_groups in units])
-            machine.open_products[machine.block_of[lane]].append((own, frozenset(read)))
+            touched = np.concatenate([of_groups[i] for of_groups in units])
+            machine.open_products[machine.block_of[lane]].append((touched, frozenset(read)))
         machine.busy |= set(read)
 
     return run

@@ -104,15 +104,15 @@ def parse(text: str) -> Program:
 
 def _declare(statement: str, types: dict[str, str], scopes: list[dict[str, str]]) -> None:
     """Note the types of ``.reg .b32 %r<5>`` or, within braces, of ``.reg .pred p, q``."""
-    found = re.match(r"\.reg \.(\w+)\s+(.*)", statement)
-    assert found is not None, statement
-    for name in (part.strip() for part in found[2].split(",")):
+    match = re.match(r"\.reg \.(\w+)\s+(.*)", statement)
+    assert match is not None, statement
+    for name in (part.strip() for part in match[2].split(",")):
         if numbered := _NUMBERED.match(name):
-            types[numbered[1]] = found[1]
+            types[numbered[1]] = match[1]
         else:
             unique = f"%_{len(types)}_{name.strip('%')}"
             scopes[-1][name] = unique
-            types[unique] = found[1]
+            types[unique] = match[1]
 
 
 def _instruction(statement: str, scopes: list[dict[str, str]]) -> Instruction:
@@ -122,9 +122,9 @@ def _instruction(statement: str, scopes: list[dict[str, str]]) -> Instruction:
     if names:
         statement = re.sub(r"%?\b[A-Za-z_]\w*\b", lambda m: names.get(m[0], m[0]), statement)
     text, guard, negated = statement, None, False
-    if found := _GUARD.match(statement):
-        guard, negated = found[2], bool(found[1])
-        statement = statement[found.end() :]
+    if match := _GUARD.match(statement):
+        guard, negated = match[2], bool(match[1])
+        statement = statement[match.end() :]
     name, _, rest = statement.partition(" ")
     if "\t" in name:
         name, _, rest = statement.partition("\t")
@@ -137,10 +137,10 @@ def split(operands: str) -> list[str]:
     >>> split("{%r1, %r2}, [%rd1+8], 3")
     ['{%r1, %r2}', '[%rd1+8]', '3']
     """
-    found, depth, begin = [], 0, 0
+    parts, depth, begin = [], 0, 0
     for place, letter in enumerate(operands + ","):
         depth += (letter in "{[") - (letter in "}]")
         if letter == "," and depth == 0:
-            found.append(operands[begin:place].strip())
+            parts.append(operands[begin:place].strip())
             begin = place + 1
-    return [part for part in found if part]
+    return [part for part in parts if part]

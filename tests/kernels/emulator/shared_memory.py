@@ -117,13 +117,13 @@ class SharedMemory:
 
     def _conflict(self, others: np.ndarray, lanes) -> tuple[bool, bool]:
         """Whether accesses `others` [k, units] are unordered, of another warp and of this one."""
-        own = self._stamps(lanes)[:, None]
-        different = (others != 0) & (others != own)
+        stamp = self._stamps(lanes)[:, None]
+        different = (others != 0) & (others != stamp)
         if not different.any():
             return False, False
         thread = (others - 1) & ((1 << THREADS) - 1)
         same_warp = thread // WARP == (self._thread[lanes] // WARP)[:, None]
-        recent = (others - 1) >> THREADS == (own - 1) >> THREADS
+        recent = (others - 1) >> THREADS == (stamp - 1) >> THREADS
         same_thread = thread == self._thread[lanes][:, None]
         across = different & ~same_warp
         within = different & same_warp & recent & ~same_thread
@@ -141,8 +141,8 @@ class SharedMemory:
         self.last_readers[units] = self._stamps(lanes)[:, None]
         bits = self._bit[lanes]
         for bit in np.unique(bits):  # threads of several warps may read one unit
-            own = units[bits == bit]
-            self.readers[own] |= bit
+            of_warp = units[bits == bit]
+            self.readers[of_warp] |= bit
 
     def _note_writes(self, place: np.ndarray, size: int, lanes) -> np.ndarray:
         units = self._units(place, size)
@@ -208,9 +208,9 @@ class SharedMemory:
         if warps.all():
             table[:] = 0
             return
-        own = warps.reshape(self.blocks, self.warps)
+        fenced = warps.reshape(self.blocks, self.warps)
         for warp in range(self.warps):
-            rows = own[:, warp]
+            rows = fenced[:, warp]
             table[rows] = np.where(table[rows] == warp + 1, 0, table[rows])
 
     def begin_product(self, places: np.ndarray, lanes: np.ndarray) -> list[np.ndarray]:
@@ -235,12 +235,12 @@ class SharedMemory:
             self.findings.add("shared memory: wgmma reads what cp.async has not yet written")
         if self.unfenced[units].any():
             self.findings.add("shared memory: wgmma reads what no fence has made visible to it")
-        bits, found = self._bit[lanes], []
-        for own, bit in zip(units, bits | bits << 1 | bits << 2 | bits << 3, strict=True):
-            found.append(np.unique(own))
-            self.multiplied[found[-1]] += 1
-            self.readers[found[-1]] |= np.uint16(bit)  # all four warps read
-        return found
+        bits, of_groups = self._bit[lanes], []
+        for of_group, bit in zip(units, bits | bits << 1 | bits << 2 | bits << 3, strict=True):
+            of_groups.append(np.unique(of_group))
+            self.multiplied[of_groups[-1]] += 1
+            self.readers[of_groups[-1]] |= np.uint16(bit)  # all four warps read
+        return of_groups
 
     def end_product(self, units: np.ndarray) -> None:
         """A product that read `units`, each as often as it stands there, is done."""

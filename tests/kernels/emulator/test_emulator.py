@@ -80,10 +80,7 @@ def bits(x: Tensor) -> np.ndarray:
 FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "add": ("add.f32 %r6, %r5, 0f3F800000;", lambda x: x + 1),
     "fma": ("fma.rn.f32 %r6, %r5, %r5, %r5;", lambda x: (x.double() * x.double() + x).float()),
-    "max beside NaN": (
-        "mov.b32 %r7, 0f7FC00000; max.f32 %r6, %r5, %r7;",
-        lambda x: x,
-    ),
+    "max beside NaN": ("mov.b32 %r7, 0f7FC00000; max.f32 %r6, %r5, %r7;", lambda x: x),
     "max that keeps NaN": (
         "mov.b32 %r7, 0f7FC00000; max.NaN.f32 %r6, %r5, %r7;",
         lambda x: x * math.nan,
@@ -138,10 +135,10 @@ FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 def sum_of(x: Tensor, times: Tensor) -> Tensor:
     """x added to 0 so many times, rounded each time."""
-    found = torch.zeros_like(x)
+    total = torch.zeros_like(x)
     for i in range(int(times.max())):
-        found = torch.where(i < times, found + x, found)
-    return found
+        total = torch.where(i < times, total + x, total)
+    return total
 
 
 @pytest.mark.parametrize("name", FLOAT_PROGRAMS)
@@ -281,8 +278,8 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
 def test_roundings_of_one_warp_are_a_remark_and_of_two_warps_a_race() -> None:
     """Every thread writes its own rounding of a number at one place of its warp, or of all."""
     x = 1 + torch.arange(THREADS) * 2.0**-23
-    own, shared = "and.b32 %r7, %r4, 128; ", "mov.b32 %r7, 0; "
-    for place, is_race in ((own, False), (shared, True)):
+    of_warp, shared = "and.b32 %r7, %r4, 128; ", "mov.b32 %r7, 0; "
+    for place, is_race in ((of_warp, False), (shared, True)):
         machine, _ = executed(place + "st.shared.b32 [%r7], %r5;", x)
         assert bool(machine.findings.counts) is is_race
         assert bool(machine.findings.remarks) is not is_race
@@ -302,12 +299,12 @@ BETWEEN_BLOCKS = {
 @pytest.mark.parametrize("mistake", BETWEEN_BLOCKS)
 @pytest.mark.every_case
 def test_a_mistake_between_blocks_is_noticed(mistake: str) -> None:
-    own = (
+    beginning = (
         "ld.param.u64 %rd5, [program_param_1]; mul.wide.u32 %rd6, %r1, 4; add.s64 %rd5, %rd5, %rd6;"
     )
-    _, findings = execute(own + BETWEEN_BLOCKS[mistake], floats(3 * THREADS), blocks=3)
+    _, findings = execute(beginning + BETWEEN_BLOCKS[mistake], floats(3 * THREADS), blocks=3)
     assert mistake in findings
-    _, findings = execute(own + BETWEEN_BLOCKS[mistake], floats(), blocks=1)
+    _, findings = execute(beginning + BETWEEN_BLOCKS[mistake], floats(), blocks=1)
     assert findings == "none"
 
 
@@ -342,12 +339,12 @@ def test_a_descriptor_of_a_product_names_every_element_once(swizzle: int, transp
     width = {1: 128, 2: 64, 3: 32}[swizzle]
     along = width // 2 if transposed else 8
     descriptor = swizzle << 62 | (1024 >> 4) << 32 | (2048 >> 4) << 16
-    found = places(descriptor, along, 16, 2, transposed)
-    assert len(np.unique(found)) == found.size
-    assert np.array_equal(found % 2, np.zeros_like(found))
+    elements = places(descriptor, along, 16, 2, transposed)
+    assert len(np.unique(elements)) == elements.size
+    assert np.array_equal(elements % 2, np.zeros_like(elements))
     # Undoing the exchange of chunks leaves rows of `width` bytes.
-    plain = found ^ (found >> 7 & width // 16 - 1) << 4
-    row, column = np.indices(found.shape)
+    plain = elements ^ (elements >> 7 & width // 16 - 1) << 4
+    row, column = np.indices(elements.shape)
     expected = (
         row * 2 + column % 8 * width + column // 8 * 1024
         if transposed

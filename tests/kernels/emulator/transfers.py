@@ -26,9 +26,9 @@ def load(machine: Machine, instruction: Instruction) -> Step:
     widths = [8 if t == "_" else np.dtype(machine.dtype(t)).itemsize for t in targets]
     size = np.dtype(DTYPES[kind]).itemsize
     if parts[1] == "param":
-        found = re.match(r"\[\w+_param_(\d+)\]", instruction.operands[1])
-        assert found is not None, instruction.text
-        number, width = int(found[1]), widths[0]
+        match = re.match(r"\[\w+_param_(\d+)\]", instruction.operands[1])
+        assert match is not None, instruction.text
+        number, width = int(match[1]), widths[0]
 
         def load_parameter() -> None:
             bits = machine.arguments[number] & ((1 << 8 * size) - 1)
@@ -41,14 +41,14 @@ def load(machine: Machine, instruction: Instruction) -> Step:
         lanes = machine.lanes
         address = get()[lanes]
         if space == "shared":
-            found = machine.shared.read(address, size, len(puts), lanes)
+            values = machine.shared.read(address, size, len(puts), lanes)
         elif space == "local":
-            own, where = _local_places(machine, address, size * len(puts), lanes)
-            found = machine.local[own, where].view(UNSIGNED[size])
+            threads, where = _local_places(machine, address, size * len(puts), lanes)
+            values = machine.local[threads, where].view(UNSIGNED[size])
         else:
-            found = machine.memory.read(address, size, len(puts), machine.stamps())
+            values = machine.memory.read(address, size, len(puts), machine.stamps())
         for i, (put, width) in enumerate(zip(puts, widths, strict=True)):
-            value = found[:, i]
+            value = values[:, i]
             if width > size:
                 value = value.view(SIGNED[size]) if kind[0] == "s" else value
                 value = value.astype(SIGNED[width]).view(UNSIGNED[width])
@@ -72,17 +72,17 @@ def _local_places(machine: Machine, address: np.ndarray, size: int, lanes):
     if len(address) and (address.min() < 0 or address.max() + size > machine.program.local_bytes):
         machine.findings.add("local memory: out of bounds")
         address = np.clip(address, 0, machine.program.local_bytes - size)
-    own = np.arange(machine.threads)[lanes]
-    return own[:, None], address[:, None] + np.arange(size)
+    threads = np.arange(machine.threads)[lanes]
+    return threads[:, None], address[:, None] + np.arange(size)
 
 
 def _to_all(machine: Machine, value: np.ndarray) -> np.ndarray:
     """Numbers of the executing threads, as an array of all threads."""
     if machine.mask is None:
         return np.ascontiguousarray(value)
-    found = np.zeros(machine.threads, value.dtype)
-    found[machine.mask] = value
-    return found
+    of_all = np.zeros(machine.threads, value.dtype)
+    of_all[machine.mask] = value
+    return of_all
 
 
 def store(machine: Machine, instruction: Instruction) -> Step:
@@ -103,8 +103,8 @@ def store(machine: Machine, instruction: Instruction) -> Step:
         if space == "shared":
             machine.shared.write(address, values, lanes)
         elif space == "local":
-            own, where = _local_places(machine, address, size * len(getters), lanes)
-            machine.local[own, where] = values.view(np.uint8)
+            threads, where = _local_places(machine, address, size * len(getters), lanes)
+            machine.local[threads, where] = values.view(np.uint8)
         else:
             machine.memory.write(address, values, machine.stamps())
 
@@ -155,8 +155,8 @@ def copy(machine: Machine, instruction: Instruction) -> Step:
             values[reads] = np.ascontiguousarray(words).view(np.uint8)
         blocks = machine.block_of[lanes]
         for block in np.unique(blocks):
-            own = blocks == block
-            machine.open_copies[block].append((place[own], values[own], lanes[own]))
+            of_block = blocks == block
+            machine.open_copies[block].append((place[of_block], values[of_block], lanes[of_block]))
 
     return run
 

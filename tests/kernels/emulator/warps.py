@@ -64,8 +64,8 @@ def reduce(machine: Machine, instruction: Instruction) -> Step:
     def run() -> None:
         value = np.broadcast_to(get(), machine.threads).reshape(-1, WARP)
         value = value.view(np.int32) if kind == "s32" else value
-        found = function.reduce(value, axis=1, dtype=value.dtype)
-        put(np.repeat(found, WARP).view(np.uint32))
+        result = function.reduce(value, axis=1, dtype=value.dtype)
+        put(np.repeat(result, WARP).view(np.uint32))
 
     return run
 
@@ -77,12 +77,12 @@ def vote(machine: Machine, instruction: Instruction) -> Step:
     bits = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
 
     def run() -> None:
-        said = np.broadcast_to(get(), machine.threads).reshape(-1, WARP)
+        votes = np.broadcast_to(get(), machine.threads).reshape(-1, WARP)
         if how == "ballot":
-            found = (said * bits).sum(axis=1, dtype=np.uint32)
+            result = (votes * bits).sum(axis=1, dtype=np.uint32)
         else:
-            found = said.all(axis=1) if how == "all" else said.any(axis=1)
-        put(np.repeat(found, WARP))
+            result = votes.all(axis=1) if how == "all" else votes.any(axis=1)
+        put(np.repeat(result, WARP))
 
     return run
 

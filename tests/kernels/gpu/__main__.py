@@ -99,18 +99,18 @@ def default_processes(machine: Machine) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options, those of `make gpu`."""
-    found = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
-    found.add_argument("--step", default="all", choices=["all", *report.STEPS, "report"])
-    found.add_argument("--device", default="cuda", choices=["cuda", "emulator"])
-    found.add_argument("--arch", default="sm_80", choices=["sm_80", "sm_90"],
+    options = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
+    options.add_argument("--step", default="all", choices=["all", *report.STEPS, "report"])
+    options.add_argument("--device", default="cuda", choices=["cuda", "emulator"])
+    options.add_argument("--arch", default="sm_80", choices=["sm_80", "sm_90"],
                        help="what the emulator emulates")  # fmt: skip
-    found.add_argument("--size", choices=["tiny", "full"],
+    options.add_argument("--size", choices=["tiny", "full"],
                        help="full on a GPU, tiny on the emulator, if not given")  # fmt: skip
-    found.add_argument("--out", help="build/gpu, or build/gpu-emulated, if not given")
-    found.add_argument("--limit", type=float, default=LIMIT, help="seconds of a step")
-    found.add_argument("--processes", type=int)
-    found.add_argument("--retry", action="store_true", help="run jobs again that have failed")
-    return found
+    options.add_argument("--out", help="build/gpu, or build/gpu-emulated, if not given")
+    options.add_argument("--limit", type=float, default=LIMIT, help="seconds of a step")
+    options.add_argument("--processes", type=int)
+    options.add_argument("--retry", action="store_true", help="run jobs again that have failed")
+    return options
 
 
 if __name__ == "__main__":

@@ -118,10 +118,10 @@ def run(arch: str, steps: list[str], part: int = 0, parts: int = 1) -> None:
                 try:
                     with ExitStack() if step == "times" else zeros_for_new_tensors():
                         compile_job(name)
-                    found = "done"
+                    state = "done"
                 except Exception as error:  # zeros are no result, and some sizes do not compile
-                    found = f"{type(error).__name__}: {str(error)[:80]}"
-                print(f"{step}: {name}: {found} ({time.perf_counter() - begin:.0f} s)", flush=True)
+                    state = f"{type(error).__name__}: {str(error)[:80]}"
+                print(f"{step}: {name}: {state} ({time.perf_counter() - begin:.0f} s)", flush=True)
 
 
 @contextmanager
@@ -144,13 +144,13 @@ def strip(folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    found = argparse.ArgumentParser(prog="python -m gpu.ahead", description=__doc__)
-    found.add_argument("arch", help="such as sm_90")
-    found.add_argument("folder", type=Path, help="the cache; the same path on the GPU's machine")
-    found.add_argument("--step", nargs="+", choices=STEPS, default=list(STEPS))
-    found.add_argument("--part", type=int, default=0, help="of --parts processes")
-    found.add_argument("--parts", type=int, default=1)
-    options = found.parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m gpu.ahead", description=__doc__)
+    parser.add_argument("arch", help="such as sm_90")
+    parser.add_argument("folder", type=Path, help="the cache; the same path on the GPU's machine")
+    parser.add_argument("--step", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--part", type=int, default=0, help="of --parts processes")
+    parser.add_argument("--parts", type=int, default=1)
+    options = parser.parse_args(arguments)
     if os.environ.get(AHEAD) != str(options.folder):
         print(f"set {AHEAD}={options.folder}, here and on the GPU's machine", file=sys.stderr)
         return 2

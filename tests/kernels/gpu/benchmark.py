@@ -97,8 +97,8 @@ def warm(session: Session) -> None:
 
     What fails here, for example because others hold the memory, is compiled again later.
     """
-    found = read(session.out)
-    measured = [] if found is None else found.measured
+    known = read(session.out)
+    measured = [] if known is None else known.measured
     end = time.monotonic() + min(WARMING, session.seconds_left / 3)
     with TemporaryDirectory() as folder:
         processes = [
@@ -136,26 +136,26 @@ def measure(out: Path, machine: Machine, size: str) -> None:
     size_name = "small" if size == "tiny" or machine.is_emulated else "paper"
     json, attempts = out / "benchmark.json", Rows(out / "benchmark.jsonl")
     now = record.provenance(device, size_name)
-    found = record.resumed(json, now) if json.exists() else Record(now)
-    runner = Runner(device, size_name, found, Quiet())
-    found.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
-    found.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
+    known = record.resumed(json, now) if json.exists() else Record(now)
+    runner = Runner(device, size_name, known, Quiet())
+    known.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
+    known.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
     with ExitStack() as stack:
         if machine.is_emulated:
             runner.seconds = 0.0  # three rounds, with nothing to learn from more
             stack.enter_context(ga.use_backend("triton"))
             stack.enter_context(machine.launching())
         for case in cases(size, machine):
-            if case.name in found.measured:
+            if case.name in known.measured:
                 continue
             if [row["job"] for row in attempts.all()].count(case.name) >= MOST_ATTEMPTS:
                 runner.note(f"{case.name}: cut off {MOST_ATTEMPTS} times")
-                found.measured.append(case.name)
-                found.write(json)
+                known.measured.append(case.name)
+                known.write(json)
                 continue
             attempts.add({"job": case.name})
             measure_all([case], runner, json)
-            if case.name not in found.measured:  # interrupted
+            if case.name not in known.measured:  # interrupted
                 return
 
 
@@ -176,12 +176,12 @@ def read(out: Path) -> Record | None:
 
 def progress(session: Session) -> Progress:
     """How many cases were measured, and of how many a result was wrong."""
-    found = read(session.out)
+    known = read(session.out)
     names = [case.name for case in cases(session.size, session.machine)]
-    if found is None:
+    if known is None:
         return Progress(0, len(names))
-    wrong = [line for line in found.missing if f", {OURS}" in line and "wrong result" in line]
-    return Progress(sum(name in found.measured for name in names), len(names), len(wrong))
+    wrong = [line for line in known.missing if f", {OURS}" in line and "wrong result" in line]
+    return Progress(sum(name in known.measured for name in names), len(names), len(wrong))
 
 
 if __name__ == "__main__":

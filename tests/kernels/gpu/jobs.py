@@ -34,10 +34,10 @@ def run_jobs(
     """
     rows = session.rows(module.rpartition(".")[2])
     ended, before = rows.ended(), rows.all()
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    queued: queue.SimpleQueue[str] = queue.SimpleQueue()
     left = [name for name in names if name not in ended]
     for name in left:
-        waiting.put(name)
+        queued.put(name)
     lock = threading.Lock()
     workers: list[Worker] = []
 
@@ -49,7 +49,7 @@ def run_jobs(
         worker: Worker | None = None
         while session.seconds_left > GRACE:
             try:
-                name = waiting.get_nowait()
+                name = queued.get_nowait()
             except queue.Empty:
                 break
             if worker is None or worker.process.poll() is not None:
@@ -68,8 +68,8 @@ def run_jobs(
         for thread in threads:
             thread.join()
     except KeyboardInterrupt:
-        while not waiting.empty():
-            waiting.get_nowait()
+        while not queued.empty():
+            queued.get_nowait()
         for worker in workers:
             worker.interrupted = True
             worker.stop()
@@ -134,7 +134,7 @@ def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join(
         [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     )
-    found = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **more}
-    found.setdefault("OMP_NUM_THREADS", "1")
-    found.pop("TRITON_INTERPRET", None)
-    return found
+    variables = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **more}
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    variables.pop("TRITON_INTERPRET", None)
+    return variables

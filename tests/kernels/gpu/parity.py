@@ -57,8 +57,6 @@ def is_right(row: Row) -> bool:
 
 def progress(session: Session) -> Progress:
     """How many problems have run, and how many are wrong."""
-    rows = session.rows("parity")
-    names, ended = jobs(session.size), rows.ended()
-    wrong = {name for name in names if "error" in ended.get(name, {})}
-    wrong |= {row["job"] for row in rows.all() if "errors" in row and not is_right(row)}
-    return Progress(sum(name in ended for name in names), len(names), len(wrong))
+    rows = session.rows("parity").all()
+    wrong = (row["job"] for row in rows if "errors" in row and not is_right(row))
+    return session.progress("parity", jobs(session.size), wrong)

@@ -14,7 +14,7 @@ from graphattn.kernels.check.measured import as_file
 from graphattn.kernels.check.report import microseconds, table
 
 from . import benchmark, parity, sanitizer, times, tune
-from .session import ROOT, Progress, Session
+from .session import Progress, Session
 
 STEPS = {
     step.__name__.rpartition(".")[2]: step for step in (parity, times, sanitizer, benchmark, tune)
@@ -94,14 +94,14 @@ def parity_lines(session: Session) -> Iterator[str]:
     cells = []
     groups = dict.fromkeys((row["family"], row["dtype"]) for row in rows)
     for family, dtype in groups:
-        own = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
-        errors = [(e, a, name) for row in own for name, (e, a) in row["errors"].items()]
+        of_group = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
+        errors = [(e, a, name) for row in of_group for name, (e, a) in row["errors"].items()]
         largest, _, name = max(errors, key=lambda error: (error[0] != error[0], error[0]))
         nearest = max(e / a if a else float(e > 0) for e, a, _ in errors)
-        kernels = sorted({kernel for row in own for kernel in row["kernels"]})
-        right = sum(map(parity.is_right, own))
+        kernels = sorted({kernel for row in of_group for kernel in row["kernels"]})
+        right = sum(map(parity.is_right, of_group))
         cells.append((
-            family, dtype, f"{right} of {len(own)}", f"{largest:.1e} ({name})",
+            family, dtype, f"{right} of {len(of_group)}", f"{largest:.1e} ({name})",
             f"{100 * nearest:.0f} %", ", ".join(kernels),
         ))  # fmt: skip
     header = ("family", "precision", "right", "largest error", "of what is allowed", "kernels")
@@ -110,11 +110,9 @@ def parity_lines(session: Session) -> Iterator[str]:
     for row in rows:
         if not parity.is_right(row):
             yield f"- WRONG: {row['job']}: {one_line(str(row['errors']))}"
-        for found in row["findings"]:
-            yield f"- {row['job']}: {one_line(found)}"
-    for job, row in session.rows("parity").ended().items():
-        if "error" in row:
-            yield f"- FAILED: {job}: {one_line(row['error'])}"
+        for finding in row["findings"]:
+            yield f"- {row['job']}: {one_line(finding)}"
+    yield from failures(session, "parity")
 
 
 def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
@@ -123,19 +121,17 @@ def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
     if skipped := times.progress(session).skipped:
         yield f"Skipped: {skipped}."
         return
-    found = times.launches(rows.all())
-    cells = [(name, microseconds(seconds)) for name, seconds in found]
+    launches = times.launches(rows.all())
+    cells = [(name, microseconds(seconds)) for name, seconds in launches]
     yield from table(("launch", "microseconds"), cells) if cells else ["Not run."]
     yield ""
-    if found:
-        (session.out / "kernels.json").write_text(as_file(facts, found), encoding="utf-8")
+    if launches:
+        (session.out / "kernels.json").write_text(as_file(facts, launches), encoding="utf-8")
         yield (
             "Copy `kernels.json` to `docs/benchmarks/kernels-NAME.json`. "
             "`python -m graphattn.kernels.check --measured FILE` shows it beside predictions."
         )
-    for job, row in rows.ended().items():
-        if "error" in row:
-            yield f"- FAILED: {job}: {one_line(row['error'])}"
+    yield from failures(session, "times")
 
 
 def sanitizer_lines(session: Session) -> Iterator[str]:
@@ -145,17 +141,15 @@ def sanitizer_lines(session: Session) -> Iterator[str]:
     if progress.skipped:
         yield f"Skipped: {progress.skipped}. Nothing here has been checked."
         return
-    found = [row for row in rows.all() if "found" in row]
+    checks = [row for row in rows.all() if "found" in row]
     cells = [(row["tool"], row["problem"], str(row["found"]) if row["found"] else "clean")
-             for row in found]  # fmt: skip
-    failed = [(job, row["error"]) for job, row in rows.ended().items() if "error" in row]
+             for row in checks]  # fmt: skip
     yield from table(("tool", "problem", "found"), cells) if cells else ["Not run."]
     yield ""
-    for row in found:
+    for row in checks:
         if row["found"]:
             yield f"- {row['job']}: {one_line(row['log'])}"
-    for job, error in failed:
-        yield f"- NO VERDICT: {job}: {one_line(error)}"
+    yield from failures(session, "sanitizer", "NO VERDICT")
 
 
 def benchmark_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
@@ -217,8 +211,8 @@ def share_of(row: Timed, peak: Peak | None) -> float | None:
 def tune_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
     """Tables of the best sizes, ready to be pasted, and what was refused."""
     rows = session.rows("tune").all()
-    found = tune.proposals(rows)
-    if not found:
+    proposals = tune.proposals(rows)
+    if not proposals:
         yield "Not run."
         return
     emulated = session.machine.is_emulated
@@ -226,7 +220,7 @@ def tune_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
         yield "Ranked by executed instructions, which rehearses the search: paste nothing of it."
     else:
         yield "For `kernels/shared/tuning.py`; edge kernels follow a rule there, to be adapted."
-    text = tune.source(found, facts["hardware"])
+    text = tune.source(proposals, facts["hardware"])
     (session.out / "tuning.py.txt").write_text(text + "\n", encoding="utf-8")
     yield from ("", "```python", *text.splitlines(), "```", "")
     unit = "instructions" if emulated else "time"
@@ -234,42 +228,15 @@ def tune_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
         ("setting", "present", "best", f"{unit} of the present / of the best"),
         [
             (str(p.setting), str(tuple(p.present)), str(tuple(p.best)), f"{p.gain:.2f}")
-            for p in found
+            for p in proposals
         ],
     )
     yield ""
-    for job, row in session.rows("tune").ended().items():
-        if "error" in row:
-            yield f"- FAILED: {job}: {one_line(row['error'])}"
-
-
-# What documentation says as long as no GPU has run the kernels.
-NEVER = re.compile(
-    r"not\s+yet\s+(?:been\s+)?(?:run|measured|tested)\b(?:\s+on\s+a\s+GPU)?|"
-    r"nothing\s+has\s+been\s+run\s+on\s+a\s+GPU|not\s+been\s+tested\s+on\s+a\s+GPU",
-    re.IGNORECASE,
-)
-SAYS = ("README.md", "CHANGELOG.md", "docs", "graphattn", "kernels")
-DATED = "log.md"  # what was true on a day stays
-
-
-def claims() -> Iterator[str]:
-    """Yield the places ("README.md:370: ...") that say that no GPU has run the kernels."""
-    for top in SAYS:
-        path = ROOT / top
-        files = [path] if path.is_file() else sorted([*path.rglob("*.md"), *path.rglob("*.py")])
-        for file in files:
-            inside = file.relative_to(ROOT)
-            if file.name == DATED or any(part.startswith("_") for part in inside.parts[:-1]):
-                continue
-            text = file.read_text(encoding="utf-8")
-            for match in NEVER.finditer(text):
-                line = text.count("\n", 0, match.start()) + 1
-                yield f"{inside}:{line}: {one_line(match.group())}"
+    yield from failures(session, "tune")
 
 
 def documentation_lines(session: Session) -> Iterator[str]:
-    """Kernels that have run, and places in the documentation that still say that none has."""
+    """Kernels that have run, and what the documentation is to be given."""
     rows = [row for row in session.rows("parity").all() if "errors" in row]
     right = sorted({k for row in rows if parity.is_right(row) for k in row["kernels"]})
     wrong = sorted({k for row in rows if not parity.is_right(row) for k in row["kernels"]})
@@ -283,8 +250,13 @@ def documentation_lines(session: Session) -> Iterator[str]:
         "- Copy `benchmark.json` to `docs/benchmarks/cuda-NAME.json`: the note of the support "
         "matrix (`docs/support.py`) then says that a GPU has run the kernels."
     )
-    yield "- These places say that no GPU has run the kernels:"
-    yield from (f"  - {place}" for place in claims())
+
+
+def failures(session: Session, step: str, word: str = "FAILED") -> Iterator[str]:
+    """The jobs of a step that ended with an error."""
+    for job, row in session.rows(step).ended().items():
+        if "error" in row:
+            yield f"- {word}: {job}: {one_line(row['error'])}"
 
 
 def number(value: float | None) -> str:

@@ -37,8 +37,8 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazar
 
 def tool() -> str | None:
     """Find compute-sanitizer, in PATH or a CUDA toolkit."""
-    if found := shutil.which("compute-sanitizer"):
-        return found
+    if path := shutil.which("compute-sanitizer"):
+        return path
     homes = [os.environ.get("CUDA_HOME", ""), *map(str, sorted(Path("/usr/local").glob("cuda*")))]
     for home in filter(None, homes):
         for place in ("bin", "compute-sanitizer"):
@@ -88,29 +88,28 @@ def checked(command: list[str], problem: str) -> Row:
         RuntimeError: the tool gave no summary, or the problem failed under it.
     """
     # Allocations of their own: accesses beyond a tensor end in no other tensor.
-    found = subprocess.run(
+    run = subprocess.run(
         [*command, "--error-exitcode", str(FOUND), sys.executable, "-m", "gpu.sanitizer", problem],
         env=environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    counts = [int(a or b) for a, b in SUMMARY.findall(found.stdout)]
-    tail = found.stdout[-2000:]
-    if not counts or found.returncode not in (0, FOUND):
-        raise RuntimeError(f"no verdict, exit code {found.returncode}: {tail}")
-    number = max(sum(counts), int(found.returncode == FOUND))
+    counts = [int(a or b) for a, b in SUMMARY.findall(run.stdout)]
+    tail = run.stdout[-2000:]
+    if not counts or run.returncode not in (0, FOUND):
+        raise RuntimeError(f"no verdict, exit code {run.returncode}: {tail}")
+    number = max(sum(counts), int(run.returncode == FOUND))
     return {"found": number, "log": tail if number else ""}
 
 
 def progress(session: Session) -> Progress:
     """How many checks have run, and how many found something; why they could not."""
-    rows = session.rows("sanitizer")
+    rows = session.rows("sanitizer").all()
     names = jobs(session.size, is_emulated=session.machine.is_emulated)
-    ended = rows.ended()
-    wrong = {name for name in names if "error" in ended.get(name, {})}
-    wrong |= {row["job"] for row in rows.all() if row.get("found")}
-    skipped = [row["skipped"] for row in rows.all() if "skipped" in row]
-    done = sum(name in ended for name in names)
-    return Progress(done, len(names), len(wrong), skipped[-1] if skipped and not done else "")
+    progress = session.progress(
+        "sanitizer", names, (row["job"] for row in rows if row.get("found"))
+    )
+    skipped = [row["skipped"] for row in rows if "skipped" in row]
+    return progress._replace(skipped=skipped[-1]) if skipped and not progress.done else progress
 
 
 if __name__ == "__main__":  # under the tool

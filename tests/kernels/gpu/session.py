@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +89,8 @@ class Machine(NamedTuple):
         def emulate(one: launch.Launch) -> None:
             before = len(gpu.launches)
             gpu.run(one)
-            for found in gpu.launches[before:]:
-                started.append(Started(one, found.findings, found.instructions))
+            for run in gpu.launches[before:]:
+                started.append(Started(one, run.findings, run.instructions))
 
         with gpu.emulating(), launch.redirected(emulate):
             yield started
@@ -113,13 +113,13 @@ class Rows:
         """Every row; a line that was cut off in the middle is none."""
         if not self.path.exists():
             return []
-        found = []
+        rows = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except json.JSONDecodeError:
                 continue
-        return found
+        return rows
 
     def ended(self) -> dict[str, Row]:
         """The last row of every job that came to its end."""
@@ -182,16 +182,24 @@ class Session:
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
 
+    def progress(
+        self, step: str, names: list[str], wrong: Iterable[str] = (), skipped: str = ""
+    ) -> Progress:
+        """How many of these jobs have ended, and how many are wrong, or ended with an error."""
+        ended = self.rows(step).ended()
+        failed = {name for name in names if "error" in ended.get(name, {})} | set(wrong)
+        return Progress(sum(name in ended for name in names), len(names), len(failed), skipped)
+
 
 def facts(machine: Machine, size: str) -> dict[str, Any]:
     """The machine, the versions and the sources that rows belong to."""
-    found = provenance(torch.device(machine.tensors), size)
+    known = provenance(torch.device(machine.tensors), size)
     if machine.is_emulated:
-        found["hardware"] = f"emulator of {machine.arch} on {platform.machine()}"
-    found["device"] = machine.device
-    found["driver"] = "none" if machine.is_emulated else _driver()
-    found["sources"] = hash_of_sources()
-    return found
+        known["hardware"] = f"emulator of {machine.arch} on {platform.machine()}"
+    known["device"] = machine.device
+    known["driver"] = "none" if machine.is_emulated else _driver()
+    known["sources"] = hash_of_sources()
+    return known
 
 
 # A commit is not among them: a copy without git has none, and a commit of documentation changes no
@@ -201,14 +209,14 @@ SAME = ("device", "hardware", "size", "torch", "triton", "sources")
 
 def hash_of_sources() -> str:
     """A short name of what rows depend on: the library, its kernels, and the problems."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for folder in ("graphattn", "kernels", "tests/kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT)
             if path.name.startswith("test_") or {"emulator", "gpu"} & set(inside.parts):
                 continue
-            found.update(str(inside).encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+            digest.update(str(inside).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def why_not_here(out: Path, now: dict[str, Any]) -> str | None:

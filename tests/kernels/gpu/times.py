@@ -8,7 +8,7 @@ emulator a launch of real size would take hours, so there this step is skipped.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -44,27 +44,22 @@ def work(name: str, known: list[Row], machine: Machine, size: str) -> Iterator[R
 
 
 def seconds_of(one: launch.Launch) -> float:
-    """The median time of a launch whose data is not in the cache."""
-    return median_of(lambda: start(one))
-
-
-def median_of(begin: Callable[[], object], samples: int = SAMPLES) -> float:
-    """The median time on the GPU, in seconds, of what a function starts there."""
+    """The median time on the GPU of a launch whose data is not in the cache."""
     cache = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
-    found: list[float] = []
-    for i in range(3 + samples):
+    samples: list[float] = []
+    for i in range(3 + SAMPLES):
         cache.zero_()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        begin()
+        start(one)
         last.record()
         torch.cuda.synchronize()
         seconds = first.elapsed_time(last) / 1000
         if i >= 3:
-            found.append(seconds)
-        if seconds > LONG and len(found) >= 3:
+            samples.append(seconds)
+        if seconds > LONG and len(samples) >= 3:
             break
-    return statistics.median(found)
+    return statistics.median(samples)
 
 
 def is_time(row: Row) -> bool:
@@ -74,16 +69,13 @@ def is_time(row: Row) -> bool:
 
 def launches(rows: Iterable[Row]) -> list[tuple[str, float]]:
     """Names and times of launches, in the order of all cases, whenever a case was timed."""
-    found: dict[str, list[tuple[str, float]]] = {name: [] for name in jobs()}
+    by_job: dict[str, list[tuple[str, float]]] = {name: [] for name in jobs()}
     for row in filter(is_time, rows):
-        found.setdefault(row.get("job", ""), []).append((row["name"], row["seconds"]))
-    return [launch for of_job in found.values() for launch in of_job]
+        by_job.setdefault(row.get("job", ""), []).append((row["name"], row["seconds"]))
+    return [launch for of_job in by_job.values() for launch in of_job]
 
 
 def progress(session: Session) -> Progress:
     """How many cases have been timed."""
-    rows = session.rows("times")
-    names, ended = jobs(), rows.ended()
-    wrong = sum("error" in ended.get(name, {}) for name in names)
     skipped = "the emulator has no time" if session.machine.is_emulated else ""
-    return Progress(sum(name in ended for name in names), len(names), wrong, skipped)
+    return session.progress("times", jobs(), skipped=skipped)

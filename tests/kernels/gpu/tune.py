@@ -77,11 +77,11 @@ def jobs(size: str) -> list[str]:
     """Names of all settings, those of half precision first."""
     if size == "tiny":
         return list(TINY)
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for dtype in DTYPES:
         if dtype == "bf16":
             for span, span_widths in SPANS.items():
-                found += [
+                settings += [
                     Setting(kernel, dtype, width, span)
                     for kernel in OF_SPANS
                     for width in span_widths
@@ -92,8 +92,8 @@ def jobs(size: str) -> list[str]:
             if is_edge and dtype == "fp32":  # the rule does not depend on the precision
                 continue
             widths = OTHER_WIDTHS.get(kernel, OF_EDGES if is_edge else WIDTHS)
-            found += [Setting(kernel, dtype, width) for width in widths]
-    return [str(setting) for setting in found]
+            settings += [Setting(kernel, dtype, width) for width in widths]
+    return [str(setting) for setting in settings]
 
 
 def run(session: Session) -> None:
@@ -123,8 +123,8 @@ def work(name: str, known: list[Row], machine: Machine, size: str) -> Iterator[R
             seen.add(choice)
             row: Row = {"choice": list(choice), "present": choice == present}
             try:
-                cost, found = measure(setting, choice, compute, machine)
-                difference = largest_difference(found, expected)
+                cost, results = measure(setting, choice, compute, machine)
+                difference = largest_difference(results, expected)
                 row["difference"] = difference
                 if difference <= ALLOWED[setting.dtype]:
                     row["cost"] = costs[choice] = cost
@@ -148,7 +148,7 @@ def smallest(setting: Setting) -> int:
 def neighbours(center: Choice, least: int) -> list[Choice]:
     """Choices one step away, in an order that begins with the most promising."""
     r, c, w, s = center
-    found = [
+    choices = [
         Choice(r, c, 2 * w, s), Choice(r, c, w // 2, s), Choice(r, 2 * c, w, s),
         Choice(2 * r, c, w, s), Choice(r, c // 2, w, s), Choice(r // 2, c, w, s),
         Choice(r, c, w, s + 1), Choice(r, c, w, s - 1), Choice(2 * r, c // 2, w, s),
@@ -156,7 +156,7 @@ def neighbours(center: Choice, least: int) -> list[Choice]:
     ]  # fmt: skip
     return [
         choice
-        for choice in found
+        for choice in choices
         if least <= choice.rows <= LARGEST and least <= choice.columns <= LARGEST
         and 1 <= choice.num_warps <= 16 and 1 <= choice.num_stages <= 5
     ]  # fmt: skip
@@ -239,10 +239,10 @@ def alone() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+def largest_difference(results: list[Tensor], expected: list[Tensor]) -> float:
     """Relative RMS, the largest of all results; infinite if one is not finite."""
     worst = 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         size = other.double().square().mean().sqrt().clamp(min=1e-6)
         error = float((one.double() - other.double()).square().mean().sqrt() / size)
         worst = max(worst, error if error == error else float("inf"))
@@ -356,15 +356,15 @@ def proposals(rows: list[Row]) -> list[Proposal]:
             by_job.setdefault(row["job"], {})[Choice(*row["choice"])] = row["cost"]
             if row["present"]:
                 present[row["job"]] = Choice(*row["choice"])
-    found = []
+    best_of_all = []
     for job, now in present.items():
         costs = by_job[job]
         best = min(costs, key=lambda choice: (costs[choice], choice != now))
-        found.append(Proposal(Setting.parse(job), now, best, costs[now] / costs[best]))
-    return found
+        best_of_all.append(Proposal(Setting.parse(job), now, best, costs[now] / costs[best]))
+    return best_of_all
 
 
-def source(found: list[Proposal], where: str) -> str:
+def source(best_of_all: list[Proposal], where: str) -> str:
     """Tables for `kernels/shared/tuning.py`, as Python source.
 
     Beside each line are the costs of the present choices, divided by those of the new ones.
@@ -376,12 +376,12 @@ def source(found: list[Proposal], where: str) -> str:
         ("bf16", "narrow", f"Half precision, windows narrower than {tuning.NARROW}"),
     )  # fmt: skip
     for dtype, span, title in kinds:
-        own = [p for p in found if (p.setting.dtype, p.setting.span) == (dtype, span)]
-        if not own:
+        of_kind = [p for p in best_of_all if (p.setting.dtype, p.setting.span) == (dtype, span)]
+        if not of_kind:
             continue
         lines += [f"# {title}. {where}; behind each line: cost of the present / the new.", "{"]
-        for kernel in dict.fromkeys(p.setting.kernel for p in own):
-            choices = sorted((p for p in own if p.setting.kernel == kernel),
+        for kernel in dict.fromkeys(p.setting.kernel for p in of_kind):
+            choices = sorted((p for p in of_kind if p.setting.kernel == kernel),
                              key=lambda p: p.setting.width)  # fmt: skip
             cells = ", ".join(f"{p.setting.width}: Choice{tuple(p.best)}" for p in choices)
             gains = ", ".join(f"{p.gain:.2f}" for p in choices)
@@ -392,7 +392,4 @@ def source(found: list[Proposal], where: str) -> str:
 
 def progress(session: Session) -> Progress:
     """How many settings have been searched; one that gave no cost at all counts as wrong."""
-    rows = session.rows("tune")
-    names, ended = jobs(session.size), rows.ended()
-    wrong = sum("error" in ended.get(name, {}) for name in names)
-    return Progress(sum(name in ended for name in names), len(names), wrong)
+    return session.progress("tune", jobs(session.size))

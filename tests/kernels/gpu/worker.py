@@ -15,14 +15,14 @@ LAST_WORDS = 400  # characters of an error that are kept
 
 def main() -> None:
     """Do the jobs that come in, each a JSON line; give back rows, the last with `"end": true`."""
-    answers = os.fdopen(os.dup(1), "w")
+    channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no row
     module, device, arch, size = sys.argv[1:]
     work = importlib.import_module(module).work
 
-    def answer(row: dict[str, object]) -> None:
-        answers.write(json.dumps(row) + "\n")
-        answers.flush()
+    def send(row: dict[str, object]) -> None:
+        channel.write(json.dumps(row) + "\n")
+        channel.flush()
 
     for line in sys.stdin:
         asked = json.loads(line)
@@ -31,12 +31,12 @@ def main() -> None:
         spoilt = False
         try:
             for row in work(name, asked["known"], Machine(device, arch), size):
-                answer({"job": name, **row})
+                send({"job": name, **row})
         except Exception as error:  # other jobs can still run
             text = str(error).strip() or type(error).__name__
             last["error"] = f"{type(error).__name__}: {text[-LAST_WORDS:]}"
             spoilt = "CUDA error" in text or "an illegal" in text
-        answer(last | {"seconds": round(time.perf_counter() - begin, 2)})
+        send(last | {"seconds": round(time.perf_counter() - begin, 2)})
         if spoilt:  # everything that this process would do on the GPU now fails
             os._exit(1)
 

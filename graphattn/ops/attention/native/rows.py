@@ -88,7 +88,7 @@ class Edges:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether lists have the dtype int32."""
+        """Whether lists have the dtype int32, which takes half the memory of int64."""
         return self.source.dtype == torch.int32
 
     @cached_property
@@ -98,10 +98,13 @@ class Edges:
 
     @cached_property
     def visits(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """Orders of targets and of sources in which tokens with common neighbours are close.
+        """The orders in which rows are computed: of targets forward, of sources backward.
 
-        For each of the two: the order, and how many edges come before every visit. None if this
-        order is no better than that of the list.
+        A *visit* is the computation of one row. Rows that read the same tokens follow each other,
+        because these tokens are then still in the cache of a core. For targets and for sources the
+        result has two tensors: `order` [N], the token of every visit, and `before` [N + 1], how
+        many edges all visits before this one have, by which the edges are divided among threads.
+        None if this order is no better than that of the list.
         """
         ends = self.rowptr, self.by_source[0]
         orders = tuple(torch.empty_like(x[1:]) for x in ends)
