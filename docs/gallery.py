@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.plot.drawing.style import COLOURS, INK, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +82,7 @@ def gallery_low_pass() -> Figure:
                    ha="right", fontsize=8, color=INK)  # fmt: skip
     right.set(xlabel="token", ylabel="signal (no unit)")
     right.legend(frameon=False, fontsize=8, loc="upper left")
-    style_axes(right)
+    styled(right)
     name(right, "A noisy step, filtered")
     return figure
 
@@ -110,7 +110,7 @@ def gallery_fiedler() -> Figure:
                          fontsize=8, color=INK)  # fmt: skip
     between.set(xlabel="window / length, w / N", ylabel="λ₁ / S", ylim=(1.85, 4.3))
     between.legend(frameon=False, fontsize=8, loc="center left")
-    style_axes(between)
+    styled(between)
     name(between, "The upper bound is the near one")
     return figure
 
@@ -187,7 +187,7 @@ def on_image(ax: Axes, unit: str) -> None:
     """A thin frame, axes that say what they count."""
     ax.set_axis_on()
     ax.set(xlabel=f"column ({unit})", ylabel=f"row ({unit})")
-    style_axes(ax, frame=True)
+    styled(ax, frame=True)
 
 
 def gallery_cluster_counts() -> Figure:
@@ -262,7 +262,7 @@ def gallery_flows() -> Figure:
     axes[0, 3].set(xlabel="step", ylabel="spread (units of the features)", yscale="log",
                    ylim=(1e-6, 3))  # fmt: skip
     axes[0, 3].legend(frameon=False, fontsize=8, loc="center right")
-    style_axes(axes[0, 3])
+    styled(axes[0, 3])
     name(axes[0, 3], "Collapse, or not")
     return figure
 
@@ -277,7 +277,7 @@ def paths(ax: Axes, flow: ga.dynamics.ParticleFlow) -> None:
         ax.plot(*way[0], ".", color="#999999", markersize=2.5)
         ax.plot(*way[-1], "o", color=colour, markersize=5, zorder=3)
     ax.set(xlabel="feature 0 (no unit)", ylabel="feature 1 (no unit)", aspect="equal")
-    style_axes(ax)
+    styled(ax)
 
 
 # Gaussian kernel attention, trained: digits.py, beside this file, is imported where it is needed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphattn.plot.drawing.style import COLOURS, INK, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def curves(ax: Axes, rows: Rows, parameter: str, quantity: str) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks([n for n, _ in places], [str(n) for n, _ in places])
     ax.set_xlabel("window, tokens on each side" if parameter == "window" else "k, keys per query")
-    style_axes(ax)
+    styled(ax)
     above = ax.secondary_xaxis("top")
     above.set_xticks([n for n, _ in places], [f"{edges:.0%}" for _, edges in places])
     above.minorticks_off()
@@ -151,7 +151,7 @@ def fine_tuning(ax: Axes, rows: Rows, facts: dict[str, Any]) -> None:
     ax.set_xlabel("pseudo-perplexity (log scale)")
     title = f"Antibodies: {facts['steps']} steps of fine-tuning\non {facts['tuned_on']} others"
     ax.set_title(title, fontsize=9, color=INK)
-    style_axes(ax)
+    styled(ax)
     ax.tick_params(axis="y", length=0)
 
 

@@ -4,7 +4,6 @@ Every function draws on the matplotlib axes `ax`, or on new axes, and returns th
 them for :func:`model_graphs`). You can then set titles and limits and save the figure.
 """
 
-from graphattn.plot.ablation import attention_ablation
 from graphattn.plot.benchmarks import benchmark_ratios, benchmark_scaling
 from graphattn.plot.clusters import (
     cluster_counts,
@@ -14,6 +13,7 @@ from graphattn.plot.clusters import (
 )
 from graphattn.plot.communication import communication_plan
 from graphattn.plot.diagnostics import (
+    attention_ablation,
     bandwidth_lines,
     bandwidth_map,
     class_token_attention,

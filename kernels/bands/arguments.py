@@ -2,7 +2,7 @@
 
 Triton keeps the constants of a tuple (names in capitals) while a kernel passes it on as it is. In a
 tuple that a kernel makes itself, and in one that a function returns, they would become numbers that
-are only known at run time, so those tuples have none: :class:`Band`, :class:`Sources`,
+are only known at run time, so those tuples have none: :class:`BandRow`, :class:`Sources`,
 :class:`Targets` and :class:`PairTables`. Triton 3.4 cannot return None from a function, so every
 kernel moves its own pointers to the tokens of its sequence, in the same lines as the others.
 """
@@ -63,7 +63,7 @@ class BandTables(NamedTuple):
         return cls(tiles, bands.sequences, *flags)
 
 
-class Band(NamedTuple):
+class BandRow(NamedTuple):
     """A row of `BandSchedule.sequences`, which explains it.
 
     Places of tokens and the step have 64 bits, numbers of tokens and the hole 32.

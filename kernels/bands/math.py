@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphattn.kernels.bands.arguments import Band
+from graphattn.kernels.bands.arguments import BandRow
 from graphattn.kernels.shared.exponentials import LOG2E
 from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.programs import heads_first
@@ -19,7 +19,7 @@ def load_band(p_row):
 
     Tokens are i_first + 0 * i_step, i_first + 1 * i_step, ...
     """
-    return Band(
+    return BandRow(
         tl.load(p_row),
         tl.load(p_row + 1).to(tl.int32),
         tl.load(p_row + 2),

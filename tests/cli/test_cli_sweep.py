@@ -44,7 +44,7 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         return Run(Path(config.out), config, status, {"seconds": 2.5}, rows)
 
     monkeypatch.setattr(sweeping, "prepare_and_fit", train)
-    monkeypatch.setattr(sweeping, "_try_to_prepare", lambda *arguments: None)
+    monkeypatch.setattr(sweeping, "prepare", lambda *arguments: None)
     return configs
 
 

@@ -25,7 +25,7 @@ GAP = "_"  # in a prompt of residues or bases: a position that the model fills
 UNREAD = "\N{REPLACEMENT CHARACTER}"
 
 
-class Sampling(NamedTuple):
+class GenerateOptions(NamedTuple):
     """How texts are drawn."""
 
     tokens: int
@@ -39,8 +39,8 @@ class Sampling(NamedTuple):
 def run_generate(
     folder: Path, *, prompt: str, seed: int, samples: int, console: Console, **options: Any
 ) -> None:
-    """Write samples to stdout and into ``samples.jsonl`` of the run; `options` as in Sampling."""
-    how = Sampling(**options)
+    """Write samples to stdout and into ``samples.jsonl`` of the run; `options` as in GenerateOptions."""
+    how = GenerateOptions(**options)
     as_int("--tokens", how.tokens, 1)
     samples = as_int("--samples", samples, 1)
     trained = load_trained(folder)
@@ -94,7 +94,9 @@ def _encoded(trained: Trained, prompt: str) -> Tensor:
 # Causal models.
 
 
-def _write_on(trained: Trained, prompt: str, how: Sampling, generator: torch.Generator) -> str:
+def _write_on(
+    trained: Trained, prompt: str, how: GenerateOptions, generator: torch.Generator
+) -> str:
     """Write the prompt and its continuation to stdout, token by token."""
     assert isinstance(trained.model, CausalLM)
     if prompt:
@@ -200,7 +202,11 @@ def _to_stdout(piece: str) -> None:
 
 
 def _unmask(
-    trained: Trained, prompt: str, how: Sampling, generator: torch.Generator, console: Console
+    trained: Trained,
+    prompt: str,
+    how: GenerateOptions,
+    generator: torch.Generator,
+    console: Console,
 ) -> str:
     mask = int(trained.objective.mask_token)  # type: ignore[attr-defined]
     pieces = [prompt] if _is_text(trained) else prompt.split(GAP)

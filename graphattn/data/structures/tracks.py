@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy
 import torch
@@ -10,13 +10,10 @@ from torch import Tensor
 
 from graphattn.data.structures.parsing import FORCE_FIELD_NAMES, require_biotite
 
-if TYPE_CHECKING:
-    from graphattn.data.structures.structure import Structure
-
 _CODES = {"a": 1, "b": 2}  # biotite's codes of helix and strand
 
 
-def secondary_structure(structure: Structure) -> Tensor:
+def secondary_structure(structure: Any) -> Tensor:
     """Compute the secondary structure of every residue: 0 coil, 1 helix, 2 strand."""
     require_biotite("secondary_structure()")
     from biotite.structure import AtomArray, annotate_sse
@@ -32,7 +29,7 @@ def secondary_structure(structure: Structure) -> Tensor:
     return torch.tensor(codes, device=structure.ca_positions.device)
 
 
-def solvent_accessibility(structure: Structure, probe_radius: float) -> Tensor:
+def solvent_accessibility(structure: Any, probe_radius: float) -> Tensor:
     """Compute the accessible surface of every residue as the sum over its atoms, in float64."""
     require_biotite("solvent_accessibility()")
     from biotite.structure import AtomArray, sasa

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.structures import composites, grid_blocks, grid_windows, structure
 from graphattn.graphs.structures.structure import GraphStructure
-
-if TYPE_CHECKING:
-    from graphattn.graphs.edges.storage import StoredGraph
 
 KINDS: tuple[type[GraphStructure], ...] = (
     structure.Band,
@@ -41,8 +38,8 @@ SIZES = 6  # the index of the first size; the number of sequences is before it
 PER_SEQUENCE = 4  # numbers per sequence: targets, sources, and the positions of the first of each
 
 
-def encode(graph: StoredGraph) -> Tensor:
-    """Encode a graph as an int64 tensor on the CPU, without its list of edges or table.
+def encode(graph: Any) -> Tensor:
+    """Encode a TokenGraph as an int64 tensor on the CPU, without its list of edges or table.
 
     The code only says whether the graph stores a table or a list. The positions of a permuted graph
     are not encoded either, because layers read them, but operators do not. No tensor is read, so
