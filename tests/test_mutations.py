@@ -1004,8 +1004,8 @@ MUTATIONS = [
     Mutation(
         "steps ignore the bandwidths of a subclass",
         "graphattn/nn/base/overrides.py",
-        '"fused", "mix", "move", "sigma")',
-        '"fused", "mix", "move")',
+        '"fused", "mix", "sigma")',
+        '"fused", "mix")',
         (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
     Mutation(

@@ -54,7 +54,7 @@ def test_weights_with_a_sink_are_those_of_the_output_and_sum_to_less_than_one(ki
     assert torch.equal(y, layer(x, graph))
     sums = torch.zeros(2, 9, HEADS).double().index_add_(1, graph.edge_index[1], weights)
     assert (sums < 1).all()
-    _, _, value = layer.project(x, x, graph, None)
+    _, _, value = layer.project(x, x, None)
     dense = torch.zeros(2, HEADS, 9, 9).double()
     dense[..., graph.edge_index[1], graph.edge_index[0]] = weights.transpose(1, 2)
     mixed = (dense @ value.transpose(1, 2)).transpose(1, 2)

@@ -48,7 +48,7 @@ def test_weights_are_multiplied_by_the_exponential_and_normalised_again(
         expected[:, row] = expected[:, row] / expected[:, row].sum(1, keepdim=True)
     torch.testing.assert_close(weights, expected, **TIGHT)
     if case.kind == "GaussianKernelAttention":
-        _, _, value = layer.project(x, x, graph, None)
+        _, _, value = layer.project(x, x, None)
     else:
         value = layer.value_proj(x).unflatten(-1, (layer.kv_heads, -1))
     value = value.repeat_interleave(HEADS // value.shape[-2], dim=-2)

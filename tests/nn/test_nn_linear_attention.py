@@ -341,7 +341,7 @@ def test_copies_and_files_are_the_same_layer(tmp_path):
     ):
         assert torch.equal(other.double()(x, graph), y)
         assert repr(other) == repr(layer)
-    assert repr(layer) == "LinearAttention(12, heads=3, rope=True, kv_heads=1, eps=0.5)"
+    assert repr(layer) == "LinearAttention(12, heads=3, kv_heads=1, rope=True, eps=0.5)"
 
 
 def test_non_contiguous_and_meta_inputs():

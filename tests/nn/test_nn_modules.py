@@ -335,7 +335,8 @@ def test_attention_weights_are_the_ones_the_output_is_made_with(case):
     layer, graph = case.make(), graph_of(case)
     tokens = tokens_of(case, graph, ())
     out, weights = run(layer, tokens, graph, return_attention_weights=True)
-    _, _, value = layer.project(tokens[0], tokens[-1], graph, None)
+    rotations = layer.rotations(tokens[0], tokens[-1], graph, None)
+    _, _, value = layer.project(tokens[0], tokens[-1], rotations)
     value = value.repeat_interleave(HEADS // value.shape[-2], dim=-2)
     source, target = graph.edge_index
     mixed = torch.zeros(graph.num_targets, HEADS, HEAD_DIM, dtype=torch.float64)

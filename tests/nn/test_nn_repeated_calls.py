@@ -227,19 +227,19 @@ def replace_in_class(layer, method):
         *(
             ("turned", method)
             for method in (
-                "message", "log_affinity", "aggregate", "fused", "mix", "project_rotated",
-                "project", "split", "rotate", "rotations", "prepare", "split_and_rotate",
-                "uses_propagate",
+                "message", "log_affinity", "aggregate", "fused", "mix", "project", "split",
+                "rotate", "rotations", "prepare", "edge_arguments", "project_back",
+                "forward_pass", "uses_propagate",
             )
         ),
         ("krause", "sigma"),
-        *(("linear", method) for method in ("message", "fused", "mix", "project_features")),
+        *(("linear", method) for method in ("message", "fused", "mix", "project")),
         *(
             ("consensus", method)
             for method in (
-                "message", "aggregate", "fused", "move", "one_step", "prepare", "split", "rotate",
-                "rotations", "project_back", "rotate_back", "step_tensor", "uses_propagate",
-                "checked_features", "applies_first_layer",
+                "message", "aggregate", "fused", "mix", "project", "states", "prepare", "split",
+                "rotate", "rotations", "project_back", "rotate_back", "step_tensor",
+                "uses_propagate", "checked_features", "applies_first_layer",
             )
         ),
     ],

@@ -232,6 +232,6 @@ def test_message_is_the_reference_operation_bit_by_bit(kind: str) -> None:
     torch.manual_seed(0)
     layer = getattr(ga.nn, kind)(DIM, HEADS, backend="reference").double()
     graph, x = ga.causal_window_graph(12, 5), tokens(12)
-    query, key, value = layer.project(x, x, graph, None)
+    query, key, value = layer.project(x, x, None)
     expected = ga.score_attention(query, key, value, graph, layer.score(), backend="reference")
     assert torch.equal(layer.mix(query, key, value, graph, (None, None)), expected)

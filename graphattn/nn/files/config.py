@@ -192,6 +192,24 @@ def plain(value: Any) -> Any:
     return {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
+def not_default(module: Configured) -> dict[str, Any]:
+    """The present values of a module's arguments that are not the defaults of its constructor.
+
+    For a user's subclass they are the arguments of the class of graphattn that it inherits.
+    """
+    if not _is_recorded(module):
+        return {}
+    name, arguments = module._base_arguments
+    cls = KNOWN.get(name, type(module))
+    known = inspect.signature(cls.__init__).parameters
+    present = cls.comparable(_present(module, arguments))
+    return {
+        name: value
+        for name, value in present.items()
+        if name not in known or value != known[name].default
+    }
+
+
 def record(module: Configured) -> dict[str, Any]:
     """Return the record of a module for the metadata of a state dict.
 
