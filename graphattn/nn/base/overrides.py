@@ -122,9 +122,8 @@ def is_ours(cls: type) -> bool:
 
 def overridden(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
     """The methods of `names` that are overridden without one of `twins`: in classes or later."""
-    places = layer.class_overrides.places
-    by_class = layer.class_overrides.without_twins(names, twins) if places else ()
-    return (*by_class, *replaced_later(layer, names, *twins))
+    of_class, later = layer.class_overrides, replaced_later(layer, names, *twins)
+    return of_class.without_twins(names, twins) + later if of_class.places else later
 
 
 def replaced_later(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
@@ -161,7 +160,8 @@ def overridden_edges(layer: Any) -> tuple[str, ...]:
     """The names of overrides because of which `fused` would not give what `propagate` gives."""
     names = overridden(layer, EDGE_METHODS, "fused")
     attributes = vars(layer)
-    if not torch.compiler.is_compiling():  # when compiled, PyG's own propagate runs no hooks either
+    # When compiled, PyG's own propagate runs no hooks either.
+    if not torch.compiler.is_compiling() and any(map(attributes.get, HOOKS)):
         names += tuple(name for name in HOOKS if attributes.get(name))
     return (*names, "explain") if attributes.get("_explain") else names
 
