@@ -12,7 +12,7 @@ MUTATIONS = [
     Mutation(
         "completing a layer forgets that it is explained",
         PYG,
-        "own.setdefault(name, new[name])",
+        "stored.setdefault(name, new[name])",
         "own[name] = new[name]",
         (LATE,),
     ),

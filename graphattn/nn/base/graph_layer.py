@@ -65,9 +65,8 @@ class GraphLayer(Configured, Later):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        own: Any = cls
         if "forward" in vars(cls) and is_ours(cls):  # a user's forward gets its arguments unchanged
-            own.forward = takes_padded_rows(own.forward)
+            cls.forward = takes_padded_rows(cls.forward)
         cls.class_overrides = overrides_of_class(cls)
 
     def __init__(
@@ -245,29 +244,29 @@ class GraphLayer(Configured, Later):
         """The rotations of targets and of sources, by their positions; None without rope."""
         if self.rotary is None:
             return None
-        own = graph.positions, graph.source_positions
-        of_target, of_source = own
+        known = graph.positions, graph.source_positions
+        of_target, of_source = known
         if positions is not None:
             of_target, of_source = self.resolve_positions(graph, positions)
             check_positions(of_target, x.shape[:-1])
             check_positions(of_source, context.shape[:-1])
-        rotation = self.rotation_of(of_target, x, graph, own)
+        rotation = self.rotation_of(of_target, x, graph, known)
         if of_source is of_target:
             return rotation, rotation
-        return rotation, self.rotation_of(of_source, x, graph, own)
+        return rotation, self.rotation_of(of_source, x, graph, known)
 
     def rotation_of(
-        self, positions: Tensor, like: Tensor, graph: TokenGraph, own: tuple[Tensor, Tensor]
+        self, positions: Tensor, like: Tensor, graph: TokenGraph, known: tuple[Tensor, Tensor]
     ) -> Rotation:
-        """The rotation by some positions; a graph stores that by its `own`, if it is small."""
+        """The rotation by some positions; a graph stores that by its `known` ones, if small."""
         assert self.rotary is not None
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         few = positions.numel() * self.head_dim <= FEW_ANGLES
-        stored = positions is own[0] or positions is own[1]
+        stored = positions is known[0] or positions is known[1]
         here = positions.device == like.device
         if traced or not (stored and here and few and self.rotary.is_plain()):
             return self.rotary.rotation(positions.to(like.device), like.dtype)
-        rotary, side = self.rotary, positions is not own[1]
+        rotary, side = self.rotary, positions is not known[1]
         key = "rotation", side, rotary.dim, rotary.base, like.dtype, positions._version
         return graph.derived(key, lambda: rotary.rotation(positions, like.dtype))
 

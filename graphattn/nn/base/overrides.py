@@ -84,9 +84,9 @@ def overrides_of_class(cls: type) -> ClassOverrides:
                     places[name] = place
                 break
     methods = {name: getattr(cls, name) for name in sorted(WATCHED) if hasattr(cls, name)}
-    found = ClassOverrides(places, methods, as_shipped=False)
-    known = not places.keys() & SHORTENED and not found.without_twins(FORWARD_METHODS, STEP_TWINS)
-    return found._replace(as_shipped=known)
+    overrides = ClassOverrides(places, methods, as_shipped=False)
+    in_forward = overrides.without_twins(FORWARD_METHODS, STEP_TWINS)
+    return overrides._replace(as_shipped=not in_forward and not places.keys() & SHORTENED)
 
 
 def _is_patched(base: type, name: str) -> bool:
