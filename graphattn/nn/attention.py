@@ -121,6 +121,7 @@ class GraphAttention(AttentionSteps):
         return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the sources of every target."""
+        context = x if context is None else context
         out: Tensor | tuple[Tensor, Tensor] = self.forward_pass(
             x, context, graph, valid, positions, return_attention_weights, edge_bias=edge_bias
         )

@@ -158,7 +158,7 @@ class _Consensus(GraphLayer):
     def forward_pass(
         self,
         x: Tensor,
-        context: Tensor | None,
+        context: Tensor,
         graph: Any,
         valid: Valid,
         positions: Positions,
@@ -173,10 +173,10 @@ class _Consensus(GraphLayer):
         """
         if not isinstance(graph, ShardedGraph):
             return super().forward_pass(x, context, graph, valid, positions, weights, **of_edges)
-        both = self.update_rule == "energy" and (context is None or context is x)
+        both = self.update_rule == "energy" and context is x
         features = of_edges["edge_features"]
         x, sources, tokens, pair = self.prepare(
-            x, x if context is None else context, graph, valid, per_edge=features is not None
+            x, context, graph, valid, per_edge=features is not None
         )
         if both and features is not None:
             features = graph.values_of_both_ends(features)
@@ -197,7 +197,7 @@ class _Consensus(GraphLayer):
         places = fetched.get("of targets", places[0]), fetched.get("positions")
         moved = super().forward_pass(
             seen if both else x,
-            None if both else seen,
+            seen,
             local.graph,
             None if pair == (None, None) else masks,
             None if positions is None else places,
@@ -210,8 +210,6 @@ class _Consensus(GraphLayer):
     ) -> dict[str, Any]:
         """The first layer of the features of edges, as `edge_hidden`."""
         features = self.checked_features(of_edges.get("edge_features"), x, graph)
-        if self.update_rule == "energy":
-            check_energy_graph(graph)
         if not features:
             return {}
         return {"edge_hidden": self.edge_net.edge_hidden(features["edge_features"], graph, valid)}
@@ -309,6 +307,8 @@ class _Consensus(GraphLayer):
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
         """:meth:`mix` by messages to the target of every edge, and for "energy" to its source."""
+        if self.update_rule == "energy":
+            check_energy_graph(graph)
         self.check_message_masks(valid)
         if edge_hidden is not None:
             self.check_message_features()
@@ -517,7 +517,8 @@ class SelfConsensus(_Consensus, CompiledSteps):
         The rows of `context` are tokens of the same sequence, with the same projection as `x`. They
         do not move.
         """
-        if context is not None and context is not x and self.update_rule == "energy":
+        context = x if context is None else context
+        if context is not x and self.update_rule == "energy":
             raise ValueError(
                 "context must be None with update='energy', which moves both tokens of an edge, "
                 f"also those in the context, got {type(context).__name__}: use update='target'"

@@ -150,6 +150,7 @@ class LinearAttention(StreamingLayer):
         return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the sources of every target."""
+        context = x if context is None else context
         out: Tensor | tuple[Tensor, Tensor] = self.forward_pass(
             x, context, graph, valid, positions, return_attention_weights
         )

@@ -112,7 +112,7 @@ class GraphLayer(Configured, Later):
     def forward_pass(
         self,
         x: Tensor,
-        context: Tensor | None,
+        context: Tensor,
         graph: Any,
         valid: Valid,
         positions: Positions,
@@ -137,7 +137,7 @@ class GraphLayer(Configured, Later):
 
         Args:
             x: [*, N, dim], the targets.
-            context: [*, M, context_dim], the sources; `x` itself if None.
+            context: [*, M, context_dim], the sources; `x` itself in self-attention.
             graph: a TokenGraph with N targets, M sources and E edges, or an edge_index [2, E].
             valid: bool [N] or [*, N], or a pair for targets and sources; None if all are valid.
             positions: [N] or [*, N], or a pair for targets and sources; the graph's own if None.
@@ -147,7 +147,7 @@ class GraphLayer(Configured, Later):
         shard = graph if isinstance(graph, ShardedGraph) else None
         values = {name: value for name, value in of_edges.items() if value is not None}
         x, context, graph, masks = self.prepare(
-            x, x if context is None else context, graph, valid, per_edge=bool(weights or values)
+            x, context, graph, valid, per_edge=bool(weights or values)
         )
         values = self.edge_arguments(x, graph, masks, **values)
         rotations = self.rotations(x, context, graph, positions)
