@@ -141,12 +141,8 @@ class GraphAttention(AttentionSteps):
     ) -> Any:
         query, key, value = projected
         graph, (key, value), valid = shard.fetch((key, value), (-3, -3), valid)
-        return (
-            (query, key, value),
-            graph,
-            valid,
-            _bias_argument(shard.edge_bias(of_edges.get("edge_bias"))),
-        )
+        values = _bias_argument(shard.edge_bias(of_edges.get("edge_bias")))
+        return (query, key, value), graph, valid, values
 
     def unfused(
         self,
@@ -203,19 +199,33 @@ class GraphAttention(AttentionSteps):
             rowptr: [N + 1]; the edges of target i are rowptr[i] .. rowptr[i + 1] - 1.
             edge_bias: [E, H] or [*, E, H], added to the logits; none if None.
         """
+        keep = edge_mask(valid_i, valid_j)
+        weights, keep = self.softmax(query_i, key_j, index, rowptr, keep, edge_bias)
+        if keep is not None:  # because 0 * NaN is NaN
+            value_j = value_j.masked_fill(~keep[..., None], 0)
+        return weights[..., None] * value_j
+
+    def softmax(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        index: Tensor,
+        rowptr: Tensor,
+        keep: Tensor | None,
+        edge_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weights of :meth:`message`, [*, E, H], and the edges that top_k has kept, too."""
         logits = capped(self.log_affinity(query_i, key_j), self.softcap)
         weights, _, keep = edge_softmax(
             logits if edge_bias is None else logits + edge_bias,
             index,
             rowptr,
-            keep=edge_mask(valid_i, valid_j),
+            keep=keep,
             top_k=self.top_k,
             eps=self.eps,
             sink=self.sink_logits(query_i),
         )
-        if keep is not None:  # because 0 * NaN is NaN
-            value_j = value_j.masked_fill(~keep[..., None], 0)
-        return weights[..., None] * value_j
+        return weights, keep
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
         """The logit of every edge, [*, E, H], before the softcap and the bias.
@@ -328,18 +338,13 @@ class GraphAttention(AttentionSteps):
         key = repeat_heads(key, self.heads).to(dtype)
         bias = self.bias_of_edges(edge_bias, query, graph)
         with full_precision(query.device):
-            logits = self.log_affinity(
-                query.to(dtype).index_select(-3, target), key.index_select(-3, source)
-            )
-            logits = capped(logits, self.softcap)
-            weights, _, _ = edge_softmax(
-                logits if bias is None else logits + bias,
+            weights, _ = self.softmax(
+                query.to(dtype).index_select(-3, target),
+                key.index_select(-3, source),
                 target,
                 graph.rowptr,
-                keep=valid_edges(valid, source, target),
-                top_k=self.top_k,
-                eps=self.eps,
-                sink=self.sink_logits(key),
+                valid_edges(valid, source, target),
+                bias,
             )
         return weights.to(query.dtype)
 

@@ -119,12 +119,3 @@ class DotProductAttention(GraphAttention):
 
     def score(self) -> Score:
         return DotProduct(1 / math.sqrt(self.head_dim))
-
-    def cache_fields(self) -> dict[str, tuple[int, int]]:
-        if self.context_dim != self.dim:
-            raise ValueError(
-                f"{type(self).__name__} cannot generate token by token when its keys come from a "
-                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
-                "context is known from the start, so call the layer itself"
-            )
-        return super().cache_fields()

@@ -255,12 +255,6 @@ class LinearAttention(StreamingLayer):
     # Generation, token by token.
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
-        if self.context_dim != self.dim:
-            raise ValueError(
-                f"{type(self).__name__} cannot generate token by token when its keys come from a "
-                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
-                "context is known from the start, so call the layer itself"
-            )
         heads = self.kv_heads, self.head_dim
         turned = {} if self.rotary is None else {"turned_key": heads}
         return {"key": heads, "value": heads, **turned}

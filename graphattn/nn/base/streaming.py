@@ -228,7 +228,13 @@ class StreamingLayer(GraphLayer):
         return y.squeeze(-2) if single else y
 
     def _check_steps(self) -> None:
-        """Refuse steps if a method is overridden that `forward` runs and steps do not."""
+        """Refuse steps of attention to a context, and where an override of `forward` is not run."""
+        if self.context_dim != self.dim:
+            raise ValueError(
+                f"{type(self).__name__} cannot generate token by token when its keys come from a "
+                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
+                "context is known from the start, so call the layer itself"
+            )
         if replaced := overridden_forward(self):
             raise ValueError(
                 f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
