@@ -102,11 +102,11 @@ def test_reset_parameters_draws_at_the_scale_of_construction(case):
 
 def test_sigma_starts_at_the_square_root_of_the_head_dimension_or_where_told():
     for kind in ("KrauseAttention", "GaussianKernelAttention"):
-        default, told = (
+        default, given = (
             getattr(ga.nn, kind)(128, 2, init_sigma=sigma).log_sigma for sigma in (None, 2.5)
         )
         torch.testing.assert_close(default.exp(), torch.full((2,), 8.0))
-        torch.testing.assert_close(told.exp(), torch.full((2,), 2.5))
+        torch.testing.assert_close(given.exp(), torch.full((2,), 2.5))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
