@@ -229,8 +229,10 @@ class _Consensus(GraphLayer):
     def project(
         self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, PairTensor, HiddenPair]:
-        """What moves, u [*, N, H, D]; what is compared, [*, N, H, D] and [*, M, H, D]; hidden
-        vectors of targets and of sources."""
+        """The states that move, the two that are compared, and the hidden vectors of both sides.
+
+        States are [*, N, H, D] for targets and [*, M, H, D] for sources.
+        """
         u, v = self.states(x, context)
         compared = self.rotate(u, v, rotations)
         if self.isometric:  # make the step in the rotated frame; project_back rotates it back

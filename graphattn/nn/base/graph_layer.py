@@ -315,7 +315,7 @@ class GraphLayer(Configured, Later):
         raise NotImplementedError
 
     def mix(self, *arguments: Any, **of_edges: Any) -> Tensor:
-        """What every target receives from its sources, [*, N, H, D]: by edge, or all at once.
+        """The sums over the sources of every target, [*, N, H, D]: by edge, or all at once.
 
         Args:
             arguments: what :meth:`project` returns, the graph, and masks bool [*, N] and [*, M] of
