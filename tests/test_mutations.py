@@ -1004,8 +1004,8 @@ MUTATIONS = [
     Mutation(
         "steps ignore the bandwidths of a subclass",
         "graphattn/nn/base/overrides.py",
-        '"fused", "mix", "move", "sigma")',
-        '"fused", "mix", "move")',
+        '"fused", "mix", "sigma")',
+        '"fused", "mix")',
         (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
     Mutation(
@@ -1018,7 +1018,7 @@ MUTATIONS = [
     Mutation(
         "compiled steps ignore the first layer of a subclass",
         "graphattn/nn/edges/network.py",
-        "if own is not known or name in vars(self):",
+        "if getattr(type(self), name) is not getattr(EdgeNetwork, name) or name in vars(self):",
         "if name in vars(self):",
         (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
@@ -1053,8 +1053,8 @@ MUTATIONS = [
     Mutation(
         "a subclass is not compared with the layer it is made of",
         "graphattn/nn/files/config.py",
-        'found["base"] = {"class": base, "config": _present(module, arguments)}',
-        'found["base"] = {"class": base, "config": {}}',
+        'entry["base"] = {"class": base, "config": _present(module, arguments)}',
+        'entry["base"] = {"class": base, "config": {}}',
         (f"{CONFIG}::test_a_subclass_is_compared_with_itself_and_with_the_layer_it_is_made_of",),
     ),
     Mutation(
@@ -1881,15 +1881,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a model is made whatever the size of the weights",
-        "graphattn/nn/files/limits.py",
+        "graphattn/nn/files/pretrained.py",
         "if min(left.values()) < 0:",
         "if False:",
         (f"{FILES}::test_a_model_that_another_thread_makes_is_not_counted",),
     ),
     Mutation(
         "parameters of other threads are counted",
-        "graphattn/nn/files/limits.py",
-        "if parameter is None or threading.get_ident() != own:",
+        "graphattn/nn/files/pretrained.py",
+        "if parameter is None or threading.get_ident() != thread:",
         "if parameter is None:",
         (f"{FILES}::test_a_model_that_another_thread_makes_is_not_counted",),
     ),

@@ -17,7 +17,7 @@ from graphattn.models.presets import preset
 from graphattn.nn.attention import GraphAttention
 from graphattn.nn.base.graph_layer import GraphLayer
 from graphattn.nn.files.config import Configured
-from graphattn.nn.files.known import KNOWN
+from graphattn.nn.files.pretrained import KNOWN
 
 Key = TypeVar("Key")
 BlockGraph = TokenGraph | ShardedGraph  # of one block

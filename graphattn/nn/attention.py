@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,6 @@ from graphattn.nn.attention_steps import AttentionSteps
 from graphattn.nn.base.across_ranks import (
     attention_on_ring,
     attention_with_globals,
-    check_no_weights,
-    may_broadcast,
 )
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.base.message_passing import OptTensor
@@ -51,13 +48,10 @@ from graphattn.ops.segments import edge_softmax
 
 
 class GraphAttention(AttentionSteps):
-    """Softmax attention over the edges of a graph; a subclass defines the logit of an edge.
-
-    :meth:`attend` is the forward pass. The methods that follow it stand in the order in which it
-    runs them.
-    """
+    """Softmax attention over the edges of a graph; a subclass defines the logit of an edge."""
 
     eps: float = 0.0
+    merged_by = attention_on_ring, attention_with_globals
     # What PyG's generated code passes to `message()`; the pair is (sources, targets).
     propagate_type: ClassVar = {
         "query": Tensor,
@@ -75,6 +69,7 @@ class GraphAttention(AttentionSteps):
         heads: int,
         *,
         kv_heads: int | None = None,
+        context_dim: int | None = None,
         top_k: int | None = None,
         rope: bool | RotaryEmbedding = False,
         backend: str = "auto",
@@ -82,10 +77,9 @@ class GraphAttention(AttentionSteps):
         sink: bool = False,
         softcap: float | None = None,
     ) -> None:
-        super().__init__(dim, heads, rope=rope, backend=backend)
-        self.kv_heads = self.heads if kv_heads is None else as_int("kv_heads", kv_heads, 1)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide heads = {heads}, got {kv_heads}")
+        super().__init__(
+            dim, heads, kv_heads=kv_heads, context_dim=context_dim, rope=rope, backend=backend
+        )
         self.top_k = None if top_k is None else as_int("top_k", top_k, 1)
         self.attention_dropout = as_share("attention_dropout", attention_dropout)
         self.softcap = as_softcap(softcap)
@@ -98,17 +92,13 @@ class GraphAttention(AttentionSteps):
         super().reset_parameters()
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        for projection in self.children():
-            if isinstance(projection, nn.Linear):
-                projection.reset_parameters()
 
-    # What a subclass defines. One without projections for queries and keys overrides
-    # `project_rotated` and `project_flat`.
+    # What a subclass defines. One without projections for queries and keys overrides `project` and
+    # `project_flat`.
 
     query_proj: nn.Linear
     key_proj: nn.Linear
     value_proj: nn.Linear | None
-    output_proj: nn.Linear
 
     def score(self) -> Score:
         """The function that gives the logit of an edge, for every backend and for steps.
@@ -117,91 +107,44 @@ class GraphAttention(AttentionSteps):
         """
         raise NotImplementedError
 
-    # The forward pass, in the order in which it runs.
+    # The steps of the forward pass, in the order in which it runs them.
 
-    def attend(
+    def forward(
         self,
         x: Tensor,
-        context: Tensor,
-        context_dim: int,
-        graph: Any,
-        valid: Valid,
-        positions: Positions,
-        return_attention_weights: bool | Literal["detached"],
+        graph: TokenGraph | ShardedGraph | Tensor,
+        context: Tensor | None = None,
         *,
+        valid: Valid = None,
+        positions: Positions = None,
         edge_bias: Tensor | None = None,
+        return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Forward pass of every attention layer: check, project, mix, project the output.
-
-        1. :meth:`prepare` checks the inputs and replaces invalid tokens by zeros.
-        2. :meth:`project` makes queries [*, N, H, D], and keys and values [*, M, Hk, D]. If the
-           graph is divided among ranks, keys and values of other ranks are fetched.
-        3. :meth:`mix` averages, for every target, the values of its sources, [*, N, H, D].
-        4. `output_proj` takes all heads of a token together, [*, N, dim].
-
-        With ``return_attention_weights=True`` the weights [*, E, H] are returned, too, and can be
-        differentiated. With "detached" they have no gradient, and nothing is stored for one: the
-        output is computed exactly as without weights. A gradient checkpoint needs this, because it
-        runs the layer a second time, without weights, and must find the same saved tensors.
-
-        Args:
-            x: [*, N, dim], the targets.
-            context: [*, M, context_dim], the sources; the tensor `x` itself in self-attention.
-            context_dim: the last size that `context` must have.
-            graph: a TokenGraph with N targets, M sources and E edges, or an edge_index [2, E].
-            valid: bool [N] or [*, N], or a pair for targets and sources; None if all are valid.
-            positions: [N] or [*, N], or a pair for targets and sources; the graph's own if None.
-            return_attention_weights: False, True or "detached".
-            edge_bias: [E, H], [*, E, H] or a table [offsets, H], added to the logits; none if None.
-        """
-        shard = graph if isinstance(graph, ShardedGraph) else None
-        needs_sorted_edges = bool(return_attention_weights) or edge_bias is not None
-        x, context, graph, valid_pair = self.prepare(
-            x, context, context_dim, graph, valid, per_edge=needs_sorted_edges
+        """Average the values of the sources of every target."""
+        context = x if context is None else context
+        out: Tensor | tuple[Tensor, Tensor] = self.forward_pass(
+            x, context, graph, valid, positions, return_attention_weights, edge_bias=edge_bias
         )
-        query, key, value = self.project(x, context, graph, positions)
-        if shard is not None and shard.exchange == "ring":
-            check_no_weights(return_attention_weights)
-            mixed = attention_on_ring(self, query, key, value, shard, valid_pair, edge_bias)
-            return cast(Tensor, self.output_proj(mixed.flatten(-2)))
-        if shard is not None and may_broadcast(self, shard, edge_bias, return_attention_weights):
-            mixed = attention_with_globals(self, query, key, value, shard, valid_pair)
-            return cast(Tensor, self.output_proj(mixed.flatten(-2)))
-        if shard is not None:
-            edge_bias = shard.edge_bias(edge_bias)
-            graph, (key, value), valid_pair = shard.fetch((key, value), (-3, -3), valid_pair)
-        bias_argument = _bias_argument(edge_bias)
-        mixed = self.mix(query, key, value, graph, valid_pair, **bias_argument)
-        out = self.output_proj(mixed.flatten(-2))
-        if not return_attention_weights:
-            return out
-        with torch.no_grad() if return_attention_weights == "detached" else nullcontext():
-            return out, self.weights_of_edges(query, key, graph, valid_pair, **bias_argument)
+        return out
 
-    def project(
-        self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, context: Tensor, rotations: Rotations) -> tuple[Any, ...]:
         """Query [*, N, H, D], key and value [*, M, Hk, D], with rotated queries and keys."""
-        return self.project_rotated(x, context, self.rotations(x, context, graph, positions))
-
-    def project_rotated(
-        self, x: Tensor, context: Tensor, rotations: Rotations
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`project` with rotations that are computed already."""
         query, key = self.query_proj(x), self.key_proj(context)
         value = context if self.value_proj is None else self.value_proj(context)
-        return self.split_and_rotate(query, key, value, rotations)
-
-    def split_and_rotate(
-        self, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the projections [*, N, H * D] into heads, and rotate queries and keys."""
         query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
         query, key = self.rotate(query, key, rotations)
         # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
         return query, key, self.split(value, self.kv_heads).to(query.dtype)
 
-    def mix(
+    def fetch(
+        self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]
+    ) -> Any:
+        query, key, value = projected
+        graph, (key, value), valid = shard.fetch((key, value), (-3, -3), valid)
+        values = _bias_argument(shard.edge_bias(of_edges.get("edge_bias")))
+        return (query, key, value), graph, valid, values
+
+    def unfused(
         self,
         query: Tensor,
         key: Tensor,
@@ -211,19 +154,7 @@ class GraphAttention(AttentionSteps):
         *,
         edge_bias: Tensor | None = None,
     ) -> Tensor:
-        """Average the values of every target's sources, [*, N, H, D].
-
-        The average is computed by :meth:`message`, edge by edge, or by :meth:`fused`.
-
-        Args:
-            query: [*, N, H, D].
-            key, value: [*, M, Hk, D].
-            graph: N targets, M sources, E edges.
-            valid: bool [*, N] and [*, M], or None for either.
-            edge_bias: [E, H], [*, E, H], or a table [offsets, H]; none if None.
-        """
-        if not self.uses_propagate():
-            return self.fused(query, key, value, graph, valid, **_bias_argument(edge_bias))
+        """:meth:`mix` edge by edge: the sums of :meth:`message`."""
         self.check_message_masks(valid)
         if edge_bias is not None:
             self.check_message_bias()
@@ -268,19 +199,33 @@ class GraphAttention(AttentionSteps):
             rowptr: [N + 1]; the edges of target i are rowptr[i] .. rowptr[i + 1] - 1.
             edge_bias: [E, H] or [*, E, H], added to the logits; none if None.
         """
+        keep = edge_mask(valid_i, valid_j)
+        weights, keep = self.softmax(query_i, key_j, index, rowptr, keep, edge_bias)
+        if keep is not None:  # because 0 * NaN is NaN
+            value_j = value_j.masked_fill(~keep[..., None], 0)
+        return weights[..., None] * value_j
+
+    def softmax(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        index: Tensor,
+        rowptr: Tensor,
+        keep: Tensor | None,
+        edge_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weights of :meth:`message`, [*, E, H], and the edges that top_k has kept, too."""
         logits = capped(self.log_affinity(query_i, key_j), self.softcap)
         weights, _, keep = edge_softmax(
             logits if edge_bias is None else logits + edge_bias,
             index,
             rowptr,
-            keep=edge_mask(valid_i, valid_j),
+            keep=keep,
             top_k=self.top_k,
             eps=self.eps,
             sink=self.sink_logits(query_i),
         )
-        if keep is not None:  # because 0 * NaN is NaN
-            value_j = value_j.masked_fill(~keep[..., None], 0)
-        return weights[..., None] * value_j
+        return weights, keep
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
         """The logit of every edge, [*, E, H], before the softcap and the bias.
@@ -372,6 +317,7 @@ class GraphAttention(AttentionSteps):
         self,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         graph: TokenGraph,
         valid: ValidPair,
         *,
@@ -392,18 +338,13 @@ class GraphAttention(AttentionSteps):
         key = repeat_heads(key, self.heads).to(dtype)
         bias = self.bias_of_edges(edge_bias, query, graph)
         with full_precision(query.device):
-            logits = self.log_affinity(
-                query.to(dtype).index_select(-3, target), key.index_select(-3, source)
-            )
-            logits = capped(logits, self.softcap)
-            weights, _, _ = edge_softmax(
-                logits if bias is None else logits + bias,
+            weights, _ = self.softmax(
+                query.to(dtype).index_select(-3, target),
+                key.index_select(-3, source),
                 target,
                 graph.rowptr,
-                keep=valid_edges(valid, source, target),
-                top_k=self.top_k,
-                eps=self.eps,
-                sink=self.sink_logits(key),
+                valid_edges(valid, source, target),
+                bias,
             )
         return weights.to(query.dtype)
 

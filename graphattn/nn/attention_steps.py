@@ -51,26 +51,8 @@ class AttentionSteps(StreamingLayer):
         """The function that gives the logit of an edge."""
         raise NotImplementedError
 
-    def project_rotated(
-        self, x: Tensor, context: Tensor, rotations: Rotations
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [*, N, H, D], key and value [*, M, Hk, D], with rotated queries and keys."""
-        raise NotImplementedError
-
     def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Projections of tokens [*, dim], before they are split by head and rotated."""
-        raise NotImplementedError
-
-    def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
-    ) -> Tensor:
-        """The averages over the edges of a graph, [*, N, H, D]."""
-        raise NotImplementedError
-
-    def weights_of_edges(
-        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
-    ) -> Tensor:
-        """The weights of the edges of a graph, [*, E, H]."""
         raise NotImplementedError
 
     def sink_logits(self, like: Tensor) -> Tensor | None:
@@ -90,7 +72,7 @@ class AttentionSteps(StreamingLayer):
     def project_step(
         self, x: Tensor, rotations: Rotations
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        query, key, value = self.project_rotated(x, x, rotations)
+        query, key, value = self.project(x, x, rotations)
         return (query,), {"key": key, "value": value}
 
     def step_rows(
@@ -112,7 +94,8 @@ class AttentionSteps(StreamingLayer):
         valid: ValidPair,
     ) -> Tensor:
         """The weights of :meth:`step_rows`, [*, E, H]."""
-        return self.weights_of_edges(targets[0], sources["key"], graph, valid)
+        key = sources["key"]
+        return self.weights_of_edges(targets[0], key, sources.get("value", key), graph, valid)
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
         if self.uses_propagate() or overridden_rows(self):

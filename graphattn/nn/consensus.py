@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +47,7 @@ class _Consensus(GraphLayer):
     """Base of self- and cross-consensus; `update_rule` says which tokens of an edge move."""
 
     attribute_of: ClassVar = {"update": "update_rule"}
+    drawn = (nn.Linear, EdgeNetwork)
     exchanged = (*GraphLayer.exchanged, "positions", "edge_features")
     # Types of the arguments that PyG's generated code passes on; pairs are (sources, targets).
     propagate_type: ClassVar = {
@@ -80,13 +80,18 @@ class _Consensus(GraphLayer):
         edge_features: int = 0,
     ) -> None:
         isometric = rope == "isometric"
-        super().__init__(dim, heads, rope=True if isometric else rope, backend=backend)
+        super().__init__(
+            dim,
+            heads,
+            context_dim=context_dim,
+            rope=True if isometric else rope,
+            backend=backend,
+        )
         self.isometric = isometric
         self.rank, self.edge_hidden = as_int("rank", rank, 1), as_int("edge_hidden", edge_hidden, 1)
         self.edge_input = as_choice("edge_input", edge_input, ("head", "full"))
         self.trunk = as_choice("trunk", trunk, ("shared", "separate"))
         self.update_rule = as_choice("update", update, ("energy", "target"))
-        self.context_dim = as_int("context_dim", context_dim, 1)
         self.edge_features = as_int("edge_features", edge_features, 0)
         if edge_input == "head" and self.context_dim % self.heads:
             raise ValueError(
@@ -129,9 +134,6 @@ class _Consensus(GraphLayer):
     def reset_parameters(self) -> None:
         """Initialise the parameters again."""
         super().reset_parameters()
-        for part in self.children():
-            if isinstance(part, nn.Linear | EdgeNetwork):
-                part.reset_parameters()
         if self.step_size == "learned":
             self.reset_step_size()
 
@@ -155,96 +157,98 @@ class _Consensus(GraphLayer):
         keep = edge_mask(valid_i, valid_j)
         return pull if keep is None else pull.masked_fill(~keep[..., None], 0)
 
-    def sharded_step(
+    # The steps of the forward pass, in the order in which it runs them.
+
+    def forward_pass(
         self,
         x: Tensor,
-        shard: ShardedGraph,
-        context: Tensor | None,
+        context: Tensor,
+        graph: Any,
         valid: Valid,
         positions: Positions,
-        edge_features: Tensor | None,
-        *,
-        step: Callable[..., Tensor],
-    ) -> Tensor:
-        """Compute `step`, the forward pass of the class, over the tokens of one rank.
+        weights: Any = False,
+        **of_edges: Tensor | None,
+    ) -> Any:
+        """The template of a call, over the tokens of one rank if the graph is divided.
 
         Tokens that other ranks own are fetched before they are projected: they are narrower than
         their hidden vectors. If the step moves both ends of an edge, an edge between two ranks is
         computed on both of them, so that nothing has to travel back.
         """
-        both = self.update_rule == "energy" and (context is None or context is x)
-        given_x, sources = x, x if context is None else context
+        if not isinstance(graph, ShardedGraph):
+            return super().forward_pass(x, context, graph, valid, positions, weights, **of_edges)
+        both = self.update_rule == "energy" and context is x
+        features = of_edges["edge_features"]
         x, sources, tokens, pair = self.prepare(
-            x, sources, self.context_dim, shard, valid, per_edge=edge_features is not None
+            x, context, graph, valid, per_edge=features is not None
         )
-        if both and pair[0] is not pair[1]:  # a token may move and yet not be seen
-            sources = clear_unread(given_x, pair)
-        if both and edge_features is not None:
-            edge_features = shard.values_of_both_ends(edge_features)
-        local = shard.by_both_ends if both else shard.by_targets
-        given: list[Any] = [None, None]
+        if both and features is not None:
+            features = graph.values_of_both_ends(features)
+        places: Any = (None, None)
         if positions is not None:
-            given = [*self.resolve_positions(tokens, positions)]
-        sent = {"context": (sources, -2), "valid": (pair[1], -1), "positions": (given[1], -1)}
+            places = self.resolve_positions(tokens, positions)
+        sent = {"sources": (sources, -2), "valid": (pair[1], -1), "positions": (places[1], -1)}
         if both:
-            sent |= {"of_targets": (pair[0], -1), "target_positions": (given[0], -1)}
-        there = {name: x for name, x in sent.items() if x[0] is not None}
-        found = local.exchange(
-            *(x for x, _ in there.values()), dims=[dim for _, dim in there.values()]
+            sent |= {"valid targets": (pair[0], -1), "of targets": (places[0], -1)}
+        sent = {name: part for name, part in sent.items() if part[0] is not None}
+        local = graph.by_both_ends if both else graph.by_targets
+        arrived: Any = local.exchange(
+            *(tensor for tensor, _ in sent.values()), dims=[dim for _, dim in sent.values()]
         )
-        fetched: dict[str, Any] = dict(zip(there, found, strict=True))
-        seen = fetched["context"]
-        masks = fetched.get("of_targets", pair[0]), fetched.get("valid")
-        places = fetched.get("target_positions", given[0]), fetched.get("positions")
-        options: dict[str, Any] = {
-            "valid": None if pair == (None, None) else masks,
-            "positions": None if positions is None else places,
-            "edge_features": edge_features,
-        }
-        if both:
-            return step(self, seen, local.graph, **options)[..., local.owned, :]
-        return step(self, x, local.graph, seen, **options)
+        fetched: dict[str, Any] = dict(zip(sent, arrived, strict=True))
+        seen = fetched["sources"]
+        masks = fetched.get("valid targets", pair[0]), fetched.get("valid")
+        places = fetched.get("of targets", places[0]), fetched.get("positions")
+        moved = super().forward_pass(
+            seen if both else x,
+            seen,
+            local.graph,
+            None if pair == (None, None) else masks,
+            None if positions is None else places,
+            edge_features=features,
+        )
+        return moved[..., local.owned, :] if both else moved
+
+    def edge_arguments(
+        self, x: Tensor, graph: TokenGraph, valid: ValidPair, **of_edges: Tensor
+    ) -> dict[str, Any]:
+        """The first layer of the features of edges, as `edge_hidden`."""
+        features = self.checked_features(of_edges.get("edge_features"), x, graph)
+        if not features:
+            return {}
+        return {"edge_hidden": self.edge_net.edge_hidden(features["edge_features"], graph, valid)}
 
     def checked_features(
         self, edge_features: Any, x: Tensor, graph: TokenGraph
     ) -> dict[str, Tensor]:
-        """Check `edge_features` and return it as a keyword argument of :meth:`one_step`, if any."""
+        """Check `edge_features` and return it as a keyword argument, if there is any."""
         if edge_features is None and not self.edge_features:
             return {}  # skip the count of the edges: it can be slow, or wait for a GPU
-        found = check_edge_features(
+        checked = check_edge_features(
             edge_features, self.edge_features, x, graph.num_edges, type(self).__name__
         )
-        self.check_dtype("edge_features", found)
-        return {"edge_features": found}
+        self.check_dtype("edge_features", checked)
+        return {"edge_features": checked}
 
-    def one_step(
-        self,
-        x: Tensor,
-        context: Tensor,
-        u: Tensor,
-        v: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
-        positions: Positions,
-        edge_features: Tensor | None = None,
-    ) -> Tensor:
-        """Return W_o u' + b_o, where u' is one consensus step from the states u towards v."""
-        if self.update_rule == "energy":
-            check_energy_graph(graph)
-        rotations = self.rotations(x, context, graph, positions)
+    def project(
+        self, x: Tensor, context: Tensor, rotations: Rotations
+    ) -> tuple[Tensor, PairTensor, HiddenPair]:
+        """The states that move, the two that are compared, and the hidden vectors of both sides.
+
+        States are [*, N, H, D] for targets and [*, M, H, D] for sources.
+        """
+        u, v = self.states(x, context)
         compared = self.rotate(u, v, rotations)
         if self.isometric:  # make the step in the rotated frame; project_back rotates it back
             u = compared[0]
-        hidden: HiddenPair
         if self.applies_first_layer(u):
-            hidden = self.edge_net.first_layers(x, context)
-        else:
-            hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
-        of_edges: dict[str, Tensor | FirstLayer] = {}
-        if edge_features is not None:
-            of_edges["edge_hidden"] = self.edge_net.edge_hidden(edge_features, graph, valid)
-        moved = self.move(u, compared, hidden, graph, valid, **of_edges)
-        return self.project_back(moved, rotations)
+            return u, compared, self.edge_net.first_layers(x, context)
+        hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
+        return u, compared, hidden
+
+    def states(self, x: Tensor, context: Tensor) -> PairTensor:
+        """The states of targets [*, N, H, D] and of sources [*, M, H, D]."""
+        raise NotImplementedError
 
     def applies_first_layer(self, u: Tensor) -> bool:
         """Whether the operation computes hidden vectors itself, so that none are stored."""
@@ -256,26 +260,9 @@ class _Consensus(GraphLayer):
         case = ConsensusKind(u, trunks, edge_hidden=self.edge_features or None)
         return choose(BACKENDS, case, self.backend).name == "triton"
 
-    def move(
-        self,
-        u: Tensor,
-        compared: PairTensor,
-        hidden: HiddenPair,
-        graph: TokenGraph,
-        valid: ValidPair,
-        edge_hidden: Tensor | FirstLayer | None = None,
-    ) -> Tensor:
-        """Return u', [*, N, H, D], by `message()` or by the operation."""
-        of_edges = {} if edge_hidden is None else {"edge_hidden": edge_hidden}
-        if self.uses_propagate():
-            pair = cast(PairTensor, hidden)
-            return self.unfused(u, compared, pair, graph, valid, **of_edges)
-        return self.fused(u, compared, hidden, graph, valid, **of_edges)
-
-    def project_back(self, moved: Tensor, rotations: Rotations) -> Tensor:
-        """Return W_o u' + b_o; with rope="isometric", first rotate u' back."""
-        projected: Tensor = self.output_proj(self.rotate_back(moved, rotations).flatten(-2))
-        return projected
+    def project_back(self, mixed: Tensor, rotations: Rotations) -> Tensor:
+        """The output W_o u' + b_o; with rope="isometric", u' is first rotated back."""
+        return super().project_back(self.rotate_back(mixed, rotations), rotations)
 
     def rotate_back(self, u: Tensor, rotations: Rotations) -> Tensor:
         """Rotate u back if rope="isometric"; return u itself otherwise."""
@@ -300,7 +287,9 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
-        """Compute one step; `compared`, (targets, sources), gives the disagreement."""
+        """One step as one operation; `compared`, (targets, sources), gives the disagreement."""
+        if self.update_rule == "energy":
+            check_energy_graph(graph)
         network = check_arguments(u, compared[1], *hidden, self.edge_net.second_layer())
         call = ConsensusCall(
             u, *hidden, network, graph, self.step_tensor(), self.update_rule, compared, valid,
@@ -317,7 +306,9 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
-        """Send messages to the target of every edge and, for "energy", also to the source."""
+        """:meth:`mix` by messages to the target of every edge, and for "energy" to its source."""
+        if self.update_rule == "energy":
+            check_energy_graph(graph)
         self.check_message_masks(valid)
         if edge_hidden is not None:
             self.check_message_features()
@@ -382,20 +373,6 @@ class _Consensus(GraphLayer):
         keep = edge_mask(valid_i, valid_j)
         bound = R.alpha + R.beta
         return bound if keep is None else bound.masked_fill(~keep, 0)
-
-    def describe(self, options: dict[str, tuple[Any, Any]]) -> str:
-        return super().describe(
-            {
-                "rank": (self.rank, 4),
-                "edge_hidden": (self.edge_hidden, 256),
-                "step_size": (self.step_size, 0.1),
-                "edge_input": (self.edge_input, "head"),
-                "trunk": (self.trunk, "shared"),
-                "edge_features": (self.edge_features, 0),
-                **({"rope": ("isometric", False)} if self.isometric else {}),
-                **options,
-            }
-        )
 
 
 def clear_unread(x: Tensor, valid: ValidPair) -> Tensor:
@@ -540,40 +517,28 @@ class SelfConsensus(_Consensus, CompiledSteps):
         The rows of `context` are tokens of the same sequence, with the same projection as `x`. They
         do not move.
         """
-        if isinstance(graph, ShardedGraph):
-            given = context, valid, positions, edge_features
-            return self.sharded_step(x, graph, *given, step=SelfConsensus.forward)
-        if context is not None and context is not x:
-            return self._rows_step(x, context, graph, valid, positions, edge_features)
-        masked, _, graph, pair = self.prepare(
-            x, x, self.dim, graph, valid, per_edge=edge_features is not None
-        )
-        x = masked if pair[0] is pair[1] else clear_unread(x, pair)
-        u = self.split(self.source_proj(x), self.heads)
-        of_edges = self.checked_features(edge_features, x, graph)
-        return self.one_step(x, x, u, u, graph, pair, positions, **of_edges)
-
-    def _rows_step(
-        self,
-        x: Tensor,
-        context: Tensor,
-        graph: TokenGraph | Tensor,
-        valid: Valid,
-        positions: Positions,
-        edge_features: Tensor | None,
-    ) -> Tensor:
-        """Make one consensus step of the rows `x` towards the tokens of `context`."""
-        if self.update_rule == "energy":
+        context = x if context is None else context
+        if context is not x and self.update_rule == "energy":
             raise ValueError(
                 "context must be None with update='energy', which moves both tokens of an edge, "
                 f"also those in the context, got {type(context).__name__}: use update='target'"
             )
-        x, context, graph, pair = self.prepare(
-            x, context, self.dim, graph, valid, per_edge=edge_features is not None
+        moved: Tensor = self.forward_pass(
+            x, context, graph, valid, positions, edge_features=edge_features
         )
-        u, v = (self.split(self.source_proj(tokens), self.heads) for tokens in (x, context))
-        of_edges = self.checked_features(edge_features, x, graph)
-        return self.one_step(x, context, u, v, graph, pair, positions, **of_edges)
+        return moved
+
+    def prepare(
+        self, x: Tensor, context: Tensor, graph: Any, valid: Valid, *, per_edge: bool = False
+    ) -> tuple[Tensor, Tensor, TokenGraph, ValidPair]:
+        masked, seen, graph, pair = super().prepare(x, context, graph, valid, per_edge=per_edge)
+        if context is x and pair[0] is not pair[1]:  # a token may move and yet not be seen
+            masked = seen = clear_unread(x, pair)
+        return masked, seen, graph, pair
+
+    def states(self, x: Tensor, context: Tensor) -> PairTensor:
+        u = self.split(self.source_proj(x), self.heads)
+        return u, u if context is x else self.split(self.source_proj(context), self.heads)
 
     # Generation, token by token.
 
@@ -617,7 +582,7 @@ class SelfConsensus(_Consensus, CompiledSteps):
     ) -> Tensor:
         u, compared, hidden = targets
         pairs = (compared, sources["state"]), (hidden, sources["hidden"])
-        return self.move(u, *pairs, graph, valid)
+        return self.mix(u, *pairs, graph, valid)
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
         if self.uses_propagate() or overridden_rows(self):
@@ -641,12 +606,6 @@ class SelfConsensus(_Consensus, CompiledSteps):
             eta = eta[:, None]
         moved = u - eta * pull.sum(-3, keepdim=True)
         return moved.to(targets[0].dtype)
-
-    def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
-        return self.project_back(mixed, rotations)
-
-    def __repr__(self) -> str:
-        return self.describe({"update": (self.update_rule, "energy")})
 
 
 class CrossConsensus(_Consensus):
@@ -736,16 +695,11 @@ class CrossConsensus(_Consensus):
         edge_features: Tensor | None = None,
     ) -> Tensor:
         """Make one consensus step of the tokens of `x` towards those of `context`."""
-        if isinstance(graph, ShardedGraph):
-            given = context, valid, positions, edge_features
-            return self.sharded_step(x, graph, *given, step=CrossConsensus.forward)
-        x, context, graph, pair = self.prepare(
-            x, context, self.context_dim, graph, valid, per_edge=edge_features is not None
+        moved: Tensor = self.forward_pass(
+            x, context, graph, valid, positions, edge_features=edge_features
         )
-        u = self.split(self.source_proj(x), self.heads)
-        v = self.split(self.context_proj(context), self.heads)
-        of_edges = self.checked_features(edge_features, x, graph)
-        return self.one_step(x, context, u, v, graph, pair, positions, **of_edges)
+        return moved
 
-    def __repr__(self) -> str:
-        return self.describe({"context_dim": (self.context_dim, self.dim)})
+    def states(self, x: Tensor, context: Tensor) -> PairTensor:
+        u = self.split(self.source_proj(x), self.heads)
+        return u, self.split(self.context_proj(context), self.heads)

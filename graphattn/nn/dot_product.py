@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import nn
 
-from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.arguments import as_int
-from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import GraphAttention
-from graphattn.nn.base.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.logits.score import DotProduct, Score
-from graphattn.ops.inputs import Valid
 
 
 class DotProductAttention(GraphAttention):
@@ -97,15 +92,13 @@ class DotProductAttention(GraphAttention):
             dim,
             heads,
             kv_heads=kv_heads,
+            context_dim=context_dim,
             top_k=top_k,
             rope=rope,
             backend=backend,
             attention_dropout=attention_dropout,
             sink=sink,
             softcap=softcap,
-        )
-        self.context_dim = (
-            self.dim if context_dim is None else as_int("context_dim", context_dim, 1)
         )
         if not value_projection and kv_heads is not None:
             raise ValueError(
@@ -124,50 +117,5 @@ class DotProductAttention(GraphAttention):
         )
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        graph: TokenGraph | ShardedGraph | Tensor,
-        context: Tensor | None = None,
-        *,
-        valid: Valid = None,
-        positions: Positions = None,
-        edge_bias: Tensor | None = None,
-        return_attention_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Average the values of the sources of every target."""
-        context = x if context is None else context
-        return self.attend(
-            x,
-            context,
-            self.context_dim,
-            graph,
-            valid,
-            positions,
-            return_attention_weights,
-            edge_bias=edge_bias,
-        )
-
     def score(self) -> Score:
         return DotProduct(1 / math.sqrt(self.head_dim))
-
-    def cache_fields(self) -> dict[str, tuple[int, int]]:
-        if self.context_dim != self.dim:
-            raise ValueError(
-                f"{type(self).__name__} cannot generate token by token when its keys come from a "
-                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
-                "context is known from the start, so call the layer itself"
-            )
-        return super().cache_fields()
-
-    def __repr__(self) -> str:
-        options = {
-            "value_projection": (self.value_proj is not None, True),
-            "kv_heads": (self.kv_heads, self.heads),
-            "context_dim": (self.context_dim, self.dim),
-            "top_k": (self.top_k, None),
-            "attention_dropout": (self.attention_dropout, 0.0),
-            "sink": (self.sink is not None, False),
-            "softcap": (self.softcap, None),
-        }
-        return self.describe(options)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float
-from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
-from graphattn.nn.base.graph_layer import Positions, Rotations
+from graphattn.nn.base.graph_layer import Rotations
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.inputs import Valid
 
 
 class GaussianKernelAttention(DistanceAttention):
@@ -110,31 +105,7 @@ class GaussianKernelAttention(DistanceAttention):
         self.log_sigma = nn.Parameter(torch.empty(self.heads))
         self.reset_parameters()
 
-    def forward(
-        self,
-        x: Tensor,
-        graph: TokenGraph | ShardedGraph | Tensor,
-        context: Tensor | None = None,
-        *,
-        valid: Valid = None,
-        positions: Positions = None,
-        edge_bias: Tensor | None = None,
-        return_attention_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Average the features of the sources of every target."""
-        context = x if context is None else context
-        return self.attend(
-            x,
-            context,
-            self.dim,
-            graph,
-            valid,
-            positions,
-            return_attention_weights,
-            edge_bias=edge_bias,
-        )
-
-    def project_rotated(
+    def project(
         self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
         query = self.split(x, self.heads)
@@ -153,7 +124,7 @@ class GaussianKernelAttention(DistanceAttention):
     def project_step(
         self, x: Tensor, rotations: Rotations
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        features, _, _ = self.project_rotated(x, x, rotations)
+        features, _, _ = self.project(x, x, rotations)
         return (features,), {"key": features}
 
     def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -163,13 +134,3 @@ class GaussianKernelAttention(DistanceAttention):
             return None  # the norm follows the rotation
         by_head = functional.rms_norm(self.split(x, self.heads), (self.head_dim,))
         return by_head, by_head, None
-
-    def __repr__(self) -> str:
-        options = {
-            "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),
-            "normalize": (self.normalize, False),
-            "eps": (self.eps, 0.0),
-            "attention_dropout": (self.attention_dropout, 0.0),
-            "sink": (self.sink is not None, False),
-        }
-        return self.describe(options)

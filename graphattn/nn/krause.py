@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
-from graphattn.nn.base.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.inputs import Valid
 
 
 class KrauseAttention(DistanceAttention):
@@ -112,38 +106,3 @@ class KrauseAttention(DistanceAttention):
         self.init_sigma = self.initial_sigma(init_sigma)
         self.log_sigma = nn.Parameter(torch.empty(self.heads if sigma_per_head else 1))
         self.reset_parameters()
-
-    def forward(
-        self,
-        x: Tensor,
-        graph: TokenGraph | ShardedGraph | Tensor,
-        context: Tensor | None = None,
-        *,
-        valid: Valid = None,
-        positions: Positions = None,
-        edge_bias: Tensor | None = None,
-        return_attention_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Average the values of the nearest sources of every target."""
-        context = x if context is None else context
-        return self.attend(
-            x,
-            context,
-            self.dim,
-            graph,
-            valid,
-            positions,
-            return_attention_weights,
-            edge_bias=edge_bias,
-        )
-
-    def __repr__(self) -> str:
-        options = {
-            "top_k": (self.top_k, None),
-            "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),
-            "sigma_per_head": (self.log_sigma.numel() == self.heads, True),
-            "kv_heads": (self.kv_heads, self.heads),
-            "attention_dropout": (self.attention_dropout, 0.0),
-            "sink": (self.sink is not None, False),
-        }
-        return self.describe(options)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_float
 from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.near_names import explained
-from graphattn.nn.base.across_ranks import (
-    check_no_weights,
-    linear_on_ring,
-    linear_with_globals,
-    may_broadcast,
-)
+from graphattn.nn.base.across_ranks import linear_on_ring, linear_with_globals
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.base.message_passing import OptTensor
 from graphattn.nn.base.overrides import (
@@ -107,6 +101,7 @@ class LinearAttention(StreamingLayer):
         torch.Size([2, 10, 16])
     """
 
+    merged_by = linear_on_ring, linear_with_globals
     # Types of the arguments that PyG's generated code passes on; the pair is (sources, targets).
     propagate_type: ClassVar = {
         "query": Tensor,
@@ -129,31 +124,20 @@ class LinearAttention(StreamingLayer):
         bias: bool = True,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads, rope=rope, backend=backend)
+        super().__init__(
+            dim, heads, kv_heads=kv_heads, context_dim=context_dim, rope=rope, backend=backend
+        )
         if backend == "triton":
             raise ValueError(
                 "backend must be 'auto', 'reference' or 'structured' in LinearAttention, which "
                 "has no Triton kernels, got 'triton'"
             )
-        self.kv_heads = self.heads if kv_heads is None else as_int("kv_heads", kv_heads, 1)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide heads = {heads}, got {kv_heads}")
-        self.context_dim = (
-            self.dim if context_dim is None else as_int("context_dim", context_dim, 1)
-        )
         self.eps = as_float("eps", eps, positive=False)
         kv_dim = self.kv_heads * self.head_dim
         self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
         self.key_proj = nn.Linear(self.context_dim, kv_dim, bias=bias)
         self.value_proj = nn.Linear(self.context_dim, kv_dim, bias=bias)
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
-
-    def reset_parameters(self) -> None:
-        """Initialise every projection again."""
-        super().reset_parameters()
-        for projection in self.children():
-            if isinstance(projection, nn.Linear):
-                projection.reset_parameters()
 
     def forward(
         self,
@@ -167,47 +151,26 @@ class LinearAttention(StreamingLayer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the sources of every target."""
         context = x if context is None else context
-        detached = str(return_attention_weights) == "detached"  # see GraphAttention.attend
-        shard = graph if isinstance(graph, ShardedGraph) else None
-        x, context, graph, pair = self.prepare(
-            x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
+        out: Tensor | tuple[Tensor, Tensor] = self.forward_pass(
+            x, context, graph, valid, positions, return_attention_weights
         )
-        features = self.project_features(x, context, self.rotations(x, context, graph, positions))
-        in_parts = None
-        if shard is not None and shard.exchange == "ring":
-            check_no_weights(return_attention_weights)
-            in_parts = linear_on_ring
-        elif shard is not None and may_broadcast(self, shard, return_attention_weights):
-            in_parts = linear_with_globals
-        if shard is not None and in_parts is not None:
-            above, below = in_parts(self, features, shard, pair)
-            mixed = average(above, below, self.eps).to(self.mixed_dtype(features.query))
-            return cast(Tensor, self.output_proj(mixed.flatten(-2)))
-        if shard is not None:
-            query, key, value, turned_query, turned_key = features
-            graph, seen, pair = shard.fetch((key, value, turned_key), (-3, -3, -3), pair)
-            features = Features(query, seen[0], seen[1], turned_query, seen[2])
-        mixed = self.mix(features, graph, pair)
-        out = self.output_proj(mixed.flatten(-2))
-        if not return_attention_weights:
-            return out
-        with torch.no_grad() if detached else nullcontext():
-            return out, self.weights_of_edges(features, graph, pair)
+        return out
 
-    def project_features(self, x: Tensor, context: Tensor, rotations: Rotations) -> Features:
-        """Return the features of queries [*, N, H, D] and keys [*, M, Hk, D], and the values."""
-        projected = self.query_proj(x), self.key_proj(context), self.value_proj(context)
-        return self.features_of(*projected, rotations)
-
-    def features_of(
-        self, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
-    ) -> Features:
-        """Return the features of the outputs of the projections, [*, N, H * D]."""
+    def project(self, x: Tensor, context: Tensor, rotations: Rotations) -> tuple[Features]:
+        """The features of queries [*, N, H, D] and keys [*, M, Hk, D], and the values."""
+        query, key = self.query_proj(x), self.key_proj(context)
         query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
-        value = self.split(value, self.kv_heads)
+        value = self.split(self.value_proj(context), self.kv_heads)
         dtype = compute_dtype(query.dtype)
         query, key = elu_features(query.to(dtype)), elu_features(key.to(dtype))
-        return Features(query, key, value.to(dtype), *self.rotate(query, key, rotations))
+        return (Features(query, key, value.to(dtype), *self.rotate(query, key, rotations)),)
+
+    def fetch(
+        self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]
+    ) -> Any:
+        query, key, value, turned_query, turned_key = projected[0]
+        graph, seen, valid = shard.fetch((key, value, turned_key), (-3, -3, -3), valid)
+        return (Features(query, seen[0], seen[1], turned_query, seen[2]),), graph, valid, of_edges
 
     def message(
         self,
@@ -231,10 +194,8 @@ class LinearAttention(StreamingLayer):
         total = self.eps + segment_sum(below, index, size_i)
         return above / total.masked_fill(total == 0, 1).index_select(-3, index) * value_j
 
-    def mix(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
-        """Return the averages, [*, N, H, D], by `message()` or by the operation."""
-        if not self.uses_propagate():
-            return self.fused(features, graph, valid)
+    def unfused(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
+        """Return the averages, [*, N, H, D], by `message()`."""
         self.check_message_masks(valid)
         query, key, value, turned_query, turned_key = features
         with full_precision(query.device):
@@ -294,12 +255,6 @@ class LinearAttention(StreamingLayer):
     # Generation, token by token.
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
-        if self.context_dim != self.dim:
-            raise ValueError(
-                f"{type(self).__name__} cannot generate token by token when its keys come from a "
-                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
-                "context is known from the start, so call the layer itself"
-            )
         heads = self.kv_heads, self.head_dim
         turned = {} if self.rotary is None else {"turned_key": heads}
         return {"key": heads, "value": heads, **turned}
@@ -345,7 +300,7 @@ class LinearAttention(StreamingLayer):
     def project_step(
         self, x: Tensor, rotations: Rotations
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        query, key, value, turned_query, turned_key = self.project_features(x, x, rotations)
+        ((query, key, value, turned_query, turned_key),) = self.project(x, x, rotations)
         turned = {} if self.rotary is None else {"turned_key": turned_key}
         return (query, turned_query), {"key": key, "value": value, **turned}
 
@@ -469,14 +424,6 @@ class LinearAttention(StreamingLayer):
             for x, rows, sums in zip((above, below), for_state, (state, total), strict=True)
         )
         return average(above, below, self.eps).transpose(-3, -2)
-
-    def __repr__(self) -> str:
-        options = {
-            "kv_heads": (self.kv_heads, self.heads),
-            "context_dim": (self.context_dim, self.dim),
-            "eps": (self.eps, 0.0),
-        }
-        return self.describe(options)
 
 
 def _features(targets: tuple[Tensor, ...], sources: dict[str, Tensor]) -> Features:

@@ -92,8 +92,7 @@ class RotaryEmbedding(Configured, nn.Module):
 
     def is_plain(self) -> bool:
         """Whether :meth:`turn` and :meth:`rotation` are what is written here."""
-        own = vars(self)
-        return type(self) is RotaryEmbedding and "turn" not in own and "rotation" not in own
+        return type(self) is RotaryEmbedding and not {"turn", "rotation"} & vars(self).keys()
 
     def __repr__(self) -> str:
         base = int(self.base) if self.base.is_integer() else self.base

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.nn.files.limits import no_larger_than
+from graphattn.nn.files.pretrained import no_larger_than
 
 V, D, H = 11, 16, 4
 TOKENS = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(1))

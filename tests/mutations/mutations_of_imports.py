@@ -12,7 +12,7 @@ MUTATIONS = [
     Mutation(
         "completing a layer forgets that it is explained",
         PYG,
-        "own.setdefault(name, new[name])",
+        "stored.setdefault(name, new[name])",
         "own[name] = new[name]",
         (LATE,),
     ),
@@ -33,8 +33,8 @@ MUTATIONS = [
     Mutation(
         "a layer is completed although torch_geometric is not there",
         "graphattn/nn/base/graph_layer.py",
-        "if is_imported() or self.class_overrides",
-        "if True or self.class_overrides",
+        "if is_imported() or overridden_edges",
+        "if True or overridden_edges",
         (LATE,),
     ),
     Mutation(

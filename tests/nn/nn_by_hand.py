@@ -229,25 +229,30 @@ def forward_by_hand(
     graph: ga.TokenGraph,
     positions: tuple[Tensor, Tensor] | None = None,
     valid: Any = None,
+    edge_features: Tensor | None = None,
 ) -> Tensor:
     """Compute the layer's correct output from its state_dict, without the layer's own code."""
     if positions is None:
         positions = (graph.positions, graph.source_positions)
-    context = tokens[-1]
+    mix = _attention_by_hand
+    more: dict[str, Any] = {}
     if case.is_consensus:
-        return _consensus_by_hand(case, state, tokens[0], context, graph, positions, valid)
-    return _attention_by_hand(case, state, tokens[0], context, graph, positions, valid)
+        mix = _consensus_by_hand
+    if edge_features is not None:
+        of_groups = [functional.linear(edge_features, w) for w in state["edge_net.edge.weight"]]
+        more["edge_hidden"] = torch.stack(of_groups, dim=-2)
+    return mix(case, state, (tokens[0], tokens[-1]), graph, positions, valid=valid, **more)
 
 
 def _attention_by_hand(
     case: Case,
     state: dict[str, Tensor],
-    x: Tensor,
-    context: Tensor,
+    tokens: tuple[Tensor, Tensor],
     graph: ga.TokenGraph,
     positions: tuple[Tensor, Tensor],
-    valid: Any,
+    **masks: Any,
 ) -> Tensor:
+    x, context = tokens
     kv_heads = case.options.get("kv_heads") or HEADS
     if case.kind == "GaussianKernelAttention":
         query = rotate(into_heads(x), positions[0], case.rope_base)
@@ -265,22 +270,22 @@ def _attention_by_hand(
     options: dict[str, Any] = {"top_k": case.options.get("top_k"), "sink": state.get("sink")}
     if case.kind == "DotProductAttention":
         options["softcap"] = case.options.get("softcap")
-        mixed = ga.dot_product_attention(query, key, value, graph, valid=valid, **options)
+        mixed = ga.dot_product_attention(query, key, value, graph, **masks, **options)
     else:
         sigma, options["eps"] = state["log_sigma"].exp(), case.options.get("eps", 0.0)
-        mixed = ga.rbf_attention(query, key, value, graph, sigma, valid=valid, **options)
+        mixed = ga.rbf_attention(query, key, value, graph, sigma, **masks, **options)
     return linear(state, "output_proj", mixed.flatten(-2))
 
 
 def _consensus_by_hand(
     case: Case,
     state: dict[str, Tensor],
-    x: Tensor,
-    context: Tensor,
+    tokens: tuple[Tensor, Tensor],
     graph: ga.TokenGraph,
     positions: tuple[Tensor, Tensor],
-    valid: Any,
+    **of_edges: Any,
 ) -> Tensor:
+    x, context = tokens
     cross = case.kind == "CrossConsensus"
     u = into_heads(linear(state, "source_proj", x))
     v = into_heads(linear(state, "context_proj", context)) if cross else u
@@ -299,7 +304,7 @@ def _consensus_by_hand(
         step,
         update="target" if cross else case.options.get("update", "energy"),
         disagreement=None if isometric else turned,
-        valid=valid,
+        **of_edges,
     )
     if isometric:
         moved = rotate(moved, positions[0], case.rope_base, back=True)

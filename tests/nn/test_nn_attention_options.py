@@ -47,50 +47,6 @@ def test_a_sink_is_a_parameter_per_head_that_starts_at_zero_and_never_decays(kin
 
 
 @EVERY
-def test_weights_with_a_sink_are_those_of_the_output_and_sum_to_less_than_one(kind):
-    graph, x = ga.causal_graph(9), tokens(2, 9)
-    layer = made(kind, sink=True)
-    y, weights = layer(x, graph, return_attention_weights=True)
-    assert torch.equal(y, layer(x, graph))
-    sums = torch.zeros(2, 9, HEADS).double().index_add_(1, graph.edge_index[1], weights)
-    assert (sums < 1).all()
-    _, _, value = layer.project(x, x, graph, None)
-    dense = torch.zeros(2, HEADS, 9, 9).double()
-    dense[..., graph.edge_index[1], graph.edge_index[0]] = weights.transpose(1, 2)
-    mixed = (dense @ value.transpose(1, 2)).transpose(1, 2)
-    torch.testing.assert_close(y, layer.output_proj(mixed.flatten(-2)))
-
-
-@EVERY
-@pytest.mark.parametrize("top_k", [None, 3])
-@pytest.mark.parametrize("options", [{"sink": True}, {"softcap": 0.4}], ids=str)
-def test_steps_give_what_forward_gives(kind, top_k, options):
-    if "softcap" in options and kind != "DotProductAttention":
-        pytest.skip("distances have no softcap")
-    more = {} if kind == "GaussianKernelAttention" else {"top_k": top_k, "kv_heads": 2}
-    layer, x = made(kind, rope=True, **options, **more), tokens(2, 40)
-    y = layer(x, ga.causal_window_graph(40, window=8))
-    for pieces in ([40], [1] * 40, [13, 1, 1, 3, 22]):
-        cache, found = layer.init_cache(2, window=8), []
-        for part in x.split(pieces, dim=1):
-            found.append(layer.step(part, cache))
-        torch.testing.assert_close(torch.cat(found, 1), y)
-
-
-@EVERY
-def test_padding_on_the_left_leaves_steps_with_a_sink_as_they_are(kind):
-    layer, x = made(kind, sink=True), tokens(1, 20)
-    y = layer(x, ga.causal_window_graph(20, window=6))
-    cache = layer.init_cache(1, window=6)
-    for _ in range(3):
-        padding = layer.step(torch.full((1, DIM), torch.nan).double(), cache,
-                             valid=torch.tensor([False]))  # fmt: skip
-        assert padding.isfinite().all()
-    found = torch.stack([layer.step(x[:, t], cache) for t in range(20)], dim=1)
-    torch.testing.assert_close(found, y)
-
-
-@EVERY
 def test_diagnostics_and_certificates_know_that_rows_lack_what_a_sink_takes(kind):
     graph, x = ga.causal_graph(9), tokens(9)
     certificate = ga.spectral.certify(made(kind, sink=True), x, graph=graph)
@@ -134,14 +90,14 @@ def test_message_and_operation_drop_the_same(kind):
     options = {"attention_dropout": 0.4, "sink": True}
     if kind != "GaussianKernelAttention":
         options["top_k"] = 4
-    found = {}
+    results = {}
     for backend in ("reference", "structured"):
         layer, leaf = made(kind, backend=backend, **options), x.clone().requires_grad_()
         torch.manual_seed(7)
         y = layer(leaf, graph)
         y.square().sum().backward()
-        found[backend] = y, leaf.grad, *(p.grad for p in layer.parameters())
-    for a, b in zip(found["reference"], found["structured"], strict=True):
+        results[backend] = y, leaf.grad, *(p.grad for p in layer.parameters())
+    for a, b in zip(results["reference"], results["structured"], strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -179,8 +135,8 @@ def test_steps_drop_nothing_in_training_mode_either(kind, backend):
     expected = copy.deepcopy(layer).eval()(x, ga.causal_graph(20))
     for pieces in ([20], [1] * 20, [7, 1, 12]):
         cache = layer.init_cache(2, window=None)
-        found = [layer.step(part, cache) for part in x.split(pieces, dim=1)]
-        torch.testing.assert_close(torch.cat(found, 1), expected)
+        rows = [layer.step(part, cache) for part in x.split(pieces, dim=1)]
+        torch.testing.assert_close(torch.cat(rows, 1), expected)
     assert layer.training
 
 
@@ -190,15 +146,15 @@ def test_steps_drop_nothing_in_training_mode_either(kind, backend):
 def test_checkpointing_a_layer_drops_the_same_again(kind, reentrant, backend):
     graph = ga.causal_window_graph(30, 5)
     layer = made(kind, attention_dropout=0.4, backend=backend)
-    found = []
+    results = []
     for call in (layer, lambda *given: checkpoint(layer, *given, use_reentrant=reentrant)):
         x = tokens(2, 30).requires_grad_()
         layer.zero_grad()
         torch.manual_seed(5)
         y = call(x, graph)
         y.square().sum().backward()
-        found.append((y, x.grad, *(p.grad.clone() for p in layer.parameters())))
-    for a, b in zip(*found, strict=True):
+        results.append((y, x.grad, *(p.grad.clone() for p in layer.parameters())))
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
@@ -213,14 +169,14 @@ def test_messages_of_somebody_are_dropped_too():
     graph, x = ga.causal_graph(12), tokens(12)
     layer, plain = made_sum(attention_dropout=0.3), made_sum()
     torch.manual_seed(5)
-    found = layer(x, graph)
+    dropped = layer(x, graph)
     torch.manual_seed(5)
     dropout = dropout_of_call(0.3, draw_seed(None, x.device), torch.empty(12, HEADS, 1), graph)
     kept = dropout.kept_edges(*graph.edge_index, torch.Size())
     value = plain.split(plain.value_proj(x), HEADS)
     source, target = graph.edge_index
     total = torch.zeros_like(value).index_add_(0, target, value[source] * kept[..., None] / 0.7)
-    torch.testing.assert_close(found, plain.output_proj(total.flatten(-2)))
+    torch.testing.assert_close(dropped, plain.output_proj(total.flatten(-2)))
     torch.testing.assert_close(layer.eval()(x, graph), plain(x, graph))
 
 
@@ -248,15 +204,15 @@ def test_a_log_affinity_of_somebody_is_capped_beside_a_sink_and_dropped():
 
     graph, x = ga.causal_graph(9), tokens(9)
     torch.manual_seed(0)
-    own = Own(DIM, HEADS, sink=True, softcap=0.5, attention_dropout=0.3).double()
+    doubled = Own(DIM, HEADS, sink=True, softcap=0.5, attention_dropout=0.3).double()
     like = ga.nn.DotProductAttention(DIM, HEADS, sink=True, softcap=0.5, attention_dropout=0.3)
     like = like.double()
-    like.load_state_dict(dict(own.state_dict()))
+    like.load_state_dict(dict(doubled.state_dict()))
     with torch.no_grad():
         for p in (like.query_proj.weight, like.query_proj.bias):
             p.mul_(2)
     torch.manual_seed(1)
-    mine, weights = own(x, graph, return_attention_weights=True)
+    mine, weights = doubled(x, graph, return_attention_weights=True)
     torch.manual_seed(1)
     theirs, expected = like(x, graph, return_attention_weights=True)
     torch.testing.assert_close(mine, theirs)
@@ -398,8 +354,8 @@ def test_a_compiled_layer_with_dropout_is_compiled_twice_at_most(kind, fresh_com
 @EVERY
 def test_a_layer_without_its_weights_has_the_sink_of_the_start(kind):
     layer = made(kind, sink=True)
-    found = disabled_parameters(layer, {"": layer}, ())
-    assert torch.equal(found["sink"], torch.zeros(HEADS).double())
+    disabled = disabled_parameters(layer, {"": layer}, ())
+    assert torch.equal(disabled["sink"], torch.zeros(HEADS).double())
 
 
 def test_non_contiguous_tokens_and_grouped_heads_drop_as_contiguous_ones():

@@ -72,11 +72,11 @@ def value_and_gradients(
     out = call(*arguments, **keywords)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
     (out * weight).sum().backward()  # reentrant checkpointing knows no autograd.grad
-    found = [out.detach()]
+    results = [out.detach()]
     for x in (*leaves, *module.parameters()):
         assert x.grad is not None
-        found.append(x.grad.clone())
-    return found
+        results.append(x.grad.clone())
+    return results
 
 
 def assert_same_bits(
@@ -138,13 +138,13 @@ def test_second_gradients_too(case: Any) -> None:
     """create_graph=True takes another way back, which reads what was saved once as well."""
     layer, graph = case.make(), graph_of(case)
     (x,) = tokens_of(case, graph)
-    found = []
+    results = []
     for hooks in (False, True):
         x = x.detach().requires_grad_()
         call: Call = again(layer, reentrant=False) if hooks else layer
         (gradient,) = torch.autograd.grad(call(x, graph).square().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        results.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.long

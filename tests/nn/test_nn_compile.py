@@ -118,20 +118,20 @@ def test_the_operator_saves_as_many_numbers_as_its_argument_says(backend: str) -
     tokens = ga.causal_window_graph(9, 4)
     q, k, v = (torch.randn(2, 9, 2, 3) for _ in range(3))
     inputs = (q, k, v, torch.ones(2), None, None, None, tokens.code, None, None)
-    found = {}
+    gradients = {}
     for room in (4, 7):
         options = ("rbf", 3, False, None, 0.0, room, backend, False)
         results = torch.ops.graphattn.attention(*inputs, *options)
         assert results[2].shape == (2, 9, 2 * room)
         upstream = [torch.ones_like(x) for x in results[:2]]
-        found[room] = torch.ops.graphattn.attention_backward(
+        gradients[room] = torch.ops.graphattn.attention_backward(
             *inputs, *options, list(results), upstream, [True] * 4 + [False]
         )
-    assert all(torch.equal(a, b) for a, b in zip(found[4], found[7], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients[4], gradients[7], strict=True))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = ga.rbf_attention(*leaves, tokens, 1.0, top_k=3, return_lse=True, backend="reference")
     expected = torch.autograd.grad(out.sum() + lse.sum(), leaves)
-    for mine, theirs in zip(found[4], expected, strict=False):
+    for mine, theirs in zip(gradients[4], expected, strict=False):
         torch.testing.assert_close(mine, theirs)
 
 

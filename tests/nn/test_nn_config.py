@@ -137,23 +137,25 @@ OTHER_MATHEMATICS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "saved", "own", "named"), OTHER_MATHEMATICS)
+@pytest.mark.parametrize(("kind", "saved", "options", "named"), OTHER_MATHEMATICS)
 @pytest.mark.parametrize("strict", [True, False])
-def test_weights_of_other_mathematics_are_refused(kind, saved, own, named, strict):
+def test_weights_of_other_mathematics_are_refused(kind, saved, options, named, strict):
     state = through_a_file(made(kind, **saved).state_dict())
     with pytest.raises(RuntimeError, match=rf"saved with {named}=.*, but this one has {named}="):
-        made(kind, **own).load_state_dict(state, strict=strict)
+        made(kind, **options).load_state_dict(state, strict=strict)
 
 
-@pytest.mark.parametrize(("kind", "saved", "own", "named"), OTHER_MATHEMATICS)
-def test_a_plain_dict_loads_the_numbers_alone_as_files_without_a_config_do(kind, saved, own, named):
-    source, layer = made(kind, **saved), made(kind, **own)
+@pytest.mark.parametrize(("kind", "saved", "options", "named"), OTHER_MATHEMATICS)
+def test_a_plain_dict_loads_the_numbers_alone_as_files_without_a_config_do(
+    kind, saved, options, named
+):
+    source, layer = made(kind, **saved), made(kind, **options)
     layer.load_state_dict(dict(source.state_dict()))
     older = source.state_dict()
     for entry in older._metadata.values():
         for key in ("class", "config"):
             entry.pop(key, None)
-    made(kind, **own).load_state_dict(older)
+    made(kind, **options).load_state_dict(older)
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter, source.get_parameter(name))
 
@@ -165,7 +167,7 @@ def test_the_number_of_heads_is_compared_though_no_shape_shows_it():
 
 
 @pytest.mark.parametrize(
-    ("kind", "saved", "own"),
+    ("kind", "saved", "options"),
     [
         ("KrauseAttention", {"backend": "reference"}, {}),
         ("KrauseAttention", {"init_sigma": 0.5}, {}),
@@ -175,8 +177,8 @@ def test_the_number_of_heads_is_compared_though_no_shape_shows_it():
         ("KrauseAttention", {"top_k": 2}, {"top_k": 2.0 and 2}),
     ],
 )
-def test_options_that_change_no_mathematics_load(kind, saved, own):
-    source, layer = made(kind, **saved), made(kind, **own)
+def test_options_that_change_no_mathematics_load(kind, saved, options):
+    source, layer = made(kind, **saved), made(kind, **options)
     layer.load_state_dict(source.state_dict())
     source.load_state_dict(layer.state_dict())
 

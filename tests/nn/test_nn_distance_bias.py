@@ -30,18 +30,18 @@ def by_loops(weight: Tensor, x: Tensor, y: Tensor, graph: ga.TokenGraph, cutoff:
     """[E, H] by the formula: Gaussians of the distance times the cosine cutoff."""
     heads, radial = weight.shape
     spacing = cutoff / (radial - 1)
-    found = torch.zeros(graph.num_edges, heads, dtype=torch.float64)
+    values = torch.zeros(graph.num_edges, heads, dtype=torch.float64)
     for e, (j, i) in enumerate(graph.edge_index.T.tolist()):
         d = math.dist(x[i].tolist(), y[j].tolist())
         if d >= cutoff:
             continue
         fade = (1 + math.cos(math.pi * d / cutoff)) / 2
         for h in range(heads):
-            found[e, h] = fade * math.fsum(
+            values[e, h] = fade * math.fsum(
                 float(weight[h, k]) * math.exp(-((d - k * spacing) ** 2) / (2 * spacing**2))
                 for k in range(radial)
             )
-    return found
+    return values
 
 
 def test_it_is_a_sum_of_gaussians_of_the_distance() -> None:
@@ -130,8 +130,8 @@ def test_a_layer_sees_the_structure_of_every_sample(name: str, backend: str) -> 
             alone = layer(x[b], graph, edge_bias=module(shape[b], graph))
             torch.testing.assert_close(out[b], alone, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(out, layer(x, graph), atol=1e-3)
-    found = torch.autograd.grad(out.square().sum(), (module.projection.weight, shape))
-    assert all(g.isfinite().all() and g.abs().sum() > 0 for g in found)
+    gradients = torch.autograd.grad(out.square().sum(), (module.projection.weight, shape))
+    assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients)
 
 
 def test_autocast_measures_in_full_precision() -> None:
@@ -188,13 +188,13 @@ def test_nan_in_features_of_padding_reaches_no_gradient() -> None:
     source, target = graph.edge_index
     features = torch.randn(2, 36, 4)
     spoilt = features.masked_fill(~(valid[:, source] & valid[:, target])[..., None], torch.nan)
-    module, found = ga.nn.EdgeProjection(4, 2), []
+    module, results = ga.nn.EdgeProjection(4, 2), []
     for given in (features, spoilt):
         module.zero_grad()
         out = layer(x, graph, valid=valid, edge_bias=module(given))
         out[valid].square().sum().backward()
-        found.append((out[valid], *(p.grad for p in module.parameters())))
-    for clean, other in zip(*found, strict=True):
+        results.append((out[valid], *(p.grad for p in module.parameters())))
+    for clean, other in zip(*results, strict=True):
         torch.testing.assert_close(other, clean)
     spoilt[0, 0] = torch.nan  # of an edge that counts, nothing is hidden
     assert layer(x, graph, valid=valid, edge_bias=module(spoilt))[0, 0].isnan().all()

@@ -11,18 +11,18 @@ def test_packed_sequences_are_dropped_one_by_one():
     lengths, share, batch = [3, 1, 4], 0.3, 4000
     graph = ga.batch([ga.complete_graph(n) for n in lengths])
     torch.manual_seed(0)
-    found = drop_paths(torch.ones(batch, 8, 2, dtype=torch.float64), share, graph)
+    dropped = drop_paths(torch.ones(batch, 8, 2, dtype=torch.float64), share, graph)
     scales = []
-    for own in found.split(lengths, dim=1):
-        assert torch.equal(own, own[:, :1, :1].expand_as(own))
-        scales.append(own[:, 0, 0])
+    for part in dropped.split(lengths, dim=1):
+        assert torch.equal(part, part[:, :1, :1].expand_as(part))
+        scales.append(part[:, 0, 0])
     kept = torch.stack(scales) != 0
     torch.testing.assert_close(
         torch.stack(scales)[kept], torch.full((int(kept.sum()),), 1 / 0.7).double()
     )
     p, five = 1 - share, 5 / batch**0.5  # five deviations of a mean
-    for own in kept.double():
-        assert abs(float(own.mean()) - p) < five * (p * (1 - p)) ** 0.5
+    for part in kept.double():
+        assert abs(float(part.mean()) - p) < five * (p * (1 - p)) ** 0.5
     for a, b in ((0, 1), (1, 2), (0, 2)):  # of two sequences, both stay with probability p^2
         both = float((kept[a] & kept[b]).double().mean())
         assert abs(both - p**2) < five * (p**2 * (1 - p**2)) ** 0.5

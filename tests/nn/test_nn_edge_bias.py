@@ -48,7 +48,7 @@ def test_weights_are_multiplied_by_the_exponential_and_normalised_again(
         expected[:, row] = expected[:, row] / expected[:, row].sum(1, keepdim=True)
     torch.testing.assert_close(weights, expected, **TIGHT)
     if case.kind == "GaussianKernelAttention":
-        _, _, value = layer.project(x, x, graph, None)
+        _, _, value = layer.project(x, x, None)
     else:
         value = layer.value_proj(x).unflatten(-1, (layer.kv_heads, -1))
     value = value.repeat_interleave(HEADS // value.shape[-2], dim=-2)
@@ -75,16 +75,16 @@ def test_message_and_operation_agree_in_value_and_every_gradient(
     if padded:
         masks = torch.rand(2, graph.num_targets) < 0.7, torch.rand(2, graph.num_sources) < 0.7
         keywords["valid"] = masks[0] if case.context_width is None else masks
-    found = []
+    results = []
     for backend in ("structured", "reference"):
         layer = case.make(backend=backend)
         tokens = tuple(t.clone().requires_grad_() for t in tokens_of(case, graph))
         leaf = bias.clone().requires_grad_()
         out = run(layer, tokens, graph, edge_bias=leaf, **keywords)
         leaves = [leaf, *tokens, *layer.parameters()]
-        found.append([out, *torch.autograd.grad(out, leaves, draw(*out.shape, seed=3))])
-    assert found[0][1].abs().sum() > 0
-    for mine, theirs in zip(*found, strict=True):
+        results.append([out, *torch.autograd.grad(out, leaves, draw(*out.shape, seed=3))])
+    assert results[0][1].abs().sum() > 0
+    for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, **TIGHT)
 
 
@@ -106,7 +106,7 @@ def test_in_a_packed_batch_every_sequence_has_its_own(case: Case) -> None:
     packed = ga.batch(graphs)
     x, bias = draw(21, DIM), draw(packed.num_edges, HEADS)
     parts = zip(x.split([9, 5, 7]), graphs, bias.split([g.num_edges for g in graphs]), strict=True)
-    expected = torch.cat([layer(own, graph, edge_bias=b) for own, graph, b in parts])
+    expected = torch.cat([layer(piece, graph, edge_bias=b) for piece, graph, b in parts])
     torch.testing.assert_close(layer(x, packed, edge_bias=bias), expected, **TIGHT)
 
 
@@ -236,9 +236,9 @@ def test_hooks_of_pyg_leave_it_in_place() -> None:
 def test_an_operation_of_one_s_own_without_the_keyword_still_runs_without_one() -> None:
     layer = ATTENTION[0].make()
     graph, x = irregular_graph(), draw(9, DIM)
-    expected, own = layer(x, graph), layer.fused
+    expected, fused = layer(x, graph), layer.fused
     layer.fused = types.MethodType(
-        lambda self, q, k, v, graph, valid: own(q, k, v, graph, valid), layer
+        lambda self, q, k, v, graph, valid: fused(q, k, v, graph, valid), layer
     )
     torch.testing.assert_close(layer(x, graph), expected, **TIGHT)
     with pytest.raises(TypeError, match="edge_bias"):
@@ -311,7 +311,7 @@ def test_recorded_weights_have_it_in_them() -> None:
 @pytest.mark.parametrize("case", SQUARE, ids=str)
 def test_checkpointing_changes_no_bit(case: Case, backend: str, reentrant: bool) -> None:
     layer, graph = case.make(backend=backend), irregular_graph()
-    found = []
+    results = []
     for again in (False, True):
         x = tokens_of(case, graph)[0].requires_grad_()
         bias = draw(2, graph.num_edges, HEADS).requires_grad_()
@@ -321,8 +321,8 @@ def test_checkpointing_changes_no_bit(case: Case, backend: str, reentrant: bool)
 
         out = checkpoint(call, x, bias, use_reentrant=reentrant) if again else call(x, bias)
         out.square().sum().backward()
-        found.append((out, x.grad, bias.grad))
-    for mine, theirs in zip(*found, strict=True):
+        results.append((out, x.grad, bias.grad))
+    for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
 
 

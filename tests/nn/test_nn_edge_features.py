@@ -10,20 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from nn_by_hand import (
-    DIM,
-    HEADS,
-    grouped_linear,
-    into_heads,
-    irregular_graph,
-    linear,
-    rotate,
-    second_layer,
-)
+from nn_by_hand import DIM, HEADS, Case, forward_by_hand, irregular_graph, run
 from test_nn_checkpointing import WAYS
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional
 
 import graphattn as ga
 
@@ -74,70 +64,36 @@ def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Ten
 
 def inputs(
     kind: str, graph: ga.TokenGraph, *batch: int, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    """[x] or [x, context]."""
-    tokens = [drawn(*batch, graph.num_targets, DIM, dtype=dtype)]
-    if kind == "CrossConsensus":
-        tokens.append(drawn(*batch, graph.num_sources, DIM, seed=2, dtype=dtype))
-    return tokens
-
-
-def run(layer: Any, tokens: list[Tensor], graph: Any, **keywords: Any) -> Tensor:
-    return layer(tokens[0], graph, *tokens[1:], **keywords)
-
-
-def by_hand(
-    kind: str, option: str, layer: Any, tokens: list[Tensor], graph: ga.TokenGraph, e: Tensor
-) -> Tensor:
-    """Compute the output from the state_dict, with one functional.linear per group for F e_ij."""
-    state, options = layer.state_dict(), OPTIONS[option]
-    x, context = tokens[0], tokens[-1]
-    u = into_heads(linear(state, "source_proj", x))
-    cross = kind == "CrossConsensus"
-    v = into_heads(linear(state, "context_proj", context)) if cross else u
-    rope = options.get("rope", False)
-    base = 10000.0 if rope else None
-    turned = rotate(u, graph.positions, base), rotate(v, graph.source_positions, base)
-    step = options.get("step_size", 0.1)
-    if step == "learned":
-        step = functional.softplus(state["raw_step_size"])
-    weight = state["edge_net.edge.weight"]
-    moved = ga.consensus_update(
-        turned[0] if rope == "isometric" else u,
-        turned[1] if rope == "isometric" else v,
-        grouped_linear(state, "edge_net.target", x),
-        grouped_linear(state, "edge_net.source", context),
-        second_layer(state),
-        graph,
-        step,
-        update="target" if cross else options.get("update", "energy"),
-        disagreement=None if rope == "isometric" else turned,
-        edge_hidden=torch.stack([functional.linear(e, w) for w in weight], dim=-2),
-    )
-    if rope == "isometric":
-        moved = rotate(moved, graph.positions, base, back=True)
-    return linear(state, "output_proj", moved.flatten(-2))
+) -> tuple[Tensor, ...]:
+    """(x,) or (x, context)."""
+    x = drawn(*batch, graph.num_targets, DIM, dtype=dtype)
+    if kind != "CrossConsensus":
+        return (x,)
+    return x, drawn(*batch, graph.num_sources, DIM, seed=2, dtype=dtype)
 
 
 # Values.
 
 
 @EVERY
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_layer_is_its_operation(kind: str, option: str, own: bool, backend: str) -> None:
+def test_a_layer_is_its_operation(kind: str, option: str, per_sequence: bool, backend: str) -> None:
     for name in GRAPHS:
         graph = irregular_graph(9, 6) if kind == "CrossConsensus" else GRAPHS[name]()
         layer, tokens = make(kind, option), inputs(kind, graph, 2)
-        e = drawn(*([2] if own else []), graph.num_edges, F, seed=4)
-        expected = by_hand(kind, option, layer, tokens, graph, e)
+        e = drawn(*([2] if per_sequence else []), graph.num_edges, F, seed=4)
+        case = Case(kind, OPTIONS[option], DIM if kind == "CrossConsensus" else None)
+        expected = forward_by_hand(case, layer.state_dict(), tokens, graph, edge_features=e)
         with ga.use_backend(backend):
             out = run(layer, tokens, graph, edge_features=e)
         torch.testing.assert_close(out, expected, **TIGHT)
 
 
-def value_and_gradients(layer: Any, tokens: list[Tensor], graph: Any, e: Tensor, **kw: Any) -> Any:
-    leaves = [x.detach().clone().requires_grad_() for x in (*tokens, e)]
+def value_and_gradients(
+    layer: Any, tokens: tuple[Tensor, ...], graph: Any, e: Tensor, **kw: Any
+) -> Any:
+    leaves = tuple(x.detach().clone().requires_grad_() for x in (*tokens, e))
     out = run(layer, leaves[:-1], graph, edge_features=leaves[-1], **kw)
     weight = drawn(*out.shape, seed=9).to(out.dtype)
     return out, *torch.autograd.grad((out * weight).sum(), [*leaves, *layer.parameters()])
@@ -180,7 +136,7 @@ def test_sequences_of_a_batch_have_each_their_own_features(kind: str, option: st
     e = drawn(2, 2, graph.num_edges, F, seed=4)
     out = run(layer, tokens, graph, edge_features=e)
     for place in ((0, 1), (1, 0)):
-        alone = run(layer, [t[place] for t in tokens], graph, edge_features=e[place])
+        alone = run(layer, tuple(t[place] for t in tokens), graph, edge_features=e[place])
         torch.testing.assert_close(out[place], alone, **TIGHT)
 
 
@@ -367,11 +323,11 @@ def test_half_precision_loses_no_more_than_its_inputs(
     e = drawn(graph.num_edges, F, seed=4)
     low = copy.deepcopy(layer).to(dtype)
     wide = copy.deepcopy(low).double()  # the same parameters
-    tokens, e = [t.to(dtype) for t in tokens], e.to(dtype)
+    tokens, e = tuple(t.to(dtype) for t in tokens), e.to(dtype)
     with ga.use_backend(backend):
         out = run(low, tokens, graph, edge_features=e)
         none = run(low, tokens, graph, edge_features=0 * e)
-    tokens = [t.double() for t in tokens]
+    tokens = tuple(t.double() for t in tokens)
     error = (out.double() - run(wide, tokens, graph, edge_features=e.double())).abs().max()
     usual = (none.double() - run(wide, tokens, graph, edge_features=0 * e.double())).abs().max()
     assert out.dtype == dtype
@@ -383,14 +339,14 @@ def test_autocast_runs_forward_and_backward_on_both_ways(kind: str, option: str)
     graph = irregular_graph()
     layer, tokens = make(kind, option, torch.float32), inputs(kind, graph, 2, dtype=torch.float32)
     e = drawn(graph.num_edges, F, seed=4, dtype=torch.float32)
-    found = []
+    ways = []
     for backend in ("auto", "reference"):
         with ga.use_backend(backend), torch.autocast("cpu", torch.bfloat16):
-            found.append(value_and_gradients(layer, tokens, graph, e))
-    assert found[0][0].dtype == torch.bfloat16
-    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-2)
+            ways.append(value_and_gradients(layer, tokens, graph, e))
+    assert ways[0][0].dtype == torch.bfloat16
+    torch.testing.assert_close(ways[0], ways[1], rtol=2e-2, atol=2e-2)
     exact = value_and_gradients(layer, tokens, graph, e)
-    torch.testing.assert_close(found[0][0].float(), exact[0], rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(ways[0][0].float(), exact[0], rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -399,15 +355,15 @@ def test_checkpointing_changes_no_bit(backend: str, way: str) -> None:
     graph = GRAPHS["window"]()
     layer = make("SelfConsensus", "auto", torch.float32, backend=backend)
     block = ga.nn.PreNormBlock(layer)
-    found = []
+    results = []
     for call in (block, WAYS[way](lambda x, e: block(x, graph, edge_features=e))):
         x = drawn(2, 9, DIM, dtype=torch.float32).requires_grad_()
         e = drawn(graph.num_edges, F, seed=4, dtype=torch.float32).requires_grad_()
         block.zero_grad()
         out = call(x, graph, edge_features=e) if call is block else call(x, e)
         out.square().sum().backward()
-        found.append([out, x.grad, e.grad, *(p.grad.clone() for p in block.parameters())])
-    for a, b in zip(*found, strict=True):
+        results.append([out, x.grad, e.grad, *(p.grad.clone() for p in block.parameters())])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -419,9 +375,9 @@ COMPILED = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("graph", COMPILED)
-def test_two_compilations_serve_all_lengths(graph: str, own: bool) -> None:
+def test_two_compilations_serve_all_lengths(graph: str, per_sequence: bool) -> None:
     torch._dynamo.reset()
     layer = make("SelfConsensus", "auto", torch.float32)
     counter = CompileCounterWithBackend("aot_eager")
@@ -429,13 +385,15 @@ def test_two_compilations_serve_all_lengths(graph: str, own: bool) -> None:
     for n in (12, 17, 25, 40):
         edges = COMPILED[graph](n)
         x = drawn(2, edges.num_targets, DIM, dtype=torch.float32).requires_grad_()
-        e = drawn(*([2] if own else []), edges.num_edges, F, dtype=torch.float32).requires_grad_()
+        e = drawn(
+            *([2] if per_sequence else []), edges.num_edges, F, dtype=torch.float32
+        ).requires_grad_()
         leaves = [x, e, *layer.parameters()]
-        found = []
+        results = []
         for call in (compiled, layer):
             out = call(x, edges, edge_features=e)
-            found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert counter.frame_count <= 2
     torch._dynamo.reset()
 

@@ -156,12 +156,12 @@ def test_gaussian_kernel_attention_is_equation_3_to_5_on_dense_matrices(eps):
     x = torch.randn(graph.num_targets, DIM, dtype=torch.float64)
     mixed = torch.zeros_like(x)
     for h in range(HEADS):
-        own = slice(h * HEAD_DIM, (h + 1) * HEAD_DIM)
+        here = slice(h * HEAD_DIM, (h + 1) * HEAD_DIM)
         sigma = layer.log_sigma[h].exp()
-        kernel = torch.exp(-(torch.cdist(x[:, own], x[:, own]) ** 2) / (2 * sigma**2))
+        kernel = torch.exp(-(torch.cdist(x[:, here], x[:, here]) ** 2) / (2 * sigma**2))
         kernel = kernel * graph.to_mask()
         total = kernel.sum(1, keepdim=True) + eps
-        mixed[:, own] = torch.where(total > 0, kernel / total, 0) @ x[:, own]
+        mixed[:, here] = torch.where(total > 0, kernel / total, 0) @ x[:, here]
     expected = mixed @ layer.output_proj.weight.T + layer.output_proj.bias
     torch.testing.assert_close(layer(x, graph), expected, rtol=1e-9, atol=1e-10)
 
@@ -193,12 +193,12 @@ def edge_matrices_by_hand(layer, x, context, i, j):
     matrices = []
     for h in range(HEADS):
         if layer.edge_input == "head":
-            own, other = x[i].chunk(HEADS)[h], context[j].chunk(HEADS)[h]
+            here, other = x[i].chunk(HEADS)[h], context[j].chunk(HEADS)[h]
             group = h
         else:
-            own, other, group = x[i], context[j], 0
+            here, other, group = x[i], context[j], 0
         weight = torch.cat([net.target.weight[group], net.source.weight[group]], dim=-1)
-        hidden = functional.gelu(weight @ torch.cat([own, other]) + net.target.bias[group])
+        hidden = functional.gelu(weight @ torch.cat([here, other]) + net.target.bias[group])
         of_alpha, of_beta, of_shear = hidden.split(xi) if len(hidden) > xi else (hidden,) * 3
         alpha = functional.softplus(net.alpha[h] @ of_alpha + net.alpha_bias[h])
         beta = functional.softplus(net.beta[h] @ of_beta + net.beta_bias[h])

@@ -96,7 +96,7 @@ def test_windows_of_consensus_are_not_gone_over_hop_by_hop(backend):
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_the_second_call_on_a_graph_makes_no_plan(monkeypatch, graph, top_k):
-    layer, found = ga.nn.KrauseAttention(DIM, HEADS, top_k=top_k), copy.deepcopy(GRAPHS[graph])
+    layer, kept = ga.nn.KrauseAttention(DIM, HEADS, top_k=top_k), copy.deepcopy(GRAPHS[graph])
     made = []
     kernels = plans.Kernels(
         lambda *given: made.append("rows") or KERNELS.rows(*given),
@@ -105,11 +105,11 @@ def test_the_second_call_on_a_graph_makes_no_plan(monkeypatch, graph, top_k):
     monkeypatch.setattr(ga.ops.attention.native, "KERNELS", kernels)
     monkeypatch.setattr(plans, "OPERATIONS", kernels)
     x = torch.randn(N, DIM)
-    first = layer(x, found)
+    first = layer(x, kept)
     assert len(made) == 1
-    assert torch.equal(layer(x, found), first)
+    assert torch.equal(layer(x, kept), first)
     assert len(made) == 1
-    assert torch.equal(layer(x, copy.deepcopy(found)), first)
+    assert torch.equal(layer(x, copy.deepcopy(kept)), first)
     assert len(made) == 2  # a copy has none
 
 

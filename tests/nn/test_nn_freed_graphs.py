@@ -109,16 +109,16 @@ def _train(run: Run, graph: ga.TokenGraph, *, twice: bool) -> None:
 
 def _leaves(node: object) -> list[torch.Tensor]:
     """The leaves of a graph of autograd."""
-    seen, found, todo = set(), [], [node]
+    seen, variables, todo = set(), [], [node]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            variables.append(node.variable)
         todo.extend(following for following, _ in node.next_functions)
-    return found
+    return variables
 
 
 @pytest.mark.every_case

@@ -115,9 +115,9 @@ def test_a_layer_is_a_message_passing_layer_as_soon_as_there_is_such_a_thing(tmp
         [sys.executable, "-c", STORY], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert run.returncode == 0, run.stderr
-    told = dict(line.split("\t") for line in run.stdout.splitlines())
-    assert len(told) == 15
-    assert not [name for name, held in told.items() if held != "True"]
+    facts = dict(line.split("\t") for line in run.stdout.splitlines())
+    assert len(facts) == 15
+    assert not [name for name, held in facts.items() if held != "True"]
 
 
 def test_members_of_message_passing_are_known():

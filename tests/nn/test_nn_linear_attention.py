@@ -127,15 +127,15 @@ def test_sums_messages_and_the_list_of_edges_give_the_same_and_the_same_gradient
     listed = ga.from_edge_index(graph.edge_index, graph.num_targets, graph.num_sources)
     d_out = torch.randn(2, graph.num_targets, DIM, dtype=torch.float64)
     positions = graph.positions, graph.source_positions
-    found = []
+    results = []
     for way in ("sums", "messages", "edges"):
         here = listed if way == "edges" else graph
         given = tokens if graph.has_same_tokens else [tokens[0], tokens[-1]]
         with ga.use_backend("reference" if way == "messages" else "auto"):
             y = run(layer, given, here, positions=positions)
-        found.append([y, *torch.autograd.grad(y, [*tokens, *layer.parameters()], d_out)])
-    for others in found[1:]:
-        for mine, theirs in zip(found[0], others, strict=True):
+        results.append([y, *torch.autograd.grad(y, [*tokens, *layer.parameters()], d_out)])
+    for others in results[1:]:
+        for mine, theirs in zip(results[0], others, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
 
 
@@ -318,14 +318,14 @@ def test_autocast_computes_like_float32_to_the_rounding_of_its_products():
 def test_checkpointing_changes_no_bit(reentrant):
     layer, graph = make(rope=True), ga.causal_graph(90)
     x = torch.randn(2, 90, DIM, dtype=torch.float64, requires_grad=True)
-    found = []
+    results = []
     for again in (False, True):
         call = lambda x: layer(x, graph)  # noqa: E731
         y = checkpoint(call, x, use_reentrant=reentrant) if again else call(x)
         x.grad = None
         y.square().sum().backward()
-        found.append((y, x.grad))
-    for mine, theirs in zip(*found, strict=True):
+        results.append((y, x.grad))
+    for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -341,7 +341,7 @@ def test_copies_and_files_are_the_same_layer(tmp_path):
     ):
         assert torch.equal(other.double()(x, graph), y)
         assert repr(other) == repr(layer)
-    assert repr(layer) == "LinearAttention(12, heads=3, rope=True, kv_heads=1, eps=0.5)"
+    assert repr(layer) == "LinearAttention(12, heads=3, kv_heads=1, rope=True, eps=0.5)"
 
 
 def test_non_contiguous_and_meta_inputs():
@@ -544,8 +544,8 @@ def test_a_cache_of_inference_mode_goes_on_outside():
         layer.step(x[:, :5], cache)
         copied = pickle.loads(pickle.dumps(cache))
     expected = layer(x, ga.causal_graph(9))[:, 5:]
-    for own in (cache, copied):
-        torch.testing.assert_close(layer.step(x[:, 5:], own), expected, rtol=1e-11, atol=1e-12)
+    for other in (cache, copied):
+        torch.testing.assert_close(layer.step(x[:, 5:], other), expected, rtol=1e-11, atol=1e-12)
 
 
 def test_a_message_of_somebody_elses_is_what_steps_run():

@@ -102,11 +102,11 @@ def test_reset_parameters_draws_at_the_scale_of_construction(case):
 
 def test_sigma_starts_at_the_square_root_of_the_head_dimension_or_where_told():
     for kind in ("KrauseAttention", "GaussianKernelAttention"):
-        default, told = (
+        default, given = (
             getattr(ga.nn, kind)(128, 2, init_sigma=sigma).log_sigma for sigma in (None, 2.5)
         )
         torch.testing.assert_close(default.exp(), torch.full((2,), 8.0))
-        torch.testing.assert_close(told.exp(), torch.full((2,), 2.5))
+        torch.testing.assert_close(given.exp(), torch.full((2,), 2.5))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -335,7 +335,8 @@ def test_attention_weights_are_the_ones_the_output_is_made_with(case):
     layer, graph = case.make(), graph_of(case)
     tokens = tokens_of(case, graph, ())
     out, weights = run(layer, tokens, graph, return_attention_weights=True)
-    _, _, value = layer.project(tokens[0], tokens[-1], graph, None)
+    rotations = layer.rotations(tokens[0], tokens[-1], graph, None)
+    _, _, value = layer.project(tokens[0], tokens[-1], rotations)
     value = value.repeat_interleave(HEADS // value.shape[-2], dim=-2)
     source, target = graph.edge_index
     mixed = torch.zeros(graph.num_targets, HEADS, HEAD_DIM, dtype=torch.float64)

@@ -36,13 +36,13 @@ def t5_bucket_by_hand(offset: int, buckets: int, farthest: int, bidirectional: b
 def dense(bias: Tensor, graph: ga.TokenGraph) -> Tensor:
     """[N, M, H] of what a module gave, NaN where there is no edge."""
     rows = None if graph.structure is None else graph.structure.num_offsets
-    found = torch.full((*graph.to_mask().shape, bias.shape[-1]), torch.nan, dtype=bias.dtype)
+    matrix = torch.full((*graph.to_mask().shape, bias.shape[-1]), torch.nan, dtype=bias.dtype)
     source, target = graph.edge_index
     if bias.dim() == 2 and len(bias) == rows:
         assert graph.structure is not None
         bias = bias[graph.structure.offset_index(target, source)]
-    found[target, source] = bias.reshape(len(source), -1)
-    return found
+    matrix[target, source] = bias.reshape(len(source), -1)
+    return matrix
 
 
 GRAPHS = {
@@ -80,9 +80,9 @@ def by_hand(kind: str, module: Any, offset: int) -> Tensor:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_bias_of_an_edge_is_that_of_its_offset(name: str, kind: str) -> None:
     graph, module = GRAPHS[name](), KINDS[kind]()
-    found = dense(module(graph), graph)
+    matrix = dense(module(graph), graph)
     for i, j in graph.to_mask().nonzero().tolist():
-        torch.testing.assert_close(found[i, j], by_hand(kind, module, j - i), **EXACT)
+        torch.testing.assert_close(matrix[i, j], by_hand(kind, module, j - i), **EXACT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,11 +103,11 @@ def test_buckets_are_t5_s_at_every_distance(
     )
     with torch.no_grad():
         module.table.copy_(torch.arange(float(buckets))[:, None])
-    found = module(ga.complete_graph(700)).flatten().tolist()
+    row = module(ga.complete_graph(700)).flatten().tolist()
     expected = [
         t5_bucket_by_hand(offset, buckets, farthest, bidirectional) for offset in range(-699, 700)
     ]
-    assert found == expected
+    assert row == expected
 
 
 def test_buckets_at_the_distances_that_t5_names() -> None:
@@ -176,7 +176,7 @@ def test_over_a_grid_it_is_swin_s_table(most: tuple[int, int], class_token: bool
     bias = module(graph)
     assert class_token or bias.shape == (25, 3)
     table = module.table.view(2 * most[0] + 1, 2 * most[1] + 1, 3)
-    found, lead = dense(bias, graph), int(class_token)
+    matrix, lead = dense(bias, graph), int(class_token)
     for i, j in graph.to_mask().nonzero().tolist():
         if class_token and 0 in (i, j):
             expected = torch.zeros(3)
@@ -185,7 +185,7 @@ def test_over_a_grid_it_is_swin_s_table(most: tuple[int, int], class_token: bool
             expected = table[
                 max(-most[0], min(most[0], dy)) + most[0], max(-most[1], min(most[1], dx)) + most[1]
             ]
-        torch.testing.assert_close(found[i, j], expected, **EXACT)
+        torch.testing.assert_close(matrix[i, j], expected, **EXACT)
 
 
 def test_images_side_by_side_have_one_table_and_unlike_ones_biases_of_edges() -> None:
@@ -193,9 +193,13 @@ def test_images_side_by_side_have_one_table_and_unlike_ones_biases_of_edges() ->
     alike = [ga.grid_window_graph(4, 5, 1), ga.grid_window_graph(3, 3, 1)]
     assert module(ga.batch(alike)).shape == (9, 3)
     unlike = [ga.grid_window_graph(4, 5, 1), ga.grid_window_graph(3, 3, 2, class_token=True)]
-    found = dense(module(ga.batch(unlike)), ga.batch(unlike))
-    torch.testing.assert_close(found[:20, :20], dense(module(unlike[0]), unlike[0]), equal_nan=True)
-    torch.testing.assert_close(found[20:, 20:], dense(module(unlike[1]), unlike[1]), equal_nan=True)
+    matrix = dense(module(ga.batch(unlike)), ga.batch(unlike))
+    torch.testing.assert_close(
+        matrix[:20, :20], dense(module(unlike[0]), unlike[0]), equal_nan=True
+    )
+    torch.testing.assert_close(
+        matrix[20:, 20:], dense(module(unlike[1]), unlike[1]), equal_nan=True
+    )
 
 
 def test_where_patches_stand_can_be_said() -> None:
@@ -203,8 +207,8 @@ def test_where_patches_stand_can_be_said() -> None:
     module, cells = OffsetBias(3, (2, 2)), torch.cartesian_prod(torch.arange(4), torch.arange(5))
     window = ga.grid_window_graph(4, 5, 1)
     listed = ga.from_edge_index(window.edge_index, 20)
-    found = dense(module(listed, positions=cells), listed)
-    torch.testing.assert_close(found, dense(module(window), window), equal_nan=True)
+    matrix = dense(module(listed, positions=cells), listed)
+    torch.testing.assert_close(matrix, dense(module(window), window), equal_nan=True)
     with pytest.raises(ValueError, match=r"graph must be over a grid of 2 axes.*positions="):
         module(listed)
 
@@ -217,11 +221,11 @@ def test_packed_sequences_count_from_their_own_beginnings(kind: str) -> None:
     module = KINDS[kind]()
     graphs = [ga.causal_graph(9), ga.complete_graph(6), ga.from_edge_index(torch.eye(2).long(), 2)]
     packed = ga.batch(graphs)
-    found, start = dense(module(packed), packed), 0
+    matrix, start = dense(module(packed), packed), 0
     for graph in graphs:
         stop = start + graph.num_tokens
         expected = dense(module(graph), graph)
-        torch.testing.assert_close(found[start:stop, start:stop], expected, equal_nan=True)
+        torch.testing.assert_close(matrix[start:stop, start:stop], expected, equal_nan=True)
         start = stop
     alike = ga.batch([ga.causal_window_graph(n, 4) for n in (9, 5)])
     assert module(alike).shape == (4, 3)

@@ -14,6 +14,12 @@ from nn_by_hand import DIM, HEADS, ONE_OF_EACH, Case, graph_of, run, tokens_of
 from torch import Tensor
 
 import graphattn as ga
+from graphattn.nn.base.overrides import (
+    overridden_edges,
+    overridden_forward,
+    overridden_rows,
+    overridden_weights,
+)
 from graphattn.nn.edges.network import EdgeNetwork
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
@@ -420,9 +426,7 @@ def test_steps_refuse_where_forward_was_replaced_and_step_was_not() -> None:
 
 def test_the_librarys_own_layers_have_replaced_nothing() -> None:
     """Otherwise they would all run message by message."""
-    from graphattn.nn.base.overrides import overridden_edges, overridden_rows, overridden_weights
-
     for case in ONE_OF_EACH:
         layer = case.make()
         assert overridden_edges(layer) == overridden_rows(layer) == overridden_weights(layer) == ()
-        assert layer.class_overrides.in_forward == ()
+        assert overridden_forward(layer) == ()

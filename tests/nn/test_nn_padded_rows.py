@@ -83,13 +83,13 @@ def test_rows_padded_with_nan_are_the_items_alone(case: Case, kind: str, backend
     assert y.shape == (4, 8, DIM)
     assert y.isfinite().all()
     expected = [alone(layer, item) for item in items]
-    for own, other in zip(batch.unpack(y), expected, strict=True):
-        torch.testing.assert_close(own, other)
-    weights = [torch.randn_like(own) for own in expected]
+    for row, other in zip(batch.unpack(y), expected, strict=True):
+        torch.testing.assert_close(row, other)
+    weights = [torch.randn_like(row) for row in expected]
     leaves = [*(item["x"] for item in items), *layer.parameters()]
     mine, theirs = (
         torch.autograd.grad(
-            sum((own * w).sum() for own, w in zip(outputs, weights, strict=True)),
+            sum((row * w).sum() for row, w in zip(outputs, weights, strict=True)),
             leaves,
             allow_unused=True,
         )
@@ -118,9 +118,9 @@ def test_weights_come_per_edge_of_all_items() -> None:
     batch = ga.collate(items, padding=True)
     y, weights = together(layer, batch, return_attention_weights=True)
     assert y.shape == (4, 8, DIM)
-    for own, item in zip(batch.unpack(weights, per="edge"), items, strict=True):
+    for row, item in zip(batch.unpack(weights, per="edge"), items, strict=True):
         expected = layer(item["x"], item["graph"], return_attention_weights=True)[1]
-        torch.testing.assert_close(own, expected)
+        torch.testing.assert_close(row, expected)
 
 
 def test_positions_and_masks_of_rows_are_read_by_row() -> None:
@@ -156,8 +156,8 @@ def test_rows_of_several_batch_dimensions_and_of_neighbours() -> None:
     assert graph.sizes == ((7, 7),) * 6
     y = layer(x, graph)
     for b in range(6):
-        own = x.view(6, 7, DIM)[b]
-        expected = layer(own, ga.knn_graph(own, 3))
+        row = x.view(6, 7, DIM)[b]
+        expected = layer(row, ga.knn_graph(row, 3))
         torch.testing.assert_close(y.view(6, 7, DIM)[b], expected)
 
 
@@ -272,5 +272,5 @@ def test_an_offset_table_serves_padded_windows() -> None:
         return ga.dot_product_attention(q, q, q, graph, edge_bias=table)
 
     y = attend(batch.x.flatten(0, 1), batch.graph).view(4, 8, DIM)
-    for own, item in zip(batch.unpack(y), items, strict=True):
-        torch.testing.assert_close(own, attend(item["x"], item["graph"]).view(-1, DIM))
+    for row, item in zip(batch.unpack(y), items, strict=True):
+        torch.testing.assert_close(row, attend(item["x"], item["graph"]).view(-1, DIM))

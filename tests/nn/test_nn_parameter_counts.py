@@ -76,9 +76,9 @@ def test_consensus_in_closed_form():
 
 
 def test_cross_consensus_adds_the_projection_of_the_context():
-    own = count(ga.nn.SelfConsensus(768, 12, edge_hidden=8))
+    alone = count(ga.nn.SelfConsensus(768, 12, edge_hidden=8))
     cross = count(ga.nn.CrossConsensus(768, 12, edge_hidden=8))
-    assert cross == own + 768 * 768 + 768
+    assert cross == alone + 768 * 768 + 768
     narrow = count(ga.nn.CrossConsensus(768, 12, edge_hidden=8, context_dim=384))
     assert cross - narrow == 384 * 768 + 384 * 8  # context_proj and the sources' first layer
 
@@ -95,5 +95,5 @@ def test_krause_attention_adds_its_bandwidths():
 def test_bias_false_drops_the_biases_of_the_projections_only(kind):
     layer = getattr(ga.nn, kind)(64, 4, edge_hidden=8, bias=False)
     biases = {name for name, _ in layer.named_parameters() if "bias" in name}
-    own = {"alpha_bias", "beta_bias", "shear_bias", "target.bias"}
-    assert biases == {f"edge_net.{name}" for name in own}
+    kept = {"alpha_bias", "beta_bias", "shear_bias", "target.bias"}
+    assert biases == {f"edge_net.{name}" for name in kept}

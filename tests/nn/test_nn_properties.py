@@ -189,7 +189,7 @@ def test_a_sequence_in_a_batch_equals_the_sequence_alone(kind: str, data):
         strict=True,
     )
     with ga.use_backend(backend):
-        alone = [layer(own, part) for own, part in zip(pieces, parts, strict=True)]
+        alone = [layer(piece, part) for piece, part in zip(pieces, parts, strict=True)]
         torch.testing.assert_close(layer(tokens, packed), torch.cat(alone, dim=-2), **TIGHT)
 
 

@@ -52,8 +52,6 @@ GRAPHS = {
     "neighbors": lambda: ga.knn_graph(torch.arange(N).double().square()[:, None], k=3),
 }
 each_layer = pytest.mark.parametrize("name", LAYERS)
-# 0 times an edge's matrix that is NaN is NaN: consensus multiplies where others select.
-each_attention = pytest.mark.parametrize("name", [n for n in LAYERS if "consensus" not in n])
 each_graph = pytest.mark.parametrize("graph", GRAPHS)
 
 
@@ -227,19 +225,19 @@ def replace_in_class(layer, method):
         *(
             ("turned", method)
             for method in (
-                "message", "log_affinity", "aggregate", "fused", "mix", "project_rotated",
-                "project", "split", "rotate", "rotations", "prepare", "split_and_rotate",
-                "uses_propagate",
+                "message", "log_affinity", "aggregate", "fused", "mix", "project", "split",
+                "rotate", "rotations", "prepare", "edge_arguments", "project_back",
+                "forward_pass", "uses_propagate",
             )
         ),
         ("krause", "sigma"),
-        *(("linear", method) for method in ("message", "fused", "mix", "project_features")),
+        *(("linear", method) for method in ("message", "fused", "mix", "project")),
         *(
             ("consensus", method)
             for method in (
-                "message", "aggregate", "fused", "move", "one_step", "prepare", "split", "rotate",
-                "rotations", "project_back", "rotate_back", "step_tensor", "uses_propagate",
-                "checked_features", "applies_first_layer",
+                "message", "aggregate", "fused", "mix", "project", "states", "prepare", "split",
+                "rotate", "rotations", "project_back", "rotate_back", "step_tensor",
+                "uses_propagate", "checked_features", "applies_first_layer",
             )
         ),
     ],
@@ -286,6 +284,10 @@ def test_hooks_of_messages_are_run(name):
         ("dot", "backend", "fast", "backend"),
         ("linear", "eps", -1.0, "eps"),
         ("linear", "backend", "native", "native"),
+        *(("krause", "top_k", value, "top_k") for value in ([3], np.array([3, 4]))),
+        *(("capped", "softcap", value, "softcap") for value in ([3.0], np.array([3.0, 4.0]))),
+        *((n, "eps", value, "eps") for n in ("gka", "linear") for value in ([3.0], None)),
+        *((n, "eps", torch.ones(2), "eps") for n in ("gka", "linear")),
     ],
 )
 def test_options_that_are_changed_to_wrong_ones_are_refused(name, attribute, value, message):
@@ -306,23 +308,6 @@ def test_a_graph_on_another_device_knows_nothing_of_the_first(name):
     assert not other._derived
     with pytest.raises(ValueError, match="graph is on meta, but the tensors are on cpu"):
         layer(x, other)
-
-
-@pytest.mark.parametrize(
-    ("name", "attribute", "value"),
-    [
-        *(("krause", "top_k", value) for value in ([3], np.array([3, 4]))),
-        *(("capped", "softcap", value) for value in ([3.0], np.array([3.0, 4.0]))),
-        *((name, "eps", value) for name in ("gka", "linear") for value in ([3.0], None)),
-        *((name, "eps", torch.ones(2)) for name in ("gka", "linear")),
-    ],
-)
-def test_options_that_are_no_numbers_are_refused_by_name(name, attribute, value):
-    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
-    layer(x, graph)
-    setattr(layer, attribute, value)
-    with pytest.raises(ValueError, match=attribute):
-        layer(x, graph)
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
@@ -452,34 +437,20 @@ def test_nan_that_nobody_sees_stays_where_it_is(name):
     mask = torch.ones(N, N, dtype=torch.bool)
     mask[5], mask[:, 5] = False, False
     mask[5, 5] = True
-    graphs = {"list": ga.from_mask(mask)}
-    split = ga.batch([ga.causal_window_graph(5, 3), ga.complete_graph(1), ga.causal_graph(N - 6)])
-    graphs["batch"] = split
+    packed = ga.batch([ga.causal_window_graph(5, 3), ga.complete_graph(1), ga.causal_graph(N - 6)])
+    graphs = [(ga.from_mask(mask), 5), (packed, 5)]
+    if "consensus" not in name:  # 0 times an edge's matrix that is NaN is NaN
+        graphs.append((ga.causal_window_graph(N, 4), N - 1))
     layer = layer_of(name)
-    for graph in graphs.values():
-        x = tokens(N)
-        rest = torch.arange(N) != 5
+    for graph, unseen in graphs:
+        x, rest = tokens(N), torch.arange(N) != unseen
         expected = layer(x, graph)[rest]
-        x[5] = torch.nan
+        x[unseen] = torch.nan
         x.requires_grad_()
         out = layer(x, graph)
         assert torch.equal(out[rest], expected)
         out[rest].square().sum().backward()
         assert x.grad[rest].isfinite().all()
-
-
-@each_attention
-def test_a_last_token_without_readers_may_hold_nan(name):
-    """NaN in a last token that no other token sees reaches nothing else: 11 tokens, window of 4."""
-    graph, layer = ga.causal_window_graph(N, 4), layer_of(name)
-    x = tokens(N)
-    expected = layer(x, graph)[:-1]
-    x[-1] = torch.nan
-    x.requires_grad_()
-    out = layer(x, graph)
-    assert torch.equal(out[:-1], expected)
-    out[:-1].square().sum().backward()
-    assert x.grad[:-1].isfinite().all()
 
 
 @each_layer
@@ -490,9 +461,9 @@ def test_a_gradient_that_is_nan_reaches_what_its_row_saw_alone(name):
     upstream = torch.ones_like(out)
     (clean,) = torch.autograd.grad(out, x, upstream, retain_graph=True)
     upstream[-1] = torch.nan
-    (found,) = torch.autograd.grad(out, x, upstream)
-    torch.testing.assert_close(found[:-4], clean[:-4], rtol=1e-12, atol=1e-12)
-    assert found[-1].isnan().all()
+    (spoilt,) = torch.autograd.grad(out, x, upstream)
+    torch.testing.assert_close(spoilt[:-4], clean[:-4], rtol=1e-12, atol=1e-12)
+    assert spoilt[-1].isnan().all()
 
 
 @each_layer
@@ -572,9 +543,9 @@ def test_what_another_thread_drops_in_between_is_still_given():
         """Forgets all as soon as somebody has looked for one or put one in."""
 
         def __contains__(self, key):
-            found = super().__contains__(key)
+            is_there = super().__contains__(key)
             self.clear()
-            return found
+            return is_there
 
         def __setitem__(self, key, value):
             pass

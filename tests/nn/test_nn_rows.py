@@ -50,13 +50,13 @@ def made(name, **options):
 
 def by_rows(layer, x, graph, borders, **keywords):
     """The rows between every two borders, one call each."""
-    found = []
+    outputs = []
     for start, stop in itertools.pairwise(borders):
         part, seen = graph.targets(start, stop)
-        own, there = slice(start, stop), slice(seen.start, seen.stop)
-        given = {k: (v[0][..., own], v[1][..., there]) for k, v in keywords.items()}
-        found.append(layer(x[..., own, :], part, x[..., there, :], **given))
-    return torch.cat(found, dim=-2)
+        mine, there = slice(start, stop), slice(seen.start, seen.stop)
+        given = {k: (v[0][..., mine], v[1][..., there]) for k, v in keywords.items()}
+        outputs.append(layer(x[..., mine, :], part, x[..., there, :], **given))
+    return torch.cat(outputs, dim=-2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -131,9 +131,9 @@ def test_weights_of_rows_are_those_of_their_edges(name):
     x = torch.randn(12, DIM, dtype=torch.float64)
     _, whole = layer(x, graph, return_attention_weights=True)
     part, seen = graph.targets(4, 9)
-    _, own = layer(x[4:9], part, x[seen.start : seen.stop], return_attention_weights=True)
+    _, mine = layer(x[4:9], part, x[seen.start : seen.stop], return_attention_weights=True)
     target = graph.edge_index[1]
-    torch.testing.assert_close(own, whole[(target >= 4) & (target < 9)])
+    torch.testing.assert_close(mine, whole[(target >= 4) & (target < 9)])
 
 
 def test_energy_with_a_context_is_refused_by_name():
@@ -165,8 +165,8 @@ def test_checkpointing_by_rows_gives_the_gradients_of_the_whole(reentrant):
     rows = []
     for start in range(0, 24, 8):
         part, seen = graph.targets(start, start + 8)
-        own, context = x[start : start + 8], x[seen.start : seen.stop]
-        rows.append(checkpoint(layer, own, part, context, use_reentrant=reentrant))
+        here, context = x[start : start + 8], x[seen.start : seen.stop]
+        rows.append(checkpoint(layer, here, part, context, use_reentrant=reentrant))
     leaves = [x, *layer.parameters()]
     torch.cat(rows).square().sum().backward()
     mine = [leaf.grad for leaf in leaves]

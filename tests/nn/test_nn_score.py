@@ -88,15 +88,15 @@ def with_gradients(layer: nn.Module, x: Tensor, graph: ga.TokenGraph) -> list[Te
 @EVERY
 def test_message_and_the_operation_agree_and_its_parameter_learns(name: str, options: str) -> None:
     layer, graph = made(name, **OPTIONS[options]), ga.causal_window_graph(12, 5)
-    found = {}
+    results = {}
     for backend in ("reference", "structured", "auto"):
         layer.backend = backend
-        found[backend] = with_gradients(layer, tokens(2, 12), graph)
+        results[backend] = with_gradients(layer, tokens(2, 12), graph)
     for backend in ("structured", "auto"):
-        for a, b in zip(found[backend], found["reference"], strict=True):
+        for a, b in zip(results[backend], results["reference"], strict=True):
             torch.testing.assert_close(a, b, **EXACT)
-    own = layer.log_bandwidth if name == "laplacian" else layer.scale
-    assert bool((own.grad != 0).all())
+    parameter = layer.log_bandwidth if name == "laplacian" else layer.scale
+    assert bool((parameter.grad != 0).all())
 
 
 @EVERY
@@ -133,8 +133,8 @@ def test_padding_is_never_read(name: str) -> None:
     valid[0, 6:] = False
     x[0, 6:] = math.nan
     graph = ga.complete_graph(10)
-    found = layer(x, graph, valid=valid)
-    torch.testing.assert_close(found[0, :6], layer(x[0, :6], ga.complete_graph(6)), **EXACT)
+    results = layer(x, graph, valid=valid)
+    torch.testing.assert_close(results[0, :6], layer(x[0, :6], ga.complete_graph(6)), **EXACT)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -145,8 +145,8 @@ def test_checkpoints_give_the_same_gradients(name: str, reentrant: bool) -> None
 
     class Again(nn.Module):
         def forward(self, x: Tensor, graph: ga.TokenGraph) -> Tensor:
-            found: Tensor = checkpoint(layer, x, graph, use_reentrant=reentrant)
-            return found
+            results: Tensor = checkpoint(layer, x, graph, use_reentrant=reentrant)
+            return results
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             layer.zero_grad(set_to_none)
@@ -232,6 +232,6 @@ def test_message_is_the_reference_operation_bit_by_bit(kind: str) -> None:
     torch.manual_seed(0)
     layer = getattr(ga.nn, kind)(DIM, HEADS, backend="reference").double()
     graph, x = ga.causal_window_graph(12, 5), tokens(12)
-    query, key, value = layer.project(x, x, graph, None)
+    query, key, value = layer.project(x, x, None)
     expected = ga.score_attention(query, key, value, graph, layer.score(), backend="reference")
     assert torch.equal(layer.mix(query, key, value, graph, (None, None)), expected)

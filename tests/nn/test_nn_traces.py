@@ -211,9 +211,9 @@ def test_numbers_of_heads_may_be_mapped():
         caches = x[None], x[None]
         return ga.decode_attention(x[None, -1:], *caches, N, sigma=sigma, sink=sink)[0, 0]
 
-    found = torch.func.vmap(whole)(sigma, sink)
-    torch.testing.assert_close(found, torch.stack([*map(whole, sigma, sink)]))
-    torch.testing.assert_close(torch.func.vmap(step)(sigma, sink), found[:, -1])
+    outputs = torch.func.vmap(whole)(sigma, sink)
+    torch.testing.assert_close(outputs, torch.stack([*map(whole, sigma, sink)]))
+    torch.testing.assert_close(torch.func.vmap(step)(sigma, sink), outputs[:, -1])
     with pytest.raises(ValueError, match="sigma must be > 0"):  # it can be read, so it is checked
         torch.func.grad(lambda x: ga.rbf_attention(x, x, x, graph, -sigma[0]).sum())(x)
 

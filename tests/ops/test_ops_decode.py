@@ -384,7 +384,7 @@ def test_the_step_of_a_layer_is_decoding_of_its_cache(kind, options):
     layer.step(x[:, :-1], cache)
     y = layer.step(x[:, -1], cache)
     with torch.no_grad():
-        query, key, value = layer.project(x[:, -1:], x, ga.causal_graph(300), None)
+        query, key, value = layer.project(x[:, -1:], x, None)
         if kind == "KrauseAttention":
             options = {"sigma": layer.sigma(), **options}
         mixed = ga.decode_attention(query, key, value, 300, window=256, **options)

@@ -25,7 +25,7 @@ def layer(**options):
 def matrix_of(consensus, x, graph):
     """One step with R held fixed, written out by autograd: [N D H, N D H], float64."""
     consensus, x = consensus.double(), x.double()
-    x_, _, graph, valid = consensus.prepare(x, x, consensus.dim, graph, None)
+    x_, _, graph, valid = consensus.prepare(x, x, graph, None)
     hidden = consensus.edge_net.target_hidden(x_), consensus.edge_net.source_hidden(x_)
     rotations = consensus.rotations(x_, x_, graph, None)
     shape = len(x), consensus.heads, consensus.head_dim

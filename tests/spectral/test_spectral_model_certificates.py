@@ -159,8 +159,8 @@ def test_on_a_causal_graph_the_spectral_radius_is_that_of_the_diagonal_blocks():
 
 def test_a_layer_with_its_own_step_claims_no_theorem():
     class Doubled(ga.nn.SelfConsensus):
-        def move(self, u, compared, hidden, graph, valid):
-            return 2 * super().move(u, compared, hidden, graph, valid)
+        def mix(self, u, compared, hidden, graph, valid):
+            return 2 * super().mix(u, compared, hidden, graph, valid)
 
     torch.manual_seed(0)
     layer, graph, x = Doubled(12, 3, edge_hidden=8), ga.window_path_graph(8, 2), drawn(8, 12)

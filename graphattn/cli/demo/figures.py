@@ -82,7 +82,7 @@ def _attention(sample: Sample, training: Training | None, seed: int) -> Figure:
             "included"
         )
     x = block.mixer_norm(model.embedding(tokens))
-    query, key, _ = block.mixer.project(x, x, graph, None)
+    query, key, _ = block.mixer.project(x, x, None)
     sigma = query.shape[-1] ** 0.5
     mechanisms = {
         "dot product": ga.attention_weights(query, key, graph),

@@ -25,7 +25,7 @@ GAP = "_"  # in a prompt of residues or bases: a position that the model fills
 UNREAD = "\N{REPLACEMENT CHARACTER}"
 
 
-class GenerateOptions(NamedTuple):
+class Drawing(NamedTuple):
     """How texts are drawn."""
 
     tokens: int
@@ -39,8 +39,8 @@ class GenerateOptions(NamedTuple):
 def run_generate(
     folder: Path, *, prompt: str, seed: int, samples: int, console: Console, **options: Any
 ) -> None:
-    """Write samples to stdout and into ``samples.jsonl`` of the run; `options` as in GenerateOptions."""
-    how = GenerateOptions(**options)
+    """Write samples to stdout and into ``samples.jsonl``; `options` are those of Drawing."""
+    how = Drawing(**options)
     as_int("--tokens", how.tokens, 1)
     samples = as_int("--samples", samples, 1)
     trained = load_trained(folder)
@@ -94,9 +94,7 @@ def _encoded(trained: Trained, prompt: str) -> Tensor:
 # Causal models.
 
 
-def _write_on(
-    trained: Trained, prompt: str, how: GenerateOptions, generator: torch.Generator
-) -> str:
+def _write_on(trained: Trained, prompt: str, how: Drawing, generator: torch.Generator) -> str:
     """Write the prompt and its continuation to stdout, token by token."""
     assert isinstance(trained.model, CausalLM)
     if prompt:
@@ -204,7 +202,7 @@ def _to_stdout(piece: str) -> None:
 def _unmask(
     trained: Trained,
     prompt: str,
-    how: GenerateOptions,
+    how: Drawing,
     generator: torch.Generator,
     console: Console,
 ) -> str:

@@ -16,13 +16,46 @@ from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, Top
 from graphattn.distributed.ring.passes import best_on_ring, on_ring
 from graphattn.distributed.ring.states import linear_with_states
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.nn.base.overrides import names_of, overridden_edges, replaced_beside
+from graphattn.nn.base.overrides import names_of, overridden, overridden_edges
 from graphattn.ops.dropout import SEEDS
 from graphattn.ops.inputs import ValidPair, clear_invalid
-from graphattn.ops.linear_attention.api import linear_attention_sums
+from graphattn.ops.linear_attention.api import average, linear_attention_sums
 from graphattn.ops.segments import even_sigmoid
 
 INSTEAD = "make the shard with exchange='rows'"
+
+
+def averages_in_parts(
+    layer: Any,
+    projected: Any,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    weights: object,
+    of_edges: dict[str, Tensor],
+) -> Tensor | None:
+    """The averages [*, N, H, D] merged from results of several ranks; None if rows are fetched.
+
+    Args:
+        layer: an attention layer.
+        projected: what its `project` returns, of the tokens of this rank.
+        shard: the graph.
+        valid: masks of this rank's targets and sources, or None.
+        weights: whether weights are wanted.
+        of_edges: values of edges, such as `edge_bias`.
+
+    Raises:
+        ValueError: if rows are exchanged on a ring, and the layer, or what is wanted of it, cannot
+            be computed in parts.
+    """
+    on_ring, with_globals = layer.merged_by
+    if shard.exchange == "ring":
+        check_no_weights(weights)
+        averages: Tensor = on_ring(layer, *projected, shard, valid, **of_edges)
+    elif may_broadcast(layer, shard, weights, *of_edges.values()):
+        averages = with_globals(layer, *projected, shard, valid)
+    else:
+        return None
+    return averages
 
 
 def attention_on_ring(
@@ -32,19 +65,11 @@ def attention_on_ring(
     value: Tensor,
     shard: ShardedGraph,
     valid: ValidPair,
-    edge_bias: Tensor | None,
+    edge_bias: Tensor | None = None,
 ) -> Tensor:
     """Average the values of every target's sources, on whatever rank they are, [*, N, H, D].
 
-    Args:
-        layer: an attention layer.
-        query, key, value: [*, n, H, D] and [*, m, Hk, D], of the tokens of this rank.
-        shard: the graph.
-        valid: masks of this rank's targets and sources, or None.
-        edge_bias: a table per offset, [offsets, H]; None if there is none.
-
-    Raises:
-        ValueError: if the layer or the bias cannot be computed in parts.
+    `edge_bias` must be a table per offset, [offsets, H].
     """
     check_layer(layer)
     check_bias(edge_bias, shard)
@@ -100,10 +125,7 @@ def may_broadcast(layer: Any, shard: ShardedGraph, *others: object) -> bool:
 def attention_with_globals(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, shard: ShardedGraph, valid: ValidPair
 ) -> Tensor:
-    """Average the values of every target's sources, if the graph has global tokens, [*, N, H, D].
-
-    The arguments are those of :func:`attention_on_ring`.
-    """
+    """The averages of every target, [*, N, H, D], if the graph has global tokens."""
     split = shard.global_targets
     out, lse = split.computed(softmax_of(layer), (query, valid[0]), (key, value, valid[1]))
     of_globals = _normalised(layer, out, lse).to(query.dtype)
@@ -125,10 +147,8 @@ def _extra_term(layer: Any, like: Tensor) -> Tensor | None:
     return eps if sink is None else torch.logaddexp(eps, sink)
 
 
-def linear_with_globals(
-    layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair
-) -> tuple[Tensor, Tensor]:
-    """Return numerators and denominators of linear attention, if the graph has global tokens."""
+def linear_with_globals(layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair) -> Tensor:
+    """The averages of linear attention, [*, N, H, D], if the graph has global tokens."""
     split = shard.global_targets
     query, key, value, turned_query, turned_key = features
     turned = (turned_query, turned_key) if turned_query is not query else (None, None)
@@ -151,13 +171,11 @@ def linear_with_globals(
         torch.cat([x, y], dim=-3).index_select(-3, split.place)
         for x, y in zip(others, (above, below), strict=True)
     )
-    return next(whole), next(whole)
+    return _linear_average(layer, query, *whole)
 
 
-def linear_on_ring(
-    layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair
-) -> tuple[Tensor, Tensor]:
-    """Return the numerators and denominators of linear attention, over the sources of all ranks.
+def linear_on_ring(layer: Any, features: Any, shard: ShardedGraph, valid: ValidPair) -> Tensor:
+    """The averages of linear attention, [*, N, H, D], over the sources of all ranks.
 
     States travel where they are exact and smaller than the rows, which otherwise travel on a ring.
     """
@@ -169,7 +187,12 @@ def linear_on_ring(
         above, below = linear_with_states(shard.states, shard.rounds, targets, sources)
     else:
         above, below = on_ring(LinearParts(), shard.rounds, targets, sources, ())
-    return above, below
+    return _linear_average(layer, query, above, below)
+
+
+def _linear_average(layer: Any, query: Tensor, above: Tensor, below: Tensor) -> Tensor:
+    """The average of numerators and denominators, in the dtype of the layer's output projection."""
+    return average(above, below, layer.eps).to(layer.mixed_dtype(query))
 
 
 def check_no_weights(wanted: object) -> None:
@@ -192,7 +215,7 @@ def check_layer(layer: Any) -> None:
 
 def _own_methods(layer: Any) -> tuple[str, ...]:
     """Return the names of overrides that an operation in parts would not call."""
-    return *overridden_edges(layer), *replaced_beside(layer, ("mix", "fused"), ())
+    return *overridden_edges(layer), *overridden(layer, ("mix", "fused"))
 
 
 def check_bias(edge_bias: Tensor | None, shard: ShardedGraph) -> None:

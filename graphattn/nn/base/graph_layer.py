@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, cast
+from contextlib import nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.across_ranks import averages_in_parts
 from graphattn.nn.base.message_passing import (
     STATE,
     Later,
@@ -28,7 +30,7 @@ from graphattn.nn.base.overrides import (
     overrides_of_class,
 )
 from graphattn.nn.base.padded_rows import takes_padded_rows
-from graphattn.nn.files.config import Configured
+from graphattn.nn.files.config import Configured, not_default
 from graphattn.nn.rotary import Rotation, as_rotary, check_positions
 from graphattn.ops.backends import check_backend, wanted_backend
 from graphattn.ops.counting import note_uncounted
@@ -42,83 +44,130 @@ FEW_ANGLES = 1 << 16  # the most numbers of a rotation that a graph stores
 class GraphLayer(Configured, Later):
     """A layer whose `message()` is the mathematics of one edge.
 
-    ``backend="reference"`` runs it through PyG's `propagate`; other backends pass the same tensors
-    to a fused operation. (PyG itself fuses only for its sparse tensor types.) If a method that
-    `propagate` runs is overridden, "auto" uses `propagate`, and fused backends refuse, because they
-    compute the library's own mathematics only.
+    :meth:`forward_pass` is the template of every call. A subclass defines its steps: how tokens are
+    projected (:meth:`project`), and what a target receives from its sources, by :meth:`unfused`
+    (`message()` through PyG's `propagate`) and by :meth:`fused` (one operation on all edges).
+
+    ``backend="reference"`` runs `message()`; other backends run the fused operation. (PyG itself
+    fuses only for its sparse tensor types.) If a method that `propagate` runs is overridden, "auto"
+    uses `propagate`, and fused backends refuse, because they compute the library's own mathematics
+    only.
 
     It is a MessagePassing once torch_geometric is imported (:mod:`.message_passing`).
     """
 
     class_overrides: ClassVar[ClassOverrides]
+    drawn: ClassVar[tuple[Any, ...]] = (nn.Linear,)  # parts that `reset_parameters` draws anew
+    merged_by: ClassVar[tuple[Any, Any]]  # operations in parts: on a ring, and with global tokens
+    output_proj: nn.Linear
     # Arguments that must be alike on all ranks if the graph is divided: their rows travel.
     exchanged: ClassVar[tuple[str, ...]] = ("x", "context", "valid")
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        own: Any = cls
         if "forward" in vars(cls) and is_ours(cls):  # a user's forward gets its arguments unchanged
-            own.forward = takes_padded_rows(own.forward)
+            cls.forward = takes_padded_rows(cls.forward)
         cls.class_overrides = overrides_of_class(cls)
 
-    def __init__(self, dim: int, heads: int, *, rope: object, backend: str) -> None:
-        torch.nn.Module.__init__(self)
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        context_dim: int | None = None,
+        rope: object,
+        backend: str,
+    ) -> None:
+        nn.Module.__init__(self)
         self.dim, self.heads = as_int("dim", dim, 1), as_int("heads", heads, 1)
         if self.dim % self.heads:
             raise ValueError(f"heads must divide dim = {dim}, got {heads}")
         self.head_dim = self.dim // self.heads
+        self.kv_heads = self.heads if kv_heads is None else as_int("kv_heads", kv_heads, 1)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads = {heads}, got {kv_heads}")
+        given = self.dim if context_dim is None else context_dim
+        self.context_dim = as_int("context_dim", given, 1)
         self.rotary = as_rotary(rope, self.head_dim)
         self.backend = check_backend(backend)
-        if is_imported() or self.class_overrides.at_edges or wanted_backend(backend) == "reference":
+        if is_imported() or overridden_edges(self) or wanted_backend(backend) == "reference":
             complete(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state.setdefault("context_dim", state["dim"])  # older files have it of some layers only
         if "inspector" in state:  # PyG reads it
             super().__setstate__(state)
         else:
-            torch.nn.Module.__setstate__(self, state)
+            nn.Module.__setstate__(self, state)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew; a subclass does."""
+        """Draw the parameters of every part anew."""
+        for part in self.children():
+            if isinstance(part, self.drawn):
+                part.reset_parameters()
 
-    def uses_propagate(self) -> bool:
-        """Whether `forward` runs `message()`: by backend="reference", or because it is overridden.
+    # A call, in the order in which it runs.
 
-        Raises:
-            ValueError: a fused backend was asked for by name, but a method is overridden that only
-                `propagate` runs.
+    def forward_pass(
+        self,
+        x: Tensor,
+        context: Tensor,
+        graph: Any,
+        valid: Valid,
+        positions: Positions,
+        weights: bool | Literal["detached"] = False,
+        **of_edges: Tensor | None,
+    ) -> Any:
+        """The forward pass of every layer: check, project, mix, project the output.
+
+        1. :meth:`prepare` checks the inputs and replaces invalid tokens by zeros;
+           :meth:`edge_arguments` checks values of edges.
+        2. :meth:`project` makes tensors per head, such as queries [*, N, H, D], and keys and values
+           [*, M, Hk, D], and rotates them by their positions.
+        3. :meth:`mix` computes for every target what it receives from its sources, [*, N, H, D]. If
+           the graph is divided among ranks, results of several ranks are merged, or else
+           :meth:`fetch` first fetches the keys and values of other ranks.
+        4. :meth:`project_back` takes all heads of a token together, [*, N, dim].
+
+        With ``weights=True`` the weights [*, E, H] are returned, too, and can be differentiated.
+        With "detached" they have no gradient, and nothing is stored for one: the output is computed
+        exactly as without weights. A gradient checkpoint needs this, because it runs the layer a
+        second time, without weights, and must find the same saved tensors.
+
+        Args:
+            x: [*, N, dim], the targets.
+            context: [*, M, context_dim], the sources; `x` itself in self-attention.
+            graph: a TokenGraph with N targets, M sources and E edges, or an edge_index [2, E].
+            valid: bool [N] or [*, N], or a pair for targets and sources; None if all are valid.
+            positions: [N] or [*, N], or a pair for targets and sources; the graph's own if None.
+            weights: whether to return weights: False, True or "detached".
+            of_edges: values of edges, such as `edge_bias`; None if there are none.
         """
-        wanted = wanted_backend(self.backend)
-        if wanted == "reference":
-            note_uncounted(f"{type(self).__name__} with backend='reference'")
-            return True
-        replaced = overridden_edges(self)
-        if replaced and wanted != "auto":
-            raise ValueError(
-                f"backend {wanted!r} cannot run this {type(self).__name__}: it has its own "
-                f"{names_of(replaced)}, and fused operations know the library's mathematics only. "
-                "Use backend='auto' or 'reference', which run it through propagate(), or override "
-                "fused(), too"
-            )
-        if replaced:
-            note_uncounted(f"{type(self).__name__} with its own {names_of(replaced)}")
-        return bool(replaced)
-
-    def check_message_masks(self, valid: ValidPair) -> None:
-        """Refuse masks if `message()` is overridden and takes none: it would read padding."""
-        if valid == (None, None) or {"valid_i", "valid_j"} <= {*self._user_args}:
-            return
-        raise ValueError(
-            f"valid cannot be used with the message() of {type(self).__name__}, which would read "
-            "padding: let it take valid_i and valid_j (bool [*, E, 1, 1], or None) and return 0 "
-            "for edges where one of them is False"
+        shard = graph if isinstance(graph, ShardedGraph) else None
+        values = {name: value for name, value in of_edges.items() if value is not None}
+        x, context, graph, masks = self.prepare(
+            x, context, graph, valid, per_edge=bool(weights or values)
         )
+        values = self.edge_arguments(x, graph, masks, **values)
+        rotations = self.rotations(x, context, graph, positions)
+        projected = self.project(x, context, rotations)
+        if shard is not None:
+            mixed = averages_in_parts(self, projected, shard, masks, weights, values)
+            if mixed is not None:
+                return self.project_back(mixed, rotations)
+            projected, graph, masks, values = self.fetch(shard, projected, masks, values)
+        mixed = self.mix(*projected, graph, masks, **values)
+        out = self.project_back(mixed, rotations)
+        if not weights:
+            return out
+        with torch.no_grad() if weights == "detached" else nullcontext():
+            return out, self.weights_of_edges(*projected, graph, masks, **values)
 
     def prepare(
         self,
         x: Tensor,
         context: Tensor,
-        context_dim: int,
         graph: Any,
         valid: Valid,
         *,
@@ -131,8 +180,8 @@ class GraphLayer(Configured, Later):
             ShardedGraph, it is the graph of this rank's tokens without edges.
         """
         self.check_tokens("x", x, self.dim)
-        if context is not x or context_dim != self.dim:
-            self.check_tokens("context", context, context_dim)
+        if context is not x or self.context_dim != self.dim:
+            self.check_tokens("context", context, self.context_dim)
             if x.shape[:-2] != context.shape[:-2]:
                 raise ValueError(
                     f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
@@ -176,16 +225,18 @@ class GraphLayer(Configured, Later):
         """Check that tokens have the layer's dtype, or under autocast any floating-point one."""
         if not tokens.is_floating_point():
             raise ValueError(f"{name} must be floating-point, got {tokens.dtype}")
-        dtype = cast(torch.nn.Linear, self.output_proj).weight.dtype
+        dtype = self.output_proj.weight.dtype
         if tokens.dtype != dtype and not torch.is_autocast_enabled(tokens.device.type):
             raise ValueError(
                 f"{name} must have the layer's dtype {dtype}, got {tokens.dtype}: convert one "
                 f"of them, layer.to({tokens.dtype}) for instance"
             )
 
-    def split(self, x: Tensor, heads: int) -> Tensor:
-        """x [*, N, heads * D] as [*, N, heads, D]."""
-        return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
+    def edge_arguments(
+        self, x: Tensor, graph: TokenGraph, valid: ValidPair, **of_edges: Tensor
+    ) -> dict[str, Any]:
+        """The values of edges as :meth:`mix` takes them."""
+        return of_edges
 
     def rotations(
         self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
@@ -193,37 +244,31 @@ class GraphLayer(Configured, Later):
         """The rotations of targets and of sources, by their positions; None without rope."""
         if self.rotary is None:
             return None
-        of_target, of_source = self.resolve_positions(graph, positions)
-        check_positions(of_target, x.shape[:-1])
-        check_positions(of_source, context.shape[:-1])
-        rotation = self.rotation_of(of_target, x, graph)
+        known = graph.positions, graph.source_positions
+        of_target, of_source = known
+        if positions is not None:
+            of_target, of_source = self.resolve_positions(graph, positions)
+            check_positions(of_target, x.shape[:-1])
+            check_positions(of_source, context.shape[:-1])
+        rotation = self.rotation_of(of_target, x, graph, known)
         if of_source is of_target:
             return rotation, rotation
-        return rotation, self.rotation_of(of_source, x, graph)
+        return rotation, self.rotation_of(of_source, x, graph, known)
 
-    def rotation_of(self, positions: Tensor, like: Tensor, graph: TokenGraph) -> Rotation:
-        """The rotation by some positions; a graph stores that by its own, if it is small."""
+    def rotation_of(
+        self, positions: Tensor, like: Tensor, graph: TokenGraph, known: tuple[Tensor, Tensor]
+    ) -> Rotation:
+        """The rotation by some positions; a graph stores that by its `known` ones, if small."""
         assert self.rotary is not None
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         few = positions.numel() * self.head_dim <= FEW_ANGLES
-        own = positions is graph.positions or positions is graph.source_positions
+        stored = positions is known[0] or positions is known[1]
         here = positions.device == like.device
-        if traced or not (own and here and few and self.rotary.is_plain()):
+        if traced or not (stored and here and few and self.rotary.is_plain()):
             return self.rotary.rotation(positions.to(like.device), like.dtype)
-        rotary, side = self.rotary, positions is not graph.source_positions
+        rotary, side = self.rotary, positions is not known[1]
         key = "rotation", side, rotary.dim, rotary.base, like.dtype, positions._version
         return graph.derived(key, lambda: rotary.rotation(positions, like.dtype))
-
-    def rotate(self, target: Tensor, source: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
-        """Rotate two tensors by the positions of targets and of sources; unchanged without rope."""
-        if self.rotary is None or rotations is None:
-            return target, source
-        if rotations[0][0] is rotations[1][0]:
-            if source is target:
-                rotated = self.rotary.turn(target, rotations[0])
-                return rotated, rotated
-            return self.rotary.turn_both(target, source, rotations[0])
-        return self.rotary.turn(target, rotations[0]), self.rotary.turn(source, rotations[1])
 
     def resolve_positions(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
         """The positions of targets and of sources: those of the caller, or else of the graph."""
@@ -244,6 +289,95 @@ class GraphLayer(Configured, Later):
             graph.source_positions if given[1] is None else given[1],
         )
 
+    def project(self, x: Tensor, context: Tensor, rotations: Rotations) -> tuple[Any, ...]:
+        """The first arguments of :meth:`mix`, from tokens [*, N, dim] and [*, M, context_dim]."""
+        raise NotImplementedError
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        """x [*, N, heads * D] as [*, N, heads, D]."""
+        return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+    def rotate(self, target: Tensor, source: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
+        """Rotate two tensors by the positions of targets and of sources; unchanged without rope."""
+        if self.rotary is None or rotations is None:
+            return target, source
+        if rotations[0][0] is rotations[1][0]:
+            if source is target:
+                rotated = self.rotary.turn(target, rotations[0])
+                return rotated, rotated
+            return self.rotary.turn_both(target, source, rotations[0])
+        return self.rotary.turn(target, rotations[0]), self.rotary.turn(source, rotations[1])
+
+    def fetch(
+        self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]
+    ) -> tuple[tuple[Any, ...], TokenGraph, ValidPair, dict[str, Tensor]]:
+        """The arguments of :meth:`mix` on one rank, with what its targets see of other ranks."""
+        raise NotImplementedError
+
+    def mix(self, *arguments: Any, **of_edges: Any) -> Tensor:
+        """The sums over the sources of every target, [*, N, H, D]: by edge, or all at once.
+
+        Args:
+            arguments: what :meth:`project` returns, the graph, and masks bool [*, N] and [*, M] of
+                targets and sources, None where all are valid.
+            of_edges: what :meth:`edge_arguments` returns.
+        """
+        if self.uses_propagate():
+            return self.unfused(*arguments, **of_edges)
+        return self.fused(*arguments, **of_edges)
+
+    def unfused(self, *arguments: Any, **of_edges: Any) -> Tensor:
+        """:meth:`mix` by `message()`, through PyG's `propagate`."""
+        raise NotImplementedError
+
+    def fused(self, *arguments: Any, **of_edges: Any) -> Tensor:
+        """:meth:`mix` by one operation on all edges."""
+        raise NotImplementedError
+
+    def project_back(self, mixed: Tensor, rotations: Rotations) -> Tensor:
+        """The output [*, N, dim], from [*, N, H, D]."""
+        output: Tensor = self.output_proj(mixed.flatten(-2))
+        return output
+
+    def weights_of_edges(self, *arguments: Any, **of_edges: Any) -> Tensor:
+        """The weights that :meth:`mix` averages with, [*, E, H]."""
+        raise NotImplementedError
+
+    # The choice between the two ways.
+
+    def uses_propagate(self) -> bool:
+        """Whether `forward` runs `message()`: by backend="reference", or because it is overridden.
+
+        Raises:
+            ValueError: a fused backend was asked for by name, but a method is overridden that only
+                `propagate` runs.
+        """
+        wanted = wanted_backend(self.backend)
+        if wanted == "reference":
+            note_uncounted(f"{type(self).__name__} with backend='reference'")
+            return True
+        replaced = overridden_edges(self)
+        if replaced and wanted != "auto":
+            raise ValueError(
+                f"backend {wanted!r} cannot run this {type(self).__name__}: it has its own "
+                f"{names_of(replaced)}, and fused operations know the library's mathematics only. "
+                "Use backend='auto' or 'reference', which run it through propagate(), or override "
+                "fused(), too"
+            )
+        if replaced:
+            note_uncounted(f"{type(self).__name__} with its own {names_of(replaced)}")
+        return bool(replaced)
+
+    def check_message_masks(self, valid: ValidPair) -> None:
+        """Refuse masks if `message()` is overridden and takes none: it would read padding."""
+        if valid == (None, None) or {"valid_i", "valid_j"} <= {*self._user_args}:
+            return
+        raise ValueError(
+            f"valid cannot be used with the message() of {type(self).__name__}, which would read "
+            "padding: let it take valid_i and valid_j (bool [*, E, 1, 1], or None) and return 0 "
+            "for edges where one of them is False"
+        )
+
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
         """`config` with rope=True in place of a RotaryEmbedding that is equal to it."""
@@ -251,22 +385,14 @@ class GraphLayer(Configured, Later):
         usual = isinstance(rope, dict) and rope.get("base") == 10000
         return {**config, "rope": True} if usual else config
 
-    def describe(self, options: dict[str, tuple[Any, Any]]) -> str:
+    def __repr__(self) -> str:
         """``Layer(dim, heads=H, option=...)``, with the options whose value is not the default."""
         facts = [f"{self.dim}", f"heads={self.heads}"]
-        rope: Any = self.rotary is not None
-        if self.rotary is not None and self.rotary.base != 10000:
-            rope = self.rotary
-        options = {
-            "rope": (rope, False),
-            "bias": (self.output_proj.bias is not None, True),
-            "backend": (self.backend, "auto"),
-            **options,
-        }
-        for name, (value, default) in options.items():
-            if value != default:
-                shown = f"{value:.4g}" if isinstance(value, float) else repr(value)
-                facts.append(f"{name}={shown}")
+        for name, value in not_default(self).items():
+            if name not in ("dim", "heads"):
+                shown = self.rotary if isinstance(value, dict) else value
+                number = f"{value:.4g}" if isinstance(value, float) else repr(shown)
+                facts.append(f"{name}={number}")
         return f"{type(self).__name__}({', '.join(facts)})"
 
 

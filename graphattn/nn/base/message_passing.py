@@ -92,10 +92,10 @@ def complete(layer: nn.Module) -> None:
     base: Any = importlib.import_module(PYG).MessagePassing
     made = object.__new__(type(layer))
     base.__init__(made, aggr="add", node_dim=-3)
-    for own, new in ((vars(layer), vars(made)), (layer._modules, made._modules)):
+    for stored, new in ((vars(layer), vars(made)), (layer._modules, made._modules)):
         for name in STATE:
             if name in new:
-                own.setdefault(name, new[name])
+                stored.setdefault(name, new[name])
 
 
 def is_imported() -> bool:

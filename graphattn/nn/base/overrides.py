@@ -28,46 +28,47 @@ EDGE_METHODS = (
 )  # fmt: skip
 WEIGHT_METHODS = ("message", "log_affinity", "propagate")  # the twin is `edge_weights`
 # Methods over all rows, of which a step of generation computes one; the twins do this.
-ROW_METHODS = (*EDGE_METHODS, "fused", "mix", "move", "sigma")
+ROW_METHODS = (*EDGE_METHODS, "fused", "mix", "sigma")
 ROW_TWINS = ("step_row", "fused_row", "row_logits")
 # Methods whose work a step in C++ does itself, beside those above.
 KERNEL_METHODS = (*ROW_TWINS, "score", "kernel_row", "step_scale", "sink_logits")
 # Methods whose work it does itself if it also rotates queries and keys by their positions.
 ROTATION_METHODS = (
-    "project_step", "project_rotated", "rotate", "split", "finish_step",
+    "project_step", "rotate", "split",
     "step_hidden", "project_back", "rotate_back",
 )  # fmt: skip
 # Methods that `forward` runs and steps of generation do not; the twins run in steps.
 FORWARD_METHODS = (
-    "forward", "attend", "one_step", "project", "rotations", "resolve_positions",
+    "forward", "forward_pass", "project", "rotations", "resolve_positions",
 )  # fmt: skip
 STEP_TWINS = ("step", "project_step", "step_rows", *ROW_TWINS)
 
 MADE_BY_PYG = ("propagate", "edge_updater")  # PyG puts compiled ones into classes and instances
 HOOKS = tuple(f"_{method}_forward{when}_hooks" for method in HOOKED for when in ("_pre", ""))
 NOWHERE = 1 << 30
+# Methods whose overrides a step in C++ would not run, and methods that are watched for later ones.
+SHORTENED = frozenset((*ROW_METHODS, *KERNEL_METHODS, *ROTATION_METHODS))
+WATCHED = (SHORTENED | {"edge_weights"}) - {*MADE_BY_PYG}
 
 
 class ClassOverrides(NamedTuple):
     """The overrides of a class of layers, found when the class is made.
 
     Attributes:
-        at_edges: overridden methods of EDGE_METHODS whose twin `fused` is not overridden.
-        in_rows: the same of ROW_METHODS and their twins.
-        in_forward: the same of FORWARD_METHODS and their twins.
-        weights_unknown: the same of WEIGHT_METHODS and `edge_weights`.
-        in_kernel: overridden methods of KERNEL_METHODS.
-        as_shipped: whether a step runs only methods of the library.
+        places: overridden methods, each with the index of the class that overrides it among the
+            bases of the class.
         methods: the methods of the class at that time, to notice if one is replaced later.
+        as_shipped: whether a step runs only methods of the library.
     """
 
-    at_edges: tuple[str, ...]
-    in_rows: tuple[str, ...]
-    in_forward: tuple[str, ...]
-    weights_unknown: tuple[str, ...]
-    in_kernel: tuple[str, ...]
-    as_shipped: bool
+    places: dict[str, int]
     methods: dict[str, Any]
+    as_shipped: bool
+
+    def without_twins(self, names: tuple[str, ...], twins: tuple[str, ...]) -> tuple[str, ...]:
+        """The overridden methods whose twins are not overridden in the same class or a subclass."""
+        last = min([NOWHERE, *(self.places.get(twin, NOWHERE) for twin in twins)])
+        return tuple(name for name in names if self.places.get(name, NOWHERE) < last)
 
 
 def overrides_of_class(cls: type) -> ClassOverrides:
@@ -75,37 +76,26 @@ def overrides_of_class(cls: type) -> ClassOverrides:
 
     It is called from ``__init_subclass__``, before PyG puts its own `propagate` into the class.
     """
-
-    def depth(name: str) -> int:
-        """The index of the base of `cls` that overrides a method of the library, or NOWHERE."""
+    places = {}
+    for name in SHORTENED | {"edge_weights", *FORWARD_METHODS, *STEP_TWINS}:
         for place, base in enumerate(cls.__mro__):
-            if name in base.__dict__:
-                if not is_ours(base):
-                    return place
-                known = vars(base).get("class_overrides")
-                if known is None or name in MADE_BY_PYG:
-                    return NOWHERE
-                own = base.__dict__[name]
-                return NOWHERE if known.methods.get(name, own) is own else place
-        return NOWHERE
+            if name in vars(base):
+                if not is_ours(base) or _is_patched(base, name):
+                    places[name] = place
+                break
+    methods = {name: getattr(cls, name) for name in sorted(WATCHED) if hasattr(cls, name)}
+    overrides = ClassOverrides(places, methods, as_shipped=False)
+    in_forward = overrides.without_twins(FORWARD_METHODS, STEP_TWINS)
+    return overrides._replace(as_shipped=not in_forward and not places.keys() & SHORTENED)
 
-    def replaced(names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
-        """The overridden methods whose twins are not overridden in the same class or a subclass."""
-        last = min(depth(twin) for twin in twins)
-        return tuple(name for name in names if depth(name) < last)
 
-    shortened = {*ROW_METHODS, *KERNEL_METHODS, *ROTATION_METHODS}
-    watched = {*shortened, "edge_weights"} - {*MADE_BY_PYG}
-    return ClassOverrides(
-        at_edges=replaced(EDGE_METHODS, "fused"),
-        in_rows=replaced(ROW_METHODS, *ROW_TWINS),
-        in_forward=replaced(FORWARD_METHODS, *STEP_TWINS),
-        weights_unknown=replaced(WEIGHT_METHODS, "edge_weights"),
-        in_kernel=tuple(name for name in KERNEL_METHODS if depth(name) < NOWHERE),
-        as_shipped=not replaced(FORWARD_METHODS, *STEP_TWINS)
-        and all(depth(name) == NOWHERE for name in shortened),
-        methods={name: getattr(cls, name) for name in sorted(watched) if hasattr(cls, name)},
-    )
+def _is_patched(base: type, name: str) -> bool:
+    """Whether a class of layers was given another method after it was made."""
+    known = vars(base).get("class_overrides")
+    if known is None or name in MADE_BY_PYG:
+        return False
+    method = vars(base)[name]
+    return known.methods.get(name, method) is not method
 
 
 def note_members(cls: Any, base: type) -> None:
@@ -130,15 +120,24 @@ def is_ours(cls: type) -> bool:
     )
 
 
-def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
-    """The methods of `names` that were replaced in an instance, or later in its class."""
+def overridden(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
+    """The methods of `names` that are overridden without one of `twins`: in classes or later."""
+    of_class, later = layer.class_overrides, replaced_later(layer, names, *twins)
+    return of_class.without_twins(names, twins) + later if of_class.places else later
+
+
+def replaced_later(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
+    """The methods of `names` that were replaced in an instance, or in its class after it was made.
+
+    None if one of `twins` was replaced in this way, too.
+    """
     cls, attributes = type(layer), vars(layer)
     methods = cls.class_overrides.methods
-    found: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
     for name in names:  # a plain loop, because it runs in every step of generation
         if name in methods and (name in attributes or getattr(cls, name) is not methods[name]):
-            found += (name,)
-    return () if found and twins and own_methods(layer, twins) else found
+            replaced += (name,)
+    return () if replaced and twins and replaced_later(layer, twins) else replaced
 
 
 def is_as_shipped(layer: Any) -> bool:
@@ -159,31 +158,33 @@ def is_as_shipped(layer: Any) -> bool:
 
 def overridden_edges(layer: Any) -> tuple[str, ...]:
     """The names of overrides because of which `fused` would not give what `propagate` gives."""
-    found: tuple[str, ...] = layer.class_overrides.at_edges
-    found += own_methods(layer, EDGE_METHODS, "fused")
+    names = overridden(layer, EDGE_METHODS, "fused")
     attributes = vars(layer)
-    if not torch.compiler.is_compiling():  # when compiled, PyG's own propagate runs no hooks either
-        for name in HOOKS:
-            if attributes.get(name):
-                found += (name,)
-    return (*found, "explain") if attributes.get("_explain") else found
+    # When compiled, PyG's own propagate runs no hooks either.
+    if not torch.compiler.is_compiling() and any(map(attributes.get, HOOKS)):
+        names += tuple(name for name in HOOKS if attributes.get(name))
+    return (*names, "explain") if attributes.get("_explain") else names
 
 
 def overridden_rows(layer: Any) -> tuple[str, ...]:
     """The names of overrides because of which a step of one row would differ from the layer."""
-    return layer.class_overrides.in_rows + own_methods(layer, ROW_METHODS, *ROW_TWINS)
+    return overridden(layer, ROW_METHODS, *ROW_TWINS)
 
 
 def overridden_kernel(layer: Any) -> tuple[str, ...]:
     """The names of other overrides because of which a step in C++ would differ from `step_row`."""
-    return layer.class_overrides.in_kernel + own_methods(layer, KERNEL_METHODS)
+    return overridden(layer, KERNEL_METHODS)
 
 
 def overridden_weights(layer: Any) -> tuple[str, ...]:
     """The names of overrides because of which `edge_weights` would not be those of messages."""
-    found: tuple[str, ...] = layer.class_overrides.weights_unknown
-    found += own_methods(layer, WEIGHT_METHODS, "edge_weights")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(overridden(layer, WEIGHT_METHODS, "edge_weights")))
+
+
+def overridden_forward(layer: Any) -> tuple[str, ...]:
+    """The names of overrides because of which steps would not give what `forward` gives."""
+    names: tuple[str, ...] = layer.class_overrides.without_twins(FORWARD_METHODS, STEP_TWINS)
+    return names
 
 
 def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...]) -> tuple[str, ...]:
@@ -193,25 +194,22 @@ def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...])
     class has the twins.
     """
     attributes = vars(module)
-    found: tuple[str, ...] = ()
-    for name in names:
-        if name in attributes:
-            found += (name,)
-    for cls in type(module).__mro__:  # a plain loop, because it runs in every step of generation
-        own = vars(cls)
+    replaced = tuple(name for name in names if name in attributes)
+    for cls in type(module).__mro__:  # plain loops, because this runs in every step of generation
+        members = vars(cls)
         for twin in twins:
-            if twin in own:
-                if is_ours(own[twin]):
-                    found += tuple(n for n in names if n in own and not is_ours(own[n]))
-                return found
+            if twin in members:
+                if is_ours(members[twin]):
+                    replaced += tuple(n for n in names if n in members and not is_ours(members[n]))
+                return replaced
         # A class of the library may inherit the twins of what it states itself.
-        found += tuple(n for n in names if n in own and not is_ours(own[n]))
-    return found
+        replaced += tuple(n for n in names if n in members and not is_ours(members[n]))
+    return replaced
 
 
 def message_takes(layer: Any, argument: str) -> bool:
     """Whether `message()` takes an argument, also if it was replaced in the instance or class."""
-    if not own_methods(layer, ("message",)):
+    if not replaced_later(layer, ("message",)):
         return argument in layer._user_args
     parameters = inspect.signature(layer.message).parameters
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

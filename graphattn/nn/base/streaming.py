@@ -16,7 +16,7 @@ from graphattn.graphs.builders.windows import (
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.near_names import explained
 from graphattn.nn.base.graph_layer import GraphLayer, Rotations
-from graphattn.nn.base.overrides import names_of
+from graphattn.nn.base.overrides import names_of, overridden_forward
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.rotary import check_positions
 from graphattn.ops.inputs import ValidPair, full_precision
@@ -94,11 +94,6 @@ class StreamingLayer(GraphLayer):
             (None, None) if keep is None else (keep[..., -1:], keep),
         )
         return mixed.to(dtype)
-
-    def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
-        """The output [*, n, dim], from rows [*, n, H, D]."""
-        output: Tensor = self.output_proj(mixed.flatten(-2))
-        return output
 
     # Methods that all layers share.
 
@@ -229,12 +224,18 @@ class StreamingLayer(GraphLayer):
                 mixed = self._mix_step(targets, sources, mask, cache)
         else:
             mixed = self._mix_step(targets, sources, mask, cache)
-        y = self.finish_step(mixed, rotations)
+        y = self.project_back(mixed, rotations)
         return y.squeeze(-2) if single else y
 
     def _check_steps(self) -> None:
-        """Refuse steps if a method is overridden that `forward` runs and steps do not."""
-        if replaced := self.class_overrides.in_forward:
+        """Refuse steps of attention to a context, and where an override of `forward` is not run."""
+        if self.context_dim != self.dim:
+            raise ValueError(
+                f"{type(self).__name__} cannot generate token by token when its keys come from a "
+                f"context, as context_dim = {self.context_dim} says (dim is {self.dim}): the "
+                "context is known from the start, so call the layer itself"
+            )
+        if replaced := overridden_forward(self):
             raise ValueError(
                 f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
                 "not give what forward gives: override step, too (super().step(x, cache, ...) "

@@ -162,16 +162,15 @@ class EdgeNetwork(nn.Module):
 
         If :meth:`target_hidden` or :meth:`source_hidden` is overridden, the layer is applied here.
         """
-        found: list[FirstLayer | Tensor] = []
+        hidden: list[FirstLayer | Tensor] = []
         sides = (self.target, target, "target_hidden"), (self.source, source, "source_hidden")
         for layer, y, name in sides:
-            own, known = getattr(type(self), name), getattr(EdgeNetwork, name)
-            if own is not known or name in vars(self):
-                found.append(getattr(self, name)(y))
+            if getattr(type(self), name) is not getattr(EdgeNetwork, name) or name in vars(self):
+                hidden.append(getattr(self, name)(y))
                 continue
             y = self.by_group(y)
-            found.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
-        return found[0], found[1]
+            hidden.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
+        return hidden[0], hidden[1]
 
     def by_group(self, y: Tensor) -> Tensor:
         """Split tokens [*, N, dim] into the groups of the first layer, [*, N, G, dim / G]."""
@@ -200,8 +199,8 @@ class EdgeNetwork(nn.Module):
             return FirstLayer(y, layer.weight)
         if valid != (None, None):
             y = clear_invalid_edges(y, valid_edges(valid, *graph.edge_index))
-        found: Tensor = layer(y)
-        return found
+        hidden: Tensor = layer(y)
+        return hidden
 
 
 def check_edge_features(features: Any, width: int, x: Tensor, num_edges: int, name: str) -> Tensor:

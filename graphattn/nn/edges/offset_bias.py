@@ -246,15 +246,15 @@ class OffsetBias(Configured, nn.Module):
             more = () if self.axes == 1 else (self.axes,)
             of_target, of_source = positions_of(shard.tokens, positions, more)
             (of_source,) = shard.by_targets.exchange(of_source, dims=[-1 - len(more)])
-            found = self.forward(shard.graph, positions=(of_target, of_source))
-            return shard.unlike_a_table(found)
+            bias = self.forward(shard.graph, positions=(of_target, of_source))
+            return shard.unlike_a_table(bias)
         table = None
         if shard.graph.structure is None and self.axes > 1:  # cells are known of the whole alone
             table = offsets_of_table(shard.whole, self.axes)
         if table is not None:
             return shard.spread(self._of_offsets(table))
-        found = self.forward(shard.graph)
-        return shard.unlike_a_table(found) if shard.graph.structure is None else found
+        bias = self.forward(shard.graph)
+        return shard.unlike_a_table(bias) if shard.graph.structure is None else bias
 
     def _of_edges(self, graph: TokenGraph, positions: Any) -> Tensor:
         """Return [E, heads] or [*, E, heads], from the positions of the two tokens of each edge."""

@@ -109,9 +109,9 @@ def cells_of(
 ) -> tuple[Tensor, Tensor] | None:
     """Return the place of every token on a grid, [N, axes], and whether it has one, [N]."""
     if isinstance(structure, Parts):
-        found = [cells_of(part, device) for part in structure.parts]
-        parts = [cells for cells in found if cells is not None]
-        if len(parts) < len(found):
+        cells_of_parts = [cells_of(part, device) for part in structure.parts]
+        parts = [cells for cells in cells_of_parts if cells is not None]
+        if len(parts) < len(cells_of_parts):
             return None
         return torch.cat([place for place, _ in parts]), torch.cat([known for _, known in parts])
     match structure:

@@ -189,11 +189,13 @@ def refuse_unknown(
             call", names).
         advice: the class's own advice on a name, or None.
     """
-    told = "; none ".join(
+    advices = "; none ".join(
         f"{name!r}: {_answer(name, allowed, elsewhere, advice)}" for name in unknown
     )
     takes = f"It takes {', '.join(allowed)}" if allowed else "It takes none"
-    return TypeError(f"{where} has no argument {told}{'' if told.endswith('?') else '.'} {takes}")
+    return TypeError(
+        f"{where} has no argument {advices}{'' if advices.endswith('?') else '.'} {takes}"
+    )
 
 
 def refuse_missing(where: str, missing: Collection[str], allowed: Sequence[str]) -> TypeError:
@@ -217,19 +219,19 @@ def _answer(
     if key == "head_dim" and "heads" in allowed:
         return "a head is dim / heads wide: leave it out"
     other, names = elsewhere
-    ours = [own for own, others in _RENAMED.items() if key in others.split()]
-    if here := [own for own in ours if own in allowed]:
+    ours = [name for name, others in _RENAMED.items() if key in others.split()]
+    if here := [name for name in ours if name in allowed]:
         note = _NOTES.get(key) or _NOTES_OF_OURS.get(here[0])
         return f"here it is called {here[0]!r}" + (f" ({note})" if note else "")
     if name in names:
         return f"it is an argument of {other}"
-    if told := [said for own in (name, *ours) if (said := advice(own))]:
-        return told[0]
+    if of_class := [said for called in (name, *ours) if (said := advice(called))]:
+        return of_class[0]
     if key in _ADVICE:
         return _ADVICE[key].format(name=name)
-    if there := [own for own in ours if own in names]:
+    if there := [name for name in ours if name in names]:
         return f"it is called {there[0]!r}, an argument of {other}"
-    if known := [_ADVICE[own] for own in ours if own in _ADVICE]:
+    if known := [_ADVICE[name] for name in ours if name in _ADVICE]:
         return known[0].format(name=name)
     close = difflib.get_close_matches(name, allowed, n=1)
     return f"did you mean {close[0]!r}?" if close else "nothing here is called so"

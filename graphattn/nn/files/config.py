@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from graphattn.nn.files.argument_names import refuse_missing, refuse_unknown
-from graphattn.nn.files.known import KNOWN, Described, build, class_name
-from graphattn.nn.files.pretrained import load, save
+from graphattn.nn.files.pretrained import KNOWN, Described, build, class_name, load, save
 
 NOT_COMPARED = frozenset(
     {
@@ -86,11 +85,11 @@ class Configured(Described):
         super().__init_subclass__(**keywords)
         if cls.__module__.split(".")[0] == "graphattn":
             KNOWN[cls.__name__] = cls
-        own: Any = cls
+        made: Any = cls
         if "__init__" in vars(cls):
-            own.__init__ = _recorded(cls, own.__init__)
+            made.__init__ = _recorded(cls, made.__init__)
         if "forward" in vars(cls):
-            own.forward = _answering(own.forward)
+            made.forward = _answering(made.forward)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -122,8 +121,8 @@ class Configured(Described):
 
         Raises: ValueError: as :func:`graphattn.load`, and if the files are those of another class.
         """
-        found: Self = load(directory, device=device, kind=cls)
-        return found
+        module: Self = load(directory, device=device, kind=cls)
+        return module
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -153,13 +152,12 @@ class Configured(Described):
         unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:
-        found = differences(self, local_metadata)
-        if found:
+        if options := differences(self, local_metadata):
             where = f" at {prefix[:-1]!r}" if prefix else ""
             error_msgs.append(
                 f"the weights of this {type(self).__name__}{where} were trained with other "
-                f"options: {'; '.join(found)}. Make it with the saved config, or load the weights "
-                "without this check from a plain dict: load_state_dict(dict(state))"
+                f"options: {'; '.join(options)}. Make it with the saved config, or load the "
+                "weights without this check from a plain dict: load_state_dict(dict(state))"
             )
         super()._load_from_state_dict(  # type: ignore[misc]
             state_dict,
@@ -192,45 +190,63 @@ def plain(value: Any) -> Any:
     return {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
+def not_default(module: Configured) -> dict[str, Any]:
+    """The present values of a module's arguments that are not the defaults of its constructor.
+
+    For a user's subclass they are the arguments of the class of graphattn that it inherits.
+    """
+    if not _is_recorded(module):
+        return {}
+    name, arguments = module._base_arguments
+    cls = KNOWN.get(name, type(module))
+    known = inspect.signature(cls.__init__).parameters
+    present = cls.comparable(_present(module, arguments))
+    return {
+        name: value
+        for name, value in present.items()
+        if name not in known or value != known[name].default
+    }
+
+
 def record(module: Configured) -> dict[str, Any]:
     """Return the record of a module for the metadata of a state dict.
 
     For a user's subclass it also contains the class of graphattn that it inherits, with that
     class's arguments, so that the weights of the two can be compared.
     """
-    found: dict[str, Any] = {"class": class_name(type(module)), "config": module.config}
+    entry: dict[str, Any] = {"class": class_name(type(module)), "config": module.config}
     base, arguments = module._base_arguments
-    if base != found["class"]:
-        found["base"] = {"class": base, "config": _present(module, arguments)}
-    return found
+    if base != entry["class"]:
+        entry["base"] = {"class": base, "config": _present(module, arguments)}
+    return entry
 
 
 def differences(module: Configured, saved: Any) -> list[str]:
     """List the differences between a module and a saved record that the weights do not show."""
     if not isinstance(saved, dict) or "config" not in saved or not _is_recorded(module):
         return []
-    own = record(module)
-    theirs, ours = saved.get("base", saved), own.get("base", own)
+    entry = record(module)
+    theirs, ours = saved.get("base", saved), entry.get("base", entry)
     if theirs.get("class") != ours["class"]:
         return [f"they are those of a {theirs.get('class')}"]
-    found = _differing(KNOWN.get(ours["class"], type(module)), theirs["config"], ours["config"])
-    if not found and "base" in own and saved.get("class") == own["class"]:
-        found = _differing(type(module), saved["config"], own["config"])
-    return found
+    options = _differing(KNOWN.get(ours["class"], type(module)), theirs["config"], ours["config"])
+    if not options and "base" in entry and saved.get("class") == entry["class"]:
+        options = _differing(type(module), saved["config"], entry["config"])
+    return options
 
 
-def _differing(cls: type[Configured], saved: Any, own: dict[str, Any]) -> list[str]:
+def _differing(cls: type[Configured], saved: Any, config: dict[str, Any]) -> list[str]:
     if not isinstance(saved, dict):
         return [f"their config must be a dict, got {type(saved).__name__}"]
     # An option that one side does not know is off there, or has its default value.
     known = inspect.signature(cls.__init__).parameters
     defaults = {
         name: None if known[name].default is inspect.Parameter.empty else plain(known[name].default)
-        for name in own
+        for name in config
         if name in known
     }
-    theirs, ours = cls.comparable({**defaults, **saved}), cls.comparable(own)
-    found = []
+    theirs, ours = cls.comparable({**defaults, **saved}), cls.comparable(config)
+    options = []
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name in NOT_COMPARED or name in cls.options_of_parts:
             continue
@@ -238,8 +254,8 @@ def _differing(cls: type[Configured], saved: Any, own: dict[str, Any]) -> list[s
         if name in TOLD_BY_NAMES and TOLD_BY_NAMES[name] in (there, here):
             continue
         if there != here and not (name not in ours and there in (None, False)):
-            found.append(f"saved with {name}={there!r}, but this one has {name}={here!r}")
-    return found
+            options.append(f"saved with {name}={there!r}, but this one has {name}={here!r}")
+    return options
 
 
 def _is_recorded(module: Configured) -> bool:
@@ -261,15 +277,15 @@ def _built(value: Any) -> Any:
 
 def _present(module: Configured, arguments: dict[str, Any]) -> dict[str, Any]:
     """Copy arguments, with attributes that have changed since construction."""
-    found: dict[str, Any] = copy.deepcopy(arguments)
-    for name, value in found.items():
+    present: dict[str, Any] = copy.deepcopy(arguments)
+    for name, value in present.items():
         part = vars(module)["_modules"].get(name)
         now = _plain_attribute(module, name)
         if part is not None and _is_described(value):
-            found[name] = plain(part)
+            present[name] = plain(part)
         elif now != module._at_first[name]:
-            found[name] = now
-    return found
+            present[name] = now
+    return present
 
 
 def _plain_attribute(module: Configured, name: str) -> Any:
@@ -289,14 +305,14 @@ def _takes_any_name(parameters: list[inspect.Parameter]) -> bool:
 
 def constructor_arguments(cls: type) -> tuple[str, ...]:
     """Return the names of a constructor's arguments; with ``**options``, also of its base's."""
-    found: dict[str, None] = {}
-    for own in cls.__mro__:
-        if "__init__" in vars(own):
-            parameters = list(inspect.signature(vars(own)["__init__"]).parameters.values())[1:]
-            found |= dict.fromkeys(_names(parameters))
+    names: dict[str, None] = {}
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            names |= dict.fromkeys(_names(parameters))
             if not _takes_any_name(parameters):
                 break
-    return tuple(found)
+    return tuple(names)
 
 
 def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[..., None]:
@@ -366,7 +382,7 @@ def _answering(forward: Callable[..., Any]) -> Callable[..., Any]:
     if _takes_any_name(parameters):
         return forward
     allowed = tuple(_names(parameters))
-    required = [own.name for own in parameters if own.name in allowed and own.default is own.empty]
+    required = [p.name for p in parameters if p.name in allowed and p.default is p.empty]
     num_required = len(required)
 
     @functools.wraps(forward)

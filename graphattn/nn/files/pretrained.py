@@ -10,21 +10,67 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from graphattn.nn.files.known import KNOWN, Described, build, class_name
-from graphattn.nn.files.limits import check_depths, no_larger_than
 from graphattn.version import __version__
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 LAYERS = "graphattn"  # key of the configs of all layers in the safetensors header
+
+# A constructor may make some parameters that it replaces later.
+SLACK = 16
+
+
+class Described:
+    """A module whose `config` contains the arguments to make another one like it."""
+
+    state_dict: Callable[..., Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+# The only classes that a file may name.
+KNOWN: dict[str, type[Any]] = {}
+
+
+def class_name(cls: type) -> str:
+    """Return the name of a class; classes outside graphattn get their module as a prefix."""
+    return (
+        cls.__name__ if KNOWN.get(cls.__name__) is cls else f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
+def build(description: dict[str, Any], kind: type | None = None) -> Any:
+    """Make the module that a dict with its class and arguments describes.
+
+    Args:
+        description: a dict made by :func:`plain`.
+        kind: the class to make instead of the named one.
+
+    Raises:
+        ValueError: if no class is named, or the class is not one of graphattn.
+    """
+    arguments = {name: value for name, value in description.items() if name != "class"}
+    if kind is None:
+        kind = KNOWN.get(description["class"]) if isinstance(description["class"], str) else None
+    if kind is None:
+        raise ValueError(
+            f"class must be a class of graphattn, got {description['class']!r}, which cannot be "
+            "made from files alone: make the model in code and load its state dict"
+        )
+    return kind(**arguments)
 
 
 def save(module: Any, directory: Any) -> None:
@@ -141,10 +187,10 @@ def _shapes(state: dict[str, Any]) -> dict[str, Any]:
 
 def _layers(state: Any) -> dict[str, Any]:
     """Return the records of our layers in the metadata of a state dict, by prefix."""
-    found = getattr(state, "_metadata", {})
+    metadata = getattr(state, "_metadata", {})
     return {
         prefix: {key: value for key, value in entry.items() if key in ("class", "config", "base")}
-        for prefix, entry in found.items()
+        for prefix, entry in metadata.items()
         if "config" in entry
     }
 
@@ -211,15 +257,15 @@ def _read_config(path: Path) -> dict[str, Any]:
             "model in code, and call model.load_state_dict(safetensors.torch.load_file(...))"
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("class"), str):
+    if not isinstance(config, dict) or not isinstance(config.get("class"), str):
         raise ValueError(
             f"{path} must contain an object with a 'class' of graphattn, as ga.save writes it"
         )
-    found.pop("graphattn_version", None)
-    return found
+    config.pop("graphattn_version", None)
+    return config
 
 
 def _kind(path: Path, description: dict[str, Any], wanted: Any) -> type | None:
@@ -264,8 +310,8 @@ def _read_weights(path: Path, device: Any) -> tuple[OrderedDict[str, Tensor], di
 def _make(description: dict[str, Any], kind: type | None, names: list[str]) -> nn.Module:
     """Make the module, on the meta device if it needs no values other than those of the file."""
     module = _on_meta(lambda: build(description, kind))
-    own = dict([*module.named_parameters(), *module.named_buffers()])
-    if not any(tensor.is_meta and name not in names for name, tensor in own.items()):
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    if not any(tensor.is_meta and name not in names for name, tensor in tensors.items()):
         return module
     return _undisturbed(lambda: build(description, kind))
 
@@ -290,3 +336,50 @@ def _tie(module: nn.Module, name: str, kept: str) -> None:
     owner, _, last = name.rpartition(".")
     source, _, first = kept.rpartition(".")
     setattr(module.get_submodule(owner), last, getattr(module.get_submodule(source), first))
+
+
+@contextmanager
+def no_larger_than(weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise a ValueError inside if far more parameters are made than there are weights.
+
+    A config is a small text. A wrong number in it must not take all memory, or run without end.
+    """
+    numbers = sum(tensor.numel() for tensor in weights.values())
+    most = {"tensors": SLACK * len(weights) + 1000, "numbers": SLACK * numbers + 2**20}
+    left, thread = dict(most), threading.get_ident()
+
+    def count(module: Any, name: str, parameter: Any) -> None:
+        if parameter is None or threading.get_ident() != thread:  # hooks are for all threads
+            return
+        left["tensors"] -= 1
+        left["numbers"] -= parameter.numel()
+        if min(left.values()) < 0:
+            raise ValueError(
+                f"its class makes more parameters than the file of weights has: that has {numbers} "
+                f"numbers in {len(weights)} tensors"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_depths(config: Any, weights: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if a config has more blocks than there are weights.
+
+    Constructors make lists of options, one per block, before they make parameters.
+    """
+    entries = config.items() if isinstance(config, dict) else enumerate(config)
+    for name, value in entries:
+        if name in ("depth", "depths"):
+            depths = value if isinstance(value, list) else [value]
+            for depth in depths:
+                if isinstance(depth, int) and depth > len(weights):
+                    raise ValueError(
+                        f"{name} must be at most {len(weights)}, the number of tensors in the file "
+                        f"of weights, got {value!r:.40}"
+                    )
+        elif isinstance(value, dict | list):
+            check_depths(value, weights)

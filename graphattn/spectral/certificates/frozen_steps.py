@@ -60,7 +60,7 @@ class FrozenStep:
         edge_features: Tensor | None = None,
     ) -> None:
         self.layer = layer
-        self.x, _, self.graph, _ = layer.prepare(x, x, layer.dim, graph, None)
+        self.x, _, self.graph, _ = layer.prepare(x, x, graph, None)
         self.rotations = layer.rotations(self.x, self.x, self.graph, positions)
         net = layer.edge_net
         self.hidden = net.target_hidden(self.x), net.source_hidden(self.x)
@@ -102,7 +102,7 @@ class FrozenStep:
         compared = layer.rotate(u, u, self.rotations)
         start = compared[0] if layer.isometric else u
         valid = None, None
-        updated = layer.move(start, compared, self.hidden, self.graph, valid, **self.edge_hidden)
+        updated = layer.mix(start, compared, self.hidden, self.graph, valid, **self.edge_hidden)
         return layer.rotate_back(updated, self.rotations)
 
     @property

@@ -212,7 +212,6 @@ def _certify_cross(layer: CrossConsensus, given: Mapping[str, Any]) -> Certifica
     x, context, graph, valid = layer.prepare(
         x,
         context,
-        layer.context_dim,
         given["graph"],
         given.get("valid"),
         per_edge=features is not None,

@@ -43,7 +43,7 @@ def cross_facts(
 
     def moved(states: tuple[Tensor, Tensor]) -> Tensor:
         """Make the layer's own step of the first of two tracks, in the rotated frame."""
-        return layer.move(states[0], states, hidden, graph, (None, None), **of_edges)
+        return layer.mix(states[0], states, hidden, graph, (None, None), **of_edges)
 
     def gradient(states: tuple[Tensor, Tensor]) -> Tensor:
         message = R.apply(states[0][target] - states[1][source])
