@@ -93,9 +93,9 @@ MODEL_STEPS = "tests/models/test_models_steps.py"
 MUTATIONS = [
     Mutation(
         "top-k keeps the larger of two equal indices",
-        "graphattn/ops/segments.py",
-        "logits.detach().argsort(dim=-2, descending=True, stable=True)",
-        "logits.detach().argsort(dim=-2, stable=True).flip(-2)",
+        "graphattn/ops/top_k.py",
+        "logits.detach().argsort(dim=dim, descending=True, stable=True)",
+        "logits.detach().argsort(dim=dim, stable=True).flip(dim)",
         (f"{TOP_K}::test_equal_distances_on_both_sides_keep_the_left_one",),
     ),
     Mutation(
@@ -165,9 +165,8 @@ MUTATIONS = [
     Mutation(
         "of equal logits in a tile the later source is kept",
         "graphattn/ops/attention/structured/softmax.py",
-        "        order = row.argsort(dim=-1, descending=True, stable=True)[:, :top_k]\n",
-        "        order = row.flip(-1).argsort(dim=-1, descending=True, stable=True)[:, :top_k]\n"
-        "        order = row.shape[-1] - 1 - order\n",
+        "top_k_mask(row, top_k) &",
+        "top_k_mask(row.flip(-1), top_k).flip(-1) &",
         (f"{STRUCTURED}::test_equal_keys_tie_wherever_they_stand_in_a_tile",),
     ),
     Mutation(
@@ -438,10 +437,10 @@ MUTATIONS = [
     ),
     Mutation(
         "-0.0 is less than 0.0",
-        "graphattn/ops/segments.py",
-        "    order = logits.detach().argsort(",
+        "graphattn/ops/top_k.py",
+        "    return logits.detach().argsort(",
         "    bits = logits.detach().double().view(torch.int64)\n"
-        "    order = torch.where(bits < 0, bits ^ (2**63 - 1), bits).argsort(",
+        "    return torch.where(bits < 0, bits ^ (2**63 - 1), bits).argsort(",
         (f"{TOP_K}::test_logits_of_both_zeros_tie",),
     ),
     Mutation(

@@ -21,6 +21,7 @@ from graphattn.ops.inputs import (
     full_precision,
     repeat_heads,
 )
+from graphattn.ops.top_k import order_of_selection
 
 Candidates = tuple[Tensor, Tensor]
 CHUNK = 1 << 20  # numbers of the keys or values that are gathered at a time
@@ -163,8 +164,8 @@ def _best_of_rows(
         shown = repeat_heads(shown.masked_fill(~present[..., None, None], 0), H)
         logits = edge_logits(score, query[:, :, None], shown).transpose(2, 3)
         logits = logits.masked_fill(~present[:, :, None], -torch.inf)  # [B, n, H, w]
-        best = logits.sort(dim=-1, descending=True, stable=True)
-        logits, places = best.values[..., :k], best.indices[..., :k]
+        places = order_of_selection(logits)[..., :k]
+        logits = logits.gather(-1, places)
         index = sources.expand(B, n, -1)[:, :, None].expand(B, n, H, -1).gather(-1, places)
         index = index.masked_fill(logits == -torch.inf, -1)
     strength = score.strength  # None if the score is somebody's own: its parameters are not known
@@ -232,7 +233,7 @@ def merge_top_k(parts: Iterable[Candidates], k: int) -> Candidates:
             )
     logits, index = (torch.cat(x, dim=-1) for x in zip(*pairs, strict=True))
     by_index = index.argsort(dim=-1)
-    order = logits.detach().gather(-1, by_index).argsort(dim=-1, descending=True, stable=True)
+    order = order_of_selection(logits.gather(-1, by_index))
     best = by_index.gather(-1, order)[..., :k]
     logits, index = logits.gather(-1, best), index.gather(-1, best)
     index = index.masked_fill(logits == -torch.inf, -1)

@@ -23,9 +23,9 @@ from graphattn.ops.inputs import (
     compute_dtype,
     flat_masks,
     full_precision,
+    keep_freed_memory,
     may_be_differentiated,
 )
-from graphattn.ops.memory import keep_freed_memory
 
 Sums = Callable[..., tuple[Tensor, Tensor | None]]
 Case = ConsensusCall | ConsensusKind

@@ -30,8 +30,7 @@ from graphattn.ops.attention.structured.recompute import (
     run,
 )
 from graphattn.ops.dropout import dropout_of_call
-from graphattn.ops.inputs import ValidPair, clear_invalid, flat_masks
-from graphattn.ops.memory import keep_freed_memory
+from graphattn.ops.inputs import ValidPair, clear_invalid, flat_masks, keep_freed_memory
 
 SHORT = 128  # tokens: in shorter sequences, global tokens are not computed apart
 

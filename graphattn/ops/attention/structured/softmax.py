@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from graphattn.ops.top_k import top_k_mask
+
 EXACT = 1 << 14  # how many exact logits are computed at a time
 
 Rows = Callable[[tuple[Tensor, ...]], Tensor]
@@ -50,9 +52,5 @@ def keep_best(
         place = few.unbind(1)
         row, hidden = exact(place), ranked[place] == -torch.inf
         row = row.masked_fill(row.isnan(), torch.inf).masked_fill(hidden, -torch.inf)
-        order = row.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-        first = torch.zeros_like(hidden).scatter(
-            -1, order, torch.ones_like(order, dtype=torch.bool)
-        )
-        best[place] = first & (row > -torch.inf)
+        best[place] = top_k_mask(row, top_k) & (row > -torch.inf)
     return best
