@@ -34,10 +34,11 @@ from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.logits.score import (
     GaussianKernel,
     Score,
+    as_softcap,
     bandwidth,
+    capped,
     edge_logits,
 )
-from graphattn.ops.attention.logits.softcap import as_softcap, capped
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,

@@ -9,7 +9,7 @@ for:
   compiled code, whose operations they cannot see, is excluded.
 - :func:`is_followed`: the above, or a dispatch mode of torch or torch.jit.trace, which look at
   every operation. Compiled code outside of an operator must not run.
-- :func:`~graphattn.ops.counting.is_watched`: a dispatch mode, torch.jit.trace or torch.compile is
+- :func:`is_watched`: a dispatch mode, torch.jit.trace or torch.compile is
   active, or tensors have no values ("meta"). The call then runs as one operator of torch.library,
   which they can see.
 """
@@ -26,11 +26,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from graphattn.graphs.arguments import as_choice
+from graphattn.kernels.cpu import library
 from graphattn.kernels.shared.launch import is_transformed
 from graphattn.kernels.shared.stored import PRE_DISPATCH, makes_fakes
+from graphattn.ops.counting import register_formulas
 
 BACKEND_NAMES = ("reference", "structured", "native", "triton")
 NAMES = ("auto", *BACKEND_NAMES)  # what an argument `backend` may be
+
+# Looked up once, because torch.compile cannot trace how a library is loaded.
+_WHY_NOT_BUILT = library.why_not()
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 # The same for torch.compile, which guards global variables and cannot read context variables.
@@ -98,6 +103,25 @@ def is_followed() -> bool:
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def is_watched(like: Tensor) -> bool:
+    """Whether a call must run as one operator of torch.library.
+
+    It must under torch.compile and torch.jit.trace, under modes of torch's dispatcher
+    (FlopCounterMode, selective checkpointing), which see operators and nothing inside them, and for
+    tensors without values (device "meta").
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees only operators, too
+        return True
+    if torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH):
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return like.device.type == "meta"
+    register_formulas()
+    return True
 
 
 def has_values(x: Tensor) -> bool:
@@ -195,3 +219,53 @@ def support(table: Table, call: Any) -> dict[str, str | None]:
 def refusal(backend: str, reason: str) -> ValueError:
     """The error for a backend that was asked for by name and cannot run a call."""
     return ValueError(f"backend {backend!r} cannot run this case: {reason}")
+
+
+# The conditions under which the C++ code of the CPU can run a call; every engine asks them.
+
+
+def is_here() -> bool:
+    """Whether the library of C++ code was built and can be loaded."""
+    return _WHY_NOT_BUILT is None
+
+
+def why_not_native(like: Tensor) -> str | None:
+    """The reason why C++ code cannot run a call with tensors like this one; None if it can."""
+    if like.device.type != "cpu":
+        return f"it runs on CPUs, not on {like.device.type}"
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        return "a trace (torch.jit.trace) would not record its operations"
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+        kind = type(like)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"it reads the memory of plain tensors, which a {kind.__name__} is not"
+    return _WHY_NOT_BUILT
+
+
+def why_no_step(like: Tensor, *others: torch.dtype) -> str | None:
+    """The reason why C++ code cannot run a step of generation with queries like this one, or None.
+
+    `others` are the dtypes of the cached tensors.
+    """
+    if like.device.type != "cpu":
+        return f"it runs on CPUs, not on {like.device.type}"
+    if _WHY_NOT_BUILT is not None:
+        return _WHY_NOT_BUILT
+    if type(like) is not Tensor and type(like) is not torch.nn.Parameter:
+        return f"it reads the memory of plain tensors, which a {type(like).__name__} is not"
+    for dtype in others:
+        if dtype is not like.dtype and torch.float64 in (dtype, like.dtype):
+            return f"it does not mix {like.dtype} and a cache of {dtype}"
+    if is_followed():
+        return "torch.func, a trace or a mode of torch must see every operation"
+    return None
+
+
+def may_repeat_step(backend: str) -> bool:
+    """Whether C++ code may run a step like one that it has run before; asked once per token."""
+    return (
+        not torch.compiler.is_compiling()
+        and wanted_backend(backend) in ("auto", "native")
+        and is_here()
+        and not is_followed()
+    )

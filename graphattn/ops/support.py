@@ -11,8 +11,7 @@ from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops.attention.backends import BACKENDS as ATTENTION_BACKENDS
 from graphattn.ops.attention.calls import AttentionCall
-from graphattn.ops.attention.logits.score import DotProduct
-from graphattn.ops.attention.logits.softcap import as_softcap
+from graphattn.ops.attention.logits.score import DotProduct, as_softcap
 from graphattn.ops.backends import support
 from graphattn.ops.consensus.backends import BACKENDS as CONSENSUS_BACKENDS
 from graphattn.ops.consensus.calls import ConsensusKind

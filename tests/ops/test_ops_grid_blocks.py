@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.ops.attention.structured import plan_call
+from graphattn.ops.attention.calls import AttentionCall
+from graphattn.ops.attention.structured import plan_of
 from graphattn.ops.attention.structured.chunked import TilePlan
 
 CASES = [
@@ -45,11 +46,10 @@ def attend(kind, q, k, v, graph, **options):
 
 def test_they_are_taken_block_by_block():
     graph = ga.grid_block_graph(8, 8, 4, shift=2)
-    given = (*inputs(64, batch=()), torch.ones(H), None)
-    options = {"score": "dot", "per_offset": False, "top_k": None, "valid": (None, None)}
-    flat, plan = plan_call(given, graph, **options)
+    call = AttentionCall(*inputs(64, batch=(1,)), graph, ga.DotProduct(torch.ones(H)))
+    plan = plan_of(call)
     assert isinstance(plan, TilePlan)
-    assert max(chunk.sources.shape[1] for chunk in plan.chunks(flat)) == 16
+    assert max(chunk.sources.shape[1] for chunk in plan.chunks(call.inputs())) == 16
 
 
 @EVERY_CASE

@@ -9,7 +9,7 @@ from oracle_ops import attention
 
 import graphattn as ga
 from graphattn.graphs.structures.bands import has_bands
-from graphattn.ops.attention.structured.tiles import tiles_of
+from graphattn.ops.attention.structured.chunked import tiles_of
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 WHOLE = {

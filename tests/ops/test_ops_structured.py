@@ -11,9 +11,8 @@ from random_ops import differentiated as run
 import graphattn as ga
 from graphattn.graphs.structures.composites import Union
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GlobalTokens
-from graphattn.ops import compiled_code
-from graphattn.ops.attention import native, structured
-from graphattn.ops.attention.structured import chunked, softmax
+from graphattn.ops.attention import structured
+from graphattn.ops.attention.structured import chunked, chunks
 
 EACH = pytest.mark.parametrize("backend", FAST)
 CASES = int(os.environ.get("GRAPHATTN_SWEEP", "500"))
@@ -24,7 +23,7 @@ def short_chunks(monkeypatch):
     """Take so few numbers at a time that most cases take several rounds."""
     monkeypatch.setattr(chunked, "PAIRS", 256)
     monkeypatch.setattr(chunked, "FEATURES", 256)
-    monkeypatch.setattr(softmax, "EXACT", 1)
+    monkeypatch.setattr(chunks, "EXACT", 1)
 
 
 @EACH
@@ -237,7 +236,7 @@ def test_auto_takes_it_for_every_graph(monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
 
-    watch(*((native, "plan_call") if compiled_code.is_here() else (structured, "attend")))
+    watch(structured, "plan_of")
     x = torch.randn(90, 1, 2)
     for graph in (
         ga.window_path_graph(90, 3),

@@ -27,7 +27,7 @@ from graphattn.models.stack import Graphs
 from graphattn.near_names import explained
 from graphattn.nn import PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.block import Activation, Norm, make_norm
-from graphattn.ops.attention.logits.softcap import as_softcap, capped
+from graphattn.ops.attention.logits.score import as_softcap, capped
 from graphattn.ops.dropout import as_share
 
 Window = int | None | Sequence[int | None]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.counting import is_watched
+from graphattn.ops.backends import is_watched
 from graphattn.ops.inputs import full_precision, may_be_differentiated
 from graphattn.ops.linear_attention.sums import sums_over_graph
 

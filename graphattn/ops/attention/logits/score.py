@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
+from graphattn.graphs.arguments import as_float
 from graphattn.kernels.shared.stored import kept_for_training
-from graphattn.ops.backends import has_values
-from graphattn.ops.counting import is_watched
+from graphattn.ops.backends import has_values, is_watched
 from graphattn.ops.inputs import compute_dtype
 
 Kernel = Literal["dot", "rbf"]  # the scores that compiled code knows
@@ -286,6 +286,15 @@ def _wrong_logits(
     )
 
 
+def known_score(kernel: str, strength: Tensor) -> DotProduct | GaussianKernel:
+    """The score of this name in compiled code, ready, from its factor [H]."""
+    if kernel == "dot":
+        return DotProduct(strength)
+    score = GaussianKernel(1.0)
+    score._scale = strength
+    return score
+
+
 def score_of(sigma: Any, scale: Any) -> DotProduct | GaussianKernel:
     """The score that the arguments `sigma` and `scale` of an operation stand for."""
     if sigma is not None and scale is not None:
@@ -352,6 +361,33 @@ def _per_row(scale: Any) -> Any:
 
 def _shown(number: Any) -> Any:
     return [round(x, 4) for x in number.tolist()] if isinstance(number, Tensor) else number
+
+
+# The softcap of Gemma 2, which bounds logits: ``softcap * tanh(logits / softcap)``.
+
+
+def as_softcap(softcap: Any, name: str = "softcap") -> float | None:
+    """A number > 0, or None; a ValueError otherwise."""
+    if softcap is None:
+        return None
+    softcap = as_float(name, softcap, positive=True)
+    if softcap > torch.finfo(torch.float32).max:  # infinity * tanh(0) is NaN
+        raise ValueError(f"{name} must be a number of float32, got {softcap}")
+    return softcap
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits between -softcap and softcap; unchanged if `softcap` is None.
+
+    Far beyond the cap, tanh is 1 to the last bit, so many logits are equal. All backends in torch
+    use this function, so that logits are equal either in all of them or in none.
+    """
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def slope(found: Tensor, softcap: float) -> Tensor:
+    """The derivative of :func:`capped`, from its result; 0 where the cap is reached."""
+    return 1 - (found / softcap).square()
 
 
 # Steps of generation have rows of few queries. Heads that share a key head form one entry.
