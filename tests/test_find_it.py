@@ -150,22 +150,23 @@ def krause(**options: object) -> ga.nn.KrauseAttention:
 
 # By call: the most files and returns of a first and of a second call over a graph.
 TRIPS: dict[str, tuple[tuple[int, int], tuple[int, int], Callable[[], Callable[..., object]]]] = {
-    "dot product": ((26, 38), (15, 19), lambda: ga.nn.DotProductAttention(128, 8)),
-    "Gaussian kernel": ((26, 38), (13, 21), lambda: ga.nn.GaussianKernelAttention(128, 8)),
-    "Krause": ((27, 45), (13, 21), krause),
-    "Krause with rope": ((30, 72), (17, 39), lambda: krause(rope=True)),
-    "Krause with a sink": ((28, 50), (14, 26), lambda: krause(sink=True)),
+    "dot product": ((20, 32), (14, 17), lambda: ga.nn.DotProductAttention(128, 8)),
+    "Gaussian kernel": ((20, 32), (13, 18), lambda: ga.nn.GaussianKernelAttention(128, 8)),
+    "Krause": ((21, 38), (13, 18), krause),
+    "Krause with rope": ((24, 63), (16, 35), lambda: krause(rope=True)),
+    "Krause with a sink": ((22, 43), (14, 23), lambda: krause(sink=True)),
     "Krause with masks": (
-        (28, 52),
-        (22, 33),
+        (22, 42),
+        (15, 21),
         lambda: functools.partial(krause(), valid=VALID),
     ),
-    "Krause with dropout": ((31, 90), (27, 70), lambda: krause(attention_dropout=0.1)),
-    "linear": ((18, 56), (17, 51), lambda: ga.nn.LinearAttention(128, 8)),
-    "consensus with rope": ((30, 111), (26, 97), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
+    "Krause with dropout": ((25, 68), (18, 47), lambda: krause(attention_dropout=0.1)),
+    "Krause in torch": ((23, 59), (17, 39), lambda: krause(backend="structured")),
+    "linear": ((16, 54), (15, 50), lambda: ga.nn.LinearAttention(128, 8)),
+    "consensus with rope": ((27, 109), (23, 95), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
     "rbf_attention": (
-        (23, 32),
-        (12, 13),
+        (17, 25),
+        (11, 10),
         lambda: lambda x, graph: ga.rbf_attention(*[x.view(2, 64, 8, 16)] * 3, graph, 1.0),
     ),
 }

@@ -874,14 +874,14 @@ MUTATIONS = [
     ),
     Mutation(
         "numbers whose squares overflow are taken for harmless",
-        "graphattn/ops/attention/structured/recompute.py",
+        "graphattn/ops/attention/structured/chunked.py",
         "limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3",
         "limit = torch.finfo(scale.dtype).max",
         (f"{HOLDS}::test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients",),
     ),
     Mutation(
         "a bad entry of a table is not looked for",
-        "graphattn/ops/attention/structured/recompute.py",
+        "graphattn/ops/attention/structured/chunked.py",
         "if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):",
         "if False:",
         (f"{UNSEEN}::test_an_entry_of_a_table_reaches_only_the_rows_that_read_it",),

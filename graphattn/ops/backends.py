@@ -78,15 +78,6 @@ def wanted_backend(backend: str) -> str:
     return _override_when_compiled if torch.compiler.is_compiling() else _override.get()
 
 
-def nothing_against(_: Any) -> None:
-    """Return no reason: a backend with this `why_not` can run every call."""
-
-
-def always(_: Any) -> bool:
-    """Return True: "auto" may take a backend with this `is_default` for every call."""
-    return True
-
-
 def is_followed() -> bool:
     """Whether a dispatch mode of torch, torch.jit.trace or torch.func must see every operation.
 
@@ -144,6 +135,10 @@ def has_values(x: Tensor) -> bool:
     return not torch._C._functorch.is_legacy_batchedtensor(x)
 
 
+def nothing_against(_: Any) -> None:
+    """Return no reason: a backend with this `why_not` can run every call."""
+
+
 class Backend(NamedTuple):
     """One way to run an engine's calls: a row of the engine's table.
 
@@ -151,13 +146,13 @@ class Backend(NamedTuple):
         name: one of :data:`BACKEND_NAMES`.
         why_not: returns the reason why the backend cannot run a checked call, or None if it can.
         run: runs the call. None in the table of steps, where the caller runs the call.
-        is_default: whether "auto" may take the backend for a call that it can run.
+        is_default: whether "auto" may take the backend for a call that it can run; always if None.
     """
 
     name: str
     why_not: Callable[[Any], str | None] = nothing_against
     run: Callable[[Any], Any] | None = None
-    is_default: Callable[[Any], bool] = always
+    is_default: Callable[[Any], bool] | None = None
 
     def __call__(self, call: Any) -> Any:
         """Run a call."""
@@ -177,38 +172,25 @@ def choose(table: Table, call: Any, backend: str) -> Backend:
     Raises:
         ValueError: a backend was asked for by name and cannot run the call.
     """
-    wanted = wanted_backend(backend)
-    return _first_that_can(table, call) if wanted == "auto" else _by_name(table, call, wanted)
-
-
-def _first_that_can(table: Table, call: Any) -> Backend:
-    """The first row of a table that "auto" may take and that can run a call."""
-    transformed = is_transformed()
-    for entry in table:
-        if entry.name == "reference":  # the last row, which runs every call
-            return entry
-        if not transformed and entry.is_default(call) and entry.why_not(call) is None:
-            return entry
-    raise refusal("auto", "this operation has no reference")
-
-
-def _by_name(table: Table, call: Any, name: str) -> Backend:
-    """The row of a table with this name; a ValueError if it cannot run the call."""
-    for entry in table:
-        if entry.name != name:
-            continue
-        if (reason := entry.why_not(call)) is not None:
-            raise refusal(name, reason)
+    wanted, transformed = wanted_backend(backend), is_transformed()
+    for row in table:
         # A step by "structured", in a table without `run`, is in single operations of torch.
-        in_operations = name == "reference" or (name == "structured" and entry.run is None)
-        if not in_operations and is_transformed():
-            raise ValueError(
-                f"backend {name!r} cannot run inside torch.func or under forward-mode "
-                "differentiation, which must see every operation of a call: use "
-                'backend="reference"'
-            )
-        return entry
-    raise refusal(name, "this operation does not have it")
+        is_seen = row.name == "reference" or (row.name == "structured" and row.run is None)
+        if row.name == wanted:
+            if (reason := row.why_not(call)) is not None:
+                raise refusal(wanted, reason)
+            if transformed and not is_seen:
+                raise ValueError(
+                    f"backend {wanted!r} cannot run inside torch.func or under forward-mode "
+                    "differentiation, which must see every operation of a call: use "
+                    'backend="reference"'
+                )
+            return row
+        if wanted != "auto" or (transformed and row.name != "reference"):
+            continue
+        if (row.is_default is None or row.is_default(call)) and row.why_not(call) is None:
+            return row
+    raise refusal(wanted, "this operation does not have it")
 
 
 def support(table: Table, call: Any) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from oracle_ops import attention
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
-from graphattn.ops.dropout import draw_seed, dropout_of, keeps
+from graphattn.ops.dropout import draw_seed, dropout_of_call, keeps
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
 SCORES = {
@@ -170,9 +170,8 @@ def test_padding_that_holds_nan_is_never_read(backend):
 
 
 def mask_of(p=0.3, seed=1, batch=2, heads=3, n=256, m=320):
-    dropout = dropout_of(
-        p, torch.tensor(seed), batch=batch, num_targets=n, num_sources=m, heads=heads
-    )
+    query, graph = torch.empty(batch, n, heads, 0), ga.bipartite_complete_graph(n, m)
+    dropout = dropout_of_call(p, torch.tensor(seed), query, graph)
     rows = dropout.rows.transpose(1, 2)[..., None]
     return ~keeps(p, rows, dropout.columns)  # [B, H, N, M]
 
@@ -225,9 +224,8 @@ def test_four_edges_between_two_targets_and_two_sources_are_independent(p):
 
 def test_two_rows_whose_words_agree_in_part_still_differ():
     """Among a million rows some share their low words."""
-    columns = dropout_of(
-        0.5, torch.tensor(3), batch=1, num_targets=1, num_sources=4096, heads=1
-    ).columns
+    graph = ga.bipartite_complete_graph(1, 4096)
+    columns = dropout_of_call(0.5, torch.tensor(3), torch.empty(1, 1, 1), graph).columns
     words = torch.randint(1 << 31, (40,), generator=seeded(0))
     rows = (words[1:] << 32) | words[0]
     drops = keeps(0.5, rows[:, None], columns)

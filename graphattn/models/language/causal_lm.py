@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, batch, causal_graph, causal_window_graph
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, as_share, as_softcap
 from graphattn.models.language.generation import Progress, Stop, generate
 from graphattn.models.language.tied_model import TiedModel
 from graphattn.models.language.windows import window_of_blocks
@@ -27,8 +27,7 @@ from graphattn.models.stack import Graphs
 from graphattn.near_names import explained
 from graphattn.nn import PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.block import Activation, Norm, make_norm
-from graphattn.ops.attention.logits.score import as_softcap, capped
-from graphattn.ops.dropout import as_share
+from graphattn.ops.attention.logits.score import capped
 
 Window = int | None | Sequence[int | None]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphattn.distributed.losses import same_loss_on_all_ranks
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph, batch, complete_graph, from_edge_index, grid_window_graph
-from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.arguments import as_choice, as_float, as_int, as_share
 from graphattn.models.mixers import Mixer, Reach, mixers
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.vision.heads import draw_head, make_head
@@ -20,7 +20,6 @@ from graphattn.models.vision.patches import PatchEmbedding, Size, as_size
 from graphattn.models.vision.vit_weights import from_transformers
 from graphattn.nn import PreNormBlock
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.dropout import as_share
 
 Radius = int | Sequence[int] | None  # of both axes, or (down, right); None: see everything
 CACHED_SIZES = 8  # a model stores the graphs of this many image sizes

@@ -17,7 +17,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_float, as_int, as_softcap
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import reference
 from graphattn.ops.attention.backends import BACKENDS, plan_to_keep
@@ -34,7 +34,6 @@ from graphattn.ops.attention.logits.score import (
     GaussianKernel,
     Score,
     as_score,
-    as_softcap,
     score_of,
 )
 from graphattn.ops.attention.structured.recompute import run
@@ -172,22 +171,10 @@ def rbf_attention(
         tensor([  0.,   1., 100.])
     """
     return _attend(
-        query,
-        key,
-        value,
-        graph,
-        GaussianKernel(sigma),
-        softcap=None,
-        eps=eps,
-        top_k=top_k,
-        edge_bias=edge_bias,
-        valid=valid,
-        backend=backend,
-        return_lse=return_lse,
-        sink=sink,
-        dropout=dropout,
-        generator=generator,
-    )
+        query, key, value, graph, GaussianKernel(sigma), valid, return_lse,
+        softcap=None, eps=eps, top_k=top_k, edge_bias=edge_bias, backend=backend, sink=sink,
+        dropout=dropout, generator=generator,
+    )  # fmt: skip
 
 
 @overload
@@ -277,22 +264,10 @@ def dot_product_attention(
         True
     """
     return _attend(
-        query,
-        key,
-        value,
-        graph,
-        DotProduct(scale),
-        softcap=softcap,
-        eps=0.0,
-        top_k=top_k,
-        edge_bias=edge_bias,
-        valid=valid,
-        backend=backend,
-        return_lse=return_lse,
-        sink=sink,
-        dropout=dropout,
-        generator=generator,
-    )
+        query, key, value, graph, DotProduct(scale), valid, return_lse,
+        softcap=softcap, eps=0.0, top_k=top_k, edge_bias=edge_bias, backend=backend, sink=sink,
+        dropout=dropout, generator=generator,
+    )  # fmt: skip
 
 
 def score_attention(
@@ -345,22 +320,10 @@ def score_attention(
         True
     """
     return _attend(
-        query,
-        key,
-        value,
-        graph,
-        as_score(score),
-        softcap=softcap,
-        eps=eps,
-        top_k=top_k,
-        edge_bias=edge_bias,
-        valid=valid,
-        backend=backend,
-        return_lse=return_lse,
-        sink=sink,
-        dropout=dropout,
-        generator=generator,
-    )
+        query, key, value, graph, as_score(score), valid, return_lse,
+        softcap=softcap, eps=eps, top_k=top_k, edge_bias=edge_bias, backend=backend, sink=sink,
+        dropout=dropout, generator=generator,
+    )  # fmt: skip
 
 
 def attention_weights(
@@ -498,8 +461,8 @@ def _check(
         ValueError: names the argument, its value and what is allowed.
     """
     check_qkv(call.query, call.key, call.value)
-    eps = as_float("eps", eps, positive=False)
     call = with_options(call, top_k, softcap, dropout)
+    eps = as_float("eps", eps, positive=False)
     chosen = choose(BACKENDS, call, backend)
     plan = plan_to_keep(call, chosen.name)
     return Checked(call.top_k, eps, call.softcap, call.dropout, chosen, plan)
@@ -511,7 +474,6 @@ def _attend(
     value: Tensor,
     graph: TokenGraph | Tensor,
     score: Score,
-    *,
     valid: Valid,
     return_lse: bool,
     **options: Any,

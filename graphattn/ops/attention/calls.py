@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, as_share, as_softcap
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, is_table
-from graphattn.ops.attention.logits.score import WIDE, Score, as_softcap, per_head
+from graphattn.ops.attention.logits.score import WIDE, Score, per_head
 from graphattn.ops.backends import Backend, has_values, is_followed, wanted_backend
-from graphattn.ops.dropout import Dropout, as_share, dropout_of_call
+from graphattn.ops.dropout import Dropout, dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid, compute_dtype, flat_masks
 
 
@@ -72,11 +72,11 @@ class AttentionCall(NamedTuple):
     def inputs(self) -> Inputs:
         """What a plan computes from: zeros in place of invalid tokens, and masks per sample."""
         query, key, value, bias, valid = self.query, self.key, self.value, self.bias, self.valid
-        masks, batch = EVERYTHING, query.shape[:-3]
+        masks = EVERYTHING
         if bias is not None and bias.dim() > 2:
-            bias = bias.reshape(batch.numel(), *bias.shape[-2:])
+            bias = bias.flatten(0, -3)
         if valid != (None, None):
-            masks = Masks(*flat_masks(valid, batch))
+            masks = Masks(*flat_masks(valid, query.shape[:-3]))
             query = clear_invalid(query, valid[0])
             key, value = clear_invalid(key, valid[1]), clear_invalid(value, valid[1])
         if self.seed is not None:

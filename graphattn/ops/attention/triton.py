@@ -8,7 +8,7 @@ band kernels process these, and edge kernels continue with the other edges of ev
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from graphattn.kernels.edges.schedule import EdgeSchedule
 from graphattn.kernels.shared.launch import why_not_heads
 from graphattn.kernels.shared.stored import copied, stores_results
 from graphattn.ops.attention.calls import AttentionCall
-from graphattn.ops.attention.part_numbers import are_moderate
+from graphattn.ops.attention.merge import are_moderate
 from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.inputs import flat_masks
 
@@ -174,25 +174,23 @@ class KernelCall:
         """Gradients of the inputs; if query, key and value are one tensor, the first is its own."""
         from graphattn.kernels.shared.exponentials import saved_log_sums
 
-        out, d_out = self.flat(out), self.flat(d_out)
         B = self.batch.numel()
         lse, saved, d_lse = (t.reshape(B, *t.shape[-2:]) for t in (lse, saved, d_lse))
-        d_lse = d_lse.transpose(1, 2)
+        rows = _Rows(self.flat(out), lse, saved, self.flat(d_out), d_lse.transpose(1, 2))
         needs_scale = needs_scale or self.shared
-        found: Gradients
+        gradients: Gradients
         if self.edges is None:
-            found = self._through_bands(out, lse, saved, d_out, d_lse, needs_scale, needs_bias)
+            gradients = self._through_bands(rows, needs_scale, needs_bias)
         elif self.bands is None:
-            found = self._through_edges(out, saved, d_out, d_lse, needs_scale, needs_bias)
+            gradients = self._through_edges(rows, needs_scale, needs_bias)
         else:
-            of_bands = self._through_bands(out, lse, saved, d_out, d_lse, needs_scale, False)
-            saved = saved_log_sums(lse)
-            of_edges = self._through_edges(out, saved, d_out, d_lse, needs_scale, False)
-            found = (*map(_sum, of_bands, of_edges),)
-        if self.shared and found[1] is not None:
-            query, key, value, *others = found
-            found = _sum(_sum(query, key), value), None, None, *others
-        return found
+            of_bands = self._through_bands(rows, needs_scale, False)
+            rows = rows._replace(saved=saved_log_sums(lse))
+            gradients = (*map(_sum, of_bands, self._through_edges(rows, needs_scale, False)),)
+        if self.shared and gradients[1] is not None:
+            query, key, value, *others = gradients
+            gradients = _sum(_sum(query, key), value), None, None, *others
+        return gradients
 
     def saved_from(self, lse: Tensor) -> Tensor:
         """The log-sums [B, H, N] that :meth:`backward` takes as saved, from natural ones [*, N, H].
@@ -204,54 +202,31 @@ class KernelCall:
         lse = lse.reshape(self.batch.numel(), *lse.shape[-2:]).transpose(1, 2).contiguous()
         return saved_log_sums(lse) if self.bands is None else self.bands.saved_from(lse)
 
-    def _through_bands(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        saved: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        needs_scale: bool,
-        needs_bias: bool,
-    ) -> Gradients:
+    def _through_bands(self, rows: _Rows, needs_scale: bool, needs_bias: bool) -> Gradients:
         from graphattn.kernels.bands.backward import backward
         from graphattn.kernels.bands.bias_backward import d_table
         from graphattn.kernels.bands.one_tensor import shared_backward
 
-        x = self.bands
+        x, (out, lse, saved, d_out, d_lse) = self.bands, rows
         assert x is not None
         if self.has_five_products:
             d_x, d_scale = shared_backward(x, out, lse, d_out, d_lse)
             return d_x, None, None, d_scale, None
-        *found, delta = backward(x, out, saved, d_out, d_lse, scale_gradient=needs_scale)
-        return *found, d_table(x, saved, delta, d_out) if needs_bias else None
+        *gradients, delta = backward(x, out, saved, d_out, d_lse, scale_gradient=needs_scale)
+        return *gradients, d_table(x, saved, delta, d_out) if needs_bias else None
 
-    def _through_edges(
-        self,
-        out: Tensor,
-        saved: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        needs_scale: bool,
-        needs_bias: bool,
-    ) -> Gradients:
+    def _through_edges(self, rows: _Rows, needs_scale: bool, needs_bias: bool) -> Gradients:
         from graphattn.kernels.edges.backward import backward
 
         assert self.edges is not None
-        *found, d_bias = backward(
-            self.edges,
-            out,
-            saved,
-            d_out,
-            d_lse,
-            scale_gradient=needs_scale,
-            bias_gradient=needs_bias,
-        )
+        needed = {"scale_gradient": needs_scale, "bias_gradient": needs_bias}
+        out, _, saved, d_out, d_lse = rows
+        *gradients, d_bias = backward(self.edges, out, saved, d_out, d_lse, **needed)
         if d_bias is not None and self.offset_rows is not None:
             table = d_bias.new_zeros(self.num_offsets, d_bias.shape[1])
             # On a GPU, this sorts first; index_add_ would add in any order.
             d_bias = table.index_put_((self.offset_rows,), d_bias, accumulate=True)
-        return *found, d_bias
+        return *gradients, d_bias
 
     def _look_for_one_tensor(self, structure: GraphStructure) -> None:
         """Find out whether faster kernels for one tensor can run, forward and backward.
@@ -280,6 +255,16 @@ class KernelCall:
     def flat(self, x: Tensor) -> Tensor:
         """x [*, tokens, heads, features] with one batch dimension."""
         return x.reshape(self.batch.numel(), *x.shape[-3:])
+
+
+class _Rows(NamedTuple):
+    """Results of a call and their gradients, with one batch dimension."""
+
+    out: Tensor  # [B, N, H, Dv]
+    lse: Tensor  # [B, H, N]
+    saved: Tensor  # [B, H, N]
+    d_out: Tensor
+    d_lse: Tensor  # [B, N, H]
 
 
 def _reads_bands(structure: GraphStructure, bias: Tensor | None, per_offset: bool) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.ops.dropout import as_share
+from graphattn.graphs.arguments import as_choice, as_int, as_share
 from graphattn.train.batches.calling import answers_at, pooled_answers, unwrapped
 from graphattn.train.batches.collation import all_have, checked, collate_images, collate_tokens
 from graphattn.train.objectives.likelihood import LikelihoodObjective, loss_of, nats, num_right

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_float
 from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.ops.backends import has_values, is_watched
 from graphattn.ops.inputs import compute_dtype
@@ -364,16 +363,6 @@ def _shown(number: Any) -> Any:
 
 
 # The softcap of Gemma 2, which bounds logits: ``softcap * tanh(logits / softcap)``.
-
-
-def as_softcap(softcap: Any, name: str = "softcap") -> float | None:
-    """A number > 0, or None; a ValueError otherwise."""
-    if softcap is None:
-        return None
-    softcap = as_float(name, softcap, positive=True)
-    if softcap > torch.finfo(torch.float32).max:  # infinity * tanh(0) is NaN
-        raise ValueError(f"{name} must be a number of float32, got {softcap}")
-    return softcap
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -19,7 +19,7 @@ from graphattn.graphs.structures.structure import Blocks, GraphStructure
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, packer, view
 from graphattn.ops.attention.calls import Inputs
-from graphattn.ops.attention.part_numbers import SOUND, are_moderate
+from graphattn.ops.attention.merge import SOUND, are_moderate
 from graphattn.ops.attention.structured.chunked import TilePlan
 from graphattn.ops.attention.structured.plans import ReorderedPlan
 from graphattn.ops.attention.structured.recompute import Gradients, Plan, PlanOptions

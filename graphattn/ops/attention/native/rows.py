@@ -18,7 +18,7 @@ from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.edge_order import edges_by_source
 from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, packer, view
 from graphattn.ops.attention.calls import Inputs
-from graphattn.ops.attention.part_numbers import are_moderate
+from graphattn.ops.attention.merge import are_moderate
 from graphattn.ops.attention.structured.chunked import RowPlan
 from graphattn.ops.attention.structured.plans import gathered_rows
 from graphattn.ops.attention.structured.recompute import Gradients, Plan, PlanOptions

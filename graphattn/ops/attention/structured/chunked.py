@@ -20,13 +20,12 @@ from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.kernels.shared.stored import kept_for_training, stores_results
 from graphattn.ops.attention.calls import Inputs
 from graphattn.ops.attention.logits.score import Score
-from graphattn.ops.attention.part_numbers import are_moderate
+from graphattn.ops.attention.merge import are_moderate
 from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, Whole, scatter
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Plan,
     PlanOptions,
-    products_are_finite,
     unused_rows,
     zeros_like,
 )
@@ -206,6 +205,22 @@ class RowPlan(_Chunked):
             entries = edges if self.index is None else self.index[edges]
             yield Chunk(targets, self.source[edges].long(), present[:, None], entries[:, None])
             start = stop
+
+
+def products_are_finite(inputs: Inputs, *upstream: Tensor | None) -> bool:
+    """Whether all numbers are finite, and so small that no product of two overflows.
+
+    A bias of -inf is allowed: it only removes an edge. The answer is False on other devices than a
+    CPU, where to read the numbers would wait for the device.
+    """
+    scale, bias = inputs.scale, inputs.bias
+    if scale.device.type != "cpu":
+        return False
+    limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3
+    if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):
+        return False
+    ranges = [x.detach().aminmax() for x in (*inputs[:3], *upstream) if x is not None and x.numel()]
+    return all(bool(-limit <= low) and bool(high <= limit) for low, high in ranges)
 
 
 # Tiles. In bands, blocks and complete graphs, and in batches of them, a block of neighbouring

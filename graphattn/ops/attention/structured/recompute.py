@@ -164,22 +164,6 @@ def zeros_like(inputs: Inputs) -> Gradients:
     return query, key, value, scale, bias
 
 
-def products_are_finite(inputs: Inputs, *upstream: Tensor | None) -> bool:
-    """Whether all numbers are finite, and so small that no product of two overflows.
-
-    A bias of -inf is allowed: it only removes an edge. The answer is False on other devices than a
-    CPU, where to read the numbers would wait for the device.
-    """
-    scale, bias = inputs.scale, inputs.bias
-    if scale.device.type != "cpu":
-        return False
-    limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3
-    if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):
-        return False
-    ranges = [x.detach().aminmax() for x in (*inputs[:3], *upstream) if x is not None and x.numel()]
-    return all(bool(-limit <= low) and bool(high <= limit) for low, high in ranges)
-
-
 def unused_rows(d_out: Tensor, d_lse: Tensor | None) -> Tensor:
     """Mark rows whose results have no gradient, bool [..., H].
 
