@@ -58,10 +58,10 @@ class Score:
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Clear what a subclass makes wrong: its `kernel`, and an inherited `pairs`."""
         super().__init_subclass__(**keywords)
-        own = {"edges", "pairs", "ready", "strength", "sigma"} & vars(cls).keys()
-        if own and "kernel" not in vars(cls):
+        changed = {"edges", "pairs", "ready", "strength", "sigma"} & vars(cls).keys()
+        if changed and "kernel" not in vars(cls):
             cls.kernel = None
-        if "edges" in own and "pairs" not in own:
+        if "edges" in changed and "pairs" not in changed:
             cls.pairs = Score.pairs  # type: ignore[method-assign]
 
     def edges(self, query: Tensor, key: Tensor) -> Tensor:
@@ -261,18 +261,18 @@ def logits_by(score: Score, method: Method, query: Tensor, key: Tensor) -> Tenso
     elif query.shape != key.shape:
         shape = torch.broadcast_shapes(shape, key.shape[:-1])
     try:
-        found = getattr(score, method)(query, key)
+        logits = getattr(score, method)(query, key)
     except (NotImplementedError, torch.OutOfMemoryError):
         raise
     except (IndexError, RuntimeError, TypeError) as error:
         got = f"but it raised the {type(error).__name__}: {error}"
         raise _wrong_logits(score, method, query, key, shape, got) from error
-    if not isinstance(found, Tensor):
-        raise _wrong_logits(score, method, query, key, shape, f"got {type(found).__name__}")
-    if found.shape != shape or not found.is_floating_point():
-        got = f"got {found.dtype} of shape {list(found.shape)}"
+    if not isinstance(logits, Tensor):
+        raise _wrong_logits(score, method, query, key, shape, f"got {type(logits).__name__}")
+    if logits.shape != shape or not logits.is_floating_point():
+        got = f"got {logits.dtype} of shape {list(logits.shape)}"
         raise _wrong_logits(score, method, query, key, shape, got)
-    return found.to(query.dtype)
+    return logits.to(query.dtype)
 
 
 def _wrong_logits(
@@ -374,9 +374,9 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def slope(found: Tensor, softcap: float) -> Tensor:
+def slope(logits: Tensor, softcap: float) -> Tensor:
     """The derivative of :func:`capped`, from its result; 0 where the cap is reached."""
-    return 1 - (found / softcap).square()
+    return 1 - (logits / softcap).square()
 
 
 # Steps of generation have rows of few queries. Heads that share a key head form one entry.

@@ -135,8 +135,8 @@ class Recomputed(torch.autograd.Function):
         with full_precision(out.device):
             if torch.is_grad_enabled():  # create_graph=True: this is differentiated again
                 needed = ctx.needs_input_grad[2:]
-                found = gradients_by_autograd(again, tensors, needed, (d_out, d_lse))
-                return None, None, *found
+                gradients = gradients_by_autograd(again, tensors, needed, (d_out, d_lse))
+                return None, None, *gradients
             if d_out is None:  # then values are not used, and may even be NaN
                 out = d_out = torch.zeros_like(out)
                 tensors[2] = torch.zeros_like(tensors[2])
