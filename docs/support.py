@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.ops.attention.structured import plan_call
+from graphattn.ops.attention.calls import AttentionCall
+from graphattn.ops.attention.structured import plan_of
 from graphattn.ops.backends import BACKEND_NAMES
 from graphattn.ops.support import OPERATIONS
 
@@ -70,14 +71,7 @@ def by_graph() -> str:
 
 def _how(graph: ga.TokenGraph) -> str:
     query, key = (torch.zeros(n, 2, 8) for n in (graph.num_targets, graph.num_sources))
-    _, plan = plan_call(
-        (query, key, key, torch.ones(2), None),
-        graph,
-        score="dot",
-        per_offset=False,
-        top_k=None,
-        valid=(None, None),
-    )
+    plan = plan_of(AttentionCall(query, key, key, graph, ga.DotProduct()))
     return HOW[type(plan).__name__]
 
 

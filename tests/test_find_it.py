@@ -150,22 +150,23 @@ def krause(**options: object) -> ga.nn.KrauseAttention:
 
 # By call: the most files and returns of a first and of a second call over a graph.
 TRIPS: dict[str, tuple[tuple[int, int], tuple[int, int], Callable[[], Callable[..., object]]]] = {
-    "dot product": ((26, 32), (15, 13), lambda: ga.nn.DotProductAttention(128, 8)),
-    "Gaussian kernel": ((26, 32), (13, 15), lambda: ga.nn.GaussianKernelAttention(128, 8)),
-    "Krause": ((26, 40), (12, 16), krause),
-    "Krause with rope": ((29, 65), (16, 32), lambda: krause(rope=True)),
-    "Krause with a sink": ((27, 45), (13, 21), lambda: krause(sink=True)),
+    "dot product": ((20, 32), (14, 17), lambda: ga.nn.DotProductAttention(128, 8)),
+    "Gaussian kernel": ((20, 32), (13, 18), lambda: ga.nn.GaussianKernelAttention(128, 8)),
+    "Krause": ((21, 38), (13, 18), krause),
+    "Krause with rope": ((24, 63), (16, 35), lambda: krause(rope=True)),
+    "Krause with a sink": ((22, 43), (14, 23), lambda: krause(sink=True)),
     "Krause with masks": (
-        (27, 48),
-        (21, 29),
+        (22, 42),
+        (15, 21),
         lambda: functools.partial(krause(), valid=VALID),
     ),
-    "Krause with dropout": ((30, 86), (26, 66), lambda: krause(attention_dropout=0.1)),
-    "linear": ((18, 54), (17, 50), lambda: ga.nn.LinearAttention(128, 8)),
-    "consensus with rope": ((30, 109), (26, 95), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
+    "Krause with dropout": ((25, 68), (18, 47), lambda: krause(attention_dropout=0.1)),
+    "Krause in torch": ((23, 59), (17, 39), lambda: krause(backend="structured")),
+    "linear": ((16, 54), (15, 50), lambda: ga.nn.LinearAttention(128, 8)),
+    "consensus with rope": ((27, 109), (23, 95), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
     "rbf_attention": (
-        (23, 29),
-        (12, 10),
+        (17, 25),
+        (11, 10),
         lambda: lambda x, graph: ga.rbf_attention(*[x.view(2, 64, 8, 16)] * 3, graph, 1.0),
     ),
 }

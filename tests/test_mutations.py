@@ -93,9 +93,9 @@ MODEL_STEPS = "tests/models/test_models_steps.py"
 MUTATIONS = [
     Mutation(
         "top-k keeps the larger of two equal indices",
-        "graphattn/ops/segments.py",
-        "logits.detach().argsort(dim=-2, descending=True, stable=True)",
-        "logits.detach().argsort(dim=-2, stable=True).flip(-2)",
+        "graphattn/ops/top_k.py",
+        "logits.detach().argsort(dim=dim, descending=True, stable=True)",
+        "logits.detach().argsort(dim=dim, stable=True).flip(dim)",
         (f"{TOP_K}::test_equal_distances_on_both_sides_keep_the_left_one",),
     ),
     Mutation(
@@ -115,7 +115,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tiles begin a token late",
-        "graphattn/ops/attention/structured/tiles.py",
+        "graphattn/ops/attention/structured/chunked.py",
         "low = torch.minimum((first - before[of])",
         "low = torch.minimum((first - before[of] + 1)",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "padding counts as edges of a tile",
         "graphattn/ops/attention/structured/chunks.py",
-        "found = mask if found is None else found & mask",
-        "found = mask if found is None else found | mask",
+        "reduce(operator.and_, given)",
+        "reduce(operator.or_, given)",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
@@ -143,38 +143,37 @@ MUTATIONS = [
     ),
     Mutation(
         "tokens far from zero are left to products",
-        "graphattn/ops/attention/structured/squares.py",
+        "graphattn/ops/attention/structured/pair_scores.py",
         "SURE = 1e7",
         "SURE = 1e30",
         (f"{STRUCTURED}::test_a_common_offset_beyond_products_costs_no_digits",),
     ),
     Mutation(
         "gradients come from products, in which distances cancel",
-        "graphattn/ops/attention/structured/squares.py",
+        "graphattn/ops/attention/structured/pair_scores.py",
         "    if sure is True:\n        return _gradients",
         "    if True:\n        return _gradients",
         (f"{UNSEEN}::test_two_crowds_far_from_zero_and_from_each_other_keep_their_gradients",),
     ),
     Mutation(
         "0 * NaN in the products of a tile",
-        "graphattn/ops/attention/structured/squares.py",
+        "graphattn/ops/attention/structured/pair_scores.py",
         "    if finite:\n        return weights @ x\n",
         "    if True:\n        return weights @ x\n",
         (f"{STRUCTURED}::test_a_bad_token_changes_no_bit_before_it_and_none_beyond_its_window",),
     ),
     Mutation(
         "of equal logits in a tile the later source is kept",
-        "graphattn/ops/attention/structured/softmax.py",
-        "        order = row.argsort(dim=-1, descending=True, stable=True)[:, :top_k]\n",
-        "        order = row.flip(-1).argsort(dim=-1, descending=True, stable=True)[:, :top_k]\n"
-        "        order = row.shape[-1] - 1 - order\n",
+        "graphattn/ops/attention/structured/chunks.py",
+        "top_k_mask(row, top_k) &",
+        "top_k_mask(row.flip(-1), top_k).flip(-1) &",
         (f"{STRUCTURED}::test_equal_keys_tie_wherever_they_stand_in_a_tile",),
     ),
     Mutation(
         "global tokens count twice",
         "graphattn/ops/attention/structured/plans.py",
-        "other[:, tokens] = False",
-        "other[:, tokens[:0]] = False",
+        "mask.index_fill(1, tokens, False)",
+        "mask.index_fill(1, tokens[:0], False)",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
@@ -332,7 +331,7 @@ MUTATIONS = [
     Mutation(
         "attention averages padding",
         "graphattn/ops/attention/reference.py",
-        "keep = valid_edges(valid, source, target)",
+        "keep = valid_edges(call.valid, source, target)",
         "keep = None",
         (f"{ATTENTION}::test_an_edge_that_touches_an_invalid_token_is_no_edge",),
     ),
@@ -368,8 +367,8 @@ MUTATIONS = [
     Mutation(
         "softmax over the targets of a source",
         "graphattn/ops/attention/reference.py",
-        "edge_softmax(logits, target,",
-        "edge_softmax(logits, source,",
+        "        logits, target, graph.rowptr, keep",
+        "        logits, source, graph.rowptr, keep",
         (f"{SDPA}::test_attention_weights_are_the_masked_softmax",),
     ),
     Mutation(
@@ -438,10 +437,10 @@ MUTATIONS = [
     ),
     Mutation(
         "-0.0 is less than 0.0",
-        "graphattn/ops/segments.py",
-        "    order = logits.detach().argsort(",
+        "graphattn/ops/top_k.py",
+        "    return logits.detach().argsort(",
         "    bits = logits.detach().double().view(torch.int64)\n"
-        "    order = torch.where(bits < 0, bits ^ (2**63 - 1), bits).argsort(",
+        "    return torch.where(bits < 0, bits ^ (2**63 - 1), bits).argsort(",
         (f"{TOP_K}::test_logits_of_both_zeros_tie",),
     ),
     Mutation(
@@ -574,8 +573,8 @@ MUTATIONS = [
     Mutation(
         "a layer lists the edges of a table, which waits for the device",
         "graphattn/ops/attention/operators.py",
-        "*valid, graph.code, graph.listed, *options",
-        "*valid, graph.code, graph.edge_index, *options",
+        "*call.valid, graph.code, graph.listed,",
+        "*call.valid, graph.code, graph.edge_index,",
         (f"{NO_WAITING}::test_a_layer_whose_graph_is_made_from_its_features_waits_for_nothing",),
     ),
     Mutation(
@@ -854,7 +853,7 @@ MUTATIONS = [
     ),
     Mutation(
         "NaN and infinity are passed over in silence",
-        "graphattn/ops/attention/structured/squares.py",
+        "graphattn/ops/attention/structured/pair_scores.py",
         "> 0, torch.nan)",
         "> 0, 0)",
         (f"{STRUCTURED}::test_a_bad_token_changes_no_bit_before_it_and_none_beyond_its_window",),
@@ -868,21 +867,21 @@ MUTATIONS = [
     ),
     Mutation(
         "near ties are judged by products",
-        "graphattn/ops/attention/structured/softmax.py",
+        "graphattn/ops/attention/structured/chunks.py",
         "row, hidden = exact(place), ",
         "row, hidden = ranked[place], ",
         (f"{STRUCTURED}::test_equal_keys_tie_wherever_they_stand_in_a_tile",),
     ),
     Mutation(
         "numbers whose squares overflow are taken for harmless",
-        "graphattn/ops/attention/structured/recompute.py",
+        "graphattn/ops/attention/structured/chunked.py",
         "limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3",
         "limit = torch.finfo(scale.dtype).max",
         (f"{HOLDS}::test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients",),
     ),
     Mutation(
         "a bad entry of a table is not looked for",
-        "graphattn/ops/attention/structured/recompute.py",
+        "graphattn/ops/attention/structured/chunked.py",
         "if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):",
         "if False:",
         (f"{UNSEEN}::test_an_entry_of_a_table_reaches_only_the_rows_that_read_it",),
@@ -931,7 +930,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a trace of a layer holds what compiled code gave once",
-        "graphattn/ops/counting.py",
+        "graphattn/ops/backends.py",
         "if torch._C._get_tracing_state() is not None:",
         "if False:",
         (f"{NATIVE_CONSENSUS}::test_a_trace_holds_the_operator_and_not_its_result",),
@@ -1451,9 +1450,9 @@ MUTATIONS = [
     ),
     Mutation(
         "parts of a graph drop edges by their own numbers",
-        "graphattn/ops/attention/structured/options.py",
-        "else self.dropout.some(targets, sources)\n",
-        "else self.dropout\n",
+        "graphattn/ops/attention/calls.py",
+        "else self.dropout.some(targets, sources),\n",
+        "else self.dropout,\n",
         (f"{DROPOUT}::test_both_backends_drop_the_same_forward_and_backward",),
     ),
     Mutation(
@@ -1514,8 +1513,8 @@ MUTATIONS = [
     Mutation(
         "every row of all pairs reads the biases of the first",
         "graphattn/ops/attention/structured/chunked.py",
-        "entries = i[:, own, None] * M",
-        "entries = 0 * i[:, own, None] * M",
+        "entries = i[:, rows, None] * M",
+        "entries = 0 * i[:, rows, None] * M",
         (f"{PER_SAMPLE}::test_over_all_pairs_they_lose_no_digits_however_far_the_features_lie",),
     ),
     Mutation(
@@ -2016,8 +2015,8 @@ MUTATIONS = [
     Mutation(
         "a kept check is used for another softcap",
         "graphattn/ops/attention/api.py",
-        "options = top_k, eps, softcap, dropout, int(has_masks)",
-        "options = top_k, eps, 0, dropout, int(has_masks)",
+        "backend, top_k, eps, softcap, dropout, *of_bias",
+        "backend, top_k, eps, 0, dropout, *of_bias",
         (REPEATED_CALLS,),
     ),
     Mutation(
@@ -2029,7 +2028,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled code runs unseen in a trace",
-        "graphattn/ops/compiled_code.py",
+        "graphattn/ops/backends.py",
         "if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:",
         "if False:",
         (f"{REPEATED_CALLS}::test_a_traced_layer_gives_what_the_layer_gives",),

@@ -53,6 +53,24 @@ def as_float(name: str, value: Any, *, positive: bool) -> float:
     return number
 
 
+def as_share(name: str, p: Any) -> float:
+    """A share of dropped edges as a float in [0, 1); a ValueError otherwise."""
+    share = as_float(name, p, positive=False)
+    if share >= 1:
+        raise ValueError(f"{name} must be in [0, 1), got {p!r}")
+    return share
+
+
+def as_softcap(softcap: Any, name: str = "softcap") -> float | None:
+    """A number > 0, or None; a ValueError otherwise."""
+    if softcap is None:
+        return None
+    softcap = as_float(name, softcap, positive=True)
+    if softcap > torch.finfo(torch.float32).max:  # infinity * tanh(0) is NaN
+        raise ValueError(f"{name} must be a number of float32, got {softcap}")
+    return softcap
+
+
 def as_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     """Return `value` if it is one of `allowed`; otherwise raise ValueError."""
     if value not in allowed:

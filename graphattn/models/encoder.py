@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, as_share
 from graphattn.models.mixers import KINDS, Mixer, as_options, check_rope, mixers, one_per_block
 from graphattn.models.stack import Graphs
 from graphattn.models.token_model import TokenModel, can_read_cheaply
 from graphattn.nn import NoiseEmbedding, PreNormBlock
 from graphattn.nn.blocks.block import Activation, Norm, make_norm, zero_linear
-from graphattn.ops.dropout import as_share
 
 
 class SequenceEncoder(TokenModel):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_float, as_int, as_share, as_softcap
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention_steps import AttentionSteps
 from graphattn.nn.base.across_ranks import (
@@ -32,10 +32,10 @@ from graphattn.ops.attention.logits.score import (
     GaussianKernel,
     Score,
     bandwidth,
+    capped,
     edge_logits,
 )
-from graphattn.ops.attention.logits.softcap import as_softcap, capped
-from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
+from graphattn.ops.dropout import Kept, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
     ValidPair,

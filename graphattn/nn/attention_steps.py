@@ -17,15 +17,14 @@ from graphattn.ops.attention.logits.score import (
     DotProduct,
     GaussianKernel,
     Score,
+    capped,
     row_scale,
     score_rows,
 )
-from graphattn.ops.attention.logits.softcap import capped
 from graphattn.ops.attention.native.steps import CacheCall
 from graphattn.ops.attention.step.cached import attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.step.kernels import step_by_kernel, step_kernel
-from graphattn.ops.backends import wanted_backend
-from graphattn.ops.compiled_code import may_repeat_step
+from graphattn.ops.backends import may_repeat_step, wanted_backend
 from graphattn.ops.inputs import ValidPair, compute_dtype
 from graphattn.ops.segments import share_beside_eps
 

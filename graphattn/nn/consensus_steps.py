@@ -11,7 +11,7 @@ from graphattn.nn.base.overrides import is_as_shipped, overridden_kernel, overri
 from graphattn.nn.base.streaming import StreamingLayer
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.edges.network import EdgeNetwork
-from graphattn.ops.compiled_code import may_repeat_step
+from graphattn.ops.backends import may_repeat_step
 from graphattn.ops.consensus.edge_network import FirstLayer
 from graphattn.ops.consensus.native.steps import ConsensusCacheCall, applies, first_hidden
 from graphattn.ops.consensus.step import step_kernel

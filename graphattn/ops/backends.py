@@ -9,7 +9,7 @@ for:
   compiled code, whose operations they cannot see, is excluded.
 - :func:`is_followed`: the above, or a dispatch mode of torch or torch.jit.trace, which look at
   every operation. Compiled code outside of an operator must not run.
-- :func:`~graphattn.ops.counting.is_watched`: a dispatch mode, torch.jit.trace or torch.compile is
+- :func:`is_watched`: a dispatch mode, torch.jit.trace or torch.compile is
   active, or tensors have no values ("meta"). The call then runs as one operator of torch.library,
   which they can see.
 """
@@ -26,11 +26,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from graphattn.graphs.arguments import as_choice
+from graphattn.kernels.cpu import library
 from graphattn.kernels.shared.launch import is_transformed
 from graphattn.kernels.shared.stored import PRE_DISPATCH, makes_fakes
+from graphattn.ops.counting import register_formulas
 
 BACKEND_NAMES = ("reference", "structured", "native", "triton")
 NAMES = ("auto", *BACKEND_NAMES)  # what an argument `backend` may be
+
+# Looked up once, because torch.compile cannot trace how a library is loaded.
+_WHY_NOT_BUILT = library.why_not()
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 # The same for torch.compile, which guards global variables and cannot read context variables.
@@ -73,15 +78,6 @@ def wanted_backend(backend: str) -> str:
     return _override_when_compiled if torch.compiler.is_compiling() else _override.get()
 
 
-def nothing_against(_: Any) -> None:
-    """Return no reason: a backend with this `why_not` can run every call."""
-
-
-def always(_: Any) -> bool:
-    """Return True: "auto" may take a backend with this `is_default` for every call."""
-    return True
-
-
 def is_followed() -> bool:
     """Whether a dispatch mode of torch, torch.jit.trace or torch.func must see every operation.
 
@@ -98,6 +94,25 @@ def is_followed() -> bool:
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def is_watched(like: Tensor) -> bool:
+    """Whether a call must run as one operator of torch.library.
+
+    It must under torch.compile and torch.jit.trace, under modes of torch's dispatcher
+    (FlopCounterMode, selective checkpointing), which see operators and nothing inside them, and for
+    tensors without values (device "meta").
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees only operators, too
+        return True
+    if torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH):
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return like.device.type == "meta"
+    register_formulas()
+    return True
 
 
 def has_values(x: Tensor) -> bool:
@@ -120,6 +135,10 @@ def has_values(x: Tensor) -> bool:
     return not torch._C._functorch.is_legacy_batchedtensor(x)
 
 
+def nothing_against(_: Any) -> None:
+    """Return no reason: a backend with this `why_not` can run every call."""
+
+
 class Backend(NamedTuple):
     """One way to run an engine's calls: a row of the engine's table.
 
@@ -127,13 +146,13 @@ class Backend(NamedTuple):
         name: one of :data:`BACKEND_NAMES`.
         why_not: returns the reason why the backend cannot run a checked call, or None if it can.
         run: runs the call. None in the table of steps, where the caller runs the call.
-        is_default: whether "auto" may take the backend for a call that it can run.
+        is_default: whether "auto" may take the backend for a call that it can run; always if None.
     """
 
     name: str
     why_not: Callable[[Any], str | None] = nothing_against
     run: Callable[[Any], Any] | None = None
-    is_default: Callable[[Any], bool] = always
+    is_default: Callable[[Any], bool] | None = None
 
     def __call__(self, call: Any) -> Any:
         """Run a call."""
@@ -153,38 +172,25 @@ def choose(table: Table, call: Any, backend: str) -> Backend:
     Raises:
         ValueError: a backend was asked for by name and cannot run the call.
     """
-    wanted = wanted_backend(backend)
-    return _first_that_can(table, call) if wanted == "auto" else _by_name(table, call, wanted)
-
-
-def _first_that_can(table: Table, call: Any) -> Backend:
-    """The first row of a table that "auto" may take and that can run a call."""
-    transformed = is_transformed()
-    for entry in table:
-        if entry.name == "reference":  # the last row, which runs every call
-            return entry
-        if not transformed and entry.is_default(call) and entry.why_not(call) is None:
-            return entry
-    raise refusal("auto", "this operation has no reference")
-
-
-def _by_name(table: Table, call: Any, name: str) -> Backend:
-    """The row of a table with this name; a ValueError if it cannot run the call."""
-    for entry in table:
-        if entry.name != name:
-            continue
-        if (reason := entry.why_not(call)) is not None:
-            raise refusal(name, reason)
+    wanted, transformed = wanted_backend(backend), is_transformed()
+    for row in table:
         # A step by "structured", in a table without `run`, is in single operations of torch.
-        in_operations = name == "reference" or (name == "structured" and entry.run is None)
-        if not in_operations and is_transformed():
-            raise ValueError(
-                f"backend {name!r} cannot run inside torch.func or under forward-mode "
-                "differentiation, which must see every operation of a call: use "
-                'backend="reference"'
-            )
-        return entry
-    raise refusal(name, "this operation does not have it")
+        is_seen = row.name == "reference" or (row.name == "structured" and row.run is None)
+        if row.name == wanted:
+            if (reason := row.why_not(call)) is not None:
+                raise refusal(wanted, reason)
+            if transformed and not is_seen:
+                raise ValueError(
+                    f"backend {wanted!r} cannot run inside torch.func or under forward-mode "
+                    "differentiation, which must see every operation of a call: use "
+                    'backend="reference"'
+                )
+            return row
+        if wanted != "auto" or (transformed and row.name != "reference"):
+            continue
+        if (row.is_default is None or row.is_default(call)) and row.why_not(call) is None:
+            return row
+    raise refusal(wanted, "this operation does not have it")
 
 
 def support(table: Table, call: Any) -> dict[str, str | None]:
@@ -195,3 +201,53 @@ def support(table: Table, call: Any) -> dict[str, str | None]:
 def refusal(backend: str, reason: str) -> ValueError:
     """The error for a backend that was asked for by name and cannot run a call."""
     return ValueError(f"backend {backend!r} cannot run this case: {reason}")
+
+
+# The conditions under which the C++ code of the CPU can run a call; every engine asks them.
+
+
+def is_here() -> bool:
+    """Whether the library of C++ code was built and can be loaded."""
+    return _WHY_NOT_BUILT is None
+
+
+def why_not_native(like: Tensor) -> str | None:
+    """The reason why C++ code cannot run a call with tensors like this one; None if it can."""
+    if like.device.type != "cpu":
+        return f"it runs on CPUs, not on {like.device.type}"
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        return "a trace (torch.jit.trace) would not record its operations"
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+        kind = type(like)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"it reads the memory of plain tensors, which a {kind.__name__} is not"
+    return _WHY_NOT_BUILT
+
+
+def why_no_step(like: Tensor, *others: torch.dtype) -> str | None:
+    """The reason why C++ code cannot run a step of generation with queries like this one, or None.
+
+    `others` are the dtypes of the cached tensors.
+    """
+    if like.device.type != "cpu":
+        return f"it runs on CPUs, not on {like.device.type}"
+    if _WHY_NOT_BUILT is not None:
+        return _WHY_NOT_BUILT
+    if type(like) is not Tensor and type(like) is not torch.nn.Parameter:
+        return f"it reads the memory of plain tensors, which a {type(like).__name__} is not"
+    for dtype in others:
+        if dtype is not like.dtype and torch.float64 in (dtype, like.dtype):
+            return f"it does not mix {like.dtype} and a cache of {dtype}"
+    if is_followed():
+        return "torch.func, a trace or a mode of torch must see every operation"
+    return None
+
+
+def may_repeat_step(backend: str) -> bool:
+    """Whether C++ code may run a step like one that it has run before; asked once per token."""
+    return (
+        not torch.compiler.is_compiling()
+        and wanted_backend(backend) in ("auto", "native")
+        and is_here()
+        and not is_followed()
+    )

@@ -16,37 +16,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphattn.graphs.token_graph import TokenGraph, decode
-from graphattn.kernels.shared.stored import PRE_DISPATCH
 from graphattn.ops.linear_attention.intervals import runs_of
 
 Formula = Callable[..., int]
 COUNTER = "torch.utils.flop_counter"  # imported only by users that count, because it imports triton
 
 _uncounted: ContextVar[dict[str, None] | None] = ContextVar("graphattn_uncounted", default=None)
-
-
-def is_watched(like: Tensor) -> bool:
-    """Whether a call must run as one operator of torch.library.
-
-    It must under torch.compile and torch.jit.trace, under modes of torch's dispatcher
-    (FlopCounterMode, selective checkpointing), which see operators and nothing inside them, and for
-    tensors without values (device "meta"). `graphattn/ops/backends.py` compares this with
-    `is_followed`.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees only operators, too
-        return True
-    if torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH):
-        return True
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return like.device.type == "meta"
-    _register()
-    return True
 
 
 @contextmanager
@@ -233,7 +211,7 @@ def _formulas() -> dict[Any, Formula]:
     }
 
 
-def _register() -> None:
+def register_formulas() -> None:
     """Register the formulas for FlopCounterModes to come and for those that are active."""
     module = sys.modules.get(COUNTER)
     if module is None:

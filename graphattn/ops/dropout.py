@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 
 EDGE_FACTOR = 0x85EBCA6B - (1 << 32)  # the int32 with the same bits
@@ -86,14 +85,6 @@ class Kept(NamedTuple):
         return self.edges if keep is None else self.edges & keep
 
 
-def as_share(name: str, p: Any) -> float:
-    """A share of dropped edges as a float in [0, 1); a ValueError otherwise."""
-    share = as_float(name, p, positive=False)
-    if share >= 1:
-        raise ValueError(f"{name} must be in [0, 1), got {p!r}")
-    return share
-
-
 def draw_seed(generator: Any, device: torch.device, graph: TokenGraph | None = None) -> Tensor:
     """A seed, int64 [], from `generator`, or from torch's default generator of the CPU if None.
 
@@ -112,11 +103,10 @@ def draw_seed(generator: Any, device: torch.device, graph: TokenGraph | None = N
     return seed.to(device)
 
 
-def dropout_of(
-    p: float, seed: Tensor, *, batch: int, num_targets: int, num_sources: int, heads: int
-) -> Dropout:
-    """The hashes of all rows and columns of a call, on the device of `seed`."""
-    sizes = batch, heads, num_targets, num_sources
+def dropout_of_call(p: float, seed: Tensor, query: Tensor, graph: TokenGraph) -> Dropout:
+    """The hashes of all rows and columns of a call with a query [*, N, H, D]."""
+    batch, heads = query.shape[:-3].numel(), query.shape[-2]
+    sizes = batch, heads, graph.num_targets, graph.num_sources
     if torch.compiler.is_compiling():
         return Dropout(p, *torch.ops.graphattn.dropout_hashes(seed, *sizes))
     return Dropout(p, *_hashes(seed, *sizes))
@@ -131,18 +121,6 @@ def _hashes(
     start = _next(torch.zeros_like(seed), seed)
     rows = _next(_next(_next(start, b)[:, None, None], h), i[:, None])
     return rows, _next(~start, j).to(torch.int32)
-
-
-def dropout_of_call(p: float, seed: Tensor, query: Tensor, graph: TokenGraph) -> Dropout:
-    """:func:`dropout_of` a query [*, N, H, D] over a graph."""
-    return dropout_of(
-        p,
-        seed,
-        batch=query.shape[:-3].numel(),
-        num_targets=graph.num_targets,
-        num_sources=graph.num_sources,
-        heads=query.shape[-2],
-    )
 
 
 def keeps(p: float, rows: Tensor, columns: Tensor) -> Tensor:

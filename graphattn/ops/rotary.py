@@ -17,8 +17,7 @@ from graphattn.kernels.cpu.tensors import (
     packer,
     view,
 )
-from graphattn.ops.backends import is_followed
-from graphattn.ops.compiled_code import is_here
+from graphattn.ops.backends import is_followed, is_here
 
 
 class RotateCall(ctypes.Structure):

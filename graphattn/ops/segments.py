@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from graphattn.ops.top_k import order_of_selection
+
 
 def segment_softmax(
     logits: Tensor, target: Tensor, num_targets: int, keep: Tensor | None = None
@@ -34,11 +36,10 @@ def segment_softmax(
 def segment_top_k(logits: Tensor, target: Tensor, rowptr: Tensor, k: int) -> Tensor:
     """Mark the `k` largest logits among the edges of every target, bool [*, E, H].
 
-    Edges are in the order of edge_index. Of equal logits, the earlier edge (the smaller source) is
-    marked. torch.topk promises no such order, so this sorts twice, stably: by logit, then by
-    target.
+    Edges are in the order of edge_index, so of two edges of a target the earlier one has the
+    smaller source. They are sorted twice, stably: by logit, then by target.
     """
-    order = logits.detach().argsort(dim=-2, descending=True, stable=True)
+    order = order_of_selection(logits, dim=-2)
     order = order.gather(-2, target[order].argsort(dim=-2, stable=True))
     rank = torch.arange(len(target), device=target.device) - rowptr[target]
     keep = torch.zeros_like(logits, dtype=torch.bool)

@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.arguments import as_choice, as_share, as_softcap
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops.attention.backends import BACKENDS as ATTENTION_BACKENDS
 from graphattn.ops.attention.calls import AttentionCall
 from graphattn.ops.attention.logits.score import DotProduct
-from graphattn.ops.attention.logits.softcap import as_softcap
 from graphattn.ops.backends import support
 from graphattn.ops.consensus.backends import BACKENDS as CONSENSUS_BACKENDS
 from graphattn.ops.consensus.calls import ConsensusKind
-from graphattn.ops.dropout import as_share
 from graphattn.ops.linear_attention.api import BACKENDS as LINEAR_BACKENDS
 
 OPERATIONS = ("rbf_attention", "dot_product_attention", "linear_attention", "consensus_update")

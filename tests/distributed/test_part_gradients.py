@@ -10,13 +10,13 @@ from sharded_cases import parts_computed_in_backward
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.ops import compiled_code
 from graphattn.ops.attention.part_gradients import part_gradients
+from graphattn.ops.backends import why_not_native
 
 N, M, H, D = 11, 19, 2, 3
 WIDE = torch.float64
 
-NO_CODE = compiled_code.why_not(torch.zeros(1))
+NO_CODE = why_not_native(torch.zeros(1))
 compiled = pytest.mark.skipif(NO_CODE is not None, reason=f"there is no compiled code: {NO_CODE}")
 NATIVE = pytest.param("native", marks=compiled)
 

@@ -130,8 +130,8 @@ MUTATIONS = [
     Mutation(
         "structured runs into torch.func",
         "graphattn/ops/backends.py",
-        'in_operations = name == "reference" or (name == "structured" and entry.run is None)',
-        'in_operations = name in ("reference", "structured")',
+        'is_seen = row.name == "reference" or (row.name == "structured" and row.run is None)',
+        'is_seen = row.name in ("reference", "structured")',
         (f"{TRACES}::test_a_backend_that_torch_func_cannot_follow_says_so",),
     ),
     Mutation(

@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of a part come from log-sums without digits",
-        "graphattn/ops/attention/part_numbers.py",
+        "graphattn/ops/attention/merge.py",
         "bound = SOUND if x.dtype == torch.float64 else most",
         "bound = SOUND",
         (f"{PARTS}::{LARGE}[3000.0-structured]",),

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
+from graphattn.ops.attention.backends import PLANNED
 from graphattn.ops.attention.native import KERNELS
 from graphattn.ops.attention.structured import plans
 from graphattn.ops.consensus.structured import sums as structured
@@ -100,10 +101,9 @@ def test_the_second_call_on_a_graph_makes_no_plan(monkeypatch, graph, top_k):
     made = []
     kernels = plans.Kernels(
         lambda *given: made.append("rows") or KERNELS.rows(*given),
-        lambda *given, **options: made.append("tiles") or KERNELS.tiles(*given, **options),
+        lambda *given: made.append("tiles") or KERNELS.tiles(*given),
     )
-    monkeypatch.setattr(ga.ops.attention.native, "KERNELS", kernels)
-    monkeypatch.setattr(plans, "OPERATIONS", kernels)
+    monkeypatch.setitem(PLANNED, "native", kernels)
     x = torch.randn(N, DIM)
     first = layer(x, kept)
     assert len(made) == 1

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import graphattn as ga
 from graphattn.graphs.structures.bands import band_schedule_of, has_bands
 from graphattn.kernels.cpu import library
+from graphattn.ops.attention.structured.chunked import tiles_of
 from graphattn.ops.attention.structured.plans import _graph_of as graph_of
-from graphattn.ops.attention.structured.tiles import tiles_of
 
 N = 9
 BACKENDS = ["reference", "structured", "auto"] + ["native"] * (library.why_not() is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +111,15 @@ def qkv(
         random(*batch, M, kv_heads, features, seed=seed + 1, dtype=dtype),
         random(*batch, M, kv_heads, value_features, seed=seed + 2, dtype=dtype),
     )
+
+
+SIGMA = {"rbf": {"sigma": 1.3}, "dot": {}}  # what `attend` and the oracle take for a score
+
+
+def attend(score: str, *arguments: Any, **options: Any) -> Any:
+    """Attention by one of the two scores; the arguments are query, key, value and graph."""
+    operation = ga.rbf_attention if score == "rbf" else ga.dot_product_attention
+    return operation(*arguments, **SIGMA[score], **options)
 
 
 def valid_tokens(*shape: int, seed: int = 0) -> Tensor:

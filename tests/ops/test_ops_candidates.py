@@ -54,8 +54,7 @@ def test_shards_of_the_sources_give_what_one_pass_gives(strength, top_k, numbers
     v = random(2, 13, 2, 3, seed=3)
     (_, index), (out, lse) = in_parts(q, k, v, mask, top_k, order, **strength)
     expected = in_one_pass(q, k, v, mask, top_k, **strength)
-    torch.testing.assert_close(out, expected[0], **EXACT)
-    torch.testing.assert_close(lse, expected[1], **EXACT)
+    torch.testing.assert_close((out, lse), expected, **EXACT)
     # Which sources were kept, by the weights of one pass.
     weights = ga.attention_weights(q, k, ga.from_mask(mask), top_k=top_k, **strength)
     kept = torch.zeros(2, 7, 4, 14, dtype=torch.bool).scatter_(-1, index % 14, True)[..., :13]
@@ -73,8 +72,7 @@ def test_parts_may_share_sources_if_they_share_no_edge():
     ]
     out, lse = ga.attend_candidates(*ga.merge_top_k(found, 3), v)
     expected = in_one_pass(q, k, v, mask, 3, sigma=1.3)
-    torch.testing.assert_close(out, expected[0], **EXACT)
-    torch.testing.assert_close(lse, expected[1], **EXACT)
+    torch.testing.assert_close((out, lse), expected, **EXACT)
 
 
 @STRENGTHS
@@ -103,8 +101,7 @@ def test_what_is_not_valid_is_no_candidate_and_not_read():
     k, v = (x.masked_fill(~valid[..., None, None], torch.nan) for x in (k, v))
     _, (out, lse) = in_parts(q, k, v, mask, 3, valid=valid, sigma=1.3)
     expected = in_one_pass(q, k, v, mask, 3, valid=(None, valid), sigma=1.3)
-    torch.testing.assert_close(out, expected[0], **EXACT)
-    torch.testing.assert_close(lse, expected[1], **EXACT)
+    torch.testing.assert_close((out, lse), expected, **EXACT)
 
 
 def test_half_precision_is_computed_in_float32():

@@ -4,19 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from cases_ops import BACKENDS, FEW, GRAPHS, qkv, random, valid_tokens
+from cases_ops import BACKENDS, FEW, GRAPHS, SIGMA, attend, qkv, random, valid_tokens
 from oracle_ops import attention
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
-from graphattn.ops.dropout import draw_seed, dropout_of, keeps
+from graphattn.ops.dropout import draw_seed, dropout_of_call, keeps
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
-SCORES = {
-    "rbf": lambda q, k, v, graph, **more: ga.rbf_attention(q, k, v, graph, 1.3, **more),
-    "dot": lambda q, k, v, graph, **more: ga.dot_product_attention(q, k, v, graph, **more),
-}
-SIGMA = {"rbf": {"sigma": 1.3}, "dot": {}}
 LONG = {  # what is done in parts, in several tiles, or in pieces of them
     "longformer": lambda: ga.longformer_graph(150, 3, (0, 70)),
     "batch of longformers": lambda: ga.batch([ga.longformer_graph(n, 2, (0,)) for n in (140, 9)]),
@@ -66,23 +61,23 @@ def drawn(graph, batch, heads, p, generator):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", SIGMA)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_edges_of_the_definition_are_dropped_after_the_softmax(name, score, backend):
     graph = GRAPHS[name]()
     q, k, v = qkv(graph, batch=(2, 1), heads=4, kv_heads=2, value_features=2)
     dropped = drawn(graph, 2, 4, 0.4, seeded()).unflatten(0, (2, 1))
     for options in ({}, {"top_k": 2}):
-        found, lse = SCORES[score](
-            q, k, v, graph, dropout=0.4, generator=seeded(), sink=0.2, return_lse=True,
+        found, lse = attend(
+            score, q, k, v, graph, dropout=0.4, generator=seeded(), sink=0.2, return_lse=True,
             backend=backend, **options,
         )  # fmt: skip
         expected = attention(
             q, k, v, graph.to_mask(), sink=0.2, dropped=dropped, dropout=0.4,
             **options, **SIGMA[score],
         )  # fmt: skip
-        torch.testing.assert_close(found, expected.out, **TIGHT)
-        torch.testing.assert_close(lse, expected.lse, **TIGHT)  # that of all edges
+        # that of all edges
+        torch.testing.assert_close((found, lse), expected[:2], **TIGHT)
 
 
 OPTIONS = {
@@ -115,8 +110,7 @@ def test_both_backends_drop_the_same_forward_and_backward(name, options):
         loss = (out * d_out).sum() + lse.sin().sum()
         found[backend] = out, lse, *torch.autograd.grad(loss, tensors)
     for backend in BACKENDS[1:]:
-        for ours, theirs in zip(found[backend], found["reference"], strict=True):
-            torch.testing.assert_close(ours, theirs, **TIGHT)
+        torch.testing.assert_close(found[backend], found["reference"], **TIGHT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,9 +164,8 @@ def test_padding_that_holds_nan_is_never_read(backend):
 
 
 def mask_of(p=0.3, seed=1, batch=2, heads=3, n=256, m=320):
-    dropout = dropout_of(
-        p, torch.tensor(seed), batch=batch, num_targets=n, num_sources=m, heads=heads
-    )
+    query, graph = torch.empty(batch, n, heads, 0), ga.bipartite_complete_graph(n, m)
+    dropout = dropout_of_call(p, torch.tensor(seed), query, graph)
     rows = dropout.rows.transpose(1, 2)[..., None]
     return ~keeps(p, rows, dropout.columns)  # [B, H, N, M]
 
@@ -225,9 +218,8 @@ def test_four_edges_between_two_targets_and_two_sources_are_independent(p):
 
 def test_two_rows_whose_words_agree_in_part_still_differ():
     """Among a million rows some share their low words."""
-    columns = dropout_of(
-        0.5, torch.tensor(3), batch=1, num_targets=1, num_sources=4096, heads=1
-    ).columns
+    graph = ga.bipartite_complete_graph(1, 4096)
+    columns = dropout_of_call(0.5, torch.tensor(3), torch.empty(1, 1, 1), graph).columns
     words = torch.randint(1 << 31, (40,), generator=seeded(0))
     rows = (words[1:] << 32) | words[0]
     drops = keeps(0.5, rows[:, None], columns)

@@ -8,7 +8,7 @@ from typing import Any
 import oracle_ops as oracle
 import pytest
 import torch
-from cases_ops import BACKENDS, GRAPHS, qkv, random, valid_tokens
+from cases_ops import BACKENDS, GRAPHS, SIGMA, attend, qkv, random, valid_tokens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -29,12 +29,6 @@ NAMES = [
 ]
 
 
-def run(op: str, q: Tensor, k: Tensor, v: Tensor, graph: Any, **options: Any) -> Any:
-    if op == "rbf":
-        return ga.rbf_attention(q, k, v, graph, 1.2, **options)
-    return ga.dot_product_attention(q, k, v, graph, **options)
-
-
 def by_loops(
     op: str, q: Tensor, k: Tensor, v: Tensor, graph: ga.TokenGraph, bias: Tensor, **options: Any
 ) -> oracle.Attention:
@@ -49,7 +43,7 @@ def by_loops(
                 k[place],
                 v[place],
                 mask,
-                sigma=1.2 if op == "rbf" else None,
+                **SIGMA[op],
                 bias=oracle.dense_bias(bias[place], mask),
                 valid=None if valid is None else valid[place],
                 **options,
@@ -71,13 +65,11 @@ def test_every_sample_has_its_own_biases(
     q, k, v = qkv(graph, batch=(2, 2), kv_heads=1)
     bias = random(2, 2, graph.num_edges, 2, seed=4)
     expected = by_loops(op, q, k, v, graph, bias, top_k=top_k)
-    out, lse = run(
+    out, lse = attend(
         op, q, k, v, graph, edge_bias=bias, top_k=top_k, backend=backend, return_lse=True
     )
-    torch.testing.assert_close(out, expected.out, **EXACT)
-    torch.testing.assert_close(lse, expected.lse, **EXACT)
-    strength = {"sigma": 1.2} if op == "rbf" else {}
-    weights = ga.attention_weights(q, k, graph, edge_bias=bias, top_k=top_k, **strength)
+    torch.testing.assert_close((out, lse), expected[:2], **EXACT)
+    weights = ga.attention_weights(q, k, graph, edge_bias=bias, top_k=top_k, **SIGMA[op])
     per_edge = oracle.per_edge(expected.weights, graph.to_mask())
     torch.testing.assert_close(weights, per_edge, **EXACT)
 
@@ -89,9 +81,8 @@ def test_and_eps_and_padding_as_well(name: str, backend: str) -> None:
     q, k, v = qkv(graph, batch=(3,))
     bias, valid = random(3, graph.num_edges, 2, seed=4), valid_tokens(3, graph.num_targets, seed=1)
     expected = by_loops("rbf", q, k, v, graph, bias, valid=valid, eps=0.3)
-    out = ga.rbf_attention(
-        q, k, v, graph, 1.2, edge_bias=bias, valid=valid, eps=0.3, backend=backend
-    )
+    options = {"edge_bias": bias, "valid": valid, "eps": 0.3, "backend": backend}
+    out = attend("rbf", q, k, v, graph, **options)
     torch.testing.assert_close(out, expected.out, **EXACT)
 
 
@@ -129,18 +120,6 @@ def test_a_size_of_one_stands_for_all_samples_and_sums_their_gradients(
     torch.testing.assert_close(of_small, of_large.sum_to_size(small.shape), **EXACT)
 
 
-def test_with_a_leading_size_of_one_nobody_takes_them_for_a_table() -> None:
-    graph = ga.causal_window_graph(2, 3)  # 3 edges, 3 offsets
-    q, k, v = qkv(graph)
-    bias = random(3, 2, seed=1)
-    with pytest.raises(ValueError, match=r"3 rows is ambiguous.*edge_bias\[None\]"):
-        ga.rbf_attention(q, k, v, graph, 1.0, edge_bias=bias)
-    dense = oracle.dense_bias(bias, graph.to_mask())
-    expected = oracle.attention(q, k, v, graph.to_mask(), sigma=1.0, bias=dense)
-    out = ga.rbf_attention(q, k, v, graph, 1.0, edge_bias=bias[None])
-    torch.testing.assert_close(out, expected.out, **EXACT)
-
-
 @pytest.mark.parametrize("option", ["plain", "top_k", "valid"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["rbf", "dot"])
@@ -159,7 +138,7 @@ def test_all_gradients_are_those_of_differences(
     ]
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = run(
+        out, lse = attend(
             op, q, k, v, graph, edge_bias=bias, backend=backend, return_lse=True, **options
         )
         return out, lse.masked_fill(lse == -torch.inf, 0)

@@ -33,25 +33,10 @@ def weights(query=Q, key=K, graph=GRAPH, **arguments) -> Tensor:
     return ga.attention_weights(query, key, graph, **arguments)
 
 
-def step(
-    state=U,
-    neighbor_state=U,
-    target_hidden=A,
-    source_hidden=B,
-    edge_network=NETWORK,
-    graph=GRAPH,
-    step_size=0.1,
-    **arguments,
-) -> Tensor:
+def step(**arguments) -> Tensor:
+    right = {"target_hidden": A, "source_hidden": B, "edge_network": NETWORK, "step_size": 0.1}
     return ga.consensus_update(
-        state,
-        neighbor_state,
-        target_hidden,
-        source_hidden,
-        edge_network,
-        graph,
-        step_size,
-        **arguments,
+        **{"state": U, "neighbor_state": U, "graph": GRAPH, **right, **arguments}
     )
 
 

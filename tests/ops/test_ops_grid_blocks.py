@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from cases_ops import attend
 
 import graphattn as ga
-from graphattn.ops.attention.structured import plan_call
+from graphattn.ops.attention.calls import AttentionCall
+from graphattn.ops.attention.structured import plan_of
 from graphattn.ops.attention.structured.chunked import TilePlan
 
 CASES = [
@@ -37,19 +39,12 @@ def listed(graph):
     return ga.from_edge_index(graph.edge_index, graph.num_targets)
 
 
-def attend(kind, q, k, v, graph, **options):
-    if kind == "dot":
-        return ga.dot_product_attention(q, k, v, graph, **options)
-    return ga.rbf_attention(q, k, v, graph, 1.5, **options)
-
-
 def test_they_are_taken_block_by_block():
     graph = ga.grid_block_graph(8, 8, 4, shift=2)
-    given = (*inputs(64, batch=()), torch.ones(H), None)
-    options = {"score": "dot", "per_offset": False, "top_k": None, "valid": (None, None)}
-    flat, plan = plan_call(given, graph, **options)
+    call = AttentionCall(*inputs(64, batch=(1,)), graph, ga.DotProduct(torch.ones(H)))
+    plan = plan_of(call)
     assert isinstance(plan, TilePlan)
-    assert max(chunk.sources.shape[1] for chunk in plan.chunks(flat)) == 16
+    assert max(chunk.sources.shape[1] for chunk in plan.chunks(call.inputs())) == 16
 
 
 @EVERY_CASE
@@ -78,8 +73,7 @@ def test_blocks_give_what_their_edges_give(
     torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
     weight = torch.randn_like(expected)
     found = [torch.autograd.grad(y, tensors, weight) for y in (mine, expected)]
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shift", [0, 2])

@@ -29,8 +29,7 @@ def test_parts_of_the_edges_merge_into_all_of_them(strength, parts):
     ]
     out, lse = ga.merge_attention(found)
     expected = operation(q, k, v, ga.from_mask(mask), return_lse=True, **strength)
-    torch.testing.assert_close(out, expected[0], **EXACT)
-    torch.testing.assert_close(lse, expected[1], **EXACT)
+    torch.testing.assert_close((out, lse), expected, **EXACT)
     assert (out[:, 2] == 0).all()
     assert (lse[:, 2] == -torch.inf).all()
 
@@ -41,8 +40,7 @@ def test_merging_in_any_order_and_grouping_gives_the_same():
     backward = ga.merge_attention(parts[::-1])
     nested = ga.merge_attention([ga.merge_attention(parts[:3]), parts[3]])
     for other in (backward, nested):
-        for a, b in zip(together, other, strict=True):
-            torch.testing.assert_close(a, b, **EXACT)
+        torch.testing.assert_close(together, other, **EXACT)
 
 
 def test_log_sums_far_apart_and_far_from_zero_merge():
@@ -116,8 +114,7 @@ def test_gradients_through_parts_are_those_of_one_pass():
     whole = torch.autograd.grad(
         ga.rbf_attention(*tensors, ga.from_mask(mask), 1.3), tensors, direction
     )
-    for a, b in zip(merged, whole, strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(merged, whole, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -138,8 +135,7 @@ def test_it_compiles_whole():
     compiled = torch.compile(ga.merge_attention, fullgraph=True, backend="eager")
     for n in (3, 8, 20):
         parts = [(random(n, 2, 3, seed=s), random(n, 2, seed=s + 9)) for s in range(2)]
-        for a, b in zip(compiled(parts), ga.merge_attention(parts), strict=True):
-            torch.testing.assert_close(a, b, **EXACT)
+        torch.testing.assert_close(compiled(parts), ga.merge_attention(parts), **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from cases_ops import GRAPHS, consensus_inputs, edge_network, qkv, random, valid_tokens
+from cases_ops import (
+    GRAPHS,
+    SIGMA,
+    attend,
+    consensus_inputs,
+    edge_network,
+    qkv,
+    random,
+    valid_tokens,
+)
 from torch import Tensor
 
 import graphattn as ga
@@ -80,18 +89,13 @@ def test_what_a_padded_token_holds_is_never_read_by_consensus(
 def test_the_value_of_a_source_that_is_not_chosen_is_never_read(op: str, bad: float) -> None:
     graph = ga.complete_graph(8)
     q, k, v = qkv(graph, heads=1)
-    strength = {"sigma": 1.0} if op == "rbf" else {}
-    chosen = ga.attention_weights(q, k, graph, top_k=2, **strength).view(8, 8) > 0
+    chosen = ga.attention_weights(q, k, graph, top_k=2, **SIGMA[op]).view(8, 8) > 0
+    clean = attend(op, q, k, v, graph, top_k=2)
     for i in range(8):
-        x, y, z = (x.detach().clone().requires_grad_() for x in (q, k, v))
+        x, y = (x.clone().requires_grad_() for x in (q, k))
         z = v.masked_fill(~chosen[i][:, None, None], bad).requires_grad_()
-        if op == "rbf":
-            out = ga.rbf_attention(x, y, z, graph, 1.0, top_k=2)[i]
-            clean = ga.rbf_attention(q, k, v, graph, 1.0, top_k=2)[i]
-        else:
-            out = ga.dot_product_attention(x, y, z, graph, top_k=2)[i]
-            clean = ga.dot_product_attention(q, k, v, graph, top_k=2)[i]
-        assert torch.equal(out, clean)
+        out = attend(op, x, y, z, graph, top_k=2)[i]
+        assert torch.equal(out, clean[i])
         assert torch.autograd.grad(out.sum(), z)[0].isfinite().all()
 
 

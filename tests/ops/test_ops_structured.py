@@ -4,16 +4,15 @@ import os
 
 import pytest
 import torch
-from cases_ops import FAST
+from cases_ops import FAST, attend
 from random_ops import Problem
 from random_ops import differentiated as run
 
 import graphattn as ga
 from graphattn.graphs.structures.composites import Union
 from graphattn.graphs.structures.structure import Band, Blocks, Complete, GlobalTokens
-from graphattn.ops import compiled_code
-from graphattn.ops.attention import native, structured
-from graphattn.ops.attention.structured import chunked, softmax
+from graphattn.ops.attention import structured
+from graphattn.ops.attention.structured import chunked, chunks
 
 EACH = pytest.mark.parametrize("backend", FAST)
 CASES = int(os.environ.get("GRAPHATTN_SWEEP", "500"))
@@ -24,7 +23,7 @@ def short_chunks(monkeypatch):
     """Take so few numbers at a time that most cases take several rounds."""
     monkeypatch.setattr(chunked, "PAIRS", 256)
     monkeypatch.setattr(chunked, "FEATURES", 256)
-    monkeypatch.setattr(softmax, "EXACT", 1)
+    monkeypatch.setattr(chunks, "EXACT", 1)
 
 
 @EACH
@@ -35,8 +34,8 @@ def test_values_and_gradients_are_those_of_the_reference(backend, quarter, reque
         request.getfixturevalue("short_chunks")
     for seed in range(quarter, CASES, 4):
         problem = Problem(seed, torch.float64, offset=0.0)
-        for mine, theirs in zip(problem.run(backend), problem.run("reference"), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=f"seed {seed}")
+        results = problem.run(backend), problem.run("reference")
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10, msg=f"seed {seed}")
 
 
 @pytest.mark.long
@@ -226,18 +225,8 @@ def test_auto_takes_it_for_every_graph(monkeypatch):
 
     Compiled code is taken where there is some; it has the same planner.
     """
-    used = []
-
-    def watch(module, name):
-        original = getattr(module, name)
-
-        def spy(*arguments, **options):
-            used.append(True)
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(module, name, spy)
-
-    watch(*((native, "plan_call") if compiled_code.is_here() else (structured, "attend")))
+    used, plan_of = [], structured.plan_of
+    monkeypatch.setattr(structured, "plan_of", lambda *given: used.append(0) or plan_of(*given))
     x = torch.randn(90, 1, 2)
     for graph in (
         ga.window_path_graph(90, 3),
@@ -269,12 +258,8 @@ def test_a_wide_window_is_sdpa_with_its_mask(before, after):
     ).transpose(1, 2)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     d_out = torch.randn_like(mine)
-    for a, b in zip(
-        torch.autograd.grad(mine, (q, k, v), d_out),
-        torch.autograd.grad(theirs, (q, k, v), d_out),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    gradients = (torch.autograd.grad(out, (q, k, v), d_out) for out in (mine, theirs))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +282,7 @@ def test_tokens_need_not_lie_side_by_side(graph):
         leaves = [t.detach().requires_grad_() for t in (x, y, z)]
         out = ga.rbf_attention(*leaves, graph, 1.0, backend=backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
 def test_packed_sequences_without_sources_give_zeros():
@@ -320,16 +304,11 @@ def test_equal_keys_tie_wherever_they_stand_in_a_tile(score, features, dtype):
     value = torch.arange(N, dtype=dtype).view(N, 1, 1)
     for graph in (ga.complete_graph(N), ga.causal_window_graph(N, 30)):
         for top_k in (1, 4):
-            options = {"backend": "structured", "top_k": top_k}
-            if score == "rbf":
-                out = ga.rbf_attention(query, key, value, graph, 1.3, **options)
-                truth = ga.rbf_attention(query, key, value, graph, 1.3, top_k=top_k,
-                                         backend="reference")  # fmt: skip
-            else:
-                out = ga.dot_product_attention(query, key, value, graph, **options)
-                truth = ga.dot_product_attention(query, key, value, graph, top_k=top_k,
-                                                 backend="reference")  # fmt: skip
-            torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-4)
+            outs = (
+                attend(score, query, key, value, graph, top_k=top_k, backend=backend)
+                for backend in ("structured", "reference")
+            )
+            torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
 
 
 @EACH

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, batch, causal_graph, causal_window_graph
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, as_share, as_softcap
 from graphattn.models.language.generation import Progress, Stop, generate
 from graphattn.models.mixers import (
     HALVES,
@@ -26,8 +26,7 @@ from graphattn.models.token_model import TiedModel
 from graphattn.near_names import explained
 from graphattn.nn import PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.block import Activation, Norm, make_norm
-from graphattn.ops.attention.logits.softcap import as_softcap, capped
-from graphattn.ops.dropout import as_share
+from graphattn.ops.attention.logits.score import capped
 
 Window = int | None | Sequence[int | None]
 

@@ -10,14 +10,13 @@ from torch.nn import functional
 
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, as_share
 from graphattn.models.mixers import Mixer, mixers
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.vision.patches import check_images, draw_head, make_head
 from graphattn.models.vision.swin_parts import PatchMerging, WindowBlock, stage_graph
 from graphattn.models.vision.weights import swin_from_transformers
 from graphattn.nn.attention import GraphAttention
-from graphattn.ops.dropout import as_share
 
 Size = int | Sequence[int]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphattn.distributed.losses import same_loss_on_all_ranks
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph, batch, complete_graph, from_edge_index, grid_window_graph
-from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.arguments import as_choice, as_float, as_int, as_share
 from graphattn.models.mixers import Mixer, Reach, mixers
 from graphattn.models.stack import BlockStack, Graphs, one_each
 from graphattn.models.vision.patches import (
@@ -25,7 +25,6 @@ from graphattn.models.vision.patches import (
 from graphattn.models.vision.weights import vit_from_transformers
 from graphattn.nn import PreNormBlock
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.dropout import as_share
 
 Radius = int | Sequence[int] | None  # of both axes, or (down, right); None: see everything
 CACHED_SIZES = 8  # a model stores the graphs of this many image sizes

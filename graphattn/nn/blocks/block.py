@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.arguments import as_choice, as_float, as_int, as_share
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.near_names import explained
 from graphattn.nn.base.graph_layer import GraphLayer, Positions
@@ -16,7 +16,6 @@ from graphattn.nn.base.overrides import names_of, replaced_beside
 from graphattn.nn.blocks.drop_path import drop_paths
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.files.config import Configured
-from graphattn.ops.dropout import as_share
 from graphattn.ops.inputs import Valid
 
 Norm = Literal["layer", "rms"]

@@ -17,10 +17,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_float, as_int, as_softcap
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention import native, reference
-from graphattn.ops.attention.backends import BACKENDS
+from graphattn.ops.attention import reference
+from graphattn.ops.attention.backends import BACKENDS, plan_to_keep
 from graphattn.ops.attention.calls import (
     AttentionCall,
     Checked,
@@ -29,7 +29,6 @@ from graphattn.ops.attention.calls import (
     kind_of_call,
     with_options,
 )
-from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.logits.score import (
     DotProduct,
     GaussianKernel,
@@ -37,10 +36,8 @@ from graphattn.ops.attention.logits.score import (
     as_score,
     score_of,
 )
-from graphattn.ops.attention.logits.softcap import as_softcap
 from graphattn.ops.attention.structured.recompute import run
 from graphattn.ops.backends import choose, has_values
-from graphattn.ops.counting import is_watched
 from graphattn.ops.dropout import draw_seed
 from graphattn.ops.inputs import (
     Valid,
@@ -48,7 +45,6 @@ from graphattn.ops.inputs import (
     check_graph,
     check_qkv,
     check_valid,
-    compute_dtype,
     full_precision,
 )
 from graphattn.ops.segments import share_beside_eps
@@ -175,22 +171,10 @@ def rbf_attention(
         tensor([  0.,   1., 100.])
     """
     return _attend(
-        query,
-        key,
-        value,
-        graph,
-        GaussianKernel(sigma),
-        softcap=None,
-        eps=eps,
-        top_k=top_k,
-        edge_bias=edge_bias,
-        valid=valid,
-        backend=backend,
-        return_lse=return_lse,
-        sink=sink,
-        dropout=dropout,
-        generator=generator,
-    )
+        query, key, value, graph, GaussianKernel(sigma), valid, return_lse,
+        softcap=None, eps=eps, top_k=top_k, edge_bias=edge_bias, backend=backend, sink=sink,
+        dropout=dropout, generator=generator,
+    )  # fmt: skip
 
 
 @overload
@@ -280,22 +264,10 @@ def dot_product_attention(
         True
     """
     return _attend(
-        query,
-        key,
-        value,
-        graph,
-        DotProduct(scale),
-        softcap=softcap,
-        eps=0.0,
-        top_k=top_k,
-        edge_bias=edge_bias,
-        valid=valid,
-        backend=backend,
-        return_lse=return_lse,
-        sink=sink,
-        dropout=dropout,
-        generator=generator,
-    )
+        query, key, value, graph, DotProduct(scale), valid, return_lse,
+        softcap=softcap, eps=0.0, top_k=top_k, edge_bias=edge_bias, backend=backend, sink=sink,
+        dropout=dropout, generator=generator,
+    )  # fmt: skip
 
 
 def score_attention(
@@ -348,22 +320,10 @@ def score_attention(
         True
     """
     return _attend(
-        query,
-        key,
-        value,
-        graph,
-        as_score(score),
-        softcap=softcap,
-        eps=eps,
-        top_k=top_k,
-        edge_bias=edge_bias,
-        valid=valid,
-        backend=backend,
-        return_lse=return_lse,
-        sink=sink,
-        dropout=dropout,
-        generator=generator,
-    )
+        query, key, value, graph, as_score(score), valid, return_lse,
+        softcap=softcap, eps=eps, top_k=top_k, edge_bias=edge_bias, backend=backend, sink=sink,
+        dropout=dropout, generator=generator,
+    )  # fmt: skip
 
 
 def attention_weights(
@@ -418,21 +378,13 @@ def attention_weights(
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True, source=key)
     sizes = graph.num_targets, graph.num_sources
     valid_pair = check_valid(valid, query.shape[:-3], query.device, *sizes)
-    dtype = compute_dtype(query.dtype)
-    bias = check_edge_bias(edge_bias, graph, heads, dtype, query.device, batch=query.shape[:-3])
+    bias, per_offset = as_bias(edge_bias, graph, query)
+    top_k = None if top_k is None else as_int("top_k", top_k, 1)
+    call = AttentionCall(
+        query, key, key, graph, ready, top_k, bias, per_offset, valid_pair, softcap
+    ).widened()
     with full_precision(query.device):
-        weights, _, _ = reference.edge_weights(
-            query.to(dtype),
-            key.to(dtype),
-            graph,
-            score=ready,
-            eps=eps,
-            edge_bias=per_edge(bias, graph),
-            top_k=None if top_k is None else as_int("top_k", top_k, 1),
-            valid=valid_pair,
-            softcap=softcap,
-            sink=sink_logits,
-        )
+        weights, _, _ = reference.edge_weights(call, eps, sink_logits)
     return weights.to(query.dtype)
 
 
@@ -473,29 +425,26 @@ def attend(
     Returns:
         The output [*, N, H, Dv] and the log-sums [*, N, H].
     """
-    heads, has_masks = query.shape[-2], valid != (None, None)
     bias, per_offset = as_bias(edge_bias, graph, query)
 
     def check() -> Checked:
-        call = AttentionCall(query, key, value, graph, score, bias=bias, valid=valid)
+        call = AttentionCall(query, key, value, graph, score, None, bias, per_offset)
         return _check(call, backend, top_k, eps, softcap, dropout)
 
-    options = top_k, eps, softcap, dropout, int(has_masks), int(bias is not None)
-    kind = kind_of_call(query, key, value, score, backend, *options)
+    of_bias = int(bias is not None), int(per_offset)
+    kind = kind_of_call(query, key, value, score, backend, top_k, eps, softcap, dropout, *of_bias)
     checked = check() if kind is None else graph.derived(kind, check)
-    sink_logits = check_sink(sink, heads, query)
+    ready = score.ready(query.shape[-2], query)
+    sink_logits = check_sink(sink, query.shape[-2], query)
     has_extra_mass = checked.eps > 0 or sink_logits is not None  # in the denominator
-    ready = score.ready(heads, query)
+    seed = draw_seed(generator, query.device, graph) if checked.dropout > 0 else None
+    call = AttentionCall(
+        query, key, value, graph, ready, checked.top_k, bias, per_offset, valid, checked.softcap,
+        checked.dropout, seed, not has_extra_mass,
+    )  # fmt: skip
     if checked.plan is not None:
-        scale = ready.strength
-        assert scale is not None
-        out, lse = run(checked.plan, (query, key, value, scale, None))
+        out, lse = run(checked.plan, call.inputs())
     else:
-        seed = draw_seed(generator, query.device, graph) if checked.dropout > 0 else None
-        call = AttentionCall(
-            query, key, value, graph, ready, checked.top_k, bias, per_offset, valid,
-            checked.softcap, checked.dropout, seed, not has_extra_mass,
-        )  # fmt: skip
         with full_precision(query.device):
             out, lse = checked.backend(call)
     if has_extra_mass:
@@ -512,12 +461,10 @@ def _check(
         ValueError: names the argument, its value and what is allowed.
     """
     check_qkv(call.query, call.key, call.value)
-    eps = as_float("eps", eps, positive=False)
     call = with_options(call, top_k, softcap, dropout)
+    eps = as_float("eps", eps, positive=False)
     chosen = choose(BACKENDS, call, backend)
-    plan = None
-    if chosen.name == "native" and not is_watched(call.query):
-        plan = native.plan_of_kind(call)
+    plan = plan_to_keep(call, chosen.name)
     return Checked(call.top_k, eps, call.softcap, call.dropout, chosen, plan)
 
 
@@ -527,7 +474,6 @@ def _attend(
     value: Tensor,
     graph: TokenGraph | Tensor,
     score: Score,
-    *,
     valid: Valid,
     return_lse: bool,
     **options: Any,

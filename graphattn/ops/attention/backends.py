@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import makes_fakes
-from graphattn.ops import compiled_code
 from graphattn.ops.attention import native, operators, reference, structured, triton
 from graphattn.ops.attention.calls import AttentionCall
-from graphattn.ops.attention.logits.edge_bias import per_edge
-from graphattn.ops.backends import Backend
-from graphattn.ops.counting import is_watched, note_uncounted
-from graphattn.ops.dropout import dropout_of_call
+from graphattn.ops.attention.logits.score import WIDE
+from graphattn.ops.backends import Backend, is_watched, why_not_native
+from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import clear_invalid
 
 Result = tuple[Tensor, Tensor]  # [*, N, H, Dv] and log-sums [*, N, H]
@@ -25,15 +23,14 @@ def _why_not_triton(call: AttentionCall) -> str | None:
     """The reason why the kernels of "triton" cannot run a call; None if they can."""
     if call.score.kernel is None:
         return f"its kernels know DotProduct and GaussianKernel, not the score {call.score}"
-    width = call.value.shape[-1]
-    return triton.why_not(call.query, width, softcap=call.softcap, dropout=call.dropout)
+    return triton.why_not(call)
 
 
 def _why_not_native(call: AttentionCall) -> str | None:
     """The reason why the C++ code of "native" cannot run a call; None if it can."""
     if call.score.kernel is None:
         return f"its compiled code knows DotProduct and GaussianKernel, not the score {call.score}"
-    return compiled_code.why_not(call.query)
+    return why_not_native(call.query)
 
 
 def _why_not_structured(call: AttentionCall) -> str | None:
@@ -50,27 +47,42 @@ def _is_on_gpu(call: AttentionCall) -> bool:
 
 def _run_triton(call: AttentionCall) -> Result:
     """Run the kernels, which read half precision as it is and sum in float32."""
-    assert call.score.kernel is not None
-    return operators.attend(
-        call.query,
-        call.key,
-        call.value,
-        call.graph,
-        score=call.score.kernel,
-        scale=call.scale,
-        bias=call.bias,
-        per_offset=call.per_offset,
-        top_k=call.top_k,
-        valid=call.valid,
-        backend="triton",
-    )
+    return operators.attend(call, "triton")
 
 
 def _run_native(call: AttentionCall) -> Result:
     """Run the C++ code, which can read half precision and round its output to it."""
     if is_watched(call.query):
-        return _run_operator(call, "native")
+        return operators.attend(call.widened(), "native")
     return native.attend(call)
+
+
+def _run_structured(call: AttentionCall) -> Result:
+    """Run operations of torch over tiles or rows of the graph."""
+    # Tiles hold pairs that are no edges, too. If the logit of such a pair is NaN, autograd computes
+    # 0 * NaN = NaN for its gradient, which the reference does not.
+    if call.score.kernel is None and not _are_finite(call):
+        return _run_reference(call)
+    if call.score.kernel is not None and is_watched(call.query):
+        return operators.attend(call.widened(), "structured")
+    return structured.attend(call.widened())
+
+
+def _run_reference(call: AttentionCall) -> Result:
+    """Run the readable form, one message per edge."""
+    note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
+    return reference.attend(call.widened())
+
+
+def plan_to_keep(call: AttentionCall, backend: str) -> Any:
+    """The plan of all calls like this one; None for a backend or a call that has none.
+
+    Scores of your own and half precision need more than a plan. Torch must see an operator where
+    the call is watched.
+    """
+    if backend not in PLANNED or call.score.kernel is None or call.query.dtype not in WIDE:
+        return None
+    return None if is_watched(call.query) else structured.plan_of(call, PLANNED[backend])
 
 
 def gradients_of_part(call: AttentionCall, backend: str, whole: Result, d_whole: Result) -> Any:
@@ -80,63 +92,18 @@ def gradients_of_part(call: AttentionCall, backend: str, whole: Result, d_whole:
     """
     if call.score.kernel is None or call.top_k is not None or is_watched(call.query):
         return None
-    inputs: tuple[Tensor | None, ...]
-    found: tuple[Tensor | None, ...] | None
-    of_all = call.graph, whole, d_whole
-    own: dict[str, Any]
-    if backend == "triton":
-        inputs = call.query, call.key, call.value, call.scale, call.bias
-        own = {"score": call.score.kernel, "valid": call.valid, "per_offset": call.per_offset}
-        with torch.no_grad():
-            found = triton.gradients_of_part(inputs, *of_all, **own)
-    elif backend in ("native", "structured"):
-        compute = native if backend == "native" else structured
-        own = call.options()
-        inputs = *call.tensors(), own.pop("scale"), own.pop("bias")
-        with torch.no_grad():
-            found = compute.gradients_of_part(inputs, *of_all, **own)
-    else:
+    call = call.widened() if backend in PLANNED else call
+    gradients: tuple[Tensor | None, ...] | None = None
+    with torch.no_grad():
+        if backend == "triton":
+            gradients = triton.gradients_of_part(call, whole, d_whole)
+        elif backend in PLANNED:
+            gradients = structured.gradients_of_part(call, whole, d_whole, PLANNED[backend])
+    if gradients is None:
         return None
-    if found is None:
-        return None
-    pairs = zip(inputs, found, strict=True)
+    inputs = call.query, call.key, call.value, call.scale, call.bias
+    pairs = zip(inputs, gradients, strict=True)
     return [(x, d) for x, d in pairs if x is not None and d is not None]
-
-
-def _run_structured(call: AttentionCall) -> Result:
-    """Run operations of torch over tiles or rows of the graph."""
-    if call.score.kernel is None:
-        # Tiles hold pairs that are no edges, too. If the logit of such a pair is NaN, autograd
-        # computes 0 * NaN = NaN for its gradient, which the reference does not.
-        if not _are_finite(call):
-            return _run_reference(call)
-        return structured.attend(*call.tensors(), call.graph, **call.options())
-    if is_watched(call.query):
-        return _run_operator(call, "structured")
-    return structured.attend(*call.tensors(), call.graph, **call.options())
-
-
-def _run_operator(call: AttentionCall, backend: str) -> Result:
-    """Run a call as one operator of torch.library, for torch.compile, traces and modes."""
-    return operators.attend(*call.tensors(), call.graph, backend=backend, **call.options())
-
-
-def _run_reference(call: AttentionCall) -> Result:
-    """Run the readable form, one message per edge."""
-    note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
-    dropout = None
-    if call.seed is not None:
-        dropout = dropout_of_call(call.dropout, call.seed, call.query, call.graph)
-    return reference.attend(
-        *call.tensors(),
-        call.graph,
-        score=call.score,
-        edge_bias=per_edge(call.bias, call.graph),
-        top_k=call.top_k,
-        valid=call.valid,
-        softcap=call.softcap,
-        dropout=dropout,
-    )
 
 
 def _are_finite(call: AttentionCall) -> bool:
@@ -154,6 +121,7 @@ def _are_finite(call: AttentionCall) -> bool:
     )
 
 
+PLANNED = {"native": native.KERNELS, "structured": structured.OPERATIONS}
 BACKENDS = (  # fastest first
     Backend("triton", _why_not_triton, _run_triton, _is_on_gpu),
     Backend("native", _why_not_native, _run_native),

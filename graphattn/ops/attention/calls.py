@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, as_share, as_softcap
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, is_table
-from graphattn.ops.attention.logits.score import Score, per_head
-from graphattn.ops.attention.logits.softcap import as_softcap
+from graphattn.ops.attention.logits.score import WIDE, Score, per_head
 from graphattn.ops.backends import Backend, has_values, is_followed, wanted_backend
-from graphattn.ops.dropout import as_share
-from graphattn.ops.inputs import ValidPair, compute_dtype
+from graphattn.ops.dropout import Dropout, dropout_of_call
+from graphattn.ops.inputs import ValidPair, clear_invalid, compute_dtype, flat_masks
 
 
 class AttentionCall(NamedTuple):
@@ -62,31 +61,70 @@ class AttentionCall(NamedTuple):
         scale, query = self.score.strength, self.query
         return per_head("scale", 1.0, query.shape[-2], query) if scale is None else scale
 
-    def tensors(self, widened: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, converted to the compute dtype if `widened`."""
-        tensors = self.query, self.key, self.value
+    def widened(self) -> AttentionCall:
+        """The call with query, key and value in the compute dtype."""
+        if self.query.dtype in WIDE:
+            return self
         dtype = compute_dtype(self.query.dtype)
-        if not widened or self.query.dtype is dtype:
-            return tensors
-        query, key, value = (x.to(dtype) for x in tensors)
-        return query, key, value
+        query, key, value = (x.to(dtype) for x in (self.query, self.key, self.value))
+        return self._replace(query=query, key=key, value=value)
 
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of `native`, `structured` and the operator.
+    def inputs(self) -> Inputs:
+        """What a plan computes from: zeros in place of invalid tokens, and masks per sample."""
+        query, key, value, bias, valid = self.query, self.key, self.value, self.bias, self.valid
+        masks = EVERYTHING
+        if bias is not None and bias.dim() > 2:
+            bias = bias.flatten(0, -3)
+        if valid != (None, None):
+            masks = Masks(*flat_masks(valid, query.shape[:-3]))
+            query = clear_invalid(query, valid[0])
+            key, value = clear_invalid(key, valid[1]), clear_invalid(value, valid[1])
+        if self.seed is not None:
+            dropout = dropout_of_call(self.dropout, self.seed, query, self.graph)
+            masks = masks._replace(dropout=dropout)
+        return Inputs(query, key, value, self.scale, bias, masks)
 
-        The score is given by its name if compiled code knows it.
-        """
-        return {
-            "score": self.score.kernel or self.score,
-            "scale": self.scale,
-            "bias": self.bias,
-            "per_offset": self.per_offset,
-            "top_k": self.top_k,
-            "valid": self.valid,
-            "softcap": self.softcap,
-            "dropout": self.dropout,
-            "seed": self.seed,
-        }
+
+class Masks(NamedTuple):
+    """Which pairs of a call count, beside those that are no edges.
+
+    Attributes:
+        targets, sources: the valid tokens, bool [B, N] and [B, M]; None for either if all are.
+        dropout: the hashes of targets and sources; None without dropout.
+    """
+
+    targets: Tensor | None = None
+    sources: Tensor | None = None
+    dropout: Dropout | None = None
+
+    def some(self, targets: Any, sources: Any) -> Masks:
+        """The masks of some targets and sources, given as slices or index tensors."""
+        return Masks(
+            None if self.targets is None else self.targets[:, targets],
+            None if self.sources is None else self.sources[:, sources],
+            None if self.dropout is None else self.dropout.some(targets, sources),
+        )
+
+
+EVERYTHING = Masks()
+
+
+class Inputs(NamedTuple):
+    """What a plan computes from: the tensors of a call, and its masks.
+
+    Attributes:
+        query, key, value: [*, N, H, D], [*, M, Hk, D] and [*, M, Hk, Dv].
+        scale: the factor of the logits, [H].
+        bias: a row per edge, [E, H] or [B, E, H], or per offset, [offsets, H]; none if None.
+        masks: which pairs count.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+    masks: Masks = EVERYTHING
 
 
 class Checked(NamedTuple):

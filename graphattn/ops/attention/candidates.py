@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
@@ -21,6 +22,7 @@ from graphattn.ops.inputs import (
     full_precision,
     repeat_heads,
 )
+from graphattn.ops.top_k import order_of_selection
 
 Candidates = tuple[Tensor, Tensor]
 CHUNK = 1 << 20  # numbers of the keys or values that are gathered at a time
@@ -69,11 +71,11 @@ def top_k_candidates(
         >>> import torch, graphattn as ga
         >>> q, k, v = torch.randn(3, 6, 2, 4)  # [tokens, heads, features]
         >>> parts = [(0, 4), (4, 6)]
-        >>> found = [
+        >>> candidates = [
         ...     ga.top_k_candidates(q, k[a:b], ga.bipartite_complete_graph(6, b - a), 3, sigma=2.0,
         ...                         first_source=a)
         ...     for a, b in parts]
-        >>> best = ga.merge_top_k(found, 3)
+        >>> best = ga.merge_top_k(candidates, 3)
         >>> averages = [ga.attend_candidates(*best, v[a:b], first_source=a) for a, b in parts]
         >>> out, lse = ga.merge_attention(averages)
         >>> z = ga.rbf_attention(q, k, v, ga.complete_graph(6), 2.0, top_k=3)
@@ -107,7 +109,7 @@ def candidates_by_score(
     query, key = (x.reshape(batch.numel(), *x.shape[-3:]).to(dtype) for x in (query, key))
     rowptr, source = graph.compact_csr()
     degrees = rowptr.diff().tolist()
-    found: list[Candidates] = []
+    chunks: list[Candidates] = []
     start = 0
     with full_precision(query.device):
         while start < N:
@@ -119,12 +121,12 @@ def candidates_by_score(
                 stop += 1
             rows = slice(start, stop)
             table = _table(rowptr[start : stop + 1], source, max(degrees[rows]), masks, rows)
-            found.append(_best_of_rows(query[:, rows], key, *table, k, score))
+            chunks.append(_best_of_rows(query[:, rows], key, *table, k, score))
             start = stop
-    if not found:
+    if not chunks:
         empty = query.new_zeros(len(query), 0, heads, k)
-        found = [(empty, empty.long())]
-    logits, index = (torch.cat(x, dim=1) for x in zip(*found, strict=True))
+        chunks = [(empty, empty.long())]
+    logits, index = (torch.cat(x, dim=1) for x in zip(*chunks, strict=True))
     return logits.reshape(*batch, N, heads, k), index.reshape(*batch, N, heads, k)
 
 
@@ -149,12 +151,7 @@ def _table(
 
 
 def _best_of_rows(
-    query: Tensor,
-    key: Tensor,
-    sources: Tensor,
-    present: Tensor,
-    k: int,
-    score: Any,
+    query: Tensor, key: Tensor, sources: Tensor, present: Tensor, k: int, score: Any
 ) -> Candidates:
     """The k largest logits of rows and their sources, [B, n, H, k], among `sources` [n, w]."""
     B, n, H, _ = query.shape
@@ -163,8 +160,8 @@ def _best_of_rows(
         shown = repeat_heads(shown.masked_fill(~present[..., None, None], 0), H)
         logits = edge_logits(score, query[:, :, None], shown).transpose(2, 3)
         logits = logits.masked_fill(~present[:, :, None], -torch.inf)  # [B, n, H, w]
-        best = logits.sort(dim=-1, descending=True, stable=True)
-        logits, places = best.values[..., :k], best.indices[..., :k]
+        places = order_of_selection(logits)[..., :k]
+        logits = logits.gather(-1, places)
         index = sources.expand(B, n, -1)[:, :, None].expand(B, n, H, -1).gather(-1, places)
         index = index.masked_fill(logits == -torch.inf, -1)
     strength = score.strength  # None if the score is somebody's own: its parameters are not known
@@ -173,10 +170,13 @@ def _best_of_rows(
         chosen = _gathered(key, index)
         logits = edge_logits(score, query[:, :, None], chosen.transpose(2, 3)).transpose(2, 3)
         logits = logits.masked_fill(index < 0, -torch.inf)
-    if (missing := k - index.shape[-1]) > 0:
-        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        index = torch.nn.functional.pad(index, (0, missing), value=-1)
-    return logits, index
+    return _padded(logits, index, k)
+
+
+def _padded(logits: Tensor, index: Tensor, k: int) -> Candidates:
+    """k candidates of every row; -inf and -1 where there are fewer."""
+    missing = (0, max(k - index.shape[-1], 0))
+    return pad(logits, missing, value=-torch.inf), pad(index, missing, value=-1)
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
@@ -232,14 +232,11 @@ def merge_top_k(parts: Iterable[Candidates], k: int) -> Candidates:
             )
     logits, index = (torch.cat(x, dim=-1) for x in zip(*pairs, strict=True))
     by_index = index.argsort(dim=-1)
-    order = logits.detach().gather(-1, by_index).argsort(dim=-1, descending=True, stable=True)
+    order = order_of_selection(logits.gather(-1, by_index))
     best = by_index.gather(-1, order)[..., :k]
     logits, index = logits.gather(-1, best), index.gather(-1, best)
     index = index.masked_fill(logits == -torch.inf, -1)
-    if (missing := k - index.shape[-1]) > 0:
-        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        index = torch.nn.functional.pad(index, (0, missing), value=-1)
-    return logits, index
+    return _padded(logits, index, k)
 
 
 def attend_candidates(
@@ -290,9 +287,9 @@ def attend_candidates(
     dtype = torch.promote_types(compute_dtype(value.dtype), logits.dtype)
     values = value.reshape(texts, *value.shape[-3:]).to(dtype)
     logits, index = logits.reshape(texts, N, H, k).to(dtype), index.reshape(texts, N, H, k)
-    own = index - first_source
-    here = (own >= 0) & (own < values.shape[1]) & (index >= 0) & (logits != -torch.inf)
-    own = torch.where(here, own, -1)
+    local = index - first_source
+    here = (local >= 0) & (local < values.shape[1]) & (index >= 0) & (logits != -torch.inf)
+    local = torch.where(here, local, -1)
     empty = ~here.any(-1)
     logits = logits.masked_fill(~here, -torch.inf).masked_fill(empty[..., None], 0)
     weights = logits.softmax(-1).masked_fill(~here, 0)
@@ -300,7 +297,7 @@ def attend_candidates(
     out = torch.cat(
         [
             (w[..., None, :] @ _gathered(values, places)).squeeze(-2)
-            for w, places in zip(weights.split(rows, 1), own.split(rows, 1), strict=True)
+            for w, places in zip(weights.split(rows, 1), local.split(rows, 1), strict=True)
         ],
         dim=1,
     )

@@ -11,6 +11,8 @@ from torch import Tensor
 from graphattn.ops.inputs import compute_dtype
 
 Part = tuple[Tensor, Tensor]
+LEVEL = 1024.0  # log-sums in float32, with which weights have some 4 digits
+SOUND = 1e9  # no product of two such numbers and a scale overflows
 
 
 def merge_attention(parts: Iterable[Part]) -> Part:
@@ -117,3 +119,22 @@ def _check_parts(parts: list[Any]) -> None:
                 f"parts[{p}] must be on {first.device} like parts[0], "
                 f"got {out.device} and {lse.device}"
             )
+
+
+# Which numbers the gradients of a part are exact for, if log-sums over all parts are given. A
+# weight is exp(l - L). Both are rounded, and so the weight has a relative error of about |L| times
+# the precision of the dtype. A softmax of the part alone would not: it subtracts the largest logit.
+
+
+def are_moderate(numbers: Iterable[Tensor], sums: Iterable[Tensor]) -> bool:
+    """Whether all numbers are at most SOUND, all log-sums at most LEVEL, and none of them NaN.
+
+    Log-sums in float64 may be as large as other numbers. On a GPU, the answer waits for the device.
+    """
+    fit = []
+    for x, most in [*((x, SOUND) for x in numbers), *((x, LEVEL) for x in sums)]:
+        if x.numel():
+            low, high = x.detach().aminmax()
+            bound = SOUND if x.dtype == torch.float64 else most
+            fit.append((low >= -bound) & (high <= bound))
+    return not fit or bool(torch.stack(fit).all())

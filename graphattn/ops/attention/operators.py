@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from graphattn.graphs.token_graph import TokenGraph, decode
-from graphattn.ops.attention import native, structured, triton
-from graphattn.ops.attention.structured.recompute import saved_per_head
-from graphattn.ops.inputs import ValidPair, compute_dtype
+from graphattn.graphs.token_graph import decode
+from graphattn.ops.attention import native, structured
+from graphattn.ops.attention.calls import AttentionCall, Inputs
+from graphattn.ops.attention.logits.score import known_score
+from graphattn.ops.attention.structured.recompute import Plan, flattened
+from graphattn.ops.attention.triton import KernelCall
+from graphattn.ops.inputs import compute_dtype
 from graphattn.ops.library.operators import GRAPH, Gradients, Results, Tensors, register
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
@@ -25,71 +28,47 @@ OPTIONS = (
 )
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    graph: TokenGraph,
-    *,
-    score: str,
-    scale: Tensor,
-    bias: Tensor | None,
-    per_offset: bool,
-    top_k: int | None,
-    valid: ValidPair,
-    backend: str,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]; kernels take the inputs in their own dtype."""
+    query, key, value, graph = call.query, call.key, call.value, call.graph
     shared = backend == "triton" and query is key and key is value
-    saved = native.most_saved_per_head(top_k) if backend == "native" else 1
-    options = seed, score, top_k, per_offset, softcap, dropout, saved, backend, shared
+    saved = native.most_saved_per_head(call.top_k) if backend == "native" else 1
     out, lse, _ = torch.ops.graphattn.attention(
-        query, key, value, scale, bias, *valid, graph.code, graph.listed, *options
-    )
+        query, key, value, call.scale, call.bias, *call.valid, graph.code, graph.listed,
+        call.seed, call.score.kernel, call.top_k, call.per_offset, call.softcap, call.dropout,
+        saved, backend, shared,
+    )  # fmt: skip
     return out, lse.transpose(-1, -2) if backend == "triton" else lse
 
 
-def _plan(inputs: Tensors, options: Any) -> tuple[Any, Any]:
-    """The inputs with one batch dimension, and the plan of "native" or "structured"."""
-    plan_call = native.plan_call if options.backend == "native" else structured.plan_call
-    graph = decode(options.code, options.listed, inputs[0].device)
-    return plan_call(inputs, graph, **_of_structured(options))
+def _call(inputs: Tensors, options: Any) -> AttentionCall:
+    """The call that the operator was made of."""
+    query, key, value, scale, bias = inputs
+    graph = decode(options.code, options.listed, query.device)
+    return AttentionCall(
+        query, key, value, graph, known_score(options.score, scale), options.top_k, bias,
+        options.per_offset, (options.valid_targets, options.valid_sources), options.softcap,
+        options.dropout, options.seed,
+    )  # fmt: skip
 
 
-def _of_structured(options: Any) -> dict[str, Any]:
-    """The options of a call of "structured"."""
-    same = ("score", "per_offset", "top_k", "softcap", "dropout", "seed")
-    valid = options.valid_targets, options.valid_sources
-    return {"valid": valid, **{name: getattr(options, name) for name in same}}
-
-
-def _triton(inputs: Tensors, options: Any) -> triton.KernelCall:
-    """The call of the kernels of "triton"."""
-    return triton.KernelCall(
-        inputs,
-        decode(options.code, options.listed, inputs[0].device),
-        options.score,
-        (options.valid_targets, options.valid_sources),
-        per_offset=options.per_offset,
-        top_k=options.top_k,
-        shared=options.shared,
-    )
+def _plan(inputs: Tensors, options: Any) -> tuple[Plan, Inputs]:
+    """The plan of "native" or "structured", and its inputs with one batch dimension."""
+    call = _call(inputs, options)
+    kernels = native.KERNELS if options.backend == "native" else None
+    return structured.plan_of(call, kernels), flattened(call.inputs())
 
 
 def _forward(inputs: Tensors, options: Any) -> Results:
     """The output, the log-sums, and the numbers to save for the backward pass."""
     of_out, of_lse, of_saved = _sizes(inputs, options)
     if options.backend == "triton":
-        out, lse, saved = _triton(inputs, options).forward()
+        out, lse, saved = KernelCall(_call(inputs, options), options.shared).forward()
     else:
-        flat_inputs, plan = _plan(inputs, options)
+        plan, flat_inputs = _plan(inputs, options)
         out, lse, saved = plan.forward(flat_inputs)
-        saved = (
-            saved.clone() if saved is lse else saved
-        )  # results of an operator must not share memory
+        if saved is lse:  # results of an operator must not share memory
+            saved = saved.clone()
         if saved.shape[-1] < of_saved[-1]:
             saved = pad(saved, (0, of_saved[-1] - saved.shape[-1]))
     # Resized in place, not viewed: callers may change the result in place.
@@ -130,26 +109,22 @@ def _backward(
     """The gradients of the inputs."""
     if options.backend == "triton":
         needs_scale, needs_bias = needed[3:]
-        call = _triton(inputs, options)
+        call = KernelCall(_call(inputs, options), options.shared)
         return call.backward(*results, *upstream, needs_scale=needs_scale, needs_bias=needs_bias)
-    flat_inputs, plan = _plan(inputs, options)
+    plan, flat_inputs = _plan(inputs, options)
     out, _, saved, d_out, d_lse = (
-        x.reshape(len(flat_inputs[0]), *x.shape[-d:])
+        x.reshape(len(flat_inputs.query), *x.shape[-d:])
         for x, d in zip((*results, *upstream), (3, 2, 2, 3, 2), strict=True)
     )
-    saved = saved[..., : out.shape[-2] * saved_per_head(plan)]
-    found: Gradients = plan.backward(flat_inputs, out, saved, d_out, d_lse)
-    return found
+    saved = saved[..., : out.shape[-2] * plan.saved_per_head]
+    return plan.backward(flat_inputs, out, saved, d_out, d_lse)
 
 
 def _again(inputs: Tensors, options: Any) -> tuple[Tensor, Tensor]:
     """The output and the log-sums by structured attention, in the compute dtype."""
     dtype = compute_dtype(inputs[0].dtype)
-    wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
-    query, key, value, scale, bias = wide
-    graph = decode(options.code, options.listed, query.device)
-    own = {"scale": scale, "bias": bias, **_of_structured(options)}
-    out, lse = structured.attend(query, key, value, graph, **own)
+    wide = tuple(None if x is None else x.to(dtype) for x in inputs)
+    out, lse = structured.attend(_call(wide, options))
     return out, lse.transpose(-1, -2) if options.backend == "triton" else lse
 
 

@@ -9,7 +9,7 @@ so a part needs its own logits l_ij only. A backward pass that starts from saved
 this for the sources of a part, if it is given L and y in the place of the part's own. "triton" does
 so for all graphs; "native" and "structured" do for bands, tiles and lists of edges, and not for
 graphs that they compute as several parts themselves. Dropout, top-k and scores of your own need the
-results of the part, and so do numbers for which exp(l - L) has few digits (`part_numbers.py`).
+results of the part, and so do numbers for which exp(l - L) has few digits (`merge.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ band kernels process these, and edge kernels continue with the other edges of ev
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.edges.schedule import EdgeSchedule
 from graphattn.kernels.shared.launch import why_not_heads
 from graphattn.kernels.shared.stored import copied, stores_results
-from graphattn.ops.attention.part_numbers import are_moderate
+from graphattn.ops.attention.calls import AttentionCall
+from graphattn.ops.attention.merge import are_moderate
 from graphattn.ops.edge_cache import cached_by_edges
-from graphattn.ops.inputs import ValidPair, flat_masks
+from graphattn.ops.inputs import flat_masks
 
 if TYPE_CHECKING:
     from graphattn.kernels.bands.inputs import BandInputs
@@ -37,40 +38,24 @@ LOG2E = math.log2(math.e)
 Gradients = tuple[Tensor | None, ...]
 
 
-def why_not(
-    query: Tensor,
-    value_width: int | None = None,
-    *,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-) -> str | None:
-    """The reason why no kernel can run a call with queries like these; None if one can."""
-    if softcap is not None:
+def why_not(call: AttentionCall) -> str | None:
+    """The reason why no kernel can run a call; None if one can."""
+    if call.softcap is not None:
         return "its kernels have no softcap"
-    if dropout > 0:
+    if call.dropout > 0:
         return "its kernels have no dropout"
-    width = query.shape[-1]
-    return why_not_heads(query, width, width if value_width is None else value_width)
+    return why_not_heads(call.query, call.query.shape[-1], call.value.shape[-1])
 
 
 def gradients_of_part(
-    inputs: tuple[Any, ...],
-    graph: TokenGraph,
-    whole: tuple[Tensor, Tensor],
-    d_whole: tuple[Tensor, Tensor],
-    *,
-    score: str,
-    valid: ValidPair,
-    per_offset: bool,
+    call: AttentionCall, whole: tuple[Tensor, Tensor], d_whole: tuple[Tensor, Tensor]
 ) -> Gradients | None:
-    """Gradients of the five inputs, from results over more sources than those of the graph.
+    """Gradients of the inputs, from results over more sources than those of the graph.
 
     Args:
-        inputs: those of :class:`KernelCall`.
-        graph: the edges of a part.
+        call: attention over the edges of a part.
         whole: output and log-sums over all sources, in float32.
         d_whole: their gradients.
-        score, valid, per_offset: those of :class:`KernelCall`.
 
     Returns:
         None for numbers that this form of the gradient is not exact for. To read them waits for
@@ -79,18 +64,16 @@ def gradients_of_part(
     """
     from graphattn.kernels.shared.layout import side_by_side
 
-    query, key, value, scale, bias = inputs
+    query, key, value, scale, bias = call.query, call.key, call.value, call.scale, call.bias
     (out, lse), (d_out, d_lse) = whole, d_whole
     with torch.cuda.device_of(query):  # as in `on_its_device`
-        call = KernelCall(
-            inputs, graph, score, valid, per_offset=per_offset, top_k=None, shared=False
-        )
-        saved = call.saved_from(lse)
+        kernels = KernelCall(call, shared=False)
+        saved = kernels.saved_from(lse)
         sums = lse.masked_fill(lse == -torch.inf, 0), saved.masked_fill(saved == torch.inf, 0)
         if not are_moderate((query, key, value, out, d_out, d_lse), sums):
             return None
-        found = call.backward(
-            side_by_side(call.flat(out)),
+        gradients = kernels.backward(
+            side_by_side(kernels.flat(out)),
             lse.transpose(-1, -2).contiguous(),
             saved,
             d_out.to(query.dtype),
@@ -100,17 +83,14 @@ def gradients_of_part(
         )
     return tuple(
         None if x is None or d is None else d.reshape(x.shape)
-        for x, d in zip(inputs, found, strict=True)
+        for x, d in zip((query, key, value, scale, bias), gradients, strict=True)
     )
 
 
 class KernelCall:
     """One call of the kernels: tensors, tables, options.
 
-    Args:
-        inputs: query [*, N, H, D], key [*, M, Hk, D], value [*, M, Hk, Dv], scale [H], and a bias
-            or None: [E, H], [*, E, H], or with `per_offset` a table [offsets, H].
-        shared: whether query, key and value are one tensor.
+    `shared` says whether query, key and value are one tensor.
 
     There are three cases:
 
@@ -120,30 +100,21 @@ class KernelCall:
     - edge kernels alone: all other calls.
     """
 
-    def __init__(
-        self,
-        inputs: tuple[Any, ...],
-        graph: TokenGraph,
-        score: str,
-        valid: ValidPair,
-        *,
-        per_offset: bool,
-        top_k: int | None,
-        shared: bool,
-    ) -> None:
-        query, key, value, scale, bias = inputs
-        self.batch, self.shared = query.shape[:-3], shared
-        self.scale, self.is_rbf, self.valid = scale, score == "rbf", flat_masks(valid, self.batch)
+    def __init__(self, call: AttentionCall, shared: bool) -> None:
+        query, key, value, bias, top_k = call.query, call.key, call.value, call.bias, call.top_k
+        self.batch, self.shared, per_offset = query.shape[:-3], shared, call.per_offset
+        self.scale, self.is_rbf = call.scale, call.score.kernel == "rbf"
+        self.valid = flat_masks(call.valid, self.batch)
         query = self.flat(query)
         self.tensors = (query,) * 3 if shared else (query, self.flat(key), self.flat(value))
         self.bands: BandInputs | None = None
         self.edges: EdgeInputs | None = None
         self.offset_rows: Tensor | None = None
         self.is_gaussian = self.has_five_products = False
-        self.num_offsets = len(bias) if per_offset else 0
+        self.num_offsets = 0 if bias is None or not per_offset else len(bias)
         if bias is not None and bias.dim() > 2:
             bias = bias.reshape(self.batch.numel(), *bias.shape[-2:])
-        structure, device = graph.structure, query.device
+        structure, device = call.graph.structure, query.device
         if structure is not None and _reads_bands(structure, bias, per_offset):
             self.bands = self._over_bands(band_schedule_of(structure, device), bias)
             if top_k is None or top_k >= self.bands.bands.window:
@@ -161,9 +132,10 @@ class KernelCall:
             return
         if per_offset:
             assert structure is not None  # biases per offset need offsets
+            assert bias is not None
             self.offset_rows = _offset_rows(structure, device)
             bias = bias[self.offset_rows]
-        self.edges = self._over_edges(_edge_tables(graph), bias)
+        self.edges = self._over_edges(cached_by_edges(call.graph, _tables_of_list), bias)
         if top_k is not None:
             from graphattn.kernels.edges.top_k import select
 
@@ -202,25 +174,23 @@ class KernelCall:
         """Gradients of the inputs; if query, key and value are one tensor, the first is its own."""
         from graphattn.kernels.shared.exponentials import saved_log_sums
 
-        out, d_out = self.flat(out), self.flat(d_out)
         B = self.batch.numel()
         lse, saved, d_lse = (t.reshape(B, *t.shape[-2:]) for t in (lse, saved, d_lse))
-        d_lse = d_lse.transpose(1, 2)
+        rows = _Rows(self.flat(out), lse, saved, self.flat(d_out), d_lse.transpose(1, 2))
         needs_scale = needs_scale or self.shared
-        found: Gradients
+        gradients: Gradients
         if self.edges is None:
-            found = self._through_bands(out, lse, saved, d_out, d_lse, needs_scale, needs_bias)
+            gradients = self._through_bands(rows, needs_scale, needs_bias)
         elif self.bands is None:
-            found = self._through_edges(out, saved, d_out, d_lse, needs_scale, needs_bias)
+            gradients = self._through_edges(rows, needs_scale, needs_bias)
         else:
-            of_bands = self._through_bands(out, lse, saved, d_out, d_lse, needs_scale, False)
-            saved = saved_log_sums(lse)
-            of_edges = self._through_edges(out, saved, d_out, d_lse, needs_scale, False)
-            found = (*map(_sum, of_bands, of_edges),)
-        if self.shared and found[1] is not None:
-            query, key, value, *others = found
-            found = _sum(_sum(query, key), value), None, None, *others
-        return found
+            of_bands = self._through_bands(rows, needs_scale, False)
+            rows = rows._replace(saved=saved_log_sums(lse))
+            gradients = (*map(_sum, of_bands, self._through_edges(rows, needs_scale, False)),)
+        if self.shared and gradients[1] is not None:
+            query, key, value, *others = gradients
+            gradients = _sum(_sum(query, key), value), None, None, *others
+        return gradients
 
     def saved_from(self, lse: Tensor) -> Tensor:
         """The log-sums [B, H, N] that :meth:`backward` takes as saved, from natural ones [*, N, H].
@@ -232,54 +202,31 @@ class KernelCall:
         lse = lse.reshape(self.batch.numel(), *lse.shape[-2:]).transpose(1, 2).contiguous()
         return saved_log_sums(lse) if self.bands is None else self.bands.saved_from(lse)
 
-    def _through_bands(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        saved: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        needs_scale: bool,
-        needs_bias: bool,
-    ) -> Gradients:
+    def _through_bands(self, rows: _Rows, needs_scale: bool, needs_bias: bool) -> Gradients:
         from graphattn.kernels.bands.backward import backward
         from graphattn.kernels.bands.bias_backward import d_table
         from graphattn.kernels.bands.one_tensor import shared_backward
 
-        x = self.bands
+        x, (out, lse, saved, d_out, d_lse) = self.bands, rows
         assert x is not None
         if self.has_five_products:
             d_x, d_scale = shared_backward(x, out, lse, d_out, d_lse)
             return d_x, None, None, d_scale, None
-        *found, delta = backward(x, out, saved, d_out, d_lse, scale_gradient=needs_scale)
-        return *found, d_table(x, saved, delta, d_out) if needs_bias else None
+        *gradients, delta = backward(x, out, saved, d_out, d_lse, scale_gradient=needs_scale)
+        return *gradients, d_table(x, saved, delta, d_out) if needs_bias else None
 
-    def _through_edges(
-        self,
-        out: Tensor,
-        saved: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        needs_scale: bool,
-        needs_bias: bool,
-    ) -> Gradients:
+    def _through_edges(self, rows: _Rows, needs_scale: bool, needs_bias: bool) -> Gradients:
         from graphattn.kernels.edges.backward import backward
 
         assert self.edges is not None
-        *found, d_bias = backward(
-            self.edges,
-            out,
-            saved,
-            d_out,
-            d_lse,
-            scale_gradient=needs_scale,
-            bias_gradient=needs_bias,
-        )
+        needed = {"scale_gradient": needs_scale, "bias_gradient": needs_bias}
+        out, _, saved, d_out, d_lse = rows
+        *gradients, d_bias = backward(self.edges, out, saved, d_out, d_lse, **needed)
         if d_bias is not None and self.offset_rows is not None:
             table = d_bias.new_zeros(self.num_offsets, d_bias.shape[1])
             # On a GPU, this sorts first; index_add_ would add in any order.
             d_bias = table.index_put_((self.offset_rows,), d_bias, accumulate=True)
-        return *found, d_bias
+        return *gradients, d_bias
 
     def _look_for_one_tensor(self, structure: GraphStructure) -> None:
         """Find out whether faster kernels for one tensor can run, forward and backward.
@@ -310,6 +257,16 @@ class KernelCall:
         return x.reshape(self.batch.numel(), *x.shape[-3:])
 
 
+class _Rows(NamedTuple):
+    """Results of a call and their gradients, with one batch dimension."""
+
+    out: Tensor  # [B, N, H, Dv]
+    lse: Tensor  # [B, H, N]
+    saved: Tensor  # [B, H, N]
+    d_out: Tensor
+    d_lse: Tensor  # [B, N, H]
+
+
 def _reads_bands(structure: GraphStructure, bias: Tensor | None, per_offset: bool) -> bool:
     """Whether band kernels can run the whole call, with its bias if that has one origin."""
     if not has_bands(structure) or (bias is not None and not per_offset):
@@ -329,16 +286,12 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _tables_of_bands_and_others(
     structure: GraphStructure, device: torch.device
 ) -> tuple[BandSchedule, EdgeSchedule] | None:
-    found = bands_and_others(structure)
-    if found is None:
+    parts = bands_and_others(structure)
+    if parts is None:
         return None
-    bands, others = found
+    bands, others = parts
     sizes = structure.num_targets, structure.num_sources
     return band_schedule_of(bands, device), EdgeSchedule(*sizes, edge_index=copied(others, device))
-
-
-def _edge_tables(graph: TokenGraph) -> EdgeSchedule:
-    return cached_by_edges(graph, _tables_of_list)
 
 
 def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeSchedule:

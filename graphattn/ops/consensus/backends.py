@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.ops import compiled_code
-from graphattn.ops.backends import Backend
+from graphattn.ops.backends import Backend, is_watched, why_not_native
 from graphattn.ops.consensus import operators, reference, triton
 from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
 from graphattn.ops.consensus.edge_network import FirstLayer, as_dtype, as_pair, in_dtype
 from graphattn.ops.consensus.native import sums as native
 from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
-from graphattn.ops.counting import is_watched, note_uncounted
+from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
     compute_dtype,
     flat_masks,
     full_precision,
+    keep_freed_memory,
     may_be_differentiated,
 )
-from graphattn.ops.memory import keep_freed_memory
 
 Sums = Callable[..., tuple[Tensor, Tensor | None]]
 Case = ConsensusCall | ConsensusKind
@@ -38,7 +37,7 @@ def _why_not_triton(call: Case) -> str | None:
 
 def _why_not_native(call: Case) -> str | None:
     """The reason why the C++ code of "native" cannot run a step; None if it can."""
-    return compiled_code.why_not(call.state)
+    return why_not_native(call.state)
 
 
 def _is_on_gpu(call: Case) -> bool:

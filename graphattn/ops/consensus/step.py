@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphattn.ops.backends import refusal, wanted_backend
-from graphattn.ops.compiled_code import why_no_step
+from graphattn.ops.backends import refusal, wanted_backend, why_no_step
 
 
 def step_kernel(backend: str, like: Tensor, cache_dtype: torch.dtype) -> str | None:

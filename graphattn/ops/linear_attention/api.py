@@ -11,8 +11,15 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.launch import is_transformed
-from graphattn.ops.backends import Backend, check_backend, choose, has_values, is_followed
-from graphattn.ops.counting import is_watched, note_uncounted
+from graphattn.ops.backends import (
+    Backend,
+    check_backend,
+    choose,
+    has_values,
+    is_followed,
+    is_watched,
+)
+from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
     Valid,
     ValidPair,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph, decode
-from graphattn.ops.counting import is_watched
+from graphattn.ops.backends import is_watched
 from graphattn.ops.inputs import full_precision, may_be_differentiated
 from graphattn.ops.linear_attention.sums import sums_over_graph
 

@@ -21,8 +21,8 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import stores_results
 from graphattn.ops.backends import has_values
 from graphattn.ops.edge_cache import cached_by_edges
+from graphattn.ops.inputs import keep_freed_memory
 from graphattn.ops.linear_attention.intervals import Interval, IntervalRun, runs_of
-from graphattn.ops.memory import keep_freed_memory
 
 CHUNK = 64  # tokens of a chunk of a running sum; about as many as features if these are more
 AT_ONCE = 1 << 22  # the most numbers of a piece: 16 megabytes of float32

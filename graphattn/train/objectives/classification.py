@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.ops.dropout import as_share
+from graphattn.graphs.arguments import as_choice, as_int, as_share
 from graphattn.train.batches import (
     all_have,
     checked,

@@ -50,9 +50,9 @@ def check_score(score: Score, heads: int, head_dim: int) -> None:
     """
     score = as_score(score)
     heads, head_dim = as_int("heads", heads, 1), as_int("head_dim", head_dim, 1)
-    own = dict(_tensors(score))
-    dtype = torch.float64 if any(x.dtype == torch.float64 for x in own.values()) else torch.float32
-    device = next((x.device for x in own.values()), torch.device("cpu"))
+    held = dict(_tensors(score))
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in held.values()) else torch.float32
+    device = next((x.device for x in held.values()), torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -62,16 +62,16 @@ def check_score(score: Score, heads: int, head_dim: int) -> None:
     with torch.no_grad():
         ready = score.ready(heads, random(1, heads))
         for shape, other in (((5,), (5,)), ((2, 5), (2, 5)), ((3, 1), (1, 4)), ((0,), (0,))):
-            _check_call(ready, "edges", random(*shape, heads), random(*other, heads), own)
+            _check_call(ready, "edges", random(*shape, heads), random(*other, heads), held)
         _check_independence(ready, random(5, heads), random(5, heads))
         if _has_pairs(score):
             for n, m, batch in ((3, 4, ()), (1, 4, (2,))):
                 query, key = random(*batch, heads, n), random(*batch, heads, m)
-                found = _check_call(ready, "pairs", query, key, own)
-                _check_agreement(ready, found, Score.pairs(ready, query, key))
+                logits = _check_call(ready, "pairs", query, key, held)
+                _check_agreement(ready, logits, Score.pairs(ready, query, key))
                 query[..., :1, :], key[..., :1, :] = torch.nan, torch.nan
                 spoilt = logits_by(ready, "pairs", query, key)[..., 1:, 1:]
-                _check_same(ready, "pairs", found[..., 1:, 1:], spoilt)
+                _check_same(ready, "pairs", logits[..., 1:, 1:], spoilt)
     dtype = torch.float64  # from here on, also of `random`
     _check_gradients(score, "edges", random(5, heads), random(5, heads))
     if _has_pairs(score):
@@ -88,12 +88,12 @@ def _wrong(score: Score, method: Method, what: str) -> ValueError:
 
 
 def _check_call(
-    score: Score, method: Method, query: Tensor, key: Tensor, own: dict[str, Tensor]
+    score: Score, method: Method, query: Tensor, key: Tensor, held: dict[str, Tensor]
 ) -> Tensor:
     """The logits of a call, after checks of their shape, and that the call changed no tensor."""
-    tensors = {"query": query, "key": key, **own}
+    tensors = {"query": query, "key": key, **held}
     before = {name: x._version for name, x in tensors.items()}
-    found = logits_by(score, method, query, key)
+    logits = logits_by(score, method, query, key)
     for name, x in tensors.items():
         if x._version != before[name]:
             raise _wrong(
@@ -102,28 +102,28 @@ def _check_call(
                 f"must not change {name} in place, which others read: write x = x * 2, not x *= 2",
             )
     again = logits_by(score, method, query, key)
-    if not torch.equal(found.nan_to_num(), again.nan_to_num()):
+    if not torch.equal(logits.nan_to_num(), again.nan_to_num()):
         raise _wrong(
             score, method, "must give the same logits in every call, got others in a second one"
         )
-    return found
+    return logits
 
 
 def _check_independence(score: Score, query: Tensor, key: Tensor) -> None:
     """Check that the logits of an edge do not depend on other edges, even if those are NaN."""
-    found = logits_by(score, "edges", query, key)
+    logits = logits_by(score, "edges", query, key)
     for e in range(len(query)):
         alone = logits_by(score, "edges", query[e : e + 1], key[e : e + 1])
-        _check_same(score, "edges", found[e : e + 1], alone)
+        _check_same(score, "edges", logits[e : e + 1], alone)
     batch = torch.stack([query, 2 * query]), torch.stack([key, key])
-    _check_same(score, "edges", found, logits_by(score, "edges", *batch)[0])
+    _check_same(score, "edges", logits, logits_by(score, "edges", *batch)[0])
     query, key = query.clone(), key.clone()
     query[0], key[0] = torch.nan, torch.nan
-    _check_same(score, "edges", found[1:], logits_by(score, "edges", query, key)[1:])
+    _check_same(score, "edges", logits[1:], logits_by(score, "edges", query, key)[1:])
 
 
-def _check_same(score: Score, method: Method, found: Tensor, other: Tensor) -> None:
-    same = (found == other) | ((found - other).abs() <= _tolerance(found))  # inf - inf is NaN
+def _check_same(score: Score, method: Method, logits: Tensor, other: Tensor) -> None:
+    same = (logits == other) | ((logits - other).abs() <= _tolerance(logits))  # inf - inf is NaN
     if not bool(same.all()):
         raise _wrong(
             score,
@@ -137,9 +137,9 @@ def _tolerance(logits: Tensor) -> float:
     return AGREE * (1 + float(logits.nan_to_num(0, 0, 0).abs().sum() / max(logits.numel(), 1)))
 
 
-def _check_agreement(score: Score, found: Tensor, expected: Tensor) -> None:
+def _check_agreement(score: Score, logits: Tensor, expected: Tensor) -> None:
     """Check that the logits of `pairs` [*, H, n, m] are those of `edges`."""
-    same = (found == expected) | ((found - expected).abs() <= _tolerance(expected))
+    same = (logits == expected) | ((logits - expected).abs() <= _tolerance(expected))
     if bool(same.all()):
         return
     place = (~same).nonzero()[0].tolist()
@@ -147,7 +147,7 @@ def _check_agreement(score: Score, found: Tensor, expected: Tensor) -> None:
     raise _wrong(
         score,
         "pairs",
-        f"must give the logits of edges(), got {float(found[tuple(place)]):.4g} where that gives "
+        f"must give the logits of edges(), got {float(logits[tuple(place)]):.4g} where that gives "
         f"{float(expected[tuple(place)]):.4g} (head {h}, query {i}, key {j})",
     )
 
@@ -167,20 +167,18 @@ def _check_gradients(score: Score, method: Method, query: Tensor, key: Tensor) -
             wide.ready(key.shape[-2 if method == "edges" else -3], query), method, query, key
         )
 
-    found = logits()
-    weights = torch.linspace(0.5, 1.5, found.numel(), dtype=found.dtype, device=found.device)
+    first = logits()
+    weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype, device=first.device)
 
     def total() -> Tensor:
-        return (logits() * weights.view_as(found)).sum()
+        return (logits() * weights.view_as(first)).sum()
 
     slopes = _gradients(score, method, total(), leaves)
     for name, x in leaves.items():
         slope = slopes[name]
         with torch.no_grad():
-            value, step = (
-                x.clone(),
-                torch.linspace(-1, 1.3, x.numel(), dtype=x.dtype, device=x.device),
-            )
+            value = x.clone()
+            step = torch.linspace(-1, 1.3, x.numel(), dtype=x.dtype, device=x.device)
             step = STEP * step.view_as(x)
             before = logits()
             x.copy_(1.5 * value + 0.1)
@@ -230,13 +228,13 @@ def _check_special_tokens(
                 query[first] = q
             if k is not None:
                 key[first] = k
-        found = logits()
-        slopes = _gradients(score, method, found.sum(), leaves)
+        values = logits()
+        slopes = _gradients(score, method, values.sum(), leaves)
         with torch.no_grad():
             query.copy_(before[0])
             key.copy_(before[1])
         bad = [name for name, x in slopes.items() if x is not None and not x.isfinite().all()]
-        if bool(found.isnan().any()) or bad:
+        if bool(values.isnan().any()) or bad:
             what = f"the gradient of {bad[0]} is not finite" if bad else "the logit is NaN"
             raise _wrong(
                 score,
@@ -253,12 +251,12 @@ def _gradients(
     if not total.requires_grad:
         return dict.fromkeys(leaves)
     try:
-        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
         raise _wrong(
             score, method, f"must have gradients, but there is an error: {error}"
         ) from error
-    return dict(zip(leaves, found, strict=True))
+    return dict(zip(leaves, gradients, strict=True))
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -60,7 +60,7 @@ def check_edge_bias(
     if all(size == 1 for size in lead):
         return edge_bias.reshape(edge_bias.shape[-2:])
     fits = len(lead) <= len(batch) and all(
-        size in (1, own) for size, own in zip(reversed(lead), reversed(batch), strict=False)
+        size in (1, samples) for size, samples in zip(reversed(lead), reversed(batch), strict=False)
     )
     if not fits:
         raise ValueError(_wrong_shape(edge_bias, E, rows, heads, batch))

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.shared.stored import kept_for_training
-from graphattn.ops.backends import has_values
-from graphattn.ops.counting import is_watched
+from graphattn.ops.backends import has_values, is_watched
 from graphattn.ops.inputs import compute_dtype
 
 Kernel = Literal["dot", "rbf"]  # the scores that compiled code knows
@@ -59,10 +58,10 @@ class Score:
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Clear what a subclass makes wrong: its `kernel`, and an inherited `pairs`."""
         super().__init_subclass__(**keywords)
-        own = {"edges", "pairs", "ready", "strength", "sigma"} & vars(cls).keys()
-        if own and "kernel" not in vars(cls):
+        changed = {"edges", "pairs", "ready", "strength", "sigma"} & vars(cls).keys()
+        if changed and "kernel" not in vars(cls):
             cls.kernel = None
-        if "edges" in own and "pairs" not in own:
+        if "edges" in changed and "pairs" not in changed:
             cls.pairs = Score.pairs  # type: ignore[method-assign]
 
     def edges(self, query: Tensor, key: Tensor) -> Tensor:
@@ -262,18 +261,18 @@ def logits_by(score: Score, method: Method, query: Tensor, key: Tensor) -> Tenso
     elif query.shape != key.shape:
         shape = torch.broadcast_shapes(shape, key.shape[:-1])
     try:
-        found = getattr(score, method)(query, key)
+        logits = getattr(score, method)(query, key)
     except (NotImplementedError, torch.OutOfMemoryError):
         raise
     except (IndexError, RuntimeError, TypeError) as error:
         got = f"but it raised the {type(error).__name__}: {error}"
         raise _wrong_logits(score, method, query, key, shape, got) from error
-    if not isinstance(found, Tensor):
-        raise _wrong_logits(score, method, query, key, shape, f"got {type(found).__name__}")
-    if found.shape != shape or not found.is_floating_point():
-        got = f"got {found.dtype} of shape {list(found.shape)}"
+    if not isinstance(logits, Tensor):
+        raise _wrong_logits(score, method, query, key, shape, f"got {type(logits).__name__}")
+    if logits.shape != shape or not logits.is_floating_point():
+        got = f"got {logits.dtype} of shape {list(logits.shape)}"
         raise _wrong_logits(score, method, query, key, shape, got)
-    return found.to(query.dtype)
+    return logits.to(query.dtype)
 
 
 def _wrong_logits(
@@ -284,6 +283,15 @@ def _wrong_logits(
         f"{list(shape)} for query {list(query.shape)} and key {list(key.shape)}, {got}. "
         "graphattn.check_score(score, heads, head_dim) checks a score alone"
     )
+
+
+def known_score(kernel: str, strength: Tensor) -> DotProduct | GaussianKernel:
+    """The score of this name in compiled code, ready, from its factor [H]."""
+    if kernel == "dot":
+        return DotProduct(strength)
+    score = GaussianKernel(1.0)
+    score._scale = strength
+    return score
 
 
 def score_of(sigma: Any, scale: Any) -> DotProduct | GaussianKernel:
@@ -352,6 +360,23 @@ def _per_row(scale: Any) -> Any:
 
 def _shown(number: Any) -> Any:
     return [round(x, 4) for x in number.tolist()] if isinstance(number, Tensor) else number
+
+
+# The softcap of Gemma 2, which bounds logits: ``softcap * tanh(logits / softcap)``.
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits between -softcap and softcap; unchanged if `softcap` is None.
+
+    Far beyond the cap, tanh is 1 to the last bit, so many logits are equal. All backends in torch
+    use this function, so that logits are equal either in all of them or in none.
+    """
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def slope(logits: Tensor, softcap: float) -> Tensor:
+    """The derivative of :func:`capped`, from its result; 0 where the cap is reached."""
+    return 1 - (logits / softcap).square()
 
 
 # Steps of generation have rows of few queries. Heads that share a key head form one entry.

@@ -18,12 +18,11 @@ from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.structures.structure import Blocks, GraphStructure
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, packer, view
-from graphattn.ops.attention.part_numbers import SOUND, are_moderate
+from graphattn.ops.attention.calls import Inputs
+from graphattn.ops.attention.merge import SOUND, are_moderate
 from graphattn.ops.attention.structured.chunked import TilePlan
-from graphattn.ops.attention.structured.options import PlanOptions
-from graphattn.ops.attention.structured.parts import ReorderedPlan
-from graphattn.ops.attention.structured.plans import tile_plan
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
+from graphattn.ops.attention.structured.plans import ReorderedPlan
+from graphattn.ops.attention.structured.recompute import Gradients, Plan, PlanOptions
 
 STEEP = -32.0  # log-affinities of RBF below which differences are exact, as in `band_forward.h`
 
@@ -69,27 +68,22 @@ CALL, GRADIENTS = packer(BandsCall), packer(BandsGradients)
 _LIBRARY = library.library()
 
 
-def native_tiles(
-    structure: GraphStructure, options: PlanOptions, *, table: bool, pairs: bool
-) -> Plan:
+def native_tiles(structure: GraphStructure, options: PlanOptions) -> Plan:
     """A plan of bands for the planner of `structured`; that of torch where C++ code has none."""
-    slow = tile_plan(structure, options, table=table, pairs=pairs)
-    if pairs or options.dropout is not None:
+    slow = TilePlan(options, structure)
+    if options.bias == "pairs" or options.drops:
         return slow
-    if isinstance(structure, GridBlocks):  # its table is over two axes, which bands cannot read
-        return slow if table else _plan_of_blocks(structure, options)
+    if isinstance(structure, GridBlocks):
+        if options.bias is not None:  # its table is over two axes, which bands cannot read
+            return slow
+        # Tokens are reordered block by block, so that every block is a sequence.
+        blocks, tokens, places = block_order(structure, torch.device("cpu"))
+        runs = tuple(Blocks(b.count * b.height * b.width, b.height * b.width) for b in blocks)
+        return ReorderedPlan(tokens, places, native_tiles(Parts(runs), options))
     bands = bands_of(structure)
-    if bands is None or (table and bands.origin is None):
+    if bands is None or (options.bias is not None and bands.origin is None):
         return slow
     return NativeBandPlan(bands, slow)
-
-
-def _plan_of_blocks(grid: GridBlocks, options: PlanOptions) -> Plan:
-    """A plan with tokens reordered block by block, so that every block is a sequence."""
-    blocks, tokens, places = block_order(grid, torch.device("cpu"))
-    runs = tuple(Blocks(b.count * b.height * b.width, b.height * b.width) for b in blocks)
-    plan = native_tiles(Parts(runs), options.some(tokens, tokens), table=False, pairs=False)
-    return ReorderedPlan(tokens, places, plan)
 
 
 def most_saved_per_head(top_k: int | None) -> int:
@@ -98,7 +92,7 @@ def most_saved_per_head(top_k: int | None) -> int:
 
 
 @dataclass
-class NativeBandPlan:
+class NativeBandPlan(Plan):
     """Attention over a table of sequences; see :class:`~..structured.recompute.Plan`.
 
     `slow` computes the same in operations that can be differentiated again. A bias is a table of
@@ -120,7 +114,7 @@ class NativeBandPlan:
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the numbers from which the backward pass computes the weights."""
-        query, _, value, scale, _ = inputs
+        query, value, scale = inputs.query, inputs.value, inputs.scale
         B, N, H, _ = query.shape
         out = query.new_empty((B, N, H, value.shape[-1]))
         lse = scale.new_empty((B, N, H))
@@ -132,7 +126,7 @@ class NativeBandPlan:
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         """Gradients of the five inputs; the logits of every tile are computed again."""
-        query, key, value, scale, table = inputs
+        query, key, value, scale, table, _ = inputs
         is_covered = self.bands.covers(query.shape[1], key.shape[1])
         new = scale.new_empty if is_covered else scale.new_zeros
         d_query = new(query.shape, dtype=query.dtype)
@@ -160,7 +154,7 @@ class NativeBandPlan:
         The result is None for numbers that the forward pass leaves to slower code: then the
         backward pass needs the marks that the forward pass makes.
         """
-        options, bias = self.slow.options, inputs[4]
+        options, bias = self.slow.options, inputs.bias
         empty = lse == -torch.inf
         if options.top_k is not None or self.keeps_outputs:
             return None
@@ -184,8 +178,8 @@ class NativeBandPlan:
 
 def in_dtype_of_scale(inputs: Inputs) -> Inputs:
     """Inputs with half precision converted to float32, the dtype of scale and bias."""
-    query, key, value, scale, bias = inputs
-    return query.to(scale.dtype), key.to(scale.dtype), value.to(scale.dtype), scale, bias
+    query, key, value = (x.to(inputs.scale.dtype) for x in inputs[:3])
+    return Inputs(query, key, value, *inputs[3:])
 
 
 def _run(
@@ -197,14 +191,13 @@ def _run(
     gradients: bytes | None,
 ) -> None:
     """Run the forward pass, or with `gradients` (packed addresses of them) the backward pass."""
-    query, key, value, scale, table = inputs
+    query, key, value, scale, table, (targets, sources, _) = inputs
     query, key, value = featurewise(query), featurewise(key), featurewise(value)
     options, bands = plan.slow.options, plan.bands
     scale = scale.contiguous()
     table = None if table is None else table.contiguous()
-    of_target, of_source = options.valid
-    of_target = None if of_target is None else of_target.contiguous()
-    of_source = None if of_source is None else of_source.contiguous()
+    targets = None if targets is None else targets.contiguous()
+    sources = None if sources is None else sources.contiguous()
     B, N, H, D = query.shape
     _, M, kv_heads, value_width = value.shape
     call = CALL.pack(
@@ -212,7 +205,7 @@ def _run(
         *view(query), *view(key), *view(value),
         options.score == "rbf", scale.data_ptr(), options.top_k or 0, options.softcap or 0.0,
         address(table), 0 if table is None else len(table), bands.origin or 0,
-        address(of_target), address(of_source),
+        address(targets), address(sources),
         *view(out), address(lse), saved.data_ptr(), plan.keeps_outputs > 0,
         torch.get_num_threads(),
     )  # fmt: skip

@@ -17,11 +17,11 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.edge_order import edges_by_source
 from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, packer, view
-from graphattn.ops.attention.part_numbers import are_moderate
+from graphattn.ops.attention.calls import Inputs
+from graphattn.ops.attention.merge import are_moderate
 from graphattn.ops.attention.structured.chunked import RowPlan
-from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.plans import gathered_rows
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
+from graphattn.ops.attention.structured.recompute import Gradients, Plan, PlanOptions
 from graphattn.ops.edge_cache import cached_by_edges
 
 HASHES = 1 << 32  # how many hashes dropout has: they have 32 bits
@@ -143,7 +143,7 @@ def native_rows(graph: TokenGraph, options: PlanOptions, index: Tensor | None) -
 
 
 @dataclass
-class NativeRowPlan:
+class NativeRowPlan(Plan):
     """Attention over the edges of every target; see :class:`~..structured.recompute.Plan`.
 
     `slow` computes the same in operations that can be differentiated again.
@@ -154,7 +154,7 @@ class NativeRowPlan:
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the log-sums again."""
-        query, _, value, _, _ = inputs
+        query, value = inputs.query, inputs.value
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         lse = query.new_empty(query.shape[:-1])
         _Call(self, inputs).run(out, lse, None)
@@ -174,7 +174,7 @@ class NativeRowPlan:
         The result is None with top_k, with dropout, and for numbers that this is not exact for.
         """
         options = self.slow.options
-        if options.top_k is not None or options.dropout is not None:
+        if options.top_k is not None or options.drops:
             return None
         sums = lse.masked_fill(lse == -torch.inf, 0)
         if not are_moderate((*inputs[:4], out, d_out, d_lse), (sums,)):
@@ -190,7 +190,7 @@ class NativeRowPlan:
         whole: tuple[Tensor, Tensor] | None,
     ) -> Gradients:
         """Gradients of the five inputs; `whole`: see `lse` and `delta` in `rows.h`."""
-        query, key, value, scale, bias = inputs
+        query, key, value, scale, bias, _ = inputs
         whole_lse, delta = (None, None) if whole is None else whole
         call = _Call(self, inputs, backward=True)
         d_query, d_key, d_value = (x.new_empty(x.shape) for x in (query, key, value))
@@ -223,12 +223,12 @@ class _Call:
     """The arguments of a call, and the tensors that must live as long as it does."""
 
     def __init__(self, plan: NativeRowPlan, inputs: Inputs, *, backward: bool = False) -> None:
-        query, key, value, scale, bias = inputs
+        query, key, value, scale, bias, masks = inputs
         options, edges = plan.slow.options, plan.edges
         query, key, value = (featurewise(x) for x in (query, key, value))
         scale = scale.contiguous()
         bias = None if bias is None else bias.contiguous()
-        valid = tuple(None if x is None else x.contiguous() for x in options.valid)
+        valid = tuple(None if x is None else x.contiguous() for x in masks[:2])
         # To compute the order takes as long as it saves in one forward pass: not for the first one.
         is_worth = _is_large(key, value, edges) and (backward or edges.was_read)
         visits = edges.visits if is_worth else None
@@ -239,7 +239,7 @@ class _Call:
         )
         index = plan.slow.index
         index = None if index is None else index.to(edges.source.dtype).contiguous()
-        dropout = options.dropout
+        dropout = masks.dropout
         hashes: tuple[Tensor, ...] = ()
         of_dropout: tuple[float, int, int, int] = (0.0, 0, 0, 0)
         if dropout is not None:

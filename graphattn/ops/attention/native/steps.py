@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, view
-from graphattn.ops.compiled_code import why_no_step
+from graphattn.ops.backends import why_no_step
 
 # From so many rows per key head on (queries times heads), a product of matrices is faster.
 MANY_ROWS = 32

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.kernels.shared.launch import is_transformed
-from graphattn.ops.attention.logits.score import Kernel
-from graphattn.ops.attention.logits.softcap import capped
+from graphattn.ops.attention.logits.score import Kernel, capped
 from graphattn.ops.attention.step.cached import (
     PAIRS,
     attend_cached,

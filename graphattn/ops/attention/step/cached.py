@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.logits.score import Kernel
-from graphattn.ops.memory import keep_freed_memory
+from graphattn.ops.inputs import keep_freed_memory
 
 SMALL = 1 << 15  # with at most so many numbers in the keys, the fewest calls of torch are fastest
 PAIRS = 1 << 20  # numbers of all pairs at a time: 4 megabytes of float32; fewer is slower

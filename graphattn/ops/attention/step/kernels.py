@@ -12,8 +12,7 @@ from torch import Tensor
 
 from graphattn.kernels.shared.launch import on_its_device, why_not_heads, why_not_on
 from graphattn.kernels.shared.tuning import HELD_TOKENS
-from graphattn.ops.backends import Backend, choose, wanted_backend
-from graphattn.ops.compiled_code import why_no_step
+from graphattn.ops.backends import Backend, choose, wanted_backend, why_no_step
 
 
 class StepCall(NamedTuple):

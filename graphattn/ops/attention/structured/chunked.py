@@ -8,32 +8,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from graphattn.graphs.structures.bands import bands_of
+from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.structures.structure import GraphStructure
-from graphattn.kernels.shared.stored import kept_for_training
+from graphattn.kernels.shared.stored import kept_for_training, stores_results
+from graphattn.ops.attention.calls import Inputs
 from graphattn.ops.attention.logits.score import Score
-from graphattn.ops.attention.part_numbers import are_moderate
+from graphattn.ops.attention.merge import are_moderate
 from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, Whole, scatter
-from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
-    Inputs,
-    products_are_finite,
+    Plan,
+    PlanOptions,
     unused_rows,
     zeros_like,
 )
-from graphattn.ops.attention.structured.tiles import tiles_of
+from graphattn.ops.inputs import full_precision
 
 PAIRS = 1 << 21  # the most logits of a chunk: 8 megabytes of float32
 FEATURES = 1 << 20  # the most numbers of the keys of a chunk
 
 
 @dataclass
-class _Chunked:
+class _Chunked(Plan):
     """See :class:`~.recompute.Plan`."""
 
     options: PlanOptions
@@ -44,14 +47,15 @@ class _Chunked:
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the log-sums again."""
-        query, _, value, _, _ = inputs
+        query, value = inputs.query, inputs.value
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full(query.shape[:-1], -torch.inf)
-        finite = products_are_finite(inputs)
-        for chunk in self.chunks(inputs):
-            own_out, own_lse = ChunkAttention(self.options, chunk, _flat(inputs), finite).attend()
-            scatter(out, chunk.targets, own_out)
-            scatter(lse[..., None], chunk.targets, own_lse[..., None])
+        with full_precision(query.device):
+            finite = products_are_finite(inputs)
+            for chunk in self.chunks(inputs):
+                part, part_lse = ChunkAttention(self.options, chunk, inputs, finite).attend()
+                scatter(out, chunk.targets, part)
+                scatter(lse[..., None], chunk.targets, part_lse[..., None])
         return out, lse, lse
 
     def backward(
@@ -69,7 +73,7 @@ class _Chunked:
         differentiates, and for numbers that this is not exact for.
         """
         options = self.options
-        if options.top_k is not None or options.dropout is not None:
+        if options.top_k is not None or options.drops:
             return None
         empty = lse == -torch.inf
         if isinstance(options.score, Score) or not are_moderate(
@@ -87,28 +91,28 @@ class _Chunked:
         finite = products_are_finite(inputs, d_out, d_lse)
         unused = None if finite else unused_rows(d_out, d_lse)
         for chunk in self.chunks(inputs):
-            attention = ChunkAttention(self.options, chunk, _flat(inputs), finite, unused, whole)
-            attention.add_gradients(_flat(sums), d_out, d_lse)
+            attention = ChunkAttention(self.options, chunk, inputs, finite, unused, whole)
+            attention.add_gradients(sums, d_out, d_lse)
         return sums
 
     def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
-        query, _, value, _, _ = inputs
+        query, value = inputs.query, inputs.value
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full((*query.shape[:-1], 1), -torch.inf)
         finite = products_are_finite(inputs)
         places, outs, sums = [], [], []
         for chunk in self.chunks(inputs):
-            own_out, own_lse = self._attend_again(chunk, inputs, finite)
+            part, part_lse = self._attend_again(chunk, inputs, finite)
             places.append(chunk.targets.flatten())
-            outs.append(own_out.flatten(2, 3).transpose(1, 2))
-            sums.append(own_lse.flatten(2).transpose(1, 2)[..., None])
+            outs.append(part.flatten(2, 3).transpose(1, 2))
+            sums.append(part_lse.flatten(2).transpose(1, 2)[..., None])
         if places:
             where = torch.cat(places)
             out = out.index_copy(1, where, torch.cat(outs, dim=1))
             lse = lse.index_copy(1, where, torch.cat(sums, dim=1))
         else:  # without edges, all gradients are zeros, which can be differentiated again
-            nothing = sum(x.flatten()[:0].sum() for x in inputs if x is not None)
+            nothing = sum(x.flatten()[:0].sum() for x in inputs[:5] if x is not None)
             out, lse = out + nothing, lse + nothing
         return out, lse[..., 0]
 
@@ -119,12 +123,12 @@ class _Chunked:
         """
 
         def attend() -> tuple[Tensor, Tensor]:
-            return ChunkAttention(self.options, chunk, _flat(inputs), finite).attend()
+            return ChunkAttention(self.options, chunk, inputs, finite).attend()
 
         if not isinstance(self.options.score, Score):
             return attend()
-        found: tuple[Tensor, Tensor] = checkpoint(attend, use_reentrant=False)
-        return found
+        results: tuple[Tensor, Tensor] = checkpoint(attend, use_reentrant=False)
+        return results
 
     @property
     def forms_features(self) -> bool:
@@ -135,17 +139,13 @@ class _Chunked:
 
 @dataclass
 class TilePlan(_Chunked):
-    """Attention over tiles.
-
-    A bias is a table of offsets [offsets, H], or on a complete graph has a number per pair,
-    [1 or B, N, M, H].
-    """
+    """Attention over tiles; a bias belongs to offsets, or on a complete graph to pairs."""
 
     structure: GraphStructure
 
     def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
-        (B, _, H, D), (_, M, _, Dv), bias = inputs[0].shape, inputs[2].shape, inputs[4]
-        tiles = tiles_of(self.structure, inputs[0].device)
+        (B, _, H, D), (_, M, _, Dv) = inputs.query.shape, inputs.value.shape
+        tiles = tiles_of(self.structure, inputs.query.device)
         assert tiles is not None
         per_pair = D if self.forms_features else 1
         for targets, sources, edges, offsets in tiles:
@@ -155,11 +155,13 @@ class TilePlan(_Chunked):
             few = zip(targets.split(max(most, 1)), sources.split(max(most, 1)), strict=True)
             for i, j in few:
                 for start in range(0, n, height):
-                    own = slice(start, start + height)
-                    entries = None if bias is None or offsets is None else offsets[:, own]
-                    if bias is not None and bias.dim() == 4:
-                        entries = i[:, own, None] * M + j[:, None]
-                    yield Chunk(i[:, own], j, None if edges is None else edges[:, own], entries)
+                    rows = slice(start, start + height)
+                    entries = None
+                    if self.options.bias == "offsets" and offsets is not None:
+                        entries = offsets[:, rows]
+                    elif self.options.bias == "pairs":
+                        entries = i[:, rows, None] * M + j[:, None]
+                    yield Chunk(i[:, rows], j, None if edges is None else edges[:, rows], entries)
 
 
 @dataclass
@@ -189,7 +191,7 @@ class RowPlan(_Chunked):
             return self.degree.argsort(descending=True, stable=True)
 
     def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
-        (B, _, H, D), Dv = inputs[0].shape, inputs[2].shape[-1]
+        (B, _, H, D), Dv = inputs.query.shape, inputs.value.shape[-1]
         width = max(B * H * max(D, Dv), 1)
         ordered = self.degree[self.order].tolist()
         start = 0
@@ -205,7 +207,109 @@ class RowPlan(_Chunked):
             start = stop
 
 
-def _flat(inputs: Inputs) -> Inputs:
-    """The inputs, with a bias of all pairs [B, N, M, H] as a view [B, N * M, H]."""
-    bias = inputs[4]
-    return *inputs[:4], bias.flatten(1, 2) if bias is not None and bias.dim() == 4 else bias
+def products_are_finite(inputs: Inputs, *upstream: Tensor | None) -> bool:
+    """Whether all numbers are finite, and so small that no product of two overflows.
+
+    A bias of -inf is allowed: it only removes an edge. The answer is False on other devices than a
+    CPU, where to read the numbers would wait for the device.
+    """
+    scale, bias = inputs.scale, inputs.bias
+    if scale.device.type != "cpu":
+        return False
+    limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3
+    if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):
+        return False
+    ranges = [x.detach().aminmax() for x in (*inputs[:3], *upstream) if x is not None and x.numel()]
+    return all(bool(-limit <= low) and bool(high <= limit) for low, high in ranges)
+
+
+# Tiles. In bands, blocks and complete graphs, and in batches of them, a block of neighbouring
+# targets sees one run of neighbouring sources. So attention is a product of matrices, and edges are
+# not listed.
+
+
+class Tiles(NamedTuple):
+    """T equal tiles of n targets and m sources.
+
+    Attributes:
+        targets, sources: the indices of the tokens, [T, n] and [T, m].
+        edges: which pairs are edges, bool [1, n, m], the same in all tiles; all if None.
+        offsets: the row of a table of offsets that a pair reads, [1, n, m], any row for a pair that
+            is no edge; None if the graph has no such table.
+    """
+
+    targets: Tensor
+    sources: Tensor
+    edges: Tensor | None
+    offsets: Tensor | None
+
+
+@stores_results(64)
+def tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, ...] | None:
+    """Tiles that hold every edge once; None if a graph has no tiles. The result is cached."""
+    if isinstance(structure, GridBlocks):
+        return tuple(_blocks_of_grid(structure, device))
+    bands = bands_of(structure)
+    if bands is None:
+        return None
+    table, last = structure.offset_table, (structure.num_offsets or 1) - 1
+    origins = torch.zeros_like(bands.shifts)
+    if table is not None:
+        assert table[0] == "sequence"
+        origins = -table[1] - bands.shifts
+    return tuple(_equal(*_cut(bands.sequences, origins), last, device))
+
+
+def _cut(sequences: Tensor, origins: Tensor) -> tuple[Tensor, Tensor]:
+    """The kind of every tile, [T, 8], and its first target and source, [T, 2].
+
+    A kind is: the number of targets, the number of sources, the position of the first source minus
+    that of the first target, and from `sequences` the step, before, after, what is left out, and
+    the origin of the table.
+    """
+    target, n, source, m, step, before, after, left_out = sequences.unbind(1)
+    # With more targets in a tile, more pairs are no edges; with fewer, sources are copied more.
+    # These sizes are the fastest that were measured.
+    window = (before + after + 1).clamp(max=2 * m)
+    rows = torch.where(window <= 64, 32, torch.where(window <= 128, 64, 128))
+    count = (n + rows - 1) // rows
+    of = torch.repeat_interleave(count)
+    first = rows[of] * (torch.arange(len(of)) - (count.cumsum(0) - count)[of])
+    height = torch.minimum(rows[of], n[of] - first)
+    low = torch.minimum((first - before[of]).clamp(min=0), m[of])
+    high = torch.maximum(torch.minimum(first + height + after[of], m[of]), low)
+    kinds = height, high - low, low - first, *(x[of] for x in (step, before, after, left_out))
+    starts = target[of] + first * step[of], source[of] + low * step[of]
+    return torch.stack([*kinds, origins[of]], dim=1), torch.stack(starts, dim=1)
+
+
+def _equal(kinds: Tensor, starts: Tensor, last: int, device: torch.device) -> Iterator[Tiles]:
+    """Group tiles of one kind; `last` is the last row of a table."""
+    different, which, counts = kinds.unique(dim=0, return_inverse=True, return_counts=True)
+    members = starts[which.argsort(stable=True)].split(counts.tolist())
+    for kind, first in zip(different.tolist(), members, strict=True):
+        n, m, shift, step, before, after, left_out, origin = kind
+        if m == 0:
+            continue
+        target, source = first.to(device).unbind(1)
+        i, j = (torch.arange(x, device=device) for x in (n, m))
+        hops = shift + j - i[:, None]
+        edges = (hops >= -before) & (hops <= after)
+        if left_out != 1:  # -2 times a hop
+            edges &= -2 * hops != left_out
+        yield Tiles(
+            target[:, None] + step * i,
+            source[:, None] + step * j,
+            None if bool(edges.all()) else edges[None],
+            (origin + hops).clamp(0, last)[None],
+        )
+
+
+def _blocks_of_grid(grid: GridBlocks, device: torch.device) -> Iterator[Tiles]:
+    """Group blocks of one shape; within a block, offsets are those of a small grid."""
+    blocks, tokens, _ = block_order(grid, device)
+    for equal in blocks:
+        size = equal.height * equal.width
+        block, i = GridBlocks(equal.height, equal.width, grid.block), torch.arange(size)
+        members = tokens[equal.start : equal.start + equal.count * size].view(-1, size)
+        yield Tiles(members, members, None, block.offset_index(i[:, None], i).to(device)[None])

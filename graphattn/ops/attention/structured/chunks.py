@@ -7,18 +7,21 @@ a tile of its own.
 
 from __future__ import annotations
 
-from functools import cached_property
+import operator
+from collections.abc import Callable
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured.options import PlanOptions
-from graphattn.ops.attention.structured.pair_scores import pair_scores, transposed
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs
-from graphattn.ops.attention.structured.softmax import keep_best, softmax
-from graphattn.ops.attention.structured.squares import product
+from graphattn.ops.attention.calls import Inputs
+from graphattn.ops.attention.structured.pair_scores import pair_scores, product, transposed
+from graphattn.ops.attention.structured.recompute import Gradients, PlanOptions
 from graphattn.ops.dropout import Kept, keeps
+from graphattn.ops.top_k import top_k_mask
+
+EXACT = 1 << 14  # how many exact logits are computed at a time
 
 Whole = tuple[Tensor, Tensor]
 
@@ -60,7 +63,7 @@ class ChunkAttention:
         whole: Whole | None = None,
     ) -> None:
         self.options, self.chunk, self.finite = options, chunk, finite
-        query, key, value, scale, self.bias = inputs
+        query, key, value, scale, self.bias, self.masks = inputs
         self.repeats = query.shape[2] // key.shape[2]
         self.query = gathered(query, chunk.targets)
         self.key, self.value = (
@@ -78,22 +81,19 @@ class ChunkAttention:
     @cached_property
     def allowed(self) -> Tensor | None:
         """Edges between valid tokens, bool, broadcastable to [B, H, T, n, m]; all if None."""
-        of_target, of_source = self.options.valid
-        found = self.chunk.edges
-        masks = [None if self.unused is None else ~self.unused]
-        if of_target is not None:
-            masks.append(of_target[:, None, self.chunk.targets, None])
-        if of_source is not None:
-            masks.append(of_source[:, None, self.chunk.sources].unsqueeze(-2))
-        for mask in masks:
-            if mask is not None:
-                found = mask if found is None else found & mask
-        return found
+        targets, sources, _ = self.masks
+        masks = [self.chunk.edges, None if self.unused is None else ~self.unused]
+        if targets is not None:
+            masks.append(targets[:, None, self.chunk.targets, None])
+        if sources is not None:
+            masks.append(sources[:, None, self.chunk.sources].unsqueeze(-2))
+        given = [mask for mask in masks if mask is not None]
+        return reduce(operator.and_, given) if given else None
 
     @cached_property
     def kept_by_dropout(self) -> Kept | None:
         """The pairs that dropout keeps, [B, H, T, n, m]; None without dropout."""
-        dropout = self.options.dropout
+        dropout = self.masks.dropout
         if dropout is None:
             return None
         rows = gathered(dropout.rows[..., None], self.chunk.targets)
@@ -102,13 +102,13 @@ class ChunkAttention:
 
     @cached_property
     def biases(self) -> Tensor | None:
-        """Return the bias of every pair, [1 or B, H, T or 1, n, m]."""
+        """The bias of every pair, [1 or B, H, T or 1, n, m]."""
         if self.bias is None:
             return None
         assert self.chunk.entries is not None
         bias = self.bias if self.bias.dim() == 3 else self.bias[None]
-        found = gathered(bias[..., None], self.chunk.entries.flatten(1))
-        return found.unflatten(3, self.chunk.entries.shape[1:])[..., 0]
+        biases = gathered(bias[..., None], self.chunk.entries.flatten(1))
+        return biases.unflatten(3, self.chunk.entries.shape[1:])[..., 0]
 
     @cached_property
     def weighed(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -183,11 +183,11 @@ class ChunkAttention:
         d_query, d_key, d_scale = self.pairs.gradients(d_logits, keep)
         into_query, into_key, into_value, into_scale, into_bias = sums
         scatter(into_query, self.chunk.targets, d_query)
-        for into, found in ((into_key, d_key), (into_value, d_value)):
+        for into, gradient in ((into_key, d_key), (into_value, d_value)):
             if self.repeats > 1:
-                found = found.unflatten(1, (-1, self.repeats)).sum(2)
+                gradient = gradient.unflatten(1, (-1, self.repeats)).sum(2)
             index = self.chunk.sources.flatten()
-            into.transpose(1, 2).index_add_(2, index, found.flatten(2, 3))
+            into.transpose(1, 2).index_add_(2, index, gradient.flatten(2, 3))
         into_scale += d_scale
         if into_bias is not None:
             self._add_to_bias(into_bias, d_logits)
@@ -212,3 +212,48 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
 def scatter(into: Tensor, index: Tensor, x: Tensor) -> None:
     """Write x [B, H, T, n, D] into [B, N, H, D] at index [T, n]."""
     into.transpose(1, 2).index_copy_(2, index.flatten(), x.flatten(2, 3))
+
+
+def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [..., m] and log-sums [...]; for a row of -inf only, zeros and -inf."""
+    highest = logits.amax(dim=-1)
+    empty = highest == -torch.inf
+    some_empty = bool(empty.any())
+    if some_empty:
+        logits = logits.masked_fill(empty[..., None], 0)
+    weights = torch.softmax(logits, dim=-1)
+    if logits.requires_grad and torch.is_grad_enabled():
+        lse = logits.logsumexp(dim=-1)
+    else:
+        lse = highest - weights.amax(dim=-1).log()  # the largest weight is exp(0) / sum
+    if some_empty:
+        weights, lse = weights.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+    return weights, lse
+
+
+def keep_best(
+    logits: Tensor,
+    top_k: int,
+    rounding: Callable[[Tensor], Tensor],
+    exact: Callable[[tuple[Tensor, ...]], Tensor],
+) -> Tensor:
+    """Mark the `top_k` largest logits of every row, bool; of equal ones the earlier; never -inf.
+
+    Products of matrices may give equal sources logits that differ by rounding. So if more than
+    `top_k` logits of a row are within `rounding` of the least selected one or above, the choice is
+    made by the `exact` logits [rows, m], which are computed as in the reference.
+    """
+    logits = logits.detach()
+    ranked = logits.masked_fill(logits.isnan(), torch.inf)  # NaN is the largest, as in a sort
+    least = ranked.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    least = least.clamp(min=torch.finfo(logits.dtype).min)
+    best = ranked >= least
+    near = rounding(least)
+    near = ranked >= least - torch.where(near.isnan(), torch.inf, near)
+    places = ((near & (ranked > -torch.inf)).sum(-1) > top_k).nonzero()
+    for few in places.split(max(1, EXACT // logits.shape[-1])):
+        place = few.unbind(1)
+        row, hidden = exact(place), ranked[place] == -torch.inf
+        row = row.masked_fill(row.isnan(), torch.inf).masked_fill(hidden, -torch.inf)
+        best[place] = top_k_mask(row, top_k) & (row > -torch.inf)
+    return best

@@ -1,13 +1,19 @@
-"""The choice of a plan for a graph, and the call that runs it."""
+"""Which plan a graph gets, and the plans that combine others.
+
+Tiles for windows and blocks, rows of edges elsewhere. Batches of several sequences and windows with
+global tokens get a plan for each of their parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from graphattn.graphs.structures.bands import has_bands
 from graphattn.graphs.structures.composites import Parts, Section, Union
@@ -15,22 +21,20 @@ from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import kept_for_training
-from graphattn.ops.attention.logits.score import Kernel, Score
+from graphattn.ops.attention.calls import AttentionCall, Inputs
+from graphattn.ops.attention.merge import merged
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
-from graphattn.ops.attention.structured.options import PlanOptions
-from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
-    Inputs,
     Plan,
-    backward_from_log_sums,
+    PlanOptions,
     differentiable,
     flattened,
     run,
+    unused_rows,
+    zeros_like,
 )
-from graphattn.ops.dropout import dropout_of_call
-from graphattn.ops.inputs import ValidPair, clear_invalid, flat_masks
-from graphattn.ops.memory import keep_freed_memory
+from graphattn.ops.inputs import keep_freed_memory
 
 SHORT = 128  # tokens: in shorter sequences, global tokens are not computed apart
 
@@ -41,123 +45,80 @@ class Kernels(NamedTuple):
     Attributes:
         rows: from (graph, options, index) to a plan of rows; `index` [E] is the row of a table of
             biases that every edge reads, or None.
-        tiles: from (structure, options) to a plan of tiles; the keywords `table` and `pairs` say
-            whether there is a table of biases, and whether there is a bias for every pair.
+        tiles: from (structure, options) to a plan of tiles.
     """
 
     rows: Callable[[TokenGraph, PlanOptions, Tensor | None], Plan]
-    tiles: Callable[..., Plan]
+    tiles: Callable[[GraphStructure, PlanOptions], Plan]
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    graph: TokenGraph,
-    *,
-    scale: Tensor,
-    bias: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Output [*, N, H, Dv] and log-sums [*, N, H]: every target averages the values it sees.
-
-    `bias` is [E, H], per edge, [*, E, H], per sample and edge, or with the option `per_offset`
-    [offsets, H]; the other options are those of :func:`plan_call`.
-    """
-    inputs = query, key, value, scale, bias
-    inputs, plan = plan_call(inputs, graph, flat=False, **options)
-    if isinstance(options["score"], Score) and torch.is_grad_enabled():
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Output [*, N, H, Dv] and log-sums [*, N, H]: every target averages the values it sees."""
+    plan, inputs = plan_of(call), call.inputs()
+    if call.score.kernel is None and torch.is_grad_enabled():
         # Only autograd knows which tensors a score of your own holds.
         return differentiable(plan, inputs)
     return run(plan, inputs)
 
 
 def gradients_of_part(
-    inputs: Inputs,
-    graph: TokenGraph,
+    call: AttentionCall,
     whole: tuple[Tensor, Tensor],
     d_whole: tuple[Tensor, Tensor],
-    **options: Any,
+    kernels: Kernels | None = None,
 ) -> Gradients | None:
-    """Gradients of the five inputs, from results over more sources than those of the graph.
+    """Gradients of the inputs, from results over more sources than those of the graph.
 
     Args:
-        inputs: query, key and value in the compute dtype, scale and bias, as in :func:`attend`.
-        graph: the edges of a part.
+        call: attention over the edges of a part.
         whole: output and log-sums over all sources.
         d_whole: their gradients.
-        options: those of :func:`plan_call`.
+        kernels: those of :func:`plan_of`.
 
     Returns:
         None if the plan starts from log-sums of its own, or for numbers that this is not exact for.
     """
-    flat_inputs, plan = plan_call(inputs, graph, **options)
-    B, batch = len(flat_inputs[0]), inputs[0].dim() - 3
+    inputs = flattened(call.inputs())
+    B, batch = len(inputs.query), call.query.dim() - 3
     results = (x.reshape(B, *x.shape[batch:]) for x in (*whole, *d_whole))
-    found = backward_from_log_sums(plan, flat_inputs, *results)
-    if found is None:
+    gradients = plan_of(call, kernels).backward_from_log_sums(inputs, *results)
+    if gradients is None:
         return None
-    shaped: Any = (
-        None if x is None or d is None else d.reshape(x.shape)
-        for x, d in zip(inputs, found, strict=True)
+    d_query, d_key, d_value, d_scale, d_bias = gradients
+    return (
+        d_query.reshape(call.query.shape),
+        d_key.reshape(call.key.shape),
+        d_value.reshape(call.value.shape),
+        d_scale,
+        None if d_bias is None or call.bias is None else d_bias.reshape(call.bias.shape),
     )
-    return (*shaped,)
 
 
-def plan_call(
-    inputs: Inputs,
-    graph: TokenGraph,
-    *,
-    score: Kernel | Score,
-    per_offset: bool,
-    top_k: int | None,
-    valid: ValidPair,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    kernels: Kernels | None = None,
-    flat: bool = True,
-) -> tuple[Inputs, Plan]:
-    """Inputs with zeros in place of invalid tokens, and their plan.
+def plan_of(call: AttentionCall, kernels: Kernels | None = None) -> Plan:
+    """The plan of a call and of all others with its graph and options; the graph keeps it.
 
-    If `flat`, the inputs have one leading dimension. `kernels` make the plans; if None, those in
-    operations of torch.
+    `kernels` make the plans; if None, those in operations of torch.
     """
-    kernels = OPERATIONS if kernels is None else kernels
     keep_freed_memory()
-    query, key, value, scale, bias = inputs
-    batch = query.shape[:-3]
-    B = batch.numel()
-    of_bias = None
-    masks: ValidPair = (None, None)
-    if bias is not None:
-        if bias.dim() > 2:
-            bias = bias.reshape(B, *bias.shape[-2:])
-        if not per_offset and _is_dense(graph):
-            samples = len(bias) if bias.dim() == 3 else 1
-            bias = bias.reshape(samples, graph.num_targets, graph.num_sources, bias.shape[-1])
-        of_bias = per_offset, bias.dim()
-    if valid != (None, None):
-        masks = flat_masks(valid, batch)
-        query = clear_invalid(query, valid[0])
-        key, value = clear_invalid(key, valid[1]), clear_invalid(value, valid[1])
+    kernels, graph, bias = OPERATIONS if kernels is None else kernels, call.graph, call.bias
+    options = PlanOptions(
+        call.score.kernel or call.score,
+        call.top_k,
+        call.softcap,
+        None if bias is None else "offsets" if call.per_offset else _owner_of_bias(graph),
+        call.dropout > 0,
+    )
+    if call.score.kernel is None:
+        return _new_plan(graph, options, kernels)
+    return graph.derived((kernels, options), lambda: _new_plan(graph, options, kernels))
 
-    def make() -> Plan:
-        fewer = None if top_k is None or top_k >= _most_sources(graph) else top_k
-        dropped = None if seed is None else dropout_of_call(dropout, seed, query, graph)
-        options = PlanOptions(score, fewer, masks, softcap, dropped)
-        if graph.structure is None or not (bias is None or per_offset or bias.dim() == 4):
-            return kernels.rows(graph, options, None)
-        table, pairs = bias is not None, bias is not None and bias.dim() == 4
-        like = query.new_empty(B)
-        return _plan(graph.structure, like, options, kernels, table=table, pairs=pairs)
 
-    if masks == (None, None) and seed is None and not isinstance(score, Score):
-        plan = graph.derived((kernels, score, top_k, softcap, B, of_bias), make)
-    else:
-        plan = make()
-    inputs = query, key, value, scale, bias
-    return flattened(inputs) if flat else inputs, plan
+def _new_plan(graph: TokenGraph, options: PlanOptions, kernels: Kernels) -> Plan:
+    if options.top_k is not None and options.top_k >= _most_sources(graph):
+        options = options._replace(top_k=None)
+    if graph.structure is None or options.bias == "edges":
+        return kernels.rows(graph, options, None)
+    return _plan(graph.structure, graph.device, options, kernels)
 
 
 def _most_sources(graph: TokenGraph) -> int:
@@ -172,48 +133,42 @@ def gathered_rows(graph: TokenGraph, options: PlanOptions, index: Tensor | None)
     return RowPlan(options, *graph.compact_csr(), index)
 
 
-def tile_plan(
-    structure: GraphStructure, options: PlanOptions, *, table: bool, pairs: bool
-) -> TilePlan:
+def tile_plan(structure: GraphStructure, options: PlanOptions) -> TilePlan:
     """A plan that goes over a few tiles at a time."""
-    del table, pairs  # the shape of the bias says the same
     return TilePlan(options, structure)
 
 
 OPERATIONS = Kernels(gathered_rows, tile_plan)  # plans in operations of torch
 
 
-def _is_dense(graph: TokenGraph) -> bool:
-    """Whether every pair is an edge, so that biases per edge are those of all pairs, in order."""
-    return isinstance(graph.structure, Complete) and graph.num_edges > 0
+def _owner_of_bias(graph: TokenGraph) -> Literal["edges", "pairs"]:
+    """What the rows of a bias per edge belong to; in a complete graph, every pair is an edge."""
+    is_complete = isinstance(graph.structure, Complete) and graph.num_edges > 0
+    return "pairs" if is_complete else "edges"
 
 
 def _plan(
-    structure: GraphStructure,
-    like: Tensor,
-    options: PlanOptions,
-    kernels: Kernels,
-    *,
-    table: bool = False,
-    pairs: bool = False,
+    structure: GraphStructure, device: torch.device, options: PlanOptions, kernels: Kernels
 ) -> Plan:
-    """A plan of tiles if the graph has tiles, of parts if that is faster, of rows otherwise.
-
-    `like` [B, ...] is a tensor with the batch size and device of the call.
-    """
+    """A plan of tiles if the graph has tiles, of parts if that is faster, of rows otherwise."""
     if isinstance(structure, GridBlocks) or has_bands(structure):
-        return kernels.tiles(structure, options, table=table, pairs=pairs)
-    apart = options.top_k is None and not table  # whether a row may be merged from parts
+        return kernels.tiles(structure, options)
+    # Whether a row may be merged from parts.
+    apart = options.top_k is None and options.bias is None
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
         for k, part in enumerate(structure.parts):
             t, s = (slice(*ptr[k : k + 2]) for ptr in (structure.target_ptr, structure.source_ptr))
-            parts.append((_plan(part, like, options.some(t, s), kernels, table=table), t, s))
+            parts.append((_plan(part, device, options, kernels), t, s))
         return PartsPlan(parts)
-    if apart and (found := _global_tokens(structure)):
-        return _plan_of_global_tokens(found, like, options, kernels)
-    graph, index = _graph_of(structure, like.device), None
-    if table:
+    if apart and (hubs := _global_tokens(structure)):
+        targets, sources = (torch.tensor(x, dtype=torch.int64, device=device) for x in hubs[:2])
+        near, far = hubs.rest, Complete(hubs.rest.num_targets, len(sources))
+        whole = Complete(len(targets), hubs.rest.num_sources)
+        plans = (_plan(edges, device, options, kernels) for edges in (near, far, whole))
+        return GlobalTokensPlan(targets, sources, *plans)
+    graph, index = _graph_of(structure, device), None
+    if options.bias == "offsets":
         source, target = graph.edge_index
         index = structure.offset_index(target, source).to(graph.compact_edges.dtype)
     return kernels.rows(graph, options, index)
@@ -246,11 +201,11 @@ def _global_tokens(structure: GraphStructure) -> _Hubs | None:
     if not one_each or not has_bands(others[0]):
         return None
     match tokens[0]:
-        case GlobalTokens(tokens=found):
-            return _Hubs(found, found, others[0])
-        case Section(GlobalTokens(tokens=found), start, stop, first, last):
-            own = tuple(i - start for i in found if start <= i < stop)
-            return _Hubs(own, tuple(j - first for j in found if first <= j < last), others[0])
+        case GlobalTokens(tokens=places):
+            return _Hubs(places, places, others[0])
+        case Section(GlobalTokens(tokens=places), start, stop, first, last):
+            targets = tuple(i - start for i in places if start <= i < stop)
+            return _Hubs(targets, tuple(j - first for j in places if first <= j < last), others[0])
     return None
 
 
@@ -258,31 +213,199 @@ def _are_global(part: GraphStructure) -> bool:
     return isinstance(part.whole if isinstance(part, Section) else part, GlobalTokens)
 
 
-def _plan_of_global_tokens(
-    hubs: _Hubs, like: Tensor, options: PlanOptions, kernels: Kernels
-) -> Plan:
-    """A plan that computes three sets of edges apart; see :class:`GlobalTokensPlan`."""
-    targets, sources = (torch.tensor(x, dtype=torch.int64, device=like.device) for x in hubs[:2])
-    N, M = hubs.rest.num_targets, hubs.rest.num_sources
-    others = []
-    for count, tokens in ((N, targets), (M, sources)):
-        other = torch.ones(len(like), count, dtype=torch.bool, device=like.device)
-        other[:, tokens] = False
-        others.append(other)
-    near = options.among(others[0], others[1])
-    far = options.among(others[0], None).some(slice(None), sources)
-    own = options.some(targets, slice(None))
-    return GlobalTokensPlan(
-        targets,
-        sources,
-        _plan(hubs.rest, like, near, kernels),
-        _plan(Complete(N, len(sources)), like, far, kernels),
-        _plan(Complete(len(targets), M), like, own, kernels),
-    )
-
-
 @lru_cache(maxsize=32)
 def _graph_of(structure: GraphStructure, device: torch.device) -> TokenGraph:
     """The graph of a structure without tiles, cached because it lists its edges."""
     with kept_for_training(device):
         return TokenGraph(structure=structure, device=device)
+
+
+# Plans that combine others.
+
+Result = tuple[Tensor, Tensor]
+
+
+@dataclass
+class PartsPlan(Plan):
+    """Attention over several sequences: one plan for each, with its targets and sources.
+
+    A bias, if there is one, is a table that all sequences share.
+    """
+
+    parts: list[tuple[Plan, slice, slice]]
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        results = [plan.forward(_part(inputs, t, s)) for plan, t, s in self.parts]
+        outs, sums, saved = zip(*results, strict=True)
+        most = max(x.shape[-1] for x in saved)
+        padded = [pad(x, (0, most - x.shape[-1])) for x in saved]
+        return torch.cat(outs, dim=1), torch.cat(sums, dim=1), torch.cat(padded, dim=1)
+
+    @property
+    def saved_per_head(self) -> int:
+        """The largest number that a part saves; the others are padded to it."""
+        return max(plan.saved_per_head for plan, _, _ in self.parts)
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        sums = zeros_like(inputs)
+        for plan, t, s in self.parts:
+            of_part = saved[:, t, : out.shape[2] * plan.saved_per_head]
+            of_rows = out[:, t], of_part, d_out[:, t], None if d_lse is None else d_lse[:, t]
+            _add(_some(sums, t, s), plan.backward(_part(inputs, t, s), *of_rows))
+        return sums
+
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        results = [plan.by_autograd(_part(inputs, t, s)) for plan, t, s in self.parts]
+        outs, sums = zip(*results, strict=True)
+        return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+
+
+@dataclass
+class ReorderedPlan(Plan):
+    """Attention over reordered tokens, in whose order the sources of a target are neighbours.
+
+    Targets and sources are the same tokens. A bias, if there is one, is a table that does not
+    depend on the order.
+    """
+
+    tokens: Tensor  # [N], the token at every place
+    places: Tensor  # [N], the place of every token
+    ordered: Plan
+
+    @property
+    def saved_per_head(self) -> int:
+        return self.ordered.saved_per_head
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, saved = self.ordered.forward(self._in_order(inputs))
+        return self._back(out), self._back(lse), self._back(saved)
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        out, saved, d_out = (x.index_select(1, self.tokens) for x in (out, saved, d_out))
+        d_lse = None if d_lse is None else d_lse.index_select(1, self.tokens)
+        gradients = self.ordered.backward(self._in_order(inputs), out, saved, d_out, d_lse)
+        d_query, d_key, d_value = (self._back(x) for x in gradients[:3])
+        return d_query, d_key, d_value, *gradients[3:]
+
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = self.ordered.by_autograd(self._in_order(inputs))
+        return self._back(out), self._back(lse)
+
+    def _in_order(self, inputs: Inputs) -> Inputs:
+        query, key, value = (x.index_select(1, self.tokens) for x in inputs[:3])
+        masks = inputs.masks.some(self.tokens, self.tokens)
+        return Inputs(query, key, value, inputs.scale, inputs.bias, masks)
+
+    def _back(self, x: Tensor) -> Tensor:
+        return x.index_select(1, self.places)
+
+
+@dataclass
+class GlobalTokensPlan(Plan):
+    """Attention with global tokens, which see all tokens and are seen by all tokens.
+
+    The edges are three disjoint sets:
+
+    - `near`: edges between tokens that are not global;
+    - `far`: a token that is not global sees the global tokens;
+    - `whole`: a global token sees all tokens.
+
+    The rows of the first two are the same, and their results are merged by their log-sums.
+
+    `tokens` are the indices of the global tokens as targets, `sources` those as sources. They
+    differ in a section of a graph, where some global tokens may be sources and not targets.
+    """
+
+    tokens: Tensor
+    sources: Tensor
+    near: Plan
+    far: Plan
+    whole: Plan
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        results = [plan.forward(seen)[:2] for plan, seen in self._with_inputs(inputs)]
+        out, lse = self._merged(*results)
+        return out, lse, lse
+
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return self._merged(*(plan.by_autograd(seen) for plan, seen in self._with_inputs(inputs)))
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Differentiate out = sum_p share_p out_p, share_p = exp(lse_p - lse), p = near and far."""
+        tokens, sums = self.tokens, zeros_like(inputs)
+        query, key, value, scale, _ = sums
+        *parts, (_, seen) = self._with_inputs(inputs)
+        part, _, part_saved = self.whole.forward(seen)
+        d_rows = d_out.index_select(1, tokens)
+        d_sums = None if d_lse is None else d_lse.index_select(1, tokens)
+        gradients = self.whole.backward(seen, part, part_saved, d_rows, d_sums)
+        query.index_add_(1, tokens, gradients[0])
+        _add(sums[1:], gradients[1:])
+        d_out = d_out.index_fill(1, tokens, 0)
+        lse = saved.masked_fill(saved == -torch.inf, 0)
+        unused = unused_rows(d_out, d_lse)
+        for plan, seen in parts:
+            part, part_lse, part_saved = plan.forward(seen)
+            share = (part_lse - lse).exp().masked_fill(unused, 0)
+            d_part = (d_out * (part - out)).sum(-1)
+            d_part = share * (d_part if d_lse is None else d_part + d_lse)
+            d_part = d_part.index_fill(1, tokens, 0).masked_fill(unused, 0)
+            gradients = plan.backward(seen, part, part_saved, share[..., None] * d_out, d_part)
+            if plan is self.near:
+                _add(sums, gradients)
+                continue
+            query += gradients[0]
+            key.index_add_(1, self.sources, gradients[1])
+            value.index_add_(1, self.sources, gradients[2])
+            scale += gradients[3]
+        return sums
+
+    def _merged(self, near: Result, far: Result, whole: Result) -> Result:
+        out, lse = merged((near[0], far[0]), (near[1], far[1]))
+        return out.index_copy(1, self.tokens, whole[0]), lse.index_copy(1, self.tokens, whole[1])
+
+    def _with_inputs(self, inputs: Inputs) -> list[tuple[Plan, Inputs]]:
+        """The three plans, each with what it sees."""
+        query, key, value, scale, bias, masks = inputs
+        local = _without(masks.targets, query, self.tokens)
+        near = masks._replace(targets=local, sources=_without(masks.sources, key, self.sources))
+        far = masks._replace(targets=local).some(slice(None), self.sources)
+        whole = masks.some(self.tokens, slice(None))
+        global_key, global_value = (x.index_select(1, self.sources) for x in (key, value))
+        of_tokens = query.index_select(1, self.tokens)
+        return [
+            (self.near, Inputs(query, key, value, scale, bias, near)),
+            (self.far, Inputs(query, global_key, global_value, scale, bias, far)),
+            (self.whole, Inputs(of_tokens, key, value, scale, bias, whole)),
+        ]
+
+
+def _without(mask: Tensor | None, like: Tensor, tokens: Tensor) -> Tensor:
+    """The mask, [B, N], without some tokens; `like` [B, N, H, D] tells its shape if it is None."""
+    if mask is None:
+        mask = torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
+    return mask.index_fill(1, tokens, False)
+
+
+def _part(inputs: Inputs, targets: slice, sources: slice) -> Inputs:
+    """The inputs of one sequence, as views."""
+    return Inputs(*_some(inputs[:5], targets, sources), inputs.masks.some(targets, sources))
+
+
+def _some(tensors: Gradients, targets: slice, sources: slice) -> Gradients:
+    """The tensors of one sequence, or their gradients, as views."""
+    query, key, value, scale, bias = tensors
+    return query[:, targets], key[:, sources], value[:, sources], scale, bias
+
+
+def _add(sums: tuple[Tensor | None, ...], parts: tuple[Tensor | None, ...]) -> None:
+    """sums += parts, in place."""
+    for total, part in zip(sums, parts, strict=True):
+        if total is not None and part is not None:
+            total += part

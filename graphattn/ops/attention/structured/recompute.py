@@ -2,70 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphattn.ops.attention.calls import Inputs, Masks
+from graphattn.ops.attention.logits.score import Kernel, Score
 from graphattn.ops.inputs import full_precision, gradients_by_autograd
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # of the tensors of inputs
 
 
-class Plan(Protocol):
+class PlanOptions(NamedTuple):
+    """What a plan depends on beside its graph.
+
+    Attributes:
+        score: the name of a score that compiled code knows, or a score of your own.
+        top_k: sources kept per target and head; all if None.
+        softcap: the bound of the logits; none if None.
+        bias: what the rows of a bias belong to: edges, offsets, or all pairs of a complete graph,
+            whose edges they are; None without one.
+        drops: whether there is dropout.
+    """
+
+    score: Kernel | Score
+    top_k: int | None = None
+    softcap: float | None = None
+    bias: Literal["edges", "offsets", "pairs"] | None = None
+    drops: bool = False
+
+
+class Plan:
     """How to attend over one graph with one set of options.
 
-    Inputs are query [B, N, H, D], key [B, M, Hk, D], value [B, M, Hk, Dv], scale [H] and a bias,
-    whose shape depends on the plan. No tensor with a number per edge is stored for the backward
-    pass.
+    A plan holds nothing of a call, so a graph keeps it. Inputs have one leading dimension B. No
+    tensor with a number per edge is stored for the backward pass.
     """
+
+    @property
+    def saved_per_head(self) -> int:
+        """How many numbers are saved per row and head; the saved tensor is [B, N, H * this]."""
+        return 1
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output [B, N, H, Dv], log-sums [B, N, H], and what to save for the backward pass."""
-        ...
+        raise NotImplementedError
 
     def backward(
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         """Gradients of the inputs."""
-        ...
+        raise NotImplementedError
+
+    def backward_from_log_sums(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> Gradients | None:
+        """Gradients from outputs and log-sums over more edges than the plan has.
+
+        The result is None if the plan starts from log-sums of its own, or for numbers that this is
+        not exact for.
+        """
+        return None
 
     def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
-        ...
-
-
-def saved_per_head(plan: Plan) -> int:
-    """How many numbers a plan saves per row and head; the saved tensor is [B, N, H * this]."""
-    return getattr(plan, "saved_per_head", 1)
-
-
-def backward_from_log_sums(
-    plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
-) -> Gradients | None:
-    """Gradients from outputs [B, N, H, Dv] and log-sums [B, N, H] over more edges than a plan has.
-
-    The result is None if the plan starts from log-sums of its own, or for numbers that this is not
-    exact for.
-    """
-    compute = getattr(plan, "backward_from_log_sums", None)
-    found: Gradients | None = None
-    if compute is not None:
-        found = compute(inputs, out, lse, d_out, d_lse)
-    return found
+        raise NotImplementedError
 
 
 def flattened(inputs: Inputs) -> Inputs:
     """Queries, keys and values with one leading dimension, and scale and bias as they are."""
-    query, key, value, scale, bias = inputs
-    if query.dim() == 4:
+    if inputs.query.dim() == 4:
         return inputs
-    if query.dim() == 3:
-        return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), scale, bias
-    B = query.shape[:-3].numel()
-    query, key, value = (x.reshape(B, *x.shape[-3:]) for x in (query, key, value))
-    return query, key, value, scale, bias
+    B = inputs.query.shape[:-3].numel()
+    query, key, value = (x.reshape(B, *x.shape[-3:]) for x in inputs[:3])
+    return Inputs(query, key, value, *inputs[3:])
 
 
 def restored(x: Tensor, batch: torch.Size) -> Tensor:
@@ -86,11 +97,11 @@ def restored(x: Tensor, batch: torch.Size) -> Tensor:
 
 def run(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Run a plan on inputs with any leading dimensions: output and log-sums have the same."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        out, lse = Recomputed.apply(plan, *inputs)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:5]):
+        out, lse = Recomputed.apply(plan, inputs.masks, *inputs[:5])
         return out, lse
     out, lse, _ = plan.forward(flattened(inputs))
-    batch = inputs[0].shape[:-3]
+    batch = inputs.query.shape[:-3]
     return restored(out, batch), restored(lse, batch)
 
 
@@ -102,70 +113,55 @@ class Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[Tensor, Tensor]:
-        batch = inputs[0].shape[:-3]
-        out, lse, saved = plan.forward(flattened(inputs))
+    def forward(ctx: Any, plan: Plan, masks: Masks, *tensors: Any) -> tuple[Tensor, Tensor]:
+        batch = tensors[0].shape[:-3]
+        out, lse, saved = plan.forward(flattened(Inputs._make((*tensors, masks))))
         if saved is lse and len(batch) != 1:
             saved = lse.detach()  # another tensor, because the shape of `lse` changes
         out = restored(out, batch)
-        ctx.plan = plan
-        ctx.save_for_backward(*inputs, out, saved)
+        ctx.plan, ctx.masks = plan, masks
+        ctx.save_for_backward(*tensors, out, saved)
         ctx.set_materialize_grads(False)
         return out, restored(lse, batch)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         # Read once only: under a gradient checkpoint, every reading computes the tensors again.
-        *inputs, out, saved = ctx.saved_tensors
+        *tensors, out, saved = ctx.saved_tensors
+
+        def again(*tensors: Any) -> tuple[Tensor, Tensor]:
+            return differentiable(ctx.plan, Inputs._make((*tensors, ctx.masks)))
+
         with full_precision(out.device):
             if torch.is_grad_enabled():  # create_graph=True: this is differentiated again
-                needed = ctx.needs_input_grad[1:]
-                return None, *gradients_by_autograd(
-                    lambda *tensors: differentiable(ctx.plan, tensors),
-                    inputs,
-                    needed,
-                    (d_out, d_lse),
-                )
+                needed = ctx.needs_input_grad[2:]
+                gradients = gradients_by_autograd(again, tensors, needed, (d_out, d_lse))
+                return None, None, *gradients
             if d_out is None:  # then values are not used, and may even be NaN
                 out = d_out = torch.zeros_like(out)
-                inputs[2] = torch.zeros_like(inputs[2])
-            given = flattened(tuple(inputs))
+                tensors[2] = torch.zeros_like(tensors[2])
+            inputs = flattened(Inputs._make((*tensors, ctx.masks)))
             if out.dim() != 4:
-                B, out_shape = len(given[0]), out.shape[-3:]
+                B, out_shape = len(inputs.query), out.shape[-3:]
                 out, d_out = out.reshape(B, *out_shape), d_out.reshape(B, *out_shape)
                 d_lse = None if d_lse is None else d_lse.reshape(B, *out_shape[:-1])
-            *of_tokens, d_scale, d_bias = ctx.plan.backward(given, out, saved, d_out, d_lse)
-            batch = inputs[0].shape[:-3]
-            return None, *(restored(d, batch) for d in of_tokens), d_scale, d_bias
+            *of_tokens, d_scale, d_bias = ctx.plan.backward(inputs, out, saved, d_out, d_lse)
+            batch = tensors[0].shape[:-3]
+            return None, None, *(restored(d, batch) for d in of_tokens), d_scale, d_bias
 
 
 def differentiable(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H], by operations that autograd can follow."""
     out, lse = plan.by_autograd(flattened(inputs))
-    batch = inputs[0].shape[:-3]
+    batch = inputs.query.shape[:-3]
     return out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
 
 
 def zeros_like(inputs: Inputs) -> Gradients:
     """Make the sums that gradients of the inputs are added to."""
     query, key, value, scale = (torch.zeros_like(x) for x in inputs[:4])
-    return query, key, value, scale, None if inputs[4] is None else torch.zeros_like(inputs[4])
-
-
-def products_are_finite(inputs: Inputs, *upstream: Tensor | None) -> bool:
-    """Whether all numbers are finite, and so small that no product of two overflows.
-
-    A bias of -inf is allowed: it only removes an edge. The answer is False on other devices than a
-    CPU, where to read the numbers would wait for the device.
-    """
-    *tensors, scale, bias = inputs
-    if scale.device.type != "cpu":
-        return False
-    limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3
-    if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):
-        return False
-    ranges = [x.detach().aminmax() for x in (*tensors, *upstream) if x is not None and x.numel()]
-    return all(bool(-limit <= low) and bool(high <= limit) for low, high in ranges)
+    bias = None if inputs.bias is None else torch.zeros_like(inputs.bias)
+    return query, key, value, scale, bias
 
 
 def unused_rows(d_out: Tensor, d_lse: Tensor | None) -> Tensor:
