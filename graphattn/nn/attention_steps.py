@@ -17,13 +17,11 @@ from graphattn.ops.attention.logits.score import (
     DotProduct,
     GaussianKernel,
     Score,
-    row_scale,
-    score_rows,
 )
 from graphattn.ops.attention.logits.softcap import capped
 from graphattn.ops.attention.native.steps import CacheCall
-from graphattn.ops.attention.step.cached import attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.step.kernels import step_by_kernel, step_kernel
+from graphattn.ops.attention.step.pairs import attend_logits, pair_logits
 from graphattn.ops.backends import wanted_backend
 from graphattn.ops.compiled_code import may_repeat_step
 from graphattn.ops.inputs import ValidPair, compute_dtype
@@ -262,33 +260,27 @@ class AttentionSteps(StreamingLayer):
 
     def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
         """The logits [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D]."""
-        score = self.score()
-        if score.kernel is None:
-            return score_rows(score, query, key, self.kv_heads)
-        scale = row_scale(score, query, self.kv_heads)
-        exact = self.top_k is not None
-        return pair_logits(query, key, score.kernel, scale, exact=exact, large=False)
+        by_head = query.reshape(-1, self.heads, 1, query.shape[-1])
+        keys = key.unflatten(0, (-1, self.kv_heads))
+        logits = pair_logits(self.score(), by_head, keys, exact=self.top_k is not None)
+        return logits.reshape(*query.shape[:2], key.shape[1])
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
         """The output for queries [B * Hk, g, D]; `keep`, bool [B * Hk, 1, n], marks sources."""
-        top_k, need_lse = self.top_k, self.eps > 0 or self.sink is not None
-        of_class = type(self).row_logits is not AttentionSteps.row_logits
-        is_overridden = of_class or "row_logits" in vars(self)
-        score = self.score()
-        if is_overridden or self.softcap is not None or score.kernel is None:
-            logits = capped(self.row_logits(query, key), self.softcap)
-            out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
-        else:
-            scale = row_scale(score, query, self.kv_heads)
-            out, lse = attend_cached(
-                query, key, value, score.kernel, scale, top_k=top_k, keep=keep, need_lse=need_lse
-            )
+        logits = capped(self.row_logits(query, key), self.softcap)
+        need_lse = self.eps > 0 or self.sink is not None
+        out, lse, _ = attend_logits(
+            logits[:, :, None],
+            value[:, None],
+            None if keep is None else keep[:, None],
+            top_k=self.top_k,
+            need_lse=need_lse,
+        )
         if lse is not None:
-            lse = lse.unflatten(0, (-1, self.kv_heads))
-            sink = self.sink_logits(lse)
-            sink = None if sink is None else sink.view(self.kv_heads, -1)
-            out = out * share_beside_eps(lse, self.eps, sink).flatten(0, 1)[..., None]
-        return out
+            lse = lse.reshape(-1, self.heads)
+            share = share_beside_eps(lse, self.eps, self.sink_logits(lse))
+            out = out * share.reshape(*out.shape[:3], 1)
+        return out[:, :, 0]
 
 
 def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from nn_by_hand import CASES, DIM, Case
 
 import graphattn as ga
 from graphattn.nn.caches.layer_cache import ANGLES_AHEAD
-from graphattn.ops.attention.step.cached import not_among_best
+from graphattn.ops.attention.step.pairs import among_best
 
 STREAMING = [case for case in CASES if case.context_width is None and not case.is_energy]
 ONE_OF_EACH = [
@@ -254,7 +254,7 @@ def test_of_equally_near_tokens_the_older_is_kept(kind, backend, position):
     torch.testing.assert_close(last, kept.mean().expand(4))
 
 
-def test_ties_and_numbers_that_compare_with_nothing_are_selected_as_by_a_stable_sort():
+def test_ties_are_selected_as_by_a_stable_sort_and_of_nan_at_least_one():
     generator = torch.Generator().manual_seed(3)
     for trial in range(200):
         logits = torch.randint(-3, 4, (2, 3, 9), generator=generator).double()
@@ -263,8 +263,10 @@ def test_ties_and_numbers_that_compare_with_nothing_are_selected_as_by_a_stable_
         logits[logits == -3] = -torch.inf
         for k in (1, 4, 8):
             order = logits.argsort(dim=-1, descending=True, stable=True)
-            expected = order.argsort(dim=-1) >= k
-            assert torch.equal(not_among_best(logits, k), expected)
+            expected, best = order.argsort(dim=-1) < k, among_best(logits, k)
+            bad = logits.isnan()
+            assert torch.equal(best[~bad.any(-1)], expected[~bad.any(-1)])
+            assert (best & bad).any(-1)[bad.any(-1)].all()
 
 
 @pytest.mark.parametrize("kind", ["KrauseAttention", "GaussianKernelAttention"])

@@ -185,10 +185,11 @@ def test_rbf_in_float32_survives_a_common_offset(kv_heads, offset, new):
     """Relative error <= 1e-5 is promised; expanded squares lose 1e-3 at 100."""
     query, key, value = caches(2, LONG, 4, kv_heads, 64, new, dtype=torch.float32)
     query, key = query + offset, key + offset
-    out, lse = ga.decode_attention(query, key, value, LONG, sigma=8.0, return_lse=True)
     exact, exact_lse = by_loops(query, key, value, [LONG] * 2, sigma=8.0)
-    assert (out.double() - exact).norm() <= 1e-5 * exact.norm()
-    assert (lse.double() - exact_lse).norm() <= 1e-5 * exact_lse.norm()
+    for q in (query, query.clone().requires_grad_()):
+        out, lse = ga.decode_attention(q, key, value, LONG, sigma=8.0, return_lse=True)
+        assert (out.double() - exact).norm() <= 1e-5 * exact.norm()
+        assert (lse.double() - exact_lse).norm() <= 1e-5 * exact_lse.norm()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])  # many rows share keys, or each has its own
@@ -297,7 +298,9 @@ def test_no_gradient_is_nan_where_something_unseen_is(options):
 
 
 @pytest.mark.parametrize("tokens", [40, LONG])
-@pytest.mark.parametrize("options", [{}, {"sigma": 4.0}, {"sigma": 4.0, "top_k": 9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sigma": 4.0}, {"sigma": 4.0, "top_k": 9, "window": 20}], ids=str
+)
 def test_with_and_without_gradients_it_gives_the_same(tokens, options):
     query, key, value = caches(3, tokens, 4, 2, 32, new=2)
     lengths = torch.tensor([tokens, 30, 1])
