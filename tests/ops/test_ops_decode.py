@@ -327,6 +327,13 @@ def test_it_compiles_whole_at_any_length(options):
         torch.testing.assert_close(one, ga.decode_attention(*tensors, tokens, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"sigma": 4.0, "window": 5}, {"top_k": 4}], ids=str)
+def test_it_maps_over_texts(options):
+    tensors = (*caches(3, 12, 4, 2, 8, new=2), torch.tensor([12, 1, 7]))
+    out = torch.vmap(lambda *text: ga.decode_attention(*text, **options))(*tensors)
+    torch.testing.assert_close(out, ga.decode_attention(*tensors, **options), rtol=1e-9, atol=1e-11)
+
+
 def test_shapes_are_known_without_numbers():
     tensors = (x.to("meta") for x in caches(2, 20, 4, 2, 8, new=3))
     lengths = torch.zeros(2, dtype=torch.long, device="meta")

@@ -95,7 +95,7 @@ class Score:
         return None
 
     def pair_factor(self, query: Tensor) -> float | Tensor:
-        """What q . k or -||q - k||^2 / 2 is multiplied by: a number, or a tensor [H] or [1].
+        """The factor of products, or of halved squared distances: a number, or a tensor [H] or [1].
 
         Only scores that compiled code knows have one.
         """
