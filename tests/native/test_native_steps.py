@@ -158,9 +158,9 @@ def test_views_of_caches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch
     longer = [functional.pad(x, (0, 0, 0, 0, 5, 9), value=torch.nan)[:, 5:95] for x in (key, value)]
     with taken(monkeypatch) as calls:
         for keys, values in (apart, (both[..., :16], both[..., 16:]), longer):
-            found = decoded(query, keys, values, 70, "rbf", strength=2.0)
-            assert torch.equal(found[0], expected[0])
-            assert torch.equal(found[1], expected[1])
+            result = decoded(query, keys, values, 70, "rbf", strength=2.0)
+            assert torch.equal(result[0], expected[0])
+            assert torch.equal(result[1], expected[1])
     assert calls == [3]
 
 
@@ -188,13 +188,13 @@ def test_what_is_not_seen_changes_no_bit(score: str) -> None:
     for place in (slice(100, None), slice(0, 59)):
         for x in (key, value):
             x[0, place] = torch.nan
-    found = decoded(query, key, value, lengths, score, **options)[0]
-    assert torch.equal(found, expected)
+    result = decoded(query, key, value, lengths, score, **options)[0]
+    assert torch.equal(result, expected)
     key[1, 50, 1] = torch.nan
-    found = decoded(query, key, value, lengths, score, **options)[0]
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1, :, :2], expected[1, :, :2])  # they read another head
-    assert found[1, :, 2:].isnan().all()
+    result = decoded(query, key, value, lengths, score, **options)[0]
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1, :, :2], expected[1, :, :2])  # they read another head
+    assert result[1, :, 2:].isnan().all()
     few = decoded(query, key, value, 100, score, strength=1.0, window=40, top_k=3)[0]
     kept = torch.zeros(100, dtype=torch.bool)
     for h in range(2):
@@ -211,19 +211,19 @@ def by_best(query: Tensor, key: Tensor, score: str) -> tuple[Tensor, Tensor]:
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     query, key, value = caches(3, 2, 2000, 4, 4, 64)
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             for keys, values in ((key, value), apart):
-                found.append(decoded(query, keys, values, 2000, "rbf", strength=3.0, top_k=500))
+                results.append(decoded(query, keys, values, 2000, "rbf", strength=3.0, top_k=500))
     finally:
         torch.set_num_threads(before)
-    for out, lse in found:
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(lse, found[0][1])
+    for out, lse in results:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
 
 
 # Layers.

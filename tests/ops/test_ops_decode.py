@@ -44,13 +44,13 @@ def by_loops(query, key, value, lengths, *, window=None, sink=None, **options):
     outs, sums = [], []
     for b, length in enumerate(lengths):
         mask = seen(key.shape[1], length, query.shape[1], window)
-        found = oracle.attention(query[b], key[b], value[b], mask, **options)
-        out = found.out
+        rows = oracle.attention(query[b], key[b], value[b], mask, **options)
+        out = rows.out
         if sink is not None:  # e^lse / (e^sink + e^lse)
-            share = 1 / (1 + torch.exp(sink.double() - found.lse))
+            share = 1 / (1 + torch.exp(sink.double() - rows.lse))
             out = out * share[..., None]
         outs.append(out)
-        sums.append(found.lse)
+        sums.append(rows.lse)
     return torch.stack(outs), torch.stack(sums)
 
 
