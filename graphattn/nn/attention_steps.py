@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.graph_layer import Rotations
-from graphattn.nn.base.overrides import is_as_shipped, overridden_kernel, overridden_rows
+from graphattn.nn.base.overrides import overridden_kernel, overridden_rows
 from graphattn.nn.base.streaming import StreamingLayer
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.ops.attention.logits.score import (
@@ -18,13 +18,11 @@ from graphattn.ops.attention.logits.score import (
     GaussianKernel,
     Score,
     capped,
-    row_scale,
-    score_rows,
 )
 from graphattn.ops.attention.native.steps import CacheCall
-from graphattn.ops.attention.step.cached import attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.step.kernels import step_by_kernel, step_kernel
-from graphattn.ops.backends import may_repeat_step, wanted_backend
+from graphattn.ops.attention.step.pairs import attend_logits, pair_logits
+from graphattn.ops.backends import wanted_backend
 from graphattn.ops.inputs import ValidPair, compute_dtype
 from graphattn.ops.segments import share_beside_eps
 
@@ -33,7 +31,7 @@ class AttentionSteps(StreamingLayer):
     """Base class of attention layers with the methods of a step.
 
     A step computes the row of the newest token that the forward pass over all tokens would compute.
-    It is one call of C++ code (:meth:`compiled_step`), one kernel launch (:meth:`kernel_row`), or a
+    It is one call of C++ code (:meth:`run_step`), one kernel launch (:meth:`kernel_row`), or a
     few operations of torch (:meth:`step_row`).
     """
 
@@ -130,8 +128,9 @@ class AttentionSteps(StreamingLayer):
     ) -> Tensor:
         (query,), key, value = targets, sources["key"], sources.get("value")
         if cache.device.type == "cpu" and wanted_backend(self.backend) != "triton":
-            query, key = _readable(query, query.dtype), _readable(key, query.dtype)
-            value = None if value is None else _readable(value, query.dtype)
+            query, key = (x.to(query.dtype).contiguous().resolve_neg() for x in (query, key))
+            if value is not None:
+                value = value.to(query.dtype).contiguous().resolve_neg()
             valid = None if valid is None else valid.contiguous()
             return self.run_step(cache, query, key, value, valid)
         cache.advance(1, masked=valid is not None)
@@ -174,7 +173,7 @@ class AttentionSteps(StreamingLayer):
 
         All tensors are contiguous; the result has the shape of `query`. If query and key are still
         to be rotated, `angles` are the cosines and sines of some positions, and the index of the
-        token's own.
+        token's position.
         """
         cache.advance(1, masked=valid is not None)
         num_cached = cache.held(cache.window)
@@ -202,34 +201,15 @@ class AttentionSteps(StreamingLayer):
             buffers.get("valid"),
         )
 
-    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
-            return None
-        call = cache.call  # the first step, with all checks, has stored it
-        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
-            return None
-        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
-            return None
-        if self.output_proj.weight.dtype is not x.dtype:
-            return None
+    def compiled_row(self, x: Tensor, cache: LayerCache) -> Tensor | None:
         rotary = self.rotary
-        if not is_as_shipped(self) or (rotary is not None and not rotary.is_plain()):
+        if rotary is not None and not rotary.is_plain():
             return None
-        had_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            projected = self.project_flat(x.contiguous())
-            if projected is None:
-                return None
-            query, key, value = projected
-            if not call.reads(query, key, value):
-                return None
-            angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
-            mixed = self.run_step(cache, query, key, value, None, angles)
-            out: Tensor = self.output_proj(mixed.view(x.shape))
-        finally:
-            torch._C._set_grad_enabled(had_gradients)
-        return out
+        projected = self.project_flat(x)
+        if projected is None or not cache.call.reads(*projected):
+            return None
+        angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
+        return self.run_step(cache, *projected, None, angles)
 
     def step_scale(self) -> tuple[Tensor | None, float]:
         """The scale of the logits for C++ code: (log(sigma), 1), or (None, scale) for dot products.
@@ -244,35 +224,24 @@ class AttentionSteps(StreamingLayer):
 
     def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
         """The logits [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D]."""
-        score = self.score()
-        if score.kernel is None:
-            return score_rows(score, query, key, self.kv_heads)
-        scale = row_scale(score, query, self.kv_heads)
-        exact = self.top_k is not None
-        return pair_logits(query, key, score.kernel, scale, exact=exact, large=False)
+        by_head = query.reshape(-1, self.heads, 1, query.shape[-1])
+        keys = key.unflatten(0, (-1, self.kv_heads))
+        logits = pair_logits(self.score(), by_head, keys, exact=self.top_k is not None)
+        return logits.reshape(*query.shape[:2], key.shape[1])
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
         """The output for queries [B * Hk, g, D]; `keep`, bool [B * Hk, 1, n], marks sources."""
-        top_k, need_lse = self.top_k, self.eps > 0 or self.sink is not None
-        of_class = type(self).row_logits is not AttentionSteps.row_logits
-        is_overridden = of_class or "row_logits" in vars(self)
-        score = self.score()
-        if is_overridden or self.softcap is not None or score.kernel is None:
-            logits = capped(self.row_logits(query, key), self.softcap)
-            out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
-        else:
-            scale = row_scale(score, query, self.kv_heads)
-            out, lse = attend_cached(
-                query, key, value, score.kernel, scale, top_k=top_k, keep=keep, need_lse=need_lse
-            )
+        logits = capped(self.row_logits(query, key), self.softcap)
+        need_lse = self.eps > 0 or self.sink is not None
+        out, lse, _ = attend_logits(
+            logits[:, :, None],
+            value[:, None],
+            None if keep is None else keep[:, None],
+            top_k=self.top_k,
+            need_lse=need_lse,
+        )
         if lse is not None:
-            lse = lse.unflatten(0, (-1, self.kv_heads))
-            sink = self.sink_logits(lse)
-            sink = None if sink is None else sink.view(self.kv_heads, -1)
-            out = out * share_beside_eps(lse, self.eps, sink).flatten(0, 1)[..., None]
-        return out
-
-
-def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in this dtype and contiguous, as C++ code reads it."""
-    return x.to(dtype).contiguous().resolve_neg()
+            lse = lse.reshape(-1, self.heads)
+            share = share_beside_eps(lse, self.eps, self.sink_logits(lse))
+            out = out * share.reshape(*out.shape[:3], 1)
+        return out[:, :, 0]

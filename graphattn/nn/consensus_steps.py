@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.nn.base.overrides import is_as_shipped, overridden_kernel, overridden_rows
+from graphattn.nn.base.overrides import overridden_kernel, overridden_rows
 from graphattn.nn.base.streaming import StreamingLayer
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.edges.network import EdgeNetwork
-from graphattn.ops.backends import may_repeat_step
+from graphattn.ops.backends import refusal, wanted_backend, why_no_step
 from graphattn.ops.consensus.edge_network import FirstLayer
 from graphattn.ops.consensus.native.steps import ConsensusCacheCall, applies, first_hidden
-from graphattn.ops.consensus.step import step_kernel
 
 
 class CompiledSteps(StreamingLayer):
@@ -34,10 +33,10 @@ class CompiledSteps(StreamingLayer):
         raise NotImplementedError
 
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
-        found = step_kernel(self.backend, like, cache_dtype)
-        if found is None or self.uses_propagate() or not self.edge_net.is_plain():
+        backend = _backend_of_step(self.backend, like, cache_dtype)
+        if backend is None or self.uses_propagate() or not self.edge_net.is_plain():
             return None
-        return None if overridden_rows(self) or overridden_kernel(self) else found
+        return None if overridden_rows(self) or overridden_kernel(self) else backend
 
     def kernel_row(
         self,
@@ -61,32 +60,12 @@ class CompiledSteps(StreamingLayer):
             return None
         return step
 
-    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
+    def compiled_row(self, x: Tensor, cache: LayerCache) -> Tensor | None:
+        step = self.step_of_heads()
+        if self.rotary is not None or step is None or not self.edge_net.is_plain():
             return None
-        call = cache.call  # made by the first step, which has checked the remaining conditions
-        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
-            return None
-        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
-            return None
-        if self.output_proj.weight.dtype is not x.dtype or self.rotary is not None:
-            return None
-        if not is_as_shipped(self) or not self.edge_net.is_plain():
-            return None
-        had_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            x = x.contiguous()
-            u = self.source_proj(x)
-            hidden = self.first_step_layers(x.unsqueeze(-2))
-            step = self.step_of_heads()
-            if step is None:
-                return None
-            mixed = self.run_step(cache, u, u, u, hidden, step, None)
-            out: Tensor = self.output_proj(mixed.view(x.shape))
-        finally:
-            torch._C._set_grad_enabled(had_gradients)
-        return out
+        u, hidden = self.source_proj(x), self.first_step_layers(x.unsqueeze(-2))
+        return self.run_step(cache, u, u, u, hidden, step, None)
 
     def run_step(
         self,
@@ -127,9 +106,8 @@ class CompiledSteps(StreamingLayer):
         )
 
     def step_hidden(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden vectors of tokens [*, n, dim]; for n = 1, bit for bit as compiled steps
-        do."""
-        if x.shape[-2] != 1 or step_kernel(self.backend, u, u.dtype) is None:
+        """The hidden vectors of tokens [*, n, dim]; for n = 1 with the bits of compiled steps."""
+        if x.shape[-2] != 1 or _backend_of_step(self.backend, u, u.dtype) is None:
             return self.edge_net.target_hidden(x), self.edge_net.source_hidden(x)
         of_target, of_source = self.first_step_layers(x)
         if isinstance(of_target, FirstLayer) and isinstance(of_source, FirstLayer):
@@ -145,3 +123,18 @@ class CompiledSteps(StreamingLayer):
             layer.hidden() if isinstance(layer, FirstLayer) else layer for layer in layers
         )
         return of_target, of_source
+
+
+def _backend_of_step(backend: str, like: Tensor, cache_dtype: torch.dtype) -> str | None:
+    """ "native" if C++ code can run a step of targets like these, [*, H, D], else None.
+
+    Raises:
+        ValueError: "native" was asked for by name and cannot run the step.
+    """
+    wanted = wanted_backend(backend)
+    if wanted not in ("auto", "native") or torch.compiler.is_compiling():
+        return None  # torch.compile traces operations of torch
+    reason = why_no_step(like, cache_dtype)
+    if reason is not None and wanted == "native":
+        raise refusal(wanted, reason)
+    return "native" if reason is None else None

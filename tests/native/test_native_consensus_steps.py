@@ -11,7 +11,6 @@ from typing import Any
 import builds
 import pytest
 import torch
-from threads import same_on_threads
 from torch import Tensor
 
 import graphattn as ga
@@ -59,12 +58,12 @@ def stream(layer: Any, x: Tensor, cache: Any, valid: Tensor | None = None) -> Te
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many calls of compiled steps there are within the block."""
     assert steps._LIBRARY is not None
-    loaded, calls = steps._LIBRARY, [0]
+    compiled, calls = steps._LIBRARY, [0]
 
     class Counted:
         def __getattr__(self, name: str) -> Any:
             calls[0] += name == "graphattn_consensus_steps"
-            return getattr(loaded, name)
+            return getattr(compiled, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(steps, "_LIBRARY", Counted())
@@ -84,9 +83,9 @@ def test_steps_give_what_the_whole_text_gives(
     reference = layer_of(name, backend="reference")
     expected = reference(x, graph_of(60, window))
     with counted(monkeypatch) as calls:
-        states = stream(layer, x, layer.init_cache(3, window))
+        y = stream(layer, x, layer.init_cache(3, window))
     assert calls[0] == 60
-    torch.testing.assert_close(states, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.long
@@ -101,9 +100,9 @@ for name in LAYERS:
     layer, reference = layer_of(name), layer_of(name, backend="reference")
     for window in (1, 23, None):
         x = text(50, 2)
-        states = stream(layer, x, layer.init_cache(2, window))
+        y = stream(layer, x, layer.init_cache(2, window))
         expected = reference(x, graph_of(50, window))
-        torch.testing.assert_close(states, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-11)
 """,
     )
 
@@ -120,9 +119,9 @@ def test_padding_is_never_read(name: str) -> None:
     valid[2] = torch.arange(40) % 5 != 3
     x = x.masked_fill(~valid[..., None], torch.nan)
     expected = reference(x, graph_of(40, 8), valid=valid)
-    states = stream(layer, x, layer.init_cache(3, 8), valid)
-    torch.testing.assert_close(states[valid], expected[valid], rtol=1e-11, atol=1e-11)
-    assert states.isfinite().all()
+    y = stream(layer, x, layer.init_cache(3, 8), valid)
+    torch.testing.assert_close(y[valid], expected[valid], rtol=1e-11, atol=1e-11)
+    assert y.isfinite().all()
 
 
 @each_layer
@@ -145,9 +144,17 @@ def test_where_the_tokens_stand_in_the_cache_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_and_other_texts_change_no_bit(name: str, dtype: torch.dtype) -> None:
     layer, x = layer_of(name, dtype), text(300, 3, dtype=dtype)
+    before, results = torch.get_num_threads(), []
     cache = layer.init_cache(3, 256)
     layer.step(x[:, :280], cache)
-    same_on_threads(lambda: stream(layer, x[:, 280:], cache.clone()))
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(stream(layer, x[:, 280:], cache.clone()))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
@@ -163,11 +170,11 @@ def test_a_cache_of_half_precision_is_read_as_it_is(
     layer, x = layer_of(name, dtype), text(40, 2, dtype=dtype)
     cache = layer.init_cache(2, 12, dtype=kept)
     twin = layer.init_cache(2, 12, dtype=kept)
-    states = stream(layer, x, cache)
+    y = stream(layer, x, cache)
     layer.backend = "structured"
     expected = stream(layer, x, twin)
     rounding = 1e-5 if dtype == torch.float32 and kept == torch.float16 else 2e-2
-    torch.testing.assert_close(states, expected, rtol=rounding, atol=max(rounding, 1e-3))
+    torch.testing.assert_close(y, expected, rtol=rounding, atol=max(rounding, 1e-3))
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], bool]] = {
@@ -180,7 +187,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], bool]] = {
         True,
     ),
     "a hook on a first layer": (
-        lambda layer: layer.edge_net.source.register_forward_hook(lambda *given: given[2] * 2),
+        lambda layer: layer.edge_net.source.register_forward_hook(
+            lambda *arguments: arguments[2] * 2
+        ),
         True,
     ),
     "another step": (
@@ -210,8 +219,8 @@ class Doubled(torch.nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        doubled: Tensor = 2 * self.inner(x)
-        return doubled
+        y: Tensor = 2 * self.inner(x)
+        return y
 
 
 def scaled(matrix: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,13 +241,13 @@ def test_what_somebody_put_into_a_layer_is_what_steps_do(
     """
     layer, twin, x = layer_of("plain"), layer_of("plain", backend="reference"), text(20)
     cache, other = layer.init_cache((), 5), twin.init_cache((), 5)
-    for model, kept in ((layer, cache), (twin, other)):
-        stream(model, x[:8], kept)
-        CHANGES[change][0](model)
+    for each, kept in ((layer, cache), (twin, other)):
+        stream(each, x[:8], kept)
+        CHANGES[change][0](each)
     with counted(monkeypatch) as calls:
-        states = stream(layer, x[8:], cache)
+        y = stream(layer, x[8:], cache)
     assert bool(calls[0]) == CHANGES[change][1]
-    torch.testing.assert_close(states, stream(twin, x[8:], other), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(y, stream(twin, x[8:], other), rtol=1e-11, atol=1e-11)
 
 
 def test_a_step_that_was_asked_for_by_name_is_refused_where_it_cannot_be() -> None:

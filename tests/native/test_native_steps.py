@@ -189,13 +189,13 @@ def test_what_is_not_seen_changes_no_bit(score: str) -> None:
     for place in (slice(100, None), slice(0, 59)):
         for x in (key, value):
             x[0, place] = torch.nan
-    out = decoded(query, key, value, lengths, score, **options)[0]
-    assert torch.equal(out, expected)
+    result = decoded(query, key, value, lengths, score, **options)[0]
+    assert torch.equal(result, expected)
     key[1, 50, 1] = torch.nan
-    out = decoded(query, key, value, lengths, score, **options)[0]
-    assert torch.equal(out[0], expected[0])
-    assert torch.equal(out[1, :, :2], expected[1, :, :2])  # they read another head
-    assert out[1, :, 2:].isnan().all()
+    result = decoded(query, key, value, lengths, score, **options)[0]
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1, :, :2], expected[1, :, :2])  # they read another head
+    assert result[1, :, 2:].isnan().all()
     few = decoded(query, key, value, 100, score, strength=1.0, window=40, top_k=3)[0]
     kept = torch.zeros(100, dtype=torch.bool)
     for h in range(2):

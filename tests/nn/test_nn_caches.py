@@ -300,18 +300,18 @@ def test_layers_go_back_apart_and_reordered_together():
     )
 
     def step(tokens, one):
-        return [layer.step(tokens, own) for layer, own in zip(layers, one, strict=True)]
+        return [layer.step(tokens, part) for layer, part in zip(layers, one, strict=True)]
 
     step(x[:, :30], cache)
     assert len(cache) == len(list(cache)) == 6
     assert cache[1].window is None
     assert (cache.position, cache.batch, cache.min_length) == (30, (3,), 28)
-    assert cache.num_bytes == sum(own.num_bytes for own in cache)
+    assert cache.num_bytes == sum(part.num_bytes for part in cache)
     twin = cache.clone()
     assert isinstance(twin, ga.nn.ModelCache)
     with pytest.raises(ValueError, match="length must be 28 to 30"):
         cache.truncate(27)
-    assert [own.position for own in cache] == [30] * 6  # the one without a window, too
+    assert [part.position for part in cache] == [30] * 6  # the one without a window, too
     cache.truncate(28)
     index = torch.tensor([2, 0, 0, 1])
     cache.reorder(index)
@@ -336,14 +336,14 @@ def test_layers_that_stand_at_different_positions_are_noticed():
     cache[1].reorder(torch.tensor([0]))
     with pytest.raises(ValueError, match=r"differ in batch, got \[\(2,\), \(1,\)\]"):
         cache.reorder(torch.tensor([0, 1]))
-    assert [own.batch for own in cache] == [(2,), (1,)]
+    assert [part.batch for part in cache] == [(2,), (1,)]
 
 
 def test_a_list_of_caches_that_is_none_is_refused():
-    own = STEPPING[0].make().init_cache(2, 5)
+    part = STEPPING[0].make().init_cache(2, 5)
     with pytest.raises(ValueError, match="layers must contain at least one cache"):
         ga.nn.ModelCache([])
     with pytest.raises(ValueError, match="layers must not contain the same cache twice"):
-        ga.nn.ModelCache([own, own])
+        ga.nn.ModelCache([part, part])
     with pytest.raises(TypeError, match=r"dict has no 'position'.*as LayerCache has it"):
         ga.nn.ModelCache([{"position": 0}]).position  # noqa: B018

@@ -7,28 +7,15 @@ import random
 import pytest
 import torch
 from nn_by_hand import CASES, DIM, Case
+from nn_steps import STEPPING, causal, poisoned, random_pieces, stream
 
 import graphattn as ga
 from graphattn.nn.caches.layer_cache import ANGLES_AHEAD
-from graphattn.ops.attention.step.cached import not_among_best
+from graphattn.ops.attention.step.pairs import among_best
 
 STREAMING = [case for case in CASES if case.context_width is None and not case.is_energy]
-ONE_OF_EACH = [
-    Case("DotProductAttention", {"kv_heads": 2, "rope": True}),
-    Case("DotProductAttention", {"value_projection": False, "top_k": 2}),
-    Case("KrauseAttention", {"top_k": 3, "kv_heads": 2, "rope": True}),
-    Case("GaussianKernelAttention", {"rope": True, "normalize": True, "eps": 0.1}),
-    Case("SelfConsensus", {"edge_hidden": 6, "update": "target", "rope": "isometric"}),
-    Case("SelfConsensus", {"edge_hidden": 6, "update": "target", "step_size": "auto"}),
-]
-EVERY_LAYER = pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+EVERY_LAYER = pytest.mark.parametrize("case", STEPPING, ids=str)
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "reference"])
-
-
-def causal(num_tokens, window):
-    if window is None:
-        return ga.causal_graph(num_tokens)
-    return ga.causal_window_graph(num_tokens, window)
 
 
 def by_edges(num_tokens, window):
@@ -36,40 +23,10 @@ def by_edges(num_tokens, window):
     return ga.from_edge_index(causal(num_tokens, window).edge_index, num_tokens)
 
 
-def stream(layer, x, cache, pieces=None, valid=None, positions=None):
-    """Outputs of x [*, T, dim] in pieces of these lengths, 1 for a single token."""
-    outputs, t = [], 0
-    for n in pieces or [1] * x.shape[-2]:
-        keywords = {"valid": valid, "positions": positions}
-        if n == 1:
-            keywords = {k: v if v is None else v[..., t] for k, v in keywords.items()}
-            outputs.append(layer.step(x[..., t, :], cache, **keywords).unsqueeze(-2))
-        else:
-            here = slice(t, t + n)
-            keywords = {k: v if v is None else v[..., here] for k, v in keywords.items()}
-            outputs.append(layer.step(x[..., here, :], cache, **keywords))
-        t += n
-    return torch.cat(outputs, dim=-2)
-
-
-def poisoned(cache):
-    """Room that was never written holds NaN: whoever reads it shows."""
-    for buffer in cache.buffers.values():
-        buffer.fill_(torch.nan)
-    return cache
-
-
 def held(cache):
     """Return the entries of the cache that the next token sees, by field."""
     count = cache.held(None if cache.window is None else cache.window - 1)
     return {name: cache.tokens(name, count) for name in cache.buffers}
-
-
-def random_pieces(total, rng):
-    pieces = []
-    while sum(pieces) < total:
-        pieces.append(min(rng.choice([1, 1, 1, 2, 3, 5, 13]), total - sum(pieces)))
-    return pieces
 
 
 @pytest.mark.parametrize("case", STREAMING, ids=str)
@@ -254,7 +211,7 @@ def test_of_equally_near_tokens_the_older_is_kept(kind, backend, position):
     torch.testing.assert_close(last, kept.mean().expand(4))
 
 
-def test_ties_and_numbers_that_compare_with_nothing_are_selected_as_by_a_stable_sort():
+def test_ties_are_selected_as_by_a_stable_sort_and_of_nan_at_least_one():
     generator = torch.Generator().manual_seed(3)
     for trial in range(200):
         logits = torch.randint(-3, 4, (2, 3, 9), generator=generator).double()
@@ -263,8 +220,10 @@ def test_ties_and_numbers_that_compare_with_nothing_are_selected_as_by_a_stable_
         logits[logits == -3] = -torch.inf
         for k in (1, 4, 8):
             order = logits.argsort(dim=-1, descending=True, stable=True)
-            expected = order.argsort(dim=-1) >= k
-            assert torch.equal(not_among_best(logits, k), expected)
+            expected, best = order.argsort(dim=-1) < k, among_best(logits, k)
+            bad = logits.isnan()
+            assert torch.equal(best[~bad.any(-1)], expected[~bad.any(-1)])
+            assert (best & bad).any(-1)[bad.any(-1)].all()
 
 
 @pytest.mark.parametrize("kind", ["KrauseAttention", "GaussianKernelAttention"])
@@ -312,7 +271,7 @@ def test_a_cache_made_in_inference_mode_works_outside_and_back(case, window):
     torch.testing.assert_close(y, layer(x, by_edges(130, window)), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", [c for c in ONE_OF_EACH if "top_k" not in c.options], ids=str)
+@pytest.mark.parametrize("case", [c for c in STEPPING if "top_k" not in c.options], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_good_as_that_of_forward(case, dtype):
     """Steps err at most 1.5 times as much as forward, both compared with float64.

@@ -44,13 +44,13 @@ def by_loops(query, key, value, lengths, *, window=None, sink=None, **options):
     outs, sums = [], []
     for b, length in enumerate(lengths):
         mask = seen(key.shape[1], length, query.shape[1], window)
-        found = oracle.attention(query[b], key[b], value[b], mask, **options)
-        out = found.out
+        rows = oracle.attention(query[b], key[b], value[b], mask, **options)
+        out = rows.out
         if sink is not None:  # e^lse / (e^sink + e^lse)
-            share = 1 / (1 + torch.exp(sink.double() - found.lse))
+            share = 1 / (1 + torch.exp(sink.double() - rows.lse))
             out = out * share[..., None]
         outs.append(out)
-        sums.append(found.lse)
+        sums.append(rows.lse)
     return torch.stack(outs), torch.stack(sums)
 
 
@@ -185,10 +185,11 @@ def test_rbf_in_float32_survives_a_common_offset(kv_heads, offset, new):
     """Relative error <= 1e-5 is promised; expanded squares lose 1e-3 at 100."""
     query, key, value = caches(2, LONG, 4, kv_heads, 64, new, dtype=torch.float32)
     query, key = query + offset, key + offset
-    out, lse = ga.decode_attention(query, key, value, LONG, sigma=8.0, return_lse=True)
     exact, exact_lse = by_loops(query, key, value, [LONG] * 2, sigma=8.0)
-    assert (out.double() - exact).norm() <= 1e-5 * exact.norm()
-    assert (lse.double() - exact_lse).norm() <= 1e-5 * exact_lse.norm()
+    for q in (query, query.clone().requires_grad_()):
+        out, lse = ga.decode_attention(q, key, value, LONG, sigma=8.0, return_lse=True)
+        assert (out.double() - exact).norm() <= 1e-5 * exact.norm()
+        assert (lse.double() - exact_lse).norm() <= 1e-5 * exact_lse.norm()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])  # many rows share keys, or each has its own
@@ -297,7 +298,9 @@ def test_no_gradient_is_nan_where_something_unseen_is(options):
 
 
 @pytest.mark.parametrize("tokens", [40, LONG])
-@pytest.mark.parametrize("options", [{}, {"sigma": 4.0}, {"sigma": 4.0, "top_k": 9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sigma": 4.0}, {"sigma": 4.0, "top_k": 9, "window": 20}], ids=str
+)
 def test_with_and_without_gradients_it_gives_the_same(tokens, options):
     query, key, value = caches(3, tokens, 4, 2, 32, new=2)
     lengths = torch.tensor([tokens, 30, 1])
@@ -322,6 +325,13 @@ def test_it_compiles_whole_at_any_length(options):
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
         one = compiled(*tensors, tokens, **options)
         torch.testing.assert_close(one, ga.decode_attention(*tensors, tokens, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"sigma": 4.0, "window": 5}, {"top_k": 4}], ids=str)
+def test_it_maps_over_texts(options):
+    tensors = (*caches(3, 12, 4, 2, 8, new=2), torch.tensor([12, 1, 7]))
+    out = torch.vmap(lambda *text: ga.decode_attention(*text, **options))(*tensors)
+    torch.testing.assert_close(out, ga.decode_attention(*tensors, **options), rtol=1e-9, atol=1e-11)
 
 
 def test_shapes_are_known_without_numbers():

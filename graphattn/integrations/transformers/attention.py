@@ -22,7 +22,8 @@ from graphattn.integrations.transformers.masks.mask_function import fitted, is_s
 from graphattn.integrations.transformers.masks.pairs import Pairs, pairs_in_band, pairs_in_mask
 from graphattn.integrations.transformers.options import Options, options_of
 from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
-from graphattn.ops.attention.step import all_pairs
+from graphattn.ops.attention.logits.score import score_of
+from graphattn.ops.attention.step.pairs import PairLogits, attend_pairs
 
 # Arguments that say how something is computed or returned, or that the model has dealt with
 # already; whatever else arrives and is not None could change the mathematics. Refused are thus, by
@@ -185,13 +186,11 @@ class InterfaceCall(NamedTuple):
             given["softcap"] = self.softcap
         return given | {"scale": self.scale}
 
-    def logits_of_pairs(self) -> all_pairs.Logits:
+    def logits_of_pairs(self) -> PairLogits:
         """Return how the logits of all pairs are formed."""
-        options, scale = self.options, self.scale
-        if options.mixer != "dot" and options.sigma is not None:
-            scale = options.sigma**-2
-        kernel: Any = "dot" if options.mixer == "dot" else "rbf"
-        return all_pairs.Logits(kernel, scale, options.top_k, self.softcap, self.sink, self.dropout)
+        given = self.logits_of_edges()
+        score = score_of(given.get("sigma"), given.get("scale"))
+        return PairLogits(score, self.options.top_k, self.softcap, self.sink, self.dropout)
 
 
 def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
@@ -258,12 +257,12 @@ def _seen_or_pairs(call: InterfaceCall) -> SeenEdges | Pairs:
 def _over_pairs(
     call: InterfaceCall, seen: Pairs, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    tensors = call.query, call.key, call.value, seen.allowed
+    tensors = call.query, call.key, call.value
     logits, weights = call.logits_of_pairs(), None
-    out, _ = all_pairs.attend_pairs(*tensors, logits, bias=bias)
+    out = attend_pairs(*tensors, logits, seen.allowed, bias).out
     if call.wants_weights:  # compute them separately, so that the output is the same, bit for bit
         kept = logits._replace(dropout=0.0)
-        _, weights = all_pairs.attend_pairs(*tensors, kept, bias=bias, need_weights=True)
+        weights = attend_pairs(*tensors, kept, seen.allowed, bias, need_weights=True).weights
     return out.transpose(1, 2), weights
 
 

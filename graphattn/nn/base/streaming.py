@@ -16,9 +16,10 @@ from graphattn.graphs.builders.windows import (
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.near_names import explained
 from graphattn.nn.base.graph_layer import GraphLayer, Rotations
-from graphattn.nn.base.overrides import names_of, overridden_forward
+from graphattn.nn.base.overrides import is_as_shipped, names_of, overridden_forward
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.rotary import check_positions
+from graphattn.ops.backends import may_repeat_step
 from graphattn.ops.inputs import ValidPair, full_precision
 
 
@@ -63,10 +64,10 @@ class StreamingLayer(GraphLayer):
         """Add a token to the cache and compute its row, [*, 1, H, D], in one call of a kernel."""
         raise NotImplementedError
 
-    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        """A whole step of one token [*, dim] by C++ code; None if it cannot run this step.
+    def compiled_row(self, x: Tensor, cache: LayerCache) -> Tensor | None:
+        """The row of one token [*, dim] by C++ code, before the output projection.
 
-        It must check `x` and `cache` itself.
+        It adds the token to the cache. None if C++ code cannot run this step.
         """
         return None
 
@@ -201,6 +202,29 @@ class StreamingLayer(GraphLayer):
                 return y
         with torch.no_grad():
             return self._step(x, cache, valid, positions)
+
+    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
+        """:meth:`step` of one token [*, dim] by C++ code, if that ran the step before; else None.
+
+        The first step, with all checks, stores its call with the cache. So few checks are left.
+        """
+        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
+            return None
+        call = cache.call
+        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
+            return None
+        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
+            return None
+        if self.output_proj.weight.dtype is not x.dtype or not is_as_shipped(self):
+            return None
+        had_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # faster than torch.no_grad()
+        try:
+            row = self.compiled_row(x.contiguous(), cache)
+            y: Tensor | None = None if row is None else self.output_proj(row.view(x.shape))
+        finally:
+            torch._C._set_grad_enabled(had_gradients)
+        return y
 
     def _step(self, x: Tensor, cache: LayerCache, valid: Any, positions: Any) -> Tensor:
         """:meth:`step` for any tokens, with all checks."""

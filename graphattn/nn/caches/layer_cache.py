@@ -119,8 +119,8 @@ class LayerCache:
 
         The result is a view of the buffer, or a copy where the tokens go past the end of a ring.
         """
-        found = [self.buffers[name].narrow(1, *run) for run in self.runs(count)]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        parts = [self.buffers[name].narrow(1, *run) for run in self.runs(count)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def tokens(self, name: str, count: int) -> Tensor:
         """Return the newest `count` tokens in the layout of a layer, [*, count, heads, width]."""

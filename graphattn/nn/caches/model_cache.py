@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 
@@ -38,8 +38,8 @@ class ModelCache:
         >>> blocks = [ga.nn.PreNormBlock(ga.nn.KrauseAttention(16, heads=4)) for _ in range(3)]
         >>> cache = ga.nn.ModelCache(block.init_cache(2, window=8) for block in blocks)
         >>> x = torch.randn(2, 30, 16)
-        >>> for block, own in zip(blocks, cache):
-        ...     x = block.step(x, own)
+        >>> for block, cache_of_block in zip(blocks, cache):
+        ...     x = block.step(x, cache_of_block)
         >>> cache
         ModelCache(3 layers, batch=[2], position=30, 18432 bytes)
     """
@@ -55,13 +55,11 @@ class ModelCache:
 
     @property
     def position(self) -> int:
-        found: int = self._common("position")
-        return found
+        return cast(int, self._common("position"))
 
     @property
     def batch(self) -> tuple[int, ...]:
-        found: tuple[int, ...] = self._common("batch")
-        return found
+        return cast("tuple[int, ...]", self._common("batch"))
 
     @property
     def num_bytes(self) -> int:
@@ -119,15 +117,14 @@ class ModelCache:
 
     def _common(self, name: str) -> Any:
         """Return the value that all layers' caches agree on."""
-        first, *others = found = self._each(name)
-        for other in others:
-            if other != first:
-                raise ValueError(
-                    f"cache: its layers differ in {name}, got {found}, because a step was "
-                    "interrupted between two layers. Start again with a new cache, or with a "
-                    "clone() made before that step"
-                )
-        return first
+        values = self._each(name)
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"cache: its layers differ in {name}, got {values}, because a step was interrupted "
+                "between two layers. Start again with a new cache, or with a clone() made before "
+                "that step"
+            )
+        return values[0]
 
     def __len__(self) -> int:
         return len(self.layers)

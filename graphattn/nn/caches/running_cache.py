@@ -67,13 +67,8 @@ class RunningCache(LayerCache):
             self.buffers = {}
         entries, (heads, features) = math.prod(batch), fields["key"]
         of_state = entries * heads, features, fields["value"][1]
-        of_total = entries * heads, features
-        shapes = {
-            "state": of_state,
-            "total": of_total,
-            "state_rest": of_state,
-            "total_rest": of_total,
-        }
+        shapes = {"state": of_state, "total": of_state[:2]}
+        shapes |= {f"{name}_rest": shape for name, shape in shapes.items()}
         with torch.inference_mode(False):  # an inference tensor could not be written later
             self.sums = {
                 name: torch.zeros(shape, dtype=compute_dtype(dtype), device=device)
@@ -95,15 +90,12 @@ class RunningCache(LayerCache):
         n = tokens["key"].shape[-3]
         held = self.held(None)
         num_added = max(0, held + n - self.rollback)
-        num_from_buffer = min(num_added, held)
-        if num_from_buffer:
-            self._add(
-                {name: self.tokens(name, held)[..., :num_from_buffer, :, :] for name in self.fields}
-            )
-        if num_added > num_from_buffer:
-            self._add(
-                {name: x[..., : num_added - num_from_buffer, :, :] for name, x in tokens.items()}
-            )
+        num_new = num_added - min(num_added, held)
+        if num_added > num_new:
+            older = {name: self.tokens(name, held) for name in self.fields}
+            self._add({name: x[..., : num_added - num_new, :, :] for name, x in older.items()})
+        if num_new:
+            self._add({name: x[..., :num_new, :, :] for name, x in tokens.items()})
         if self.rollback:
             super().append(tokens, None)
         else:

@@ -93,6 +93,13 @@ class Score:
         """The factor [H] that compiled code uses, of a :meth:`ready` score; None for others."""
         return None
 
+    def pair_factor(self, query: Tensor) -> float | Tensor:
+        """The factor of products, or of halved squared distances: a number, or a tensor [H] or [1].
+
+        Only scores that compiled code knows have one.
+        """
+        raise NotImplementedError
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -121,6 +128,9 @@ class DotProduct(Score):
     def pairs(self, query: Tensor, key: Tensor) -> Tensor:
         scale = _default_scale(query) if self.scale is None else self.scale
         return (_per_row(scale) * query) @ key.mT
+
+    def pair_factor(self, query: Tensor) -> float | Tensor:
+        return _default_scale(query) if self.scale is None else _as_numbers(self.scale, query)
 
     def ready(self, heads: int, query: Tensor) -> Self:
         scale = _default_scale(query) if self.scale is None else self.scale
@@ -188,6 +198,13 @@ class GaussianKernel(Score):
         scale = self.sigma**-2 if self._scale is None else self._scale
         distance = torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")
         return -_per_row(scale) / 2 * distance.square()
+
+    def pair_factor(self, query: Tensor) -> float | Tensor:
+        if self._scale is not None:
+            return self._scale
+        if self.log_sigma is None:
+            return _as_numbers(self.sigma, query) ** -2
+        return (-2 * _as_numbers(self.log_sigma, query)).exp()
 
     def ready(self, heads: int, query: Tensor) -> Self:
         same = _copy(self)
@@ -379,40 +396,8 @@ def slope(logits: Tensor, softcap: float) -> Tensor:
     return 1 - (logits / softcap).square()
 
 
-# Steps of generation have rows of few queries. Heads that share a key head form one entry.
-
-
-def row_scale(score: Score, query: Tensor, kv_heads: int) -> float | Tensor:
-    """The factor of rows [B * Hk, g, D]: a number, or a tensor broadcastable to [B * Hk, g, 1].
-
-    The score must be one that compiled code knows.
-    """
-    scale: Any
-    if isinstance(score, GaussianKernel):
-        if score.log_sigma is None:
-            scale = _as_numbers(score.sigma, query) ** -2
-        else:
-            scale = (-2 * score.log_sigma.to(query.dtype)).exp_()
-    else:
-        assert isinstance(score, DotProduct)
-        scale = _default_scale(query) if score.scale is None else _as_numbers(score.scale, query)
-    if isinstance(scale, Tensor) and scale.numel() > 1:
-        texts = len(query) // kv_heads
-        scale = scale.view(kv_heads, -1, 1)
-        scale = scale if texts == 1 else scale.repeat(texts, 1, 1)
-    found: float | Tensor = scale
-    return found
-
-
-def score_rows(score: Score, query: Tensor, key: Tensor, kv_heads: int) -> Tensor:
-    """The logits [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D], by any score."""
-    rows = query.shape[1]
-    shared = key.unflatten(0, (-1, kv_heads)).repeat_interleave(rows, dim=1)  # [B, H, n, D]
-    by_head = query.unflatten(0, (-1, kv_heads)).flatten(1, 2)[..., None, :]  # [B, H, 1, D]
-    ready = score.ready(kv_heads * rows, query)
-    logits = pair_logits_of(ready, by_head, shared)  # [B, H, 1, n]
-    return logits[..., 0, :].unflatten(1, (kv_heads, rows)).flatten(0, 1)
-
-
 def _as_numbers(number: Any, like: Tensor) -> Any:
-    return number.to(like.device, like.dtype) if isinstance(number, Tensor) else number
+    """A number as it is, and a tensor in the compute dtype and on the device of `like`."""
+    if not isinstance(number, Tensor):
+        return number
+    return number.to(like.device, compute_dtype(like.dtype))

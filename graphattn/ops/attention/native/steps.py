@@ -15,10 +15,9 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, view
+from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.backends import why_no_step
-
-# From so many rows per key head on (queries times heads), a product of matrices is faster.
-MANY_ROWS = 32
+from graphattn.ops.inputs import compute_dtype
 
 
 class StepsCall(ctypes.Structure):
@@ -180,16 +179,14 @@ class CacheCall:
         return out
 
 
-def why_no_decoding(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """The reason why :func:`decode` is impossible or slow; None where it is the fastest way."""
-    for x in (query, key, value):
-        if (reason := why_no_step(x)) is not None:
-            return reason
-        if x.is_neg() or (x.shape[-1] > 1 and x.stride(-1) != 1):
-            return "it reads features that are side by side in memory"
-    if query.shape[1] * query.shape[2] > MANY_ROWS * key.shape[2]:
-        return "with many queries per key, products of matrices are faster"
-    return None
+def why_no_decoding(*tokens: Tensor) -> str | None:
+    """The reason why :func:`decode` cannot run with such tensors; None if it can."""
+    return next((reason for x in tokens if (reason := why_no_step(x)) is not None), None)
+
+
+def readable(x: Tensor) -> Tensor:
+    """x as C++ code reads it, or a copy: with the features of a token side by side in memory."""
+    return x.contiguous().resolve_neg() if x.is_neg() or x.stride(-1) != 1 else x
 
 
 def decode(
@@ -197,24 +194,28 @@ def decode(
     key: Tensor,
     value: Tensor,
     lengths: int | list[int],
+    score: Score,
     *,
-    is_rbf: bool,
-    scale: float | Tensor,
-    window: int | None,
-    top_k: int | None,
-    sink: Tensor | None,
-    need_lse: bool,
+    window: int | None = None,
+    top_k: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    seen: Tensor | None = None,
+    need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from the newest tokens [B, T, H, D] to caches [B, M, Hk, D]; return out and log-sums.
 
-    `scale` is a number or a tensor [H], `sink` a tensor [H], in the dtype of computation. Log-sums
-    [B, T, H] do not include the sink.
+    `sink` is a tensor [H] in the dtype of computation. `seen`, bool [B, M], marks what the only
+    query of a text sees; it sees its last token, or nothing. Log-sums [B, T, H] do not include the
+    sink.
     """
+    query, key, value = readable(query), readable(key), readable(value)
     B, T, H, D = query.shape
     room, kv_heads, value_width = value.shape[1:]
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute = compute_dtype(query.dtype)
     out = query.new_empty(B, T, H, value_width)
     lse = query.new_empty(B, T, H, dtype=compute) if need_lse else None
+    scale = score.pair_factor(query)
     scale_by_head = scale.contiguous() if isinstance(scale, Tensor) else None
     sink = None if sink is None else sink.contiguous()
     lengths_by_text = None
@@ -234,12 +235,14 @@ def decode(
         query=view(query),
         key=view(key),
         value=view(value),
-        is_rbf=is_rbf,
+        is_rbf=score.kernel == "rbf",
         scale=address(scale_by_head),
-        scale_step=1,
+        scale_step=0 if scale_by_head is None else scale_by_head.numel() > 1,
         same_scale=0.0 if isinstance(scale, Tensor) else scale,
         top_k=top_k or 0,
+        softcap=softcap or 0.0,
         sink=address(sink),
+        valid=address(seen),
         out=view(out),
         lse=address(lse),
         threads=torch.get_num_threads(),

@@ -1,6 +1,6 @@
 """Steps of generation: the newest tokens of texts attend to the caches of all that came before.
 
-`kernels.py` chooses the backend of a step of a layer. `cached.py` and `masked_rows.py` compute a
-step in operations of torch. `all_pairs.py` is attention over all pairs, for models of other
-libraries. `decode.py` is the operation :func:`~graphattn.decode_attention`.
+`pairs.py` is the operation over all pairs of queries and keys, for steps of layers and for models
+of other libraries. `decode.py` is :func:`~graphattn.decode_attention`. `kernels.py` chooses the
+backend of a step of a layer.
 """

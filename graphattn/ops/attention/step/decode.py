@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.ops.attention.calls import check_sink
-from graphattn.ops.attention.logits.score import Kernel, score_of
+from graphattn.ops.attention.logits.score import GaussianKernel, Score, score_of
 from graphattn.ops.attention.native import steps as native_steps
-from graphattn.ops.attention.step.cached import attend_cached
-from graphattn.ops.attention.step.masked_rows import attend_masked
+from graphattn.ops.attention.step.pairs import PairLogits, attend_pairs
 from graphattn.ops.backends import has_values
-from graphattn.ops.inputs import check_qkv, compute_dtype, full_precision
-from graphattn.ops.segments import even_sigmoid
-
-
-class DecodeKind(NamedTuple):
-    """How the logits of a step are computed; `scale` is a number, or a tensor [Hk, g]."""
-
-    score: Kernel
-    scale: float | Tensor
-    top_k: int | None
+from graphattn.ops.inputs import check_qkv, compute_dtype, may_be_differentiated
 
 
 @overload
@@ -137,8 +127,9 @@ def decode_attention(
         True
     """
     check_qkv(query, key_cache, value_cache, ("query", "key_cache", "value_cache"))
-    kind = _kind(query, key_cache.shape[-2], sigma, scale, top_k)
+    top_k = None if top_k is None else as_int("top_k", top_k, 1)
     window = None if window is None else as_int("window", window, 1)
+    score = _score(query, sigma, scale)
     sink = check_sink(sink, query.shape[-2], query)
     batch = query.shape[:-3]
     if len(batch) != 1:
@@ -147,28 +138,17 @@ def decode_attention(
         )
     counted = _lengths(lengths, batch, key_cache.shape[1], query.device)
     tensors = query, key_cache, value_cache
-    with full_precision(query.device):
-        if isinstance(counted, Tensor) or _needs_masks(*tensors, kind.scale):
-            out, lse = _by_masks(*tensors, counted, kind, window)
-        elif native_steps.why_no_decoding(*tensors) is None:
-            out, lse = native_steps.decode(
-                *tensors,
-                counted,
-                is_rbf=kind.score == "rbf",
-                scale=kind.scale,
-                window=window,
-                top_k=kind.top_k,
-                sink=sink,
-                need_lse=return_lse,
-            )
-            sink = None  # it stands in the sums already
-        else:
-            need_lse = return_lse or sink is not None
-            out, lse = _by_rows(*tensors, counted, kind, window, need_lse)
-    if sink is not None:
-        assert lse is not None
-        out = _beside_sink(out, lse, sink)
-    out = out.to(query.dtype)
+    given = [x for x in (*tensors, sigma, scale, sink) if isinstance(x, Tensor)]
+    must_trace = may_be_differentiated(given) or not all(has_values(x) for x in given)
+    if must_trace or isinstance(counted, Tensor):
+        # Torch's fused attention, which serves where no log-sums are needed, has one derivative.
+        out, lse = _by_masks(*tensors, counted, PairLogits(score, top_k, sink=sink), window, True)
+    elif native_steps.why_no_decoding(*tensors) is None:
+        options: dict[str, Any] = {"window": window, "top_k": top_k, "sink": sink}
+        out, lse = native_steps.decode(*tensors, counted, score, need_lse=return_lse, **options)
+    else:
+        logits = PairLogits(score, top_k, sink=sink)
+        out, lse = _by_text(*tensors, counted, logits, window, return_lse)
     out = out.reshape(*batch, *out.shape[1:])
     if not return_lse:
         return out
@@ -181,30 +161,23 @@ def _by_masks(
     key: Tensor,
     value: Tensor,
     lengths: int | list[int] | Tensor,
-    kind: DecodeKind,
+    logits: PairLogits,
     window: int | None,
+    need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """All texts at once, with a mask per row; the operations do not depend on values."""
-    T, device = query.shape[1], query.device
+    T, device, seen = query.shape[1], query.device, None
     if isinstance(lengths, int):
         key, value = key[:, :lengths], value[:, :lengths]
-        lengths = torch.full((1,), lengths, device=device)
-    elif isinstance(lengths, list):
-        lengths = torch.tensor(lengths, device=device)
-    positions = lengths.to(device)[:, None] - T + torch.arange(T, device=device)
-    sources = torch.arange(key.shape[1], device=device)
-    allowed = seen_from(positions[..., None], sources, window)
-    dtype = compute_dtype(query.dtype)
-    out, lse = attend_masked(
-        query.to(dtype).unflatten(2, (key.shape[2], -1)),
-        key.to(dtype),
-        value.to(dtype),
-        allowed,
-        score=kind.score,
-        scale=kind.scale,
-        top_k=kind.top_k,
-    )
-    return out.flatten(2, 3), lse.flatten(2, 3)
+        ends: int | Tensor = lengths
+    else:
+        ends = torch.as_tensor(lengths, device=device).reshape(-1, 1, 1, 1)
+    if not (isinstance(lengths, int) and T == 1 and lengths > 0 and window is None):
+        position = ends - T + torch.arange(T, device=device).reshape(1, 1, T, 1)
+        seen = seen_from(position, torch.arange(key.shape[1], device=device), window)
+    tokens = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out, lse, _ = attend_pairs(*tokens, logits, allowed=seen, need_lse=need_lse)
+    return out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
 
 
 def seen_from(position: Tensor, source: Tensor, window: int | None) -> Tensor:
@@ -213,117 +186,45 @@ def seen_from(position: Tensor, source: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (source > position - window)
 
 
-def _by_rows(
+def _by_text(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     lengths: int | list[int],
-    kind: DecodeKind,
+    logits: PairLogits,
     window: int | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Text by text; each reads only the part of its cache that it sees."""
-    B, T, H, _ = query.shape
-    dtype = compute_dtype(query.dtype)
+    B, T = query.shape[:2]
     if isinstance(lengths, int):
         lengths = [lengths] * B
-    texts = [
-        _text(query[b], key[b], value[b], length, kind, window, need_lse)
-        for b, length in enumerate(lengths)
-    ]
-    if not texts:
-        return query.new_zeros(0, T, H, value.shape[-1]), query.new_zeros(0, T, H, dtype=dtype)
-    outs = [out for out, _ in texts]
-    sums = [lse for _, lse in texts if lse is not None]
-    if len(texts) == 1:
-        return outs[0][None], sums[0][None] if sums else None
-    return torch.stack(outs), torch.stack(sums) if sums else None
+    rows = []
+    for b, length in enumerate(lengths):
+        low = 0 if window is None else max(0, length - T - window + 1)
+        here, read = slice(b, b + 1), slice(low, None)
+        given = query[here], key[here, read], value[here, read], length - low
+        rows.append(_by_masks(*given, logits, window, need_lse))
+    if not rows:
+        return _by_masks(query, key, value, 0, logits, window, need_lse)
+    outs, sums = zip(*rows, strict=True)
+    return torch.cat(outs), torch.cat(sums) if need_lse else None
 
 
-def _text(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: int,
-    kind: DecodeKind,
-    window: int | None,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Output [T, H, Dv] and log-sums [T, H] of the newest tokens of one text, [T, H, D]."""
-    (T, H, D), (_, Hk, Dv) = query.shape, value.shape
-    dtype = compute_dtype(query.dtype)
-    first = length - T
-    if first < 0 or T == 0:  # padding in front
-        out = query.new_zeros(T, H, Dv, dtype=dtype)
-        sums = query.new_full((T, H), -torch.inf, dtype=dtype)
-        if length and T:
-            real, found = _text(query[-first:], key, value, length, kind, window, True)
-            assert found is not None
-            out[-first:], sums[-first:] = real, found
-        return out, sums
-    low = 0 if window is None else max(0, first - window + 1)
-    keys, values = (x[low:length].to(dtype).transpose(0, 1) for x in (key, value))
-    query, scale, keep = query.to(dtype), kind.scale, None
-    if T == 1:
-        rows = query.reshape(Hk, -1, D)
-    else:
-        rows = query.unflatten(1, (Hk, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hk, g T, D]
-        sources = torch.arange(low, length)
-        keep = seen_from(torch.arange(first, length)[:, None], sources, window)
-        keep = keep.repeat(H // Hk, 1)[None]  # [1, g T, n]
-    if isinstance(scale, Tensor):
-        scale = scale.repeat_interleave(T, dim=1)[..., None]
-    out, lse = attend_cached(
-        rows, keys, values, kind.score, scale, top_k=kind.top_k, keep=keep, need_lse=need_lse
-    )
-    if T == 1:
-        return out.reshape(1, H, Dv), None if lse is None else lse.reshape(1, H)
-    return _by_token(out, T), None if lse is None else _by_token(lse[..., None], T)[..., 0]
-
-
-def _by_token(x: Tensor, tokens: int) -> Tensor:
-    """[Hk, g T, D] -> [T, H, D]."""
-    return x.unflatten(1, (-1, tokens)).permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Compute out * sum / (e^sink + sum), so that no gradient overflows.
-
-    A row that sees nothing stays 0. A row that is NaN gives the sink no gradient.
-    """
-    share = even_sigmoid(lse.masked_fill(lse == -torch.inf, 0) - sink)[..., None]
-    if not (torch.is_grad_enabled() and (out.requires_grad or sink.requires_grad)):
-        return out * share
-    bad = ~out.isfinite()
-    share = share.masked_fill(bad.any(-1, keepdim=True), torch.nan)
-    return torch.where(bad, torch.nan, out.masked_fill(bad, 0) * share)
-
-
-def _kind(
-    query: Tensor,
-    kv_heads: int,
-    sigma: float | Tensor | None,
-    scale: float | Tensor | None,
-    top_k: int | None,
-) -> DecodeKind:
-    given = score_of(sigma, scale)
-    top_k = None if top_k is None else as_int("top_k", top_k, 1)
-    score = given.kernel
-    H, D = query.shape[-2:]
+def _score(query: Tensor, sigma: float | Tensor | None, scale: float | Tensor | None) -> Score:
+    """The checked score; a number stays a number, with which short calls are faster."""
+    score = score_of(sigma, scale)
     if isinstance(sigma, Tensor) or isinstance(scale, Tensor):
-        by_head = given.ready(H, query).strength
-        return DecodeKind(score, by_head.unflatten(0, (kv_heads, -1)), top_k)
-    if scale is None and sigma is None:
-        return DecodeKind(score, 1 / math.sqrt(max(D, 1)), top_k)
-    if sigma is None:
-        if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number or a tensor, got {scale!r}")
-        return DecodeKind(score, float(scale), top_k)
-    bandwidth = as_float("sigma", sigma, positive=True)
-    strength = 1 / bandwidth / bandwidth
-    if not 0 < strength <= torch.finfo(compute_dtype(query.dtype)).max:
-        raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {sigma}")
-    return DecodeKind(score, strength, top_k)
+        return score.ready(query.shape[-2], query)
+    if sigma is not None:
+        bandwidth = as_float("sigma", sigma, positive=True)
+        if not 0 < 1 / bandwidth / bandwidth <= torch.finfo(compute_dtype(query.dtype)).max:
+            raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {sigma}")
+        return GaussianKernel(bandwidth)
+    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if scale is not None and not (is_number and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or a tensor, got {scale!r}")
+    return score
 
 
 def _lengths(
@@ -344,15 +245,9 @@ def _lengths(
         raise ValueError(f"lengths must be on cpu or {device}, got {lengths.device}")
     if not has_values(lengths):
         return lengths.reshape(-1)
-    found: list[int] = lengths.reshape(-1).tolist()
-    if found and not 0 <= min(found) <= max(found) <= room:
-        raise ValueError(f"lengths must be within 0 .. {room}, the room of the caches, got {found}")
-    return found[0] if len(set(found)) == 1 else found
-
-
-def _needs_masks(*inputs: Tensor | float) -> bool:
-    """Whether masks must be used: for gradients, and where values cannot be read."""
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    if not all(has_values(x) for x in tensors):
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    numbers: list[int] = lengths.reshape(-1).tolist()
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= room:
+        raise ValueError(
+            f"lengths must be within 0 .. {room}, the room of the caches, got {numbers}"
+        )
+    return numbers[0] if len(set(numbers)) == 1 else numbers
