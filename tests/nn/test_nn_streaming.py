@@ -11,7 +11,7 @@ from nn_steps import STEPPING, causal, poisoned, random_pieces, stream
 
 import graphattn as ga
 from graphattn.nn.caches.layer_cache import ANGLES_AHEAD
-from graphattn.ops.attention.step.pairs import among_best
+from graphattn.ops.top_k import among_best
 
 STREAMING = [case for case in CASES if case.context_width is None and not case.is_energy]
 EVERY_LAYER = pytest.mark.parametrize("case", STEPPING, ids=str)

@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.kernels.shared.launch import is_transformed
-from graphattn.ops.attention.logits.score import Score, pair_logits_of
-from graphattn.ops.attention.logits.softcap import capped
+from graphattn.ops.attention.logits.score import Score, capped, pair_logits_of
 from graphattn.ops.attention.native import steps as native_steps
 from graphattn.ops.backends import has_values
 from graphattn.ops.inputs import (
     compute_dtype,
     full_precision,
+    keep_freed_memory,
     may_be_differentiated,
     repeat_heads,
 )
-from graphattn.ops.memory import keep_freed_memory
 from graphattn.ops.segments import even_sigmoid
+from graphattn.ops.top_k import among_best
 
 PAIRS = 1 << 16  # products of features at a time: 256 kilobytes of float32, which stay in a cache
 FEW = 16  # torch.compile sums up the products of so many queries pair by pair for top-k
@@ -264,13 +264,6 @@ def attend_logits(
         share = even_sigmoid(lse.masked_fill(nothing, 0) - sink.to(lse.dtype)[:, None])[..., None]
         out, weights = out * share, weights * share if need_weights else weights
     return PairRows(out, lse, weights if need_weights else None)
-
-
-def among_best(logits: Tensor, k: int) -> Tensor:
-    """Mark the k largest of every row [*, K], the first of equal ones; NaN counts as largest."""
-    last = logits.topk(k, dim=-1).values[..., -1:]
-    larger, equal = ~(logits <= last), logits == last
-    return larger | (equal & (equal.cumsum(-1) <= k - larger.sum(-1, keepdim=True)))
 
 
 # Numbers that are not finite.
