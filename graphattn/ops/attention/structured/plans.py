@@ -29,6 +29,7 @@ from graphattn.ops.attention.structured.recompute import (
     flattened,
     run,
 )
+from graphattn.ops.attention.structured.whole import WholePlan, suits_fused
 from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid, flat_masks
 from graphattn.ops.memory import keep_freed_memory
@@ -203,7 +204,11 @@ def _plan(
     `like` [B, ...] is a tensor with the batch size and device of the call.
     """
     if isinstance(structure, GridBlocks) or has_bands(structure):
-        return kernels.tiles(structure, options, table=table, pairs=pairs)
+        plan = kernels.tiles(structure, options, table=table, pairs=pairs)
+        fused = (
+            isinstance(structure, Complete) and not (table or pairs) and like.device.type == "cpu"
+        )
+        return WholePlan(plan, options) if fused and suits_fused(options) else plan
     apart = options.top_k is None and not table  # whether a row may be merged from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
