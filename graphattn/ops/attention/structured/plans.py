@@ -29,7 +29,7 @@ from graphattn.ops.attention.structured.recompute import (
     flattened,
     run,
 )
-from graphattn.ops.attention.structured.whole import WholePlan, suits_fused
+from graphattn.ops.attention.structured.whole import WholePlan, suits
 from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid, flat_masks
 from graphattn.ops.memory import keep_freed_memory
@@ -205,10 +205,10 @@ def _plan(
     """
     if isinstance(structure, GridBlocks) or has_bands(structure):
         plan = kernels.tiles(structure, options, table=table, pairs=pairs)
-        fused = (
-            isinstance(structure, Complete) and not (table or pairs) and like.device.type == "cpu"
-        )
-        return WholePlan(plan, options) if fused and suits_fused(options) else plan
+        is_whole = isinstance(structure, Complete) and structure.num_edges() > 0
+        if is_whole and not (table or pairs) and like.device.type == "cpu" and suits(options):
+            return WholePlan(plan, options, kernels is not OPERATIONS)
+        return plan
     apart = options.top_k is None and not table  # whether a row may be merged from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []

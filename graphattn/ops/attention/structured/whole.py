@@ -1,19 +1,20 @@
-"""Attention over complete graphs by torch's fused attention, the fastest there is on every CPU.
+"""Attention over complete graphs by torch's fused attention, the fastest there is on most CPUs.
 
 Fused attention knows scaled dot products and a mask. The logit of a Gaussian kernel is
-``s q . k - s |k|^2 / 2``, but for a number per row, so -s |k|^2 / 2 is its mask, or one more
+``s q . k - s |k|^2 / 2`` but for a number per row, so -s |k|^2 / 2 is its mask, or one more
 feature of the keys where its gradient is needed.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphattn.kernels.cpu import library
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
@@ -24,17 +25,23 @@ from graphattn.ops.attention.structured.recompute import (
 )
 from graphattn.ops.inputs import repeat_heads
 
-FEWEST = 16  # targets: for fewer, fused attention is not the fastest
-# The largest scale * |q| |k| that is left to it, because the backward pass rounds logits in another
-# way than the forward pass. Those of a Gaussian kernel also are differences of such numbers.
-LARGEST_DOT, LARGEST_RBF = 1024.0, 64.0
-FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # with log-sums
+# The largest scale * |q| |k| that is left to fused attention, because its backward pass rounds
+# logits in another way than its forward pass. Those of a Gaussian kernel are differences, too.
+LARGEST = {"dot": 1024.0, "rbf": 64.0}
+# From how many targets on fused attention is faster than the C++ code of each instruction set
+# (docs/log.md, "whole sequences"), and for features wider than 64. Operations of torch: from 1 on.
+FEWEST = {
+    ("AVX-512", "dot"): (4096, 512), ("AVX-512", "rbf"): (512, 512),
+    ("AVX2", "dot"): (128, 128), ("AVX2", "rbf"): (256, 128),
+    ("baseline", "dot"): (128, 64), ("baseline", "rbf"): (128, 64),
+}  # fmt: skip
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns log-sums, too
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def suits_fused(options: PlanOptions) -> bool:
+def suits(options: PlanOptions) -> bool:
     """Whether a call has no option that fused attention does not know."""
-    known = options.score in ("dot", "rbf")
+    known = options.score in LARGEST
     return known and (options.top_k, options.softcap, options.dropout) == (None, None, None)
 
 
@@ -42,38 +49,47 @@ def suits_fused(options: PlanOptions) -> bool:
 class WholePlan:
     """Attention over a complete graph; see :class:`~.recompute.Plan`.
 
-    `other` computes what fused attention cannot: numbers that are not finite or too large, few
-    targets, and what is differentiated twice. Whether fused attention computed a call is the last
-    number of what is saved.
+    `other` computes what fused attention cannot: few targets, what is differentiated twice, and
+    heads of samples whose numbers are too large or not finite. All other heads keep their bits.
+    Saved are what `other` saves, the log-sums of fused attention, and which heads are its.
     """
 
     other: Plan
     options: PlanOptions
+    compiled: bool  # whether `other` is C++ code
 
     @property
     def saved_per_head(self) -> int:
-        return saved_per_head(self.other) + 1
+        return saved_per_head(self.other) + 2
+
+    def is_faster(self, query: Tensor) -> bool:
+        """Whether fused attention is faster than `other`."""
+        if not self.compiled:
+            return True
+        fewest = FEWEST[library.instruction_set() or "baseline", str(self.options.score)]
+        return query.shape[1] >= fewest[query.shape[-1] > 64]
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, log-sums, and what the backward pass reads: log-sums as fused attention has them.
-
-        Log-sums of a Gaussian kernel lack -s |q|^2 / 2 there.
-        """
+        """Output, log-sums, and what is saved."""
         query = inputs[0]
-        (B, N, H, _), count = query.shape, self.saved_per_head
-        operands = _Operands.of(inputs, self.options) if N >= FEWEST else None
-        if operands is None:
+        B, N, H, _ = query.shape
+        if not self.is_faster(query):
             out, lse, saved = self.other.forward(inputs)
-            return out, lse, torch.cat([saved, saved.new_zeros(B, N, H)], dim=-1)
-        out, lse = operands.attend()
-        saved = query.new_zeros(B, N, H * count)
-        saved[..., :H] = lse
-        saved[..., -1] = 1
-        of_query, empty = operands.half_squares(0), self._rows_without_edges()
+            return out, lse, torch.cat([saved, saved.new_zeros(B, N, 2 * H)], dim=-1)
+        operands = _Operands.of(inputs, self.options)
+        out, fused_lse = operands.attend()
+        lse, of_query, empty = fused_lse, operands.half_squares(0), self._rows_without_edges()
         if of_query is not None:
             lse = lse + of_query.transpose(1, 2)
         if empty is not None:
             out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+        sound = operands.sound[:, None]
+        of_other = lse.new_zeros(B, N, H * saved_per_head(self.other))
+        if not bool(sound.all()):
+            other_out, other_lse, of_other = self.other.forward(inputs)
+            out = torch.where(sound[..., None], out, other_out)
+            lse = torch.where(sound, lse, other_lse)
+        saved = torch.cat([of_other, fused_lse, sound.to(lse.dtype).expand(B, N, H)], dim=-1)
         return out.contiguous(), lse.contiguous(), saved
 
     def _rows_without_edges(self) -> Tensor | None:
@@ -89,18 +105,31 @@ class WholePlan:
     ) -> Gradients:
         """Gradients of the inputs; fused attention computes the logits of every tile again."""
         H = out.shape[2]
-        if saved.numel() == 0 or not bool(saved[0, 0, -1]):
-            return self.other.backward(inputs, out, saved[..., :-H], d_out, d_lse)
-        operands, empty = _Operands.of(inputs, self.options), self._rows_without_edges()
+        of_other, lse, sound = saved[..., : -2 * H], saved[..., -2 * H : -H], saved[..., -H:] > 0
+        upstream = out, d_out, d_lse
+        if not bool(sound.any()):
+            return self.other.backward(inputs, out, of_other, d_out, d_lse)
+        if bool(sound.all()):
+            return self._by_fused(inputs, lse, sound, *upstream)
+        by_fused = self._by_fused(inputs, lse, sound, *(_among(sound, x) for x in upstream))
+        _, d_out, d_lse = (_among(~sound, x) for x in upstream)
+        by_other = self.other.backward(inputs, out, of_other, d_out, d_lse)
+        query, key, value, scale = (a + b for a, b in zip(by_fused[:4], by_other[:4], strict=True))
+        return query, key, value, scale, None
+
+    def _by_fused(
+        self,
+        inputs: Inputs,
+        lse: Tensor,
+        sound: Tensor,
+        out: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+    ) -> Gradients:
+        empty = self._rows_without_edges()
         if empty is not None:
-            d_out = d_out.masked_fill(empty[..., None], 0)
-            d_lse = None if d_lse is None else d_lse.masked_fill(empty, 0)
-        if operands is not None:
-            gradients = operands.gradients(out, saved[..., :H], d_out, d_lse)
-            if gradients is not None:
-                return gradients
-        out, _, saved = self.other.forward(inputs)
-        return self.other.backward(inputs, out, saved, d_out, d_lse)
+            d_out, d_lse = _among(~empty, d_out), _among(~empty, d_lse)
+        return _Operands.of(inputs, self.options, sound[:, 0]).gradients(out, lse, d_out, d_lse)
 
     def backward_from_log_sums(
         self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
@@ -111,17 +140,26 @@ class WholePlan:
         return self.other.by_autograd(inputs)
 
 
+def _among(rows: Tensor, x: Any) -> Any:
+    """x [B, N, H, ...] with zeros outside of these rows [B, N, H]; None if x is."""
+    if x is None:
+        return None
+    return x.masked_fill(~(rows[..., None] if x.dim() > rows.dim() else rows), 0)
+
+
 @dataclass
 class _Operands:
     """Tensors of fused attention, [B, H, tokens, features], in which heads come before tokens.
 
     Attributes:
         kv_heads: Hk; key and value are repeated for the query heads that share them.
-        query, key, value: query and key of a Gaussian kernel minus the mean of all keys.
+        query, key, value: query and key of a Gaussian kernel minus the mean of all keys. Those of
+            heads that are not sound are 0.
         scale: [H, 1, 1], by which queries are multiplied.
         squares: |x|^2 of queries and keys of a Gaussian kernel, [B, H, tokens]; None for dot
             products.
         mask: 0 for valid sources and -inf for others, [B, 1, 1, M]; None if all are valid.
+        sound: whether the numbers of a sample and head are finite and not too large, [B, H].
     """
 
     kv_heads: int
@@ -131,26 +169,30 @@ class _Operands:
     scale: Tensor
     squares: tuple[Tensor, Tensor] | None
     mask: Tensor | None
+    sound: Tensor
 
     @classmethod
-    def of(cls, inputs: Inputs, options: PlanOptions) -> _Operands | None:
-        """The operands of a call; None if its numbers are not finite, or too large."""
+    def of(cls, inputs: Inputs, options: PlanOptions, sound: Tensor | None = None) -> _Operands:
+        """The operands of a call; `sound` is computed if it is None."""
         H, kv_heads, scale = inputs[0].shape[2], inputs[1].shape[2], inputs[3][:, None, None]
         query, key, value = (repeat_heads(x, H).transpose(1, 2) for x in inputs[:3])
-        is_rbf, of_source = options.score == "rbf", options.valid[1]
-        if is_rbf:  # all queries see all keys, so no query sees what it must not
+        if options.score == "rbf":  # all queries see all keys, so no query sees what it must not
             centre = key.mean(2, keepdim=True)
             query, key = query - centre, key - centre
         norms = [torch.linalg.vector_norm(x, dim=-1) for x in (query, key)]
-        products = norms[0].amax(-1) * norms[1].amax(-1) * scale[:, 0, 0].abs()
-        if not bool((products <= (LARGEST_RBF if is_rbf else LARGEST_DOT)).all()):  # or NaN
-            return None
-        mask = None
+        if sound is None:
+            largest = norms[0].amax(-1) * norms[1].amax(-1) * scale[:, 0, 0].abs()
+            sound = (largest <= LARGEST[str(options.score)]) & value.sum((2, 3)).isfinite()
+        if not bool(sound.all()):
+            unsound = ~sound[..., None, None]
+            query, key, value = (x.masked_fill(unsound, 0) for x in (query, key, value))
+            norms = [x.masked_fill(unsound[..., 0], 0) for x in norms]
+        mask, of_source = None, options.valid[1]
         if of_source is not None:
             mask = query.new_zeros(of_source.shape).masked_fill_(~of_source, -torch.inf)
             mask = mask[:, None, None]
-        squares = (norms[0].square_(), norms[1].square_()) if is_rbf else None
-        return cls(kv_heads, query, key, value, scale, squares, mask)
+        squares = (norms[0].square_(), norms[1].square_()) if options.score == "rbf" else None
+        return cls(kv_heads, query, key, value, scale, squares, mask, sound)
 
     def half_squares(self, of: int) -> Tensor | None:
         """-scale |x|^2 / 2 of queries (0) or keys (1), [B, H, tokens]; None for dot products."""
@@ -166,10 +208,8 @@ class _Operands:
         out, lse = FUSED(*tensors, attn_mask=mask, scale=1.0)
         return out[..., : self.value.shape[-1]].transpose(1, 2), lse.transpose(1, 2)
 
-    def gradients(
-        self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
-    ) -> Gradients | None:
-        """Gradients of the inputs from tensors [B, N, H, ...]; None if some are not finite.
+    def gradients(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
+        """Gradients of the inputs, from tensors [B, N, H, ...].
 
         One more feature carries what fused attention does not know. In `out` it is -d_lse and in
         `d_out` 1, because the gradient of a log-sum enters where the sum of out * d_out does. In
@@ -192,25 +232,26 @@ class _Operands:
         d_scaled, d_key, d_value = FUSED_BACKWARD(
             *tensors, lse[..., 0].contiguous(), 0.0, False, attn_mask=self.mask, scale=1.0
         )
+        pull, d_key = d_key[..., D : D + 1], d_key[..., :D]
         d_scaled, d_value = d_scaled[..., :D], d_value[..., :Dv]
-        d_query, d_scale = d_scaled * self.scale, (d_scaled * query).sum((2, 3))
+        d_query, d_scale = d_scaled * self.scale, (d_scaled * query).sum((0, 2, 3))
         if self.squares is not None:
-            pull, d_key = d_key[..., D : D + 1], d_key[..., :D]
             d_key = d_key - self.key * pull * self.scale
-            d_scale = d_scale - (self.squares[1] * pull[..., 0]).sum(2) / 2
+            d_scale = d_scale - (self.squares[1] * pull[..., 0]).sum((0, 2)) / 2
             if d_lse is not None:
                 d_query = d_query - query * d_lse * self.scale
-                d_scale = d_scale - (self.squares[0] * d_lse[..., 0]).sum(2) / 2
-        else:
-            d_key = d_key[..., :D]
-        if not all(math.isfinite(x.sum()) for x in (d_query, d_key, d_value)):
-            return None
+                d_scale = d_scale - (self.squares[0] * d_lse[..., 0]).sum((0, 2)) / 2
         d_key, d_value = (
             x.unflatten(1, (self.kv_heads, -1)).sum(2) if self.kv_heads < x.shape[1] else x
             for x in (d_key, d_value)
         )
-        d_query, d_key, d_value = (x.transpose(1, 2) for x in (d_query, d_key, d_value))
-        return d_query, d_key, d_value, d_scale.sum(0), None
+        return (
+            d_query.transpose(1, 2),
+            d_key.transpose(1, 2),
+            d_value.transpose(1, 2),
+            d_scale,
+            None,
+        )
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
