@@ -1,4 +1,4 @@
-"""Complete graphs by torch's fused attention: values, gradients, and what a bad number reaches."""
+"""Complete and causal graphs by fused attention: values, gradients, what a bad number reaches."""
 
 import pytest
 import torch
@@ -8,22 +8,29 @@ from graphattn.kernels.cpu import library
 from graphattn.ops.attention.structured import whole
 
 FAST = ["structured"] + ["native"] * (library.library() is not None)
-SIZES = [(20, 20, 2, 2, 8, 8), (33, 17, 4, 2, 16, 24), (5, 40, 3, 3, 5, 3)]
+SIZES = {  # targets, sources, heads, heads of keys, features, features of values
+    "complete": (20, 20, 2, 2, 8, 8),
+    "more targets": (33, 17, 4, 2, 16, 24),
+    "few targets": (5, 40, 3, 3, 5, 3),
+    "causal": (40, 40, 4, 2, 16, 16),
+}
 
 
 @pytest.fixture(autouse=True)
 def always_fused(monkeypatch):
     """Few tokens, too, are computed by fused attention."""
-    monkeypatch.setattr(whole, "FEWEST", dict.fromkeys(whole.FEWEST, (1, 1)))
+    monkeypatch.setattr(whole, "FEWEST", dict.fromkeys(whole.FEWEST, (1, 1, 1, 1)))
 
 
-def problem(N, M, heads, kv_heads, D, Dv, seed=0):
+def problem(name, seed=0):
     """A graph, query, key and value of two samples, and a number per head."""
+    N, M, heads, kv_heads, D, Dv = SIZES[name]
     generator = torch.Generator().manual_seed(seed)
     shapes = (2, N, heads, D), (2, M, kv_heads, D), (2, M, kv_heads, Dv)
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     per_head = 1.5 + torch.rand(heads, generator=generator, dtype=torch.float64)
-    return ga.bipartite_complete_graph(N, M), tensors, per_head
+    graph = ga.causal_graph(N) if name == "causal" else ga.bipartite_complete_graph(N, M)
+    return graph, tensors, per_head
 
 
 def results(score, graph, tensors, per_head, backend, dtype=torch.float64, used="out", **options):
@@ -48,14 +55,14 @@ def results(score, graph, tensors, per_head, backend, dtype=torch.float64, used=
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("masked", ["all valid", "some", "none in a sample"])
 @pytest.mark.parametrize("used", ["out", "lse", "both"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("score", ["dot", "rbf"])
-def test_values_and_gradients_are_those_of_the_reference(score, sizes, used, masked, backend):
-    case = problem(*sizes)
+def test_values_and_gradients_are_those_of_the_reference(score, name, used, masked, backend):
+    case = problem(name)
     options = {}
     if masked != "all valid":
         generator = torch.Generator().manual_seed(2)
-        valid = [torch.rand(2, n, generator=generator) > 0.3 for n in sizes[:2]]
+        valid = [torch.rand(2, n, generator=generator) > 0.3 for n in SIZES[name][:2]]
         valid[1][1] &= masked == "some"
         options["valid"] = tuple(valid)
     exact = results(score, *case, "reference", used=used, **options)
@@ -70,18 +77,22 @@ def test_values_and_gradients_are_those_of_the_reference(score, sizes, used, mas
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("score", ["dot", "rbf"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e5])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_bad_number_changes_no_bit_of_other_heads(score, bad, which, backend):
-    graph, tensors, per_head = problem(20, 20, 2, 2, 8, 8)
-    tensors = [x.float() for x in tensors]
-    clean = results(score, graph, tensors, per_head.float(), backend, torch.float32)
-    tensors[which][1, 3, 1, 2] = bad
-    dirty = results(score, graph, tensors, per_head.float(), backend, torch.float32)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("name", ["complete", "causal"])
+def test_a_bad_number_changes_no_bit_of_rows_that_do_not_see_it(name, score, bad, which, backend):
+    graph, tensors, per_head = problem(name)
+    tensors, per_head, where = [x.float() for x in tensors], per_head.float(), 12
+    clean = results(score, graph, tensors, per_head, backend, torch.float32)
+    tensors[["query", "key", "value"].index(which)][1, where, 1, 2] = bad
+    dirty = results(score, graph, tensors, per_head, backend, torch.float32)
     exact = results(score, graph, tensors, per_head, "reference", torch.float32)
-    untouched = torch.ones(2, 20, 2, dtype=torch.bool)
-    untouched[1, :, 1] = False
-    for mine, before in zip(dirty[:5], clean[:5], strict=True):
-        assert torch.equal(mine[untouched], before[untouched])
+    heads, kv_heads = SIZES[name][2:4]
+    unseen = torch.ones(2, len(clean[0][0]), heads, dtype=torch.bool)
+    of_head = slice(1, 2) if which == "query" else slice(heads // kv_heads, 2 * heads // kv_heads)
+    rows = slice(where, where + 1) if which == "query" else slice(where * (name == "causal"), None)
+    unseen[1, rows, of_head] = False
+    for mine, before in zip(dirty[:3], clean[:3], strict=True):
+        assert torch.equal(mine[unseen], before[unseen])
     for mine, truth in zip(dirty[:2], exact[:2], strict=True):
         if bad == torch.inf:  # weights of infinite logits are NaN, and fast backends say so for all
             mine, truth = mine.isfinite(), truth.isfinite() & mine.isfinite()
@@ -89,9 +100,24 @@ def test_a_bad_number_changes_no_bit_of_other_heads(score, bad, which, backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
-def test_keys_far_from_each_other_keep_their_digits(backend):
+@pytest.mark.parametrize("score", ["dot", "rbf"])
+def test_features_need_not_lie_side_by_side(score, backend):
+    graph, tensors, per_head = problem("causal")
+    apart = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors]
+    assert all(x.stride(-1) != 1 for x in apart)
+    for mine, truth in zip(
+        results(score, graph, apart, per_head, backend),
+        results(score, graph, tensors, per_head, backend),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, truth)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("name", ["complete", "causal"])
+def test_keys_far_from_each_other_keep_their_digits(name, backend):
     """Products would lose them; the sizes are seen, and the distances computed by differences."""
-    graph, tensors, per_head = problem(20, 20, 2, 2, 8, 8)
+    graph, tensors, per_head = problem(name)
     for x in tensors[:2]:
         x[:, ::2] += 1e4
     exact = results("rbf", graph, tensors, per_head, "reference")
@@ -103,8 +129,9 @@ def test_keys_far_from_each_other_keep_their_digits(backend):
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("score", ["dot", "rbf"])
-def test_second_derivatives_are_those_of_the_reference(score, backend):
-    graph, tensors, per_head = problem(9, 7, 2, 1, 4, 4)
+@pytest.mark.parametrize("name", ["more targets", "causal"])
+def test_second_derivatives_are_those_of_the_reference(name, score, backend):
+    graph, tensors, per_head = problem(name)
     found = []
     for name in ("reference", backend):
         leaves = [x.clone().requires_grad_() for x in tensors]
@@ -125,7 +152,7 @@ def test_it_is_used(monkeypatch):
     calls = []
     fused = whole.FUSED
     monkeypatch.setattr(whole, "FUSED", lambda *a, **k: calls.append(1) or fused(*a, **k))
-    graph, tensors, per_head = problem(20, 20, 2, 2, 8, 8)
+    graph, tensors, per_head = problem("complete")
     for backend in FAST:
         results("rbf", graph, tensors, per_head, backend)
     assert len(calls) == len(FAST)

@@ -13,7 +13,7 @@ from graphattn.graphs.structures.bands import has_bands
 from graphattn.graphs.structures.composites import Parts, Union
 from graphattn.graphs.structures.grid_blocks import GridBlocks
 from graphattn.graphs.structures.sections import Section
-from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
+from graphattn.graphs.structures.structure import Band, Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.ops.attention.logits.score import Kernel, Score
@@ -205,10 +205,9 @@ def _plan(
     """
     if isinstance(structure, GridBlocks) or has_bands(structure):
         plan = kernels.tiles(structure, options, table=table, pairs=pairs)
-        is_whole = isinstance(structure, Complete) and structure.num_edges() > 0
-        if is_whole and not (table or pairs) and like.device.type == "cpu" and suits(options):
-            return WholePlan(plan, options, kernels is not OPERATIONS)
-        return plan
+        if table or pairs or like.device.type != "cpu" or not suits(structure, options):
+            return plan
+        return WholePlan(plan, options, kernels is not OPERATIONS, isinstance(structure, Band))
     apart = options.top_k is None and not table  # whether a row may be merged from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []

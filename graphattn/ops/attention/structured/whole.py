@@ -1,4 +1,4 @@
-"""Attention over complete graphs by torch's fused attention, the fastest there is on most CPUs.
+"""Attention over complete and causal graphs by torch's fused attention, where that is fastest.
 
 Fused attention knows scaled dot products and a mask. The logit of a Gaussian kernel is
 ``s q . k - s |k|^2 / 2`` but for a number per row, so -s |k|^2 / 2 is its mask, or one more
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphattn.graphs.structures.structure import Band, Complete, GraphStructure
 from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.tensors import featurewise
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
@@ -25,38 +27,49 @@ from graphattn.ops.attention.structured.recompute import (
 )
 from graphattn.ops.inputs import repeat_heads
 
+NEVER = 1 << 62
 # The largest scale * |q| |k| that is left to fused attention, because its backward pass rounds
 # logits in another way than its forward pass. Those of a Gaussian kernel are differences, too.
 LARGEST = {"dot": 1024.0, "rbf": 64.0}
-# From how many targets on fused attention is faster than the C++ code of each instruction set
-# (docs/log.md, "whole sequences"), and for features wider than 64. Operations of torch: from 1 on.
+# From how many targets on fused attention is faster than the C++ code of each instruction set, over
+# complete and over causal graphs, and the same for more than 64 features (docs/log.md, "whole
+# sequences"). It always is faster than operations of torch.
 FEWEST = {
-    ("AVX-512", "dot"): (4096, 512), ("AVX-512", "rbf"): (512, 512),
-    ("AVX2", "dot"): (128, 128), ("AVX2", "rbf"): (256, 128),
-    ("baseline", "dot"): (128, 64), ("baseline", "rbf"): (128, 64),
+    ("AVX-512", "dot"): (4096, 512, NEVER, 4096), ("AVX-512", "rbf"): (512, 512, NEVER, 4096),
+    ("AVX2", "dot"): (128, 128, 1024, 1024), ("AVX2", "rbf"): (256, 128, 1024, 1024),
+    ("baseline", "dot"): (128, 64, 256, 256), ("baseline", "rbf"): (128, 64, 256, 256),
 }  # fmt: skip
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns log-sums, too
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def suits(options: PlanOptions) -> bool:
-    """Whether a call has no option that fused attention does not know."""
-    known = options.score in LARGEST
-    return known and (options.top_k, options.softcap, options.dropout) == (None, None, None)
+def suits(structure: GraphStructure, options: PlanOptions) -> bool:
+    """Whether fused attention knows a graph, which has edges, and all options."""
+    match structure:
+        case Complete():
+            known = structure.num_edges() > 0
+        case Band(num_tokens, before, 0, dilation=1, self_loops=True):
+            known = 0 < num_tokens <= before + 1
+        case _:
+            known = False
+    plain = (options.top_k, options.softcap, options.dropout) == (None, None, None)
+    return known and plain and options.score in LARGEST
 
 
 @dataclass
 class WholePlan:
-    """Attention over a complete graph; see :class:`~.recompute.Plan`.
+    """Attention over a complete or causal graph; see :class:`~.recompute.Plan`.
 
     `other` computes what fused attention cannot: few targets, what is differentiated twice, and
-    heads of samples whose numbers are too large or not finite. All other heads keep their bits.
-    Saved are what `other` saves, the log-sums of fused attention, and which heads are its.
+    rows that are not *sound*, because numbers that they see are too large or not finite. What a row
+    does not see decides nothing. Saved are what `other` saves, the log-sums of fused attention, and
+    which rows are sound.
     """
 
     other: Plan
     options: PlanOptions
     compiled: bool  # whether `other` is C++ code
+    causal: bool  # whether the graph is causal, or complete
 
     @property
     def saved_per_head(self) -> int:
@@ -67,7 +80,7 @@ class WholePlan:
         if not self.compiled:
             return True
         fewest = FEWEST[library.instruction_set() or "baseline", str(self.options.score)]
-        return query.shape[1] >= fewest[query.shape[-1] > 64]
+        return query.shape[1] >= fewest[2 * self.causal + (query.shape[-1] > 64)]
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and what is saved."""
@@ -76,26 +89,28 @@ class WholePlan:
         if not self.is_faster(query):
             out, lse, saved = self.other.forward(inputs)
             return out, lse, torch.cat([saved, saved.new_zeros(B, N, 2 * H)], dim=-1)
-        operands = _Operands.of(inputs, self.options)
+        operands = _Operands.of(inputs, self.options, self.causal)
         out, fused_lse = operands.attend()
         lse, of_query, empty = fused_lse, operands.half_squares(0), self._rows_without_edges()
         if of_query is not None:
             lse = lse + of_query.transpose(1, 2)
         if empty is not None:
             out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
-        sound = operands.sound[:, None]
+        sound = operands.sound.transpose(1, 2)
         of_other = lse.new_zeros(B, N, H * saved_per_head(self.other))
         if not bool(sound.all()):
             other_out, other_lse, of_other = self.other.forward(inputs)
             out = torch.where(sound[..., None], out, other_out)
             lse = torch.where(sound, lse, other_lse)
-        saved = torch.cat([of_other, fused_lse, sound.to(lse.dtype).expand(B, N, H)], dim=-1)
+        saved = torch.cat([of_other, fused_lse, sound.to(lse.dtype)], dim=-1)
         return out.contiguous(), lse.contiguous(), saved
 
     def _rows_without_edges(self) -> Tensor | None:
-        """Mark invalid targets, and all of a sample without valid sources, bool [B, N, 1]."""
+        """Mark targets that are invalid or see no valid source, bool [B, N, 1]; None: none."""
         of_target, of_source = self.options.valid
-        alone = None if of_source is None else ~of_source.any(-1, keepdim=True)
+        alone = None
+        if of_source is not None:
+            alone = of_source.cumsum(-1) == 0 if self.causal else ~of_source.any(-1, keepdim=True)
         if of_target is None:
             return None if alone is None else alone[..., None]
         return (~of_target if alone is None else alone | ~of_target)[..., None]
@@ -129,7 +144,8 @@ class WholePlan:
         empty = self._rows_without_edges()
         if empty is not None:
             d_out, d_lse = _among(~empty, d_out), _among(~empty, d_lse)
-        return _Operands.of(inputs, self.options, sound[:, 0]).gradients(out, lse, d_out, d_lse)
+        operands = _Operands.of(inputs, self.options, self.causal, sound.transpose(1, 2))
+        return operands.gradients(out, lse, d_out, d_lse)
 
     def backward_from_log_sums(
         self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
@@ -153,13 +169,14 @@ class _Operands:
 
     Attributes:
         kv_heads: Hk; key and value are repeated for the query heads that share them.
-        query, key, value: query and key of a Gaussian kernel minus the mean of all keys. Those of
-            heads that are not sound are 0.
+        query, key, value: query and key of a Gaussian kernel minus a centre that all rows see.
+            Queries that are not sound are 0, and so are keys and values that are not finite.
         scale: [H, 1, 1], by which queries are multiplied.
         squares: |x|^2 of queries and keys of a Gaussian kernel, [B, H, tokens]; None for dot
             products.
         mask: 0 for valid sources and -inf for others, [B, 1, 1, M]; None if all are valid.
-        sound: whether the numbers of a sample and head are finite and not too large, [B, H].
+        sound: whether the numbers that a row sees are finite and not too large, [B, H, N].
+        causal: whether row i sees the keys up to i, or all.
     """
 
     kv_heads: int
@@ -170,29 +187,39 @@ class _Operands:
     squares: tuple[Tensor, Tensor] | None
     mask: Tensor | None
     sound: Tensor
+    causal: bool
 
     @classmethod
-    def of(cls, inputs: Inputs, options: PlanOptions, sound: Tensor | None = None) -> _Operands:
+    def of(
+        cls, inputs: Inputs, options: PlanOptions, causal: bool, sound: Tensor | None = None
+    ) -> _Operands:
         """The operands of a call; `sound` is computed if it is None."""
         H, kv_heads, scale = inputs[0].shape[2], inputs[1].shape[2], inputs[3][:, None, None]
         query, key, value = (repeat_heads(x, H).transpose(1, 2) for x in inputs[:3])
-        if options.score == "rbf":  # all queries see all keys, so no query sees what it must not
-            centre = key.mean(2, keepdim=True)
+        if options.score == "rbf":
+            centre = key[:, :, :1] if causal else key.mean(2, keepdim=True)
             query, key = query - centre, key - centre
-        norms = [torch.linalg.vector_norm(x, dim=-1) for x in (query, key)]
+        of_query, of_key = (torch.linalg.vector_norm(x, dim=-1) for x in (query, key))
+        of_value = value.sum(-1)
         if sound is None:
-            largest = norms[0].amax(-1) * norms[1].amax(-1) * scale[:, 0, 0].abs()
-            sound = (largest <= LARGEST[str(options.score)]) & value.sum((2, 3)).isfinite()
+            largest = of_key.cummax(-1).values if causal else of_key.amax(-1, keepdim=True)
+            total = of_value.cumsum(-1) if causal else of_value.sum(-1, keepdim=True)
+            largest = of_query * largest * scale[..., 0].abs()
+            sound = (largest <= LARGEST[str(options.score)]) & total.isfinite()  # False for NaN
         if not bool(sound.all()):
-            unsound = ~sound[..., None, None]
-            query, key, value = (x.masked_fill(unsound, 0) for x in (query, key, value))
-            norms = [x.masked_fill(unsound[..., 0], 0) for x in norms]
+            bad = ~(of_key.isfinite() & of_value.isfinite())
+            query, of_query = (
+                query.masked_fill(~sound[..., None], 0),
+                of_query.masked_fill(~sound, 0),
+            )
+            key, of_key = key.masked_fill(bad[..., None], 0), of_key.masked_fill(bad, 0)
+            value = value.masked_fill(bad[..., None], 0)
         mask, of_source = None, options.valid[1]
         if of_source is not None:
             mask = query.new_zeros(of_source.shape).masked_fill_(~of_source, -torch.inf)
             mask = mask[:, None, None]
-        squares = (norms[0].square_(), norms[1].square_()) if options.score == "rbf" else None
-        return cls(kv_heads, query, key, value, scale, squares, mask, sound)
+        squares = (of_query.square(), of_key.square()) if options.score == "rbf" else None
+        return cls(kv_heads, query, key, value, scale, squares, mask, sound, causal)
 
     def half_squares(self, of: int) -> Tensor | None:
         """-scale |x|^2 / 2 of queries (0) or keys (1), [B, H, tokens]; None for dot products."""
@@ -205,7 +232,7 @@ class _Operands:
             mask = of_key[:, :, None] if mask is None else mask + of_key[:, :, None]
         width = max(self.query.shape[-1], self.value.shape[-1])
         tensors = [_widened(x, width) for x in (self.query * self.scale, self.key, self.value)]
-        out, lse = FUSED(*tensors, attn_mask=mask, scale=1.0)
+        out, lse = FUSED(*tensors, is_causal=self.causal, attn_mask=mask, scale=1.0)
         return out[..., : self.value.shape[-1]].transpose(1, 2), lse.transpose(1, 2)
 
     def gradients(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
@@ -230,7 +257,7 @@ class _Operands:
         width = max(scaled.shape[-1], out.shape[-1])
         tensors = [_widened(x, width) for x in (d_out, scaled, key, value, out)]
         d_scaled, d_key, d_value = FUSED_BACKWARD(
-            *tensors, lse[..., 0].contiguous(), 0.0, False, attn_mask=self.mask, scale=1.0
+            *tensors, lse[..., 0].contiguous(), 0.0, self.causal, attn_mask=self.mask, scale=1.0
         )
         pull, d_key = d_key[..., D : D + 1], d_key[..., :D]
         d_scaled, d_value = d_scaled[..., :D], d_value[..., :Dv]
@@ -255,5 +282,8 @@ class _Operands:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """x with zeros added to its features: fused attention is fast only if all widths are equal."""
-    return functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+    """x with zeros added to its features, which lie side by side.
+
+    Fused attention is fast only if all widths are equal, and reads features as if side by side.
+    """
+    return functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else featurewise(x)
