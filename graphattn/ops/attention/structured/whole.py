@@ -37,7 +37,7 @@ LARGEST = {"dot": 1024.0, "rbf": 64.0}
 FEWEST = {
     ("AVX-512", "dot"): (4096, 512, NEVER, 4096), ("AVX-512", "rbf"): (512, 512, NEVER, 4096),
     ("AVX2", "dot"): (128, 128, 1024, 1024), ("AVX2", "rbf"): (256, 128, 1024, 1024),
-    ("baseline", "dot"): (128, 64, 256, 256), ("baseline", "rbf"): (128, 64, 256, 256),
+    ("baseline", "dot"): (128, 64, 1024, 512), ("baseline", "rbf"): (128, 64, 1024, 512),
 }  # fmt: skip
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns log-sums, too
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
