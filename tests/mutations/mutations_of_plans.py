@@ -5,6 +5,7 @@ from mutation import Mutation
 PLANS = "tests/distributed/test_plans.py"
 ROWS = f"{PLANS}::test_a_plan_has_the_rows_that_the_edges_need_and_no_others"
 
+WHOLE = "tests/ops/test_ops_whole.py"
 MUTATIONS = [
     Mutation(
         "an owner is read from the chunk after the one it owns",
@@ -54,5 +55,26 @@ MUTATIONS = [
         "bisect_right(structure.target_ptr, start) - 1",
         "bisect_right(structure.target_ptr, start + 1) - 1",
         (f"{ROWS}[batch-False]",),
+    ),
+    Mutation(
+        "fused attention gets features that do not lie side by side",
+        "graphattn/ops/attention/structured/whole.py",
+        "else featurewise(x)",
+        "else x",
+        (f"{WHOLE}::test_features_need_not_lie_side_by_side",),
+    ),
+    Mutation(
+        "the future decides how rows of a causal graph are computed",
+        "graphattn/ops/attention/structured/whole.py",
+        "of_key.cummax(-1).values if causal else",
+        "of_key.amax(-1, keepdim=True) if causal else",
+        (f"{WHOLE}::test_a_bad_number_changes_no_bit_of_rows_that_do_not_see_it",),
+    ),
+    Mutation(
+        "gradients of log-sums get lost in fused attention",
+        "graphattn/ops/attention/structured/whole.py",
+        "d_query = d_query - query * d_lse * self.scale",
+        "pass",
+        (f"{WHOLE}::test_values_and_gradients_are_those_of_the_reference",),
     ),
 ]

@@ -16,7 +16,7 @@ from graphattn.graphs.token_graph import decode
 from graphattn.ops.attention import native, structured
 from graphattn.ops.attention.calls import AttentionCall, Inputs
 from graphattn.ops.attention.logits.score import known_score
-from graphattn.ops.attention.structured.recompute import Plan, flattened
+from graphattn.ops.attention.structured.recompute import MOST_SAVED, Plan, flattened
 from graphattn.ops.attention.triton import KernelCall
 from graphattn.ops.inputs import compute_dtype
 from graphattn.ops.library.operators import GRAPH, Gradients, Results, Tensors, register
@@ -24,7 +24,7 @@ from graphattn.ops.library.operators import GRAPH, Gradients, Results, Tensors, 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (
     f"{GRAPH}, Tensor? seed, str score, int? top_k, bool per_offset, float? softcap, "
-    "float dropout, int saved_per_head, str backend, bool shared"
+    "float dropout, str backend, bool shared"
 )
 
 
@@ -32,11 +32,10 @@ def attend(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]; kernels take the inputs in their own dtype."""
     query, key, value, graph = call.query, call.key, call.value, call.graph
     shared = backend == "triton" and query is key and key is value
-    saved = native.most_saved_per_head(call.top_k) if backend == "native" else 1
     out, lse, _ = torch.ops.graphattn.attention(
         query, key, value, call.scale, call.bias, *call.valid, graph.code, graph.listed,
         call.seed, call.score.kernel, call.top_k, call.per_offset, call.softcap, call.dropout,
-        saved, backend, shared,
+        backend, shared,
     )  # fmt: skip
     return out, lse.transpose(-1, -2) if backend == "triton" else lse
 
@@ -88,15 +87,15 @@ def _shapes(inputs: Tensors, options: Any) -> Results:
 def _sizes(inputs: Tensors, options: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of the output, of the log-sums, and of the saved numbers.
 
-    Kernels write log-sums head by head. Plans save different amounts of numbers; `saved_per_head`
-    is the largest, to which others are padded.
+    Kernels write log-sums head by head. Plans save different amounts of numbers; `MOST_SAVED` is
+    the largest, to which others are padded.
     """
     query, _, value = inputs[:3]
     *batch, tokens, heads, _ = query.shape
     of_out = (*query.shape[:-1], value.shape[-1])
     if options.backend == "triton":
         return of_out, (*batch, heads, tokens), (*batch, heads, tokens)
-    return of_out, (*batch, tokens, heads), (*batch, tokens, heads * options.saved_per_head)
+    return of_out, (*batch, tokens, heads), (*batch, tokens, heads * MOST_SAVED)
 
 
 def _backward(

@@ -14,7 +14,6 @@ from graphattn.ops.attention.calls import AttentionCall
 from graphattn.ops.attention.native.bands import (
     NativeBandPlan,
     in_dtype_of_scale,
-    most_saved_per_head,
     native_tiles,
 )
 from graphattn.ops.attention.native.rows import native_rows
@@ -22,7 +21,7 @@ from graphattn.ops.attention.structured.plans import Kernels
 from graphattn.ops.attention.structured.recompute import run
 from graphattn.ops.inputs import may_be_differentiated
 
-__all__ = ["KERNELS", "attend", "most_saved_per_head"]
+__all__ = ["KERNELS", "attend"]
 
 KERNELS = Kernels(native_rows, native_tiles)
 

@@ -86,11 +86,6 @@ def native_tiles(structure: GraphStructure, options: PlanOptions) -> Plan:
     return NativeBandPlan(bands, slow)
 
 
-def most_saved_per_head(top_k: int | None) -> int:
-    """The most numbers that a plan of C++ code saves per row and head."""
-    return 2 if top_k is None else 4
-
-
 @dataclass
 class NativeBandPlan(Plan):
     """Attention over a table of sequences; see :class:`~..structured.recompute.Plan`.
@@ -110,7 +105,7 @@ class NativeBandPlan(Plan):
     @property
     def saved_per_head(self) -> int:
         """2: the largest logit and 1 / sum. With top_k 4: also the least selected and its place."""
-        return most_saved_per_head(self.slow.options.top_k) + self.keeps_outputs
+        return (2 if self.slow.options.top_k is None else 4) + self.keeps_outputs
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the numbers from which the backward pass computes the weights."""

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from graphattn.graphs.structures.bands import has_bands
 from graphattn.graphs.structures.composites import Parts, Section, Union
 from graphattn.graphs.structures.grid_blocks import GridBlocks
-from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
+from graphattn.graphs.structures.structure import Band, Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import kept_for_training
 from graphattn.ops.attention.calls import AttentionCall, Inputs
@@ -34,6 +34,7 @@ from graphattn.ops.attention.structured.recompute import (
     unused_rows,
     zeros_like,
 )
+from graphattn.ops.attention.structured.whole import WholePlan, suits
 from graphattn.ops.inputs import keep_freed_memory
 
 SHORT = 128  # tokens: in shorter sequences, global tokens are not computed apart
@@ -152,7 +153,10 @@ def _plan(
 ) -> Plan:
     """A plan of tiles if the graph has tiles, of parts if that is faster, of rows otherwise."""
     if isinstance(structure, GridBlocks) or has_bands(structure):
-        return kernels.tiles(structure, options)
+        plan = kernels.tiles(structure, options)
+        if device.type != "cpu" or not suits(structure, options):
+            return plan
+        return WholePlan(plan, options, kernels is not OPERATIONS, isinstance(structure, Band))
     # Whether a row may be merged from parts.
     apart = options.top_k is None and options.bias is None
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):

@@ -1,0 +1,281 @@
+"""Attention over complete and causal graphs by torch's fused attention, where that is fastest.
+
+Fused attention knows scaled dot products and a mask. The logit of a Gaussian kernel is
+``s q . k - s |k|^2 / 2`` but for a number per row, so -s |k|^2 / 2 is its mask, or one more
+feature of the keys where its gradient is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphattn.graphs.structures.structure import Band, Complete, GraphStructure
+from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.tensors import featurewise
+from graphattn.ops.attention.calls import Inputs
+from graphattn.ops.attention.structured.recompute import Gradients, Plan, PlanOptions
+from graphattn.ops.inputs import repeat_heads
+
+NEVER = 1 << 62
+# The largest scale * |q| |k| that is left to fused attention, because its backward pass rounds
+# logits in another way than its forward pass. Those of a Gaussian kernel are differences, too.
+LARGEST = {"dot": 1024.0, "rbf": 64.0}
+# From how many targets on fused attention is faster than the C++ code of each instruction set, over
+# complete and over causal graphs, and the same for more than 64 features (docs/log.md, "whole
+# sequences"). It always is faster than operations of torch.
+FEWEST = {
+    ("AVX-512", "dot"): (4096, 512, NEVER, 4096), ("AVX-512", "rbf"): (512, 512, NEVER, 4096),
+    ("AVX2", "dot"): (128, 128, 1024, 1024), ("AVX2", "rbf"): (256, 128, 1024, 1024),
+    ("baseline", "dot"): (128, 64, 1024, 512), ("baseline", "rbf"): (128, 64, 1024, 512),
+}  # fmt: skip
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns log-sums, too
+FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def suits(structure: GraphStructure, options: PlanOptions) -> bool:
+    """Whether fused attention knows a graph, which has edges, and all options."""
+    match structure:
+        case Complete():
+            known = structure.num_edges() > 0
+        case Band(num_tokens, before, 0, dilation=1, self_loops=True):
+            known = 0 < num_tokens <= before + 1
+        case _:
+            known = False
+    plain = options == PlanOptions(options.score)
+    return known and plain and options.score in LARGEST
+
+
+@dataclass
+class WholePlan(Plan):
+    """Attention over a complete or causal graph; see :class:`~.recompute.Plan`.
+
+    `other` computes what fused attention cannot: few targets, what is differentiated twice, and
+    rows that are not *sound*, because numbers that they see are too large or not finite. What a row
+    does not see decides nothing. Saved are what `other` saves, the log-sums of fused attention, and
+    which rows are sound.
+    """
+
+    other: Plan
+    options: PlanOptions
+    compiled: bool  # whether `other` is C++ code
+    causal: bool  # whether the graph is causal, or complete
+
+    @property
+    def saved_per_head(self) -> int:
+        return self.other.saved_per_head + 2
+
+    def is_faster(self, query: Tensor) -> bool:
+        """Whether fused attention is faster than `other`."""
+        if not self.compiled:
+            return True
+        fewest = FEWEST[library.instruction_set() or "baseline", str(self.options.score)]
+        return query.shape[1] >= fewest[2 * self.causal + (query.shape[-1] > 64)]
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, log-sums, and what is saved."""
+        query = inputs.query
+        B, N, H, _ = query.shape
+        if not self.is_faster(query):
+            out, lse, saved = self.other.forward(inputs)
+            return out, lse, torch.cat([saved, saved.new_zeros(B, N, 2 * H)], dim=-1)
+        operands = _Operands.of(inputs, self.options.score, self.causal)
+        out, fused_lse = operands.attend()
+        lse, of_query, empty = fused_lse, operands.half_squares(0), self._rows_without_edges(inputs)
+        if of_query is not None:
+            lse = lse + of_query.transpose(1, 2)
+        if empty is not None:
+            out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+        sound = operands.sound.transpose(1, 2)
+        of_other = lse.new_zeros(B, N, H * self.other.saved_per_head)
+        if not bool(sound.all()):
+            other_out, other_lse, of_other = self.other.forward(inputs)
+            out = torch.where(sound[..., None], out, other_out)
+            lse = torch.where(sound, lse, other_lse)
+        saved = torch.cat([of_other, fused_lse, sound.to(lse.dtype)], dim=-1)
+        return out.contiguous(), lse.contiguous(), saved
+
+    def _rows_without_edges(self, inputs: Inputs) -> Tensor | None:
+        """Mark targets that are invalid or see no valid source, bool [B, N, 1]; None: none."""
+        of_target, of_source, _ = inputs.masks
+        alone = None
+        if of_source is not None:
+            alone = of_source.cumsum(-1) == 0 if self.causal else ~of_source.any(-1, keepdim=True)
+        if of_target is None:
+            return None if alone is None else alone[..., None]
+        return (~of_target if alone is None else alone | ~of_target)[..., None]
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients of the inputs; fused attention computes the logits of every tile again."""
+        H = out.shape[2]
+        of_other, lse, sound = saved[..., : -2 * H], saved[..., -2 * H : -H], saved[..., -H:] > 0
+        upstream = out, d_out, d_lse
+        if not bool(sound.any()):
+            return self.other.backward(inputs, out, of_other, d_out, d_lse)
+        if bool(sound.all()):
+            return self._by_fused(inputs, lse, sound, *upstream)
+        by_fused = self._by_fused(inputs, lse, sound, *(_among(sound, x) for x in upstream))
+        _, d_out, d_lse = (_among(~sound, x) for x in upstream)
+        by_other = self.other.backward(inputs, out, of_other, d_out, d_lse)
+        query, key, value, scale = (a + b for a, b in zip(by_fused[:4], by_other[:4], strict=True))
+        return query, key, value, scale, None
+
+    def _by_fused(
+        self,
+        inputs: Inputs,
+        lse: Tensor,
+        sound: Tensor,
+        out: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+    ) -> Gradients:
+        empty = self._rows_without_edges(inputs)
+        if empty is not None:
+            d_out, d_lse = _among(~empty, d_out), _among(~empty, d_lse)
+        operands = _Operands.of(inputs, self.options.score, self.causal, sound.transpose(1, 2))
+        return operands.gradients(out, lse, d_out, d_lse)
+
+    def backward_from_log_sums(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> Gradients | None:
+        return self.other.backward_from_log_sums(inputs, out, lse, d_out, d_lse)
+
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return self.other.by_autograd(inputs)
+
+
+def _among(rows: Tensor, x: Any) -> Any:
+    """x [B, N, H, ...] with zeros outside of these rows [B, N, H]; None if x is."""
+    if x is None:
+        return None
+    return x.masked_fill(~(rows[..., None] if x.dim() > rows.dim() else rows), 0)
+
+
+@dataclass
+class _Operands:
+    """Tensors of fused attention, [B, H, tokens, features], in which heads come before tokens.
+
+    Attributes:
+        kv_heads: Hk; key and value are repeated for the query heads that share them.
+        query, key, value: query and key of a Gaussian kernel minus a centre that all rows see.
+            Queries that are not sound are 0, and so are keys and values that are not finite.
+        scale: [H, 1, 1], by which queries are multiplied.
+        squares: |x|^2 of queries and keys of a Gaussian kernel, [B, H, tokens]; None for dot
+            products.
+        mask: 0 for valid sources and -inf for others, [B, 1, 1, M]; None if all are valid.
+        sound: whether the numbers that a row sees are finite and not too large, [B, H, N].
+        causal: whether row i sees the keys up to i, or all.
+    """
+
+    kv_heads: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: Tensor
+    squares: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+    sound: Tensor
+    causal: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs, score: Any, causal: bool, sound: Tensor | None = None) -> _Operands:
+        """The operands of a call; `sound` is computed if it is None."""
+        H, kv_heads, scale = inputs.query.shape[2], inputs.key.shape[2], inputs.scale[:, None, None]
+        query, key, value = (repeat_heads(x, H).transpose(1, 2) for x in inputs[:3])
+        if score == "rbf":
+            centre = key[:, :, :1] if causal else key.mean(2, keepdim=True)
+            query, key = query - centre, key - centre
+        of_query, of_key = (torch.linalg.vector_norm(x, dim=-1) for x in (query, key))
+        of_value = value.sum(-1)
+        if sound is None:
+            largest = of_key.cummax(-1).values if causal else of_key.amax(-1, keepdim=True)
+            total = of_value.cumsum(-1) if causal else of_value.sum(-1, keepdim=True)
+            largest = of_query * largest * scale[..., 0].abs()
+            sound = (largest <= LARGEST[score]) & total.isfinite()  # False for NaN
+        if not bool(sound.all()):
+            bad = ~(of_key.isfinite() & of_value.isfinite())
+            query, of_query = (
+                query.masked_fill(~sound[..., None], 0),
+                of_query.masked_fill(~sound, 0),
+            )
+            key, of_key = key.masked_fill(bad[..., None], 0), of_key.masked_fill(bad, 0)
+            value = value.masked_fill(bad[..., None], 0)
+        mask, of_source = None, inputs.masks.sources
+        if of_source is not None:
+            mask = query.new_zeros(of_source.shape).masked_fill_(~of_source, -torch.inf)
+            mask = mask[:, None, None]
+        squares = (of_query.square(), of_key.square()) if score == "rbf" else None
+        return cls(kv_heads, query, key, value, scale, squares, mask, sound, causal)
+
+    def half_squares(self, of: int) -> Tensor | None:
+        """-scale |x|^2 / 2 of queries (0) or keys (1), [B, H, tokens]; None for dot products."""
+        return None if self.squares is None else self.squares[of] * (self.scale[..., 0] / -2)
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Output [B, N, H, Dv] and log-sums [B, N, H], without half squares of queries."""
+        mask, of_key = self.mask, self.half_squares(1)
+        if of_key is not None:
+            mask = of_key[:, :, None] if mask is None else mask + of_key[:, :, None]
+        width = max(self.query.shape[-1], self.value.shape[-1])
+        tensors = [_widened(x, width) for x in (self.query * self.scale, self.key, self.value)]
+        out, lse = FUSED(*tensors, is_causal=self.causal, attn_mask=mask, scale=1.0)
+        return out[..., : self.value.shape[-1]].transpose(1, 2), lse.transpose(1, 2)
+
+    def gradients(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
+        """Gradients of the inputs, from tensors [B, N, H, ...].
+
+        One more feature carries what fused attention does not know. In `out` it is -d_lse and in
+        `d_out` 1, because the gradient of a log-sum enters where the sum of out * d_out does. In
+        queries of a Gaussian kernel it is 1 and in keys the half square, whose gradient is the sum
+        of the gradients of all logits of a key.
+        """
+        D, Dv = self.query.shape[-1], self.value.shape[-1]
+        out, lse, d_out = (x.transpose(1, 2) for x in (out, lse[..., None], d_out))
+        query, key, value, scaled = self.query, self.key, self.value, self.query * self.scale
+        of_key = self.half_squares(1)
+        if of_key is not None:
+            scaled = torch.cat([scaled, torch.ones_like(lse)], dim=-1)
+            key = torch.cat([key, of_key[..., None]], dim=-1)
+        if d_lse is not None:
+            d_lse = d_lse.transpose(1, 2)[..., None]
+            out = torch.cat([out, -d_lse], dim=-1)
+            d_out = torch.cat([d_out, torch.ones_like(d_lse)], dim=-1)
+        width = max(scaled.shape[-1], out.shape[-1])
+        tensors = [_widened(x, width) for x in (d_out, scaled, key, value, out)]
+        d_scaled, d_key, d_value = FUSED_BACKWARD(
+            *tensors, lse[..., 0].contiguous(), 0.0, self.causal, attn_mask=self.mask, scale=1.0
+        )
+        pull, d_key = d_key[..., D : D + 1], d_key[..., :D]
+        d_scaled, d_value = d_scaled[..., :D], d_value[..., :Dv]
+        d_query, d_scale = d_scaled * self.scale, (d_scaled * query).sum((0, 2, 3))
+        if self.squares is not None:
+            d_key = d_key - self.key * pull * self.scale
+            d_scale = d_scale - (self.squares[1] * pull[..., 0]).sum((0, 2)) / 2
+            if d_lse is not None:
+                d_query = d_query - query * d_lse * self.scale
+                d_scale = d_scale - (self.squares[0] * d_lse[..., 0]).sum((0, 2)) / 2
+        d_key, d_value = (
+            x.unflatten(1, (self.kv_heads, -1)).sum(2) if self.kv_heads < x.shape[1] else x
+            for x in (d_key, d_value)
+        )
+        return (
+            d_query.transpose(1, 2),
+            d_key.transpose(1, 2),
+            d_value.transpose(1, 2),
+            d_scale,
+            None,
+        )
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """x with zeros added to its features, which lie side by side.
+
+    Fused attention is fast only if all widths are equal, and reads features as if side by side.
+    """
+    return functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else featurewise(x)
