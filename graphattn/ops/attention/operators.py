@@ -24,7 +24,7 @@ from graphattn.ops.library.operators import GRAPH, Gradients, Results, Tensors, 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (
     f"{GRAPH}, Tensor? seed, str score, int? top_k, bool per_offset, float? softcap, "
-    "float dropout, str backend, bool shared"
+    "float dropout, int saved_per_head, str backend, bool shared"
 )
 
 
@@ -35,7 +35,7 @@ def attend(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor]:
     out, lse, _ = torch.ops.graphattn.attention(
         query, key, value, call.scale, call.bias, *call.valid, graph.code, graph.listed,
         call.seed, call.score.kernel, call.top_k, call.per_offset, call.softcap, call.dropout,
-        backend, shared,
+        MOST_SAVED, backend, shared,
     )  # fmt: skip
     return out, lse.transpose(-1, -2) if backend == "triton" else lse
 
@@ -87,15 +87,16 @@ def _shapes(inputs: Tensors, options: Any) -> Results:
 def _sizes(inputs: Tensors, options: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of the output, of the log-sums, and of the saved numbers.
 
-    Kernels write log-sums head by head. Plans save different amounts of numbers; `MOST_SAVED` is
-    the largest, to which others are padded.
+    Kernels write log-sums head by head. Plans save different amounts of numbers; `saved_per_head`
+    is the largest, to which others are padded. It is an argument, because torch finds compiled
+    graphs again on disk, with the shapes of the version that compiled them.
     """
     query, _, value = inputs[:3]
     *batch, tokens, heads, _ = query.shape
     of_out = (*query.shape[:-1], value.shape[-1])
     if options.backend == "triton":
         return of_out, (*batch, heads, tokens), (*batch, heads, tokens)
-    return of_out, (*batch, tokens, heads), (*batch, tokens, heads * MOST_SAVED)
+    return of_out, (*batch, tokens, heads), (*batch, tokens, heads * options.saved_per_head)
 
 
 def _backward(

@@ -56,8 +56,8 @@ class WholePlan(Plan):
 
     `other` computes what fused attention cannot: few targets, what is differentiated twice, and
     rows that are not *sound*, because numbers that they see are too large or not finite. What a row
-    does not see decides nothing. Saved are what `other` saves, the log-sums of fused attention, and
-    which rows are sound.
+    does not see decides nothing. Saved are the log-sums of fused attention, which rows are sound,
+    and if some are not, what `other` saves.
     """
 
     other: Plan
@@ -82,7 +82,7 @@ class WholePlan(Plan):
         B, N, H, _ = query.shape
         if not self.is_faster(query):
             out, lse, saved = self.other.forward(inputs)
-            return out, lse, torch.cat([saved, saved.new_zeros(B, N, 2 * H)], dim=-1)
+            return out, lse, torch.cat([saved.new_zeros(B, N, 2 * H), saved], dim=-1)
         operands = _Operands.of(inputs, self.options.score, self.causal)
         out, fused_lse = operands.attend()
         lse, of_query, empty = fused_lse, operands.half_squares(0), self._rows_without_edges(inputs)
@@ -91,13 +91,13 @@ class WholePlan(Plan):
         if empty is not None:
             out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
         sound = operands.sound.transpose(1, 2)
-        of_other = lse.new_zeros(B, N, H * self.other.saved_per_head)
+        saved = [fused_lse, sound.to(lse.dtype)]
         if not bool(sound.all()):
             other_out, other_lse, of_other = self.other.forward(inputs)
+            saved.append(of_other)
             out = torch.where(sound[..., None], out, other_out)
             lse = torch.where(sound, lse, other_lse)
-        saved = torch.cat([of_other, fused_lse, sound.to(lse.dtype)], dim=-1)
-        return out.contiguous(), lse.contiguous(), saved
+        return out.contiguous(), lse.contiguous(), torch.cat(saved, dim=-1)
 
     def _rows_without_edges(self, inputs: Inputs) -> Tensor | None:
         """Mark targets that are invalid or see no valid source, bool [B, N, 1]; None: none."""
@@ -114,7 +114,7 @@ class WholePlan(Plan):
     ) -> Gradients:
         """Gradients of the inputs; fused attention computes the logits of every tile again."""
         H = out.shape[2]
-        of_other, lse, sound = saved[..., : -2 * H], saved[..., -2 * H : -H], saved[..., -H:] > 0
+        lse, sound, of_other = saved[..., :H], saved[..., H : 2 * H] > 0, saved[..., 2 * H :]
         upstream = out, d_out, d_lse
         if not bool(sound.any()):
             return self.other.backward(inputs, out, of_other, d_out, d_lse)
