@@ -115,7 +115,7 @@ class AttentionSteps(StreamingLayer):
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
         options = cache_dtype, window, self.top_k, self.softcap
         backend = step_kernel(self.backend, like, *options)
-        if backend is None or self.uses_propagate():
+        if backend is None or self.score().kernel is None or self.uses_propagate():
             return None
         return None if overridden_rows(self) or overridden_kernel(self) else backend
 

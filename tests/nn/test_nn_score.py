@@ -137,6 +137,17 @@ def test_padding_is_never_read(name: str) -> None:
     torch.testing.assert_close(results[0, :6], layer(x[0, :6], ga.complete_graph(6)), **EXACT)
 
 
+def test_steps_of_a_score_within_the_library_are_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods of the library's own layers count as shipped, but C++ code knows two scores only."""
+    monkeypatch.setattr(LaplacianAttention, "__module__", "graphattn.nn.laplacian")
+    layer = LaplacianAttention(DIM, HEADS).double()
+    x, graph = torch.randn(1, 12, DIM, dtype=torch.float64), ga.causal_window_graph(12, 5)
+    with torch.no_grad():
+        cache = layer.init_cache(1, window=5)
+        steps = torch.stack([layer.step(x[:, t], cache) for t in range(12)], dim=1)
+        torch.testing.assert_close(steps, layer(x, graph), **EXACT)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @EVERY
 def test_checkpoints_give_the_same_gradients(name: str, reentrant: bool) -> None:
