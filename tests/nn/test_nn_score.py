@@ -137,10 +137,14 @@ def test_padding_is_never_read(name: str) -> None:
     torch.testing.assert_close(results[0, :6], layer(x[0, :6], ga.complete_graph(6)), **EXACT)
 
 
-def test_steps_of_a_score_within_the_library_are_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_score_within_the_library_are_its_rows() -> None:
     """Methods of the library's own layers count as shipped, but C++ code knows two scores only."""
-    monkeypatch.setattr(LaplacianAttention, "__module__", "graphattn.nn.laplacian")
-    layer = LaplacianAttention(DIM, HEADS).double()
+
+    def score(_: ga.nn.DotProductAttention) -> ga.Score:
+        return Laplacian(torch.ones(HEADS, dtype=torch.float64))
+
+    methods = {"__module__": "graphattn.nn.laplacian", "score": score}
+    layer = type("Inside", (ga.nn.DotProductAttention,), methods)(DIM, HEADS).double()
     x, graph = torch.randn(1, 12, DIM, dtype=torch.float64), ga.causal_window_graph(12, 5)
     with torch.no_grad():
         cache = layer.init_cache(1, window=5)
