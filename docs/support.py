@@ -31,6 +31,7 @@ GRAPHS = {
     "list of edges, nearest neighbours": lambda: ga.knn_graph(torch.randn(64, 2), 3),
 }
 HOW = {
+    "WholePlan": "torch's fused attention",
     "TilePlan": "tiles of neighbouring tokens",
     "PartsPlan": "sequence by sequence",
     "GlobalTokensPlan": "global tokens apart from tiles",
