@@ -19,6 +19,7 @@ from graphattn.ops.attention.native.bands import (
 from graphattn.ops.attention.native.rows import native_rows
 from graphattn.ops.attention.structured.plans import Kernels
 from graphattn.ops.attention.structured.recompute import run
+from graphattn.ops.attention.structured.whole import WholePlan
 from graphattn.ops.inputs import may_be_differentiated
 
 __all__ = ["KERNELS", "attend"]
@@ -34,6 +35,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """
     call = call if call.rounded else call.widened()
     plan, inputs = structured.plan_of(call, KERNELS), call.inputs()
+    if isinstance(plan, WholePlan) and not plan.is_faster(inputs.query):
+        plan = plan.other  # which reads half precision
     if inputs.query.dtype != inputs.scale.dtype:
         if not isinstance(plan, NativeBandPlan):
             inputs = in_dtype_of_scale(inputs)

@@ -78,11 +78,8 @@ class WholePlan(Plan):
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and what is saved."""
-        query = inputs.query
-        B, N, H, _ = query.shape
-        if not self.is_faster(query):
-            out, lse, saved = self.other.forward(inputs)
-            return out, lse, torch.cat([saved.new_zeros(B, N, 2 * H), saved], dim=-1)
+        if not self.is_faster(inputs.query):
+            return self.other.forward(inputs)
         operands = _Operands.of(inputs, self.options.score, self.causal)
         out, fused_lse = operands.attend()
         lse, of_query, empty = fused_lse, operands.half_squares(0), self._rows_without_edges(inputs)
@@ -114,6 +111,10 @@ class WholePlan(Plan):
     ) -> Gradients:
         """Gradients of the inputs; fused attention computes the logits of every tile again."""
         H = out.shape[2]
+        if not self.is_faster(inputs.query):
+            width = H * self.other.saved_per_head
+            saved = saved[..., :width] if saved.shape[-1] > width else saved  # an operator pads
+            return self.other.backward(inputs, out, saved, d_out, d_lse)
         lse, sound, of_other = saved[..., :H], saved[..., H : 2 * H] > 0, saved[..., 2 * H :]
         upstream = out, d_out, d_lse
         if not bool(sound.any()):
