@@ -143,7 +143,7 @@ def test_steps_of_a_score_within_the_library_are_its_rows() -> None:
     def score(_: ga.nn.DotProductAttention) -> ga.Score:
         return Laplacian(torch.ones(HEADS, dtype=torch.float64))
 
-    methods = {"__module__": "graphattn.nn.laplacian", "score": score}
+    methods = {"__module__": "graphattn.nn.krause", "score": score}
     layer = type("Inside", (ga.nn.DotProductAttention,), methods)(DIM, HEADS).double()
     x, graph = torch.randn(1, 12, DIM, dtype=torch.float64), ga.causal_window_graph(12, 5)
     with torch.no_grad():

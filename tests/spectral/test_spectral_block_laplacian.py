@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import scipy.linalg
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
@@ -70,6 +70,7 @@ def test_both_ends_are_those_of_a_dense_solver(name, uneven, countable, monkeypa
 
 
 @settings(max_examples=40, deadline=None)
+@example(num_tokens=2, window=1, features=3, seed=2, share=0.5)  # pivots of 1e-17
 @given(
     num_tokens=st.integers(2, 30),
     window=st.integers(1, 6),

@@ -191,6 +191,8 @@ class BlockLaplacian:
                 negative += int((values < 0).sum())
                 carried = _times(vectors.T / np.sqrt(np.abs(values))[:, None]), np.sign(values)
             else:
+                if factor.diagonal().min(initial=np.inf) ** 2 < 1e-12 * scale:
+                    return None
                 carried = _solving(factor), None
         return negative
 
