@@ -35,7 +35,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """
     call = call if call.rounded else call.widened()
     plan, inputs = structured.plan_of(call, KERNELS), call.inputs()
-    if isinstance(plan, WholePlan) and not plan.is_faster(inputs.query):
+    if isinstance(plan, WholePlan) and not plan.is_faster(inputs):
         plan = plan.other  # which reads half precision
     if inputs.query.dtype != inputs.scale.dtype:
         if not isinstance(plan, NativeBandPlan):

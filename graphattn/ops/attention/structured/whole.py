@@ -25,9 +25,9 @@ NEVER = 1 << 62
 # The largest scale * |q| |k| that is left to fused attention, because its backward pass rounds
 # logits in another way than its forward pass. Those of a Gaussian kernel are differences, too.
 LARGEST = {"dot": 1024.0, "rbf": 64.0}
-# From how many targets on fused attention is faster than the C++ code of each instruction set, over
-# complete and over causal graphs, and the same for more than 64 features (docs/log.md, "whole
-# sequences"). It always is faster than operations of torch.
+# From how many targets and sources on fused attention is faster than the C++ code of each
+# instruction set: over complete graphs, the same for more than 64 features, and both over causal
+# graphs (docs/log.md, "whole sequences"). It always is faster than operations of torch.
 FEWEST = {
     ("AVX-512", "dot"): (4096, 512, NEVER, 4096), ("AVX-512", "rbf"): (512, 512, NEVER, 4096),
     ("AVX2", "dot"): (128, 128, 1024, 1024), ("AVX2", "rbf"): (256, 128, 1024, 1024),
@@ -69,16 +69,17 @@ class WholePlan(Plan):
     def saved_per_head(self) -> int:
         return self.other.saved_per_head + 2
 
-    def is_faster(self, query: Tensor) -> bool:
+    def is_faster(self, inputs: Inputs) -> bool:
         """Whether fused attention is faster than `other`."""
         if not self.compiled:
             return True
         fewest = FEWEST[library.instruction_set() or "baseline", str(self.options.score)]
-        return query.shape[1] >= fewest[2 * self.causal + (query.shape[-1] > 64)]
+        tokens = min(inputs.query.shape[-3], inputs.key.shape[-3])
+        return tokens >= fewest[2 * self.causal + (inputs.query.shape[-1] > 64)]
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and what is saved."""
-        if not self.is_faster(inputs.query):
+        if not self.is_faster(inputs):
             return self.other.forward(inputs)
         operands = _Operands.of(inputs, self.options.score, self.causal)
         out, fused_lse = operands.attend()
@@ -111,7 +112,7 @@ class WholePlan(Plan):
     ) -> Gradients:
         """Gradients of the inputs; fused attention computes the logits of every tile again."""
         H = out.shape[2]
-        if not self.is_faster(inputs.query):
+        if not self.is_faster(inputs):
             width = H * self.other.saved_per_head
             saved = saved[..., :width] if saved.shape[-1] > width else saved  # an operator pads
             return self.other.backward(inputs, out, saved, d_out, d_lse)
