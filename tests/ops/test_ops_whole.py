@@ -148,7 +148,7 @@ def test_second_derivatives_are_those_of_the_reference(name, score, backend):
 
 
 def test_it_is_used(monkeypatch):
-    """Without this, all of the above would pass, too."""
+    """All of the above would pass without it."""
     calls = []
     fused = whole.FUSED
     monkeypatch.setattr(whole, "FUSED", lambda *a, **k: calls.append(1) or fused(*a, **k))

@@ -70,7 +70,7 @@ class AttentionCall(NamedTuple):
         return self._replace(query=query, key=key, value=value)
 
     def inputs(self) -> Inputs:
-        """What a plan computes from: zeros in place of invalid tokens, and masks per sample."""
+        """The inputs of a plan: zeros in place of invalid tokens, and masks per sample."""
         query, key, value, bias, valid = self.query, self.key, self.value, self.bias, self.valid
         masks = EVERYTHING
         if bias is not None and bias.dim() > 2:
@@ -86,7 +86,7 @@ class AttentionCall(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which pairs of a call count, beside those that are no edges.
+    """Masks of the pairs that count in a call, beside those that are no edges.
 
     Attributes:
         targets, sources: the valid tokens, bool [B, N] and [B, M]; None for either if all are.
@@ -110,7 +110,7 @@ EVERYTHING = Masks()
 
 
 class Inputs(NamedTuple):
-    """What a plan computes from: the tensors of a call, and its masks.
+    """Inputs of a plan: the tensors of a call, and its masks.
 
     Attributes:
         query, key, value: [*, N, H, D], [*, M, Hk, D] and [*, M, Hk, Dv].

@@ -1,4 +1,4 @@
-"""Which plan a graph gets, and the plans that combine others.
+"""The choice of a plan for a graph, and the plans that combine others.
 
 Tiles for windows and blocks, rows of edges elsewhere. Batches of several sequences and windows with
 global tokens get a plan for each of their parts.
@@ -143,7 +143,7 @@ OPERATIONS = Kernels(gathered_rows, tile_plan)  # plans in operations of torch
 
 
 def _owner_of_bias(graph: TokenGraph) -> Literal["edges", "pairs"]:
-    """What the rows of a bias per edge belong to; in a complete graph, every pair is an edge."""
+    """The owner of the rows of a bias per edge; in a complete graph, every pair is an edge."""
     is_complete = isinstance(graph.structure, Complete) and graph.num_edges > 0
     return "pairs" if is_complete else "edges"
 

@@ -18,7 +18,7 @@ MOST_SAVED = 4  # the most numbers that a plan saves per row and head for its ba
 
 
 class PlanOptions(NamedTuple):
-    """What a plan depends on beside its graph.
+    """Options of a plan, on which it depends beside its graph.
 
     Attributes:
         score: the name of a score that compiled code knows, or a score of your own.
