@@ -156,3 +156,18 @@ def test_it_is_used(monkeypatch):
     for backend in FAST:
         results("rbf", graph, tensors, per_head, backend)
     assert len(calls) == len(FAST)
+
+
+@pytest.mark.skipif(library.library() is None, reason=str(library.why_not()))
+def test_few_sources_are_left_to_compiled_code(monkeypatch):
+    """As those of many tokens that see a few global ones, whose fused attention takes longer."""
+    calls = []
+    fused = whole.FUSED
+    monkeypatch.setattr(whole, "FUSED", lambda *a, **k: calls.append(1) or fused(*a, **k))
+    monkeypatch.setattr(whole, "FEWEST", dict.fromkeys(whole.FEWEST, (16, 16, 16, 16)))
+    for num_sources, expected in ((4, 0), (16, 1)):
+        x = torch.randn(1, 64, 2, 8)
+        key = torch.randn(1, num_sources, 2, 8)
+        graph = ga.bipartite_complete_graph(64, num_sources)
+        ga.rbf_attention(x, key, key, graph, 2.0, backend="native")
+        assert len(calls) == expected

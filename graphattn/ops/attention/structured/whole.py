@@ -54,7 +54,7 @@ def suits(structure: GraphStructure, options: PlanOptions) -> bool:
 class WholePlan(Plan):
     """Attention over a complete or causal graph; see :class:`~.recompute.Plan`.
 
-    `other` computes what fused attention cannot: few targets, what is differentiated twice, and
+    `other` computes what fused attention cannot: few tokens, what is differentiated twice, and
     rows that are not *sound*, because numbers that they see are too large or not finite. What a row
     does not see decides nothing. Saved are the log-sums of fused attention, which rows are sound,
     and if some are not, what `other` saves.
