@@ -160,7 +160,7 @@ def test_it_is_used(monkeypatch):
 
 @pytest.mark.skipif(library.library() is None, reason=str(library.why_not()))
 def test_few_sources_are_left_to_compiled_code(monkeypatch):
-    """As those of many tokens that see a few global ones, whose fused attention takes longer."""
+    """Many tokens that see a few global ones take longer by fused attention."""
     calls = []
     fused = whole.FUSED
     monkeypatch.setattr(whole, "FUSED", lambda *a, **k: calls.append(1) or fused(*a, **k))
