@@ -14,7 +14,7 @@ from graphattn.models.mixers import KINDS, Mixer, as_options, check_rope, mixers
 from graphattn.models.stack import Graphs
 from graphattn.models.token_model import TokenModel, can_read_cheaply
 from graphattn.nn import NoiseEmbedding, PreNormBlock
-from graphattn.nn.blocks.block import Activation, Norm, make_norm, zero_linear
+from graphattn.nn.blocks.parts import Activation, Norm, make_norm, zero_linear
 
 
 class SequenceEncoder(TokenModel):

@@ -6,6 +6,7 @@ The head may share its weight with the embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, Self
 
 import torch
@@ -16,8 +17,9 @@ from graphattn.models.mixers import Reach
 from graphattn.models.stack import BlockStack, one_each
 from graphattn.near_names import explained
 from graphattn.nn import ModelCache
-from graphattn.nn.base.overrides import names_of, replaced_beside
+from graphattn.nn.base.overrides import is_ours, names_of, replaced_beside
 from graphattn.nn.base.streaming import step_mask
+from graphattn.nn.blocks.compiled_step import BlockRun, UnknownModuleError
 from graphattn.nn.rotary import check_positions
 from graphattn.ops.inputs import check_valid
 
@@ -194,10 +196,29 @@ class TokenModel(BlockStack):
         if positions is not None:
             check_positions(positions, tokens.shape)
         x = self.embedding(tokens)
+        if n == 1:  # as one token, for which blocks have the shortest way
+            x = x.squeeze(-2)
+            valid, positions = (None if t is None else t[..., 0] for t in (valid, positions))
         for block, layer_cache in zip(self._stack(), cache, strict=True):
             x = block.step(x, layer_cache, valid=valid, positions=positions)
         x = self.norm(x)
-        return x.squeeze(-2) if single else x
+        return x.unsqueeze(-2) if n == 1 and not single else x
+
+    def _runs(self, cache: ModelCache) -> list[BlockRun] | None:
+        """Steps of all blocks that need no further checks; None if C++ code cannot run them.
+
+        They hold for as long as nobody changes the model. The first step with the cache has run.
+        """
+        blocks = list(self._stack())
+        if not all(is_ours(getattr(each, "step", each)) for each in blocks):
+            return None
+        if not is_ours(self.encode_step):
+            return None
+        x = self.embedding.weight.new_empty(*cache.batch, self.embedding.embedding_dim)
+        try:
+            return [BlockRun(*each) for each in zip(blocks, repeat(x), cache, strict=False)]
+        except UnknownModuleError:
+            return None
 
     def _stack(self) -> Iterable[Any]:
         """Return the blocks, which are PreNormBlocks or have the same methods."""

@@ -413,6 +413,9 @@ class GraphAttention(AttentionSteps):
         query, key = self.query_proj(x), self.key_proj(x)
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
+    def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
+        return self.query_proj, self.key_proj, self.value_proj
+
 
 def _bias_argument(edge_bias: Tensor | None) -> dict[str, Tensor]:
     """The keyword argument `edge_bias`, left out if None: overridden methods may not take it."""

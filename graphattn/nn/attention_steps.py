@@ -52,6 +52,13 @@ class AttentionSteps(StreamingLayer):
         """Projections of tokens [*, dim], before they are split by head and rotated."""
         raise NotImplementedError
 
+    def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
+        """The maps of tokens to query, key and value; None for the tokens as they are.
+
+        None as a whole if :meth:`project_flat` does more.
+        """
+        raise NotImplementedError
+
     def sink_logits(self, like: Tensor) -> Tensor | None:
         """The sink of every head in the dtype of `like`, [heads]; None if there is none."""
         raise NotImplementedError
@@ -175,19 +182,26 @@ class AttentionSteps(StreamingLayer):
         to be rotated, `angles` are the cosines and sines of some positions, and the index of the
         token's position.
         """
+        return self.prepared_step(cache, query.dtype, valid, angles).run(query, key, value)
+
+    def prepared_step(
+        self,
+        cache: LayerCache,
+        dtype: torch.dtype,
+        valid: Tensor | None,
+        angles: tuple[Tensor, Tensor, int] | None,
+    ) -> CacheCall:
+        """Make a place for the newest token in the cache; return the call that fills it."""
         cache.advance(1, masked=valid is not None)
         num_cached = cache.held(cache.window)
         buffers, call = cache.buffers, cache.call
         keys = buffers["key"]
         values = buffers.get("value", keys)
-        if call is None or not call.serves(self, keys, values, query.dtype):
-            call = CacheCall(self, keys, values, self.heads, self.kv_heads, query.dtype)
+        if call is None or not call.serves(self, keys, values, dtype):
+            call = CacheCall(self, keys, values, self.heads, self.kv_heads, dtype)
             cache.call = call
         log_sigma, scale = self.step_scale()
-        return call.run(
-            query,
-            key,
-            value,
+        call.prepare(
             (cache.end - num_cached) % cache.capacity,
             num_cached,
             log_sigma,
@@ -200,16 +214,21 @@ class AttentionSteps(StreamingLayer):
             valid,
             buffers.get("valid"),
         )
+        return call
+
+    def may_repeat_step(self, x: Tensor, cache: LayerCache) -> bool:
+        rotates = self.rotary is None or self.rotary.is_plain()
+        return rotates and super().may_repeat_step(x, cache)
 
     def compiled_row(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        rotary = self.rotary
-        if rotary is not None and not rotary.is_plain():
-            return None
         projected = self.project_flat(x)
         if projected is None or not cache.call.reads(*projected):
             return None
-        angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
-        return self.run_step(cache, *projected, None, angles)
+        return self.run_step(cache, *projected, None, self.angles_of_step(x, cache))
+
+    def angles_of_step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, int] | None:
+        """What C++ code rotates the next token by; None without rotary positions."""
+        return None if self.rotary is None else cache.angles_ahead(self.rotary, x.dtype)
 
     def step_scale(self) -> tuple[Tensor | None, float]:
         """The scale of the logits for C++ code: (log(sigma), 1), or (None, scale) for dot products.

@@ -134,3 +134,6 @@ class GaussianKernelAttention(DistanceAttention):
             return None  # the norm follows the rotation
         by_head = functional.rms_norm(self.split(x, self.heads), (self.head_dim,))
         return by_head, by_head, None
+
+    def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
+        return None if self.normalize else (None, None, None)

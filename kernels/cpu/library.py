@@ -20,7 +20,7 @@ import torch  # before the library: its OpenMP runtime is then the one that the 
 
 # `graphattn_abi_version` in native.cpp. To be raised, in both places, whenever a function changes
 # its arguments or its meaning.
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 VARIABLE = "GRAPHATTN_NATIVE"
 BUILDS = ("v4", "v3", "base")  # the best first

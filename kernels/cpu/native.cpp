@@ -53,7 +53,7 @@ using namespace graphattn;
 
 // Raised whenever a function changes its arguments or its meaning, here and in library.py: a build
 // that is older than the Python files beside it must not be called.
-GRAPHATTN_API int32_t graphattn_abi_version() { return 9; }
+GRAPHATTN_API int32_t graphattn_abi_version() { return 10; }
 
 GRAPHATTN_API const char* graphattn_instruction_set() {
 #if defined(__AVX512F__)

@@ -193,6 +193,17 @@ def steps_of_layers(kind: str, window: int, dtype: torch.dtype, threads: int) ->
                 layer.step(x[:, t], cache, valid=valid)
 
 
+def steps_of_blocks(kind: str, dim: int, dtype: torch.dtype, threads: int) -> None:
+    """Widths with rests of vectors, numbers of texts that fill no group, and none."""
+    torch.set_num_threads(threads)
+    plain = {"norm": "rms", "activation": "relu2", "bias": False, "mlp_ratio": 1.3}
+    for texts, options in itertools.product((0, 1, 2, 3, 7, 8), ({}, plain)):
+        block = ga.nn.PreNormBlock(BLOCKS[kind](dim), **options).to(dtype)
+        cache = block.init_cache(texts, 3)
+        for _ in range(6):
+            block.step(torch.randn(texts, dim, dtype=dtype), cache)
+
+
 def decode(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
     """Queries in front of a text, no text at all, whole caches, ties and NaN."""
     torch.set_num_threads(threads)
@@ -262,6 +273,12 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "one network": lambda: ga.nn.SelfConsensus(
         36, 3, edge_hidden=5, update="target", trunk="separate", edge_input="full", step_size="auto"
     ),
+}
+BLOCKS: dict[str, Callable[[int], torch.nn.Module]] = {
+    "dot": lambda dim: ga.nn.DotProductAttention(dim, 4, kv_heads=2),
+    "krause": lambda dim: ga.nn.KrauseAttention(dim, 2, top_k=2, rope=True),
+    "gka": lambda dim: ga.nn.GaussianKernelAttention(dim, 2),
+    "linear": lambda dim: ga.nn.LinearAttention(dim, 2),
 }
 
 
@@ -336,6 +353,11 @@ CASES = [
         "steps_of_layers",
         steps_of_layers,
         itertools.product(LAYERS, (0, 1, 20), (F32, torch.float64, torch.bfloat16), (1, 3)),
+    ),
+    Cases(
+        "steps_of_blocks",
+        steps_of_blocks,
+        itertools.product(BLOCKS, (4, 20, 260), (*DTYPES, *HALVES), (1, 3)),
     ),
     Cases(
         "decode",

@@ -26,6 +26,8 @@ INSTANCES = {
     "forward_row": 4,  # 1 or 2 vectors of edges
     "forward_product": 4,
     "backward_product": 4,
+    "BlockStep": 4,  # weights as they are computed with, or halves of two kinds (of floats)
+    "Weights": 4,
 }
 
 

@@ -25,7 +25,7 @@ from graphattn.models.stack import Graphs, one_each
 from graphattn.models.token_model import TiedModel
 from graphattn.near_names import explained
 from graphattn.nn import PreNormBlock, SelfConsensus
-from graphattn.nn.blocks.block import Activation, Norm, make_norm
+from graphattn.nn.blocks.parts import Activation, Norm, make_norm
 from graphattn.ops.attention.logits.score import capped
 
 Window = int | None | Sequence[int | None]

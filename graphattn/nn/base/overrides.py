@@ -111,8 +111,8 @@ def note_members(cls: Any, base: type) -> None:
         note_members(subclass, base)
 
 
-def is_ours(cls: type) -> bool:
-    """Whether a class belongs to this library, to PyG or to torch."""
+def is_ours(cls: Any) -> bool:
+    """Whether a class or a function belongs to this library, to PyG or to torch."""
     return cls is object or cls.__module__.split(".")[0] in (
         "graphattn",
         "torch_geometric",

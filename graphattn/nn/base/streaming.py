@@ -208,14 +208,7 @@ class StreamingLayer(GraphLayer):
 
         The first step, with all checks, stores its call with the cache. So few checks are left.
         """
-        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
-            return None
-        call = cache.call
-        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
-            return None
-        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
-            return None
-        if self.output_proj.weight.dtype is not x.dtype or not is_as_shipped(self):
+        if type(cache) is not LayerCache or not self.may_repeat_step(x, cache):
             return None
         had_gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # faster than torch.no_grad()
@@ -225,6 +218,20 @@ class StreamingLayer(GraphLayer):
         finally:
             torch._C._set_grad_enabled(had_gradients)
         return y
+
+    def may_repeat_step(self, x: Tensor, cache: LayerCache) -> bool:
+        """Whether C++ code may run a step of one token per text, as it ran the step before."""
+        call = cache.call
+        return (
+            call is not None
+            and may_repeat_step(self.backend)
+            and call.fits(self, x, cache.buffers)
+            and "valid" not in cache.buffers
+            and not torch.is_autocast_enabled("cpu")
+            and x.shape[:-1] == cache.batch
+            and self.output_proj.weight.dtype is x.dtype
+            and is_as_shipped(self)
+        )
 
     def _step(self, x: Tensor, cache: LayerCache, valid: Any, positions: Any) -> Tensor:
         """:meth:`step` for any tokens, with all checks."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphattn.distributed.sharded_graph import ShardedGraph
-from graphattn.graphs.arguments import as_choice, as_float, as_int, as_share
+from graphattn.graphs.arguments import as_float, as_int, as_share
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.near_names import explained
 from graphattn.nn.base.graph_layer import GraphLayer, Positions
 from graphattn.nn.base.overrides import names_of, replaced_beside
+from graphattn.nn.blocks.compiled_step import BlockRun, UnknownModuleError, perceptron_step
 from graphattn.nn.blocks.drop_path import drop_paths
+from graphattn.nn.blocks.parts import Activation, Norm, make_activation, make_norm, zero_linear
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.files.config import Configured
 from graphattn.ops.inputs import Valid
-
-Norm = Literal["layer", "rms"]
-Activation = Literal["gelu", "relu2"]
 
 
 class PreNormBlock(Configured, nn.Module):
@@ -233,7 +232,6 @@ class PreNormBlock(Configured, nn.Module):
         mixer = self._stepping_mixer()
         return mixer.init_cache(batch, window, dtype=dtype, device=device, rollback=rollback)
 
-    @torch.no_grad()
     def step(
         self,
         x: Tensor,
@@ -285,13 +283,25 @@ class PreNormBlock(Configured, nn.Module):
         other = isinstance(cache, LayerCache) and x.dtype != cache.owner[1]
         if other and isinstance(mixer, GraphLayer):
             mixer.check_dtype("x", x)
-        mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions)
+        if valid is None and positions is None and not torch.compiler.is_compiling():
+            try:
+                return BlockRun(self, x, cache)(x)
+            except UnknownModuleError:
+                pass
+        with torch.no_grad():
+            mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions)
+            y = None if torch.compiler.is_compiling() else perceptron_step(self, x, mixed)
+            return self._mapped(x, mixed) if y is None else y
+
+    def _mapped(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The output of a step, from its tokens and what the mixer made of them."""
         dropout = self.dropout
         if type(dropout) is nn.Dropout:  # step never drops features, not even in training mode
             x = x + mixed
             return x + self.mlp(self.mlp_norm(x))
         x = x + dropout(mixed)
-        return x + dropout(self.mlp(self.mlp_norm(x)))
+        y: Tensor = x + dropout(self.mlp(self.mlp_norm(x)))
+        return y
 
     def _stepping_mixer(self) -> Any:
         """Return the mixer, or raise a ValueError if steps would not equal `forward`."""
@@ -321,44 +331,6 @@ class PreNormBlock(Configured, nn.Module):
             "positions=None), and step must return for the next tokens what forward returns on a "
             "causal graph"
         )
-
-
-def make_norm(norm: Norm, dim: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
-    """Make the norm with this name."""
-    if as_choice("norm", norm, ("layer", "rms")) == "layer":
-        return nn.LayerNorm(dim, elementwise_affine=affine, bias=bias)
-    return nn.RMSNorm(dim, elementwise_affine=affine)
-
-
-def make_activation(activation: Activation) -> nn.Module:
-    """Make the activation with this name."""
-    return (
-        nn.GELU() if as_choice("activation", activation, ("gelu", "relu2")) == "gelu" else ReLU2()
-    )
-
-
-class ReLU2(nn.Module):
-    """The square of ReLU (Primer, So et al., 2021).
-
-    Example:
-        >>> import torch
-        >>> from graphattn.nn.blocks.block import ReLU2
-        >>> ReLU2()(torch.tensor([-1.0, 3.0]))
-        tensor([0., 9.])
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return relu(x)^2, element by element."""
-        return torch.relu(x).square()
-
-
-def zero_linear(in_features: int, out_features: int) -> nn.Linear:
-    """Make a linear map whose weights and biases are 0, without drawing random numbers."""
-    device = torch.get_default_device()  # skip_init would ignore the default device
-    made: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, device=device)
-    nn.init.zeros_(made.weight)
-    nn.init.zeros_(made.bias)
-    return made
 
 
 def _identity(x: Tensor) -> Tensor:

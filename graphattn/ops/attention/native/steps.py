@@ -99,7 +99,7 @@ class CacheCall:
             out=tokens,
             new_valid_step=1,
         )
-        self.reference = ctypes.byref(self.call)
+        self.reference, self.address = ctypes.byref(self.call), ctypes.addressof(self.call)
         self.query, self.out = self.call.query, self.call.out
         self.new_key, self.new_value = self.call.new_key, self.call.new_value
 
@@ -127,11 +127,8 @@ class CacheCall:
             for x in tokens
         )
 
-    def run(
+    def prepare(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
         first: int,
         held: int,
         log_sigma: Tensor | None,
@@ -143,17 +140,9 @@ class CacheCall:
         angles: tuple[Tensor, Tensor, int] | None,
         valid: Tensor | None,
         valids: Tensor | None,
-    ) -> Tensor:
-        """Compute the rows of the newest tokens of all texts, and add their keys and values.
-
-        Query, key and value are contiguous and end in heads and features, in any shape; the output
-        has the shape of `query`.
-        """
+    ) -> None:
+        """Set everything about the next step but its tokens."""
         call, compute = self.call, self.compute
-        out = torch.empty_like(query)
-        self.query.data, self.out.data = query.data_ptr(), out.data_ptr()
-        self.new_key.data = key.data_ptr()
-        self.new_value.data = None if value is None else value.data_ptr()
         call.first, call.held, call.threads = first, held, torch.get_num_threads()
         call.top_k, call.softcap, call.eps = top_k or 0, softcap or 0.0, eps
         if log_sigma is None:
@@ -172,6 +161,18 @@ class CacheCall:
             cosines, sines, place = angles
             hop = place * cosines.stride(0) * cosines.element_size()
             call.cosines, call.sines = cosines.data_ptr() + hop, sines.data_ptr() + hop
+        self.alive = log_sigma, sink, angles, valid, valids  # as long as their addresses are used
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor | None) -> Tensor:
+        """Compute the rows of the newest tokens of all texts, and add their keys and values.
+
+        All tensors are contiguous and end in heads and features, in any shape; the output has the
+        shape of `query`.
+        """
+        out = torch.empty_like(query)
+        self.query.data, self.out.data = query.data_ptr(), out.data_ptr()
+        self.new_key.data = key.data_ptr()
+        self.new_value.data = None if value is None else value.data_ptr()
         assert _LIBRARY is not None
         status = _LIBRARY.graphattn_attention_steps(self.reference, self.is_double)
         if status:
