@@ -29,6 +29,7 @@ SDPA = "tests/ops/test_ops_sdpa.py"
 STRUCTURED = "tests/ops/test_ops_structured.py"
 CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 NATIVE_CONSENSUS = "tests/native/test_native_consensus.py"
+BLOCK_STEPS = "tests/native/test_native_block_steps.py"
 NATIVE_STEPS = "tests/native/test_native_consensus_steps.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
@@ -866,11 +867,39 @@ MUTATIONS = [
         (f"{HOLDS}::test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients",),
     ),
     Mutation(
+        "a step in C++ code runs no hook of a module",
+        "graphattn/nn/blocks/compiled_step.py",
+        '        or attributes["_forward_hooks"]\n',
+        "",
+        (f"{BLOCK_STEPS}::test_a_changed_module_runs[mlp-hook]",),
+    ),
+    Mutation(
+        "a step in C++ code reads transposed weights as they lie",
+        "graphattn/nn/blocks/compiled_step.py",
+        "        or not parameter.is_contiguous()\n",
+        "",
+        (f"{BLOCK_STEPS}::test_a_change_between_two_steps_counts[transposed_data]",),
+    ),
+    Mutation(
+        "a step in C++ code passes over the step of a layer",
+        "graphattn/nn/blocks/compiled_step.py",
+        'SHORTENED = "step", "compiled_step"',
+        'SHORTENED = "compiled_step", "compiled_step"',
+        (f"{BLOCK_STEPS}::test_an_overridden_step_of_the_mixer_runs",),
+    ),
+    Mutation(
+        "generation keeps the steps of a model that was changed",
+        "graphattn/models/language/generation.py",
+        "self.may_run = valid is None and text.progress is None",
+        "self.may_run = valid is None",
+        (f"{BLOCK_STEPS}::test_progress_may_change_the_model",),
+    ),
+    Mutation(
         "near ties are judged by products",
         "graphattn/ops/attention/structured/chunks.py",
         "row, hidden = exact(place), ",
         "row, hidden = ranked[place], ",
-        (f"{STRUCTURED}::test_equal_keys_tie_wherever_they_stand_in_a_tile",),
+        (f"{STRUCTURED}::test_near_ties_are_decided_as_in_the_reference",),
     ),
     Mutation(
         "numbers whose squares overflow are taken for harmless",
@@ -2035,7 +2064,7 @@ MUTATIONS = [
     Mutation(
         "compiled code runs unseen in a trace",
         "graphattn/ops/backends.py",
-        "if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:",
+        "if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees only operators, too",
         "if False:",
         (f"{REPEATED_CALLS}::test_a_traced_layer_gives_what_the_layer_gives",),
     ),

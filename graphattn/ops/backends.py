@@ -215,8 +215,6 @@ def why_not_native(like: Tensor) -> str | None:
     """The reason why C++ code cannot run a call with tensors like this one; None if it can."""
     if like.device.type != "cpu":
         return f"it runs on CPUs, not on {like.device.type}"
-    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
-        return "a trace (torch.jit.trace) would not record its operations"
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
         kind = type(like)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:

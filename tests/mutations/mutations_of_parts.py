@@ -170,9 +170,9 @@ MUTATIONS = [
     ),
     Mutation(
         "rotation turns the denominator of linear attention",
-        "graphattn/ops/linear_attention/api.py",
-        "below = linear_sums(query, key, ones, graph)",
-        "below = linear_sums(turned_query, turned_key, ones, graph)",
+        "graphattn/ops/linear_attention/averages.py",
+        "return above, sums(query, key, ones, graph, transposed=False)",
+        "return above, sums(*rotated, ones, graph, transposed=False)",
         (f"{LINEAR}::test_rotation_turns_the_numerator_alone",),
     ),
     Mutation(

@@ -25,6 +25,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import graphattn as ga
 from graphattn.ops.backends import support
 from graphattn.ops.consensus import backends as table
+from graphattn.ops.consensus import pieces
 from graphattn.ops.consensus.calls import ConsensusKind
 from graphattn.ops.consensus.structured import sums as structured
 
@@ -36,8 +37,9 @@ F = 3
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few edges a chunk: most cases then have several, in every direction."""
+    """A few edges a chunk, and windows hop by hop: most cases then have several chunks."""
     monkeypatch.setattr(structured, "CHUNK", 200)
+    monkeypatch.setattr(pieces, "SHORTEST", 0)
 
 
 def of_edges(
