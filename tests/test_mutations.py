@@ -29,7 +29,7 @@ SDPA = "tests/ops/test_ops_sdpa.py"
 STRUCTURED = "tests/ops/test_ops_structured.py"
 CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 NATIVE_CONSENSUS = "tests/native/test_native_consensus.py"
-BLOCK_STEPS = "tests/native/test_native_block_steps.py"
+NATIVE_BLOCKS = "tests/native/test_native_block_steps.py"
 NATIVE_STEPS = "tests/native/test_native_consensus_steps.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
@@ -871,28 +871,28 @@ MUTATIONS = [
         "graphattn/nn/blocks/compiled_step.py",
         '        or attributes["_forward_hooks"]\n',
         "",
-        (f"{BLOCK_STEPS}::test_a_changed_module_runs[mlp-hook]",),
+        (f"{NATIVE_BLOCKS}::test_a_changed_module_runs[mlp-hook]",),
     ),
     Mutation(
         "a step in C++ code reads transposed weights as they lie",
         "graphattn/nn/blocks/compiled_step.py",
         "        or not parameter.is_contiguous()\n",
         "",
-        (f"{BLOCK_STEPS}::test_a_change_between_two_steps_counts[transposed_data]",),
+        (f"{NATIVE_BLOCKS}::test_a_change_between_two_steps_counts[transposed_data]",),
     ),
     Mutation(
         "a step in C++ code passes over the step of a layer",
         "graphattn/nn/blocks/compiled_step.py",
         'SHORTENED = "step", "compiled_step"',
         'SHORTENED = "compiled_step", "compiled_step"',
-        (f"{BLOCK_STEPS}::test_an_overridden_step_of_the_mixer_runs",),
+        (f"{NATIVE_BLOCKS}::test_an_overridden_step_of_the_mixer_runs",),
     ),
     Mutation(
         "generation keeps the steps of a model that was changed",
         "graphattn/models/language/generation.py",
         "self.may_run = valid is None and text.progress is None",
         "self.may_run = valid is None",
-        (f"{BLOCK_STEPS}::test_progress_may_change_the_model",),
+        (f"{NATIVE_BLOCKS}::test_progress_may_change_the_model",),
     ),
     Mutation(
         "near ties are judged by products",
