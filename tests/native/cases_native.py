@@ -197,10 +197,10 @@ def steps_of_blocks(kind: str, dim: int, dtype: torch.dtype, threads: int) -> No
     """Widths with rests of vectors, numbers of texts that fill no group, and none."""
     torch.set_num_threads(threads)
     plain = {"norm": "rms", "activation": "relu2", "bias": False, "mlp_ratio": 1.3}
-    for texts, options in itertools.product((0, 1, 2, 3, 7, 8), ({}, plain)):
+    for texts, options in ((0, {}), (1, plain), (7, {}), (8, plain)):
         block = ga.nn.PreNormBlock(BLOCKS[kind](dim), **options).to(dtype)
         cache = block.init_cache(texts, 3)
-        for _ in range(6):
+        for _ in range(4):
             block.step(torch.randn(texts, dim, dtype=dtype), cache)
 
 
@@ -357,7 +357,7 @@ CASES = [
     Cases(
         "steps_of_blocks",
         steps_of_blocks,
-        itertools.product(BLOCKS, (4, 20, 260), (*DTYPES, *HALVES), (1, 3)),
+        itertools.product(BLOCKS, (20, 260), (*DTYPES, torch.bfloat16), (1, 3)),
     ),
     Cases(
         "decode",
