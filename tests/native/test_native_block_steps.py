@@ -210,6 +210,12 @@ def transposed_data(block: Any) -> None:
     block.mixer.query_proj.weight.data = block.mixer.query_proj.weight.data.t()
 
 
+def tensor_for_parameter(block: Any) -> None:
+    weight = block.mlp_norm.weight.detach()
+    del block.mlp_norm.weight
+    block.mlp_norm.weight = 3 * weight
+
+
 def other_eps(block: Any) -> None:
     block.mlp_norm.eps = 0.7
 
@@ -232,6 +238,7 @@ def own_dropout(block: Any) -> None:
         parametrized,
         other_weights,
         transposed_data,
+        tensor_for_parameter,
         other_eps,
         other_activation,
         longer_perceptron,

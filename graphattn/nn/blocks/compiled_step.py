@@ -118,8 +118,11 @@ def plain(module: Any, cls: Any) -> dict[str, Any]:
     return parameters
 
 
-def pointer(parameter: Any, shape: tuple[int, ...], like: Tensor) -> int:
+def pointer(parameters: dict[str, Any], name: str, shape: tuple[int, ...], like: Tensor) -> int:
     """The address of a parameter, 0 for None."""
+    if name not in parameters:
+        raise UnknownModuleError  # a plain tensor may have taken its place
+    parameter = parameters[name]
     if parameter is None:
         return 0
     if (
@@ -136,8 +139,10 @@ def pointer(parameter: Any, shape: tuple[int, ...], like: Tensor) -> int:
 
 def linear_of(module: Any, outputs: int, inputs: int, like: Tensor) -> tuple[int, int]:
     parameters = plain(module, nn.Linear)
-    weight = pointer(parameters["weight"], (outputs, inputs), like)
-    return weight, pointer(parameters["bias"], (outputs,), like)
+    weight = pointer(parameters, "weight", (outputs, inputs), like)
+    if weight == 0:
+        raise UnknownModuleError
+    return weight, pointer(parameters, "bias", (outputs,), like)
 
 
 def norm_of(module: Any, like: Tensor) -> tuple[int, float, int, int]:
@@ -148,9 +153,10 @@ def norm_of(module: Any, like: Tensor) -> tuple[int, float, int, int]:
     parameters, eps = plain(module, cls), module.eps
     if eps is None:  # as torch's RMSNorm
         eps = torch.finfo(torch.float32 if like.dtype.itemsize < 4 else like.dtype).eps
-    weight = pointer(parameters["weight"], shape, like)
-    bias = pointer(parameters.get("bias"), shape, like)
-    return RMS_NORM if cls is nn.RMSNorm else LAYER_NORM, eps, weight, bias
+    weight = pointer(parameters, "weight", shape, like)
+    if cls is nn.RMSNorm:
+        return RMS_NORM, eps, weight, 0
+    return LAYER_NORM, eps, weight, pointer(parameters, "bias", shape, like)
 
 
 def projections_of(mixer: Any, like: Tensor) -> tuple[Any, ...]:
