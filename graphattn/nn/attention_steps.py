@@ -227,7 +227,7 @@ class AttentionSteps(StreamingLayer):
         return self.run_step(cache, *projected, None, self.angles_of_step(x, cache))
 
     def angles_of_step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, int] | None:
-        """What C++ code rotates the next token by; None without rotary positions."""
+        """The rotation of the next token for C++ code; None without rotary positions."""
         return None if self.rotary is None else cache.angles_ahead(self.rotary, x.dtype)
 
     def step_scale(self) -> tuple[Tensor | None, float]:

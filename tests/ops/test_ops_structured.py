@@ -314,7 +314,7 @@ def test_equal_keys_tie_wherever_they_stand_in_a_tile(score, features, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 def test_near_ties_are_decided_as_in_the_reference(score, dtype):
-    """The same features in other orders: sums differ in their last bits, and so do products."""
+    """Keys have the same features in other orders, so sums and products differ in last bits."""
     torch.manual_seed(0)
     N = 60
     features = torch.randn(32, dtype=dtype)
