@@ -207,7 +207,7 @@ class TokenModel(BlockStack):
     def _runs(self, cache: ModelCache) -> list[BlockRun] | None:
         """Steps of all blocks that need no further checks; None if C++ code cannot run them.
 
-        They hold for as long as nobody changes the model. The first step with the cache has run.
+        They hold for as long as nobody changes the model.
         """
         blocks = list(self._stack())
         if not all(is_ours(getattr(each, "step", each)) for each in blocks):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.graph_layer import Rotations
-from graphattn.nn.base.overrides import overridden_kernel, overridden_rows
+from graphattn.nn.base.overrides import is_as_shipped, overridden_kernel, overridden_rows
 from graphattn.nn.base.streaming import StreamingLayer
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.ops.attention.logits.score import (
@@ -219,6 +219,21 @@ class AttentionSteps(StreamingLayer):
     def may_repeat_step(self, x: Tensor, cache: LayerCache) -> bool:
         rotates = self.rotary is None or self.rotary.is_plain()
         return rotates and super().may_repeat_step(x, cache)
+
+    def may_take_step(self, x: Tensor, cache: LayerCache) -> bool:
+        """Whether C++ code may run a step of one token per text, also the first one.
+
+        Raises:
+            ValueError: the tokens, the cache and this layer do not fit each other.
+        """
+        if self.may_repeat_step(x, cache):
+            return True
+        if "valid" in cache.buffers or not (self.rotary is None or self.rotary.is_plain()):
+            return False
+        if not (is_as_shipped(self) and self._check_step(x, cache)):
+            return False
+        query = x.new_empty(0, self.heads, self.head_dim)
+        return self.step_kernel(query, cache.dtype, cache.window) == "native"
 
     def compiled_row(self, x: Tensor, cache: LayerCache) -> Tensor | None:
         projected = self.project_flat(x)

@@ -98,14 +98,13 @@ class Reader:
         """Read up to the token before `until`; return logits of the last `keep` tokens, [*, keep,
         V]."""
         here = slice(self.cache.position, until)
-        if here.start == until - 1 > self.text.start and self.may_run:
-            # The step before was one with all checks.
+        if here.start == until - 1 and self.may_run:
             self.runs = self.runs or self.model._runs(self.cache)
             self.may_run = self.runs is not None
         else:
             self.runs = None
         if self.runs is not None:
-            x = self.model.embedding(self.text.tokens[..., here.start])
+            x = self.model.embedding(self.text.tokens[..., here]).squeeze(-2)
             for run in self.runs:
                 x = run(x)
             return self.model._apply_head(self.model.norm(x)).unsqueeze(-2)

@@ -49,7 +49,7 @@ class BlockRun:
     Args:
         block: the block; its mixer is an attention layer.
         x: the tokens of a step, [*, dim].
-        cache: of the block. The first step with it has run.
+        cache: of the block.
 
     Raises:
         UnknownModuleError: C++ code cannot run the block.
@@ -61,7 +61,7 @@ class BlockRun:
             raise UnknownModuleError
         if not all(is_ours(getattr(mixer, name)) for name in SHORTENED):
             raise UnknownModuleError
-        if not is_readable(x) or not mixer.may_repeat_step(x, cache):
+        if not is_readable(x) or not mixer.may_take_step(x, cache):
             raise UnknownModuleError
         self.mixer, self.cache = mixer, cache
         self.of_mixer = *norm_of(block.mixer_norm, x), *projections_of(mixer, x)
