@@ -890,8 +890,8 @@ MUTATIONS = [
     Mutation(
         "generation keeps the steps of a model that was changed",
         "graphattn/models/language/generation.py",
-        "self.may_run = valid is None and text.progress is None",
-        "self.may_run = valid is None",
+        "is_plain = valid is None and text.progress is None",
+        "is_plain = valid is None",
         (f"{NATIVE_BLOCKS}::test_progress_may_change_the_model",),
     ),
     Mutation(

@@ -6,7 +6,6 @@ The head may share its weight with the embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 from typing import Any, Self
 
 import torch
@@ -210,13 +209,11 @@ class TokenModel(BlockStack):
         They hold for as long as nobody changes the model.
         """
         blocks = list(self._stack())
-        if not all(is_ours(getattr(each, "step", each)) for each in blocks):
-            return None
-        if not is_ours(self.encode_step):
+        if not all(map(is_ours, (self.encode_step, *(block.step for block in blocks)))):
             return None
         x = self.embedding.weight.new_empty(*cache.batch, self.embedding.embedding_dim)
         try:
-            return [BlockRun(*each) for each in zip(blocks, repeat(x), cache, strict=False)]
+            return [BlockRun(block, x, layer) for block, layer in zip(blocks, cache, strict=True)]
         except UnknownModuleError:
             return None
 

@@ -216,9 +216,9 @@ class AttentionSteps(StreamingLayer):
         )
         return call
 
-    def may_repeat_step(self, x: Tensor, cache: LayerCache) -> bool:
-        rotates = self.rotary is None or self.rotary.is_plain()
-        return rotates and super().may_repeat_step(x, cache)
+    def has_plain_rotation(self) -> bool:
+        """Whether C++ code can rotate queries and keys, if they are rotated at all."""
+        return self.rotary is None or self.rotary.is_plain()
 
     def may_take_step(self, x: Tensor, cache: LayerCache) -> bool:
         """Whether C++ code may run a step of one token per text, also the first one.
@@ -226,17 +226,17 @@ class AttentionSteps(StreamingLayer):
         Raises:
             ValueError: the tokens, the cache and this layer do not fit each other.
         """
+        if not self.has_plain_rotation():
+            return False
         if self.may_repeat_step(x, cache):
             return True
-        if "valid" in cache.buffers or not (self.rotary is None or self.rotary.is_plain()):
-            return False
-        if not (is_as_shipped(self) and self._check_step(x, cache)):
+        if "valid" in cache.buffers or not (is_as_shipped(self) and self._check_step(x, cache)):
             return False
         query = x.new_empty(0, self.heads, self.head_dim)
         return self.step_kernel(query, cache.dtype, cache.window) == "native"
 
     def compiled_row(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        projected = self.project_flat(x)
+        projected = self.project_flat(x) if self.has_plain_rotation() else None
         if projected is None or not cache.call.reads(*projected):
             return None
         return self.run_step(cache, *projected, None, self.angles_of_step(x, cache))

@@ -55,6 +55,8 @@ Steps of generation:
 
 - `steps.h`: what a call is given.
 - `steps.cpp`: the newest tokens of texts attend to a cache, and join it.
+- `few_rows.h`: linear maps of a few tokens.
+- `block_steps.h`, `block_steps.cpp`: a transformer block around that, with norms and perceptron.
 
 `setup.py` builds the same sources once per instruction set (`_native_base`, `_native_v3` for AVX2,
 `_native_v4` for AVX-512). Only constants of inner loops are template arguments. Every other option

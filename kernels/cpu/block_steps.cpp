@@ -21,10 +21,14 @@ namespace {
 
 template <class T, int64_t kind>
 class BlockStep {
+  using Read = Weights<T, kind>;
+  using Number = typename Read::Number;
+
  public:
   explicit BlockStep(const BlockStepCall& call)
       : call_(call), rows_(call.rows), dim_(call.dim), tokens_(rows_ * dim_), normed_(rows_ * dim_),
-        hidden_(rows_ * call.hidden), of_weight_(dim_), of_bias_(dim_) {}
+        hidden_(rows_ * call.hidden), of_weight_(Read::as_computed ? 0 : dim_),
+        of_bias_(Read::as_computed ? 0 : dim_) {}
 
   int32_t run() {
     read(call_.x, tokens_.data());
@@ -171,8 +175,6 @@ class BlockStep {
     }
   }
 
-  using Read = Weights<T, kind>;
-  using Number = typename Read::Number;
   const BlockStepCall& call_;
   const int64_t rows_, dim_;
   Buffer<T> tokens_, normed_, hidden_;  // [rows, dim] twice, [rows, hidden]

@@ -11,6 +11,8 @@ namespace graphattn {
 constexpr int64_t LAYER_NORM = 0, RMS_NORM = 1;
 constexpr int64_t GELU = 0, SQUARED_RELU = 1;
 
+// As torch defines them: LayerNorm (Ba et al., 2016), and RMSNorm (Zhang and Sennrich, 2019), whose
+// mean is 0 and which has no bias.
 struct NormOfRows {
   int64_t kind;
   double eps;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "consensus_block.h"
+#include "few_rows.h"
 #include "interface.h"
 #include "simd.h"
 #include "tasks.h"
@@ -22,9 +23,7 @@ namespace {
 template <class T>
 void apply_layer(const T* weight, const T* bias, const T* token, int64_t inputs, int64_t features,
                  T* to) {
-  for (int64_t f = 0; f < features; ++f) {
-    to[f] = dot<T, 0>(weight + f * inputs, token, inputs) + (bias ? bias[f] : T(0));
-  }
+  linear_map<T, AS_COMPUTED>(weight, bias, token, 1, inputs, features, 0, features, to);
 }
 
 // Of tokens [texts, groups, inputs]: out [texts, groups, features].

@@ -95,7 +95,7 @@ void linear_map(const void* weights, const void* biases, const T* x, int64_t row
     products_of_rows<1, T, kind>(weight + o * inputs, x, rows, inputs, outputs, out + o);
   }
   if (!biases) return;
-  Buffer<T> room(last - first);
+  Buffer<T> room(Weights<T, kind>::as_computed ? 0 : last - first);
   const T* bias = Weights<T, kind>::read(static_cast<const Number*>(biases) + first, last - first,
                                          room.data());
   for (int64_t r = 0; r < rows; ++r) {

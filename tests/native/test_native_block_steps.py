@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
-from graphattn.nn.blocks import compiled_step
 from graphattn.ops.attention.native import blocks
 
 if library.why_not() is not None:
@@ -75,6 +74,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_steps_give_what_the_block_gives(name, options, dtype, monkeypatch) -> None:
     block = block_of(name, dtype, **OPTIONS[options])
+    if name == "krause" and dtype.itemsize == 2:
+        block.mixer.top_k = None  # rounding would choose other neighbours
     exact = copy.deepcopy(block).double()
     x = torch.randn(3, 12, 24, dtype=dtype)
     with ga.use_backend("reference"):
@@ -84,8 +85,6 @@ def test_steps_give_what_the_block_gives(name, options, dtype, monkeypatch) -> N
     assert found.dtype is dtype
     assert not found.requires_grad
     error = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 0.05)
-    if name == "krause" and dtype not in (torch.float64, torch.float32):
-        error = 0.6  # rounding chooses other neighbours
     assert (found.double() - wanted).abs().max() <= error * wanted.abs().max()
     assert calls["whole"] == (12 if name in WHOLE else 0)
     assert sum(calls.values()) == 12
@@ -175,14 +174,19 @@ PARTS = (
 @pytest.mark.parametrize("part", PARTS)
 def test_a_changed_module_runs(part, change) -> None:
     block = block_of("dot")
+    check_change(block, lambda: change(block.get_submodule(part)), 1e-3)
+
+
+def check_change(block: Any, change: Callable[[], None], least: float) -> None:
+    """Check that steps with a cache that was used before follow a change, which has an effect."""
     x = torch.randn(2, 8, 24, dtype=torch.float64)
     before = block(x, ga.causal_graph(8))
     cache = block.init_cache(2, None)
     stream(block, x[:, :4], cache)
     cache.truncate(0)
-    change(block.get_submodule(part))
+    change()
     wanted = block(x, ga.causal_graph(8))
-    assert (wanted - before).abs().max() > 1e-3
+    assert (wanted - before).abs().max() > least
     torch.testing.assert_close(stream(block, x, cache), wanted)
 
 
@@ -239,15 +243,7 @@ def own_dropout(block: Any) -> None:
 )
 def test_a_change_between_two_steps_counts(change) -> None:
     block = block_of("dot")
-    x = torch.randn(2, 8, 24, dtype=torch.float64)
-    before = block(x, ga.causal_graph(8))
-    cache = block.init_cache(2, None)
-    stream(block, x[:, :4], cache)
-    cache.truncate(0)
-    change(block)
-    wanted = block(x, ga.causal_graph(8))
-    assert (wanted - before).abs().max() > 1e-5
-    torch.testing.assert_close(stream(block, x, cache), wanted)
+    check_change(block, lambda: change(block), 1e-5)
 
 
 def test_what_watches_all_modules_sees_them() -> None:
@@ -400,7 +396,3 @@ def test_drafts_and_samples_agree_with_steps_of_torch() -> None:
     with ga.use_backend("reference"):
         again = model.generate(prompts, 30, generator=torch.Generator().manual_seed(3), **given)
     assert torch.equal(sampled, again)
-
-
-def test_known_classes_are_those_of_torch() -> None:
-    assert all(cls.forward is forward for cls, forward in compiled_step.FORWARD.items())

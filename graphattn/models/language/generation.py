@@ -11,7 +11,6 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int
 from graphattn.models.language.sampling import Sampling, draw
 from graphattn.models.token_model import TokenModel
-from graphattn.nn.blocks.compiled_step import BlockRun
 from graphattn.ops.inputs import check_valid
 
 Stop = int | Sequence[int | Sequence[int]] | None
@@ -83,9 +82,9 @@ class Reader:
     ) -> None:
         self.model, self.text, self.valid, self.positions = model, text, None, None
         self.cache = model.init_cache(tuple(text.batch), rollback=rollback)
-        self.runs: list[BlockRun] | None = None  # steps without checks
-        # `progress` may change the model between two steps.
-        self.may_run = valid is None and text.progress is None
+        # Steps without checks; but `progress` may change the model between two steps.
+        is_plain = valid is None and text.progress is None
+        self.runs = model._runs(self.cache) if is_plain else None
         if valid is not None:
             more = valid.new_ones(*valid.shape[:-1], text.most - text.start)
             self.valid = torch.cat([valid, more], dim=-1)
@@ -98,12 +97,7 @@ class Reader:
         """Read up to the token before `until`; return logits of the last `keep` tokens, [*, keep,
         V]."""
         here = slice(self.cache.position, until)
-        if here.start == until - 1 and self.may_run:
-            self.runs = self.runs or self.model._runs(self.cache)
-            self.may_run = self.runs is not None
-        else:
-            self.runs = None
-        if self.runs is not None:
+        if self.runs is not None and here.start == until - 1:
             x = self.model.embedding(self.text.tokens[..., here]).squeeze(-2)
             for run in self.runs:
                 x = run(x)

@@ -177,10 +177,10 @@ def perceptron_of(block: Any, like: Tensor) -> tuple[Any, ...]:
     """The norm, the two maps and the activation of a block's second part, and its hidden width."""
     if type(block.dropout) is not nn.Dropout:
         raise UnknownModuleError  # it may do something in steps, too
-    mlp = plain_modules(block.mlp)
-    if len(mlp) != 3:
+    plain(block.mlp, nn.Sequential)
+    if len(block.mlp) != 3:
         raise UnknownModuleError
-    first, active, second = mlp
+    first, active, second = block.mlp
     dim, hidden = like.shape[-1], first.out_features
     norm = norm_of(block.mlp_norm, like)
     up, down = linear_of(first, hidden, dim, like), linear_of(second, dim, hidden, like)
@@ -189,9 +189,3 @@ def perceptron_of(block: Any, like: Tensor) -> tuple[Any, ...]:
         raise UnknownModuleError
     plain(active, cls)
     return hidden, *norm, *up, *down, ACTIVATIONS[cls]
-
-
-def plain_modules(sequence: Any) -> tuple[Any, ...]:
-    """The modules that a plain nn.Sequential runs, one after the other."""
-    plain(sequence, nn.Sequential)
-    return tuple(sequence._modules.values())
