@@ -28,6 +28,7 @@ INSTANCES = {
     "backward_product": 4,
     "BlockStep": 4,  # weights as they are computed with, or halves of two kinds (of floats)
     "Weights": 4,
+    "linear_map": 4,
 }
 
 
