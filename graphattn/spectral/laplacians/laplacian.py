@@ -171,20 +171,21 @@ def float64_weights(edge_weight: Tensor | None, num_edges: int) -> NDArray[np.fl
 
 def symmetrised_adjacency(graph: TokenGraph, weight: NDArray[np.float64]) -> scipy.sparse.csr_array:
     """Compute W_sym = (W + W^T) / 2 [N, N], without self-loops and stored zeros."""
-    source, target = graph.edge_index.cpu().numpy()
+    source, target = graph.compact_edges.cpu().numpy()
     edge = (source != target) & (weight > 0)
-    shape = (graph.num_targets, graph.num_targets)
-    half = scipy.sparse.coo_array((weight[edge] / 2, (target[edge], source[edge])), shape=shape)
-    half = half.tocsr()
-    return scipy.sparse.csr_array(half + half.T)
+    tokens = graph.num_targets
+    ends = np.zeros(tokens + 1, dtype=source.dtype)  # of the rows: edges are sorted by target
+    np.cumsum(np.bincount(target[edge], minlength=tokens), out=ends[1:])
+    half = scipy.sparse.csr_array((weight[edge] / 2, source[edge], ends), shape=(tokens, tokens))
+    return half + half.T
 
 
 def laplacian_of(
     adjacency: scipy.sparse.csr_array, normalization: Normalization = None
 ) -> scipy.sparse.csr_array:
     """Compute D(A) - A, or a normalised form, of a symmetric adjacency matrix A without loops."""
-    degree = np.asarray(adjacency.sum(axis=1)).ravel()
-    token = np.arange(len(degree))
+    token = np.arange(adjacency.shape[0])
+    degree = adjacency @ np.ones(len(token))
     if normalization is not None:
         share = np.divide(1.0, degree, out=np.zeros(len(degree)), where=degree > 0)
         row = np.repeat(token, np.diff(adjacency.indptr))
@@ -195,8 +196,8 @@ def laplacian_of(
         entries = (adjacency.data * per_edge, adjacency.indices, adjacency.indptr)
         adjacency = scipy.sparse.csr_array(entries, shape=adjacency.shape)
         degree = (degree > 0).astype(np.float64)  # the diagonal of a normalised form is exactly 1
-    diagonal = scipy.sparse.coo_array((degree, (token, token)), shape=adjacency.shape)
-    L = scipy.sparse.csr_array(diagonal.tocsr() - adjacency)
+    ends = np.arange(len(degree) + 1)
+    L = scipy.sparse.csr_array((degree, token, ends), shape=adjacency.shape) - adjacency
     L.eliminate_zeros()  # removes the diagonal entries of isolated tokens
     return L
 
