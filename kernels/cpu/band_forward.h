@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "band_diagonals.h"
 #include "band_plan.h"
 #include "band_rows.h"
 #include "band_tiles.h"
@@ -34,7 +35,7 @@ class Bands {
   static constexpr T NONE = -std::numeric_limits<T>::infinity();
   static constexpr T MOST = std::numeric_limits<T>::infinity();
 
-  Bands(const BandsCall& call, const Plan& plan)
+  Bands(const BandsCall& call, const Plan<T>& plan)
       : call_(call), plan_(plan), scale_(static_cast<const T*>(call.scale)),
         repeats_(call.heads / call.kv_heads), padded_(whole_vectors<T>(call.width)),
         value_padded_(whole_vectors<T>(call.value_width)), numbers_(numbers_kept(call)) {
@@ -46,10 +47,16 @@ class Bands {
   }
 
   void forward(const Task& task, int64_t b, int64_t g, Packed<T>& own, BandRow<T>& exact) {
-    pack_keys(task, b, g, own, nullptr);
+    if (!task.is_narrow) pack_keys(task, b, g, own, nullptr);
+    int64_t keys = 0;
     for (int64_t h = g * repeats_; h < (g + 1) * repeats_; ++h) {
-      for (int64_t i = task.first; i < task.last; i += QUERIES) {
-        forward_few(task, b, h, i, own, exact);
+      for (int64_t i = task.first; i < task.last; i += task.is_narrow ? Vec<T>::L : QUERIES) {
+        if (task.is_narrow) {
+          pack_rows(task, b, g, keys_until(task, i), keys, own);
+          forward_diagonals(task, b, h, i, own, exact);
+        } else {
+          forward_few(task, b, h, i, own, exact);
+        }
       }
     }
   }
@@ -101,6 +108,37 @@ class Bands {
     return *std::min_element(begin, begin + repeats_);
   }
 
+  // So many keys of a narrow window are packed where targets from i on are computed.
+  int64_t keys_until(const Task& task, int64_t i) const {
+    return i - task.first + Vec<T>::L + window_of(*task.sequence) - 1;
+  }
+
+  // Keys and values as rows: those from `packed` on, which is how many there are then.
+  void pack_rows(const Task& task, int64_t b, int64_t g, int64_t count, int64_t& packed,
+                 Packed<T>& own) const {
+    const T limit = limit_of_group(g);
+    if (packed == 0) own.any_bad = any_bad_entry_;
+    const int64_t first = packed;
+    orders<T> most{};
+    const T *key, *value;
+    for (; packed < count; ++packed) {
+      look_up(task, b, g, packed, own, key, value);
+      if (key) join_sizes(key, call_.width, most), join_sizes(value, call_.value_width, most);
+      if (key && needs_lengths()) own.lengths[packed] = length_of(key);
+      put_rows(packed, key, value, own);
+    }
+    // Nearly always all are sound, and one look says so.
+    for (packed = is_sound(most, limit) ? count : first; packed < count; ++packed) {
+      find_key(task, b, g, packed, limit, own, key, value);
+      put_rows(packed, key, value, own);
+    }
+  }
+
+  void put_rows(int64_t y, const T* key, const T* value, const Packed<T>& own) const {
+    put_row(key, call_.width, own.keys + y * padded_, padded_);
+    put_row(value, call_.value_width, own.values + y * value_padded_, value_padded_);
+  }
+
   void pack_keys(const Task& task, int64_t b, int64_t g, Packed<T>& own, Backward<T>* back) const {
     constexpr int64_t L = Vec<T>::L, K = KEYS<T>;
     const T limit = limit_of_group(g);
@@ -125,9 +163,9 @@ class Bands {
     }
   }
 
-  // Key and value at a place of a task, or null where tiles hold zeros; marks what is bad.
-  void find_key(const Task& task, int64_t b, int64_t g, int64_t y, T limit, Packed<T>& own,
-                const T*& key, const T*& value) const {
+  // Key and value at a place of a task, or null where nothing can be seen.
+  void look_up(const Task& task, int64_t b, int64_t g, int64_t y, Packed<T>& own, const T*& key,
+               const T*& value) const {
     const Sequence& s = *task.sequence;
     const int64_t j = task.begin + y, token = s.source + j * s.step;
     const uint8_t* valid = call_.valid_sources;
@@ -138,12 +176,22 @@ class Bands {
     own.bad[y] = 0;
     key = value = nullptr;
     if (!usable) return;
-    const int64_t next = s.source + std::min(j + AHEAD, task.high - 1) * s.step;
-    fetch_head<T>(call_.key, b, next, g, call_.width);
-    fetch_head<T>(call_.value, b, next, g, call_.value_width);
     constexpr int64_t L = Vec<T>::L;
     key = read_head(call_.key, b, token, g, call_.width, own.room_of(y % L));
     value = read_head(call_.value, b, token, g, call_.value_width, own.room_of(L + y % L));
+  }
+
+  // The same, null also where tiles hold zeros; marks what is bad.
+  void find_key(const Task& task, int64_t b, int64_t g, int64_t y, T limit, Packed<T>& own,
+                const T*& key, const T*& value) const {
+    const Sequence& s = *task.sequence;
+    const int64_t next = s.source + std::min(task.begin + y + AHEAD, task.high - 1) * s.step;
+    if (!task.is_narrow && next >= 0) {
+      fetch_head<T>(call_.key, b, next, g, call_.width);
+      fetch_head<T>(call_.value, b, next, g, call_.value_width);
+    }
+    look_up(task, b, g, y, own, key, value);
+    if (!key) return;
     if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
     if (!is_sound(value, call_.value_width, limit)) own.bad[y] |= BAD_VALUE, value = nullptr;
     if (needs_lengths() && key) own.lengths[y] = length_of(key);
@@ -201,27 +249,34 @@ class Bands {
     return seen;
   }
 
+  // Queries of up to `few` targets from i on, null where there is none; marks those that are left to
+  // BandRow.
+  void read_queries(const Task& task, int64_t b, int64_t h, int64_t i, int64_t few,
+                    const Packed<T>& own, const T** queries, bool* special) const {
+    if (!task.is_narrow) for (int64_t next = i + few; next < std::min(i + 2 * few, task.last); ++next) {
+      fetch_head<T>(call_.query, b, token_of(task, next), h, call_.width);
+      fetch_head<T>(call_.out, b, token_of(task, next), h, call_.value_width);
+    }
+    for (int64_t r = 0; r < few; ++r) {
+      const T*& query = queries[r] = nullptr;
+      special[r] = false;
+      if (i + r >= task.last || !is_valid_target(b, token_of(task, i + r))) continue;
+      query = read_head(call_.query, b, token_of(task, i + r), h, call_.width, own.room_of(r));
+      if (!is_sound(query, call_.width, limits_[h])) special[r] = true, query = nullptr;
+      const uint8_t what = call_.top_k > 0 ? BAD_KEY : BAD_KEY | BAD_VALUE;
+      special[r] = special[r] || sees_bad(task, i + r, what, own);
+    }
+  }
+
   // Targets i .. i + QUERIES - 1 of one head.
   void forward_few(const Task& task, int64_t b, int64_t h, int64_t i, Packed<T>& own,
                    BandRow<T>& exact) const {
     constexpr int64_t K = KEYS<T>, L = Vec<T>::L;
     const Sequence& s = *task.sequence;
-    bool special[QUERIES] = {};
-    const int64_t count = std::min<int64_t>(QUERIES, task.last - i);
-    for (int64_t next = i + QUERIES; next < std::min(i + 2 * QUERIES, task.last); ++next) {
-      fetch_head<T>(call_.query, b, token_of(task, next), h, call_.width);
-      fetch_head<T>(call_.out, b, token_of(task, next), h, call_.value_width);
-    }
+    bool special[QUERIES];
     const T* queries[QUERIES];
-    for (int64_t r = 0; r < QUERIES; ++r) {
-      const T*& query = queries[r] = nullptr;
-      if (r < count && is_valid_target(b, token_of(task, i + r))) {
-        query = read_head(call_.query, b, token_of(task, i + r), h, call_.width, own.room_of(r));
-        if (!is_sound(query, call_.width, limits_[h])) special[r] = true, query = nullptr;
-        const uint8_t what = call_.top_k > 0 ? BAD_KEY : BAD_KEY | BAD_VALUE;
-        special[r] = special[r] || sees_bad(task, i + r, what, own);
-      }
-    }
+    const int64_t count = std::min<int64_t>(QUERIES, task.last - i);
+    read_queries(task, b, h, i, QUERIES, own, queries, special);
     put_columns<T, QUERIES>(queries, call_.width, own.query, QUERIES);
     const int64_t from = std::max(task.low, i - s.before);
     const int64_t end = std::max(from, std::min(task.high, i + QUERIES + s.after));
@@ -267,9 +322,162 @@ class Bands {
                           high - low, sums, sums);
       }
     }
+    write_rows(task, b, h, i, count, special, share, own, exact);
+  }
+
+  // Targets i .. i + L - 1 of one head in a narrow window.
+  void forward_diagonals(const Task& task, int64_t b, int64_t h, int64_t i, Packed<T>& own,
+                         BandRow<T>& exact) const {
+    constexpr int64_t L = Vec<T>::L;
+    const Sequence& s = *task.sequence;
+    const int64_t window = window_of(s), place = i - task.first;
+    const int64_t count = std::min<int64_t>(L, task.last - i);
+    bool special[L] = {}, careful[L] = {};
+    orders<T> most{};
+    for (int64_t r = 0; r < L; ++r) {
+      const T* query = nullptr;
+      if (r < count && is_valid_target(b, token_of(task, i + r))) {
+        query = read_head(call_.query, b, token_of(task, i + r), h, call_.width, own.room_of(r));
+        join_sizes(query, call_.width, most);
+      }
+      put_row(query, call_.width, own.query + r * padded_, padded_);
+    }
+    if (own.any_bad || !is_sound(most, limits_[h])) {
+      const T* queries[L];
+      read_queries(task, b, h, i, L, own, queries, special);
+      for (int64_t r = 0; r < L; ++r) {
+        put_row(queries[r], call_.width, own.query + r * padded_, padded_);
+      }
+    }
+    T* logits = own.logits + SPARE * L;
+    const Logits<T> how = logits_of(h);
+    const Upcoming upcoming = rows_after(task, b, h, i + L, call_.out);
+    diagonals(call_.is_rbf, own.query, own.keys + place * padded_, padded_, window, &upcoming, own,
+              logits);
+    logits_of_diagonals(how, task, place, own, logits, logits);
+    const T* table = how.table ? how.table - s.before : nullptr;
+    Kept<T> best{};
+    if (call_.top_k > 0) {
+      const vec<T> terms = terms_of_diagonals(table, window, place, h, own, logits);
+      best = keep_largest_of_diagonals<T>(logits, window, call_.top_k);
+      mark_near_ties(best, terms, careful);
+      for (int64_t r = 0; own.any_bad && r < count; ++r) {
+        T row[NARROW];
+        for (int64_t o = 0; o < window; ++o) row[o] = logits[o * L + r];
+        special[r] = special[r] || (is_valid_target(b, token_of(task, i + r)) &&
+                                    sees_bad(task, i + r, BAD_VALUE, own, row, i + r - s.before));
+      }
+    }
+    vec<T> highest = broadcast(NONE), total{}, least{};
+    for (int64_t o = 0; o < window; ++o) highest = maximum(highest, load(logits + o * L));
+    if (call_.is_rbf && sizeof(T) == sizeof(float)) {
+      least = highest;
+      if (table) least = least_of_diagonals(table, window, logits, highest - T(FADED));
+    }
+    const vec<T> top = highest == NONE ? vec<T>{} : highest;
+    for (int64_t o = 0; o < window; ++o) {
+      const vec<T> exponential = exp(load(logits + o * L) - top);
+      store(logits + o * L, exponential);
+      total += exponential;
+    }
+    T share[L];
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t target = token_of(task, i + r);
+      T* kept = kept_of(b, target, h);
+      T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + target) * call_.heads + h;
+      if (highest[r] == NONE || !is_valid_target(b, target)) {
+        kept[0] = MOST, kept[1] = share[r] = 0, *lse = NONE;
+      } else {
+        special[r] = special[r] || careful[r] || least[r] < T(STEEP);
+        kept[0] = special[r] ? MOST : highest[r], kept[1] = share[r] = T(1) / total[r];
+        *lse = highest[r] + std::log(total[r]);
+        if (special[r]) kept[1] = 1;
+      }
+      if (call_.top_k > 0) kept[2] = best.threshold[r], kept[3] = best.last[r];
+    }
+    clear_spare(logits, window);
+    std::fill_n(own.sums, L * value_padded_, T(0));
+    for (int64_t r = 0; r < count; r += ROWS) {
+      T* sums = own.sums + r * value_padded_;
+      combine<T, false>(logits + r, OF_ROW<T>, OF_KEY<T>, own.values + (place + r) * value_padded_,
+                        value_padded_, window + SPARE, sums, sums);
+    }
+    write_rows(task, b, h, i, count, special, share, own, exact);
+  }
+
+  // The least of every row's logits above a limit, less what the table has added to them; at most 0.
+  vec<T> least_of_diagonals(const T* table, int64_t window, const T* logits, vec<T> limit) const {
+    vec<T> least{};
+    for (int64_t o = 0; o < window; ++o) {
+      const vec<T> logit = load(logits + o * Vec<T>::L);
+      least = minimum(least, logit > limit ? logit - table[o] : vec<T>{});
+    }
+    return least;
+  }
+
+  // What rounding is relative to, beside the two logits, where it decides what is kept.
+  vec<T> terms_of_diagonals(const T* table, int64_t window, int64_t place, int64_t h,
+                            const Packed<T>& own, const T* logits) const {
+    constexpr int64_t L = Vec<T>::L;
+    if (!needs_lengths()) {
+      return table ? -least_of_diagonals(table, window, logits, broadcast(NONE)) : vec<T>{};
+    }
+    T queries[L];
+    for (int64_t r = 0; r < L; ++r) queries[r] = length_of(own.query + r * padded_);
+    vec<T> keys{};
+    for (int64_t o = 0; o < window; ++o) keys = maximum(keys, load(own.lengths + place + o));
+    return load(queries) * keys * std::abs(scale_[h]);
+  }
+
+  // The rows of which rounding may have decided what is kept, as `is_nearly_a_tie` has it.
+  void mark_near_ties(const Kept<T>& best, vec<T> terms, bool* careful) const {
+    for (int64_t r = 0; r < Vec<T>::L; ++r) {
+      if (sizeof(T) != sizeof(float) || best.next[r] == NONE) continue;
+      const T size = std::max(std::abs(best.threshold[r]), std::abs(best.next[r])) + terms[r];
+      if (!(best.threshold[r] - best.next[r] > rounding() * size)) careful[r] = true;
+    }
+  }
+
+  // What targets from i on read, and the last keys that they see.
+  Upcoming rows_after(const Task& task, int64_t b, int64_t h, int64_t i,
+                      const TokenView& other) const {
+    const Sequence& s = *task.sequence;
+    Upcoming upcoming;
+    const auto set = [&](int64_t n, const TokenView& view, int64_t token, int64_t head) {
+      const int64_t size = is_half<T>(view) ? sizeof(uint16_t) : sizeof(T);
+      const int64_t place = b * view.batch + token * view.token + head * view.head;
+      upcoming.set(n, static_cast<const char*>(view.data) + place * size, s.step * view.token * size);
+    };
+    set(0, call_.query, token_of(task, i), h);
+    set(1, other, token_of(task, i), h);
+    set(2, call_.key, s.source + (i + s.after) * s.step, h / repeats_);
+    set(3, call_.value, s.source + (i + s.after) * s.step, h / repeats_);
+    const int64_t width = std::max(call_.width, call_.value_width);
+    upcoming.lines = (bytes_of<T>(call_.query, width) + Upcoming::LINE - 1) / Upcoming::LINE;
+    return upcoming;
+  }
+
+  void diagonals(bool is_rbf, const T* query, const T* key, int64_t stride, int64_t window,
+                 const Upcoming* upcoming, const Packed<T>& own, T* to) const {
+    is_rbf ? diagonal_affinities<T, true>(query, key, stride, window, upcoming, own.parts, to)
+           : diagonal_affinities<T, false>(query, key, stride, window, upcoming, own.parts, to);
+  }
+
+  // `place`: of the first key of the first target.
+  void logits_of_diagonals(const Logits<T>& how, const Task& task, int64_t place,
+                           const Packed<T>& own, const T* from, T* to) const {
+    const Sequence& s = *task.sequence;
+    const int64_t hole = s.loops == 1 ? -1 : s.before - s.loops / 2;
+    diagonal_logits<T>(how, window_of(s), -s.before, hole, own.usable + place, from, to);
+  }
+
+  // Outputs of targets i .. i + count - 1, from their sums.
+  void write_rows(const Task& task, int64_t b, int64_t h, int64_t i, int64_t count,
+                  const bool* special, const T* share, const Packed<T>& own,
+                  BandRow<T>& exact) const {
     for (int64_t r = 0; r < count; ++r) {
       if (special[r]) {
-        exact.forward(b, s, i + r, h);
+        exact.forward(b, *task.sequence, i + r, h);
         continue;
       }
       const int64_t target = token_of(task, i + r);
@@ -378,7 +586,7 @@ class Bands {
   }
 
   const BandsCall& call_;
-  const Plan& plan_;
+  const Plan<T>& plan_;
   const T* scale_;
   const int64_t repeats_, padded_, value_padded_, numbers_;  // numbers_: kept of a row
   std::vector<T> limits_, table_;

@@ -225,19 +225,28 @@ GRAPHATTN_INLINE orders<T> load_orders(const From* from) {
   return x;
 }
 
+// Joins the sizes of a row's numbers with the largest so far, as `is_sound` compares them.
+template <class T>
+GRAPHATTN_INLINE void join_sizes(const T* x, int64_t width, orders<T>& most) {
+  constexpr Ordered<T> size = std::numeric_limits<Ordered<T>>::max();
+  constexpr int64_t L = Vec<T>::L;
+  int64_t d = 0;
+  for (; d + L <= width; d += L) most = maximum(most, load_orders<T>(x + d) & size);
+  if (d < width) most = maximum(most, bit_cast<orders<T>>(load_first(x + d, width - d)) & size);
+}
+
 // Whether all numbers are so small that no product of two of them, scaled, overflows. As integers,
 // without their signs, NaN is above infinity and that above all others.
 template <class T>
+GRAPHATTN_INLINE bool is_sound(orders<T> most, T limit) {
+  return largest(most) <= bit_cast<Ordered<T>>(limit);
+}
+
+template <class T>
 GRAPHATTN_INLINE bool is_sound(const T* x, int64_t width, T limit) {
-  using O = Ordered<T>;
-  constexpr int L = Vec<T>::L;
-  constexpr O size = std::numeric_limits<O>::max();
   orders<T> most{};
-  int64_t d = 0;
-  for (; d + L <= width; d += L) most = maximum(most, load_orders<T>(x + d) & size);
-  O largest_size = largest(most);
-  for (; d < width; ++d) largest_size = std::max(largest_size, bit_cast<O>(x[d]) & size);
-  return largest_size <= bit_cast<O>(limit);
+  join_sizes(x, width, most);
+  return is_sound(most, limit);
 }
 
 // One token into a row of `stride` features; zeros behind it, or for null.

@@ -42,7 +42,8 @@ class BandsBackward : public Bands<T> {
   void backward(const Task& task, int64_t b, int64_t g, const BandsGradients& wanted,
                 Packed<T>& own, Backward<T>& back, double* d_scale, double* d_table, T* halo,
                 uint8_t* special, std::atomic<bool>& any_special) {
-    pack_keys(task, b, g, own, &back);
+    int64_t keys = 0;
+    if (!task.is_narrow) pack_keys(task, b, g, own, &back);
     std::fill_n(back.d_keys, task.keys * padded_, T(0));
     std::fill_n(back.d_values, task.keys * value_padded_, T(0));
     for (int64_t r = 0; r < repeats_; ++r) {
@@ -50,7 +51,12 @@ class BandsBackward : public Bands<T> {
       double* table = d_table ? d_table + r * plan_.window : nullptr;
       for (int64_t i = task.first; i < task.last; i += BLOCK) {
         if (pack_targets(task, b, h, i, wanted, own, back, special)) any_special = true;
-        d_scale[r] += backward_block(task, h, i, own, back, table);
+        if (task.is_narrow) {
+          pack_rows(task, b, g, keys_until(task, i + BLOCK - Vec<T>::L) + SPARE, keys, own);
+          d_scale[r] += backward_diagonals(task, b, h, i, wanted.d_out, own, back, table);
+        } else {
+          d_scale[r] += backward_block(task, h, i, own, back, table);
+        }
         const int64_t count = std::min(BLOCK, task.last - i);
         for (int64_t y = 0; y < count; ++y) {
           write_head(back.d_query + y * padded_, call_.width, wanted.d_query, b,
@@ -85,11 +91,15 @@ class BandsBackward : public Bands<T> {
   using Base = Bands<T>;
   using Base::MOST;
   using Base::call_;
+  using Base::diagonals;
   using Base::kept_of;
+  using Base::keys_until;
   using Base::limits_;
   using Base::logits_of;
+  using Base::logits_of_diagonals;
   using Base::logits_of_tile;
   using Base::pack_keys;
+  using Base::pack_rows;
   using Base::padded_;
   using Base::plan_;
   using Base::repeats_;
@@ -114,9 +124,11 @@ class BandsBackward : public Bands<T> {
       if (i + y < task.last) {
         const int64_t target = token_of(task, i + y);
         const int64_t next = token_of(task, std::min(i + y + AHEAD, task.last - 1));
-        fetch_head<T>(call_.query, b, next, h, width);
+        if (!task.is_narrow) {
+          fetch_head<T>(call_.query, b, next, h, width);
+          fetch_head<T>(wanted.d_out, b, next, h, value_width);
+        }
         prefetch(this->exact_output(b, next, h), value_width * sizeof(T));
-        fetch_head<T>(wanted.d_out, b, next, h, value_width);
         const T* kept = kept_of(b, target, h);
         const T of_lse = d_lse ? d_lse[(b * call_.targets + target) * call_.heads + h] : T(0);
         const auto room = [&](int64_t n) { return own.room_of(y % QUERIES * 2 + n); };
@@ -141,7 +153,11 @@ class BandsBackward : public Bands<T> {
       }
       put_row(query, width, back.query_rows + y * padded_, padded_);
       put_row(d_out, value_width, back.d_out_rows + y * value_padded_, value_padded_);
-      if ((y + 1) % QUERIES == 0) {
+      if (task.is_narrow) {
+        constexpr int64_t L = Vec<T>::L;
+        put_row(out, value_width, back.out + y % L * value_padded_, value_padded_);
+        if ((y + 1) % L == 0) output_products_less(y + 1 - L, own, back);
+      } else if ((y + 1) % QUERIES == 0) {
         const int64_t few = y + 1 - QUERIES;
         put_columns<T, QUERIES>(queries, width, back.query + few * width, QUERIES);
         T* columns = back.d_out + few * value_width;
@@ -151,6 +167,15 @@ class BandsBackward : public Bands<T> {
       }
     }
     return some;
+  }
+
+  // The product of the output and its gradient for targets y .. y + L - 1, less what `less` holds. It
+  // has the bits of an affinity, so a weight of 1 leaves nothing of the gradient of its logit.
+  void output_products_less(int64_t y, const Packed<T>& own, Backward<T>& back) const {
+    T found[Vec<T>::L];
+    this->diagonals(false, back.d_out_rows + y * value_padded_, back.out, value_padded_, 1, nullptr,
+                    own, found);
+    store(back.less + y, load(found) - load(back.less + y));
   }
 
   bool is_silent(const T* d_out, T d_lse) const {
@@ -187,6 +212,68 @@ class BandsBackward : public Bands<T> {
     }
     if (d_table) {
       for (int64_t e = 0; e < plan_.window; ++e) d_table[e] += double(back.d_table[MARGIN + e]);
+    }
+    return d_scale;
+  }
+
+  // The same for a narrow window.
+  double backward_diagonals(const Task& task, int64_t b, int64_t h, int64_t i,
+                            const TokenView& d_out_view, Packed<T>& own, Backward<T>& back,
+                            double* d_table) const {
+    constexpr int64_t L = Vec<T>::L;
+    const auto add_pulls = call_.is_rbf ? combine<T, true> : combine<T, false>;
+    const int64_t window = window_of(*task.sequence), last = std::min(task.last, i + BLOCK);
+    const Logits<T> how = logits_of(h);
+    T *affinity = back.affinity, *logit = back.logit;
+    T *pull = back.pull + SPARE * L, *weight = back.weight + SPARE * L;
+    clear_spare(pull, window), clear_spare(weight, window);
+    std::fill_n(back.d_query, BLOCK * padded_, T(0));
+    double d_scale = 0;
+    for (int64_t y = 0; i + y < last; y += L) {
+      const int64_t place = i + y - task.first;
+      const T *queries = back.query_rows + y * padded_, *keys = own.keys + place * padded_;
+      const T* d_out = back.d_out_rows + y * value_padded_;
+      const Upcoming upcoming = this->rows_after(task, b, h, i + y + BLOCK, d_out_view);
+      diagonals(call_.is_rbf, queries, keys, padded_, window, &upcoming, own, affinity);
+      logits_of_diagonals(how, task, place, own, affinity, logit);
+      diagonals(false, d_out, own.values + place * value_padded_, value_padded_, window, nullptr,
+                own, pull);
+      const vec<T> highest = load(back.highest + y), share = load(back.share + y);
+      const vec<T> less = load(back.less + y);
+      const vec<T> least = load(back.threshold + y), end = load(back.last + y);
+      vec<T> of_scale{};
+      for (int64_t o = 0; o < window; ++o) {
+        const vec<T> own_logit = load(logit + o * L);
+        vec<T> p = exp(own_logit - highest) * share;
+        if (call_.top_k > 0) {
+          const vec<T> number = broadcast(T(o));
+          p = ((own_logit > least) | ((own_logit == least) & (number <= end))) ? p : vec<T>{};
+        }
+        const vec<T> own_affinity = load(affinity + o * L);
+        vec<T> d_logit = p * (load(pull + o * L) - less);
+        store(weight + o * L, p);
+        if (d_table) d_table[o] += double(sum(d_logit));
+        if (how.cap > 0) {
+          const vec<T> bounded = tanh(own_affinity * how.scale / how.cap);
+          d_logit = d_logit * (T(1) - bounded * bounded);
+        }
+        of_scale += d_logit * own_affinity;
+        store(pull + o * L, d_logit * how.scale);
+      }
+      d_scale += double(sum(of_scale));
+      for (int64_t r = 0; r < L; r += ROWS) {
+        add_pulls(pull + r, OF_ROW<T>, OF_KEY<T>, keys + r * padded_, padded_, window + SPARE,
+                  queries + r * padded_, back.d_query + (y + r) * padded_);
+      }
+      for (int64_t c = 0; c < L + window - 1; c += ROWS) {
+        const int64_t from = std::max<int64_t>(0, c - window + 1);
+        const int64_t count = std::min(L, c + ROWS) - from, first = (c - from) * L + from;
+        T* d_values = back.d_values + (place + c) * value_padded_;
+        add_pulls(pull + first, OF_KEY<T>, OF_ROW<T>, queries + from * padded_, padded_, count,
+                  keys + c * padded_, back.d_keys + (place + c) * padded_);
+        combine<T, false>(weight + first, OF_KEY<T>, OF_ROW<T>, d_out + from * value_padded_,
+                          value_padded_, count, d_values, d_values);
+      }
     }
     return d_scale;
   }
@@ -296,7 +383,8 @@ class BandsBackward : public Bands<T> {
   }
 };
 
-int threads_for(const BandsCall& call, const Plan& plan, int64_t tasks) {
+template <class T>
+int threads_for(const BandsCall& call, const Plan<T>& plan, int64_t tasks) {
   const double rows = double(call.batch * call.heads) * plan.pairs;
   const double operations = rows * double(call.width + call.value_width);
   return worker_count(tasks, threads_worth(operations, static_cast<int>(call.threads)));
@@ -304,7 +392,7 @@ int threads_for(const BandsCall& call, const Plan& plan, int64_t tasks) {
 
 template <class T>
 void forward(const BandsCall& call) {
-  const Plan plan(call, false);
+  const Plan<T> plan(call, false);
   Bands<T> bands(call, plan);
   const int64_t rows = call.batch * call.targets * call.heads;
   huge(call.out.data, bytes_of<T>(call.out, rows * call.value_width));
@@ -324,7 +412,7 @@ void forward(const BandsCall& call) {
 
 // Rows that were left out of the tiles, in order; what they add to is their key head's alone.
 template <class T>
-void backward_of_rows(const BandsCall& call, const Plan& plan, const BandsGradients& wanted,
+void backward_of_rows(const BandsCall& call, const Plan<T>& plan, const BandsGradients& wanted,
                       const uint8_t* special, int threads) {
   const int64_t repeats = call.heads / call.kv_heads;
   const int64_t entries = wanted.d_table ? call.offsets : 0;
@@ -355,7 +443,8 @@ void backward_of_rows(const BandsCall& call, const Plan& plan, const BandsGradie
 }
 
 // What tasks first .. last - 1 have found for scales and the table, in their order.
-void add_up(const BandsCall& call, const Plan& plan, const BandsGradients& wanted, int64_t first,
+template <class T>
+void add_up(const BandsCall& call, const Plan<T>& plan, const BandsGradients& wanted, int64_t first,
             int64_t last, const double* d_scale, const double* d_table) {
   const int64_t repeats = call.heads / call.kv_heads;
   for (int64_t n = first; n < last; ++n) {
@@ -377,7 +466,7 @@ void add_up(const BandsCall& call, const Plan& plan, const BandsGradients& wante
 
 template <class T>
 void backward(const BandsCall& call, const BandsGradients& wanted) {
-  const Plan plan(call, true);
+  const Plan<T> plan(call, true);
   BandsBackward<T> bands(call, plan);
   const int64_t H = call.heads, repeats = H / call.kv_heads;
   huge(wanted.d_query.data,

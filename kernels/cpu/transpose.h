@@ -21,6 +21,21 @@ GRAPHATTN_INLINE V exchanged(V a, V b, std::index_sequence<I...>) {
   }
 }
 
+// Lanes without the bit `step` of their number: sums of a's lanes that differ in it alone, of the
+// others: b's. (One shuffle and one blend.)
+template <int step, class V, size_t... I>
+GRAPHATTN_INLINE V folded(V a, V b, std::index_sequence<I...>) {
+  constexpr size_t L = sizeof...(I);
+  return __builtin_shufflevector(a, b, (I & step ? I + L : I)...) +
+         __builtin_shufflevector(a, b, (I & step ? I + L - step : I + step)...);
+}
+
+template <int step, class V>
+GRAPHATTN_INLINE V folded(V a, V b) {
+  constexpr size_t L = sizeof(V) / sizeof(lane_t<V>);
+  return folded<step>(a, b, std::make_index_sequence<L>());
+}
+
 template <int step, class V>
 GRAPHATTN_INLINE void transpose_from(V* x) {
   constexpr int L = static_cast<int>(sizeof(V) / sizeof(lane_t<V>));
@@ -44,6 +59,14 @@ GRAPHATTN_INLINE void transpose(V* x) {
 }
 
 #else
+
+template <int step, class V>
+GRAPHATTN_INLINE V folded(V a, V b) {
+  constexpr int L = static_cast<int>(sizeof(V) / sizeof(lane_t<V>));
+  V found;
+  for (int i = 0; i < L; ++i) found[i] = i & step ? b[i] + b[i - step] : a[i] + a[i + step];
+  return found;
+}
 
 template <class V>
 GRAPHATTN_INLINE void transpose(V* x) {

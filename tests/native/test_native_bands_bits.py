@@ -63,12 +63,13 @@ def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
 
 @each_score
 @each_option
-def test_any_number_of_threads_gives_the_same_bits(score: str, option: str) -> None:
+@pytest.mark.parametrize("window", [40, 4])
+def test_any_number_of_threads_gives_the_same_bits(window: int, score: str, option: str) -> None:
     """Several tasks and sequences, a table, and rows that are done by themselves."""
-    parts = [ga.window_path_graph(n, 40, self_loops=True) for n in (600, 9, 300)]
+    parts = [ga.window_path_graph(n, window, self_loops=True) for n in (600, 9, 300)]
     graph, given = ga.batch(parts), tensors(2, tokens=909)
     given[1][:, 77], given[1][:, 700:] = 1e25, given[1][:, 700:] * 30  # enormous; steep
-    table = torch.randn(81, 4, generator=torch.Generator().manual_seed(0))
+    table = torch.randn(2 * window + 1, 4, generator=torch.Generator().manual_seed(0))
     same_on_threads(lambda: run(given, graph, score, edge_bias=table, **OPTIONS[option]))
 
 
@@ -90,10 +91,11 @@ def test_a_sample_has_the_bits_that_it_has_alone(score: str, option: str) -> Non
     [
         lambda n: ga.causal_window_graph(n, 40),
         lambda n: ga.window_path_graph(n, 70),
+        lambda n: ga.window_path_graph(n, 4),
         lambda n: ga.block_window_graph(n, 17),
         lambda n: ga.dilated_window_graph(n, 5, 3),
     ],
-    ids=["causal window", "path", "blocks", "dilated"],
+    ids=["causal window", "path", "narrow path", "blocks", "dilated"],
 )
 def test_a_sequence_has_the_bits_that_it_has_alone(
     kind: Callable[[int], ga.TokenGraph], score: str, option: str

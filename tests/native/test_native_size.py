@@ -20,6 +20,7 @@ INSTANCES = {
     "products_of_heads": 12,  # widths of 16, 32, 64, 128 or any (any of double); dot or RBF
     "sums_of_heads": 12,
     "affinities": 8,  # dot or RBF; 1 or 2 vectors of keys
+    "diagonal_affinities": 4,
     "combine": 4,  # dot or RBF
     "put_columns": 4,  # tokens of a vector, or targets of a tile
     "make_logits": 4,  # 1 or 2 vectors of keys
