@@ -1,8 +1,8 @@
 """The rule of top-k: the largest logits are selected, of equal ones those with the smaller index.
 
 Everything in Python that selects sources asks this file. Kernels repeat the rule: in C++
-`kernels/cpu/band_top_k.h`, `rows.cpp` and `steps.cpp`, in Triton `kernels/bands/top_k.py`,
-`kernels/edges/top_k.py` and `kernels/generation/step.py`.
+`kernels/cpu/band_top_k.h`, `band_diagonals.h`, `rows.cpp` and `steps.cpp`, in Triton
+`kernels/bands/top_k.py`, `kernels/edges/top_k.py` and `kernels/generation/step.py`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ Attention over bands, which are windows, blocks and whole sequences:
 - `band_plan.h`: how bands are cut into tasks, and the memory of a task.
 - `precision.h`: how half precision is read and written.
 - `band_tiles.h`: a few targets times a few vectors of keys, in registers.
+- `band_diagonals.h`: narrow windows, offset by offset, with the targets of a block in the lanes.
 - `band_top_k.h`: the largest logits of a row.
 - `band_rows.h`: one row in double precision, for the few of which tiles would lose something.
 - `band_forward.h`, `bands.cpp`: forward, and backward.

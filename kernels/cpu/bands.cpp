@@ -8,6 +8,8 @@
 // of 64 targets and 64 keys once. A task writes the gradients of the keys up to where the next one
 // begins; what belongs to later keys goes to memory of its own, and is added afterwards in order.
 //
+// Narrow windows take other ways through the same tasks (band_diagonals.h).
+//
 // Tiles hold zeros in place of tokens with NaN, infinity or enormous numbers. Rows that see one are
 // computed by themselves, in double precision (band_rows.h), and so are rows for which float has too
 // few digits: nearly a tie in top-k, or RBF logits that are all far below zero.
