@@ -325,6 +325,30 @@ class Bands {
     write_rows(task, b, h, i, count, special, share, own, exact);
   }
 
+  // Queries of targets i .. i + L - 1 as rows; marks those that are left to BandRow.
+  void pack_queries(const Task& task, int64_t b, int64_t h, int64_t i, const Packed<T>& own,
+                    bool* special) const {
+    constexpr int64_t L = Vec<T>::L;
+    orders<T> most{};
+    const T* queries[L];
+    const auto put = [&] {
+      for (int64_t r = 0; r < L; ++r) {
+        if (queries[r]) join_sizes(queries[r], call_.width, most);
+        put_row(queries[r], call_.width, own.query + r * padded_, padded_);
+      }
+    };
+    for (int64_t r = 0; r < L; ++r) {
+      const bool is_some = i + r < task.last && is_valid_target(b, token_of(task, i + r));
+      queries[r] = nullptr, special[r] = false;
+      if (!is_some) continue;
+      queries[r] = read_head(call_.query, b, token_of(task, i + r), h, call_.width, own.room_of(r));
+    }
+    put();
+    if (!own.any_bad && is_sound(most, limits_[h])) return;
+    read_queries(task, b, h, i, L, own, queries, special);
+    put();
+  }
+
   // Targets i .. i + L - 1 of one head in a narrow window.
   void forward_diagonals(const Task& task, int64_t b, int64_t h, int64_t i, Packed<T>& own,
                          BandRow<T>& exact) const {
@@ -332,23 +356,8 @@ class Bands {
     const Sequence& s = *task.sequence;
     const int64_t window = window_of(s), place = i - task.first;
     const int64_t count = std::min<int64_t>(L, task.last - i);
-    bool special[L] = {}, careful[L] = {};
-    orders<T> most{};
-    for (int64_t r = 0; r < L; ++r) {
-      const T* query = nullptr;
-      if (r < count && is_valid_target(b, token_of(task, i + r))) {
-        query = read_head(call_.query, b, token_of(task, i + r), h, call_.width, own.room_of(r));
-        join_sizes(query, call_.width, most);
-      }
-      put_row(query, call_.width, own.query + r * padded_, padded_);
-    }
-    if (own.any_bad || !is_sound(most, limits_[h])) {
-      const T* queries[L];
-      read_queries(task, b, h, i, L, own, queries, special);
-      for (int64_t r = 0; r < L; ++r) {
-        put_row(queries[r], call_.width, own.query + r * padded_, padded_);
-      }
-    }
+    bool special[L], careful[L] = {};
+    pack_queries(task, b, h, i, own, special);
     T* logits = own.logits + SPARE * L;
     const Logits<T> how = logits_of(h);
     const Upcoming upcoming = rows_after(task, b, h, i + L, call_.out);
@@ -389,10 +398,10 @@ class Bands {
         kept[0] = MOST, kept[1] = share[r] = 0, *lse = NONE;
       } else {
         special[r] = special[r] || careful[r] || least[r] < T(STEEP);
-        kept[0] = special[r] ? MOST : highest[r], kept[1] = share[r] = T(1) / total[r];
+        kept[0] = highest[r], kept[1] = share[r] = T(1) / total[r];
         *lse = highest[r] + std::log(total[r]);
-        if (special[r]) kept[1] = 1;
       }
+      if (special[r]) kept[0] = MOST, kept[1] = 1;
       if (call_.top_k > 0) kept[2] = best.threshold[r], kept[3] = best.last[r];
     }
     clear_spare(logits, window);
