@@ -17,8 +17,8 @@
 
 namespace graphattn {
 
-constexpr int64_t NARROW = 40;       // keys of a window, at most; tiles are faster beyond
-constexpr int64_t OFFSETS = 16;      // whose products are kept before they are added up
+constexpr int64_t NARROW = 40, NARROW_TOP_K = 33;  // keys of a window, at most; beyond, tiles are faster
+constexpr int64_t OFFSETS = 16;  // whose products are kept before they are added up
 constexpr int64_t SPARE = ROWS - 1;  // offsets of zeros on both sides: `combine` takes rows together
 
 // Lane i of the result is the sum of the lanes of x[i], each added up in the same order.

@@ -146,6 +146,7 @@ class Bands {
     const T *keys[L], *values[L];
     for (int64_t first = 0; first < task.keys; first += L) {
       for (int64_t n = 0; n < L; ++n) {
+        fetch_key(task, b, g, first + n + AHEAD);
         find_key(task, b, g, first + n, limit, own, keys[n], values[n]);
         if (back) {
           put_row(keys[n], call_.width, back->key_rows + (first + n) * padded_, padded_);
@@ -161,6 +162,14 @@ class Bands {
                           back->value_columns + tile * call_.value_width + lane, K);
       }
     }
+  }
+
+  // Starts to fetch the key and the value at a place of a task, or the last ones.
+  void fetch_key(const Task& task, int64_t b, int64_t g, int64_t y) const {
+    const Sequence& s = *task.sequence;
+    const int64_t token = s.source + std::min(task.begin + y, task.high - 1) * s.step;
+    fetch_head<T>(call_.key, b, token, g, call_.width);
+    fetch_head<T>(call_.value, b, token, g, call_.value_width);
   }
 
   // Key and value at a place of a task, or null where nothing can be seen.
@@ -184,12 +193,6 @@ class Bands {
   // The same, null also where tiles hold zeros; marks what is bad.
   void find_key(const Task& task, int64_t b, int64_t g, int64_t y, T limit, Packed<T>& own,
                 const T*& key, const T*& value) const {
-    const Sequence& s = *task.sequence;
-    const int64_t next = s.source + std::min(task.begin + y + AHEAD, task.high - 1) * s.step;
-    if (!task.is_narrow && next >= 0) {
-      fetch_head<T>(call_.key, b, next, g, call_.width);
-      fetch_head<T>(call_.value, b, next, g, call_.value_width);
-    }
     look_up(task, b, g, y, own, key, value);
     if (!key) return;
     if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
@@ -253,10 +256,6 @@ class Bands {
   // BandRow.
   void read_queries(const Task& task, int64_t b, int64_t h, int64_t i, int64_t few,
                     const Packed<T>& own, const T** queries, bool* special) const {
-    if (!task.is_narrow) for (int64_t next = i + few; next < std::min(i + 2 * few, task.last); ++next) {
-      fetch_head<T>(call_.query, b, token_of(task, next), h, call_.width);
-      fetch_head<T>(call_.out, b, token_of(task, next), h, call_.value_width);
-    }
     for (int64_t r = 0; r < few; ++r) {
       const T*& query = queries[r] = nullptr;
       special[r] = false;
@@ -276,6 +275,10 @@ class Bands {
     bool special[QUERIES];
     const T* queries[QUERIES];
     const int64_t count = std::min<int64_t>(QUERIES, task.last - i);
+    for (int64_t next = i + QUERIES; next < std::min(i + 2 * QUERIES, task.last); ++next) {
+      fetch_head<T>(call_.query, b, token_of(task, next), h, call_.width);
+      fetch_head<T>(call_.out, b, token_of(task, next), h, call_.value_width);
+    }
     read_queries(task, b, h, i, QUERIES, own, queries, special);
     put_columns<T, QUERIES>(queries, call_.width, own.query, QUERIES);
     const int64_t from = std::max(task.low, i - s.before);

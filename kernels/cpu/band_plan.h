@@ -28,7 +28,7 @@ GRAPHATTN_INLINE int64_t rounded_up(int64_t x, int64_t step) {
 // those up to own_high are nobody else's or are added to by later tasks.
 struct Task {
   const Sequence* sequence;
-  int64_t first, last, low, high, begin, keys;  // packed are `keys` from `begin`, in whole blocks
+  int64_t first, last, low, high, begin, keys;  // packed are `keys` from `begin`
   int64_t own_low, own_high, halo;              // where its part of the halos begins, in keys
   bool is_narrow;                               // whether rows go offset by offset, not in tiles
 };
@@ -40,7 +40,7 @@ int64_t window_of(const Sequence& s) { return std::max<int64_t>(0, s.before + s.
 template <class T>
 bool is_narrow(const BandsCall& call, const Sequence& s) {
   const int64_t vectors = whole_vectors<T>(call.width) / Vec<T>::L;
-  const int64_t most = call.top_k > 0 ? 33 : std::min<int64_t>(NARROW, 6 * vectors + 3);
+  const int64_t most = call.top_k > 0 ? NARROW_TOP_K : std::min<int64_t>(NARROW, 6 * vectors + 3);
   return window_of(s) <= most && 2 * window_of(s) <= s.sources;
 }
 

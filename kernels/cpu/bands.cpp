@@ -186,6 +186,22 @@ class BandsBackward : public Bands<T> {
     return silent;
   }
 
+  // Weights of logits; with top-k, of those above the least one kept, or equal to it up to a number
+  // in the window.
+  GRAPHATTN_INLINE vec<T> weight_of(vec<T> logit, vec<T> number, vec<T> highest, vec<T> share,
+                                    vec<T> least, vec<T> last) const {
+    const vec<T> p = exp(logit - highest) * share;
+    if (call_.top_k == 0) return p;
+    return ((logit > least) | ((logit == least) & (number <= last))) ? p : vec<T>{};
+  }
+
+  // The gradient of a logit as that of the logit before the cap.
+  GRAPHATTN_INLINE vec<T> through_cap(const Logits<T>& how, vec<T> affinity, vec<T> d_logit) const {
+    if (!(how.cap > 0)) return d_logit;
+    const vec<T> bounded = tanh(affinity * how.scale / how.cap);
+    return d_logit * (T(1) - bounded * bounded);
+  }
+
   // Targets i .. i + BLOCK - 1 with all their keys; returns the gradient of the scale.
   double backward_block(const Task& task, int64_t h, int64_t i, Packed<T>& own, Backward<T>& back,
                         double* d_table) const {
@@ -245,20 +261,13 @@ class BandsBackward : public Bands<T> {
       const vec<T> least = load(back.threshold + y), end = load(back.last + y);
       vec<T> of_scale{};
       for (int64_t o = 0; o < window; ++o) {
-        const vec<T> own_logit = load(logit + o * L);
-        vec<T> p = exp(own_logit - highest) * share;
-        if (call_.top_k > 0) {
-          const vec<T> number = broadcast(T(o));
-          p = ((own_logit > least) | ((own_logit == least) & (number <= end))) ? p : vec<T>{};
-        }
+        const vec<T> number = broadcast(T(o));
+        const vec<T> p = weight_of(load(logit + o * L), number, highest, share, least, end);
         const vec<T> own_affinity = load(affinity + o * L);
         vec<T> d_logit = p * (load(pull + o * L) - less);
         store(weight + o * L, p);
         if (d_table) d_table[o] += double(sum(d_logit));
-        if (how.cap > 0) {
-          const vec<T> bounded = tanh(own_affinity * how.scale / how.cap);
-          d_logit = d_logit * (T(1) - bounded * bounded);
-        }
+        d_logit = through_cap(how, own_affinity, d_logit);
         of_scale += d_logit * own_affinity;
         store(pull + o * L, d_logit * how.scale);
       }
@@ -298,28 +307,20 @@ class BandsBackward : public Bands<T> {
     for (int r = 0; r < QUERIES; ++r) {
       const vec<T> highest = broadcast(back.highest[y + r]), share = broadcast(back.share[y + r]);
       const vec<T> less = broadcast(back.less[y + r]);
+      const vec<T> least = broadcast(back.threshold[y + r]), last = broadcast(back.last[y + r]);
       vec<T> of_scale{};
       for (int v = 0; v < vectors; ++v) {
         const int64_t e = r * BLOCK + v * L;
         const vec<T> own_logit = load(logit + e), own_affinity = load(affinity + e);
-        vec<T> p = exp(own_logit - highest) * share;
-        if (call_.top_k > 0) {
-          const T first = T(j - (i + r - task.sequence->before) + v * L);
-          const vec<T> number = lane_numbers<T>() + first;
-          const vec<T> least = broadcast(back.threshold[y + r]);
-          const vec<T> last = broadcast(back.last[y + r]);
-          p = ((own_logit > least) | ((own_logit == least) & (number <= last))) ? p : vec<T>{};
-        }
+        const vec<T> number = lane_numbers<T>() + T(j - (i + r - task.sequence->before) + v * L);
+        const vec<T> p = weight_of(own_logit, number, highest, share, least, last);
         vec<T> d_logit = p * (load(pull + e) - less);
         store(weight + e, p);
         if (of_table) {
           T* to = back.d_table + MARGIN + task.sequence->before + j - i - r + v * L;
           store(to, load(to) + d_logit);
         }
-        if (how.cap > 0) {
-          const vec<T> bounded = tanh(own_affinity * how.scale / how.cap);
-          d_logit = d_logit * (T(1) - bounded * bounded);
-        }
+        d_logit = through_cap(how, own_affinity, d_logit);
         of_scale += d_logit * own_affinity;
         store(pull + e, d_logit * how.scale);
       }

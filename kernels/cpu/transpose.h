@@ -21,8 +21,8 @@ GRAPHATTN_INLINE V exchanged(V a, V b, std::index_sequence<I...>) {
   }
 }
 
-// Lanes without the bit `step` of their number: sums of a's lanes that differ in it alone, of the
-// others: b's. (One shuffle and one blend.)
+// Sums of the two lanes whose numbers differ in the bit `step` alone: those of a where this bit is 0,
+// those of b where it is 1. (One blend and one shuffle.)
 template <int step, class V, size_t... I>
 GRAPHATTN_INLINE V folded(V a, V b, std::index_sequence<I...>) {
   constexpr size_t L = sizeof...(I);

@@ -37,10 +37,8 @@ def exactly(leaves: list[Tensor], window: int, score: str, scale: Tensor, **opti
     tensors = [x.double()[None] for x in leaves]
     if score == "rbf":
         scale = (scale**-0.5).double() ** -2
-    affinity = by_hand.AFFINITIES[score]
-    return by_hand.rows(
-        *tensors, by_hand.path(90, window, True), affinity, scale.double(), **options
-    )[0][0]
+    seen, affinity = by_hand.path(90, window, True), by_hand.AFFINITIES[score]
+    return by_hand.rows(*tensors, seen, affinity, scale.double(), **options)[0][0]
 
 
 @each_float
