@@ -146,7 +146,6 @@ class Bands {
     const T *keys[L], *values[L];
     for (int64_t first = 0; first < task.keys; first += L) {
       for (int64_t n = 0; n < L; ++n) {
-        fetch_key(task, b, g, first + n + AHEAD);
         find_key(task, b, g, first + n, limit, own, keys[n], values[n]);
         if (back) {
           put_row(keys[n], call_.width, back->key_rows + (first + n) * padded_, padded_);
@@ -162,14 +161,6 @@ class Bands {
                           back->value_columns + tile * call_.value_width + lane, K);
       }
     }
-  }
-
-  // Starts to fetch the key and the value at a place of a task, or the last ones.
-  void fetch_key(const Task& task, int64_t b, int64_t g, int64_t y) const {
-    const Sequence& s = *task.sequence;
-    const int64_t token = s.source + std::min(task.begin + y, task.high - 1) * s.step;
-    fetch_head<T>(call_.key, b, token, g, call_.width);
-    fetch_head<T>(call_.value, b, token, g, call_.value_width);
   }
 
   // Key and value at a place of a task, or null where nothing can be seen.
@@ -195,6 +186,12 @@ class Bands {
                 const T*& key, const T*& value) const {
     look_up(task, b, g, y, own, key, value);
     if (!key) return;
+    if (!task.is_narrow) {
+      const Sequence& s = *task.sequence;
+      const int64_t next = s.source + std::min(task.begin + y + AHEAD, task.high - 1) * s.step;
+      fetch_head<T>(call_.key, b, next, g, call_.width);
+      fetch_head<T>(call_.value, b, next, g, call_.value_width);
+    }
     if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
     if (!is_sound(value, call_.value_width, limit)) own.bad[y] |= BAD_VALUE, value = nullptr;
     if (needs_lengths() && key) own.lengths[y] = length_of(key);
