@@ -66,15 +66,31 @@ MUTATIONS = [
     Mutation(
         "the future decides how rows of a causal graph are computed",
         "graphattn/ops/attention/structured/whole.py",
-        "of_key.cummax(-1).values if causal else",
-        "of_key.amax(-1, keepdim=True) if causal else",
+        "of_key.cummax(-1).values if self.causal else",
+        "of_key.amax(-1, keepdim=True) if self.causal else",
         (f"{WHOLE}::test_a_bad_number_changes_no_bit_of_rows_that_do_not_see_it",),
     ),
     Mutation(
         "gradients of log-sums get lost in fused attention",
         "graphattn/ops/attention/structured/whole.py",
-        "d_query = d_query - query * d_lse * self.scale",
+        "d_query = d_query - query * d_lse * self.scales",
         "pass",
         (f"{WHOLE}::test_values_and_gradients_are_those_of_the_reference",),
+    ),
+    Mutation(
+        "the largest number of a query counts once, not for every feature",
+        "graphattn/ops/attention/structured/whole.py",
+        "of_query = of_query * self.query.shape[-1]",
+        "pass",
+        (f"{WHOLE}::test_many_features_of_moderate_size_are_too_large_together",),
+    ),
+    Mutation(
+        "networks of full width share one first layer",
+        "graphattn/nn/edges/network.py",
+        'self.groups = 1 if networks_of(edge_input, edge_networks) == "shared" else heads',
+        'self.groups = 1 if edge_input == "full" else heads',
+        (
+            "tests/nn/test_nn_parameter_counts.py::test_a_full_width_network_per_head_grows_as_algorithm_5_says",
+        ),
     ),
 ]

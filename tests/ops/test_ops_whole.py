@@ -5,6 +5,7 @@ import torch
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
+from graphattn.ops.attention.calls import Inputs
 from graphattn.ops.attention.structured import whole
 
 FAST = ["structured"] + ["native"] * (library.library() is not None)
@@ -13,6 +14,8 @@ SIZES = {  # targets, sources, heads, heads of keys, features, features of value
     "more targets": (33, 17, 4, 2, 16, 24),
     "few targets": (5, 40, 3, 3, 5, 3),
     "causal": (40, 40, 4, 2, 16, 16),
+    "causal, heads alike": (40, 40, 4, 2, 16, 16),
+    "heads alike": (20, 20, 2, 2, 8, 8),
 }
 
 
@@ -29,7 +32,9 @@ def problem(name, seed=0):
     shapes = (2, N, heads, D), (2, M, kv_heads, D), (2, M, kv_heads, Dv)
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     per_head = 1.5 + torch.rand(heads, generator=generator, dtype=torch.float64)
-    graph = ga.causal_graph(N) if name == "causal" else ga.bipartite_complete_graph(N, M)
+    if "alike" in name:
+        per_head[:] = 1.7
+    graph = ga.causal_graph(N) if "causal" in name else ga.bipartite_complete_graph(N, M)
     return graph, tensors, per_head
 
 
@@ -97,6 +102,15 @@ def test_a_bad_number_changes_no_bit_of_rows_that_do_not_see_it(name, score, bad
         if bad == torch.inf:  # weights of infinite logits are NaN, and fast backends say so for all
             mine, truth = mine.isfinite(), truth.isfinite() & mine.isfinite()
         torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [3.0, 5.0])
+def test_many_features_of_moderate_size_are_too_large_together(number):
+    """Products of 64 features are 9 * 64 = 576 or 1,600, beside a bound of 1,024."""
+    tensor = torch.full((1, 4, 2, 64), number)
+    operands = whole._Operands.of(Inputs(tensor, -tensor, tensor, torch.ones(2)), "dot", False)
+    sound = operands.sound_rows()
+    assert sound is None if number == 3 else not sound.any()
 
 
 @pytest.mark.parametrize("backend", FAST)

@@ -7,7 +7,7 @@ feature of the keys where its gradient is needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,8 +56,8 @@ class WholePlan(Plan):
 
     `other` computes what fused attention cannot: few tokens, what is differentiated twice, and
     rows that are not *sound*, because numbers that they see are too large or not finite. What a row
-    does not see decides nothing. Saved are the log-sums of fused attention, which rows are sound,
-    and if some are not, what `other` saves.
+    does not see decides nothing. Saved are the log-sums of fused attention, infinite for rows that
+    are not sound, and if there are any, what `other` saves.
     """
 
     other: Plan
@@ -67,7 +67,7 @@ class WholePlan(Plan):
 
     @property
     def saved_per_head(self) -> int:
-        return self.other.saved_per_head + 2
+        return self.other.saved_per_head + 1
 
     def is_faster(self, inputs: Inputs) -> bool:
         """Whether fused attention is faster than `other`."""
@@ -82,20 +82,24 @@ class WholePlan(Plan):
         if not self.is_faster(inputs):
             return self.other.forward(inputs)
         operands = _Operands.of(inputs, self.options.score, self.causal)
+        sound = operands.sound_rows()
+        if sound is not None:
+            operands = operands.without(~sound)
         out, fused_lse = operands.attend()
-        lse, of_query, empty = fused_lse, operands.half_squares(0), self._rows_without_edges(inputs)
-        if of_query is not None:
-            lse = lse + of_query.transpose(1, 2)
+        empty = self._rows_without_edges(inputs)
         if empty is not None:
-            out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
-        sound = operands.sound.transpose(1, 2)
-        saved = [fused_lse, sound.to(lse.dtype)]
-        if not bool(sound.all()):
-            other_out, other_lse, of_other = self.other.forward(inputs)
-            saved.append(of_other)
-            out = torch.where(sound[..., None], out, other_out)
-            lse = torch.where(sound, lse, other_lse)
-        return out.contiguous(), lse.contiguous(), torch.cat(saved, dim=-1)
+            out, fused_lse = out.masked_fill(empty[..., None], 0), fused_lse.masked_fill(empty, 0)
+        of_query = operands.half_squares(0)
+        lse = fused_lse if of_query is None else fused_lse + of_query.transpose(1, 2)
+        if empty is not None:
+            lse = lse.masked_fill(empty, -torch.inf)
+        if sound is None:
+            return out.contiguous(), lse.contiguous(), fused_lse.contiguous()
+        sound = sound.transpose(1, 2)
+        other_out, other_lse, of_other = self.other.forward(inputs)
+        out = torch.where(sound[..., None], out, other_out)
+        lse = torch.where(sound, lse, other_lse)
+        return out, lse, torch.cat([fused_lse.masked_fill(~sound, torch.inf), of_other], dim=-1)
 
     def _rows_without_edges(self, inputs: Inputs) -> Tensor | None:
         """Mark targets that are invalid or see no valid source, bool [B, N, 1]; None: none."""
@@ -116,12 +120,13 @@ class WholePlan(Plan):
             width = H * self.other.saved_per_head
             saved = saved[..., :width] if saved.shape[-1] > width else saved  # an operator pads
             return self.other.backward(inputs, out, saved, d_out, d_lse)
-        lse, sound, of_other = saved[..., :H], saved[..., H : 2 * H] > 0, saved[..., 2 * H :]
-        upstream = out, d_out, d_lse
+        lse, of_other = saved[..., :H], saved[..., H:]
+        sound, upstream = lse != torch.inf, (out, d_out, d_lse)
+        if bool(sound.all()):
+            return self._by_fused(inputs, lse, None, *upstream)
         if not bool(sound.any()):
             return self.other.backward(inputs, out, of_other, d_out, d_lse)
-        if bool(sound.all()):
-            return self._by_fused(inputs, lse, sound, *upstream)
+        lse = lse.masked_fill(~sound, 0)
         by_fused = self._by_fused(inputs, lse, sound, *(_among(sound, x) for x in upstream))
         _, d_out, d_lse = (_among(~sound, x) for x in upstream)
         by_other = self.other.backward(inputs, out, of_other, d_out, d_lse)
@@ -132,7 +137,7 @@ class WholePlan(Plan):
         self,
         inputs: Inputs,
         lse: Tensor,
-        sound: Tensor,
+        sound: Tensor | None,
         out: Tensor,
         d_out: Tensor,
         d_lse: Tensor | None,
@@ -140,7 +145,9 @@ class WholePlan(Plan):
         empty = self._rows_without_edges(inputs)
         if empty is not None:
             d_out, d_lse = _among(~empty, d_out), _among(~empty, d_lse)
-        operands = _Operands.of(inputs, self.options.score, self.causal, sound.transpose(1, 2))
+        operands = _Operands.of(inputs, self.options.score, self.causal)
+        if sound is not None:
+            operands = operands.without(~sound.transpose(1, 2))
         return operands.gradients(out, lse, d_out, d_lse)
 
     def backward_from_log_sums(
@@ -166,12 +173,11 @@ class _Operands:
     Attributes:
         kv_heads: Hk; key and value are repeated for the query heads that share them.
         query, key, value: query and key of a Gaussian kernel minus a centre that all rows see.
-            Queries that are not sound are 0, and so are keys and values that are not finite.
-        scale: [H, 1, 1], by which queries are multiplied.
-        squares: |x|^2 of queries and keys of a Gaussian kernel, [B, H, tokens]; None for dot
-            products.
+        score: "dot" or "rbf".
+        scales: the factor of the logits, [H, 1, 1].
+        scale: the same as a number, or None if heads differ.
+        norms: |x| of queries and keys of a Gaussian kernel, [B, H, tokens]; None for dot products.
         mask: 0 for valid sources and -inf for others, [B, 1, 1, M]; None if all are valid.
-        sound: whether the numbers that a row sees are finite and not too large, [B, H, N].
         causal: whether row i sees the keys up to i, or all.
     """
 
@@ -179,54 +185,81 @@ class _Operands:
     query: Tensor
     key: Tensor
     value: Tensor
-    scale: Tensor
-    squares: tuple[Tensor, Tensor] | None
+    score: Any
+    scales: Tensor
+    scale: float | None
+    norms: tuple[Tensor, Tensor] | None
     mask: Tensor | None
-    sound: Tensor
     causal: bool
 
     @classmethod
-    def of(cls, inputs: Inputs, score: Any, causal: bool, sound: Tensor | None = None) -> _Operands:
-        """The operands of a call; `sound` is computed if it is None."""
-        H, kv_heads, scale = inputs.query.shape[2], inputs.key.shape[2], inputs.scale[:, None, None]
+    def of(cls, inputs: Inputs, score: Any, causal: bool) -> _Operands:
+        """The operands of a call."""
+        H, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
         query, key, value = (repeat_heads(x, H).transpose(1, 2) for x in inputs[:3])
+        mask, norms, of_source = None, None, inputs.masks.sources
         if score == "rbf":
             centre = key[:, :, :1] if causal else key.mean(2, keepdim=True)
             query, key = query - centre, key - centre
-        of_query, of_key = (torch.linalg.vector_norm(x, dim=-1) for x in (query, key))
-        of_value = value.sum(-1)
-        if sound is None:
-            largest = of_key.cummax(-1).values if causal else of_key.amax(-1, keepdim=True)
-            total = of_value.cumsum(-1) if causal else of_value.sum(-1, keepdim=True)
-            largest = of_query * largest * scale[..., 0].abs()
-            sound = (largest <= LARGEST[score]) & total.isfinite()  # False for NaN
-        if not bool(sound.all()):
-            bad = ~(of_key.isfinite() & of_value.isfinite())
-            query, of_query = (
-                query.masked_fill(~sound[..., None], 0),
-                of_query.masked_fill(~sound, 0),
-            )
-            key, of_key = key.masked_fill(bad[..., None], 0), of_key.masked_fill(bad, 0)
-            value = value.masked_fill(bad[..., None], 0)
-        mask, of_source = None, inputs.masks.sources
+            norms = _norms(query), _norms(key)
         if of_source is not None:
             mask = query.new_zeros(of_source.shape).masked_fill_(~of_source, -torch.inf)
             mask = mask[:, None, None]
-        squares = (of_query.square(), of_key.square()) if score == "rbf" else None
-        return cls(kv_heads, query, key, value, scale, squares, mask, sound, causal)
+        numbers, scales = set(inputs.scale.tolist()), inputs.scale[:, None, None]
+        scale = numbers.pop() if len(numbers) == 1 else None
+        return cls(kv_heads, query, key, value, score, scales, scale or None, norms, mask, causal)
+
+    def sound_rows(self) -> Tensor | None:
+        """Whether the numbers that a row sees are finite and not too large, [B, H, N].
+
+        The result is None if they are in all rows, which the largest numbers alone often tell.
+        """
+        most = LARGEST[self.score]
+        if self.query.numel() and self.key.numel() and self.value.numel():
+            of_value = self.value.sum()  # NaN if one number is, in place of which others may be
+            if self.norms is None:
+                of_query, of_key = (
+                    torch.maximum(x.amax(), -x.amin()) for x in (self.query, self.key)
+                )
+                of_query = of_query * self.query.shape[-1]
+            else:
+                of_query, of_key = (x.amax() for x in self.norms)
+            largest = of_query * of_key * self.scales.abs().amax()
+            if bool((largest <= most) & of_key.square().isfinite() & of_value.isfinite()):
+                return None
+        of_query, of_key = self.norms or (_norms(self.query), _norms(self.key))
+        of_value = self.value.sum(-1)
+        of_key = of_key.cummax(-1).values if self.causal else of_key.amax(-1, keepdim=True)
+        total = of_value.cumsum(-1) if self.causal else of_value.sum(-1, keepdim=True)
+        largest = of_query * of_key * self.scales[..., 0].abs()
+        # Comparisons with NaN are false.
+        sound = (largest <= most) & of_key.square().isfinite() & total.isfinite()
+        return None if bool(sound.all()) else sound
+
+    def without(self, unsound: Tensor) -> _Operands:
+        """The same with 0 for queries of these rows, and for what is not finite of the others."""
+        bad = ~(_norms(self.key).isfinite() & self.value.sum(-1).isfinite())
+        query = self.query.masked_fill(unsound[..., None], 0)
+        key, value = (x.masked_fill(bad[..., None], 0) for x in (self.key, self.value))
+        norms = self.norms and (_norms(query), _norms(key))
+        return replace(self, query=query, key=key, value=value, norms=norms)
 
     def half_squares(self, of: int) -> Tensor | None:
         """-scale |x|^2 / 2 of queries (0) or keys (1), [B, H, tokens]; None for dot products."""
-        return None if self.squares is None else self.squares[of] * (self.scale[..., 0] / -2)
+        return None if self.norms is None else self.norms[of].square() * (self.scales[..., 0] / -2)
+
+    def scaled(self) -> tuple[Tensor, float]:
+        """Queries, and a number: the logits are their products with keys times this."""
+        return (self.query * self.scales, 1.0) if self.scale is None else (self.query, self.scale)
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """Output [B, N, H, Dv] and log-sums [B, N, H], without half squares of queries."""
-        mask, of_key = self.mask, self.half_squares(1)
+        mask, of_key, (query, scale) = self.mask, self.half_squares(1), self.scaled()
         if of_key is not None:
             mask = of_key[:, :, None] if mask is None else mask + of_key[:, :, None]
-        width = max(self.query.shape[-1], self.value.shape[-1])
-        tensors = [_widened(x, width) for x in (self.query * self.scale, self.key, self.value)]
-        out, lse = FUSED(*tensors, is_causal=self.causal, attn_mask=mask, scale=1.0)
+        width = max(query.shape[-1], self.value.shape[-1])
+        tensors = [_widened(x, width) for x in (query, self.key, self.value)]
+        out, lse = FUSED(*tensors, is_causal=self.causal, attn_mask=mask, scale=scale)
         return out[..., : self.value.shape[-1]].transpose(1, 2), lse.transpose(1, 2)
 
     def gradients(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
@@ -239,11 +272,11 @@ class _Operands:
         """
         D, Dv = self.query.shape[-1], self.value.shape[-1]
         out, lse, d_out = (x.transpose(1, 2) for x in (out, lse[..., None], d_out))
-        query, key, value, scaled = self.query, self.key, self.value, self.query * self.scale
+        (scaled, scale), query, key, value = self.scaled(), self.query, self.key, self.value
         of_key = self.half_squares(1)
         if of_key is not None:
             scaled = torch.cat([scaled, torch.ones_like(lse)], dim=-1)
-            key = torch.cat([key, of_key[..., None]], dim=-1)
+            key = torch.cat([key, of_key[..., None] / scale], dim=-1)
         if d_lse is not None:
             d_lse = d_lse.transpose(1, 2)[..., None]
             out = torch.cat([out, -d_lse], dim=-1)
@@ -251,17 +284,19 @@ class _Operands:
         width = max(scaled.shape[-1], out.shape[-1])
         tensors = [_widened(x, width) for x in (d_out, scaled, key, value, out)]
         d_scaled, d_key, d_value = FUSED_BACKWARD(
-            *tensors, lse[..., 0].contiguous(), 0.0, self.causal, attn_mask=self.mask, scale=1.0
+            *tensors, lse[..., 0].contiguous(), 0.0, self.causal, attn_mask=self.mask, scale=scale
         )
-        pull, d_key = d_key[..., D : D + 1], d_key[..., :D]
+        pull, d_key = d_key[..., D : D + 1] / scale, d_key[..., :D]
         d_scaled, d_value = d_scaled[..., :D], d_value[..., :Dv]
-        d_query, d_scale = d_scaled * self.scale, (d_scaled * query).sum((0, 2, 3))
-        if self.squares is not None:
-            d_key = d_key - self.key * pull * self.scale
-            d_scale = d_scale - (self.squares[1] * pull[..., 0]).sum((0, 2)) / 2
+        d_query = d_scaled if self.scale else d_scaled * self.scales
+        d_scale = (d_scaled * query).sum((0, 2, 3)) / scale
+        if self.norms is not None:
+            d_key = d_key - self.key * pull * self.scales
+            of_query, of_key = (norms.square() for norms in self.norms)
+            d_scale = d_scale - (of_key * pull[..., 0]).sum((0, 2)) / 2
             if d_lse is not None:
-                d_query = d_query - query * d_lse * self.scale
-                d_scale = d_scale - (self.squares[0] * d_lse[..., 0]).sum((0, 2)) / 2
+                d_query = d_query - query * d_lse * self.scales
+                d_scale = d_scale - (of_query * d_lse[..., 0]).sum((0, 2)) / 2
         d_key, d_value = (
             x.unflatten(1, (self.kv_heads, -1)).sum(2) if self.kv_heads < x.shape[1] else x
             for x in (d_key, d_value)
@@ -273,6 +308,10 @@ class _Operands:
             d_scale,
             None,
         )
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
