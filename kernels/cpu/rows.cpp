@@ -90,7 +90,7 @@ class Rows {
 
   // `next` is the target after i, whose tokens are fetched meanwhile; -1: there is none.
   void forward(int64_t b, int64_t i, int64_t next, Row<T>& row) const {
-    T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + i) * call_.heads;
+    T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + i) * call_.table_heads;
     look(b, i, row);
     weigh(b, i, next, row, lse, nullptr);
     const T* weight = averaged(b, i, row);
@@ -351,7 +351,7 @@ class Rows {
       const T* bias = bias_ + b * call_.bias_batch + h;
       for (int64_t e = 0; e < row.size; ++e) {
         const int64_t edge = row.edge(e);
-        weight[e] += bias[(bias_row_ ? bias_row_[edge] : edge) * call_.heads];
+        weight[e] += bias[(bias_row_ ? bias_row_[edge] : edge) * call_.table_heads];
       }
     }
     for (int64_t e = row.size; e < row.stride; ++e) weight[e] = NONE;
@@ -426,7 +426,7 @@ class Rows {
     row.averaged.resize(row.weight.size());
     const T more = T(1 / (1 - call_.dropout));
     for (int64_t h = 0; h < call_.heads; ++h) {
-      const int64_t hash = call_.drop_rows[(b * call_.targets + i) * call_.heads + h];
+      const int64_t hash = call_.drop_rows[(b * call_.targets + i) * call_.table_heads + h];
       const uint32_t low = static_cast<uint32_t>(hash);
       const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(hash) >> 32);
       for (int64_t e = h * row.stride; e < h * row.stride + row.size; ++e) {
@@ -460,7 +460,7 @@ class Rows {
   // One of the numbers [batch, targets, heads]; null stays null.
   const T* number(const void* numbers, int64_t b, int64_t i, int64_t h) const {
     if (!numbers) return nullptr;
-    return static_cast<const T*>(numbers) + (b * call_.targets + i) * call_.heads + h;
+    return static_cast<const T*>(numbers) + (b * call_.targets + i) * call_.table_heads + h;
   }
 
   // From gradients of one head's weights to those of its products, which take their place, and to
@@ -487,7 +487,7 @@ class Rows {
         continue;
       }
       T found = weight[e] * (d_weight[e] - less);
-      if (d_bias) d_bias[row.edge(e) * call_.heads] += found;
+      if (d_bias) d_bias[row.edge(e) * call_.table_heads] += found;
       if (cap > 0) {
         const T bounded = std::tanh(scale_[h] * affinity[e] / cap);
         found *= 1 - bounded * bounded;
@@ -558,7 +558,6 @@ int threads_for(const RowsCall& call, int64_t edges) {
 template <class T>
 void forward(const RowsCall& call) {
   const Rows<T> rows(call);
-  huge(call.out.data, call.batch * call.targets * call.heads * call.value_width * sizeof(T));
   const Tasks tasks(call.order ? call.before : call.rowptr, call.order, call.is_narrow,
                     call.targets);
   const int threads = threads_for(call, edges_of(call));
@@ -583,10 +582,6 @@ void backward(const RowsCall& call, const RowsGradients& wanted) {
   const int64_t H = call.heads, numbers = edges_of(call) * H * 2;
   const int64_t entries = std::clamp<int64_t>(PAIRS / std::max<int64_t>(numbers, 1), 1,
                                               std::max<int64_t>(call.batch, 1));
-  huge(wanted.d_query.data, call.batch * call.targets * H * call.width * sizeof(T));
-  huge(wanted.d_key.data, call.batch * call.sources * call.kv_heads * call.width * sizeof(T));
-  huge(wanted.d_value.data,
-       call.batch * call.sources * call.kv_heads * call.value_width * sizeof(T));
   Buffer<T> pairs(numbers * entries);
   huge(pairs.data(), numbers * entries * sizeof(T));
   Buffer<double> d_scale(of_targets.count() * H);
@@ -615,9 +610,59 @@ void backward(const RowsCall& call, const RowsGradients& wanted) {
   }
 }
 
+// A pointer to numbers of T, or null, without the first of them.
+template <class T, class P>
+void skip(P*& numbers, int64_t count) {
+  if (numbers) numbers = reinterpret_cast<P*>(reinterpret_cast<uintptr_t>(numbers) + count * sizeof(T));
+}
+
+template <class T>
+void skip_heads(TokenView& view, int64_t count) {
+  skip<T>(view.data, count * view.head);
+}
+
+// The same call of key heads first .. first + count - 1: tensors and tables begin with these.
+template <class T>
+RowsCall heads_of(const RowsCall& call, int64_t first, int64_t count) {
+  RowsCall some = call;
+  const int64_t repeats = call.heads / call.kv_heads;
+  some.kv_heads = count, some.heads = count * repeats;
+  skip_heads<T>(some.query, first * repeats), skip_heads<T>(some.out, first * repeats);
+  skip_heads<T>(some.key, first), skip_heads<T>(some.value, first);
+  skip<T>(some.scale, first * repeats), skip<T>(some.bias, first * repeats);
+  skip<T>(some.lse, first * repeats), skip<int64_t>(some.drop_rows, first * repeats);
+  return some;
+}
+
+template <class T>
+RowsGradients heads_of(const RowsGradients& wanted, int64_t repeats, int64_t first) {
+  RowsGradients some = wanted;
+  skip_heads<T>(some.d_out, first * repeats), skip_heads<T>(some.d_query, first * repeats);
+  skip_heads<T>(some.d_key, first), skip_heads<T>(some.d_value, first);
+  skip<T>(some.d_lse, first * repeats), skip<double>(some.d_scale, first * repeats);
+  skip<T>(some.d_bias, first * repeats);
+  skip<T>(some.lse, first * repeats), skip<T>(some.delta, first * repeats);
+  return some;
+}
+
+// Rows that read tokens all over memory find them in the cache if these are few: then some heads
+// go over all rows before the next ones do.
 template <class T>
 void run(const RowsCall& call, const RowsGradients* wanted) {
-  wanted ? backward<T>(call, *wanted) : forward<T>(call);
+  const int64_t H = call.heads, G = call.kv_heads, of_query = call.batch * call.targets * H;
+  const int64_t of_key = call.batch * call.sources * G, size = sizeof(T);
+  if (wanted) {
+    huge(wanted->d_query.data, of_query * call.width * size);
+    huge(wanted->d_key.data, of_key * call.width * size);
+    huge(wanted->d_value.data, of_key * call.value_width * size);
+  } else {
+    huge(call.out.data, of_query * call.value_width * size);
+  }
+  const int64_t at_once = call.at_once > 0 ? call.at_once : G;
+  for (int64_t first = 0; first < G; first += at_once) {
+    const RowsCall some = heads_of<T>(call, first, std::min(at_once, G - first));
+    wanted ? backward<T>(some, heads_of<T>(*wanted, H / G, first)) : forward<T>(some);
+  }
 }
 
 }  // namespace

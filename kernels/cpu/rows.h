@@ -21,6 +21,9 @@ constexpr int64_t MOST_TOKENS = int64_t{1} << 31;
 
 struct RowsCall {
   int64_t batch, targets, sources, heads, kv_heads, width, value_width;
+  int64_t table_heads;             // heads of tables [.., heads] below: more, if a call has some of
+                                   // all heads
+  int64_t at_once;                 // key heads that go over all rows together; 0: all
   int64_t is_narrow;               // whether the lists of edges, here and below, are of int32_t;
                                    // of int64_t otherwise
   const void *rowptr, *source;     // [targets + 1], [edges]: the sources of every target

@@ -127,9 +127,10 @@ void by_source(int64_t targets, int64_t sources, const I* rowptr, const I* sourc
 template <class I>
 void visits(const Lists<I>& lists, I* of_targets, I* of_sources, int64_t* found) {
   const double before = double(fetched<I>(lists, nullptr));
-  *found = before > GOOD * double(lists.rowptr[lists.targets]) && cluster(lists, of_targets) &&
-           double(fetched<I>(lists, of_targets)) < WORTH * before;
-  if (*found) follow<I>(lists, of_targets, of_sources);
+  found[0] = 0, found[1] = before > GOOD * double(lists.rowptr[lists.targets]);
+  if (!found[1]) return;
+  found[0] = cluster(lists, of_targets) && double(fetched<I>(lists, of_targets)) < WORTH * before;
+  if (found[0]) follow<I>(lists, of_targets, of_sources);
 }
 
 // f(a number of the lists' type) for lists of int32_t or of int64_t.
@@ -158,7 +159,8 @@ GRAPHATTN_API int32_t graphattn_edges_by_source(int64_t targets, int64_t sources
   });
 }
 
-// Orders of targets [targets] and sources [sources]; `found[0]`: whether they are worth following.
+// Orders of targets [targets] and sources [sources]; `found[0]`: whether they are worth following,
+// `found[1]`: whether most edges fetch their source as rows lie.
 GRAPHATTN_API int32_t graphattn_order_of_visits(int64_t targets, int64_t sources,
                                                 const void* rowptr, const void* source,
                                                 const void* colptr, const void* target,

@@ -202,6 +202,35 @@ def test_the_order_of_visits_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(of_sigma, again, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_heads_that_go_apart_have_the_same_bits(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [Case(seed) for seed in range(40)]
+    together = [case.run("native") for case in cases]
+    monkeypatch.setattr(rows, "_is_large", lambda *_: True)
+    monkeypatch.setattr(rows.Edges, "visits", rows.Visits(None, True))
+    monkeypatch.setattr(rows, "_heads_at_once", lambda *_: at_once)
+    for case, expected in zip(cases, together, strict=True):
+        assert all(map(torch.equal, case.run("native"), expected))
+
+
+def test_heads_go_apart_where_rows_read_tokens_all_over_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scattered = rows_of([8] * 1000, 4000)
+    near = ga.window_path_graph(4000, 4)
+    lists = ga.from_edge_index(near.edge_index, 4000)
+    assert rows.edges_of(scattered).visits == (None, True)
+    assert rows.edges_of(lists).visits == (None, False)
+    key = torch.randn(1, 4000, 8, 64)
+    assert rows._heads_at_once(key, key) == 0
+    monkeypatch.setattr(rows, "SHARED_CACHE", 6 << 20)  # bytes; a head has 2,048,000
+    assert rows._heads_at_once(key, key) == 3
+    monkeypatch.setattr(rows, "SHARED_CACHE", 1 << 20)
+    assert rows._heads_at_once(key, key) == 2  # of 256 bytes each
+
+
 def test_a_sample_has_the_bits_that_it_has_alone() -> None:
     graph = rows_of([5, 300, 0, 17, 64], 400)
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,24 @@ from graphattn.ops.edge_cache import cached_by_edges
 HASHES = 1 << 32  # how many hashes dropout has: they have 32 bits
 CACHE = 1 << 21  # bytes that stay in the cache of a core from one row to the next
 LONG_ROWS = 64  # edges per row, from which on the order of rows does not matter
+SHARED_CACHE = 8 << 20  # bytes that stay in the cache of all cores
+PIECE = 512  # bytes of a token that are worth fetching by themselves
+
+
+class Visits(NamedTuple):
+    """The order in which rows are computed. A *visit* is the computation of one row.
+
+    For targets (forward) and for sources (backward) there are two tensors: `order` [N], the token
+    of every visit, and `before` [N + 1], how many edges all visits before this one have, by which
+    the edges are divided among threads.
+
+    Attributes:
+        orders: those of targets and of sources; None if they are no better than that of the list.
+        is_scattered: whether rows that follow each other read different tokens.
+    """
+
+    orders: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    is_scattered: bool
 
 
 class RowsCall(ctypes.Structure):
@@ -34,7 +53,7 @@ class RowsCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "targets", "sources", "heads", "kv_heads")),
-        *((name, ctypes.c_int64) for name in ("width", "value_width")),
+        *((name, ctypes.c_int64) for name in ("width", "value_width", "table_heads", "at_once")),
         ("is_narrow", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("rowptr", "source", "order", "before")),
         *((name, TokenView) for name in ("query", "key", "value")),
@@ -97,32 +116,29 @@ class Edges:
         return edges_by_source(self.rowptr, self.source, self.num_sources)
 
     @cached_property
-    def visits(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """The orders in which rows are computed: of targets forward, of sources backward.
+    def visits(self) -> Visits:
+        """An order in which rows that read the same tokens follow each other.
 
-        A *visit* is the computation of one row. Rows that read the same tokens follow each other,
-        because these tokens are then still in the cache of a core. For targets and for sources the
-        result has two tensors: `order` [N], the token of every visit, and `before` [N + 1], how
-        many edges all visits before this one have, by which the edges are divided among threads.
-        None if this order is no better than that of the list.
+        These tokens are then still in the cache of a core.
         """
         ends = self.rowptr, self.by_source[0]
         orders = tuple(torch.empty_like(x[1:]) for x in ends)
-        is_better = torch.zeros(1, dtype=torch.int64, device="cpu")
+        found = torch.zeros(2, dtype=torch.int64, device="cpu")
         assert _LIBRARY is not None
         sizes = (ctypes.c_int64(n) for n in (len(self.rowptr) - 1, self.num_sources))
-        tensors = self.rowptr, self.source, *self.by_source[:2], *orders, is_better
+        tensors = self.rowptr, self.source, *self.by_source[:2], *orders, found
         addresses = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
         is_narrow = ctypes.c_int32(self.is_narrow)
         library.check(_LIBRARY.graphattn_order_of_visits(*sizes, *addresses, is_narrow))
+        is_better, is_scattered = map(bool, found.tolist())
         if not is_better:
-            return None
+            return Visits(None, is_scattered)
         before = (
             torch.cat([x[:1], x.diff()[order].cumsum(0, dtype=x.dtype)])
             for x, order in zip(ends, orders, strict=True)
         )
         of_targets, of_sources = zip(orders, before, strict=True)
-        return of_targets, of_sources
+        return Visits((of_targets, of_sources), False)
 
 
 def edges_of(graph: TokenGraph) -> Edges:
@@ -231,10 +247,10 @@ class _Call:
         valid = tuple(None if x is None else x.contiguous() for x in masks[:2])
         # To compute the order takes as long as it saves in one forward pass: not for the first one.
         is_worth = _is_large(key, value, edges) and (backward or edges.was_read)
-        visits = edges.visits if is_worth else None
+        orders, is_scattered = edges.visits if is_worth else (None, False)
         edges.was_read = True
         of_targets, self.order_of_sources = (
-            (0, 0) if visits is None else tuple(x.data_ptr() for x in visits[side])
+            (0, 0) if orders is None else tuple(x.data_ptr() for x in orders[side])
             for side in (0, 1)
         )
         index = plan.slow.index
@@ -251,7 +267,8 @@ class _Call:
         B, N, H, D = query.shape
         _, M, kv_heads, value_width = value.shape
         self.arguments = (
-            B, N, M, H, kv_heads, D, value_width, edges.is_narrow,
+            B, N, M, H, kv_heads, D, value_width, H,
+            _heads_at_once(key, value) if is_scattered else 0, edges.is_narrow,
             edges.rowptr.data_ptr(), edges.source.data_ptr(), *of_targets,
             *view(query), *view(key), *view(value),
             options.score == "rbf", scale.data_ptr(), options.top_k or 0, options.softcap or 0.0,
@@ -266,9 +283,26 @@ class _Call:
             library.check(status)
 
 
+def _bytes_of_head(key: Tensor, value: Tensor) -> int:
+    """The bytes of the keys and values of a sample and head."""
+    return key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
+
+
+def _heads_at_once(key: Tensor, value: Tensor) -> int:
+    """How many key heads of scattered tokens are read together; 0 for all.
+
+    Fewer heads stay in the cache, where later rows find them.
+    """
+    of_head, heads = _bytes_of_head(key, value), key.shape[2]
+    if heads * of_head <= 2 * SHARED_CACHE:
+        return 0
+    piece = max(key.shape[3], 1) * key.element_size()
+    return max(SHARED_CACHE // max(of_head, 1), -(-PIECE // piece))
+
+
 def _is_large(key: Tensor, value: Tensor, edges: Edges) -> bool:
     """Whether the keys and values of a sample do not fit into the cache, and rows are short."""
-    nbytes = key.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
+    nbytes = key.shape[2] * _bytes_of_head(key, value)
     return nbytes > CACHE and len(edges.source) <= LONG_ROWS * len(edges.rowptr)
 
 
