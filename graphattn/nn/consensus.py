@@ -23,7 +23,7 @@ from graphattn.nn.base.message_passing import OptTensor, PairTensor
 from graphattn.nn.base.overrides import names_of, overridden_rows
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.consensus_steps import CompiledSteps
-from graphattn.nn.edges.network import EdgeNetwork, check_edge_features
+from graphattn.nn.edges.network import EdgeNetwork, check_edge_features, networks_of
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.backends import choose, wanted_backend
 from graphattn.ops.consensus.api import run
@@ -78,6 +78,7 @@ class _Consensus(GraphLayer):
         bias: bool,
         backend: str,
         edge_features: int = 0,
+        edge_networks: str | None = None,
     ) -> None:
         isometric = rope == "isometric"
         super().__init__(
@@ -90,6 +91,7 @@ class _Consensus(GraphLayer):
         self.isometric = isometric
         self.rank, self.edge_hidden = as_int("rank", rank, 1), as_int("edge_hidden", edge_hidden, 1)
         self.edge_input = as_choice("edge_input", edge_input, ("head", "full"))
+        self.edge_networks = networks_of(edge_input, edge_networks)
         self.trunk = as_choice("trunk", trunk, ("shared", "separate"))
         self.update_rule = as_choice("update", update, ("energy", "target"))
         self.edge_features = as_int("edge_features", edge_features, 0)
@@ -109,6 +111,7 @@ class _Consensus(GraphLayer):
             hidden=self.edge_hidden,
             edge_input=edge_input,
             trunk=trunk,
+            edge_networks=self.edge_networks,
             edge_features=self.edge_features,
         )
         self.step_size: StepSize
@@ -432,6 +435,9 @@ class SelfConsensus(_Consensus, CompiledSteps):
         edge_features: F, the number of features of an edge (such as a distance or a kind of bond)
             that its network reads in addition to its two tokens, ``gelu(T y_i + t + S y_j + F
             e_ij)``; 0 for none.
+        edge_networks: with edge_input="full", "shared" (the first layers of the networks of all
+            heads are one; the default there) or "per_head" (every head has its own, Algorithm 5 to
+            the letter). Heads that read slices always have their own.
         update: "energy" or "target".
         bias: whether the two projections have biases (without RoPE, b_s has no effect on
             disagreements, and b_o can replace it).
@@ -484,6 +490,7 @@ class SelfConsensus(_Consensus, CompiledSteps):
         bias: bool = True,
         backend: str = "auto",
         edge_features: int = 0,
+        edge_networks: Literal["per_head", "shared"] | None = None,
     ) -> None:
         super().__init__(
             dim,
@@ -499,6 +506,7 @@ class SelfConsensus(_Consensus, CompiledSteps):
             bias=bias,
             backend=backend,
             edge_features=edge_features,
+            edge_networks=edge_networks,
         )
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
 
@@ -625,7 +633,7 @@ class CrossConsensus(_Consensus):
             a slice of width context_dim / heads.
         dim, heads, rank, edge_hidden, step_size, rope, edge_input, trunk, bias, backend: as in
             :class:`SelfConsensus`.
-        edge_features: as in :class:`SelfConsensus`.
+        edge_features, edge_networks: as in :class:`SelfConsensus`.
         update: must be "target".
 
     Shapes:
@@ -665,6 +673,7 @@ class CrossConsensus(_Consensus):
         bias: bool = True,
         backend: str = "auto",
         edge_features: int = 0,
+        edge_networks: Literal["per_head", "shared"] | None = None,
     ) -> None:
         super().__init__(
             dim,
@@ -680,6 +689,7 @@ class CrossConsensus(_Consensus):
             bias=bias,
             backend=backend,
             edge_features=edge_features,
+            edge_networks=edge_networks,
         )
         self.context_proj = nn.Linear(self.context_dim, self.dim, bias=bias)
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)

@@ -32,6 +32,7 @@ LAYERS = {
     "path": (ga.window_path_graph(7, 1), {"step_size": "auto"}),
     "causal, rotated": (ga.causal_window_graph(7, 2), {"update": "target", "rope": True}),
     "side by side": (ga.batch([ga.window_path_graph(n, 1) for n in (3, 4)]), {"step_size": "auto"}),
+    "list, full networks": (some(7, 7), {"edge_input": "full", "edge_networks": "per_head"}),
     "list, one network": (some(7, 7), {"edge_input": "full", "step_size": "auto"}),
     "neighbours": (nearest(7, 2), {"update": "target", "step_size": "auto"}),
 }

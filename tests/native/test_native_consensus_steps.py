@@ -24,6 +24,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "automatic": {"step_size": "auto", "rank": 1},
     "learned": {"step_size": "learned", "trunk": "separate"},
+    "full networks": {"edge_input": "full", "edge_networks": "per_head", "bias": False},
     "one network": {"edge_input": "full", "step_size": "auto", "bias": False},
     "rope": {"rope": True},
     "isometric": {"rope": "isometric", "step_size": "auto", "edge_input": "full"},

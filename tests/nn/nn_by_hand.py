@@ -121,10 +121,12 @@ def _cases() -> list[Case]:
                         continue
                     options = {**small, **update, "step_size": step, "rope": rope}
                     cases.append(Case(kind, options, context))
-            for edge_input in ("head", "full"):
+            for edge_input in ("head", "full", "each full"):
                 for trunk in ("shared", "separate"):
-                    options = {**small, **update, "edge_input": edge_input, "trunk": trunk}
+                    options = {**small, **update, "edge_input": edge_input[-4:], "trunk": trunk}
                     options["rank"] = 2
+                    if edge_input == "each full":
+                        options["edge_networks"] = "per_head"
                     width = context and (8 if edge_input == "head" else 6)
                     if width:
                         options["context_dim"] = width
@@ -206,9 +208,10 @@ def into_heads(x: Tensor, heads: int = HEADS) -> Tensor:
 
 
 def grouped_linear(state: dict[str, Tensor], name: str, y: Tensor) -> Tensor:
-    """One functional.linear per group, each on its own slice of y: [*, N, dim] -> [*, N, G, xi]."""
+    """One functional.linear per group, on a slice of y or all of it: [*, N, dim] -> [*, N, G, xi]."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
-    slices = y.chunk(len(weight), dim=-1)
+    reads_all = y.shape[-1] == weight.shape[-1]
+    slices = [y] * len(weight) if reads_all else y.chunk(len(weight), dim=-1)
     parts = [
         functional.linear(part, weight[g], None if bias is None else bias[g])
         for g, part in enumerate(slices)

@@ -54,6 +54,8 @@ CONSTRUCTORS = [
     (CONSENSUS, {"rank": 0}, "rank", "0"),
     (CONSENSUS, {"edge_hidden": 0}, "edge_hidden", "0"),
     (CONSENSUS, {"edge_input": "token"}, "edge_input", "'token'"),
+    (CONSENSUS, {"edge_networks": "token"}, "edge_networks", "'token'"),
+    (CONSENSUS, {"edge_networks": "shared"}, "edge_networks", "edge_input='full'"),
     (CONSENSUS, {"trunk": "both"}, "trunk", "'both'"),
     (CONSENSUS, {"step_size": "fast"}, "step_size", "'fast'"),
     (CONSENSUS, {"step_size": 0}, "step_size", "0"),

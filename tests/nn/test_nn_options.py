@@ -56,6 +56,9 @@ def consensus_cases() -> list[Case]:
     for context in (DIM, 8):
         cases += product("CrossConsensus", context, **shared, context_dim=(context,))
     full = {**shared, "edge_input": ("full",), "rope": (False, "isometric")}
+    literal = {**full, "edge_networks": ("per_head",)}  # Algorithms 5 and 6 to the letter
+    cases += product("SelfConsensus", **literal, update=("energy", "target"))
+    cases += product("CrossConsensus", 7, **literal, context_dim=(7,))
     cases += product("CrossConsensus", 7, **full, context_dim=(7,), bias=(False,))
     gradient_step = (False, "isometric")
     return [

@@ -61,6 +61,12 @@ def test_the_full_width_network_has_a_first_layer_of_the_same_size():
     assert layer.edge_net.target.bias.numel() == 8
 
 
+def test_a_full_width_network_per_head_grows_as_algorithm_5_says():
+    each = slope(edge_input="full", edge_networks="per_head")
+    assert each == 12 * (1536 + 3) + 3072
+    assert 12 * each == 258_480  # 12 layers; Table 9 prints 55,600
+
+
 def test_separate_trunks_are_three_first_layers():
     assert slope(trunk="separate") == 3 * (1536 + 12) + 24 + 3072
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.edge_network import (
     EdgeMatrix,
@@ -19,7 +20,10 @@ from graphattn.ops.inputs import ValidPair, clear_invalid_edges, valid_edges
 
 
 class GroupedLinear(nn.Module):
-    """One linear map per group: x [*, N, G, in] -> [*, N, G, out], weight [G, out, in]."""
+    """One linear map per group: x [*, N, G, in] -> [*, N, G, out], weight [G, out, in].
+
+    If x is [*, N, 1, in], all groups read the same.
+    """
 
     def __init__(self, groups: int, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__()
@@ -30,9 +34,11 @@ class GroupedLinear(nn.Module):
         return FirstLayer(x, self.weight, self.bias).hidden()
 
     def unapplied(self, x: Tensor) -> FirstLayer | Tensor:
-        """Return the map and its input, not yet applied; if :meth:`is_plain` is false, the
-        result."""
-        return FirstLayer(x, self.weight, self.bias) if self.is_plain() else self(x)
+        """Return the map and its input, not yet applied; if :meth:`is_plain` is false, or groups
+        read the same, the result."""
+        if x.shape[-2] == len(self.weight) and self.is_plain():
+            return FirstLayer(x, self.weight, self.bias)
+        return self(x)
 
     def is_plain(self) -> bool:
         """Whether a call runs this :meth:`forward` and nothing else: no subclass, no hooks."""
@@ -77,8 +83,9 @@ class EdgeNetwork(nn.Module):
     added to that sum.
     The second layer is :class:`~graphattn.EdgeNetworkParameters`.
 
-    With ``edge_input="head"``, the network of a head reads that head's slice of y; with "full", one
-    network reads all of y. With ``trunk="shared"``, alpha, beta and Lambda have one hidden vector
+    With ``edge_input="head"``, the network of a head reads that head's slice of y; with "full", it
+    reads all of y. With ``edge_networks="shared"``, the first layer of all heads is one. With
+    ``trunk="shared"``, alpha, beta and Lambda have one hidden vector
     in common, which reproduces every count of Table 9. With "separate", each has its own, exactly
     as in Algorithm 2.
     """
@@ -94,12 +101,14 @@ class EdgeNetwork(nn.Module):
         hidden: int,
         edge_input: str,
         trunk: str,
+        edge_networks: str | None = None,
         edge_features: int = 0,
     ) -> None:
         super().__init__()
-        self.groups = heads if edge_input == "head" else 1
+        self.groups = 1 if networks_of(edge_input, edge_networks) == "shared" else heads
+        self.parts = heads if edge_input == "head" else 1  # into which tokens are split
         trunks = 1 if trunk == "shared" else 3
-        target_in, source_in = target_dim // self.groups, source_dim // self.groups
+        target_in, source_in = target_dim // self.parts, source_dim // self.parts
         self.target = GroupedLinear(self.groups, target_in, trunks * hidden, bias=True)
         self.source = GroupedLinear(self.groups, source_in, trunks * hidden, bias=False)
         self.edge: GroupedLinear | None = None
@@ -173,8 +182,9 @@ class EdgeNetwork(nn.Module):
         return hidden[0], hidden[1]
 
     def by_group(self, y: Tensor) -> Tensor:
-        """Split tokens [*, N, dim] into the groups of the first layer, [*, N, G, dim / G]."""
-        return y.view(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
+        """Split tokens into what the heads read, [*, N, H, dim / H], or [*, N, 1, dim] if all
+        read the same."""
+        return y.view(*y.shape[:-1], self.parts, y.shape[-1] // self.parts)
 
     def target_hidden(self, y: Tensor) -> Tensor:
         """Apply the first layer to the targets: [*, N, dim] -> [*, N, G, xi]."""
@@ -201,6 +211,23 @@ class EdgeNetwork(nn.Module):
             y = clear_invalid_edges(y, valid_edges(valid, *graph.edge_index))
         hidden: Tensor = layer(y)
         return hidden
+
+
+def networks_of(edge_input: str, edge_networks: str | None) -> str:
+    """How many edge networks a layer has: "per_head" or "shared"; None is the usual one.
+
+    Raises:
+        ValueError: heads that read different slices of a token share a network.
+    """
+    if edge_networks is None:
+        return "per_head" if edge_input == "head" else "shared"
+    as_choice("edge_networks", edge_networks, ("per_head", "shared"))
+    if (edge_input, edge_networks) == ("head", "shared"):
+        raise ValueError(
+            "edge_networks must be 'per_head' with edge_input='head', where every head reads its "
+            "own slice of a token, got 'shared': use edge_input='full'"
+        )
+    return edge_networks
 
 
 def check_edge_features(features: Any, width: int, x: Tensor, num_edges: int, name: str) -> Tensor:

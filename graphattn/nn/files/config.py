@@ -40,6 +40,7 @@ NOT_COMPARED = frozenset(
         "dim",
         "edge_hidden",
         "edge_input",
+        "edge_networks",
         "kv_heads",
         "mlp_ratio",
         "noise_dim",

@@ -104,7 +104,7 @@ def convert(
             - "vlt": `top_k`, how many sources every target sees in each head.
             - "krause": `top_k`; `init_sigma`, ``scaling ** -0.5`` of the layer if None, so that
               logits differ from the model's only by squared lengths; `sigma_per_head`.
-            - "consensus": `rank`, `edge_hidden`, `edge_input`, `trunk` as in
+            - "consensus": `rank`, `edge_hidden`, `edge_input`, `edge_networks`, `trunk` as in
               :class:`~graphattn.nn.SelfConsensus`; `step_size`, a number or "auto" (the default,
               which never overshoots); `update`, "energy" or "target" (None: "target" in a causal
               model, which needs it, else "energy"); `rope`, True (Eq. 42), False or "isometric"

@@ -231,6 +231,7 @@ class Consensus(Replacement):
         update: Literal["energy", "target"] | None = None,
         rope: bool | Literal["isometric"] | None = None,
         edge_input: Literal["head", "full"] = "head",
+        edge_networks: Literal["per_head", "shared"] | None = None,
         trunk: Literal["shared", "separate"] = "shared",
     ) -> None:
         causal = bool(getattr(replaced, "is_causal", False))
@@ -271,6 +272,7 @@ class Consensus(Replacement):
             hidden=as_int("edge_hidden", edge_hidden, 1),
             edge_input=as_choice("edge_input", edge_input, ("head", "full")),
             trunk=as_choice("trunk", trunk, ("shared", "separate")),
+            edge_networks=edge_networks,
         ).to(projection.weight)
 
     def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
