@@ -17,12 +17,16 @@
 
 namespace graphattn {
 
+// Four rows share what they load of values, which come from the second cache in long windows.
 #if defined(__AVX512F__)
-constexpr int QUERIES = 8, ROWS = 4;  // of 32 vector registers, 16 hold sums
+constexpr int QUERIES = 8, ROWS = 4, FEATURE_VECTORS = 4;  // of 32 vector registers, 16 hold sums
+#elif defined(__AVX2__)
+constexpr int QUERIES = 4, ROWS = 4, FEATURE_VECTORS = 2;  // of 16, 8 do
 #else
-constexpr int QUERIES = 4, ROWS = 2;  // of 16, 8 do
+constexpr int QUERIES = 4, ROWS = 2, FEATURE_VECTORS = 4;
 #endif
-constexpr int KEY_VECTORS = 2, FEATURE_VECTORS = 4;
+static_assert(ROWS <= Vec<double>::L);  // rows that are taken together lie in the lanes of one vector
+constexpr int KEY_VECTORS = 2;
 constexpr int64_t BLOCK = 64;       // targets or keys whose weights the backward keeps at a time
 constexpr int64_t LONG_SUM = 256;   // keys that are summed up before they join a longer sum
 

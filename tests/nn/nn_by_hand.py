@@ -208,7 +208,7 @@ def into_heads(x: Tensor, heads: int = HEADS) -> Tensor:
 
 
 def grouped_linear(state: dict[str, Tensor], name: str, y: Tensor) -> Tensor:
-    """One functional.linear per group, on a slice of y or all of it: [*, N, dim] -> [*, N, G, xi]."""
+    """One functional.linear per group, on a slice of y or all: [*, N, dim] -> [*, N, G, xi]."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
     reads_all = y.shape[-1] == weight.shape[-1]
     slices = [y] * len(weight) if reads_all else y.chunk(len(weight), dim=-1)
