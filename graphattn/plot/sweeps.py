@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, styled
-from graphattn.train.sweeps.results import losses_by_rate, summarize_sweep
+from graphattn.train.sweeps.results import losses_by_rate, summarize_sweep, variant_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -> Axes:
-    """Draw the loss over the learning rate, one curve per mixer.
+    """Draw the loss over the learning rate, one curve per mixer (and per options of a grid).
 
     Every finished trial is a point, the curve is the mean over seeds, and a ring marks its lowest
     value. A learning rate at which a trial diverged has no mean, so the curve has a gap there.
@@ -50,7 +50,7 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
     ax.set_xscale("log")
     summaries = summarize_sweep(done)
     for i, summary in enumerate(summaries):
-        trials = [row for row in done if row["mixer"] == summary.mixer]
+        trials = [row for row in done if variant_of(row) == summary.mixer]
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
         by_rate = losses_by_rate(trials)
@@ -80,11 +80,11 @@ def _draw_diverged(ax: Axes, rows: list[dict[str, Any]], names: list[str]) -> No
     if not diverged:
         return
     low, high = ax.get_ylim()
-    shown = [name for name in names if any(row["mixer"] == name for row in diverged)]
+    shown = [name for name in names if any(variant_of(row) == name for row in diverged)]
     step = 0.055 * (high - low)
     ax.axhline(high, color="#999999", linewidth=0.6)
     for line, name in enumerate(shown):
-        rates = [row["lr"] for row in diverged if row["mixer"] == name]
+        rates = [row["lr"] for row in diverged if variant_of(row) == name]
         i = names.index(name)
         ax.plot(
             rates, [high + (line + 0.75) * step] * len(rates), "x", markersize=5,

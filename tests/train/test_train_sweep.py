@@ -117,6 +117,17 @@ def test_rates_that_are_none_are_refused_by_name(lrs, says, tmp_path):
         ({"grace": 1}, "grace must be >= 2"),
         ({"validation": 0.0}, "validation must be > 0"),
         ({"mixer_options": {"hops": 3}}, "options of dot, mix, got 'hops'"),
+        (
+            {"grid": "window"},
+            r"grid must be the values of an option \(window=1,2,4\), got 'window'",
+        ),
+        ({"grid": "window=1 window=2"}, "every option once"),
+        ({"grid": {"windw": [1]}}, "got 'windw'.*window"),
+        ({"grid": {"lr": [1]}}, "grid must contain options.*got 'lr'"),
+        ({"grid": "data=a,b"}, "grid must contain options.*got 'data'"),
+        ({"grid": {"sigma": [1]}}, "or of dot, mix, got 'sigma'"),
+        ({"grid": {"window": 3}}, "values of window must be a list, got 3"),
+        ({"grid": {"window": []}}, "at least one value of every option, got none of window"),
     ],
 )
 def test_bad_input_is_named_and_leaves_no_folder(options, says, tmp_path):
@@ -133,6 +144,38 @@ def test_a_trial_gets_the_options_that_its_mixer_takes():
     assert "edge_hidden" not in options["gka"].mixer_options
     mix = options["mix"]
     assert (mix.mixer, mix.lr, mix.seed, mix.out) == ("mix", 0.1, 3, "x")
+
+
+def test_a_grid_has_all_values_of_options_that_a_mixer_takes(tmp_path):
+    rows = sweep(tmp_path / "a", grid="window=1,2 edge_hidden=4,8,4", lrs="1e-3", seeds=2)
+    wanted = {("dot", window, None) for window in (1, 2)}
+    wanted |= {("mix", window, hidden) for window in (1, 2) for hidden in (4, 8)}
+    for seed in (0, 1):
+        found = [row for row in rows if row["seed"] == seed]
+        assert len(found) == len(wanted)
+        options = [row["options"] for row in found]
+        assert {
+            (row["mixer"], each["window"], each.get("edge_hidden"))
+            for row, each in zip(found, options, strict=True)
+        } == wanted
+    names = [each.mixer for each in summarize_sweep(rows)]
+    assert names[:2] == ["dot, window=1", "mix, window=1, edge_hidden=4"]
+    assert len(names) == len(wanted)
+    assert read_sweep(tmp_path / "a") == rows
+    again = sweep(
+        tmp_path / "a", grid={"window": [1, 2], "edge_hidden": [8, 4]}, lrs="1e-3", seeds=2
+    )
+    assert again == rows
+    assert len(taken(tmp_path / "a")) == len(rows)
+
+
+def test_the_options_of_a_grid_reach_the_config():
+    shared = RunConfig(mixer_options={"edge_hidden": 8, "rank": 1}, window=3, out="s")
+    trial = Trial("mix", 0.1, 0, (("window", 5), ("rank", 2)))
+    config = trial.config(shared, "x")
+    assert (config.window, config.mixer_options) == (5, {"edge_hidden": 8, "rank": 2})
+    assert trial.name == "mixer=mix,lr=0.1,seed=0,window=5,rank=2"
+    assert "/" not in Trial("mix", 0.1, 0, (("step_size", "a/b"),)).name
 
 
 # What a sweep leaves.

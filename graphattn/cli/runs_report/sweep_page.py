@@ -16,7 +16,7 @@ from graphattn.cli.runs_report.words import duration, is_number, number, option_
 from graphattn.plain_tables import Cells, counted
 from graphattn.train import RunConfig
 from graphattn.train.runs.records import Row
-from graphattn.train.sweeps.results import TOLERANCE
+from graphattn.train.sweeps.results import TOLERANCE, variant_of
 
 
 def sections_of(files: SweepFiles) -> list[Any]:
@@ -93,10 +93,10 @@ def _summary(rows: list[Row]) -> Cells:
 
 
 def _by_rate(rows: list[Row]) -> Cells:
-    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    mixers = list(dict.fromkeys(map(variant_of, rows)))
     rates = sorted({row["lr"] for row in rows})
     cells = [
-        [number(float(lr)), *(_cell([r for r in rows if (r["mixer"], r["lr"]) == (mixer, lr)])
+        [number(float(lr)), *(_cell([r for r in rows if (variant_of(r), r["lr"]) == (mixer, lr)])
                               for mixer in mixers)]
         for lr in rates
     ]  # fmt: skip
@@ -120,7 +120,7 @@ def _cell(rows: list[Row]) -> str:
 
 def _trials(rows: list[Row]) -> ReportSection:
     columns: dict[str, Callable[[Row], str]] = {
-        "mixer": lambda row: row["mixer"],
+        "mixer": variant_of,
         "rate": lambda row: number(float(row["lr"])),
         "seed": lambda row: value(row.get("seed")),
         "ended": lambda row: row["status"],

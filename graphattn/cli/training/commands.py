@@ -151,6 +151,13 @@ OF_TRIALS = ("mixer", "lr", "seed", "out")  # what the trials of a sweep differ 
         min=1,
     ),
     option(
+        "grid",
+        list[str],
+        "Further options with several values, of the model, of training or of mixers: "
+        "window=1,2,4. May be given several times; every combination is trained.",
+        metavar="NAME=VALUES",
+    ),
+    option(
         "out",
         Path,
         "Folder of the sweep. If it exists, the sweep is continued.",
@@ -195,7 +202,8 @@ def sweep(**options: Any) -> None:
     """
     from graphattn.cli.training.sweep import run_sweeps
 
-    grid = {name: options.pop(name) for name in ("mixers", "lrs", "seeds")}
+    grid = {name: options.pop(name) for name in ("mixers", "lrs", "seeds", "grid")}
+    grid["grid"] = grid["grid"] or None
     given = _given_run_options(options, *OF_TRIALS)
     try:
         is_whole = run_sweeps(grid=grid, options=given, **options, console=terminal())

@@ -1,47 +1,118 @@
-"""Grid of a sweep: every combination of mixer, learning rate and seed is a trial."""
+"""Grid of a sweep: every combination of mixer, options, learning rate and seed is a trial."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
+from urllib.parse import quote
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.models.mixers import HALVES, KINDS, NAMES
 from graphattn.near_names import did_you_mean
-from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.config import FREE, RunConfig
 
 DIGITS = 4  # digits of the values of a range, so that names of trials are short
+GRID = "the values of an option (window=1,2,4)"
+# Options that trials of a grid may differ in: their losses are compared, so their data is the same.
+AXES = tuple(
+    each.name
+    for each in fields(RunConfig)
+    if each.name not in (*FREE, *("mixer", "lr", "seed", "mixer_options"))
+    and each.name not in ("data", "kind", "tokenizer", "validation", "test")
+)
 FORMS = "numbers (1e-4,3e-4), or a range with its number of values (1e-4..5e-2:7)"
 
 
 @dataclass(frozen=True, order=True)
 class Trial:
-    """One training of a sweep."""
+    """One training of a sweep; `options` are those of the grid that its mixer takes."""
 
     mixer: str
     lr: float
     seed: int
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
         """Return the name of the trial, which is also that of its folder in ``trials``."""
-        return f"mixer={self.mixer},lr={self.lr!r},seed={self.seed}"
+        options = (f",{name}={quote(str(value), safe=' ')}" for name, value in self.options)
+        return f"mixer={self.mixer},lr={self.lr!r},seed={self.seed}{''.join(options)}"
 
     def config(self, shared: RunConfig, out: str) -> RunConfig:
         """Return the config of its run, with those `mixer_options` that its mixer takes."""
-        taken = _options_of(self.mixer)
-        options = {name: value for name, value in shared.mixer_options.items() if name in taken}
+        taken, given = _options_of(self.mixer), dict(self.options)
+        changes = {name: given.pop(name) for name in AXES if name in given}
+        options = {**shared.mixer_options, **given}
+        options = {name: value for name, value in options.items() if name in taken}
         return shared.replace(
-            mixer=self.mixer, lr=self.lr, seed=self.seed, mixer_options=options, out=out
+            mixer=self.mixer, lr=self.lr, seed=self.seed, mixer_options=options, out=out, **changes
         )
 
 
-def trials_of(mixers: Iterable[str], lrs: Iterable[float], seeds: int) -> list[Trial]:
-    """List all combinations, seed by seed, so that every combination has a result early."""
-    return [Trial(mixer, lr, seed) for seed in range(seeds) for lr in lrs for mixer in mixers]
+def trials_of(
+    mixers: Iterable[str], lrs: Iterable[float], seeds: int, grid: Mapping[str, Sequence[Any]]
+) -> list[Trial]:
+    """List all combinations, seed by seed, so that every combination has a result early.
+
+    If a mixer does not take an option of the grid, it has one trial for all values.
+    """
+    combinations = [tuple(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    trials = (
+        Trial(mixer, lr, seed, tuple(each for each in options if _takes(mixer, each[0])))
+        for seed in range(seeds)
+        for options in combinations
+        for lr in lrs
+        for mixer in mixers
+    )
+    return list({trial.name: trial for trial in trials}.values())
+
+
+def as_grid(grid: Any, mixers: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of every option of a grid, each once.
+
+    It is given as a dict, or as texts ``window=1,2,4``; a text may contain several of them.
+    """
+    if not isinstance(grid, Mapping):
+        texts = [grid] if isinstance(grid, str) else list(grid or ())
+        parts = [part.partition("=") for text in texts for part in text.split()]
+        if wrong := [name for name, equals, values in parts if not (name and equals and values)]:
+            raise ValueError(f"grid must be {GRID}, got {wrong[0]!r}")
+        grid = {name: _values(name, values) for name, _, values in parts}
+        if len(grid) < len(parts):
+            raise ValueError("grid must contain every option once, got one of them twice")
+    for name, values in grid.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ValueError(f"grid: the values of {name} must be a list, got {values!r}")
+        if not any(_takes(mixer, name) for mixer in mixers):
+            known = [*AXES, *(option for mixer in mixers for option in _options_of(mixer))]
+            raise ValueError(
+                f"grid must contain options of models and training, or of {', '.join(mixers)}, got "
+                f"{name!r}{did_you_mean(name, known)}"
+            )
+    found = {
+        name: list({str(each): each for each in values}.values()) for name, values in grid.items()
+    }
+    if empty := [name for name, values in found.items() if not values]:
+        raise ValueError(
+            f"grid must have at least one value of every option, got none of {empty[0]}"
+        )
+    return found
+
+
+def _values(name: str, text: str) -> list[Any]:
+    """Values separated by commas, each as on the command line or in a YAML file."""
+    texts = text.split(",")
+    if name in AXES:
+        return [RunConfig.parse(name, each) for each in texts]
+    return [RunConfig.parse("mixer_options", f"{{value: {each}}}")["value"] for each in texts]
+
+
+def _takes(mixer: str, option: str) -> bool:
+    return option in AXES or option in _options_of(mixer)
 
 
 def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]:

@@ -285,7 +285,8 @@ def check_folder(folder: Path, shared: RunConfig) -> None:
         raise ValueError(
             "out must be a new folder or that of a sweep with the same options, got "
             f"{str(folder)!r}, whose options differ: {differences(names, there, here)}. Choose "
-            "another folder, or continue with the old options (you can add mixers, lrs and seeds)"
+            "another folder, or continue with the old options (you can add mixers, lrs, seeds and "
+            "a grid)"
         )
 
 
@@ -309,7 +310,9 @@ def outcome_of(train: Train, config: RunConfig) -> Row:
 
 
 def _trial_of(tries: list[Any]) -> Trial:
-    return Trial(*(tries[-1].user_attrs[name] for name in ("mixer", "lr", "seed")))
+    attributes = tries[-1].user_attrs
+    options = tuple((name, value) for name, value in attributes.get("options", ()))
+    return Trial(attributes["mixer"], attributes["lr"], attributes["seed"], options)
 
 
 def _status(tries: list[Any]) -> str:
@@ -329,5 +332,11 @@ def _status(tries: list[Any]) -> str:
 
 
 def _row(trial: Trial, state: Row) -> Row:
-    known = {**vars(trial), "status": None, **dict.fromkeys((*NUMBERS, *ORIGIN)), **state}
+    known = {
+        **vars(trial),
+        "options": dict(trial.options),
+        "status": None,
+        **dict.fromkeys((*NUMBERS, *ORIGIN)),
+        **state,
+    }
     return {**known, "folder": f"trials/{trial.name}"}

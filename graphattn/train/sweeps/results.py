@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,18 @@ def outcome(run: Run) -> Row:
     }
 
 
+def variant_of(row: Mapping[str, Any]) -> str:
+    """Return the mixer of a trial and, if the sweep has a grid, its options: "krause, window=2"."""
+    options = row.get("options") or {}
+    return ", ".join([row["mixer"], *(f"{name}={value}" for name, value in options.items())])
+
+
 @dataclass(frozen=True)
 class MixerSummary:
-    """Summary of the trials of one mixer.
+    """Summary of the trials of one mixer, with the same options if the sweep has a grid.
 
     Attributes:
-        mixer: its name.
+        mixer: its name, and the options of the grid: "krause, window=2".
         best_lr: the learning rate with the lowest mean loss over seeds, among those where no trial
             diverged.
         loss: the mean validation loss at the last step, at that rate.
@@ -116,7 +122,7 @@ def summarize_sweep(
     rise, is_share = _as_tolerance(tolerance)
     by_mixer: dict[str, list[Row]] = {}
     for row in rows:
-        by_mixer.setdefault(row["mixer"], []).append(row)
+        by_mixer.setdefault(variant_of(row), []).append(row)
     return [_summary(mixer, trials, rise, is_share) for mixer, trials in by_mixer.items()]
 
 

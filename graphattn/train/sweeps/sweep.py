@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.folder import Run
 from graphattn.train.runs.records import Row
 from graphattn.train.runs.setup import prepare
-from graphattn.train.sweeps.grid import Trial, as_mixers, as_rates, trials_of
+from graphattn.train.sweeps.grid import Trial, as_grid, as_mixers, as_rates, trials_of
 from graphattn.train.sweeps.queue import (
     ROWS,
     SHARED,
@@ -44,6 +44,7 @@ def run_sweep(
     mixers: str | Sequence[str],
     lrs: str | float | Sequence[float],
     seeds: int = 1,
+    grid: Mapping[str, Sequence[Any]] | Sequence[str] | str | None = None,
     processes: int = 1,
     grace: int = 60,
     retry_failed: bool = False,
@@ -68,6 +69,10 @@ def run_sweep(
         lrs: learning rates, or text: ``1e-4,3e-4`` or ``1e-4..5e-2:7``, which are 7 values from
             1e-4 to 5e-2, each the same multiple of the one before.
         seeds: number of training runs per combination, with the seeds 0, 1, ...
+        grid: further options with several values, ``{"window": [1, 2, 4], "rank": [2, 4]}`` or
+            ``"window=1,2,4 rank=2,4"``: fields of :class:`RunConfig` (but for those of the data),
+            or options of mixers. Every combination is trained; a mixer that does not take an option
+            is trained once for all its values.
         processes: number of processes that work on the trials, including this one. With more than
             one, the calling script must be importable (``if __name__ == "__main__"``).
         grace: number of seconds without a heartbeat after which a process on another machine counts
@@ -96,7 +101,8 @@ def run_sweep(
         (0.0001, 0.01)
     """
     seeds = as_int("seeds", seeds, 1)
-    trials = trials_of(as_mixers(mixers, config.mixer_options), as_rates(lrs), seeds)
+    names = as_mixers(mixers, config.mixer_options)
+    trials = trials_of(names, as_rates(lrs), seeds, as_grid(grid, names))
     processes, grace = _checked(processes, grace)
     if not config.out:
         raise ValueError("out must be the path of the folder of the sweep, got ''")
@@ -112,7 +118,7 @@ def run_sweep(
     shared = config.replace(mixer=None, out="", seed=0, **paths)
     check_folder(folder, shared)
     if train is None:  # check data and model before many trials fail because of them
-        for first in {trial.mixer: trial for trial in trials}.values():
+        for first in {(trial.mixer, str(trial.options)): trial for trial in trials}.values():
             of_trial = folder / "trials" / first.name
             if not of_trial.exists():
                 prepare(first.config(shared, os.fspath(of_trial)))
@@ -151,11 +157,11 @@ def resume_sweep(
 def read_sweep(folder: str | os.PathLike[str]) -> list[Row]:
     """Read the results of the trials of a sweep, during the sweep or afterwards.
 
-    A row has "mixer", "lr", "seed"; "status": "finished", "diverged", "failed" (with an "error"),
-    "running", "waiting", or "interrupted" (can be continued); "loss", the validation loss at the
-    last step, "best_loss" and "best_step"; "step", "diverged_at", "seconds"; "folder" of the run,
-    relative to that of the sweep; and the origin of the numbers: "commit", "config" (its digest),
-    "versions". Unknown values are None.
+    A row has "mixer", "lr", "seed", and "options", a dict of those of the grid; "status":
+    "finished", "diverged", "failed" (with an "error"), "running", "waiting", or "interrupted" (can
+    be continued); "loss", the validation loss at the last step, "best_loss" and "best_step";
+    "step", "diverged_at", "seconds"; "folder" of the run, relative to that of the sweep; and the
+    origin of the numbers: "commit", "config" (its digest), "versions". Unknown values are None.
 
     Args:
         folder: of the sweep.
