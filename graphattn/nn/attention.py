@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_float, as_int, as_share, as_softcap
@@ -51,6 +52,7 @@ class GraphAttention(AttentionSteps):
     """Softmax attention over the edges of a graph; a subclass defines the logit of an edge."""
 
     eps: float = 0.0
+    qk_norm: bool = False
     merged_by = attention_on_ring, attention_with_globals
     # What PyG's generated code passes to `message()`; the pair is (sources, targets).
     propagate_type: ClassVar = {
@@ -132,6 +134,8 @@ class GraphAttention(AttentionSteps):
         query, key = self.query_proj(x), self.key_proj(context)
         value = context if self.value_proj is None else self.value_proj(context)
         query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
+        if self.qk_norm:
+            query, key = normalized(query), normalized(key)
         query, key = self.rotate(query, key, rotations)
         # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
         return query, key, self.split(value, self.kv_heads).to(query.dtype)
@@ -411,10 +415,18 @@ class GraphAttention(AttentionSteps):
         rotation.
         """
         query, key = self.query_proj(x), self.key_proj(x)
+        if self.qk_norm:
+            query = normalized(self.split(query, self.heads))
+            key = normalized(self.split(key, self.kv_heads))
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
     def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
-        return self.query_proj, self.key_proj, self.value_proj
+        return None if self.qk_norm else (self.query_proj, self.key_proj, self.value_proj)
+
+
+def normalized(x: Tensor) -> Tensor:
+    """RMS norm of every head of x [*, H, D], without parameters (the QK norm of nanochat)."""
+    return functional.rms_norm(x, x.shape[-1:]).to(x.dtype)
 
 
 def _bias_argument(edge_bias: Tensor | None) -> dict[str, Tensor]:

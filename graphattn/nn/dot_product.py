@@ -31,6 +31,9 @@ class DotProductAttention(GraphAttention):
         kv_heads: key and value heads, divides `heads` (grouped-query attention); `heads` if None.
         context_dim: width of `context` in cross-attention; `dim` if None.
         rope: rotate queries and keys by their positions: True, or a :class:`RotaryEmbedding`.
+        qk_norm: parameter-free RMS norm of queries and keys per head, before the rotation, which
+            keeps their norm (nanochat, the language baseline of Projection-Free Transformers,
+            Section 5.1). Logits then lie within sqrt(D), and a cache holds normalised keys.
         top_k: sources kept per target and head, the largest logits; all if None.
         bias: whether the projections have biases.
         backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
@@ -81,6 +84,7 @@ class DotProductAttention(GraphAttention):
         kv_heads: int | None = None,
         context_dim: int | None = None,
         rope: bool | RotaryEmbedding = False,
+        qk_norm: bool = False,
         top_k: int | None = None,
         bias: bool = True,
         backend: str = "auto",
@@ -109,6 +113,9 @@ class DotProductAttention(GraphAttention):
             raise ValueError(
                 f"context_dim must be {dim} (dim) without value_projection, got {context_dim}"
             )
+        if not isinstance(qk_norm, bool):
+            raise ValueError(f"qk_norm must be True or False, got {qk_norm!r}")
+        self.qk_norm = qk_norm
         kv_dim = self.kv_heads * self.head_dim
         self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
         self.key_proj = nn.Linear(self.context_dim, kv_dim, bias=bias)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from graphattn.graphs.arguments import as_float
-from graphattn.nn.attention import DistanceAttention
+from graphattn.nn.attention import DistanceAttention, normalized
 from graphattn.nn.base.graph_layer import Rotations
 from graphattn.nn.rotary import RotaryEmbedding
 
@@ -34,7 +33,9 @@ class GaussianKernelAttention(DistanceAttention):
             64 features): the identity, with vanishing gradients.
         rope: rotate the features by their positions: True, or a :class:`RotaryEmbedding`.
         normalize: parameter-free RMS norm per head, after the rotation.
-        eps: >= 0, added to the normaliser (Eq. 4).
+        eps: >= 0, added to the normaliser (Eq. 4); with `top_k`, to that of the sources kept.
+        top_k: sources kept per target and head, the nearest ones, as in :class:`KrauseAttention`;
+            all if None.
         bias: whether the output projection has a bias.
         backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
             PyG's `propagate`.
@@ -85,6 +86,7 @@ class GaussianKernelAttention(DistanceAttention):
         rope: bool | RotaryEmbedding = False,
         normalize: bool = False,
         eps: float = 0.0,
+        top_k: int | None = None,
         bias: bool = True,
         backend: str = "auto",
         attention_dropout: float = 0.0,
@@ -93,6 +95,7 @@ class GaussianKernelAttention(DistanceAttention):
         super().__init__(
             dim,
             heads,
+            top_k=top_k,
             rope=rope,
             backend=backend,
             attention_dropout=attention_dropout,
@@ -112,10 +115,9 @@ class GaussianKernelAttention(DistanceAttention):
         key = query if context is x else self.split(context, self.heads)
         query, key = self.rotate(query, key, rotations)
         if self.normalize:
-            shape = (self.head_dim,)
             one_tensor = key is query  # it must stay one: backends recognise it and do less work
-            query = functional.rms_norm(query, shape)
-            key = query if one_tensor else functional.rms_norm(key, shape)
+            query = normalized(query)
+            key = query if one_tensor else normalized(key)
         return query, key, key
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
@@ -132,7 +134,7 @@ class GaussianKernelAttention(DistanceAttention):
             return x, x, None
         if self.rotary is not None:
             return None  # the norm follows the rotation
-        by_head = functional.rms_norm(self.split(x, self.heads), (self.head_dim,))
+        by_head = normalized(self.split(x, self.heads))
         return by_head, by_head, None
 
     def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:

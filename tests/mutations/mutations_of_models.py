@@ -12,8 +12,23 @@ VISION = "tests/models/test_models_vision.py"
 VISION_WEIGHTS = "tests/models/test_models_vision_weights.py"
 SWIN = "tests/models/test_models_swin.py"
 TRAINING = "tests/models/test_models_training.py"
+BLOCK_STEPS = "tests/native/test_native_block_steps.py"
 
 MUTATIONS = [
+    Mutation(
+        "a block's step in C++ leaves out the norm of queries and keys",
+        "graphattn/nn/attention.py",
+        "None if self.qk_norm else (self.query_proj, self.key_proj, self.value_proj)",
+        "self.query_proj, self.key_proj, self.value_proj",
+        (f"{BLOCK_STEPS}::test_texts_are_those_of_forward[qk_norm]",),
+    ),
+    Mutation(
+        "a layer's step in C++ leaves out the norm of keys",
+        "graphattn/nn/attention.py",
+        "key = normalized(self.split(key, self.kv_heads))",
+        "pass",
+        (f"{BLOCK_STEPS}::test_steps_give_what_the_block_gives[qk_norm-usual-dtype1]",),
+    ),
     Mutation(
         "a class that passes its options on has only its own",
         "graphattn/nn/files/config.py",

@@ -25,11 +25,19 @@ LAYERS: dict[str, Callable[[int], Any]] = {
     "no values": lambda d: ga.nn.DotProductAttention(d, 2, value_projection=False, bias=False),
     "krause": lambda d: ga.nn.KrauseAttention(d, 4, kv_heads=1, top_k=5, sink=True),
     "gka": lambda d: ga.nn.GaussianKernelAttention(d, 4, rope=True, eps=0.3),
+    "qk_norm": lambda d: ga.nn.DotProductAttention(d, 4, kv_heads=2, rope=True, qk_norm=True),
+    "nearest": lambda d: ga.nn.GaussianKernelAttention(d, 4, top_k=5, eps=0.3),
     "normalized": lambda d: ga.nn.GaussianKernelAttention(d, 4, normalize=True),
     "consensus": lambda d: ga.nn.SelfConsensus(d, 4, update="target", edge_hidden=8),
     "linear": lambda d: ga.nn.LinearAttention(d, 4),
 }
-WHOLE = "dot", "no values", "krause", "gka"  # layers whose step is part of the block's call
+WHOLE = (
+    "dot",
+    "no values",
+    "krause",
+    "gka",
+    "nearest",
+)  # layers whose step is part of the block's call
 OPTIONS: dict[str, dict[str, Any]] = {
     "usual": {},
     "rms": {"norm": "rms", "activation": "relu2", "bias": False},
@@ -74,7 +82,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_steps_give_what_the_block_gives(name, options, dtype, monkeypatch) -> None:
     block = block_of(name, dtype, **OPTIONS[options])
-    if name == "krause" and dtype.itemsize == 2:
+    if name in ("krause", "nearest") and dtype.itemsize == 2:
         block.mixer.top_k = None  # rounding would choose other neighbours
     exact = copy.deepcopy(block).double()
     x = torch.randn(3, 12, 24, dtype=dtype)
@@ -327,6 +335,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "krause": {"mixer": "krause", "mixer_options": {"top_k": 3}},
     "gka": {"mixer": "gka", "norm": "rms", "activation": "relu2"},
+    "qk_norm": {"mixer_options": {"qk_norm": True, "kv_heads": 2}},
     "mix": {"mixer": "mix"},
     "softcap": {"logit_softcap": 2.0, "rope": False, "tie_weights": True},
 }
@@ -339,7 +348,7 @@ def test_texts_are_those_of_forward(name, monkeypatch) -> None:
     with taken(monkeypatch) as calls:
         texts = model.generate(prompts, 80)
     assert torch.equal(texts, whole_texts(model, prompts, 80))
-    assert calls["whole"] == 79 * (1 if name == "mix" else 3)
+    assert calls["whole"] == 79 * {"mix": 1, "qk_norm": 0}.get(name, 3)
 
 
 def test_progress_may_change_the_model() -> None:

@@ -72,6 +72,8 @@ def _cases() -> list[Case]:
         {"sink": True, "kv_heads": 2},
         {"softcap": 0.5, "top_k": 3},
         {"softcap": 0.3, "sink": True, "kv_heads": 1, "rope": True},
+        {"qk_norm": True, "kv_heads": 2, "rope": True},
+        {"qk_norm": True, "value_projection": False, "top_k": 2},
     ]
     krause = [
         {},
@@ -92,6 +94,8 @@ def _cases() -> list[Case]:
         {"eps": 0.3, "sink": True},
         {"rope": True},
         {"normalize": True},
+        {"top_k": 2},
+        {"top_k": 2, "eps": 0.3, "normalize": True, "rope": True},
         {"rope": BASE_100, "normalize": True, "eps": 0.01, "init_sigma": 1.5},
     ]
     cases = [Case("DotProductAttention", options) for options in dot]
@@ -101,6 +105,7 @@ def _cases() -> list[Case]:
         Case("DotProductAttention", {"context_dim": 10, "kv_heads": 2, "rope": True}, 10),
         Case("DotProductAttention", {"context_dim": 10, "top_k": 2, "bias": False}, 10),
         Case("DotProductAttention", {"value_projection": False, "rope": BASE_100}, DIM),
+        Case("DotProductAttention", {"context_dim": 10, "qk_norm": True, "rope": True}, 10),
     ]
     cases += [Case("KrauseAttention", options) for options in krause]
     cases += [Case("GaussianKernelAttention", options) for options in gaussian]
@@ -247,6 +252,10 @@ def forward_by_hand(
     return mix(case, state, (tokens[0], tokens[-1]), graph, positions, valid=valid, **more)
 
 
+def _rms_normed(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+
 def _attention_by_hand(
     case: Case,
     state: dict[str, Tensor],
@@ -260,13 +269,14 @@ def _attention_by_hand(
     if case.kind == "GaussianKernelAttention":
         query = rotate(into_heads(x), positions[0], case.rope_base)
         if case.options.get("normalize"):
-            tiny = torch.finfo(x.dtype).eps
-            query = query / (query.square().mean(-1, keepdim=True) + tiny).sqrt()
+            query = _rms_normed(query)
         key = value = query
     else:
         query = rotate(into_heads(linear(state, "query_proj", x)), positions[0], case.rope_base)
         key = into_heads(linear(state, "key_proj", context), kv_heads)
         key = rotate(key, positions[1], case.rope_base)
+        if case.options.get("qk_norm"):
+            query, key = _rms_normed(query), _rms_normed(key)
         if case.options.get("value_projection", True):
             context = linear(state, "value_proj", context)
         value = into_heads(context, kv_heads)

@@ -19,6 +19,8 @@ STEPPING = [
     Case("GaussianKernelAttention", {"rope": True, "normalize": True, "eps": 0.1}),
     Case("SelfConsensus", {"edge_hidden": 6, "update": "target", "rope": "isometric"}),
     Case("SelfConsensus", {"edge_hidden": 6, "update": "target", "step_size": "auto"}),
+    Case("DotProductAttention", {"qk_norm": True, "kv_heads": 2, "rope": True}),
+    Case("GaussianKernelAttention", {"top_k": 3, "eps": 0.1, "rope": True}),
 ]
 
 

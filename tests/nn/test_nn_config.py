@@ -127,6 +127,8 @@ OTHER_MATHEMATICS = [
     ("KrauseAttention", {"rope": True}, {"rope": False}, "rope"),
     ("KrauseAttention", {"rope": Rotary(4, base=500.0)}, {"rope": True}, "rope"),
     ("DotProductAttention", {"top_k": 2, "rope": True}, {"top_k": 8}, "top_k"),
+    ("DotProductAttention", {"qk_norm": True}, {}, "qk_norm"),
+    ("GaussianKernelAttention", {"top_k": 2}, {}, "top_k"),
     ("GaussianKernelAttention", {"eps": 0.5}, {}, "eps"),
     ("GaussianKernelAttention", {"normalize": True}, {}, "normalize"),
     ("SelfConsensus", {"update": "target"}, {}, "update"),

@@ -45,6 +45,8 @@ CONSTRUCTORS = [
     (ALL[:1], {"value_projection": False, "kv_heads": 4}, "kv_heads", "4"),
     (ALL[:1], {"value_projection": False, "context_dim": 8}, "context_dim", "8"),
     (ALL[:1], {"context_dim": 0}, "context_dim", "0"),
+    (ALL[:1], {"qk_norm": "rms"}, "qk_norm", "'rms'"),
+    (ALL[2:3], {"top_k": 0}, "top_k", "0"),
     (DISTANCE, {"init_sigma": 0.0}, "init_sigma", "0"),
     (DISTANCE, {"init_sigma": -1.0}, "init_sigma", "-1"),
     (DISTANCE, {"init_sigma": float("nan")}, "init_sigma", "nan"),

@@ -75,16 +75,18 @@ def attention_cases() -> list[Case]:
         dot = {"kv_heads": (None, 1, 2), "top_k": (None, 2), **width}
         cases += product("DotProductAttention", context, **dot, rope=rope)
         cases += product("DotProductAttention", context, **dot, bias=(False,))
+        cases += product("DotProductAttention", context, **dot, rope=rope, qk_norm=(True,))
     for context in (None, DIM):
         dot = {"value_projection": (False,), "top_k": (None, 2)}
         cases += product("DotProductAttention", context, **dot, rope=rope)
         cases += product("DotProductAttention", context, **dot, bias=(False,))
+        cases += product("DotProductAttention", context, **dot, rope=rope, qk_norm=(True,))
     krause: dict[str, tuple] = {"kv_heads": (None, 1, 2), "top_k": (None, 2)}
     krause |= {"sigma_per_head": (True, False), "init_sigma": (0.8,)}
     cases += product("KrauseAttention", **krause, rope=rope)
     cases += product("KrauseAttention", **krause, bias=(False,))
     gaussian: dict[str, tuple] = {"normalize": (False, True), "eps": (0.0, 0.3)}
-    gaussian |= {"init_sigma": (None, 0.8)}
+    gaussian |= {"init_sigma": (None, 0.8), "top_k": (None, 2)}
     cases += product("GaussianKernelAttention", **gaussian, rope=rope)
     cases += product("GaussianKernelAttention", **gaussian, bias=(False,))
     return cases
@@ -143,13 +145,15 @@ def by_equations(
     if case.kind == "GaussianKernelAttention":
         query = turn(into_heads(x), graph.positions)
         if options.get("normalize"):
-            query = query / query.square().mean(-1, keepdim=True).sqrt()
+            query = unit_rms(query)
         key = value = query
     else:
         kv_heads = options.get("kv_heads") or HEADS
         query = turn(into_heads(linear(state, "query_proj", x)), graph.positions)
         key = into_heads(linear(state, "key_proj", context), kv_heads)
         key = turn(key, graph.source_positions)
+        if options.get("qk_norm"):
+            query, key = unit_rms(query), unit_rms(key)  # after the rotation, as nanochat does
         if options.get("value_projection", True):
             context = linear(state, "value_proj", context)
         value = into_heads(context, kv_heads)
@@ -159,6 +163,10 @@ def by_equations(
         eps=options.get("eps", 0.0),
     ).out  # fmt: skip
     return linear(state, "output_proj", mixed.flatten(-2))
+
+
+def unit_rms(t: Tensor) -> Tensor:
+    return t / t.square().mean(-1, keepdim=True).sqrt()
 
 
 @EVERY_COMBINATION

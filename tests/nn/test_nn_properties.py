@@ -88,6 +88,7 @@ def layers(draw, kind: str, **fixed: Any) -> Layer:
     context = dim
     if name == "DotProductAttention":
         options["top_k"] = choose(None, 1, 2)
+        options["qk_norm"] = choose(False, True)
         options["value_projection"] = choose(True, True, False)
         if options["value_projection"]:
             options["kv_heads"] = choose(None, 1)
@@ -98,7 +99,7 @@ def layers(draw, kind: str, **fixed: Any) -> Layer:
         options |= {"init_sigma": choose(None, 0.6), "sigma_per_head": choose(True, False)}
     elif name == "GaussianKernelAttention":
         options |= {"normalize": choose(True, False), "eps": choose(0.0, 0.2)}
-        options["init_sigma"] = choose(None, 0.6)
+        options |= {"init_sigma": choose(None, 0.6), "top_k": choose(None, 1, 2)}
     else:
         options |= {"rank": choose(1, 3), "edge_hidden": choose(1, 4)}
         options |= {"edge_input": choose("head", "full"), "trunk": choose("shared", "separate")}

@@ -33,6 +33,7 @@ _RENAMED = {
     "kv_heads": "num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_num_heads",
     "mixer": "layer attention attn self_attn attn_layer mixers",
     "positions": "position_ids pos input_pos token_positions position",
+    "qk_norm": "qk_layernorm qk_normalization use_qk_norm query_key_norm",
     "radius": "window window_size kernel_size",
     "rank": "r lambda_rank",
     "return_attention_weights": "need_weights output_attentions return_attn return_weights "
