@@ -102,6 +102,10 @@ def longformer_graph() -> Figure:
     )
 
 
+def causal_longformer_graph() -> Figure:
+    return matrices(("window=3, num_global=2", ga.causal_longformer_graph(20, 3, 2)))
+
+
 def bigbird_graph() -> Figure:
     graph = ga.bigbird_graph(24, window=1, num_random=2, global_tokens=[0], seed=0)
     return matrices(("window=1, num_random=2", graph))
@@ -178,6 +182,15 @@ def knn_graph() -> Figure:
     return figure
 
 
+def routing_graph() -> Figure:
+    points = cloud()
+    graph = ga.routing_graph(points, clusters=4)
+    figure, axes = new_figure(2)
+    adjacency(axes[0], "routing_graph(points, 4)", graph)
+    plane(axes[1], points, graph, highlighted=5, matrix=axes[0])
+    return figure
+
+
 def radius_graph() -> Figure:
     from matplotlib.patches import Circle
 
@@ -220,6 +233,7 @@ BUILDERS: dict[str, Callable[[], Figure]] = {
         complete_graph,
         block_window_graph,
         longformer_graph,
+        causal_longformer_graph,
         bigbird_graph,
         grid_window_graph,
         grid_block_graph,
@@ -227,6 +241,7 @@ BUILDERS: dict[str, Callable[[], Figure]] = {
         neighborhood_graph,
         knn_graph,
         radius_graph,
+        routing_graph,
         bipartite_window_graph,
         bipartite_complete_graph,
         union,

@@ -278,8 +278,8 @@ GRAPH_SIZES: dict[str, tuple[type, str]] = {
         "kind",
         str,
         "Kind of graph: window-path, window-cycle, causal-window, causal, complete, "
-        "block-window, dilated-window, longformer, bigbird, grid-window, grid-block or "
-        "volume-window. Without it, the command lists all kinds with their options.",
+        "block-window, dilated-window, longformer, causal-longformer, bigbird, grid-window, "
+        "grid-block or volume-window. Without it, the command lists all kinds with their options.",
         show_default=False,
     ),
     *(option(name, kind, text) for name, (kind, text) in GRAPH_SIZES.items()),

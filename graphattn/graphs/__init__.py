@@ -9,9 +9,14 @@ from graphattn.graphs.builders.grids import (
     neighborhood_graph,
     volume_window_graph,
 )
-from graphattn.graphs.builders.long_range import bigbird_graph, longformer_graph
+from graphattn.graphs.builders.long_range import (
+    bigbird_graph,
+    causal_longformer_graph,
+    longformer_graph,
+)
 from graphattn.graphs.builders.mask_mods import from_mask_mod
 from graphattn.graphs.builders.neighbors import knn_graph, radius_graph
+from graphattn.graphs.builders.routing import routing_graph
 from graphattn.graphs.builders.windows import (
     bipartite_complete_graph,
     bipartite_window_graph,
@@ -43,6 +48,7 @@ __all__ = [
     "bipartite_window_graph",
     "block_window_graph",
     "causal_graph",
+    "causal_longformer_graph",
     "causal_window_graph",
     "collate",
     "complete_graph",
@@ -60,6 +66,7 @@ __all__ = [
     "longformer_graph",
     "neighborhood_graph",
     "radius_graph",
+    "routing_graph",
     "union",
     "volume_window_graph",
     "window_cycle_graph",

@@ -56,6 +56,8 @@ def _of_structure(structure: GraphStructure) -> str:
             return f"{number:,} random"
         case Union(parts=parts):
             return " + ".join(map(_of_structure, parts))
+        case Parts(parts=(Section(whole=Band(after=0), source_start=0) as first, Complete(0))):
+            return f"first {_counted(first.num_sources, 'token')}"  # of a causal Longformer
         case Parts(parts=parts):
             seeing = [part for part in parts if part.num_edges()]
             if len(seeing) == 1 < len(parts):  # for example, consensus leaves out a class token

@@ -34,6 +34,7 @@ SMALL = {
     "block-window": ["--tokens", 14, "--block-size", 5, "--shift", 2],
     "dilated-window": ["--tokens", 20, "--window", 2, "--dilation", 3],
     "longformer": ["--tokens", 16, "--window", 1, "--global-tokens", 2],
+    "causal-longformer": ["--tokens", 16, "--window", 3, "--global-tokens", 2],
     "bigbird": ["--tokens", 18, "--window", 1, "--random", 2, "--seed", 5],
     "grid-window": ["--height", 3, "--width", 5, "--radius", 1, "--metric", "manhattan"],
     "grid-block": ["--height", 4, "--width", 7, "--block-size", 3, "--shift", 1],
@@ -119,6 +120,10 @@ THEORY = {
     ],
     "longformer": [
         {"num_tokens": N, "window": 1, "global_tokens": range(g), "dilation": 1}
+        for N, g in ((9, 0), (9, 1), (9, 3), (4, 4))
+    ],
+    "causal-longformer": [
+        {"num_tokens": N, "window": 2, "global_tokens": range(g)}
         for N, g in ((9, 0), (9, 1), (9, 3), (4, 4))
     ],
     "bigbird": [

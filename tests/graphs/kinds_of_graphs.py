@@ -41,6 +41,7 @@ STRUCTURED = {
     "volume": lambda: ga.volume_window_graph(2, 3, 2, 1, causal=(True, False, False)),
     "blocks of a grid": lambda: ga.grid_block_graph(3, 5, (2, 3), shift=(0, 1)),
     "longformer": lambda: ga.longformer_graph(13, 1, [2, 8]),
+    "causal longformer": lambda: ga.causal_longformer_graph(13, 3, 2),
     "bigbird": lambda: ga.bigbird_graph(13, 1, 2, [0], seed=1),
     "union": lambda: ga.union(ga.window_path_graph(9, 1), ga.dilated_window_graph(9, 1, 4)),
     "union with a cycle": lambda: ga.union(
@@ -61,6 +62,8 @@ LISTED = {
     "blind list": lambda: ga.from_mask(torch.zeros(4, 4, dtype=torch.bool)),
     "table": lambda: ga.knn_graph(points(9), k=2),
     "causal table": lambda: ga.knn_graph(points(9), 3, within=ga.causal_window_graph(9, 4)),
+    "routing": lambda: ga.routing_graph(points(9), 3),
+    "causal routing": lambda: ga.routing_graph(points(9), 3, causal=True),
     "permuted table": lambda: ga.knn_graph(points(6), 2).permute(torch.arange(6).flip(0)),
     "rows of a list": lambda: ga.from_mask(torch.eye(9).bool()).targets(2, 5)[0],
     "batch of lists": lambda: ga.batch([ga.from_mask(some_mask(4, 4)), ga.causal_graph(3)]),

@@ -34,6 +34,7 @@ BUILDERS = [  # with good arguments
     (ga.volume_window_graph, {"depth": 2, "height": 2, "width": 3, "radius": 1, "dilation": 2}),
     (ga.neighborhood_graph, {"shape": (9, 9), "kernel_size": 3, "stride": 2, "dilation": 2}),
     (ga.longformer_graph, {"num_tokens": 5, "window": 1, "global_tokens": [0], "dilation": 2}),
+    (ga.causal_longformer_graph, {"num_tokens": 5, "window": 2, "num_global": 1}),
     (
         ga.bigbird_graph,
         {"num_tokens": 5, "window": 1, "num_random": 1, "global_tokens": [0], "seed": 3},
@@ -41,9 +42,18 @@ BUILDERS = [  # with good arguments
     (ga.from_edge_index, {"edge_index": edges((0, 1)), "num_targets": 2, "num_sources": 2}),
     (ga.knn, {"x": X, "k": 1}),
     (ga.knn_graph, {"x": X, "k": 1}),
+    (ga.routing_graph, {"x": X, "clusters": 2}),
     (ga.radius_graph, {"positions": X, "radius": 1.0, "max_neighbors": 2}),
 ]
-MAY_BE_0 = ("num_tokens", "num_targets", "num_sources", "num_random", "shift", "seed")
+MAY_BE_0 = (
+    "num_tokens",
+    "num_targets",
+    "num_sources",
+    "num_random",
+    "num_global",
+    "shift",
+    "seed",
+)
 WHOLE_NUMBERS = [
     pytest.param(build, good, name, int(name not in MAY_BE_0), id=f"{build.__name__}-{name}")
     for build, good in BUILDERS
@@ -95,6 +105,7 @@ BAD_CALLS = [
     (lambda: ga.longformer_graph(5, 1, 2), ["global_tokens", "2"]),
     (lambda: ga.longformer_graph(5, 1, "0"), ["global_tokens", "'0'"]),
     (lambda: ga.longformer_graph(3, 1, np.array([True, False, False])), ["global_tokens", "True"]),
+    (lambda: ga.causal_longformer_graph(5, 2, 6), ["num_global", "<= num_tokens = 5", "6"]),
     (lambda: ga.bigbird_graph(9, 1, 1, [], 2**64), ["seed", str(2**64)]),
     # edge lists
     (lambda: ga.from_edge_index([[0], [1]], 2), ["edge_index", "list", "[2, E]"]),
@@ -203,6 +214,7 @@ SWITCHES = {
     "neighborhood": lambda value: ga.neighborhood_graph(4, 2, is_causal=value),
     "knn": lambda value: ga.knn_graph(X, 1, self_loops=value),
     "knn within": lambda value: ga.knn_graph(X, 1, within=ga.complete_graph(4), self_loops=value),
+    "routing": lambda value: ga.routing_graph(X, 2, causal=value),
     "radius": lambda value: ga.radius_graph(X, 1.0, self_loops=value),
 }
 

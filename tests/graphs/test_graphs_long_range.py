@@ -7,6 +7,7 @@ import scipy.stats
 import torch
 
 import graphattn as ga
+from graphattn.graphs.pattern import pattern_of
 
 SIZES = [1, 2, 3, 6, 11]
 
@@ -33,6 +34,51 @@ def test_longformer_is_a_window_and_tokens_that_see_and_are_seen_by_all(
                 ga.longformer_graph(num_tokens, window, tokens, dilation=dilation),
                 mask_of(sees, num_tokens),
             )
+
+
+@pytest.mark.parametrize("num_tokens", [0, *SIZES])
+def test_causal_longformer_is_a_window_and_the_first_tokens_and_never_the_future(
+    num_tokens, check_graph, mask_of
+):
+    for window in (1, 2, 3, num_tokens + 2):
+        for num_global in range(num_tokens + 1):
+
+            def sees(i, j, window=window, num_global=num_global):
+                return j <= i and (i - j < window or j < num_global)
+
+            graph = ga.causal_longformer_graph(num_tokens, window, num_global)
+            assert graph.is_causal
+            check_graph(graph, mask_of(sees, num_tokens))
+
+
+def test_causal_longformer_is_longformer_and_a_causal_window_where_these_agree():
+    both_ways = ga.longformer_graph(30, 4, range(3)).to_mask()
+    expected = ga.from_mask(both_ways & torch.ones(30, 30, dtype=torch.bool).tril())
+    assert ga.causal_longformer_graph(30, 5, 3) == expected
+    assert ga.causal_longformer_graph(30, 5, 0) == ga.causal_window_graph(30, 5)
+    assert ga.causal_longformer_graph(30, 5, 30) == ga.causal_graph(30)
+
+
+def test_a_long_causal_longformer_is_stored_in_closed_form():
+    N, window, num_global = 10_000, 64, 3
+    graph = ga.causal_longformer_graph(N, window, num_global)
+    assert graph.structure is not None
+    in_windows = sum(min(i + 1, window) for i in range(N))
+    assert graph.num_edges == in_windows + sum(N - j - window for j in range(num_global))
+    assert pattern_of(graph) == "first 3 tokens + causal window 64"
+
+
+@pytest.mark.parametrize(("window", "num_global"), [(1, 1), (3, 2), (2, 9), (60, 4)])
+def test_attention_over_a_causal_longformer_is_that_of_its_mask(window, num_global):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 40, 2, 8, generator=generator, dtype=torch.float64)
+    graph = ga.causal_longformer_graph(40, window, num_global)
+    inputs = [x.transpose(0, 1) for x in (query, key, value)]
+    mask = graph.to_mask()
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    for backend in ("native", "structured", "reference"):
+        out = ga.dot_product_attention(query, key, value, graph, backend=backend)
+        torch.testing.assert_close(out.transpose(0, 1), expected)
 
 
 def test_longformer_without_tokens_is_empty(check_graph):

@@ -62,6 +62,7 @@ GRAPHS = {
     ),
     "volume": lambda: ga.volume_window_graph(2, 3, 3, 1),
     "longformer": lambda: ga.longformer_graph(10, 1, [0, 5]),
+    "causal longformer": lambda: ga.causal_longformer_graph(10, 2, 2),
     "bigbird": lambda: ga.bigbird_graph(10, 1, 2, [0], seed=3),
     "bipartite window": lambda: ga.bipartite_window_graph(7, 2),
     "bipartite complete": lambda: ga.bipartite_complete_graph(4, 7),

@@ -96,6 +96,16 @@ def _hubs(sizes: Sizes) -> Theory | None:
     return Theory(float(hubs), float(tokens), "global tokens joined to the rest")
 
 
+def _causal_longformer(num_tokens: int, window: int, global_tokens: range) -> ga.TokenGraph:
+    return ga.causal_longformer_graph(num_tokens, window, len(global_tokens))
+
+
+def _causal_hubs(sizes: Sizes) -> Theory | None:
+    """Return half of the bounds of :func:`_hubs`, because every edge has only one direction."""
+    both = _hubs(sizes)
+    return both and Theory(both.lower / 2, both.upper / 2, f"half of: {both.source}")
+
+
 def _grid(sizes: Sizes) -> Theory | None:
     height, width = sizes["height"], sizes["width"]
     longer = max(height, width)
@@ -158,6 +168,9 @@ KINDS: dict[str, GraphKind] = {
     ),
     "longformer": GraphKind(
         ga.longformer_graph, {**TOKENS, "window": 4, **HUBS, "dilation": 1}, _hubs
+    ),
+    "causal-longformer": GraphKind(
+        _causal_longformer, {**TOKENS, "window": 8, **HUBS}, _causal_hubs
     ),
     "bigbird": GraphKind(
         ga.bigbird_graph, {**TOKENS, "window": 3, "num_random": 3, **HUBS, "seed": 0}, _hubs

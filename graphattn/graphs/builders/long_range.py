@@ -1,4 +1,4 @@
-"""Windows with global and random tokens: Longformer and BigBird."""
+"""Windows with global and random tokens: Longformer, also a causal one, and BigBird."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
-from graphattn.graphs.structures.composites import RandomSources, union_of
-from graphattn.graphs.structures.structure import Band, GlobalTokens, GraphStructure
+from graphattn.graphs.structures.composites import Parts, RandomSources, Section, union_of
+from graphattn.graphs.structures.structure import Band, Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -44,6 +44,53 @@ def longformer_graph(
     return TokenGraph(
         structure=union_of(_window_and_global_tokens(num_tokens, window, global_tokens, dilation))
     )
+
+
+def causal_longformer_graph(num_tokens: int, window: int, num_global: int) -> TokenGraph:
+    """Every token sees itself, the last tokens, and those of the first tokens that are before it.
+
+    This is the pattern of Longformer (Beltagy et al., 2020) without the edges to later tokens, as
+    for a language model: token i sees token j <= i if i - window < j or j < num_global. A global
+    token sees all tokens before it and itself. ::
+
+        window = 3, num_global = 2:    x x . . x x i . . .
+
+    Here `window` counts keys, including the token itself, as in
+    :func:`~graphattn.causal_window_graph`; in :func:`~graphattn.longformer_graph` it counts hops.
+
+    Args:
+        num_tokens: N.
+        window: keys of the window of every token, >= 1.
+        num_global: how many of the first tokens are global, 0 <= num_global <= num_tokens.
+
+    Returns:
+        A structured causal graph; no edge is listed.
+
+    Raises:
+        ValueError: if a size is too small, or `num_global` is larger than `num_tokens`.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.causal_longformer_graph(6, window=2, num_global=1).to_mask().int()
+        tensor([[1, 0, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0, 0],
+                [1, 1, 1, 0, 0, 0],
+                [1, 0, 1, 1, 0, 0],
+                [1, 0, 0, 1, 1, 0],
+                [1, 0, 0, 0, 1, 1]], dtype=torch.int32)
+    """
+    N, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
+    num_global = as_int("num_global", num_global, 0)
+    if num_global > N:
+        raise ValueError(f"num_global must be <= num_tokens = {N}, got {num_global}")
+    if num_global == 0:
+        return TokenGraph(structure=Band(N, window - 1, 0))
+    if num_global == N:
+        return TokenGraph(structure=Band(N, N - 1, 0))
+    # The first columns of a causal graph, and beside them the tokens that no column has.
+    columns = Section(Band(N, N - 1, 0), 0, N, 0, num_global)
+    first_tokens = Parts((columns, Complete(0, N - num_global)))
+    return TokenGraph(structure=union_of([first_tokens, Band(N, window - 1, 0)]))
 
 
 def bigbird_graph(
