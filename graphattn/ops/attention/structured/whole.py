@@ -237,7 +237,7 @@ class _Operands:
         return None if bool(sound.all()) else sound
 
     def without(self, unsound: Tensor) -> _Operands:
-        """The same with 0 for queries of these rows, and for what is not finite of the others."""
+        """Replace queries of these rows by 0, and keys and values that are not finite."""
         bad = ~(_norms(self.key).isfinite() & self.value.sum(-1).isfinite())
         query = self.query.masked_fill(unsound[..., None], 0)
         key, value = (x.masked_fill(bad[..., None], 0) for x in (self.key, self.value))
