@@ -23,7 +23,7 @@ from graphattn.nn.base.message_passing import OptTensor, PairTensor
 from graphattn.nn.base.overrides import names_of, overridden_rows
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.consensus_steps import CompiledSteps
-from graphattn.nn.edges.network import EdgeNetwork, check_edge_features, networks_of
+from graphattn.nn.edges.network import EdgeNetwork, check_edge_features
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.backends import choose, wanted_backend
 from graphattn.ops.consensus.api import run
@@ -91,7 +91,7 @@ class _Consensus(GraphLayer):
         self.isometric = isometric
         self.rank, self.edge_hidden = as_int("rank", rank, 1), as_int("edge_hidden", edge_hidden, 1)
         self.edge_input = as_choice("edge_input", edge_input, ("head", "full"))
-        self.edge_networks = networks_of(edge_input, edge_networks)
+        self.edge_networks = edge_networks
         self.trunk = as_choice("trunk", trunk, ("shared", "separate"))
         self.update_rule = as_choice("update", update, ("energy", "target"))
         self.edge_features = as_int("edge_features", edge_features, 0)

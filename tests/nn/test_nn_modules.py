@@ -180,6 +180,7 @@ NOT_DEFAULT = {
         "step_size": "learned",
         "rope": "isometric",
         "edge_input": "full",
+        "edge_networks": "per_head",
         "trunk": "separate",
         "edge_features": 3,
         "update": "target",
