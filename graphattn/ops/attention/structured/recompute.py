@@ -14,7 +14,7 @@ from graphattn.ops.inputs import full_precision, gradients_by_autograd
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # of the tensors of inputs
 
 
-MOST_SAVED = 3  # the most numbers that a plan saves per row and head for its backward pass
+MOST_SAVED = 4  # the most numbers that a plan saves per row and head for its backward pass
 
 
 class PlanOptions(NamedTuple):
