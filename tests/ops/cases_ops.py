@@ -86,7 +86,7 @@ FEW = [
     "mixed batch",
 ]
 SQUARE = [name for name in GRAPHS if name not in ("bipartite complete", "random rectangle")]
-ENERGY = [name for name in SQUARE if name not in ("causal window", "causal")]
+ENERGY = [name for name in SQUARE if name not in ("causal window", "causal", "causal longformer")]
 
 
 def sides(graph: ga.TokenGraph) -> tuple[int, int]:
