@@ -173,22 +173,21 @@ def neighborhood_graph() -> Figure:
     return figure
 
 
-def knn_graph() -> Figure:
-    points = cloud()
-    graph = ga.knn_graph(points, k=3)
+def matrix_and_plane(title: str, points: torch.Tensor, graph: ga.TokenGraph) -> Figure:
     figure, axes = new_figure(2)
-    adjacency(axes[0], "knn_graph(points, k=3)", graph)
+    adjacency(axes[0], title, graph)
     plane(axes[1], points, graph, highlighted=5, matrix=axes[0])
     return figure
+
+
+def knn_graph() -> Figure:
+    points = cloud()
+    return matrix_and_plane("knn_graph(points, k=3)", points, ga.knn_graph(points, k=3))
 
 
 def routing_graph() -> Figure:
     points = cloud()
-    graph = ga.routing_graph(points, clusters=4)
-    figure, axes = new_figure(2)
-    adjacency(axes[0], "routing_graph(points, 4)", graph)
-    plane(axes[1], points, graph, highlighted=5, matrix=axes[0])
-    return figure
+    return matrix_and_plane("routing_graph(points, 4)", points, ga.routing_graph(points, 4))
 
 
 def radius_graph() -> Figure:
@@ -196,11 +195,9 @@ def radius_graph() -> Figure:
 
     points, radius = cloud(), 0.3
     graph = ga.radius_graph(points, radius)
-    figure, axes = new_figure(2)
-    adjacency(axes[0], "radius_graph(points, 0.3)", graph)
-    plane(axes[1], points, graph, highlighted=5, matrix=axes[0])
+    figure = matrix_and_plane("radius_graph(points, 0.3)", points, graph)
     ring = {"fill": False, "edgecolor": ORANGE, "linestyle": (0, (4, 3)), "linewidth": 0.8}
-    axes[1].add_patch(Circle(tuple(points[5].tolist()), radius, **ring))
+    figure.axes[1].add_patch(Circle(tuple(points[5].tolist()), radius, **ring))
     return figure
 
 

@@ -426,6 +426,7 @@ class GraphAttention(AttentionSteps):
 
 def normalized(x: Tensor) -> Tensor:
     """RMS norm of every head of x [*, H, D], without parameters (the QK norm of nanochat)."""
+    # Autocast may compute it in float32, and queries must have the dtype of the values.
     return functional.rms_norm(x, x.shape[-1:]).to(x.dtype)
 
 

@@ -203,7 +203,6 @@ def sweep(**options: Any) -> None:
     from graphattn.cli.training.sweep import run_sweeps
 
     grid = {name: options.pop(name) for name in ("mixers", "lrs", "seeds", "grid")}
-    grid["grid"] = grid["grid"] or None
     given = _given_run_options(options, *OF_TRIALS)
     try:
         is_whole = run_sweeps(grid=grid, options=given, **options, console=terminal())

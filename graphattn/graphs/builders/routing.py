@@ -16,8 +16,8 @@ LARGEST = 1e150  # squares of larger coordinates overflow
 def routing_graph(x: Tensor, clusters: int | Tensor, *, causal: bool = False) -> TokenGraph:
     """Every token sees the tokens that are in its cluster by k-means, including itself.
 
-    This is the pattern of the Routing Transformer (Roy et al., 2021, section 4.1). A token is in
-    the cluster of the centroid nearest to it, by Euclidean distance; of equally near centroids it
+    This is the pattern of the Routing Transformer (Roy et al., 2021). A token is in the
+    cluster of the centroid nearest to it, by Euclidean distance; of equally near centroids it
     is that with the smaller index. (The paper compares unit vectors: give
     ``torch.nn.functional.normalize(x, dim=-1)``. There, clusters are also cut to equal sizes, which
     they are not here.)
