@@ -190,6 +190,11 @@ def routing_graph() -> Figure:
     return matrix_and_plane("routing_graph(points, 4)", points, ga.routing_graph(points, 4))
 
 
+def scored_window_graph() -> Figure:
+    scores = torch.randn(16, 9, generator=torch.Generator().manual_seed(0))
+    return matrices(("w = 4, k=3", ga.scored_window_graph(scores, k=3)))
+
+
 def radius_graph() -> Figure:
     from matplotlib.patches import Circle
 
@@ -239,6 +244,7 @@ BUILDERS: dict[str, Callable[[], Figure]] = {
         knn_graph,
         radius_graph,
         routing_graph,
+        scored_window_graph,
         bipartite_window_graph,
         bipartite_complete_graph,
         union,

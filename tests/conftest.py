@@ -19,6 +19,9 @@ LONG_PAGES = (
     *("swin.md", "training.md"),
 )
 
+# `--cases`: how many options at a time meet in every combination.
+STRENGTH = {"options": 1, "pairs": 2}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -41,11 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--cases",
-        type=lambda cases: cases if cases == "pairs" else int(cases),
+        type=lambda cases: cases if cases in STRENGTH else int(cases),
         metavar="N",
-        help="run at most N cases of every parametrized test, spread evenly; with `pairs`, as many "
-        "as hold every pair of its options, and of a test marked `long` every option; all if not "
-        "given",
+        help="run at most N cases of every parametrized test, spread evenly; with `options`, as "
+        "many as hold every option; with `pairs`, every pair of options, and of a test marked "
+        "`long` every option; all if not given",
     )
 
 
@@ -67,8 +70,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
             whole.append(case)
         elif not own & left_out(most):
             sampled.append(case)
-    if most == "pairs":
-        strength = 1 if "long" in of_all else 2
+    if most in STRENGTH:
+        strength = 1 if "long" in of_all else STRENGTH[most]
         kept = [sampled[k] for k in covering([case.indices for case in sampled], strength)]
     elif len(sampled) <= most:
         kept = sampled
@@ -82,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
 def left_out(most: int | str | None) -> set[str]:
     """Return the marks of tests that `--cases` leaves out."""
-    return set() if most is None else {"nightly"} if most == "pairs" else {"nightly", "long"}
+    return set() if most is None else {"nightly"} if most in STRENGTH else {"nightly", "long"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphattn.dynamics.arguments import as_tokens
 from graphattn.dynamics.clusters import cluster, spread_of
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.builders.neighbors import radius_graph
 from graphattn.graphs.builders.windows import complete_graph
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops import dot_product_attention, rbf_attention
+
+Manifold = Literal["euclidean", "sphere", "torus"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,24 +27,34 @@ class ParticleFlow:
 
     Attributes:
         states: the particles before the first step and after every step, [T + 1, N, C].
+        manifold: where they are, as in :func:`krause_flow`.
     """
 
     states: Tensor
+    manifold: Manifold = "euclidean"
+
+    @property
+    def points(self) -> Tensor:
+        """The states as points in space, [T + 1, N, C]; [T + 1, N, 2 C] for angles, whose cosines
+        and sines they are."""
+        if self.manifold != "torus":
+            return self.states
+        return torch.cat([self.states.cos(), self.states.sin()], dim=-1)
 
     @property
     def spread(self) -> Tensor:
-        """Root-mean-square distance of the particles from their mean, [T + 1]."""
-        centred = self.states - self.states.mean(dim=1, keepdim=True)
+        """Root-mean-square distance of the :attr:`points` from their mean, [T + 1]."""
+        centred = self.points - self.points.mean(dim=1, keepdim=True)
         return centred.square().sum(dim=2).mean(dim=1).sqrt()
 
     def num_clusters(self, step: int = -1, *, tolerance: float = 0.01) -> int:
-        """Count the clusters after a step, by merging near particles (:func:`cluster`).
+        """Count the clusters after a step, by merging near :attr:`points` (:func:`cluster`).
 
         `tolerance` is in units of the spread at the start, so that collapsed particles are one
         cluster.
         """
-        spread = spread_of(self.states[0])
-        return int(cluster(self.states[step], tolerance=tolerance, spread=spread).max()) + 1
+        spread = spread_of(self.points[0])
+        return int(cluster(self.points[step], tolerance=tolerance, spread=spread).max()) + 1
 
     def __repr__(self) -> str:
         steps, tokens, features = self.states.shape
@@ -81,7 +95,7 @@ def consensus_flow(
     """
     x = as_tokens("x", x)
     graph = as_token_graph(graph, len(x), len(x))
-    return _flow(x, steps, step_size, lambda z: _average(z, graph))
+    return _flow(x, steps, step_size, lambda z: _average(z, graph) - z)
 
 
 def krause_flow(
@@ -91,6 +105,8 @@ def krause_flow(
     radius: float | None = None,
     sigma: float | None = None,
     top_k: int | None = None,
+    value: Tensor | None = None,
+    manifold: Manifold = "euclidean",
     steps: int,
     step_size: float = 0.5,
 ) -> ParticleFlow:
@@ -118,18 +134,33 @@ def krause_flow(
     With only `sigma`, all particles attract each other a little, and in the end, after a long time,
     they collapse to one point.
 
+    A `value` matrix V replaces z_j - z_i by V (z_j - z_i). This is the paper's :math:`\dot z_i =
+    \sum_j a_{ij} V z_j` without the drift V z_i. Particles can then leave their convex hull: if V
+    has an eigenvalue with a negative real part, they move apart in its direction.
+
+    On a `manifold`, a step is:
+
+    - "sphere": particles are unit vectors. The paper's velocity :math:`\sum_j a_{ij} V z_j` is
+      projected to the tangent space at z_i, and the result of the step is normalised. Distances are
+      those in the space around the sphere. With C = 2, the sphere is the circle.
+    - "torus": every coordinate is an angle in -pi .. pi, and z_j - z_i is the shorter way around.
+      All pairs are computed, so memory grows as N^2 C.
+
     Args:
         x: particles, [N, C].
         graph: the graph of N tokens; complete if None. It must be None with `radius`.
         radius: the largest distance of particles that see each other, > 0, in units of `x`.
         sigma: bandwidth > 0 of the kernel; it must be given without `radius`.
         top_k: the number of nearest sources, >= 1. It must be None with `radius`.
+        value: V, [C, C]; the identity if None.
+        manifold: "euclidean", "sphere" or "torus".
         steps: T >= 0.
         step_size: h, 0 < h <= 1.
 
     Raises:
         ValueError: if neither `radius` nor `sigma` is given, `radius` is given together with
-            `graph` or `top_k`, shapes do not fit, or an option is out of its range.
+            `graph` or `top_k`, shapes do not fit, an option is out of its range, or a particle is
+            not on the sphere.
 
     Example:
         >>> import torch, graphattn as ga
@@ -138,8 +169,13 @@ def krause_flow(
         2
         >>> ga.dynamics.krause_flow(x, sigma=1.0, top_k=2, steps=50).num_clusters()
         2
+        >>> angles = torch.tensor([[-3.1], [3.1], [0.1], [0.0]])  # -3.1 and 3.1 are neighbours
+        >>> ga.dynamics.krause_flow(angles, radius=0.5, manifold="torus", steps=50).num_clusters()
+        2
     """
     x = as_tokens("x", x)
+    as_choice("manifold", manifold, ("euclidean", "sphere", "torus"))
+    V = _as_value(value, x)
     if radius is None and sigma is None:
         raise ValueError("radius or sigma must be given, got None for both")
     if sigma is not None:
@@ -150,18 +186,74 @@ def krause_flow(
                 "graph and top_k must be None if radius is given, because radius determines which "
                 f"particles see which, got graph={graph!r} and top_k={top_k!r}"
             )
-        reach = as_float("radius", radius, positive=True)
-
-        def near(z: Tensor) -> Tensor:
-            # With scale 0, all logits are 0, so the weights are equal.
-            seen = radius_graph(z, reach, self_loops=True)
-            return _average(z, seen, scale=0.0) if sigma is None else _average(z, seen, sigma)
-
-        return _flow(x, steps, step_size, near)
+        radius = as_float("radius", radius, positive=True)
     k = None if top_k is None else as_int("top_k", top_k, 1)
     everyone = complete_graph(len(x)).to(x.device)
     window = everyone if graph is None else as_token_graph(graph, len(x), len(x))
-    return _flow(x, steps, step_size, lambda z: _average(z, window, sigma, k))
+    if manifold == "torus":
+        x, mask = _wrapped(x), window.to_mask()
+
+        def turn(z: Tensor) -> Tensor:
+            return _turn(z, mask, radius, sigma, k) @ V
+
+        return _flow(x, steps, step_size, turn, _wrapped, manifold)
+
+    def average(z: Tensor) -> Tensor:
+        if radius is None:
+            return _average(z, window, sigma, k)
+        seen = radius_graph(z, radius, self_loops=True)
+        # With scale 0, all logits are 0, so the weights are equal.
+        return _average(z, seen, scale=0.0) if sigma is None else _average(z, seen, sigma)
+
+    if manifold == "euclidean":
+        return _flow(x, steps, step_size, lambda z: (average(z) - z) @ V)
+    length = x.norm(dim=1)
+    if bool((length - 1).abs().gt(1e-4).any()):
+        i = int((length - 1).abs().argmax())
+        raise ValueError(
+            f"x must be unit vectors with manifold='sphere', got x[{i}] of length "
+            f"{float(length[i]):.6g}: use torch.nn.functional.normalize(x, dim=-1)"
+        )
+
+    def velocity(z: Tensor) -> Tensor:
+        pull = average(z) @ V
+        return pull - (pull * z).sum(dim=1, keepdim=True) * z
+
+    return _flow(x, steps, step_size, velocity, lambda z: functional.normalize(z, dim=1), manifold)
+
+
+def _as_value(value: Any, x: Tensor) -> Tensor:
+    """Check V for particles [N, C], and return its transpose."""
+    C = x.shape[1]
+    if value is None:
+        return torch.eye(C, dtype=x.dtype, device=x.device)
+    if not isinstance(value, Tensor) or value.shape != (C, C):
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"value must be None or a matrix of shape {[C, C]}, got {got}")
+    return value.to(x).T
+
+
+def _wrapped(angles: Tensor) -> Tensor:
+    """The same angles in -pi .. pi."""
+    return torch.remainder(angles + torch.pi, 2 * torch.pi) - torch.pi
+
+
+def _turn(
+    z: Tensor, mask: Tensor, radius: float | None, sigma: float | None, top_k: int | None
+) -> Tensor:
+    """Compute the average way from every particle to those that it sees, on the torus, [N, C]."""
+    way = _wrapped(z - z[:, None])  # from target i to source j
+    squared = way.square().sum(dim=-1)
+    if radius is not None:
+        mask = squared <= radius**2
+    if top_k is not None:
+        hidden = squared.masked_fill(~mask, torch.inf)
+        near = hidden.argsort(dim=1, stable=True)[:, :top_k]
+        mask = mask & torch.zeros_like(mask).scatter(1, near, True)
+    logit = torch.zeros_like(squared) if sigma is None else -squared / (2 * sigma**2)
+    weight = logit.masked_fill(~mask, -torch.inf).softmax(dim=1)
+    weight = weight.masked_fill(~mask, 0)  # also of a particle without sources
+    return torch.einsum("ij,ijc->ic", weight, way)
 
 
 def _average(
@@ -181,7 +273,12 @@ def _average(
 
 
 def _flow(
-    x: Tensor, steps: int, step_size: float, average: Callable[[Tensor], Tensor]
+    x: Tensor,
+    steps: int,
+    step_size: float,
+    velocity: Callable[[Tensor], Tensor],
+    onto_manifold: Callable[[Tensor], Tensor] = lambda z: z,
+    manifold: Manifold = "euclidean",
 ) -> ParticleFlow:
     steps, h = as_int("steps", steps, 0), as_float("step_size", step_size, positive=True)
     if h > 1:
@@ -190,5 +287,5 @@ def _flow(
         )
     states = [x]
     for _ in range(steps):
-        states.append(states[-1] + h * (average(states[-1]) - states[-1]))
-    return ParticleFlow(torch.stack(states))
+        states.append(onto_manifold(states[-1] + h * velocity(states[-1])))
+    return ParticleFlow(torch.stack(states), manifold)

@@ -17,6 +17,7 @@ from graphattn.graphs.builders.long_range import (
 from graphattn.graphs.builders.mask_mods import from_mask_mod
 from graphattn.graphs.builders.neighbors import knn_graph, radius_graph
 from graphattn.graphs.builders.routing import routing_graph
+from graphattn.graphs.builders.scored_windows import scored_window_graph
 from graphattn.graphs.builders.windows import (
     bipartite_complete_graph,
     bipartite_window_graph,
@@ -67,6 +68,7 @@ __all__ = [
     "neighborhood_graph",
     "radius_graph",
     "routing_graph",
+    "scored_window_graph",
     "union",
     "volume_window_graph",
     "window_cycle_graph",

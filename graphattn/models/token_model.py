@@ -52,6 +52,25 @@ class TokenModel(BlockStack):
     def _apply_head(self, features: Tensor) -> Tensor:
         return self.head(features)
 
+    def embed(
+        self,
+        tokens: Tensor,
+        *,
+        start: int = 0,
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Return the features of tokens [*, N] before the first block, [*, N, dim].
+
+        Args:
+            tokens: integers [*, N].
+            start: the position of the first token.
+            positions: [N] or [*, N], which replace start, start + 1, ...
+            valid: bool [N] or [*, N], True where a token is real.
+        """
+        features: Tensor = self.embedding(tokens)
+        return features
+
     def _graphs_of_reaches(self, num_tokens: int) -> list[TokenGraph]:
         """Return one graph per block for a sequence, by what its mixer sees."""
         device = self.embedding.weight.device
@@ -194,7 +213,7 @@ class TokenModel(BlockStack):
         tokens = self._readable(tokens, valid)
         if positions is not None:
             check_positions(positions, tokens.shape)
-        x = self.embedding(tokens)
+        x = self.embed(tokens, start=cache.position, positions=positions, valid=valid)
         if n == 1:  # as one token, for which blocks have the shortest way
             x = x.squeeze(-2)
             valid, positions = (None if t is None else t[..., 0] for t in (valid, positions))

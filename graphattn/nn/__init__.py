@@ -1,6 +1,6 @@
 """Layers over a token graph, in PyTorch Geometric's style."""
 
-from graphattn.nn.blocks.block import PreNormBlock
+from graphattn.nn.blocks.block import PostNormBlock, PreNormBlock
 from graphattn.nn.blocks.noise_embedding import NoiseEmbedding
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.caches.model_cache import ModelCache
@@ -26,6 +26,7 @@ __all__ = [
     "ModelCache",
     "NoiseEmbedding",
     "OffsetBias",
+    "PostNormBlock",
     "PreNormBlock",
     "RotaryEmbedding",
     "RunningCache",

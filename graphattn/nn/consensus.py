@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,7 +22,7 @@ from graphattn.nn.base.message_passing import OptTensor, PairTensor
 from graphattn.nn.base.overrides import names_of, overridden_rows
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.consensus_steps import CompiledSteps
-from graphattn.nn.edges.network import EdgeNetwork, check_edge_features
+from graphattn.nn.edges.network import EdgeNetwork, check_edge_features, inverse_softplus
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.backends import choose, wanted_backend
 from graphattn.ops.consensus.api import run
@@ -79,6 +78,10 @@ class _Consensus(GraphLayer):
         backend: str,
         edge_features: int = 0,
         edge_networks: str | None = None,
+        iterations: int = 1,
+        learned_step: bool = False,
+        share_alpha: bool = False,
+        learned_beta: bool = True,
     ) -> None:
         isometric = rope == "isometric"
         super().__init__(
@@ -95,6 +98,8 @@ class _Consensus(GraphLayer):
         self.trunk = as_choice("trunk", trunk, ("shared", "separate"))
         self.update_rule = as_choice("update", update, ("energy", "target"))
         self.edge_features = as_int("edge_features", edge_features, 0)
+        self.iterations = as_int("iterations", iterations, 1)
+        self.learned_step = bool(learned_step)
         if edge_input == "head" and self.context_dim % self.heads:
             raise ValueError(
                 f"context_dim must be a multiple of heads = {heads} with edge_input='head' (each "
@@ -113,8 +118,16 @@ class _Consensus(GraphLayer):
             trunk=trunk,
             edge_networks=self.edge_networks,
             edge_features=self.edge_features,
+            share_alpha=bool(share_alpha),
+            learned_beta=bool(learned_beta),
         )
         self.step_size: StepSize
+        if self.learned_step and isinstance(step_size, str):
+            raise ValueError(
+                "step_size must be a number with learned_step=True, where the step of every "
+                f"iteration starts to learn, got {step_size!r}. 'learned' is one step per head, "
+                "with learned_step=False"
+            )
         if step_size == "learned":
             self.step_size = "learned"
             self.raw_step_size = nn.Parameter(torch.empty(self.heads))
@@ -133,16 +146,21 @@ class _Consensus(GraphLayer):
             )
         else:
             self.step_size = as_float("step_size", step_size, positive=True)
+            if self.learned_step:
+                self.raw_step_size = nn.Parameter(torch.empty(self.iterations))
+                self.reset_step_size()
 
     def reset_parameters(self) -> None:
         """Initialise the parameters again."""
         super().reset_parameters()
-        if self.step_size == "learned":
+        if self.step_size == "learned" or self.learned_step:
             self.reset_step_size()
 
     def reset_step_size(self) -> None:
-        """Set raw_step_size so that the step size, softplus(raw_step_size), is 0.1."""
-        nn.init.constant_(self.raw_step_size, math.log(math.expm1(0.1)))
+        """Set raw_step_size so that softplus(raw_step_size) is the first step size; 0.1 if
+        "learned"."""
+        first = self.step_size if isinstance(self.step_size, float) else 0.1
+        nn.init.constant_(self.raw_step_size, inverse_softplus(first))
 
     def message(
         self,
@@ -178,6 +196,8 @@ class _Consensus(GraphLayer):
         their hidden vectors. If the step moves both ends of an edge, an edge between two ranks is
         computed on both of them, so that nothing has to travel back.
         """
+        if self.iterations > 1:
+            return self.iterated(x, context, graph, valid, positions, **of_edges)
         if not isinstance(graph, ShardedGraph):
             return super().forward_pass(x, context, graph, valid, positions, weights, **of_edges)
         both = self.update_rule == "energy" and context is x
@@ -211,6 +231,36 @@ class _Consensus(GraphLayer):
             edge_features=features,
         )
         return moved[..., local.owned, :] if both else moved
+
+    def iterated(
+        self,
+        x: Tensor,
+        context: Tensor,
+        graph: Any,
+        valid: Valid,
+        positions: Positions,
+        **of_edges: Tensor | None,
+    ) -> Tensor:
+        """The template of a call that makes several steps, with R from the tokens of the call."""
+        if isinstance(graph, ShardedGraph):
+            raise ValueError(
+                f"graph must be on one rank for iterations={self.iterations}, got a graph that is "
+                "divided over ranks: every iteration would have to fetch the states of other ranks "
+                "again. Use iterations=1 and more layers"
+            )
+        values = {name: value for name, value in of_edges.items() if value is not None}
+        alone = context is x
+        x, context, graph, masks = self.prepare(x, context, graph, valid, per_edge=bool(values))
+        values = self.edge_arguments(x, graph, masks, **values)
+        rotations = self.rotations(x, context, graph, positions)
+        u, compared, hidden = self.project(x, context, rotations)
+        for iteration in range(self.iterations):
+            if iteration:
+                plain = self.rotate_back(u, rotations)
+                of_target, of_source = self.rotate(plain, plain, rotations)
+                compared = of_target, of_source if alone else compared[1]
+            u = self.mix(u, compared, hidden, graph, masks, iteration=iteration, **values)
+        return self.project_back(u, rotations)
 
     def edge_arguments(
         self, x: Tensor, graph: TokenGraph, valid: ValidPair, **of_edges: Tensor
@@ -275,8 +325,10 @@ class _Consensus(GraphLayer):
         assert rotations is not None
         return self.rotary.turn(u, rotations[0], back=True)
 
-    def step_tensor(self) -> Any:
-        """Return the step size in the form that `consensus_update` accepts."""
+    def step_tensor(self, iteration: int = 0) -> Any:
+        """Return the step size of an iteration in the form that `consensus_update` accepts."""
+        if self.learned_step:
+            return functional.softplus(self.raw_step_size[iteration]).expand(self.heads)
         if self.step_size == "learned":
             return functional.softplus(self.raw_step_size)
         return self.step_size
@@ -289,14 +341,15 @@ class _Consensus(GraphLayer):
         graph: TokenGraph,
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
+        iteration: int = 0,
     ) -> Tensor:
         """One step as one operation; `compared`, (targets, sources), gives the disagreement."""
         if self.update_rule == "energy":
             check_energy_graph(graph)
         network = check_arguments(u, compared[1], *hidden, self.edge_net.second_layer())
         call = ConsensusCall(
-            u, *hidden, network, graph, self.step_tensor(), self.update_rule, compared, valid,
-            edge_hidden,
+            u, *hidden, network, graph, self.step_tensor(iteration), self.update_rule, compared,
+            valid, edge_hidden,
         )  # fmt: skip
         return run(call, self.backend)
 
@@ -308,6 +361,7 @@ class _Consensus(GraphLayer):
         graph: TokenGraph,
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
+        iteration: int = 0,
     ) -> Tensor:
         """:meth:`mix` by messages to the target of every edge, and for "energy" to its source."""
         if self.update_rule == "energy":
@@ -339,7 +393,7 @@ class _Consensus(GraphLayer):
                 gradient = gradient + self.propagate(
                     edge_index.flip(0), size=size, u=(targets, sources), **backward
                 )
-            eta = self.step_tensor()
+            eta = self.step_tensor(iteration)
             if eta == "auto":
                 strength = self.edge_updater(edge_index, size=size, **forward)
                 bound = automatic_bounds(strength, graph, self.update_rule)
@@ -491,6 +545,10 @@ class SelfConsensus(_Consensus, CompiledSteps):
         backend: str = "auto",
         edge_features: int = 0,
         edge_networks: Literal["per_head", "shared"] | None = None,
+        iterations: int = 1,
+        learned_step: bool = False,
+        share_alpha: bool = False,
+        learned_beta: bool = True,
     ) -> None:
         super().__init__(
             dim,
@@ -507,6 +565,10 @@ class SelfConsensus(_Consensus, CompiledSteps):
             backend=backend,
             edge_features=edge_features,
             edge_networks=edge_networks,
+            iterations=iterations,
+            learned_step=learned_step,
+            share_alpha=share_alpha,
+            learned_beta=learned_beta,
         )
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
 
@@ -565,10 +627,15 @@ class SelfConsensus(_Consensus, CompiledSteps):
                 f"edge_features={self.edge_features}: a step has no features for the edges of a "
                 "new token. Call the layer on the whole sequence"
             )
-        first = self.edge_net.source
+        if self.iterations > 1:
+            raise ValueError(
+                f"init_cache needs a layer made with iterations=1, got {self.iterations}: later "
+                "iterations of a new token need those of all tokens before it. Call the layer on "
+                "the whole sequence"
+            )
         return {
             "state": (self.heads, self.head_dim),
-            "hidden": (self.edge_net.groups, first.weight.shape[1]),
+            "hidden": (self.edge_net.groups, self.edge_net.width),
         }
 
     def project_step(
@@ -634,6 +701,8 @@ class CrossConsensus(_Consensus):
         dim, heads, rank, edge_hidden, step_size, rope, edge_input, trunk, bias, backend: as in
             :class:`SelfConsensus`.
         edge_features, edge_networks: as in :class:`SelfConsensus`.
+        iterations, learned_step, share_alpha, learned_beta: as in :class:`SelfConsensus`. The
+            context is the same in every iteration.
         update: must be "target".
 
     Shapes:
@@ -674,6 +743,10 @@ class CrossConsensus(_Consensus):
         backend: str = "auto",
         edge_features: int = 0,
         edge_networks: Literal["per_head", "shared"] | None = None,
+        iterations: int = 1,
+        learned_step: bool = False,
+        share_alpha: bool = False,
+        learned_beta: bool = True,
     ) -> None:
         super().__init__(
             dim,
@@ -690,6 +763,10 @@ class CrossConsensus(_Consensus):
             backend=backend,
             edge_features=edge_features,
             edge_networks=edge_networks,
+            iterations=iterations,
+            learned_step=learned_step,
+            share_alpha=share_alpha,
+            learned_beta=learned_beta,
         )
         self.context_proj = nn.Linear(self.context_dim, self.dim, bias=bias)
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)

@@ -28,8 +28,8 @@ class CompiledSteps(StreamingLayer):
     source_proj: torch.nn.Linear
     trunk: str
 
-    def step_tensor(self) -> Any:
-        """Return the step size in the form that `consensus_update` accepts."""
+    def step_tensor(self, iteration: int = 0) -> Any:
+        """Return the step size of an iteration in the form that `consensus_update` accepts."""
         raise NotImplementedError
 
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:

@@ -10,8 +10,8 @@ def some_mask(num_targets: int, num_sources: int, seed: int = 0) -> torch.Tensor
     return torch.rand(num_targets, num_sources, generator=generator) < 0.3
 
 
-def points(count: int) -> torch.Tensor:
-    return torch.rand(count, 2, generator=torch.Generator().manual_seed(3))
+def points(count: int, columns: int = 2) -> torch.Tensor:
+    return torch.rand(count, columns, generator=torch.Generator().manual_seed(3))
 
 
 STRUCTURED = {
@@ -64,6 +64,8 @@ LISTED = {
     "causal table": lambda: ga.knn_graph(points(9), 3, within=ga.causal_window_graph(9, 4)),
     "routing": lambda: ga.routing_graph(points(9), 3),
     "causal routing": lambda: ga.routing_graph(points(9), 3, causal=True),
+    "scored window": lambda: ga.scored_window_graph(points(9, 5), 2),
+    "causal scored windows": lambda: ga.scored_window_graph(points(9, 3)[None], 2, causal=True),
     "permuted table": lambda: ga.knn_graph(points(6), 2).permute(torch.arange(6).flip(0)),
     "rows of a list": lambda: ga.from_mask(torch.eye(9).bool()).targets(2, 5)[0],
     "batch of lists": lambda: ga.batch([ga.from_mask(some_mask(4, 4)), ga.causal_graph(3)]),

@@ -43,6 +43,7 @@ BUILDERS = [  # with good arguments
     (ga.knn, {"x": X, "k": 1}),
     (ga.knn_graph, {"x": X, "k": 1}),
     (ga.routing_graph, {"x": X, "clusters": 2}),
+    (ga.scored_window_graph, {"scores": torch.zeros(4, 3), "k": 2}),
     (ga.radius_graph, {"positions": X, "radius": 1.0, "max_neighbors": 2}),
 ]
 MAY_BE_0 = (
@@ -215,6 +216,7 @@ SWITCHES = {
     "knn": lambda value: ga.knn_graph(X, 1, self_loops=value),
     "knn within": lambda value: ga.knn_graph(X, 1, within=ga.complete_graph(4), self_loops=value),
     "routing": lambda value: ga.routing_graph(X, 2, causal=value),
+    "scored window": lambda value: ga.scored_window_graph(torch.zeros(4, 3), 2, causal=value),
     "radius": lambda value: ga.radius_graph(X, 1.0, self_loops=value),
 }
 

@@ -346,21 +346,24 @@ def test_operations_of_texts_shorter_than_a_window():
 
 
 @pytest.mark.parametrize(
-    ("name", "vocab", "dim", "depth", "window", "top_k"),
-    [("krause-mnist", 257, 256, 12, 128, 96), ("krause-cifar10", 257, 512, 16, 256, 192)],
+    ("name", "tokens", "dim", "depth", "window", "top_k"),
+    [("krause-mnist", 784, 256, 12, 128, 96), ("krause-cifar10", 3072, 512, 16, 256, 192)],
 )
-def test_the_image_models_of_the_krause_paper_have_its_shapes(
-    name, vocab, dim, depth, window, top_k
+def test_the_image_models_of_the_krause_paper_are_those_of_the_authors_code(
+    name, tokens, dim, depth, window, top_k
 ):
     model = preset(name)
-    assert (model.vocab_size, model.embedding.embedding_dim) == (vocab, dim)
+    assert (model.vocab_size, model.embedding.embedding_dim) == (256, dim)
     assert model.windows == [window] * depth
     for block in model.blocks:
-        assert (block.mixer.top_k, block.mixer.init_sigma) == (top_k, 2.5)
-    # Embedding, head, and per block: four projections and a perceptron with biases, two norms and
-    # one bandwidth per head; a norm at the end.
-    block = 12 * dim**2 + 9 * dim + 4 * dim + model.blocks[0].mixer.heads
-    assert model.num_parameters() == 2 * vocab * dim + depth * block + 2 * dim
+        mixer = block.mixer
+        assert (mixer.top_k, mixer.init_sigma, mixer.rotary) == (top_k, 2.5, None)
+        assert (block.dropout.p, mixer.attention_dropout) == (0.1, 0.1)
+    # Tokens, positions, and per block: four projections and a perceptron with biases, two norms
+    # and one bandwidth per head; a norm and a head at the end. Their head has a bias of 256.
+    block = 4 * (dim + 1) * dim + (dim + 1) * 4 * dim + (4 * dim + 1) * dim + 4 * dim + 8
+    theirs = 256 * dim + tokens * dim + depth * block + 2 * dim + 256 * dim + 256
+    assert model.num_parameters() == theirs - 256
 
 
 @pytest.mark.parametrize(("name", "vocab"), [("text-1m", 256), ("dna-1m", 5)])

@@ -480,3 +480,55 @@ def test_bad_images_are_named(images, says):
     for interpolate in (False, True):
         with pytest.raises(ValueError, match=says):
             vision()(images, interpolate_pos_encoding=interpolate)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "heads", "pixels", "patch", "classes"),
+    [
+        ("krause-vit-small-cifar", 384, 6, 32, 4, 10),
+        ("krause-vit-base-cifar", 768, 12, 32, 4, 10),
+        ("krause-vit-small", 384, 6, 224, 16, 1000),
+        ("krause-vit-base", 768, 12, 224, 32, 1000),
+    ],
+)
+def test_krause_models_are_those_of_the_authors_code(name, dim, heads, pixels, patch, classes):
+    with torch.device("meta"):
+        model = ga.models.VisionTransformer.from_preset(name)
+    assert all(isinstance(block, ga.nn.PostNormBlock) for block in model.blocks)
+    assert [block.mixer.heads for block in model.blocks] == [heads] * 12
+    block = 4 * (dim + 1) * dim + (dim + 1) * 4 * dim + (4 * dim + 1) * dim + 4 * dim + 1
+    ends = (3 * patch**2 + 1) * dim + dim + ((pixels // patch) ** 2 + 1) * dim
+    assert model.num_parameters() == ends + 12 * block + 2 * dim + (dim + 1) * classes
+
+
+def test_patches_of_the_authors_small_images_see_four_neighbours():
+    with torch.device("meta"):
+        model = ga.models.VisionTransformer.from_preset("krause-vit-small-cifar")
+    expected = ga.grid_window_graph(8, 8, 1, metric="manhattan", class_token=True)
+    assert model.graphs()[0] == expected
+    two = ga.models.VisionTransformer(
+        12, 2, 3, 8, 1, 2, mixer="krause", radius=2, neighborhood="plus",
+        distillation_token=True,
+    )  # fmt: skip
+    window = ga.grid_window_graph(6, 6, 2, metric="manhattan").to_mask()
+    mask = two.graphs()[0].to_mask()
+    assert torch.equal(mask[2:, 2:], window)
+    assert mask[:2].all()
+    assert mask[:, :2].all()
+
+
+def test_a_post_norm_block_normalises_what_it_has_added():
+    torch.manual_seed(0)
+    mixer, graph = ga.nn.KrauseAttention(8, heads=2, top_k=2), ga.causal_graph(5)
+    block, x = ga.nn.PostNormBlock(mixer, norm="rms", activation="relu2"), torch.randn(2, 5, 8)
+    middle = block.mixer_norm(x + mixer(x, graph))
+    torch.testing.assert_close(block(x, graph), block.mlp_norm(middle + block.mlp(middle)))
+    assert [name for name, _ in block.named_parameters()] == [
+        name for name, _ in ga.nn.PreNormBlock(mixer, norm="rms").named_parameters()
+    ]
+    with pytest.raises(ValueError, match="PostNormBlock has no step"):
+        block.init_cache(2, None)
+    with pytest.raises(ValueError, match="norm must be"):
+        ga.models.VisionTransformer(8, 2, 3, 8, 1, 2, norm="last")
+    with pytest.raises(ValueError, match="neighborhood must be"):
+        ga.models.VisionTransformer(8, 2, 3, 8, 1, 2, neighborhood="round")

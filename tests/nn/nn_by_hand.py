@@ -56,6 +56,22 @@ class Case:
 
 
 BASE_100 = ga.nn.RotaryEmbedding(HEAD_DIM, base=100.0)
+# What the code that the authors of the consensus paper published does otherwise than the paper.
+PUBLISHED: list[dict[str, Any]] = [
+    {"iterations": 3, "step_size": "learned", "rope": "isometric"},
+    {"iterations": 2, "step_size": "auto"},
+    {"iterations": 2, "rope": True},
+    {"learned_step": True, "share_alpha": True},
+    {"learned_beta": False, "trunk": "separate"},
+    {
+        "iterations": 2,
+        "learned_step": True,
+        "share_alpha": True,
+        "learned_beta": False,
+        "edge_input": "full",
+        "trunk": "separate",
+    },
+]
 
 
 def _cases() -> list[Case]:
@@ -136,6 +152,7 @@ def _cases() -> list[Case]:
                     if width:
                         options["context_dim"] = width
                     cases.append(Case(kind, options, width))
+            cases += [Case(kind, {**small, **update, **of_code}, context) for of_code in PUBLISHED]
     return cases
 
 
@@ -150,6 +167,7 @@ ONE_OF_EACH = [
     Case("SelfConsensus", {"edge_hidden": 6, "update": "target", "step_size": "learned"}),
     Case("SelfConsensus", {"edge_hidden": 6, "step_size": "auto", "rope": "isometric"}),
     Case("CrossConsensus", {"edge_hidden": 6, "rope": True}, DIM),
+    Case("SelfConsensus", {"edge_hidden": 6, **PUBLISHED[-1]}),
 ]
 
 
@@ -224,10 +242,35 @@ def grouped_linear(state: dict[str, Tensor], name: str, y: Tensor) -> Tensor:
     return torch.stack(parts, dim=-2)
 
 
+def hidden_of(state: dict[str, Tensor], name: str, y: Tensor) -> Tensor:
+    """The first layer; that of alpha is also that of a beta which has none and reads nothing."""
+    hidden, xi = grouped_linear(state, f"edge_net.{name}", y), state["edge_net.alpha"].shape[-1]
+    return torch.cat([hidden[..., :xi], hidden], -1) if hidden.shape[-1] == 2 * xi else hidden
+
+
 def second_layer(state: dict[str, Tensor]) -> ga.EdgeNetworkParameters:
-    return ga.EdgeNetworkParameters(
-        **{name: state[f"edge_net.{name}"] for name in ga.EdgeNetworkParameters._fields}
-    )
+    names = ga.EdgeNetworkParameters._fields
+    given = {name: state.get(f"edge_net.{name}") for name in names}
+    alpha, shear = given["alpha"], given["shear"]
+    assert alpha is not None
+    assert shear is not None
+    heads, rank = shear.shape[:2]
+    if len(alpha) == 1:
+        given["alpha"] = alpha.expand(heads, -1).contiguous()
+        given["alpha_bias"] = state["edge_net.alpha_bias"].expand(heads).contiguous()
+    if given["beta"] is None:  # the number whose softplus is the rank
+        given["beta"] = torch.zeros(heads, alpha.shape[-1], dtype=alpha.dtype)
+        given["beta_bias"] = torch.full((heads,), rank, dtype=torch.float64).expm1().log()
+        given["beta_bias"] = given["beta_bias"].to(alpha.dtype)
+    return ga.EdgeNetworkParameters(**given)
+
+
+def steps_of(case: Case, state: dict[str, Tensor]) -> list[Any]:
+    """The step size of every iteration."""
+    count, step = case.options.get("iterations", 1), case.options.get("step_size", 0.1)
+    if case.options.get("learned_step"):
+        return [eta.reshape(1) for eta in functional.softplus(state["raw_step_size"])]
+    return [functional.softplus(state["raw_step_size"]) if step == "learned" else step] * count
 
 
 def forward_by_hand(
@@ -302,23 +345,23 @@ def _consensus_by_hand(
     cross = case.kind == "CrossConsensus"
     u = into_heads(linear(state, "source_proj", x))
     v = into_heads(linear(state, "context_proj", context)) if cross else u
-    turned = (rotate(u, positions[0], case.rope_base), rotate(v, positions[1], case.rope_base))
-    step = case.options.get("step_size", 0.1)
-    if step == "learned":
-        step = functional.softplus(state["raw_step_size"])
     isometric = case.options.get("rope") == "isometric"
-    moved = ga.consensus_update(
-        turned[0] if isometric else u,
-        turned[1] if isometric else v,
-        grouped_linear(state, "edge_net.target", x),
-        grouped_linear(state, "edge_net.source", context),
-        second_layer(state),
-        graph,
-        step,
-        update="target" if cross else case.options.get("update", "energy"),
-        disagreement=None if isometric else turned,
-        **of_edges,
-    )
-    if isometric:
-        moved = rotate(moved, positions[0], case.rope_base, back=True)
-    return linear(state, "output_proj", moved.flatten(-2))
+    hidden = hidden_of(state, "target", x), hidden_of(state, "source", context)
+    moves_alone = cross or tokens[1] is not x
+    for step in steps_of(case, state):
+        turned = (rotate(u, positions[0], case.rope_base), rotate(v, positions[1], case.rope_base))
+        u = ga.consensus_update(
+            turned[0] if isometric else u,
+            turned[1] if isometric else v,
+            *hidden,
+            second_layer(state),
+            graph,
+            step,
+            update="target" if cross else case.options.get("update", "energy"),
+            disagreement=None if isometric else turned,
+            **of_edges,
+        )
+        if isometric:
+            u = rotate(u, positions[0], case.rope_base, back=True)
+        v = v if moves_alone else u
+    return linear(state, "output_proj", u.flatten(-2))

@@ -127,7 +127,7 @@ def test_a_call_names_what_belongs_to_the_constructor():
         ("attention_dropout", "mixer_options={'attention_dropout': ...}"),
         ("dim_feedforward", "mlp_ratio"),
         ("hidden_act", "activation='gelu' or 'relu2'"),
-        ("norm_first", "always normalises first"),
+        ("norm_first", "PreNormBlock normalises first, PostNormBlock last"),
     ],
 )
 def test_a_model_answers_foreign_names(name, says):

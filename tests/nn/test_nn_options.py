@@ -11,7 +11,6 @@ import io
 import itertools
 import pickle
 from random import Random
-from typing import Any
 
 import oracle_ops as oracle
 import pytest
@@ -21,16 +20,16 @@ from nn_by_hand import (
     DIM,
     HEADS,
     Case,
-    grouped_linear,
+    hidden_of,
     into_heads,
     linear,
     rotate,
     run,
     second_layer,
+    steps_of,
     tokens_of,
 )
 from torch import Tensor
-from torch.nn import functional
 
 import graphattn as ga
 
@@ -60,6 +59,10 @@ def consensus_cases() -> list[Case]:
     cases += product("SelfConsensus", **literal, update=("energy", "target"))
     cases += product("CrossConsensus", 7, **literal, context_dim=(7,))
     cases += product("CrossConsensus", 7, **full, context_dim=(7,), bias=(False,))
+    published = {**shared, "iterations": (2,), "step_size": (0.05,), "learned_beta": (False,)}
+    published |= {"share_alpha": (False, True), "learned_step": (False, True)}
+    cases += product("SelfConsensus", **published, update=("energy", "target"))
+    cases += product("CrossConsensus", DIM, **published, context_dim=(DIM,))
     gradient_step = (False, "isometric")
     return [
         case
@@ -122,25 +125,24 @@ def by_equations(
         u = into_heads(linear(state, "source_proj", x))
         cross = case.kind == "CrossConsensus"
         v = into_heads(linear(state, "context_proj", context)) if cross else u
-        compared = turn(u, graph.positions), turn(v, graph.source_positions)
         isometric = options["rope"] == "isometric"
-        step: Any = options["step_size"]
-        if step == "learned":
-            step = functional.softplus(state["raw_step_size"])
-        moved = oracle.consensus(
-            compared[0] if isometric else u,
-            v,
-            grouped_linear(state, "edge_net.target", x),
-            grouped_linear(state, "edge_net.source", context),
-            second_layer(state),
-            mask,
-            step,
-            update=options.get("update", "target" if cross else "energy"),
-            disagreement=compared,
-            lengths=tuple(n for n, _ in graph.sizes),
-        )
-        mixed = turn(moved, graph.positions, back=True) if isometric else moved
-        return linear(state, "output_proj", mixed.flatten(-2))
+        for step in steps_of(case, state):
+            compared = turn(u, graph.positions), turn(v, graph.source_positions)
+            u = oracle.consensus(
+                compared[0] if isometric else u,
+                v,
+                hidden_of(state, "target", x),
+                hidden_of(state, "source", context),
+                second_layer(state),
+                mask,
+                step,
+                update=options.get("update", "target" if cross else "energy"),
+                disagreement=compared,
+                lengths=tuple(n for n, _ in graph.sizes),
+            )
+            u = turn(u, graph.positions, back=True) if isometric else u
+            v = v if cross else u
+        return linear(state, "output_proj", u.flatten(-2))
 
     if case.kind == "GaussianKernelAttention":
         query = turn(into_heads(x), graph.positions)

@@ -15,14 +15,22 @@ from threadpoolctl import ThreadpoolController
 
 import graphattn
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output, write_json
-from graphattn.cli.verify import closed_classes, errata, filtering, matrix_weights, tables, windows
+from graphattn.cli.verify import (
+    closed_classes,
+    errata,
+    filtering,
+    matrix_weights,
+    other_papers,
+    tables,
+    windows,
+)
 from graphattn.cli.verify.claims import SIZES, Claim, Erratum
 from graphattn.graphs.arguments import as_choice
 from graphattn.plain_tables import cells_of
 
 CLAIMS = [
     value
-    for module in (windows, filtering, matrix_weights, closed_classes)
+    for module in (windows, filtering, matrix_weights, closed_classes, other_papers)
     for value in vars(module).values()
     if isinstance(value, Claim)
 ]

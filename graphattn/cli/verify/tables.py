@@ -61,7 +61,7 @@ def detail_lines(outcomes: list[Outcome], shown: list[Shown]) -> list[str]:
 
 def errata_table(shown: list[Shown]) -> Table:
     table = plain_table(
-        "Errata of the consensus paper, and plausible false statements, with counterexamples"
+        "Errata of the papers, and plausible false statements, with counterexamples"
     )
     table.add_column("", no_wrap=True)
     table.add_column("printed or plausible; correct", min_width=24)

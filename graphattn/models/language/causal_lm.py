@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs import TokenGraph, batch, causal_graph, causal_window_graph
 from graphattn.graphs.arguments import as_int, as_share, as_softcap
 from graphattn.models.language.generation import Progress, Stop, generate
@@ -22,7 +23,7 @@ from graphattn.models.mixers import (
     one_per_block,
 )
 from graphattn.models.stack import Graphs, one_each
-from graphattn.models.token_model import TiedModel
+from graphattn.models.token_model import TiedModel, can_read_cheaply
 from graphattn.near_names import explained
 from graphattn.nn import PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.parts import Activation, Norm, make_norm
@@ -65,6 +66,9 @@ class CausalLM(TiedModel):
             tokens before it, which is the earlier half of the consensus paper's window of 2.
         rope: whether all named layers use rotary positions; with "isometric", consensus layers keep
             their guarantees (attention layers then use the usual rotation).
+        positions: "rotary", as `rope` says; "learned", a vector per position that is added to the
+            embedding, in place of rotary positions; or None for no positions at all.
+        num_positions: the largest number of tokens of a text, for learned positions.
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
         norm: "layer" or "rms", of the blocks and before the head.
         norm_affine: whether the norms have weights.
@@ -124,6 +128,8 @@ class CausalLM(TiedModel):
         window_pattern: str | None = None,
         consensus_window: int = 3,
         rope: bool | Literal["isometric"] = True,
+        positions: Literal["rotary", "learned"] | None = "rotary",
+        num_positions: int | None = None,
         mlp_ratio: float = 4.0,
         norm: Norm = "layer",
         norm_affine: bool = True,
@@ -137,6 +143,9 @@ class CausalLM(TiedModel):
         super().__init__()
         self.vocab_size = as_int("vocab_size", vocab_size, 1)
         check_rope(rope)
+        self.num_positions = _num_positions(positions, num_positions)
+        if positions != "rotary":
+            rope = False
         depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
         entries = one_per_block(mixer, depth)
         options = as_options(mixer_options)
@@ -148,6 +157,9 @@ class CausalLM(TiedModel):
         own_windows = window_of_blocks(window, window_pattern, depth)
         one_each = window_pattern is None and isinstance(window, list | tuple)
         self.embedding = nn.Embedding(self.vocab_size, dim)
+        self.position_embedding: nn.Embedding | None = None
+        if self.num_positions is not None:
+            self.position_embedding = nn.Embedding(self.num_positions, dim)
         self.blocks = nn.ModuleList()
         self.windows = []
         for place, mixing in enumerate(
@@ -169,7 +181,7 @@ class CausalLM(TiedModel):
             self.blocks.append(block)
         self.norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
         self.head = nn.Linear(dim, self.vocab_size, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        self._reset_embeddings()
         self._keep_tied(bool(tie_weights))
 
     @classmethod
@@ -196,7 +208,12 @@ class CausalLM(TiedModel):
         """Initialise every parameter again."""
         for part in (*self.blocks, self.norm, self.head):
             part.reset_parameters()
-        nn.init.normal_(self.embedding.weight, std=0.02)  # last: it may be the head's weight, too
+        self._reset_embeddings()  # last: one may be the head's weight, too
+
+    def _reset_embeddings(self) -> None:
+        for embedding in (self.embedding, self.position_embedding):
+            if embedding is not None:
+                nn.init.normal_(embedding.weight, std=0.02)
 
     def graphs(self, num_tokens: int | Sequence[int]) -> list[TokenGraph]:
         """Return the graphs, one per block, that `forward` uses if no graph is given.
@@ -217,6 +234,36 @@ class CausalLM(TiedModel):
         device = self.embedding.weight.device
         return one_each(self.windows, lambda window: _causal(num_tokens, window).to(device))
 
+    def embed(
+        self,
+        tokens: Tensor,
+        *,
+        start: int = 0,
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        x = super().embed(tokens)
+        if self.position_embedding is None:
+            return x
+        if positions is None:
+            positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        if positions.is_floating_point():
+            raise ValueError(
+                f"positions must be integers in a model with positions='learned', got "
+                f"{positions.dtype}"
+            )
+        if valid is not None:  # padding on the left has negative positions
+            positions = positions.masked_fill(~valid, 0)
+        if can_read_cheaply(positions):
+            least, most = positions.aminmax()
+            if least < 0 or most >= len(self.position_embedding.weight):
+                raise ValueError(
+                    f"positions must be 0 .. {self.num_positions} - 1 (num_positions), got "
+                    f"{int(least if least < 0 else most)}: a text can have at most "
+                    f"{self.num_positions} tokens"
+                )
+        return x + self.position_embedding(positions)
+
     def encode(
         self,
         tokens: Tensor,
@@ -229,9 +276,14 @@ class CausalLM(TiedModel):
     ) -> Tensor:
         """Return the features before the head, [*, N, dim]."""
         tokens = self._readable(tokens, valid)
+        graphs = self.graph_of_blocks(graph, tokens.shape[-1])
+        places = positions
+        if places is None and self.position_embedding is not None:
+            first = graphs[0]
+            places = (first.tokens if isinstance(first, ShardedGraph) else first).positions
         x = self.run_blocks(
-            self.embedding(tokens),
-            self.graph_of_blocks(graph, tokens.shape[-1]),
+            self.embed(tokens, positions=places, valid=valid),
+            graphs,
             of_edges={"edge_bias": edge_bias, "edge_features": edge_features},
             valid=valid,
             positions=positions,
@@ -349,6 +401,25 @@ class CausalLM(TiedModel):
             draft=draft,
             draft_tokens=draft_tokens,
         )
+
+
+def _num_positions(positions: Any, num_positions: Any) -> int | None:
+    """Return the number of learned positions, None if there are none."""
+    if positions not in ("rotary", "learned", None):
+        raise ValueError(f"positions must be 'rotary', 'learned' or None, got {positions!r}")
+    if positions == "learned":
+        if num_positions is None:
+            raise ValueError(
+                "num_positions must be a number with positions='learned', the tokens of the "
+                "longest text, got None"
+            )
+        return as_int("num_positions", num_positions, 1)
+    if num_positions is not None:
+        raise ValueError(
+            f"num_positions must be None with positions={positions!r}, which have no such number, "
+            f"got {num_positions!r}: use positions='learned'"
+        )
+    return None
 
 
 def _causal(num_tokens: int | Sequence[int], window: int | None) -> TokenGraph:

@@ -18,7 +18,8 @@ from graphattn.nn import CrossConsensus, DotProductAttention
 SEQUENCE = "sequence"  # given as the width of a track that contains tokens of another chain
 # Options of the mixers that the cross layers also have.
 OF_CONSENSUS = (
-    "rank", "edge_hidden", "step_size", "edge_input", "edge_networks", "trunk", "bias", "backend",
+    "rank", "edge_hidden", "step_size", "edge_input", "edge_networks", "trunk", "iterations",
+    "learned_step", "share_alpha", "learned_beta", "bias", "backend",
 )  # fmt: skip
 OF_ATTENTION = ("bias", "backend", "attention_dropout")
 

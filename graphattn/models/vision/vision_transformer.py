@@ -23,7 +23,7 @@ from graphattn.models.vision.patches import (
     make_head,
 )
 from graphattn.models.vision.weights import vit_from_transformers
-from graphattn.nn import PreNormBlock
+from graphattn.nn import PostNormBlock, PreNormBlock
 from graphattn.nn.rotary import RotaryEmbedding
 
 Radius = int | Sequence[int] | None  # of both axes, or (down, right); None: see everything
@@ -69,6 +69,11 @@ class VisionTransformer(BlockStack):
             returned.
         radius: radius of windows in patches, for both axes or (down, right). With None, layers with
             a window see everything, and consensus layers see the 8 patches around each patch.
+        neighborhood: shape of the windows: "square", or "plus", the patches whose distances along
+            both axes add up to at most `radius` (with radius 1, a plus).
+        norm: whether blocks normalise before their parts ("pre", :class:`~graphattn.nn.
+            PreNormBlock`) or after their residual sums ("post", as in the code that the authors of
+            Krause attention published).
         rope: whether layers use rotary positions, in row-major order of the tokens, in addition to
             the learned ones; "isometric" as in :class:`~graphattn.nn.SelfConsensus`.
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
@@ -119,6 +124,8 @@ class VisionTransformer(BlockStack):
         distillation_token: bool = False,
         pooling: Literal["class", "mean", "distilled"] = "class",
         radius: Radius = None,
+        neighborhood: Literal["square", "plus"] = "square",
+        norm: Literal["pre", "post"] = "pre",
         rope: bool | Literal["isometric"] | RotaryEmbedding = False,
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
@@ -129,6 +136,10 @@ class VisionTransformer(BlockStack):
         self.num_classes = as_int("num_classes", num_classes, 0)
         self.pooling = as_choice("pooling", pooling, ("class", "mean", "distilled"))
         self.radius = radius
+        self.neighborhood = as_choice("neighborhood", neighborhood, ("square", "plus"))
+        make_block = {"pre": PreNormBlock, "post": PostNormBlock}[
+            as_choice("norm", norm, ("pre", "post"))
+        ]
         if distillation_token and not class_token:
             raise ValueError("distillation_token must be False without class_token, got True")
         needs = {"class": class_token, "mean": True, "distilled": distillation_token}
@@ -154,7 +165,7 @@ class VisionTransformer(BlockStack):
         self.reaches: list[Reach] = []
         for (layer, reach), rate in zip(mixings, rates, strict=True):
             self.blocks.append(
-                PreNormBlock(layer, mlp_ratio=mlp_ratio, dropout=dropout, drop_path=rate)
+                make_block(layer, mlp_ratio=mlp_ratio, dropout=dropout, drop_path=rate)
             )
             self.reaches.append(reach)
         self._check_reaches(mixer)
@@ -283,7 +294,10 @@ class VisionTransformer(BlockStack):
         grid = self.embedding.grid_of(size, "image_size")
         leading = self.embedding.leading
         return one_each(
-            self.reaches, lambda reach: vision_graph(reach, grid, leading, self.radius).to(device)
+            self.reaches,
+            lambda reach: vision_graph(
+                reach, grid, leading, self.radius, neighborhood=self.neighborhood
+            ).to(device),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -344,7 +358,14 @@ def _rising(last: float, depth: int) -> list[float]:
     return [last * i / max(depth - 1, 1) for i in range(depth)]
 
 
-def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radius) -> TokenGraph:
+def vision_graph(
+    reach: Reach,
+    grid: tuple[int, int],
+    leading: int,
+    radius: Radius,
+    *,
+    neighborhood: str = "square",
+) -> TokenGraph:
     """Make the graph of a layer over the patches of an image.
 
     Args:
@@ -353,10 +374,12 @@ def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radi
         grid: number of patches (down, right).
         leading: number of tokens before the patches (class token, distillation token).
         radius: radius of windows; None means everything for "window", and 1 for "near".
+        neighborhood: shape of windows, "square" or "plus".
     """
     if reach == "all" or (reach == "window" and radius is None):
         return complete_graph(leading + math.prod(grid))
-    window = grid_window_graph(*grid, 1 if radius is None else radius)
+    metric: Any = "manhattan" if neighborhood == "plus" else "chebyshev"
+    window = grid_window_graph(*grid, 1 if radius is None else radius, metric=metric)
     if leading == 0:
         return window
     if reach == "near":  # an edge of leading tokens to every patch would leave no safe step
@@ -364,7 +387,7 @@ def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radi
         return TokenGraph(structure=apart.structure)  # drop_path then drops the whole image at once
     assert radius is not None
     if leading == 1:
-        return grid_window_graph(*grid, radius, class_token=True)
+        return grid_window_graph(*grid, radius, metric=metric, class_token=True)
     return _behind(window, leading)
 
 

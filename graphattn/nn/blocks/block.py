@@ -162,10 +162,19 @@ class PreNormBlock(Configured, nn.Module):
         if edge_features is not None:
             given["edge_features"] = edge_features
         to_mix, to_map, gate_mixed, gate_mapped = self._modulated(condition, x)
-        mixed = self.mixer(to_mix(self.mixer_norm(x)), graph, *tracks, **given)
-        x = x + self._branch(gate_mixed(mixed), graph)
-        mapped = self.mlp(to_map(self.mlp_norm(x)))
-        return x + self._branch(gate_mapped(mapped), graph)
+        mixed = self.mixer(to_mix(self._entering(self.mixer_norm, x)), graph, *tracks, **given)
+        x = self._leaving(self.mixer_norm, x + self._branch(gate_mixed(mixed), graph))
+        mapped = self.mlp(to_map(self._entering(self.mlp_norm, x)))
+        return self._leaving(self.mlp_norm, x + self._branch(gate_mapped(mapped), graph))
+
+    def _entering(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """What a part reads."""
+        normed: Tensor = norm(x)
+        return normed
+
+    def _leaving(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """What the sum of a part and its input becomes."""
+        return x
 
     def _branch(self, y: Tensor, graph: Any) -> Tensor:
         """Return the contribution of a part, after the drops of training."""
@@ -330,6 +339,68 @@ class PreNormBlock(Configured, nn.Module):
             "window, *, dtype=None, device=None, rollback=0) and step(x, cache, *, valid=None, "
             "positions=None), and step must return for the next tokens what forward returns on a "
             "causal graph"
+        )
+
+
+class PostNormBlock(PreNormBlock):
+    r"""A layer over a token graph and a two-layer perceptron, normalised after their residual sums.
+
+    .. math::
+        x' = \mathrm{norm}(x + \mathrm{mixer}(x, G)), \qquad
+        y = \mathrm{norm}(x' + W_2 \, \mathrm{gelu}(W_1 \, x'))
+
+    This is the block of the original transformer (Vaswani et al., 2017), and that of the vision
+    models in the code that the authors of Krause attention published. It needs smaller learning
+    rates or a warm-up (Xiong et al., 2020).
+
+    Args:
+        mixer, mlp_ratio, dropout, drop_path, norm, norm_affine, activation, bias: as in
+            :class:`PreNormBlock`.
+
+    Shapes:
+        - as :class:`PreNormBlock`, without a condition
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> block = ga.nn.PostNormBlock(ga.nn.KrauseAttention(16, heads=4, top_k=3))
+        >>> y = block(torch.randn(2, 10, 16), ga.window_path_graph(10, window=2, self_loops=True))
+        >>> bool(y.mean(-1).abs().max() < 1e-6)  # of every token
+        True
+    """
+
+    def __init__(
+        self,
+        mixer: nn.Module,
+        *,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        norm: Norm = "layer",
+        norm_affine: bool = True,
+        activation: Activation = "gelu",
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            mixer,
+            mlp_ratio=mlp_ratio,
+            dropout=dropout,
+            drop_path=drop_path,
+            norm=norm,
+            norm_affine=norm_affine,
+            activation=activation,
+            bias=bias,
+        )
+
+    def _entering(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return x
+
+    def _leaving(self, norm: nn.Module, x: Tensor) -> Tensor:
+        normed: Tensor = norm(x)
+        return normed
+
+    def _stepping_mixer(self) -> Any:
+        raise ValueError(
+            "PostNormBlock has no step() and no cache: call it on all tokens, or use PreNormBlock"
         )
 
 

@@ -88,6 +88,10 @@ class EdgeNetwork(nn.Module):
     ``trunk="shared"``, alpha, beta and Lambda have one hidden vector
     in common, which reproduces every count of Table 9. With "separate", each has its own, exactly
     as in Algorithm 2.
+
+    With ``share_alpha`` all heads of an edge have one alpha. Without ``learned_beta`` there is no
+    network for beta, which is then the rank: R is alpha I plus the sum of v v^T over the unit rows
+    v of Lambda. Both are as in the code that the authors published.
     """
 
     def __init__(
@@ -103,21 +107,26 @@ class EdgeNetwork(nn.Module):
         trunk: str,
         edge_networks: str | None = None,
         edge_features: int = 0,
+        share_alpha: bool = False,
+        learned_beta: bool = True,
     ) -> None:
         super().__init__()
+        self.heads = heads
         self.groups = 1 if networks_of(edge_input, edge_networks) == "shared" else heads
         self.parts = heads if edge_input == "head" else 1  # into which tokens are split
-        trunks = 1 if trunk == "shared" else 3
+        trunks = 1 if trunk == "shared" else 3 if learned_beta else 2
+        self.lacks_trunk = trunks == 2
         target_in, source_in = target_dim // self.parts, source_dim // self.parts
         self.target = GroupedLinear(self.groups, target_in, trunks * hidden, bias=True)
         self.source = GroupedLinear(self.groups, source_in, trunks * hidden, bias=False)
         self.edge: GroupedLinear | None = None
         if edge_features:
             self.edge = GroupedLinear(self.groups, edge_features, trunks * hidden, bias=False)
-        self.alpha = nn.Parameter(torch.empty(heads, hidden))
-        self.alpha_bias = nn.Parameter(torch.empty(heads))
-        self.beta = nn.Parameter(torch.empty(heads, hidden))
-        self.beta_bias = nn.Parameter(torch.empty(heads))
+        of_alpha = 1 if share_alpha else heads
+        self.alpha = nn.Parameter(torch.empty(of_alpha, hidden))
+        self.alpha_bias = nn.Parameter(torch.empty(of_alpha))
+        self.beta = nn.Parameter(torch.empty(heads, hidden)) if learned_beta else None
+        self.beta_bias = nn.Parameter(torch.empty(heads)) if learned_beta else None
         self.shear = nn.Parameter(torch.empty(heads, rank, head_dim, hidden))
         self.shear_bias = nn.Parameter(torch.empty(heads, rank, head_dim))
         self.reset_parameters()
@@ -134,19 +143,36 @@ class EdgeNetwork(nn.Module):
             for parameter in layer.parameters():
                 nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
         bound = 1 / math.sqrt(self.alpha.shape[-1])
-        for weight in self.second_layer():
-            nn.init.uniform_(weight, -bound, bound)
+        for weight in self._parameters.values():
+            if weight is not None:
+                nn.init.uniform_(weight, -bound, bound)
 
     def second_layer(self) -> EdgeNetworkParameters:
-        """Return the parameters of the second layer, which follows the GELU."""
+        """Return the parameters of the second layer, which follows the GELU, for every head."""
+        alpha, alpha_bias, beta, beta_bias = (
+            self.alpha, self.alpha_bias, self.beta, self.beta_bias
+        )  # fmt: skip
+        if len(alpha) != self.heads:
+            alpha, alpha_bias = alpha.repeat(self.heads, 1), alpha_bias.repeat(self.heads)
+        if beta is None or beta_bias is None:
+            rank = self.shear_bias.shape[1]
+            beta = torch.zeros_like(alpha)
+            beta_bias = torch.full_like(alpha_bias, inverse_softplus(rank))
         return EdgeNetworkParameters(
-            self.alpha,
-            self.alpha_bias,
-            self.beta,
-            self.beta_bias,
-            self.shear,
-            self.shear_bias,
+            alpha, alpha_bias, beta, beta_bias, self.shear, self.shear_bias
         )
+
+    @property
+    def width(self) -> int:
+        """The numbers in the hidden vector of one group."""
+        width = self.source.weight.shape[1]
+        return width // 2 * 3 if self.lacks_trunk else width
+
+    def all_trunks(self, hidden: Tensor) -> Tensor:
+        """Return hidden vectors of alpha, beta and Lambda: of alpha again for a fixed beta."""
+        if not self.lacks_trunk:
+            return hidden
+        return torch.cat([hidden[..., : hidden.shape[-1] // 2], hidden], dim=-1)
 
     def is_plain(self) -> bool:
         """Whether :meth:`edge_matrix` is the method of this class."""
@@ -178,7 +204,8 @@ class EdgeNetwork(nn.Module):
                 hidden.append(getattr(self, name)(y))
                 continue
             y = self.by_group(y)
-            hidden.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
+            apart = isinstance(layer, GroupedLinear) and not self.lacks_trunk
+            hidden.append(layer.unapplied(y) if apart else self.all_trunks(layer(y)))
         return hidden[0], hidden[1]
 
     def by_group(self, y: Tensor) -> Tensor:
@@ -188,11 +215,11 @@ class EdgeNetwork(nn.Module):
 
     def target_hidden(self, y: Tensor) -> Tensor:
         """Apply the first layer to the targets: [*, N, dim] -> [*, N, G, xi]."""
-        return self.target(self.by_group(y))
+        return self.all_trunks(self.target(self.by_group(y)))
 
     def source_hidden(self, y: Tensor) -> Tensor:
         """Apply the first layer to the sources: [*, M, dim] -> [*, M, G, xi]."""
-        return self.source(self.by_group(y))
+        return self.all_trunks(self.source(self.by_group(y)))
 
     def edge_hidden(
         self, features: Tensor, graph: TokenGraph, valid: ValidPair
@@ -205,12 +232,16 @@ class EdgeNetwork(nn.Module):
         """
         layer, y = self.edge, features.unsqueeze(-2)
         assert layer is not None
-        if isinstance(layer, GroupedLinear) and layer.is_plain():
+        if isinstance(layer, GroupedLinear) and layer.is_plain() and not self.lacks_trunk:
             return FirstLayer(y, layer.weight)
         if valid != (None, None):
             y = clear_invalid_edges(y, valid_edges(valid, *graph.edge_index))
-        hidden: Tensor = layer(y)
-        return hidden
+        return self.all_trunks(layer(y))
+
+
+def inverse_softplus(x: float) -> float:
+    """The number whose softplus is x > 0."""
+    return x + math.log(-math.expm1(-x))
 
 
 def networks_of(edge_input: str, edge_networks: str | None) -> str:

@@ -88,7 +88,7 @@ _CACHE = "generation is cache = layer.init_cache(batch, window) and layer.step(x
 _PLACE = "leave it out and convert the layer: layer.to({name})"
 _MLP = "mlp_ratio= of PreNormBlock and SequenceEncoder sets the perceptron's width, in units of dim"
 _FIXED_BLOCK = (
-    "a block always normalises first: PreNormBlock takes norm='layer' or 'rms' and "
+    "PreNormBlock normalises first, PostNormBlock last; both take norm='layer' or 'rms' and "
     "activation='gelu' or 'relu2'"
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -31,11 +32,23 @@ def edge_hidden_of(
     return {"edge_hidden": form(hidden, None)}
 
 
+def largest_iteration(layer: SelfConsensus | CrossConsensus) -> dict[str, int]:
+    """Return the iteration with the largest step, as an argument of the layer's `mix`.
+
+    What holds for that step holds for all. A layer with one step has no such argument, because a
+    subclass may have its own `fused()`.
+    """
+    if not layer.learned_step or layer.iterations == 1:
+        return {}
+    return {"iteration": int(layer.raw_step_size.argmax())}
+
+
 def step_sizes(
     layer: SelfConsensus | CrossConsensus, R: EdgeMatrix, graph: TokenGraph, update: str
 ) -> Tensor:
-    """Compute the step size of every target and head, float64 [N, H]."""
-    eta = layer.step_tensor()
+    """Compute the step size of every target and head, float64 [N, H], in the iteration with the
+    largest."""
+    eta = layer.step_tensor(**largest_iteration(layer))
     if isinstance(eta, str):
         eta = automatic_step(automatic_bounds(R.alpha + R.beta, graph, update))
     return torch.as_tensor(eta, dtype=torch.float64).expand(graph.num_targets, layer.heads)
@@ -102,7 +115,8 @@ class FrozenStep:
         compared = layer.rotate(u, u, self.rotations)
         start = compared[0] if layer.isometric else u
         valid = None, None
-        updated = layer.mix(start, compared, self.hidden, self.graph, valid, **self.edge_hidden)
+        more: dict[str, Any] = {**largest_iteration(layer), **self.edge_hidden}
+        updated = layer.mix(start, compared, self.hidden, self.graph, valid, **more)
         return layer.rotate_back(updated, self.rotations)
 
     @property

@@ -10,7 +10,12 @@ from graphattn.nn import CrossConsensus
 from graphattn.nn.base.graph_layer import Positions
 from graphattn.ops.consensus.edge_network import EdgeMatrix
 from graphattn.spectral.certificates.facts import PAPER, SLACK, Fact, constants_stay, energy_falls
-from graphattn.spectral.certificates.frozen_steps import AGREE, edge_hidden_of, step_sizes
+from graphattn.spectral.certificates.frozen_steps import (
+    AGREE,
+    edge_hidden_of,
+    largest_iteration,
+    step_sizes,
+)
 
 THEOREMS = "no overshoot", "energy falls", "constants stay"
 NUMBERS = 1 << 22  # entries of matrices in memory at a time
@@ -43,7 +48,9 @@ def cross_facts(
 
     def moved(states: tuple[Tensor, Tensor]) -> Tensor:
         """Make the layer's own step of the first of two tracks, in the rotated frame."""
-        return layer.mix(states[0], states, hidden, graph, (None, None), **of_edges)
+        return layer.mix(
+            states[0], states, hidden, graph, (None, None), **largest_iteration(layer), **of_edges
+        )
 
     def gradient(states: tuple[Tensor, Tensor]) -> Tensor:
         message = R.apply(states[0][target] - states[1][source])
